@@ -152,41 +152,28 @@ def bench_record_routing(
     raise typer.Exit(record_routing.main(folder))
 
 
-def _spec_file(path: Path | None) -> Path | None:
-    if path is not None and path.suffix not in (".toml", ".json"):
-        raise typer.BadParameter(f"{path} is neither .toml nor .json; name a file of one of these kinds")
-    return in_a_folder(path)
-
-
-@app.command("calibrate", rich_help_panel=LINKS)
-def bench_calibrate(
-    ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks; one a core by default, at most 8.")] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda takes the ranks of torchrun.")] = "cpu",
-    threads: Threads = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed windows of everything.")] = 7,
+@app.command("calibration-check", rich_help_panel=COMPUTING)
+def bench_calibration_check(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A ClusterSpec that moesys calibrate wrote here.", exists=True, dir_okay=False
+        ),
+    ],
+    repeats: Repeats = 7,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the ClusterSpec there, .toml or .json.", callback=_spec_file),
-    ] = None,
-    page: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page there, in Markdown.", callback=in_a_folder)
     ] = None,
     json: ResultFile = None,
 ) -> None:
-    """Measure this machine or cluster, and write it down as a ClusterSpec for simulations.
+    """Compare measured steps of layers and small models with the steps simulated with a calibration, on CPU ranks.
 
-    Experts forward and backward, attention, norms, optimizer, links, on GPUs fused tiles and flags; on a CPU, steps of
-    a layer and of small models besides, measured and simulated. About three minutes on 2 cores.
-
-    Under torchrun it measures the ranks that torchrun started, links inside hosts and between them apart. For example:
-    python -m benchmarks calibrate --ranks 2 --out here.toml
+    For example: moesys calibrate --ranks 2 --out here.toml; python -m benchmarks calibration-check here.toml
     """
-    from benchmarks.calibrate import calibrate_report
+    from benchmarks import calibration_check
 
     with refusing():
-        calibrate_report.check(ranks, device)
-    code = calibrate_report.main(ranks, device, threads=threads, repeats=repeats, out=out, page=page, json_path=json)
-    raise typer.Exit(code)
+        raise typer.Exit(calibration_check.main(file, repeats, out, json))
 
 
 @app.command("shaped", rich_help_panel=LINKS)

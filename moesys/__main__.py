@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from moesys.lab.commands.options import options_given, refusing
+from moesys.lab.commands.options import ResultFile, in_a_folder, options_given, spec_file
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
 app = typer.Typer(
@@ -282,6 +282,35 @@ def tune(
 
     bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes, jobs)
     code = tune_file(file, space, bounds, out, timed=timed, threads=threads, fresh=fresh)
+    raise typer.Exit(code)
+
+
+@app.command()
+def calibrate(
+    ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks; one per core by default, at most 8.")] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="cuda measures the ranks that torchrun started, one per GPU.")
+    ] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads per rank.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed windows of everything.")] = 7,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the ClusterSpec to this .toml or .json file.", callback=spec_file),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page of Markdown to this file.", callback=in_a_folder)
+    ] = None,
+    json: ResultFile = None,
+) -> None:
+    """Measure this machine or cluster, and write it as a ClusterSpec for simulations.
+
+    It measures experts forward and backward, attention, norms, the optimizer, and links inside and between nodes; on
+    GPUs also fused tiles and flags. It takes about two minutes on 2 cores. Under torchrun it measures the ranks that
+    torchrun started. For example: moesys calibrate --ranks 2 --out here.toml
+    """
+    from moesys.lab.commands.calibrate import calibrate_command
+
+    code = calibrate_command(ranks, device, threads=threads, repeats=repeats, out=out, page=page, json_path=json)
     raise typer.Exit(code)
 
 

@@ -74,7 +74,7 @@ FLOORS_IN = {
     ),
     "overlap": ({"comm"}, {"*"}),
     "simulator": ({"mega"}, {"*"}, {"model"}),
-    "lab": ({"ranks"}, {"runs"}, {"show"}, {"explanation"}, {"commands"}),
+    "lab": ({"ranks"}, {"runs"}, {"show"}, {"explanation", "calibrate", "leaderboard"}, {"commands"}),
 }
 
 # Units of moesys that a unit may not import although they are not above it.

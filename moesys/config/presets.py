@@ -70,7 +70,7 @@ LAER_E16K4 = LAER_E8K2.replace(intermediate_size=7168, num_experts=16, top_k=4)
 #
 # Nodes of 8 GPUs, and NVL72 racks. Every number is one of: [sheet], its maker's data sheet; [measured], published
 # by who measured it; [derived], from such numbers, as said. Read on 2026-11-22, racks on 2026-11-23.
-# `python -m benchmarks calibrate` measures your own.
+# `moesys calibrate` measures your own.
 #
 # Data sheets: NVIDIA A100 80GB (2021), H100 (2023), H200 (2023), HGX B200 (2024): memory, multiprocessors, and NVLink
 # of 300, 450, 450 and 900 GB/s one way. H800 is H100 with NVLink of 200. Streams reach nine tenths of a memory's rate.
@@ -220,7 +220,7 @@ Slots = SlotCount | tuple[SlotCount, ...]
 
 def cpu(ranks_per_node: int, num_nodes: int = 1) -> ClusterSpec:
     """Ranks that are processes, a core each, and talk by gloo: about what they reach, for planners that weigh rows
-    against experts. ``python -m benchmarks calibrate`` measures it.
+    against experts. ``moesys calibrate`` measures it.
     """
     # [measured] 20 GFLOP/s on a part of a core of an EPYC (docs/measured/shaped-nodes_epyc-2-cores_2026-11-23.md).
     rates = {"intra_node_gb_per_s": 1.0, "inter_node_gb_per_s": 1.0, "expert_tflops": 0.05}

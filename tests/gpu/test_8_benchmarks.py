@@ -20,7 +20,7 @@ PEERS = {"scattermoe": "scattermoe", "liger": "liger_kernel", "sonicmoe": "sonic
 # The options limit each command to a part of ten minutes; without them the same commands measure everything.
 KERNELS = ("benchmarks", "kernels", "--size", "qwen3-30b", "--routing", "uniform", "--repeats", "5", "--no-extras")
 OVERLAP = ("benchmarks", "overlap", "--part", "mega", "--repeats", "3")
-CALIBRATE = ("benchmarks", "calibrate", "--device", "cuda", "--repeats", "2")
+CALIBRATE = ("moesys", "calibrate", "--device", "cuda", "--repeats", "2")
 MODELS = ("benchmarks", "models", "--model", "qwen3-moe", "--routing", "skewed", "--sequences", "2", "--repeats", "3")
 LAST_LINES = 12
 
@@ -48,7 +48,7 @@ def test_bench_overlap(gpu: GpuRank) -> str:
 @pytest.mark.gpu(limit_s=180, ranks="together", after=("device",))
 def test_bench_calibrate(gpu: GpuRank) -> str:
     """The speeds of GPUs and links, which simulations of this machine need."""
-    gpu.require_gpu("measure this machine's CPU ranks by python -m benchmarks calibrate")
+    gpu.require_gpu("measure this machine's CPU ranks by moesys calibrate")
     # Ranks that share a GPU would measure each other.
     alone = gpu.num_gpus == 1 and "WORLD_SIZE" not in os.environ
     if alone and gpu.rank:

@@ -159,7 +159,7 @@ def _gpus() -> Iterator[Check]:
         told = _output("nvidia-smi", "nvlink", "--status")
         links = sum("GB/s" in line for line in told.splitlines())
         if links:
-            yield Check("NVLink", f"{links} links up", "ok", "how fast: python -m benchmarks calibrate, under torchrun")
+            yield Check("NVLink", f"{links} links up", "ok", "how fast: moesys calibrate, under torchrun")
         else:
             yield Check("NVLink", "none, or nvidia-smi does not tell", "missing", "fast dispatch inside a node")
 
@@ -203,9 +203,7 @@ def _local_ranks() -> Iterator[Check]:
     if sums != [3.0, 3.0]:
         raise RuntimeError(f"two ranks added 1 and 2 to {sums}")
     found = f"2 started and added a tensor in {perf_counter() - start_s:.1f} s"
-    yield Check(
-        "local ranks", found, "ok", "simulate what they would do: python -m benchmarks calibrate --out here.toml"
-    )
+    yield Check("local ranks", found, "ok", "simulate what they would do: moesys calibrate --out here.toml")
 
 
 def _sum_of_ranks() -> float:

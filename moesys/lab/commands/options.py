@@ -50,6 +50,13 @@ def in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
+def spec_file(path: Path | None) -> Path | None:
+    """Raises typer.BadParameter for a ClusterSpec's file of another kind, or one that could not be written."""
+    if path is not None and path.suffix not in (".toml", ".json"):
+        raise typer.BadParameter(f"{path} is neither .toml nor .json; name a file of one of these kinds")
+    return in_a_folder(path)
+
+
 ResultFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write what was measured to this file.", callback=in_a_folder)
 ]

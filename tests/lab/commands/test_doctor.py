@@ -37,7 +37,7 @@ def test_this_machine_has_what_the_default_install_needs():
     assert not [check for check in checks.values() if check["state"] == "broken"]
     assert {"Python", "packages", "torch", "gloo", "git", "CPU", "memory", "BLAS", "bfloat16"} <= set(checks)
     assert checks["local ranks"]["found"].startswith("2 started and added a tensor in ")
-    assert "python -m benchmarks calibrate" in checks["local ranks"]["hint"]
+    assert "moesys calibrate" in checks["local ranks"]["hint"]
     assert torch.__version__ in checks["torch"]["found"]
 
 
@@ -62,7 +62,7 @@ def test_gpus_are_counted_by_kind(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Device())
     monkeypatch.setattr(doctor, "_output", lambda *command: "GPU 0\n\t Link 0: 25 GB/s\n\t Link 1: 25 GB/s\n")
-    nvlink = Check("NVLink", "2 links up", "ok", "how fast: python -m benchmarks calibrate, under torchrun")
+    nvlink = Check("NVLink", "2 links up", "ok", "how fast: moesys calibrate, under torchrun")
     assert list(doctor._gpus()) == [Check("GPU", "2 × A100, 80 GiB", "ok"), nvlink]
 
 
