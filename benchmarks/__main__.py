@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from benchmarks.harness.grouped_commands import GroupedCommands
 from moesys.lab.commands.options import ReportFolder, ResultFile, in_a_folder, refusing
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from moesys.whole_model.simulate_model import simulate_model
 
 from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallelism, Pipelined, Strategy
 from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks, writes
@@ -26,7 +27,6 @@ from moesys.lab.show.sheets import Column, Sheet
 from moesys.layout import TokenPlan
 from moesys.moe.layer import MoELayer
 from moesys.simulator.step_program import run_step
-from moesys.whole_model.simulate_model import simulate_model
 
 TIMEOUT_S = 600.0
 EP = Strategy(name="sequential")

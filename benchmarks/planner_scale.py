@@ -15,7 +15,9 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from moesys.balance import min_max_load, plan_layouts, split_tokens
+from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.layouts import plan_layouts
+from moesys.balance.splits import split_tokens
 from moesys.config import Balance, ClusterSpec, Eplb, EvenSplit, FlowSplit, Greedy, Laer, Split
 from moesys.lab.runs.stopwatch import machine_line, repeated_ms
 from moesys.lab.show.reports import Report, publish

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.drawn_layer import Size
-from moesys.balance import split_tokens
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.combine import combine

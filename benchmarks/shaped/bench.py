@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+from moesys.whole_model.simulate_model import simulate_model
 from scipy.stats import wilcoxon
 
 from benchmarks.calibrate.measurement import calibrate
@@ -25,7 +26,8 @@ from benchmarks.shaped.calibration import Calibration, calibration, computed_ms,
 from benchmarks.shaped.cases import ShapedCase, model_spec
 from benchmarks.shaped.hosts import lacks_hosts, linked_hosts, ranks_on
 from benchmarks.shaped.processor_shares import lacks_shares
-from moesys.balance import warm_up
+from moesys.balance.plan import LayerPlan, StepPlan
+from moesys.balance.warm_up import warm_up
 from moesys.config import ClusterSpec, Parallelism, Strategy
 from moesys.config.model_run import ModelRun
 from moesys.lab.ranks.torchrun_ranks import Ranks
@@ -34,8 +36,7 @@ from moesys.lab.runs.stopwatch import Spread, machine_line
 from moesys.lab.show.reports import Report, publish
 from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
-from moesys.step import LayerPlan, StepPlan, simulation
-from moesys.whole_model.simulate_model import simulate_model
+from moesys.simulator.step_program import simulation
 
 # The part of the cores that hosts share; the rest is for the kernel's and a relay's work for the links.
 SHARED_OUT = 0.9

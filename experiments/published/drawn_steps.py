@@ -14,14 +14,14 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from moesys.balance import split_tokens
+from moesys.balance.layout_schedule import PlanSource
+from moesys.balance.replay import Moment, replay_layer
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import Generated
 from moesys.lab.show.steps import steps_told
 from moesys.layout import TokenPlan
-from moesys.layout_schedule import PlanSource
 from moesys.load import IntArray
-from moesys.replay import Moment, replay_layer
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.step_program import run_step
 from moesys.traces import generate

@@ -25,12 +25,12 @@ from pydantic import BaseModel
 
 import moesys as ms
 from experiments.published.drawn_steps import Planning, Scenario
-from moesys.balance import split_tokens
+from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
+from moesys.balance.splits import split_tokens
 from moesys.config import Predictor
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.config.workload import Generated
 from moesys.layout import ExpertLayout
-from moesys.layout_schedule import PlanRequest, SolvedPlan
 from moesys.load import IntArray, LoadMatrix
 from moesys.simulator.rest_of_step import RestOfStep
 

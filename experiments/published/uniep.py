@@ -36,6 +36,7 @@ import typer
 from pydantic import BaseModel
 from scipy.optimize import brentq
 
+from moesys.balance.plan import plan_layer
 from moesys.config import ClusterSpec, MegaKernel, ModelShape, Overlap, Sequential, Strategy, presets
 from moesys.lab.commands.options import ReportFolder
 from moesys.lab.show.reports import publish_simulated
@@ -45,7 +46,6 @@ from moesys.layout import TokenPlan
 from moesys.load import LoadMatrix
 from moesys.simulator.mega.layer_pass import QueuedPass
 from moesys.simulator.step_program import run_step
-from moesys.step import plan_layer
 
 # The rates of the tables; the rate that is fitted to one published time follows them. No kernel has slower tiles than
 # ``SLOWEST``.

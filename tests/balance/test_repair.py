@@ -6,7 +6,7 @@ from balance_cases import instances
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moesys.balance import min_max_load, num_moves, plan_layout, split_tokens
+from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
 from moesys.balance.flow.replica_table import list_replicas
 from moesys.balance.greedy.local_search import MoveConstraints, local_search

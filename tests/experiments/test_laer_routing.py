@@ -5,12 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.published.contenders import Contender, layouts_of
-from moesys.balance import plan_layout
-from moesys.config import ClusterSpec, Eplb, EvenSplit, Laer, Last, WindowMean, presets
+from moesys.config import presets
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
-from moesys.load import LoadMatrix
-from moesys.replay import Moment
 from moesys.traces import generate
 
 NUM_NODES, RANKS_PER_NODE, NUM_GROUPS = 4, 8, 4

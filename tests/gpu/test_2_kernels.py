@@ -18,7 +18,7 @@ from benchmarks.harness.contest import relative_difference
 from benchmarks.kernels.checks import TOLERANCE
 from benchmarks.kernels.drawn_layer import Layer, Size, draw_layer
 from benchmarks.kernels.kernels_contest import TOY
-from moesys.balance import split_tokens
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Proportional
 from moesys.config.split import Split
 from moesys.kernels.experts.activation_gradient import activation_gradient, activation_gradient_reference

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moesys.balance import split_tokens
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, DType, EvenSplit, ModelShape
 from moesys.cost import ExpertPass, attention_rate, elementwise_seconds, pass_seconds
 from moesys.kernels.cpu.page_pool import PagePool, Scratch

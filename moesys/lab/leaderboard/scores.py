@@ -10,18 +10,20 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from moesys.balance import measured_drift, num_moves
+from moesys.balance.greedy.relabelling import num_moves
+from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
+from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
+from moesys.balance.predictors import measured_drift
+from moesys.balance.replay import replay_layer
 from moesys.config import BYTES_PER_GB, Greedy, Strategy
 from moesys.cost import restore_bytes
 from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
 from moesys.lab.leaderboard.workloads import RoutingSetting
 from moesys.lab.runs.experiment_files import in_words
 from moesys.layout import ExpertLayout
-from moesys.layout_schedule import PlanRequest, SolvedPlan
+from moesys.limits import rank_memory
 from moesys.load import LoadMatrix
-from moesys.rank_memory import rank_memory
-from moesys.replay import replay_layer
-from moesys.step import LayerPlan, StepPlan, plan_layer, simulate
+from moesys.simulator.step_program import simulate
 
 # A step has two equal layers and its time is halved, so that waits between layers are included.
 NUM_LAYERS = 2

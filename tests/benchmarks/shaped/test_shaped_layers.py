@@ -7,28 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.shaped.host_steps import CHUNKS, MOST_TOKENS, SOME_TOKENS, ShapedCase, chosen_experts, even_case
 from hypothesis import given
 from hypothesis import strategies as st
 
-import moesys as ms
-from benchmarks.shaped import cases, shaped_report
+from benchmarks.shaped import cases
 from benchmarks.shaped.calibration import Calibration, LinkFigures, away_bytes, calibration
 from benchmarks.shaped.cases import (
-    Asked,
     CaseResult,
     Setting,
-    bench_shaped,
-    half_mbit_per_s,
-    links_of,
     node_case,
     overlap_case,
     split_case,
 )
-from benchmarks.shaped.host_steps import CHUNKS, MOST_TOKENS, SOME_TOKENS, ShapedCase, chosen_experts, even_case
-from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.config.presets import LAER_E8K2
+from moesys.config import ModelShape
 from moesys.lab.calibrate.measurement import fit_line
-from moesys.lab.runs import launch
 from moesys.lab.show.reports import to_json, to_markdown
 from moesys.lab.show.sheets import Sheet, written_columns
 

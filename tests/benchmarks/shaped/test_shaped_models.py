@@ -6,12 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from typer.testing import CliRunner
-
-from benchmarks.__main__ import app
 from benchmarks.calibrate.grids import CPU_GRID
 from benchmarks.calibrate.measurement import calibrate
 from benchmarks.calibrate.windows import Effort
+from moesys.whole_model.drawn_plans import drawn_plans
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
 from benchmarks.harness.model_steps import LENGTH
 from benchmarks.shaped import bench, cases
 from benchmarks.shaped.bench import report, run_cases, simulated_seconds
@@ -22,7 +23,6 @@ from benchmarks.shaped.processor_shares import lacks_shares
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
 from moesys.lab.show.reports import to_markdown
-from moesys.whole_model.drawn_plans import drawn_plans
 
 LACKS = lacks_hosts()
 CASE = model_case("qwen3-moe", 2, 200.0, 0.0)

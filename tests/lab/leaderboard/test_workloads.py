@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import record_routing as recording
-from moesys.balance import measured_drift
+from moesys.balance.predictors import measured_drift
 from moesys.config import ClusterSpec, ModelShape
 from moesys.lab.leaderboard import workloads
 from moesys.lab.leaderboard.workloads import GENERATED, SCORED, WARM_UP, RecordedRouting, packaged_recordings
