@@ -13,10 +13,11 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from moesys.lab.commands.options import ReportFolder, ResultFile, in_a_folder, refusing
+from benchmarks.harness.options import Repeats
+from moesys.lab.commands.options import ResultFile, in_a_folder, refusing
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
-COMPUTING, LINKS, PUBLISHED = "Computing, measured here", "Links, measured here", "Published, and simulated beside it"
+COMPUTING, LINKS = "Computing, measured here", "Links, measured here"
 
 
 class Page(NamedTuple):
@@ -72,57 +73,12 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     name="benchmarks",
-    help="Measure on this machine, or simulate what others measured.",
+    help="Measure on this machine.",
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-Threads = Annotated[int, typer.Option(min=1, help="Threads of a rank.")]
-
-
-@app.command("reproduce", rich_help_panel=PUBLISHED)
-def bench_reproduce(out: ReportFolder = None) -> None:
-    """Fit the simulator on one of LAER-MoE's four published shapes, and judge it on the others.
-
-    24 rows of four methods, breakdown, ablation, with the error of every figure; baselines; the constants.
-    """
-    from benchmarks.published import reproduce
-
-    raise typer.Exit(reproduce.main(out))
-
-
-@app.command("uniep", rich_help_panel=PUBLISHED)
-def bench_uniep(out: ReportFolder = None) -> None:
-    """Simulate MegaKernels against one stage after another on Hopper, over a range of rates of fused tiles."""
-    from benchmarks.published import uniep
-
-    raise typer.Exit(uniep.main(out))
-
-
-@app.command("beyond", rich_help_panel=PUBLISHED)
-def bench_beyond(out: ReportFolder = None) -> None:
-    """Simulate what lies beyond LAER-MoE: on its 24 rows, and on three models and 8 to 1,024 GPUs.
-
-    Stage by stage: static, LAER's layout, flow split, our layout, overlap.
-    """
-    from benchmarks.published import beyond
-
-    raise typer.Exit(beyond.main(out))
-
-
-@app.command("throughput", rich_help_panel=PUBLISHED)
-def bench_throughput(
-    out: ReportFolder = None,
-    fit: Annotated[bool, typer.Option("--fit", help="Fit the constants again, for some minutes.")] = False,
-    json: ResultFile = None,
-) -> None:
-    """Simulate whole models beside the tokens a second that Megatron-Bridge published, with the error of every row."""
-    from benchmarks.published import throughput
-
-    raise typer.Exit(throughput.main(out, json, with_fit=fit))
 
 
 @app.command("planner-scale", rich_help_panel=COMPUTING)
@@ -199,45 +155,18 @@ def bench_shaped(
     ] = None,
     json: ResultFile = None,
 ) -> None:
-    """Measure overlap, splits and layouts between hosts with slow links, and see how far the simulator is. Linux, root.
+    """Measure overlap, splits and layouts between hosts with slow links, beside the simulator. Linux, root.
 
-    Hosts are network namespaces of this machine. All cases take about ten minutes on 2 cores. Exit code 1 if a bit
-    differs. For example: python -m benchmarks shaped --case overlap --hosts 2 --mbit 100 --mbit 500 --out shaped.md
+    Hosts are network namespaces of this machine. All cases take about ten minutes on 2 cores. Exit code 1 if a result
+    is wrong. For example: python -m benchmarks shaped --case overlap --hosts 2 --mbit 100 --mbit 500 --out shaped.md
 
-    --case models: training steps of transformers' small models, in half an hour; what the file of --json has already is
-    not measured again.
+    --case models measures training steps of transformers' small models, in half an hour.
     """
-    from benchmarks.shaped import cases, model_cases, models_report, shaped_report
+    from benchmarks.shaped import bench, cases
 
-    if case and "models" in case:
-        with refusing():
-            models = model_cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case)
-            known = model_cases.kept(json)
-        code = models_report.main(models, repeats=repeats, shares=shares, known=known, out=out, json_path=json)
-        raise typer.Exit(code)
     with refusing():
         asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case or ())
-    raise typer.Exit(shaped_report.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
-
-
-@app.command("doctor", rich_help_panel=COMPUTING)
-def doctor(
-    only: Annotated[str, typer.Option(help="Checks by name, with commas, or all.")] = "all",
-    minutes: Annotated[float, typer.Option(min=0, help="Checks that have not begun by then are left out.")] = 10.0,
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="The folder for the page to send back, and for all results.")
-    ] = Path("doctor"),
-) -> None:
-    """Test this machine's GPUs layer by layer, and then measure them. Exit code 1 if a check failed.
-
-    The first failure names the layer that it is in. The checks run in one process, or as one of torchrun's ranks;
-    without a GPU, those that can are rehearsed.
-    """
-    from benchmarks.doctor import examination
-
-    with refusing():
-        asked = examination.asked_for(only, minutes, out)
-    raise typer.Exit(examination.main(asked))
+    raise typer.Exit(bench.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
 
 
 def main() -> None:

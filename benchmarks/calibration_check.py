@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from moesys.whole_model.simulate_model import simulate_model
 
 from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallelism, Pipelined, Strategy
 from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks, writes
@@ -26,6 +25,7 @@ from moesys.lab.show.reports import Report, publish
 from moesys.lab.show.sheets import Column, Sheet
 from moesys.layout import TokenPlan
 from moesys.moe.layer import MoELayer
+from moesys.simulator.model.simulate_model import simulate_model
 from moesys.simulator.step_program import run_step
 
 TIMEOUT_S = 600.0

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.harness.options import Repeats, chosen
+from moesys.balance.plan import StepPlan, plan_layer
 from moesys.config import FlowSplit, Fsep, Greedy, MegaKernel, Overlap, Pipelined, Sequential, Strategy, presets
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import ResultFile, refusing

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from moesys.lab.commands.options import ResultFile, in_a_folder, options_given, spec_file
+from moesys.lab.commands.options import ResultFile, in_a_folder, options_given, refusing, spec_file
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
 app = typer.Typer(

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from moesys.whole_model.simulate_model import simulate_model
 from scipy.stats import wilcoxon
 
-from benchmarks.calibrate.measurement import calibrate
 from benchmarks.harness.contest import Outcome, of_all_ranks
 from benchmarks.harness.model_steps import LENGTH, TOLERANCE, ZIPF
 from benchmarks.shaped import layers, models
@@ -30,12 +28,14 @@ from moesys.balance.plan import LayerPlan, StepPlan
 from moesys.balance.warm_up import warm_up
 from moesys.config import ClusterSpec, Parallelism, Strategy
 from moesys.config.model_run import ModelRun
+from moesys.lab.calibrate.measurement import calibrate
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import Spread, machine_line
 from moesys.lab.show.reports import Report, publish
 from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.simulator.model.simulate_model import simulate_model
 from moesys.simulator.step_program import simulation
 
 # The part of the cores that hosts share; the rest is for the kernel's and a relay's work for the links.

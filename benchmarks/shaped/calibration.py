@@ -16,16 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks.shaped.host_steps import (
-    CHUNKS,
-    MOST_TOKENS,
-    SOME_TOKENS,
-    ShapedCase,
-    beside_ms,
-    even_case,
-    exchange_ms,
-)
-from moesys.config import ClusterSpec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.contest import Outcome
+from benchmarks.shaped.cases import ShapedCase
+from benchmarks.shaped.layers import CHUNKS, MOST_TOKENS, PIECES, SOME_TOKENS, even_case
+from moesys.config import ClusterSpec, ModelShape
 from moesys.lab.calibrate.measurement import fit_line
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.stopwatch import interleave, repeated_ms, wall_ms

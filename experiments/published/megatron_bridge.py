@@ -50,8 +50,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from moesys.whole_model.model_cost import model_flops_per_token
-from moesys.whole_model.simulate_model import simulate_model
 from pydantic import BaseModel
 from scipy.stats import spearmanr
 
@@ -62,6 +60,8 @@ from moesys.lab.commands.options import ReportFolder
 from moesys.lab.show.reports import publish_simulated
 from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.simulator.model.model_cost import model_flops_per_token
+from moesys.simulator.model.simulate_model import simulate_model
 
 # Models that the constants are fitted on: the two smallest, which have rows of all systems and precisions.
 FITTED_MODELS = frozenset({"qwen3-30b-a3b", "gpt-oss-120b"})

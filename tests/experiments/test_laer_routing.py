@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from experiments.published.drawn_steps import Planning
+from experiments.published.laer_setup import planner_strategy
 from moesys.config import presets
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.traces import generate

@@ -11,10 +11,10 @@ import sys
 
 import torch
 import triton
-from benchmarks.kernels.aot_mega import compile_mega
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.kernels.aot import SIZES, compile_size
+from benchmarks.kernels.aot import compile_mega, compile_size
+from benchmarks.kernels.drawn_layer import SIZES
 
 MEGA_POINT = "fused"
 

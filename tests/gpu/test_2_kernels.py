@@ -15,9 +15,16 @@ from gpu_ranks import GpuRank
 from torch import Tensor
 
 from benchmarks.harness.contest import relative_difference
-from benchmarks.kernels.checks import TOLERANCE
-from benchmarks.kernels.drawn_layer import Layer, Size, draw_layer
-from benchmarks.kernels.kernels_contest import TOY
+from benchmarks.kernels.checks import (
+    TOLERANCE,
+    far_offsets,
+    ours_on,
+    same_bits,
+    same_bits_in_other_blocks,
+    wrong_errors,
+)
+from benchmarks.kernels.drawn_layer import SIZES, Layer, Size, draw_layer, relative_errors
+from benchmarks.kernels.kernels_contest import IN_INTERPRETER, ON_GPU, TOY
 from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Proportional
 from moesys.config.split import Split

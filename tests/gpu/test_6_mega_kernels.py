@@ -7,14 +7,13 @@ from collections.abc import Collection
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.mega.stand_alone import stand_alone_runs
 from gpu_layers import EXPERTS_PER_RANK
 from gpu_ranks import GpuRank
 
 from benchmarks.harness.contest import differing, in_words
-from benchmarks.kernels.aot import Size
+from benchmarks.kernels.drawn_layer import Size
 from benchmarks.mega.mega_contest import TOY, points_of
-from benchmarks.mega.ranks_layer import DIRECTIONS, MegaRun, draw_layer, regions_of
+from benchmarks.mega.ranks_layer import DIRECTIONS, MegaRun, draw_layer, regions_of, stand_alone_runs
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
 from moesys.overlap.stages import at_once, side_by_side

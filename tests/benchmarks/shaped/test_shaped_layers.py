@@ -7,19 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.shaped.host_steps import CHUNKS, MOST_TOKENS, SOME_TOKENS, ShapedCase, chosen_experts, even_case
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.shaped import cases
+from benchmarks.shaped.bench import CaseResult, Setting, ranked_pairs, report, run_cases
 from benchmarks.shaped.calibration import Calibration, LinkFigures, away_bytes, calibration
-from benchmarks.shaped.cases import (
-    CaseResult,
-    Setting,
-    node_case,
-    overlap_case,
-    split_case,
-)
+from benchmarks.shaped.cases import ShapedCase, node_case, overlap_case, split_case
+from benchmarks.shaped.hosts import lacks_hosts
+from benchmarks.shaped.layers import CHUNKS, MOST_TOKENS, SOME_TOKENS, chosen_experts, even_case
+from benchmarks.shaped.processor_shares import lacks_shares
 from moesys.config import ModelShape
 from moesys.lab.calibrate.measurement import fit_line
 from moesys.lab.show.reports import to_json, to_markdown

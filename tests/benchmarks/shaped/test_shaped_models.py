@@ -6,10 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from benchmarks.calibrate.grids import CPU_GRID
-from benchmarks.calibrate.measurement import calibrate
-from benchmarks.calibrate.windows import Effort
-from moesys.whole_model.drawn_plans import drawn_plans
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
@@ -22,7 +18,11 @@ from benchmarks.shaped.hosts import lacks_hosts
 from benchmarks.shaped.processor_shares import lacks_shares
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
+from moesys.lab.calibrate.cases import CPU_GRID
+from moesys.lab.calibrate.measurement import calibrate
+from moesys.lab.calibrate.timings import Effort
 from moesys.lab.show.reports import to_markdown
+from moesys.simulator.model.drawn_plans import drawn_plans
 
 LACKS = lacks_hosts()
 CASE = model_case("qwen3-moe", 2, 200.0, 0.0)

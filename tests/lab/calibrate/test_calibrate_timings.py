@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from moesys.whole_model.model_cost import count_model
 
 from moesys.config import DenseMlp, Gqa, LayerSpec, ModelSpec
 from moesys.kernels.symmetric.heap import Heap, Region
@@ -21,6 +20,7 @@ from moesys.lab.calibrate.cases import AttentionCase, ElementwiseCase, ExpertCas
 from moesys.lab.calibrate.gpu_timings import fused_tiles, ping_pong
 from moesys.lab.calibrate.timings import Effort
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.simulator.model.model_cost import count_model
 
 QUICK = Effort(repeats=2, window_s=0.001)
 CPU = torch.device("cpu")
