@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from moesys.config import ModelSpec
+from moesys.config import ModelShape, ModelSpec
 from moesys.config.layer_spec import MoeMlp
 from moesys.lab.commands.declarations import cluster_of, predictor_of
 from moesys.lab.leaderboard.planners import GROUPS, OURS, PlannerGroup, named_planner
@@ -77,7 +77,7 @@ class LeaderboardOptions:
 
     def settings(self) -> list[RoutingSetting]:
         """Raises ValueError for models, clusters and traces that do not exist or do not fit."""
-        models = {}
+        models: dict[str, ModelShape] = {}
         if self.model:
             spec = ModelSpec.from_config(self.model)
             mlp = spec.layers[spec.moe_layers[0]].mlp

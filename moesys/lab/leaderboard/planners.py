@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -156,7 +157,7 @@ def named_planner(text: str) -> Balance | Split:
     for union in (Balance, Split):
         try:
             import_named({union.union: fields}, folder)
-            planner: Balance | Split = TypeAdapter(union).validate_python(fields)
+            planner: Any = TypeAdapter(union).validate_python(fields)
         except ValueError as error:
             errors.append(in_words(error))
             continue
@@ -166,5 +167,6 @@ def named_planner(text: str) -> Balance | Split:
                 f"planner={text!r}: {planner.kind} was imported from {source} already; give one of the files another "
                 "name"
             )
-        return planner
+        found: Balance | Split = planner
+        return found
     raise ValueError(f"planner={text!r}: {'; '.join(dict.fromkeys(errors))}")

@@ -198,7 +198,9 @@ def settings(
     own = not (models or clusters)
     pairs = _GENERATED_ON if own else [(model, cluster) for model in fitting for cluster in on]
     recorded = [*(() if quick or traces_only else packaged_recordings()), *given]
-    places = [(one, name, place) for one in recorded for name in fitting if one.fits(fitting[name]) for place in on]
+    places: list[tuple[GeneratedRouting | RecordedRouting, str, str]] = [
+        (one, name, place) for one in recorded for name in fitting if one.fits(fitting[name]) for place in on
+    ]
     if quick and not traces_only:
         places += [(one, *pairs[0]) for one in GENERATED if one.name in _QUICK]
     elif not traces_only:
