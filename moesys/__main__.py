@@ -391,13 +391,13 @@ def leaderboard(
     ms.Split (docs/leaderboard.md). For example: moesys leaderboard --quick --planner my_planners.py:Heaviest; on your
     own routing: moesys leaderboard --trace run.npz --traces-only --model mixtral-8x7b --cluster h100:2 --lag 10
     """
-    from moesys.lab.leaderboard.pages import LeaderboardOptions, main
+    from moesys.lab.commands.leaderboard import LeaderboardOptions, leaderboard_command
 
     options = LeaderboardOptions(
         seeds, quick, planner or (), trace or (), traces_only, model, cluster, slots, lag, predictor
     )
     with refusing():
-        code = main(out, options)
+        code = leaderboard_command(out, options)
     raise typer.Exit(code)
 
 

@@ -184,13 +184,14 @@ class AttentionCase:
 
     def flops(self, of: Pass) -> int:
         """Returns the flops of the scores within the mask and of the sums of values that they weight
-        (``whole_model.layer_operations``). Backward computes the scores again, and two products for each of these two.
+        (``simulator.model.layer_operations``). Backward computes the scores again, and two products for each of these
+        two.
         """
         forward = 4 * self.num_heads * self.head_dim * (self.seq_len * (self.seq_len + 1) // 2)
         return forward * 5 // 2 if of == "backward" else forward
 
     def seconds(self, of: Pass, cluster: ClusterSpec, dtype: DType) -> float:
-        """Predicts a pass as ``whole_model.rest_seconds`` does."""
+        """Predicts a pass as ``simulator.model.rest_seconds`` does."""
         return self.flops(of) / attention_rate(cluster, of == "backward") + cluster.launch_us * 1e-6
 
     def calls(self, pool: Pool) -> Calls:
@@ -230,7 +231,7 @@ class ElementwiseCase:
         return (21 if of == "backward" else 17) * self.num_tokens * self.hidden_size * element_bytes
 
     def seconds(self, of: Pass, cluster: ClusterSpec, dtype: DType) -> float:
-        """Predicts a pass as ``whole_model.rest_seconds`` does."""
+        """Predicts a pass as ``simulator.model.rest_seconds`` does."""
         moved = elementwise_seconds(self.num_bytes(of, DTYPES[dtype].itemsize), cluster, of == "backward")
         return moved + self.num_kernels * cluster.launch_us * 1e-6
 

@@ -31,7 +31,8 @@ from moesys.config import (
     UltraEp,
 )
 from moesys.config.workload import Generated
-from moesys.lab.leaderboard import pages, results, workloads
+from moesys.lab.commands import leaderboard
+from moesys.lab.leaderboard import results, workloads
 from moesys.lab.leaderboard import scores as scoring
 from moesys.lab.leaderboard.planners import GROUPS, PlannerGroup, PlannerPair, named_planner
 from moesys.lab.leaderboard.results import written
@@ -89,7 +90,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workloads, "MODELS", {"small": MODEL})
     monkeypatch.setattr(workloads, "CLUSTERS", {"2 x 2": CLUSTER, "2 x 8 H100": CLUSTER, "4 x 8 H100": CLUSTER})
     monkeypatch.setattr(workloads, "_GENERATED_ON", (("small", "2 x 2"),))
-    monkeypatch.setattr(pages, "GROUPS", SMALL)
+    monkeypatch.setattr(leaderboard, "GROUPS", SMALL)
 
 
 def run(*arguments: str) -> str:
