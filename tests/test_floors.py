@@ -390,3 +390,39 @@ def test_an_unknown_name_says_where_the_known_ones_are():
     with pytest.raises(AttributeError) as error:
         moesys.Stratgey  # noqa: B018
     assert str(error.value) == "module 'moesys' has no attribute 'Stratgey'; its public names are in moesys.__all__"
+
+
+LOADED = """
+import sys
+import torch
+{code}
+names = [name for name in sys.modules if name.startswith("moesys.")]
+print(len(names), *(name for name in sys.modules if name.startswith({refused})))
+"""
+REFUSED_BY_THE_LAYER = (
+    *("ortools", "numba", "scipy", "moesys.simulator", "moesys.balance.baselines", "moesys.balance.cp_sat"),
+    *("moesys.balance.flow", "moesys.balance.greedy"),
+)
+RUN = """
+import moesys as ms
+layer = ms.MoELayer(ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2), {strategy})
+layer(torch.randn(4, 8)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "allowed"),
+    [
+        ("import moesys.moe.layer", ()),
+        (RUN.format(strategy="ms.Strategy(name='ep')"), ("moesys.balance.baselines",)),
+    ],
+    ids=["imported", "run"],
+)
+def test_the_layer_loads_no_simulator_solver_or_compiler(code: str, allowed: tuple[str, ...]) -> None:
+    refused = tuple(name for name in REFUSED_BY_THE_LAYER if name not in allowed)
+    program = LOADED.format(code=code, refused=refused)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    number, *found = done.stdout.split()
+    assert found == []
+    assert int(number) <= 115

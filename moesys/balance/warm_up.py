@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesys.balance.late_slots import fill_late_slots
 from moesys.balance.layouts import plan_layout
 from moesys.balance.splits import split_tokens
 from moesys.config import Balance, ClusterSpec, CpSat, Ep, FlowSplit, Greedy, ModelShape, Quotas, Split, Static
@@ -27,6 +26,8 @@ def warm_up(balance: Balance | None = None, split: Split | None = None, *, late_
     turned = LoadMatrix(load.tokens_RE[:, ::-1])
     layout = plan_layout(turned, cluster, planner, 3, model=model, previous=layout)
     if late_slots:
+        from moesys.balance.late_slots import fill_late_slots
+
         layout = fill_late_slots(turned, layout, cluster, model, Ep(), late_slots=1, slots_R=(4,) * 4)
     # One's own may not be made for so small a problem, and has nothing of ours to compile.
     if split is None or split.own_code is None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -246,7 +247,7 @@ class MoERuntime:
 def _compare_layers(layers: Sequence[Experts], plan_timeout_s: float | None, channel: Channel) -> None:
     """Raises ``RankMismatchError`` on all ranks where they link other layers, or with another time-out."""
     linked = {f"layer {each.layer_index}": each.identity.digest for each in layers} | {"plan_timeout_s": plan_timeout_s}
-    said_R = channel.gather_bytes(json.dumps(linked).encode(), Position("link()"), layers[0].store.masters.device)
+    said_R = channel.gather_bytes(json.dumps(linked).encode(), Position("link()"), _device_of(layers, channel))
     linked_R = [json.loads(said) for said in said_R]
     first = channel.members[0]
     for rank, other in zip(channel.members, linked_R, strict=True):
@@ -255,6 +256,17 @@ def _compare_layers(layers: Sequence[Experts], plan_timeout_s: float | None, cha
             if mine != theirs:
                 values = f" ({mine} and {theirs})" if name == "plan_timeout_s" else ""
                 raise RankMismatchError(f"ranks {first} and {rank} link models that differ in {name}{values}. {ALIKE}")
+
+
+def _device_of(layers: Sequence[Experts], channel: Channel) -> torch.device:
+    """Returns the device between which the group sends what belongs to the layers."""
+    device = layers[0].store.masters.device
+    if device.type != "meta":
+        return device
+    # The experts get their memory after this call.
+    accelerator = torch.accelerator.current_accelerator()
+    backends = "cpu" if channel.group is None else dist.get_backend_config(channel.group)
+    return torch.device("cpu") if "cpu" in backends or accelerator is None else accelerator
 
 
 def on_urgent_stream(backends: str) -> object | None:
