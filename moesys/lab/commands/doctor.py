@@ -35,12 +35,8 @@ MANY_RANKS = 4
 ROW_BY_ROW = "row by row"
 GIB = 2**30
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
-# How to run the GPU checks where moesys was installed from a wheel.
-GPU_COMMANDS = (
-    "  git clone REPOSITORY moesys && cd moesys",
-    "  pip install -e '.[test]'",
-    "  python -m moesys doctor --gpu",
-)
+# How to run the GPU checks after an installation from a wheel.
+GPU_COMMANDS = ("git clone REPOSITORY moesys && cd moesys", "pip install -e '.[test]'", "python -m moesys doctor --gpu")
 
 
 @dataclass(frozen=True)
@@ -79,15 +75,13 @@ def doctor_command(as_json: bool = False) -> int:
 
 
 def gpu_command() -> int:
-    """Runs the GPU checks of this checkout; 2, with the commands that do, where there is no checkout or no pytest."""
-    root = Path(__file__).parents[3]
-    checks = root / "tests" / "gpu"
-    if not checks.is_dir():
-        print("The GPU checks are in the repository of moesys, not in its wheel. To run them:")
-        print("\n".join(GPU_COMMANDS))
-        return 2
-    if find_spec("pytest") is None or find_spec("pytest_timeout") is None:
-        print(f"The GPU checks need pytest and pytest-timeout. Install them: pip install -e '{root}[test]'")
+    """Runs the GPU checks of this checkout. Where there is no checkout or no pytest, it prints the commands that do.
+
+    Returns the exit code of pytest, or 2.
+    """
+    checks = Path(__file__).parents[3] / "tests" / "gpu"
+    if not checks.is_dir() or find_spec("pytest_timeout") is None:
+        print("The GPU checks run in a checkout of moesys, with pytest. To run them:", *GPU_COMMANDS, sep="\n  ")
         return 2
     return subprocess.run([sys.executable, "-m", "pytest", "-vv", "-m", "gpu", str(checks)], check=False).returncode
 
@@ -112,11 +106,8 @@ def _verdict(checks: list[Check]) -> str:
 
 
 def _python() -> Iterator[Check]:
-    if sys.version_info >= OLDEST_PYTHON:
-        yield Check("Python", platform.python_version(), "ok")
-    else:
-        hint = f"install Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer"
-        yield Check("Python", platform.python_version(), "broken", hint)
+    found, hint = platform.python_version(), f"install Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer"
+    yield Check("Python", found, "ok") if sys.version_info >= OLDEST_PYTHON else Check("Python", found, "broken", hint)
 
 
 def _packages() -> Iterator[Check]:
@@ -168,12 +159,7 @@ def _optional() -> Iterator[Check]:
     cupy = next((name for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if _version(name)), "cupy")
     for title, package, hint in (
         ("Triton", "triton", "GPU kernels; comes with CUDA builds of torch on Linux"),
-        (
-            "CuPy",
-            cupy,
-            "copy engines, which the driver has too: pip install 'moesys[cuda12]' or 'moesys[cuda13]'",
-        ),
-        ("Numba", "numba", "nothing yet: all planners run without it"),
+        ("CuPy", cupy, "copy engines, which the driver has too: pip install 'moesys[cuda12]' or 'moesys[cuda13]'"),
     ):
         found = _version(package)
         yield Check(title, found, "ok") if found else Check(title, "not installed", "missing", hint)
@@ -182,14 +168,10 @@ def _optional() -> Iterator[Check]:
 def _backends() -> Iterator[Check]:
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_gloo_available():
-        yield Check("gloo", "in torch", "ok")
-    else:
-        yield Check("gloo", "not in this torch", "broken", "ranks on CPUs: install a torch with gloo")
-    if dist.is_available() and dist.is_nccl_available():
-        yield Check("NCCL", "in torch", "ok")
-    else:
-        yield Check("NCCL", "not in this torch", "missing", "ranks on GPUs: install a CUDA build of torch")
+    gloo = Check("gloo", "not in this torch", "broken", "ranks on CPUs: install a torch with gloo")
+    nccl = Check("NCCL", "not in this torch", "missing", "ranks on GPUs: install a CUDA build of torch")
+    yield Check("gloo", "in torch", "ok") if dist.is_available() and dist.is_gloo_available() else gloo
+    yield Check("NCCL", "in torch", "ok") if dist.is_available() and dist.is_nccl_available() else nccl
 
 
 def _local_ranks() -> Iterator[Check]:
@@ -237,12 +219,8 @@ def _cpu() -> Iterator[Check]:
 
     cores = available_cores()
     found = f"{cpu_name()}, {cores} core{'s' * (cores > 1)}"
-    if cores < MANY_RANKS:
-        yield Check(
-            "CPU", found, "slow", f"{MANY_RANKS} ranks share them: measured times are those of a crowded machine"
-        )
-    else:
-        yield Check("CPU", found, "ok")
+    hint = f"{MANY_RANKS} ranks share them: measured times are those of a crowded machine"
+    yield Check("CPU", found, "ok") if cores >= MANY_RANKS else Check("CPU", found, "slow", hint)
 
 
 def _memory() -> Iterator[Check]:
