@@ -16,14 +16,13 @@ Measured on 4 local ranks; all eight seeds were not timed yet; expect ten minute
 """
 
 import moesys as ms
-from moesys.config import Overlap
 from moesys.train.device import best_device
 
 
 def experiment() -> ms.Experiment:
     device = best_device()
     chunked = {f"/{chunks}": ms.Pipelined(chunks=chunks) for chunks in (2, 4, 8)}
-    overlaps: dict[str, Overlap] = {"": ms.Sequential(), **chunked}
+    overlaps: dict[str, ms.Overlap] = {"": ms.Sequential(), **chunked}
     if device == "cuda":
         overlaps["/mega"] = ms.MegaKernel(rows_cap=2.0)
     shardings = {"ep": ms.Ep(), "fsep": ms.Fsep(slots_per_rank=4)}

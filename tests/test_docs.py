@@ -252,7 +252,7 @@ def test_files_that_the_docs_name_are_there(page: Path) -> None:
     named = re.findall(r"`((?:docs|experiments|tests|moesys)/[\w./-]*)`", text)
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
     # A file may be named by the end of its path.
-    rooms = (ROOT / room for room in ("moesys", "tests", "experiments"))
+    rooms = (ROOT / room for room in ("moesys", "benchmarks", "tests", "experiments"))
     files = [f"/{path.relative_to(ROOT).as_posix()}" for room in rooms for path in room.rglob("*.py")]
     ends = [name for name in re.findall(r"`([\w/]+\.py)`", text) if "/" in name and "NAME" not in name]
     assert [end for end in ends if not any(file.endswith(f"/{end}") for file in files)] == []

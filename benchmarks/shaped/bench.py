@@ -55,7 +55,7 @@ _MODEL_NOTES = (
     f"sequences of {LENGTH} tokens. Routing is replayed: experts are drawn by 1 / n^{ZIPF}, in an order that differs "
     f"by layer. Loss and all gradients are those of transformers' own code on each rank, to {TOLERANCE:g}.",
     "Simulated: `ms.simulate_model` with the plans of the steps, the bandwidth of all-to-alls, the latency of "
-    "all-to-alls of a byte behind products, and the computing speed by `python -m benchmarks calibrate`.",
+    "all-to-alls of a byte behind products, and the computing speed by `moesys calibrate`.",
 )
 
 
