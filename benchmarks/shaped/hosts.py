@@ -26,9 +26,10 @@ from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 _INTERFACE = "eth0"
 _NAMESPACES = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
-# The kernel's limit for a packet that is not segmented yet.
-_LARGEST_PACKET = 65536
-_MTU = 1500
+# The kernel's limit for a packet that is not segmented yet, and for one that is.
+_LARGEST_PACKET, _MTU = 65536, 1500
+# Ranks load these modules once, together, before they share a processor.
+_PRELOAD = ("benchmarks.shaped.models",)
 # Senders fill a link, keep filling it after a pause, and keep ten milliseconds of it queued, because they may have to
 # wait as long for a core. Every kernel has reno.
 _TCP = {
@@ -142,7 +143,7 @@ def linked_hosts(
 def ranks_on(hosts: Hosts, ranks_per_host: int = 1) -> Iterator[LocalRanks]:
     """Starts ranks inside the hosts, numbered host by host."""
     num_ranks, timeouts = len(hosts.names) * ranks_per_host, RankTimeouts(run_s=600.0, collective_s=300.0)
-    with LocalRanks(num_ranks, timeouts=timeouts, environment=_KEEPING_MEMORY) as ranks:
+    with LocalRanks(num_ranks, timeouts=timeouts, environment=_KEEPING_MEMORY, preload=_PRELOAD) as ranks:
         ranks.run(enter_host, hosts, ranks_per_host)
         yield ranks
 
