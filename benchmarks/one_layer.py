@@ -106,8 +106,8 @@ class Row:
     @property
     def ratios(self) -> Annotated[dict[str, Spread], Column("")]:
         """The time of each contestant divided by that of the baseline, the first one."""
-        (_, baseline_ms), *others = self.samples_ms.items() or [("", [])]
-        return {name: Spread.of_ratios(samples_ms, baseline_ms) for name, samples_ms in others}
+        names = list(self.samples_ms)
+        return {name: Spread.of_ratios(self.samples_ms[name], self.samples_ms[names[0]]) for name in names[1:]}
 
     @property
     def shown_ratios(self) -> Annotated[dict[str, Spread], Column("{}", after="samples_ms")]:
