@@ -127,7 +127,7 @@ class _Meter:
             self._add(
                 scores, strategy, plan_layer(strategy, self._model, self._cluster, load, layout=layout, turn=turn)
             )
-            scores.copies.append(num_moves(layouts[turn - 1].replicas_RE, layout.replicas_RE))
+            scores.copies.append(float(num_moves(layouts[turn - 1].replicas_RE, layout.replicas_RE)))
         return scores
 
     def on_counts(self, strategy: Strategy) -> PlannerScores:
@@ -141,7 +141,7 @@ class _Meter:
                 scores.planning_ms.append(1e3 * (time.perf_counter() - begin_s))
                 self._add(scores, strategy, plan)
                 expert_gb = model.bytes_per_element * model.expert_parameters / BYTES_PER_GB
-                scores.copies.append(round(scores.restored_gb[-1] / expert_gb))
+                scores.copies.append(float(round(scores.restored_gb[-1] / expert_gb)))
         return scores
 
     def _add(self, scores: PlannerScores, strategy: Strategy, plan: LayerPlan) -> None:
@@ -149,11 +149,11 @@ class _Meter:
         key = plan.load.tokens_RE.tobytes() + plan.layout.expert_RS.tobytes() + plan.tokens.entries.tobytes()
         if key not in self._layer_ms:
             step = StepPlan(strategy, model, cluster, (plan,) * NUM_LAYERS)
-            self._layer_ms[key] = simulate(step).length_us / 1e3 / NUM_LAYERS
+            self._layer_ms[key] = float(simulate(step).length_us) / 1e3 / NUM_LAYERS
         restored = restore_bytes(plan.layout, model, cluster, strategy.sharding)
         scores.layer_ms.append(self._layer_ms[key])
-        scores.max_over_mean.append(plan.tokens.max_over_mean)
-        scores.crossing.append(plan.tokens.inter_node_tokens(cluster.domain_of_rank) / plan.load.total)
+        scores.max_over_mean.append(float(plan.tokens.max_over_mean))
+        scores.crossing.append(float(plan.tokens.inter_node_tokens(cluster.domain_of_rank) / plan.load.total))
         scores.restored_gb.append(sum(float(bytes_RR.sum()) for bytes_RR in restored) / BYTES_PER_GB)
         # An upper bound: as if the rank with most rows also held most experts.
         filled = int((plan.layout.expert_RS >= 0).sum(axis=1).max())

@@ -369,15 +369,13 @@ def test_a_trace_is_replayed_alone_under_other_conditions(tmp_path: Path) -> Non
     fields = {"model_type": "mixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99, **shape}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     arguments = ["--seeds", "1", "--trace", str(tmp_path / "ours.npz"), "--traces-only", "--cluster", "2x2"]
-    arguments += ["--model", str(tmp_path / "config.json"), "--planner", '{"kind": "eplb", "hierarchical": true}']
+    arguments += ["--model", str(tmp_path / "config.json"), "--planner", '{"kind": "greedy", "effort": 4}']
     layer_ms = []
     for number, changes in enumerate(([], ["--lag", "4"], ["--slots", "6"], ["--lag", "4", "--predictor", "oracle"])):
         run(*arguments, "--out", str(tmp_path / str(number)), *changes)
         lines = lines_of(tmp_path / str(number))
         assert {(line["workload"], line["cluster"]) for line in lines} == {("ours, given", "2x2")}
-        [line] = [
-            line for line in lines if line["planner"] == "eplb(hierarchical=True) + flow" and line["group"] == "late"
-        ]
+        [line] = [line for line in lines if line["planner"] == "greedy(effort=4) + flow" and line["group"] == "late"]
         assert line["slots"] == (6 if "--slots" in changes else 5)
         layer_ms.append(tuple(line["scores"]["layer_ms"]))
         page = (tmp_path / str(number) / "leaderboard.md").read_text()
