@@ -22,9 +22,8 @@ from moesys.train.device import best_device
 def experiment() -> ms.Experiment:
     device = best_device()
     chunked = {f"/{chunks}": ms.Pipelined(chunks=chunks) for chunks in (2, 4, 8)}
-    overlaps: dict[str, ms.Overlap] = {"": ms.Sequential(), **chunked}
-    if device == "cuda":
-        overlaps["/mega"] = ms.MegaKernel(rows_cap=2.0)
+    mega = {"/mega": ms.MegaKernel(rows_cap=2.0)} if device == "cuda" else {}
+    overlaps = {"": ms.Sequential(), **chunked, **mega}
     shardings = {"ep": ms.Ep(), "fsep": ms.Fsep(slots_per_rank=4)}
     return ms.Experiment(
         name="overlap-ablation",
