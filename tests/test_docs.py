@@ -249,10 +249,10 @@ def test_what_runs_before_a_commit_is_what_lint_runs() -> None:
 @every_page
 def test_files_that_the_docs_name_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    named = re.findall(r"`((?:docs|experiments|tests|moesys)/[\w./-]*)`", text)
+    named = re.findall(r"`((?:docs|benchmarks|experiments|tests|moesys)/[\w./-]*)`", text)
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
     # A file may be named by the end of its path.
-    rooms = (ROOT / room for room in ("moesys", "tests", "experiments"))
+    rooms = (ROOT / room for room in ("moesys", "benchmarks", "tests", "experiments"))
     files = [f"/{path.relative_to(ROOT).as_posix()}" for room in rooms for path in room.rglob("*.py")]
     ends = [name for name in re.findall(r"`([\w/]+\.py)`", text) if "/" in name and "NAME" not in name]
     assert [end for end in ends if not any(file.endswith(f"/{end}") for file in files)] == []
