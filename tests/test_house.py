@@ -55,7 +55,7 @@ BUDGETS = {
     "moesys, entry points": Budget(549, 2),
     "benchmarks": Budget(11_263, 123),
     "experiments": Budget(208, 9),
-    "tests": Budget(37_182, 284),
+    "tests": Budget(37_215, 284),
 }
 TOTAL = Budget(36_047, 388)
 OUTSIDE = ("benchmarks", "experiments", "tests")

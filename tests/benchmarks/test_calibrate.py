@@ -40,10 +40,11 @@ from benchmarks.calibrate.fused_tiles import FusedTiles
 from benchmarks.calibrate.grids import CPU_GRID, CUDA_GRID, Grid, LayerCase, ModelCase
 from benchmarks.calibrate.rank_timings import BesideCopies
 from benchmarks.calibrate.windows import Effort
-from benchmarks.harness import reports, written
 from moesys.config import ClusterSpec, ModelShape, presets
+from moesys.lab.commands import options
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.torchrun_ranks import TorchrunRanks, writes
+from moesys.lab.show import reports
 
 TINY = Grid(
     dtype="float32",
@@ -480,7 +481,7 @@ def test_a_folder_that_takes_no_file_is_refused_before_anything_is_measured(monk
     def refuses(**_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(written, "TemporaryFile", refuses)
+    monkeypatch.setattr(options, "TemporaryFile", refuses)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "ranks=3, but torchrun started 2" in bench("--out", "nowhere/here.toml", "--ranks", "3").output

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from typer.main import get_command
 
-from benchmarks import commands as bench_commands
+from benchmarks import __main__ as bench_commands
 from benchmarks.doctor import benches, collectives, compiled, guards, ops, oracle, place, rounds, seen, waiting
 from benchmarks.doctor.place import LeftOutError, Place
 from benchmarks.kernels.checks import Verdict
@@ -276,9 +276,9 @@ def test_a_bench_that_fails(check: Callable[[Place], str], monkeypatch: pytest.M
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(RuntimeError, match="ended with code 1:\nplanted"):
         check(GPU)
-    _, _, moesys_, bench, name, *options = asked[0]
-    assert (moesys_, bench) == ("benchmarks")
-    command = get_command(bench_commands.bench).commands[name]  # type: ignore[attr-defined]
+    _, _, module, name, *options = asked[0]
+    assert module == "benchmarks"
+    command = get_command(bench_commands.app).commands[name]  # type: ignore[attr-defined]
     monkeypatch.setattr("moesys.lab.commands.options.TemporaryFile", lambda **kwargs: SimpleNamespace(close=bool))
     monkeypatch.setattr(Path, "is_dir", lambda path: path == Path("/nowhere"))
     command.make_context(name, list(options))
