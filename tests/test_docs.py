@@ -249,7 +249,7 @@ def test_what_runs_before_a_commit_is_what_lint_runs() -> None:
 @every_page
 def test_files_that_the_docs_name_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    named = re.findall(r"`((?:docs|experiments|tests|moesys)/[\w./-]*)`", text)
+    named = re.findall(r"`((?:docs|benchmarks|experiments|tests|moesys)/[\w./-]*)`", text)
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
     # A file may be named by the end of its path.
     rooms = (ROOT / room for room in ("moesys", "benchmarks", "tests", "experiments"))
