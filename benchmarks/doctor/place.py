@@ -1,4 +1,4 @@
-"""Where a check of ``python -m benchmarks doctor`` runs, and how it says that it cannot be made there."""
+"""The place where a GPU check runs, and how a check says that it cannot run there."""
 
 from __future__ import annotations
 
