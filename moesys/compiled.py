@@ -58,7 +58,7 @@ class _Compiled:
 
     @cached_property
     def dispatcher(self) -> Any:
-        """What numba makes of the function."""
+        """The function as numba has compiled it, which compiled functions can call."""
         from numba import config, njit
 
         # numba knows a compiled function that this one calls by its dispatcher only.

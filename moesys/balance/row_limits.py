@@ -16,8 +16,9 @@ from moesys.limits import out_of_memory
 def too_many_rows(
     overlap: MegaKernel, plan: TokenPlan, most_tokens: int, top_k: int, members: Sequence[int] | None = None
 ) -> str:
-    """Which rank would get more rows than ``rows_cap`` times the ``most_tokens`` · K choices of any rank, or "".
-    ``members``: the ranks of the plan, as they are to be named; by default as the plan numbers them.
+    """Returns which rank would get more rows than ``rows_cap`` times ``most_tokens`` · K choices of a rank, or "".
+
+    ``members``: the ranks of the plan as errors name them; by default as the plan numbers them.
     """
     choices, rank = most_tokens * top_k, int(plan.tokens_R.argmax())
     num_rows = int(plan.tokens_R[rank])
@@ -28,7 +29,7 @@ def too_many_rows(
 
 
 def too_many_words(rank: int, num_rows: int, choices: int, bound: str) -> str:
-    """Which ``rank`` would get how many rows, of whose ``bound`` so many ``choices`` were the measure."""
+    """Returns that ``rank`` would get ``num_rows`` rows, more than ``bound``, and the ``rows_cap`` that is enough."""
     # Rounded up, so that what is named is enough.
     hundredths = math.ceil(100 * num_rows / choices)
     # In floats 1.13 times 100 is less than 113.

@@ -28,7 +28,7 @@ class Split(Member):
 
     @property
     def on_device(self) -> bool:
-        """Whether a device can make it from counts that the host has not read (``overlap.device_split``)."""
+        """True if a device can make the split from counts that the host has not read (``overlap.device_split``)."""
         return False
 
 

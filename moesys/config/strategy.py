@@ -129,13 +129,13 @@ class Strategy(Declared):
 
     @property
     def plans_on_device(self) -> bool:
-        """Whether ranks plan without a host that waits: ``most_tokens`` is declared, and devices make the split."""
+        """True if ranks plan without a host that waits: ``most_tokens`` is declared, and devices make the split."""
         overlap = self.overlap
         return isinstance(overlap, MegaKernel) and overlap.most_tokens is not None and self.split.on_device
 
     def routes_on_device(self, num_nodes: int) -> bool:
-        """Whether devices can plan and route rows that travel as messages: they make the split, the layout does not
-        follow from the counts, and rows go to their experts at once.
+        """Returns whether devices can plan and route rows that travel as messages: they make the split, the layout
+        does not follow from the counts, and rows go to their experts at once.
         """
         overlap = self.overlap
         return (

@@ -29,7 +29,7 @@ SINGLE = TileConfig(rows=64, columns=64, contraction=32, warps=8, stages=3)
 
 CONTRACTION = 64
 MOST_SHARED_BYTES = 232_448
-# What an epilogue and barriers take beside the stages (``python -m benchmarks kernels --aot``).
+# An epilogue and barriers take these bytes beside the stages (``python -m benchmarks kernels --aot``).
 EPILOGUE_BYTES = 33 << 10
 # Of a thread's 255 registers, as many sums leave room for addresses and the epilogue; two groups of warps multiply.
 MOST_SUMS = 128
