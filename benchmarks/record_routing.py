@@ -25,9 +25,9 @@ from moesys.balance.predictors import measured_drift
 from moesys.config.hub_config import read_config
 from moesys.hf.routing_replay import record_routing
 from moesys.lab.show.steps import steps_told
+from moesys.lab.train.text import Text, load_text
 from moesys.load import IntArray, LoadMatrix
 from moesys.traces import Trace, save_trace
-from moesys.train.text import Text, load_text
 
 NUM_RANKS, CONTEXT, SEED = 32, 128, 0
 # Sequences per rank that are trained on, and that are counted.

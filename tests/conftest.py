@@ -61,7 +61,7 @@ def _preloaded_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
         "pytest",
         "triton",
         "moesys.lab.runs.trials",
-        "moesys.train.loop",
+        "moesys.lab.train.loop",
         "moesys.overlap.mega_executor",
         "transformers.models.auto.modeling_auto",
         "transformers.trainer",

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moesys.lab.ranks.devices import gpu_backend
 from moesys.lab.ranks.outcomes import Outcome
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.ranks.process_start import LOOPBACK
-from moesys.train.device import gpu_backend
 
 # alone: each GPU by itself. first: one process on the first rank. together: one rank per GPU, or two ranks on one GPU.
 Ranks = Literal["alone", "first", "together", "two on one GPU"]

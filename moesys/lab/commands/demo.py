@@ -82,7 +82,7 @@ FOLD = LARGE_CLUSTER.num_ranks // NUM_RANKS
 def training_experiment() -> Experiment:
     """Real training on local ranks: two layers of OLMoE's with two experts a rank; on GPUs where there are any."""
     # Not at the top: the command line imports this, and need not wait for torch.
-    from moesys.train.device import best_device
+    from moesys.lab.ranks.devices import best_device
 
     device = best_device()
     return Experiment(

@@ -20,7 +20,7 @@ from moesys.whole_file import append_line
 
 FILE = "results.jsonl"
 # Packages on which no planned or simulated number depends, except for these files of the leaderboard.
-_WITHOUT_INFLUENCE = {"kernels", "overlap", "moe", "hf", "train", "tuner", "lab"}
+_WITHOUT_INFLUENCE = {"kernels", "overlap", "moe", "hf", "tuner", "lab"}
 _WITH_INFLUENCE = {"lab/leaderboard/planners.py", "lab/leaderboard/scores.py"}
 
 

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from moesys.collectives import guarded
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import ModelTraining, Training
+from moesys.lab.train.loop import Trainer
 from moesys.torch_private import NO_BACKWARD, current_backward
-from moesys.train.loop import Trainer
 
 
 @dataclass(frozen=True)

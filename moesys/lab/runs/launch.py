@@ -102,4 +102,4 @@ class SpawnedRanks(OneProcess):
 
 def learner_of(workload: Measured) -> str:
     """Returns the module that ranks load once, together."""
-    return f"moesys.train.{'model' if isinstance(workload, ModelTraining) else 'byte'}_learner"
+    return f"moesys.lab.train.{'model_learner' if isinstance(workload, ModelTraining) else 'language_model'}"

@@ -27,7 +27,7 @@ def backend_of(workload: Measured, ranks_of_host: int) -> str:
     if workload.device == "cpu":
         return "gloo"
     # Not at the top: whoever has nothing left to run need not wait for torch.
-    from moesys.train.device import gpu_backend
+    from moesys.lab.ranks.devices import gpu_backend
 
     return gpu_backend(ranks_of_host)
 

@@ -66,7 +66,7 @@ def run_measured(
     """
     import torch.distributed as dist
 
-    from moesys.train.loop import train
+    from moesys.lab.train.loop import train
 
     writes = not dist.is_initialized() or dist.get_rank() == 0
     results = []

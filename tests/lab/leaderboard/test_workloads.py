@@ -15,9 +15,9 @@ from moesys.balance.predictors import measured_drift
 from moesys.config import ClusterSpec, ModelShape
 from moesys.lab.leaderboard import workloads
 from moesys.lab.leaderboard.workloads import GENERATED, SCORED, WARM_UP, RecordedRouting, packaged_recordings
+from moesys.lab.train.text import load_text
 from moesys.load import LoadMatrix
 from moesys.traces import Trace
-from moesys.train.text import load_text
 
 MODEL = ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, dtype="bfloat16")
 CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=2)

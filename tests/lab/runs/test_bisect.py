@@ -19,8 +19,8 @@ from moesys.__main__ import app
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.bisect import Parting, find_parting
 from moesys.lab.runs.place import no_tick
+from moesys.lab.train.loop import Trainer
 from moesys.moe.masters import local_part
-from moesys.train.loop import Trainer
 
 STEP, RANK = 2, 1
 EP = ms.Strategy(name="ep", reduction=ms.LayoutInvariant(block_rows=16))

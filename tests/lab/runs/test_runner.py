@@ -189,7 +189,7 @@ from moesys.lab.runs import joined_ranks
 from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.runner import run
 # On both ranks at once, and not on one when the other has failed.
-import moesys.train.loop
+import moesys.lab.train.loop
 
 measured = joined_ranks.run_measured
 

@@ -1,4 +1,4 @@
-"""Where ranks train: on the CPU, or on the GPUs of their hosts, of which several ranks may share one."""
+"""The devices of ranks: the CPU, or the GPUs of their host, of which several ranks may share one."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ DeviceType = Literal["cpu", "cuda"]
 
 
 def best_device() -> DeviceType:
-    """``cuda`` where torch finds a GPU: for experiments that show MegaKernels where they can."""
+    """Returns ``cuda`` if torch finds a GPU: for experiments that show MegaKernels where they can."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def gpu_backend(ranks_of_host: int) -> str:
-    """Of the process group of ranks that train on GPUs: what is planned and told travels by gloo, tokens and experts by
-    NCCL. NCCL takes one rank a GPU, so where ranks share them gloo carries all that MegaKernels do not.
+    """Returns the backend of a process group whose ranks use GPUs: gloo carries counts and plans, NCCL tokens and
+    experts. NCCL needs a GPU for each rank, so gloo carries everything where ranks share GPUs, except for what
+    MegaKernels send.
 
-    Raises ValueError where torch finds no GPU.
+    Raises ValueError if torch finds no GPU.
     """
     return "cpu:gloo,cuda:nccl" if ranks_of_host <= _num_gpus() else "gloo"
 
 
 def device_of(device: DeviceType, rank: int) -> torch.device:
-    """This rank's. GPUs of a host are dealt in turn to its ranks, by torchrun's LOCAL_RANK where there is one.
+    """Returns the device of ``rank``. The GPUs of a host are dealt to its ranks in turn, by torchrun's LOCAL_RANK where
+    it is set.
 
-    Raises ValueError for GPUs where torch finds none.
+    Raises ValueError for GPUs if torch finds none.
     """
     if device == "cpu":
         return torch.device("cpu")

@@ -20,7 +20,10 @@ import moesys as ms
 from moesys.config.workload import Training
 from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.train import LanguageModel, StepResult, Text, byte_learner, loop, train
+from moesys.lab.train import language_model, loop
+from moesys.lab.train.language_model import LanguageModel
+from moesys.lab.train.loop import StepResult, train
+from moesys.lab.train.text import Text
 
 # Narrow models start from wider weights: an update of Adam, which is as large in any width, is 5 % of 0.02.
 SHAPE = ms.ModelShape(
@@ -239,7 +242,9 @@ def test_nothing_is_left_however_a_training_ends(ranks: LocalRanks) -> None:
 
 def start_with_own_text() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(byte_learner, "load_text", lambda: Text(torch.full((1000,), dist.get_rank(), dtype=torch.uint8)))
+        patch.setattr(
+            language_model, "load_text", lambda: Text(torch.full((1000,), dist.get_rank(), dtype=torch.uint8))
+        )
         next(start(EP))
 
 

@@ -14,7 +14,8 @@ import moesys as ms
 from moesys.config.hub_config import model_names, read_config
 from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.train import load_text, train
+from moesys.lab.train.loop import train
+from moesys.lab.train.text import load_text
 
 CLUSTER = ms.ClusterSpec(ranks_per_node=2)
 EP = ms.Strategy(name="ep")

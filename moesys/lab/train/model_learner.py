@@ -16,9 +16,9 @@ from torch.nn import functional
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.workload import ModelTraining
 from moesys.hf.parallelize import parallelize
+from moesys.lab.train.text import load_files
 from moesys.moe.expert_parameters import DTYPES
 from moesys.moe.runtime import MoERuntime
-from moesys.train.text_files import load_files
 
 _WEIGHTS = ("*.safetensors*", "pytorch_model*.bin*")
 

@@ -7,10 +7,10 @@ import torch
 
 import moesys as ms
 from moesys.lab.commands import demo
+from moesys.lab.ranks import devices
+from moesys.lab.ranks.devices import best_device, device_of, gpu_backend
 from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.launch import place_for
-from moesys.train import device
-from moesys.train.device import best_device, device_of, gpu_backend
 
 
 @pytest.fixture
@@ -99,4 +99,4 @@ def test_what_shows_overlap_shows_mega_kernels_where_a_gpu_is(gpus, pytestconfig
     # The rest is the same, so that rows can be found again.
     rest = [one for one in shown.strategies if not isinstance(one.overlap, ms.MegaKernel)]
     assert rest == list(without.strategies)
-    assert device.best_device() == "cuda"
+    assert devices.best_device() == "cuda"

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moesys.train.text import load_text
-from moesys.train.text_files import load_files
+from moesys.lab.train.text import load_files, load_text
 
 tokenizers = pytest.importorskip("tokenizers")
 

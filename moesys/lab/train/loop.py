@@ -13,23 +13,23 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesys.balance.plan import LayerPlan
 from moesys.collectives import guarded
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import ModelTraining, Training
+from moesys.lab.ranks.devices import device_of
+from moesys.lab.train.language_model import ByteLearner
+from moesys.lab.train.text import Text
 from moesys.load import IntArray
 from moesys.moe.gradients import clip_grad_norm_, update_router_bias
 from moesys.moe.runtime import MoERuntime
-from moesys.train.byte_learner import ByteLearner
-from moesys.train.device import device_of
-from moesys.train.learner import Learner
-from moesys.train.text import Text
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,29 @@ class StepResult:
     router_entropy: float
     tokens_LE: list[list[int]]
     loads_MLRE: list[list[list[list[int]]]]
+
+
+class Learner(Protocol):
+    """A model and the text that it learns. All methods are collectives of the ranks that train; to make one is none, so
+    that ranks can meet first.
+
+    B sequences, C tokens of context, N = B·C tokens.
+    """
+
+    model: nn.Module
+    text: Text
+
+    def link(self) -> MoERuntime:
+        """Joins the model's layers, and shards what is to be sharded."""
+
+    def losses(self, inputs_BC: Tensor, targets_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns each token's cross entropy, float32 [N] nats, and what the routers ask for, a mean over tokens."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of the sum of all ranks' ``loss``."""
+
+    def sync_gradients(self) -> None:
+        """Ends what ``backward`` leaves for the end of a step."""
 
 
 def train(
@@ -106,7 +129,7 @@ class Trainer:
             self.learner = ByteLearner(shape, strategy, cluster, workload, seed, group, self.device)
         else:
             # Not at the top: transformers is imported where it is needed.
-            from moesys.train.model_learner import ModelLearner
+            from moesys.lab.train.model_learner import ModelLearner
 
             self.learner = ModelLearner(strategy, cluster, workload, seed, group, self.device)
         self.model = self.learner.model

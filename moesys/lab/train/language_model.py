@@ -14,9 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import Training
+from moesys.lab.train.text import generator_of, load_text
+from moesys.moe.gradients import sync_gradients
 from moesys.moe.layer import MoELayer
 from moesys.moe.recompute import recompute
-from moesys.train.text import generator_of
+from moesys.moe.router import router_loss
+from moesys.moe.runtime import MoERuntime, link
 
 VOCABULARY = 256
 
@@ -117,3 +120,36 @@ class Attention(nn.Module):
         )
         y = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
+
+
+class ByteLearner:
+    """A ``LanguageModel`` on the source code of Python's standard library."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        strategy: Strategy,
+        cluster: ClusterSpec,
+        workload: Training,
+        seed: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self.text = load_text()
+        self.model: nn.Module = LanguageModel(
+            shape, strategy, workload, seed, cluster=cluster, group=group, device=device
+        )
+
+    def link(self) -> MoERuntime:
+        return link(self.model)
+
+    def losses(self, inputs_BC: Tensor, targets_BC: Tensor) -> tuple[Tensor, Tensor]:
+        logits_BCV = self.model(inputs_BC)
+        nats_N = functional.cross_entropy(logits_BCV.flatten(0, 1), targets_BC.flatten(), reduction="none")
+        return nats_N, router_loss(self.model)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def sync_gradients(self) -> None:
+        sync_gradients(self.model)

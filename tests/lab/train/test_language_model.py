@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 import moesys as ms
 from moesys.config.workload import Training
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.train.language_model import LanguageModel
+from moesys.lab.train.language_model import LanguageModel
 
 SHAPE = ms.ModelShape(hidden_size=32, intermediate_size=32, num_experts=8, top_k=2, initializer_range=0.1)
 WORKLOAD = Training(num_layers=2, num_heads=2, context=32, batch=2)

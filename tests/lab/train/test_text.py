@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moesys.train.text import Text, load_text
+from moesys.lab.train.text import Text, load_text
 
 
 def library(folder: Path, files: dict[str, bytes]) -> Path:
