@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallelism, Pipelined, Strategy
-from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks, writes
+from moesys.lab.ranks.process_start import writes
+from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks
 from moesys.lab.runs.stopwatch import Spread, interleave, machine_line, wall_ms
 from moesys.lab.show.reports import Report, publish
 from moesys.lab.show.sheets import Column, Sheet

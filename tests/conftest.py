@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from moesys.kernels.cpu.page_pool import PagePool
-from moesys.lab.ranks import rank_process
+from moesys.lab.ranks import process
 from moesys.lab.ranks.pool import LocalRanks
 
 # before any kernel is imported: there is no GPU here
@@ -68,7 +68,7 @@ def _preloaded_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
         "rank_preload",
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_process, "_PRELOAD", (*rank_process._PRELOAD, *needed))
+        patch.setattr(process, "_PRELOAD", (*process._PRELOAD, *needed))
         # where the server of ranks finds what is beside this file
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         yield

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import moesys as ms
-from moesys.lab.ranks.outcomes import RankError
-from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
+from moesys.lab.ranks.pool import LocalRanks, RankError, RankTimeouts
 
 
 def write(folder: Path, text: str) -> None:

@@ -25,8 +25,10 @@ import pytest
 import torch
 from gpu_ranks import Check, GpuRank, outcome_of_torchrun, outcomes_here
 
-from moesys.lab.ranks.outcomes import Outcome, RankError
-from moesys.lab.ranks.torchrun_ranks import TorchrunRanks, joins, writes
+from moesys.lab.ranks.pool import RankError
+from moesys.lab.ranks.process import Outcome
+from moesys.lab.ranks.process_start import joins, writes
+from moesys.lab.ranks.torchrun_ranks import TorchrunRanks
 from moesys.lab.show.reports import Report, publish, to_markdown, write
 from moesys.lab.show.sheets import Column, Sheet
 from moesys.whole_file import write_whole
@@ -76,7 +78,7 @@ class GpuRun:
         self._checks = {item.nodeid: Check.of(item) for item in items}
         self._here = GpuRank(self._folder, torch.cuda.device_count() if torch.cuda.is_available() else 0)
         self._factor = REHEARSAL_FACTOR if self._here.rehearsed else 1.0
-        self._joined = TorchrunRanks("cpu", 1) if joins() else None
+        self._joined = TorchrunRanks() if joins() else None
         for item in items:
             item.add_marker(pytest.mark.timeout(self._factor * self._checks[item.nodeid].limit_s + POOL_S))
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +142,7 @@ class GpuRun:
 
     def _of_all(self, own: Any) -> list[Any]:
         """Returns the values of all of torchrun's ranks, which call this together."""
-        return [own] if self._joined is None else self._joined.run(lambda: own)
+        return [own] if self._joined is None else self._joined.gather(own)
 
     def _outcomes(self, check: Check, limit_s: float) -> list[Outcome]:
         """Returns the outcome of each rank. Torchrun's ranks run the same checks, each in a process of its own."""

@@ -28,8 +28,7 @@ from typer.testing import CliRunner
 import moesys as ms
 from moesys.__main__ import app
 from moesys.hf.convert import convert
-from moesys.lab.ranks.outcomes import RankError
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankError
 
 
 def quietly(source: Path, out: Path, config: Path | None = None) -> str:

@@ -15,8 +15,7 @@ from shuffling_planner import ShufflingPlanner
 from torch import Tensor
 
 import moesys as ms
-from moesys.lab.ranks.outcomes import RankError
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankError
 from moesys.moe.experts import experts_of
 
 EXPERTS = 8

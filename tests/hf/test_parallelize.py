@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import moesys as ms
 from moesys.hf import strategy_experts
-from moesys.lab.ranks.outcomes import RankError
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankError
 from moesys.moe.experts import experts_of
 
 EXPERTS = 12

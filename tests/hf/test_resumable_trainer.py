@@ -14,8 +14,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import moesys as ms
 from moesys.hf import resumable_trainer
-from moesys.lab.ranks.outcomes import RankError
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankError
 from moesys.moe.experts import experts_of
 
 # What 2, 3 and 4 ranks divide.

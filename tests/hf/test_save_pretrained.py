@@ -35,8 +35,7 @@ from transformers import (
 
 import moesys as ms
 from moesys.hf.hub_files import NewHubFiles
-from moesys.lab.ranks.outcomes import RankError
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankError
 
 # Another number than other tests have: torch keeps what it made of DTensors of one shape, with groups that are gone.
 EXPERTS = 16

@@ -18,8 +18,8 @@ from runner_cases import EP, FSEP, simulation, training
 
 import moesys as ms
 from moesys.__main__ import main
+from moesys.lab.ranks import workers
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.lab.runs import workers
 
 
 def command(*arguments: str) -> None:

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
 from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
-from moesys.lab.ranks.outcomes import RankError
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankError
 from moesys.layout import ExpertLayout
 from moesys.moe import runtime as module
 

@@ -8,9 +8,9 @@ import pytest
 from tuner_cases import CLUSTERS, EP, SMALL, changed, costs_of, drawn, setting_of
 
 from moesys.config import Fsep, Greedy, MegaKernel, Strategy
-from moesys.lab.runs import workers
+from moesys.lab.ranks import workers
+from moesys.lab.ranks.workers import Workers
 from moesys.lab.runs.tuning import SimulatedWorkload
-from moesys.lab.runs.workers import Workers
 from moesys.tuner.costs import ladder
 from moesys.tuner.journal import Journal
 from moesys.tuner.lookahead import Look, Lookahead, look_at

@@ -18,7 +18,7 @@ from moesys.kernels.symmetric.heap import RANK, TIMEOUT_S, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, raise_if_given_up, wait
 from moesys.lab.calibrate.cases import ExpertCase, Pool, layers_of, one_rank_plan
 from moesys.lab.calibrate.timings import Effort, seconds_of, timed
-from moesys.lab.ranks.torchrun_ranks import rank_device
+from moesys.lab.ranks.devices import rank_device
 from moesys.overlap.held_experts import ExpertGradients
 from moesys.overlap.mega_executor import MegaHome, plan_mega
 

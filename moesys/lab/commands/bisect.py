@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 from moesys.config import Strategy
@@ -12,9 +13,7 @@ from moesys.lab.commands import refused
 from moesys.lab.runs.bisect import Parting, find_parting
 from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.environment import load_environments
-from moesys.lab.runs.launch import ranks_for
-from moesys.lab.runs.place import TrialError, no_tick
-from moesys.lab.runs.rank_settings import arguments_of
+from moesys.lab.runs.places import RankTrials, TrialError, no_tick
 from moesys.lab.runs.records import RunFolder
 
 
@@ -32,14 +31,10 @@ def bisect_command(run: Path, a: str, b: str, seed: int | None = None) -> int:
                 f"{run} was simulated, and bisect compares what is computed; give the folder of a training"
             )
         seed = _seed(seed, experiment, folder, first, second)
-        _, model, cluster, workload, _ = arguments_of(experiment.trial(first, seed), experiment)
-        ranks = ranks_for(experiment, _threads(folder))
-        try:
-            parting = ranks.call(
-                (first, second), find_parting, (first, second), model, cluster, workload, seed, no_tick
-            )
-        finally:
-            ranks.close()
+        workload, pair = experiment.workload, (first, second)
+        arguments = (pair, experiment.model, experiment.cluster, workload, seed)
+        with closing(RankTrials(experiment, _threads(folder))) as ranks:
+            parting = ranks.call(pair, find_parting, *arguments, no_tick)
     except TrialError as error:
         return refused(ValueError(error.trace)) if speaks else 2
     except (ValueError, OSError) as error:

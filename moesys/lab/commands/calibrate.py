@@ -14,7 +14,8 @@ from moesys.lab.calibrate.measurement import PARTS, Calibration, calibrate
 from moesys.lab.calibrate.results import four_digits
 from moesys.lab.calibrate.timings import Effort
 from moesys.lab.commands.options import refusing
-from moesys.lab.ranks.torchrun_ranks import joins, start_ranks, writes
+from moesys.lab.ranks.process_start import joins, writes
+from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.reports import Report, publish, write

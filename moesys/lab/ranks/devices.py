@@ -6,6 +6,7 @@ import os
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -25,7 +26,7 @@ def gpu_backend(ranks_of_host: int) -> str:
     return "cpu:gloo,cuda:nccl" if ranks_of_host <= _num_gpus() else "gloo"
 
 
-def device_of(device: DeviceType, rank: int) -> torch.device:
+def device_of(device: str, rank: int) -> torch.device:
     """Returns the device of ``rank``. The GPUs of a host are dealt to its ranks in turn, by torchrun's LOCAL_RANK where
     it is set.
 
@@ -34,6 +35,14 @@ def device_of(device: DeviceType, rank: int) -> torch.device:
     if device == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % _num_gpus())
+
+
+def rank_device(device: str) -> torch.device:
+    """Returns the device of the calling rank, and makes it the current one."""
+    found = device_of(device, dist.get_rank() if dist.is_initialized() else 0)
+    if found.type == "cuda":
+        torch.cuda.set_device(found)
+    return found
 
 
 def _num_gpus() -> int:

@@ -1,4 +1,4 @@
-"""Keeps a pool of local ranks: processes started once that run function after function, each on a fresh gloo group."""
+"""A pool of local ranks: processes started once that run one function after another, each in a new process group."""
 
 import concurrent.futures
 import contextlib
@@ -14,18 +14,19 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
-from moesys.lab.ranks.outcomes import Outcome, RankError
-from moesys.lab.ranks.rank_process import (
+from moesys.lab.ranks.process import (
     DEATH_S,
     STORE_ADDRESS,
+    ChildProcess,
+    GroupSettings,
     Job,
-    RankProcess,
-    RankSettings,
+    Outcome,
+    ProcessSettings,
     ensure_server,
     kill_all,
+    pickled,
     stacks_of,
 )
-from moesys.lab.ranks.tensor_pickle import pickled
 
 T = TypeVar("T")
 
@@ -35,17 +36,49 @@ _EXIT_S = 5.0
 
 @dataclass(frozen=True)
 class RankTimeouts:
-    """Seconds that ranks get.
+    """Limits of time, in seconds.
 
     Args:
-        run_s: that a run may take, unless it says otherwise.
-        collective_s: after which gloo gives up on a missing peer.
-        grace_s: that `run` leaves to the other ranks after the first failure, for tracebacks of their own.
+        run_s: the most that a run may take, unless it says otherwise.
+        collective_s: the time after which gloo gives up on a missing peer.
+        grace_s: the time that `run` leaves to the other ranks after the first failure, for their own tracebacks.
     """
 
     run_s: float = 60.0
     collective_s: float = 30.0
     grace_s: float = 3.0
+
+
+class RankError(RuntimeError):
+    """Some ranks of a run failed; the message holds the reason and the traceback of each of them.
+
+    Attributes:
+        failures: rank to traceback, or to the reason where there is none; the first to fail comes first, where a
+            death counts as earlier than an exception (peers raise because of it), and silence as later.
+    """
+
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
+        order = ("died", "raised", "silent")
+        failed = sorted(
+            (outcome for outcome in outcomes if outcome.kind != "returned"),
+            key=lambda outcome: (order.index(outcome.kind), outcome.ended_s),
+        )
+        self.failures = {outcome.rank: _failure_text(outcome) for outcome in failed}
+        ranks_by_reason: dict[str, list[str]] = {}
+        for outcome in failed:
+            ranks_by_reason.setdefault(outcome.reason, []).append(str(outcome.rank))
+        reasons = "; ".join(
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} {reason}"
+            for reason, ranks in ranks_by_reason.items()
+        )
+        traces = [f"\n\nrank {outcome.rank}:\n{outcome.trace.rstrip()}" for outcome in failed if outcome.trace]
+        super().__init__(f"{len(failed)} of {len(outcomes)} ranks failed: {reasons}{''.join(traces)}")
+
+
+def _failure_text(outcome: Outcome) -> str:
+    if outcome.kind == "silent" and outcome.trace:
+        return f"{outcome.reason}; it was in:\n{outcome.trace}"
+    return outcome.trace or outcome.reason
 
 
 class LocalRanks:
@@ -72,7 +105,7 @@ class LocalRanks:
     Args:
         num_ranks: the most ranks that a run may have.
         threads: threads of torch's CPU operators in a rank; numpy's BLAS always has one.
-        timeouts: what runs and collectives may take.
+        timeouts: limits of runs and collectives.
         setup: a module-level function, called once in every process before its first run.
         environment: variables that every process has from its start; heeded only by the first pool that this process
             starts, like `preload`.
@@ -107,7 +140,7 @@ class LocalRanks:
         self._backend = backend
         self._num_runs = 0
         self._store: dist.TCPStore | None = None
-        self._processes: dict[int, RankProcess] = {}
+        self._processes: dict[int, ChildProcess] = {}
         self._askers = self._new_askers()
         self._one_run = threading.Lock()
         # Also runs when the interpreter exits, before multiprocessing would wait for the processes.
@@ -121,10 +154,21 @@ class LocalRanks:
     ) -> None:
         self.close()
 
+    # This process is the one that prints and writes files, and needs to share nothing: see `Ranks`.
+    writes = True
+
+    def share(self, value: T | None) -> T:
+        assert value is not None
+        return value
+
+    def call(self, fn: Callable[..., T], *args: Any) -> T:
+        """Calls `fn(*args)` on each rank, and returns the result of rank 0; raises as `run` does."""
+        return self.run(fn, *args)[0]
+
     def run(
         self, fn: Callable[..., T], *args: Any, num_ranks: int | None = None, timeout_s: float | None = None
     ) -> list[T]:
-        """Calls `fn(*args)` on each of the first `num_ranks` ranks (default: all) and gives the results by rank.
+        """Calls `fn(*args)` on each of the first `num_ranks` ranks (default: all) and returns the results by rank.
 
         `fn` is a module-level function; it, `args` and the results are pickled, tensors by value.
 
@@ -146,7 +190,7 @@ class LocalRanks:
         grace_s: float | None = None,
         expect_dead: Collection[int] = (),
     ) -> list[Outcome]:
-        """As `run`, but tells what became of every rank, by rank, where some are meant to fail.
+        """Runs as `run` does, but returns the outcome of every rank, by rank, for runs in which some are meant to fail.
 
         Args:
             fn: see `run`.
@@ -168,7 +212,7 @@ class LocalRanks:
         with self._one_run, self._killed_on_error():
             self._num_runs += 1
             self._start(num_ranks)
-            job = Job(self._num_runs, num_ranks, list(sys.path), call)
+            job = Job(call, list(sys.path), self._num_runs, num_ranks)
             outcomes = self._collect(job, timeout_s, grace_s, expect_dead)
             if all(outcome.kind == "returned" for outcome in outcomes):
                 for rank in range(num_ranks):
@@ -204,15 +248,10 @@ class LocalRanks:
             if rank in self._processes and self._processes[rank].is_dead():
                 self._processes.pop(rank).discard()
             if rank not in self._processes:
-                settings = RankSettings(
-                    rank,
-                    self._store.port,
-                    self._threads,
-                    timedelta(seconds=self._timeouts.collective_s),
-                    self._setup,
-                    self._backend,
-                )
-                self._processes[rank] = RankProcess.start(settings)
+                timeout = timedelta(seconds=self._timeouts.collective_s)
+                group = GroupSettings(rank, self._store.port, timeout, self._backend)
+                settings = ProcessSettings(self._threads, self._setup, group)
+                self._processes[rank] = ChildProcess.start(f"moesys-rank-{rank}", settings)
 
     def _collect(
         self, job: Job, timeout_s: float, grace_s: float | None, expect_dead: Collection[int]

@@ -1,5 +1,5 @@
-"""Starts the processes of ranks and workers: with few threads in their libraries, and with SIGINT and SIGTERM blocked,
-because this process ends them itself.
+"""How processes start and end: ranks and workers have few threads in their libraries, and block SIGINT and SIGTERM,
+because this process ends them itself. Importing this module imports no torch.
 """
 
 import multiprocessing.resource_tracker
@@ -15,8 +15,23 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
+def joins() -> bool:
+    """Returns whether torchrun, or a job of Slurm, started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def writes() -> bool:
+    """Returns whether this process prints and writes files, as only the first of torchrun's ranks does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def first_line(error: Exception) -> str:
+    """Returns the class of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
+
+
 def threads_of(threads: int) -> dict[str, str]:
-    """Returns the variables that give the libraries of a process so many threads."""
+    """Returns the variables that give the libraries of a process this number of threads."""
     return dict.fromkeys(_THREAD_VARIABLES, str(threads))
 
 
@@ -37,7 +52,7 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Has processes that are started inside block SIGINT and SIGTERM, also while they import modules. Batch systems
+    """Makes processes that are started inside block SIGINT and SIGTERM, also while they import modules. Batch systems
     send these signals to all processes of a job, and this process ends its children itself.
     """
     # Its start would end what is blocked here.

@@ -1,9 +1,14 @@
-"""The ranks that a bench measures on: processes of this machine, or those that torchrun started."""
+"""The ranks that a command measures on: processes of this machine, or those that torchrun or a job of Slurm started."""
 
 from __future__ import annotations
 
 import os
+import pickle
+import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
@@ -11,77 +16,132 @@ import torch
 import torch.distributed as dist
 
 from moesys.config import ClusterSpec
-from moesys.lab.ranks.pool import LocalRanks
-from moesys.lab.ranks.process_start import LOOPBACK
+from moesys.lab.ranks.pool import LocalRanks, RankError
+from moesys.lab.ranks.process import Outcome, leave_groups
+from moesys.lab.ranks.process_start import LOOPBACK, first_line, joins
 
 T = TypeVar("T")
 
+# How long ranks wait for one that failed in a place where nothing tells them.
+COLLECTIVE_TIMEOUT_S = 120.0
+_POLL_S = 0.01
+
 
 class Ranks(Protocol):
-    """What runs a function on every rank at once, as ``LocalRanks`` does."""
+    """Ranks that call a function at the same time, each time in a new process group: local ones, or torchrun's.
+
+    Local ranks belong to one process. Under torchrun each rank makes the same calls; ``writes`` is True for the rank
+    that prints and writes files.
+    """
+
+    writes: bool
 
     def run(self, fn: Callable[..., T], *args: Any, timeout_s: float | None = None) -> list[T]:
-        """``fn(*args)`` of each rank, in rank order. ``fn`` is a module's."""
+        """Returns ``fn(*args)`` of each rank, in rank order. ``fn`` is a module-level function. Raises RankError."""
+
+    def call(self, fn: Callable[..., T], *args: Any) -> T:
+        """Returns ``fn(*args)`` of rank 0, or under torchrun of the calling rank. Raises RankError on all."""
+
+    def share(self, value: T | None) -> T:
+        """Returns the ``value`` of the process that writes, on all processes."""
+
+    def close(self) -> None: ...
 
 
-def joins() -> bool:
-    """Whether torchrun, or something like it, started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def writes() -> bool:
-    """Whether this process prints and writes files, as the first of torchrun's ranks alone does."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def start_ranks(
-    num_ranks: int, device_type: str = "cpu", *, threads: int = 1
-) -> tuple[LocalRanks | TorchrunRanks, ClusterSpec]:
-    """The ranks of torchrun, of which this process is one, or ``num_ranks`` new ones of this machine; and which of them
-    share a node.
+def start_ranks(num_ranks: int, device_type: str = "cpu", *, threads: int = 1) -> tuple[Ranks, ClusterSpec]:
+    """Returns the ranks of torchrun, of which this process is one, or ``num_ranks`` new ones of this machine; and a
+    cluster that has as many nodes and ranks per node.
     """
-    if joins():
-        joined = TorchrunRanks(device_type, threads)
-        return joined, joined.cluster
-    return LocalRanks(num_ranks, threads=threads), ClusterSpec(ranks_per_node=num_ranks)
+    if not joins():
+        return LocalRanks(num_ranks, threads=threads), ClusterSpec(ranks_per_node=num_ranks)
+    ranks = TorchrunRanks("gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl", threads=threads)
+    # A rank without a number of its host is on the same node as the ranks beside it.
+    hosts = ranks.gather(os.environ.get("GROUP_RANK", "0"))
+    sizes = tuple(len(list(of_host)) for _, of_host in groupby(hosts))
+    return ranks, ClusterSpec(num_nodes=len(sizes), ranks_per_node=sizes if len(set(sizes)) > 1 else sizes[0])
 
 
 class TorchrunRanks:
-    """The ranks that torchrun started; all make the same calls, and each gets what all give.
+    """The calling process as one of the ranks that torchrun started, on any number of hosts; all make the same calls.
 
-    ``cluster``: which of them share a node.
+    Each run has a default group of its own, as ``LocalRanks`` gives it, so that a failure does not harm the next run.
+    What ranks exchange between runs goes through torchrun's store, which no failed collective can block.
     """
 
-    def __init__(self, device_type: str, threads: int) -> None:
-        torch.set_num_threads(threads)
+    def __init__(self, backend: str = "gloo", *, threads: int = 1) -> None:
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # On one host gloo would take the interface of the host name, which on many laptops is none that works.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        rank_device(device_type)
-        dist.init_process_group("gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl")
-        # Without a number of its host a rank is in a node with all that come before and after it.
-        sizes = tuple(len(list(ranks)) for _, ranks in groupby(self.run(_host)))
-        self.cluster = ClusterSpec(num_nodes=len(sizes), ranks_per_node=sizes if len(set(sizes)) > 1 else sizes[0])
+        torch.set_num_threads(threads)
+        store, self._rank, self._num_ranks = next(dist.rendezvous("env://"))
+        store.set_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+        # A store outlives this object, and a process may make several: each has keys of its own.
+        num_joined = store.add(f"moesys/joined/{self._rank}", 1)
+        self._store: Any = dist.PrefixStore(f"moesys/{num_joined}", store)
+        # Otherwise the store is torchrun's, which outlives all ranks.
+        self._store_is_ranks = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._backend = backend
+        self._num_gathered = self._num_runs = 0
+        self.writes = self._rank == 0
 
     def run(self, fn: Callable[..., T], *args: Any, timeout_s: float | None = None) -> list[T]:
-        """``timeout_s`` is the group's business here."""
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, fn(*args))
-        return results
+        """Returns the results of all ranks, on each rank; ``timeout_s`` is ignored, as collectives have their own."""
+        return self.gather(self.call(fn, *args))
+
+    def call(self, fn: Callable[..., T], *args: Any) -> T:
+        self._num_runs += 1
+        begin_s = time.monotonic()
+        returned, reason, trace = None, "", ""
+        try:
+            dist.init_process_group(
+                self._backend,
+                store=dist.PrefixStore(f"run{self._num_runs}", self._store),
+                rank=self._rank,
+                world_size=self._num_ranks,
+                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            )
+            returned = fn(*args)
+        except Exception as error:
+            reason, trace = f"raised {first_line(error)}", traceback.format_exc()
+        if reason:
+            # Cuts off peers that wait for this rank. Where all went well they may still read: then only once all agree.
+            self._leave()
+        seconds = time.monotonic() - begin_s
+        outcomes = self.gather(
+            Outcome(self._rank, "raised" if reason else "returned", seconds, time.time(), None, reason, trace)
+        )
+        self._leave()
+        if any(outcome.kind == "raised" for outcome in outcomes):
+            raise RankError(outcomes)
+        return returned  # type: ignore[return-value]
+
+    def share(self, value: T | None) -> T:
+        shared: T = self.gather(value)[0]
+        return shared
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, by rank. It polls, because a wait inside the store would not hear Ctrl-C."""
+        self._num_gathered += 1
+        keys = [f"gathered{self._num_gathered}/{rank}" for rank in range(self._num_ranks)]
+        self._store.set(keys[self._rank], pickle.dumps(value))
+        while not self._store.check(keys):
+            time.sleep(_POLL_S)
+        return [pickle.loads(self._store.get(key)) for key in keys]
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        self._leave()
+        if self._store_is_ranks:
+            # The store is gone already if rank 0 is.
+            with suppress(RuntimeError):
+                self._leave_last()
 
+    def _leave_last(self) -> None:
+        """Lets rank 0, which has the store, wait until the others have read it."""
+        num_left, until_s = self._store.add("left", 1), time.monotonic() + COLLECTIVE_TIMEOUT_S
+        while self._rank == 0 and num_left < self._num_ranks and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+            num_left = self._store.add("left", 0)
 
-def rank_device(device_type: str) -> torch.device:
-    """The CPU, or the GPU that is this rank's among its host's."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
-
-
-def _host() -> str:
-    """The number that torchrun gives to a host."""
-    return os.environ.get("GROUP_RANK", "0")
+    def _leave(self) -> None:
+        if dist.is_initialized():
+            leave_groups()

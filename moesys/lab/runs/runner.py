@@ -1,20 +1,21 @@
-"""Runs trials that are not recorded yet, and records each in its turn."""
+"""Runs the trials of an experiment that are not recorded yet, and records each of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Replay
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
-from moesys.lab.runs.launch import place_for
-from moesys.lab.runs.place import Ran, TrialError, no_tick
+from moesys.lab.runs.environment import collect_environment, save_environment
+from moesys.lab.runs.places import TrialError, TrialResult, no_tick, place_for
 from moesys.lab.runs.progress import Progress, Silence, StepFile
 from moesys.lab.runs.records import Record, RunFolder, latest
-from moesys.lab.runs.slurm import Slurm
+from moesys.lab.runs.slurm import Slurm, SlurmTrials
 from moesys.lab.runs.trials import routing_of
 from moesys.traces import load_trace, save_trace
 
@@ -23,10 +24,10 @@ _STEPS = ".steps"
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run folder holds of an experiment after a run.
+    """The records of an experiment in its run folder, after a run.
 
-    ``records``: the last one of each trial that has any, in the order of ``Experiment.trials()``. ``num_run``: trials
-    of this run. ``stopped``: a trial of this run failed, and ``fail_fast`` let none come after it.
+    ``records``: the last one of each trial that has any, in the order of ``Experiment.trials()``. ``num_run``: the
+    number of trials of this run. ``stopped``: whether a trial of this run failed, and ``fail_fast`` ended the run.
     """
 
     experiment: Experiment
@@ -66,21 +67,21 @@ def run(
     record_routing: str | Path | None = None,
     progress: Progress | None = None,
 ) -> RunResult:
-    """Run the trials of ``experiment`` that its folder under ``out`` does not hold, in the order of their pairing.
+    """Runs the trials of ``experiment`` that its folder under ``out`` does not hold, in the order of their pairing.
 
-    A trial that fails is recorded with its traceback and the rest go on, unless ``fail_fast``; ``retry_failed`` runs
-    those again that failed before; ``fresh`` begins a new folder. ``threads`` are torch's, of each rank. Under torchrun
-    every rank calls this and gets the same result.
+    A trial that fails is recorded with its traceback and the others still run, unless ``fail_fast``; ``retry_failed``
+    runs the trials that failed before again; ``fresh`` starts a new folder. ``threads``: torch's threads per rank.
+    Under torchrun every rank calls this and gets the same result.
 
-    ``jobs``: simulated trials at a time, on worker processes once they take more than seconds; None: one a core, 1: in
-    this process. Records, their order and tables are the same for any. Trainings on local ranks run one at a time.
-    ``Slurm(...)`` makes every trial, of either kind, a job of a cluster.
+    ``jobs``: the number of simulated trials that run at a time, on worker processes as soon as they take more than
+    seconds; None: one per core, 1: in this process. It does not change records, their order or tables. Trainings on
+    local ranks run one at a time. ``Slurm(...)`` makes every trial, of either kind, a job of a cluster.
 
-    ``record_routing``: a path that a training's routing is written to when all trials are through, as a trace for
-    ``Replay``: {seed} and {strategy} in it become the trial's. Without {strategy} it is the baseline's.
+    ``record_routing``: a path that a training's routing is written to after the last trial, as a trace for ``Replay``;
+    {seed} and {strategy} in it become those of the trial. Without {strategy}, only the baseline's is written.
 
-    A script that calls this needs ``if __name__ == "__main__":`` around the call: ranks and workers are processes that
-    import it.
+    A script that calls this needs ``if __name__ == "__main__":`` around the call, because ranks and workers are
+    processes that import it.
 
     Raises ValueError, before any trial, for what cannot run or be resumed, and ``Interrupted`` for Ctrl-C and, in
     the main thread of a program that does not handle it by itself, for SIGTERM.
@@ -93,39 +94,42 @@ def run(
         for seed in experiment.seeds:
             routing[seed] = routing_of(experiment.workload, experiment.model, experiment.cluster, seed).digest
     with sigterm_as_ctrl_c(), ExitStack() as opened:
-        place = opened.enter_context(closing(place_for(experiment, threads, jobs)))
-        book = place.on_writer(lambda: _Book(experiment, RunFolder.open(experiment, out, fresh=fresh), routing))
-        if book:
-            opened.enter_context(closing(book))
-        left = place.share(book.left(retry_failed) if book else None)
+        make = partial(SlurmTrials, jobs) if isinstance(jobs, Slurm) else partial(place_for, jobs=jobs)
+        place = opened.enter_context(closing(make(experiment, threads)))
+        recorder = place.on_writer(lambda: _Recorder(experiment, RunFolder.open(experiment, out, fresh=fresh), routing))
+        if recorder:
+            opened.enter_context(closing(recorder))
+        left = place.share(recorder.left(retry_failed) if recorder else None)
         num_run, stopped = 0, False
         try:
-            if book and left:
-                told = progress or Silence()
-                opened.callback(told.end)
-                book.begin(left, threads, told)
-            for ran in place.run_all(left, experiment, book or _Nobody()):
-                if book:
-                    book.finish(ran)
+            if recorder and left:
+                recorder.progress = progress or Silence()
+                opened.callback(recorder.progress.end)
+                recorder.begin(left, threads)
+            for result in place.run_all(left, experiment, recorder or _NoObserver()):
+                if recorder:
+                    recorder.finish(result)
                 num_run += 1
-                if stopped := fail_fast and isinstance(ran.outcome, TrialError):
+                if stopped := fail_fast and isinstance(result.measurement, TrialError):
                     break
         except KeyboardInterrupt:
-            if book:
-                for ran in place.finished():
-                    book.finish(ran)
-            raise Interrupted(book.how_to_go_on() if book else "") from None
+            if recorder:
+                for result in place.finished():
+                    recorder.finish(result)
+            raise Interrupted(recorder.how_to_resume() if recorder else "") from None
         if record_routing is not None:
-            place.on_writer(lambda: book.write_routing(str(record_routing)) if book else None)
-        return place.share(book.result(num_run, stopped) if book else None)
+            place.on_writer(lambda: recorder.write_routing(str(record_routing)) if recorder else None)
+        return place.share(recorder.result(num_run, stopped) if recorder else None)
 
 
-class _Book:
-    """The writer's side of a run: what is recorded, and who is told; an ``Onlooker``.
+class _Recorder:
+    """Writes the records of a run, and reports its progress; a ``TrialObserver`` on the process that writes.
 
     ``routing``: digests of the traces to replay, by seed. Raises ValueError for records that it cannot read, and for
-    those of other traces.
+    records of other traces.
     """
+
+    progress: Progress
 
     def __init__(self, experiment: Experiment, folder: RunFolder, routing: Mapping[int, str]) -> None:
         self.experiment, self._folder, self._routing = experiment, folder, routing
@@ -154,34 +158,30 @@ class _Book:
                 )
 
     def left(self, retry_failed: bool) -> tuple[Trial, ...]:
+        """Returns the trials that this run has to run."""
         again = {record.identity for record in self._recorded.values() if retry_failed and record.status == "failed"}
         return tuple(trial for trial in self.trials if trial.identity in again or trial.identity not in self._recorded)
 
-    def begin(self, left: Sequence[Trial], threads: int, progress: Progress) -> None:
+    def begin(self, left: Sequence[Trial], threads: int) -> None:
         for file in self.folder.glob(f"{_STEPS}*"):
             file.unlink()
-        self.progress = progress
         anew = {trial.identity for trial in left}
         self.progress.begin(self.experiment, [r for r in self.records() if r.identity not in anew], len(left))
-        # Not at the top: whoever has nothing left to run need not wait for torch, and others are told before.
-        from moesys.lab.runs.environment import collect_environment
-
+        # It imports torch, after the progress has begun.
         self._here = collect_environment(threads)
 
     def start(self, trial: Trial) -> None:
         self.progress.start(trial, self._steps_of(trial))
 
-    def ticks_of(self, trial: Trial) -> Callable[[], None]:
+    def tick_of(self, trial: Trial) -> Callable[[], None]:
         steps = self._steps_of(trial)
         steps.clear()
         return steps.tick
 
-    def finish(self, ran: Ran) -> None:
-        """Record a trial; its routing first, so that a recorded trial has it."""
-        from moesys.lab.runs.environment import save_environment
-
-        trial, outcome = ran.trial, ran.outcome
-        assert outcome is not None
+    def finish(self, result: TrialResult) -> None:
+        """Records a trial; its routing first, so that a recorded trial has it."""
+        trial, measurement = result.trial, result.measurement
+        assert measurement is not None
         record = Record(
             identity=trial.identity,
             strategy=trial.strategy.name,
@@ -189,18 +189,18 @@ class _Book:
             repeat=trial.repeat,
             source=self.experiment.source,
             status="ok",
-            started=ran.started.isoformat(timespec="seconds"),
-            seconds=ran.seconds,
-            environment=save_environment(*(ran.environment or self._here), self.folder),
+            started=result.started.isoformat(timespec="seconds"),
+            seconds=result.seconds,
+            environment=save_environment(*(result.environment or self._here), self.folder),
             routing=self._routing.get(trial.seed, ""),
         )
-        if isinstance(outcome, TrialError):
-            record = replace(record, status="failed", error=str(outcome), trace=outcome.trace)
+        if isinstance(measurement, TrialError):
+            record = replace(record, status="failed", error=str(measurement), trace=measurement.trace)
         else:
-            of = {name: getattr(outcome, name) for name in ("samples", "losses", "tokens_LE", "would_not_run")}
-            record = replace(record, **of)
-            if outcome.routing:
-                save_trace(outcome.routing, trace_path(self.folder, trial))
+            names = ("samples", "losses", "tokens_LE", "would_not_run")
+            record = replace(record, **{name: getattr(measurement, name) for name in names})
+            if measurement.routing:
+                save_trace(measurement.routing, trace_path(self.folder, trial))
         self._folder.append(record)
         self._recorded[record.identity] = record
         self._steps_of(trial).clear()
@@ -216,14 +216,14 @@ class _Book:
         return RunResult(self.experiment, self.folder, self.records(), num_run, stopped)
 
     def write_routing(self, path: str) -> None:
-        """Of every trial that did not fail, to the trial's own path."""
+        """Writes the routing of every trial that did not fail to the trial's own path."""
         for trial in self.trials:
             record = self._recorded.get(trial.identity)
             wanted = not trial.repeat and ("{strategy}" in path or trial.strategy == self.experiment.baseline)
             if wanted and record is not None and record.status == "ok":
                 save_trace(load_trace(trace_path(self.folder, trial)), _routing_path(path, trial))
 
-    def how_to_go_on(self) -> str:
+    def how_to_resume(self) -> str:
         # The file is read again, because a signal may arrive after a record was written and before it was counted here.
         self._recorded = latest(self._folder.records())
         return (
@@ -256,12 +256,12 @@ def _check_recording(experiment: Experiment, path: str) -> None:
         )
 
 
-class _Nobody:
-    """Of ranks that do not write."""
+class _NoObserver:
+    """The observer of ranks that do not write."""
 
     folder = Path()
 
     def start(self, trial: Trial) -> None: ...
 
-    def ticks_of(self, trial: Trial) -> Callable[[], None]:
+    def tick_of(self, trial: Trial) -> Callable[[], None]:
         return no_tick

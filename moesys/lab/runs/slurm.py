@@ -1,19 +1,50 @@
-"""Slurm: what a trial's job asks of a cluster, in the words of ``sbatch``."""
+"""Jobs of a Slurm cluster, one for each trial, submitted by submitit."""
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Annotated, Literal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
 from moesys.config import Declared
+from moesys.config.experiment import Experiment, Trial
+from moesys.config.workload import Measured
+from moesys.lab.ranks.process_start import joins, threads_of, variables_set
+from moesys.lab.runs.environment import collect_environment
+from moesys.lab.runs.places import (
+    PendingTrial,
+    Place,
+    RankTrials,
+    TrialError,
+    TrialObserver,
+    TrialResult,
+    no_tick,
+    result_of,
+    simulated,
+)
+
+if TYPE_CHECKING:
+    import submitit
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_POLL_S = 0.2
+# The time that jobs of this machine have to end when they are cancelled.
+_CANCEL_S = 5.0
 
 
 class Slurm(Declared):
-    """A job for each trial, in one array: a task of a simulated one, a task for each rank of a training.
+    """Options of the jobs, in the words of ``sbatch``. Each trial is a job of one array, with one task if it is
+    simulated, and with one task per rank if it is measured.
 
     Fields that are None are left to the cluster. The run folder must be on a file system that its hosts share.
     """
@@ -53,7 +84,10 @@ class Slurm(Declared):
 
 
 def minutes_of(time: int | str) -> int:
-    """Of minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes[:seconds]; 0 for no time."""
+    """Returns the minutes of a time as sbatch takes it, rounded up; 0 if it is no time.
+
+    minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds.
+    """
     if not (match := _TIME.fullmatch(str(time))):
         return 0
     days, *rest = match.groups()
@@ -62,3 +96,123 @@ def minutes_of(time: int | str) -> int:
         numbers = [0] * (3 - len(numbers)) + numbers if len(numbers) > 1 else [0, *numbers, 0]
     hours, minutes, seconds = [*numbers, 0, 0][:3]
     return int(days or 0) * 1440 + hours * 60 + minutes + -(-seconds // 60)
+
+
+class SlurmTrials(Place):
+    """Trials as jobs: all are submitted at once, as one array.
+
+    Raises ValueError if submitit or Slurm is not installed, and for an experiment that cannot run as such jobs.
+    """
+
+    def __init__(self, slurm: Slurm, experiment: Experiment, threads: int) -> None:
+        super().__init__()
+        if joins():
+            raise ValueError("jobs=Slurm(...) starts ranks by itself; leave torchrun out")
+        if find_spec("submitit") is None:
+            raise ValueError("jobs=Slurm(...) submits by submitit: pip install 'moesys[slurm]'")
+        _check(slurm, experiment)
+        self._slurm, self._threads = slurm, threads
+        self._jobs: list[submitit.Job[TrialResult | None]] = []
+
+    def run_all(
+        self, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
+    ) -> Iterator[TrialResult]:
+        executor = self._executor(experiment, observer.folder / "jobs")
+        with variables_set(threads_of(self._threads)), executor.batch():
+            jobs = [executor.submit(_result_in_job, trial, experiment, self._threads) for trial in trials]
+        self._jobs = jobs
+        for trial, job in zip(trials, jobs, strict=True):
+            self._pending.append(PendingTrial(trial, job.done, partial(_answered, trial, job)))
+        yield from self._in_order(observer)
+
+    def close(self) -> None:
+        """Cancels what still runs or waits."""
+        running = [job for job in self._jobs if not job.done()]
+        for job in running:
+            job.cancel(check=False)
+        until_s = time.monotonic() + _CANCEL_S * (self._slurm.cluster == "local")
+        while time.monotonic() < until_s and not all(job.done() for job in running):
+            time.sleep(_POLL_S)
+
+    def _executor(self, experiment: Experiment, folder: Path) -> submitit.AutoExecutor:
+        # Not at the top: it is an extra.
+        import submitit
+
+        slurm, cluster, workload = self._slurm, experiment.cluster, experiment.workload
+        local, measured = slurm.cluster == "local", isinstance(workload, Measured)
+        nodes = cluster.num_nodes if measured and not local else 1
+        tasks = cluster.num_ranks // nodes if measured else 1
+        gpus = tasks if isinstance(workload, Measured) and workload.device == "cuda" else 0
+        executor = submitit.AutoExecutor(folder, cluster=slurm.cluster)
+        further = {name: value if value != "" else True for name, value in slurm.further.items()}
+        of_slurm: dict[str, Any] = {
+            **{f"slurm_{name}": getattr(slurm, name) for name in ("partition", "account", "qos", "constraint")},
+            "slurm_array_parallelism": slurm.at_once,
+            "slurm_additional_parameters": further or None,
+            # Ranks wait for one that is gone.
+            "slurm_srun_args": ["--kill-on-bad-exit=1"],
+        }
+        executor.update_parameters(
+            name=experiment.name,
+            timeout_min=slurm.minutes,
+            mem_gb=slurm.mem_gb,
+            nodes=nodes,
+            tasks_per_node=tasks,
+            cpus_per_task=slurm.cpus_per_task or self._threads,
+            gpus_per_node=(gpus if slurm.gpus_per_node is None else slurm.gpus_per_node) or None,
+            **{f"{slurm.cluster}_setup": list(slurm.setup) or None},
+            **{} if local else of_slurm,
+        )
+        return executor
+
+
+def _check(slurm: Slurm, experiment: Experiment) -> None:
+    workload, sizes = experiment.workload, experiment.cluster.node_sizes
+    if slurm.cluster == "slurm":
+        import submitit
+
+        if submitit.SlurmExecutor.affinity() <= 0:
+            raise ValueError("jobs=Slurm(...): srun is not found here; call this where it is, or use cluster='local'")
+    if isinstance(workload, Measured) and len(set(sizes)) > 1 and slurm.cluster == "slurm":
+        raise ValueError(
+            f"ranks_per_node={experiment.cluster.ranks_per_node}: jobs of jobs=Slurm(...) have as many ranks on "
+            "every node; start ranks by torchrun instead"
+        )
+
+
+def _answered(trial: Trial, job: submitit.Job[TrialResult | None]) -> TrialResult:
+    """Waits for the result of a job."""
+    from submitit.core.utils import UncompletedJobError
+
+    begun = datetime.now(UTC)
+    while not job.done():
+        time.sleep(_POLL_S)
+    try:
+        result = job.results()[0]
+        assert result is not None
+        return result
+    except UncompletedJobError as error:
+        line = (
+            f"{trial.strategy.name}, seed {trial.seed}: its job {job.job_id} ended without a result, by a crash, "
+            f"cancelled, or out of time or memory; see {job.task(0).paths.stderr}"
+        )
+        return TrialResult(trial, TrialError(line, str(error)), begun, (datetime.now(UTC) - begun).total_seconds())
+
+
+def _result_in_job(trial: Trial, experiment: Experiment, threads: int) -> TrialResult | None:
+    """Runs a trial in each task of a job; returns None in those that do not write."""
+    if not isinstance(experiment.workload, Measured):
+        result = result_of(trial, partial(simulated, trial, experiment, no_tick))
+    else:
+        from submitit.helpers import TorchDistributedEnvironment
+
+        # Ranks choose their GPUs by LOCAL_RANK, as under torchrun.
+        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+            # On many machines the name of the host is none that works.
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+        with closing(RankTrials(experiment, threads)) as place:
+            result = result_of(trial, partial(place.run, trial, experiment, no_tick))
+            if not place.writes:
+                return None
+    return replace(result, environment=collect_environment(threads))

@@ -20,11 +20,9 @@ from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
-from moesys.lab.runs.launch import place_for
-from moesys.lab.runs.place import Place, TrialError, no_tick
+from moesys.lab.runs.places import Place, TrialError, no_tick, num_workers, place_for, simulating_workers
 from moesys.lab.runs.records import setting_fingerprint, take_lock
 from moesys.lab.runs.trials import Measurement, rest_of, routing_of
-from moesys.lab.runs.workers import Workers, num_workers
 from moesys.simulator.step_program import simulation
 from moesys.traces import save_trace
 from moesys.tuner.costs import Told
@@ -97,7 +95,7 @@ def tune(
                 workload = folder.workload(ranks)
                 lookahead = None
                 if jobs > 1:
-                    lookahead = Lookahead(opened.enter_context(closing(Workers(jobs, warm_up))), workload)
+                    lookahead = Lookahead(opened.enter_context(closing(simulating_workers(jobs, warm_up))), workload)
                 tuned = tune_workload(
                     replace(workload, tick=deadline.check),
                     experiment.strategies,

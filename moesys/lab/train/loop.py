@@ -24,7 +24,7 @@ from moesys.balance.plan import LayerPlan
 from moesys.collectives import guarded
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import ModelTraining, Training
-from moesys.lab.ranks.devices import device_of
+from moesys.lab.ranks.devices import rank_device
 from moesys.lab.train.language_model import ByteLearner
 from moesys.lab.train.text import Text
 from moesys.load import IntArray
@@ -121,9 +121,7 @@ class Trainer:
         group: dist.ProcessGroup | None,
     ) -> None:
         self.workload, self.seed = workload, seed
-        self.device = device_of(workload.device, dist.get_rank() if dist.is_initialized() else 0)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.device = rank_device(workload.device)
         self.learner: Learner
         if isinstance(workload, Training):
             self.learner = ByteLearner(shape, strategy, cluster, workload, seed, group, self.device)

@@ -36,7 +36,8 @@ from moesys.lab.calibrate.timings import Effort
 from moesys.lab.commands import calibrate as command
 from moesys.lab.commands import options
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.lab.ranks.torchrun_ranks import TorchrunRanks, writes
+from moesys.lab.ranks.process_start import writes
+from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.show import reports
 
 TINY = Grid(
@@ -375,11 +376,10 @@ def joins_two_hosts(port: int) -> tuple[ClusterSpec, list[int], bool]:
     told = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": max(0, rank - 1), "GROUP_RANK": min(rank, 1)}
     told |= {"LOCAL_WORLD_SIZE": 1 + min(rank, 1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
-        joined = TorchrunRanks("cpu", threads=1)
+        joined, cluster = start_ranks(3)
         gathered = joined.run(dist.get_rank)
-        dist.barrier()
         joined.close()
-        return joined.cluster, gathered, writes()
+        return cluster, gathered, writes()
 
 
 def test_ranks_of_torchrun_are_told_apart_by_host(ranks: LocalRanks):

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from moesys.lab.ranks.outcomes import RankError
-from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
+from moesys.lab.ranks.pool import LocalRanks, RankError, RankTimeouts
 
 
 def sum_of_ranks(offset: float) -> tuple[int, int, float]:

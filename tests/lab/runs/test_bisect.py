@@ -18,7 +18,7 @@ import moesys as ms
 from moesys.__main__ import app
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.bisect import Parting, find_parting
-from moesys.lab.runs.place import no_tick
+from moesys.lab.runs.places import no_tick
 from moesys.lab.train.loop import Trainer
 from moesys.moe.masters import local_part
 

@@ -6,7 +6,7 @@ import pytest
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.lab.runs.place import no_tick
+from moesys.lab.runs.places import no_tick
 from moesys.lab.runs.trials import run_measured
 
 # Few rows a block, so that experts have many.

@@ -185,13 +185,13 @@ UNDER_TORCHRUN = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from moesys.lab.runs import joined_ranks
+from moesys.lab.runs import places
 from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.runner import run
 # On both ranks at once, and not on one when the other has failed.
 import moesys.lab.train.loop
 
-measured = joined_ranks.run_measured
+measured = places.run_measured
 
 def fails_on_rank_1(*arguments):
     if dist.get_rank() == 1:
@@ -199,9 +199,9 @@ def fails_on_rank_1(*arguments):
     return measured(*arguments)
 
 experiment = load_experiment(Path(sys.argv[1]))
-joined_ranks.run_measured = fails_on_rank_1
+places.run_measured = fails_on_rank_1
 first = run(experiment, sys.argv[2])
-joined_ranks.run_measured = measured
+places.run_measured = measured
 second = run(experiment, sys.argv[2], retry_failed=True)
 Path(sys.argv[2], os.environ["RANK"]).write_text(f"{first.failed[0].error}|{second}")
 """

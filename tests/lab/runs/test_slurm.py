@@ -11,7 +11,7 @@ from worker_planners import Dying, Waiting
 
 from moesys.config import ClusterSpec
 from moesys.lab.commands.declarations import slurm_of
-from moesys.lab.runs import slurm_jobs
+from moesys.lab.runs import slurm
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import Interrupted, run, trace_path
 from moesys.lab.runs.slurm import Slurm
@@ -119,7 +119,7 @@ def test_what_cannot_be_submitted_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"jobs=Slurm\(...\) starts ranks by itself; leave torchrun out"):
         run(training(), tmp_path, jobs=LOCAL)
     monkeypatch.delenv("RANK")
-    monkeypatch.setattr(slurm_jobs, "find_spec", lambda name: None)
+    monkeypatch.setattr(slurm, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"submits by submitit: pip install 'moesys\[slurm\]'"):
         run(simulation(), tmp_path, jobs=LOCAL)
     assert not list(tmp_path.iterdir())

@@ -186,13 +186,13 @@ UNDER_TORCHRUN = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from moesys.lab.runs import joined_ranks
+from moesys.lab.runs import places
 from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.tuning import tune
 from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.space import Space
 
-measured = joined_ranks.run_measured
+measured = places.run_measured
 
 def fails_on_rank_1(strategy, *arguments):
     if strategy.name == "fsep" and dist.get_rank() == 1:
@@ -208,7 +208,7 @@ class Told:
 
 experiment, told = load_experiment(Path("experiment.json")), Told()
 space = Space.from_toml(Path("space.toml").read_text())
-joined_ranks.run_measured = fails_on_rank_1
+places.run_measured = fails_on_rank_1
 result = tune(experiment, space, SearchBounds(2), out="runs", timed=5, told=told)
 failed = [f"{strategy.name}: {reason}" for strategy, reason in result.tuned.timing.failed]
 try:

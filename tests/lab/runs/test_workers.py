@@ -21,12 +21,12 @@ from worker_planners import Dying, Waiting
 
 from moesys.config.experiment import Experiment
 from moesys.lab.commands.run import run_file
-from moesys.lab.runs.cost_model import CostModel
+from moesys.lab.ranks.workers import WorkerDiedError, Workers
+from moesys.lab.runs.places import SimulatedTrials
 from moesys.lab.runs.progress import Silence
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import run
 from moesys.lab.runs.tuning import tune
-from moesys.lab.runs.workers import WorkerDiedError, Workers
 from moesys.tuner.search_bounds import SearchBounds
 
 WAITING = FSEP.replace(name="waiting", balance=Waiting(seconds=0.2))
@@ -36,7 +36,7 @@ DYING = FSEP.replace(name="dying", balance=Dying())
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Workers begin with the first step, however little there is to do."""
-    monkeypatch.setattr("moesys.lab.runs.workers.ALONE_S", 0.0)
+    monkeypatch.setattr("moesys.lab.ranks.workers.ALONE_S", 0.0)
 
 
 def lines(path: Path) -> list[dict]:
@@ -92,7 +92,7 @@ def test_a_worker_that_dies_fails_its_trial_and_no_other(tmp_path):
 
 
 def test_a_short_experiment_needs_no_worker(tmp_path, monkeypatch):
-    monkeypatch.setattr("moesys.lab.runs.workers.ALONE_S", 1e9)
+    monkeypatch.setattr("moesys.lab.ranks.workers.ALONE_S", 1e9)
     result = run(simulation(strategies=(EP, DYING)), tmp_path, jobs=2)
     assert not result.failed
 
@@ -205,7 +205,7 @@ def test_workers_have_a_thread_each_and_one_that_dies_is_replaced():
 UNGUARDED = """
 import sys
 from pathlib import Path
-from moesys.lab.runs import workers
+from moesys.lab.ranks import workers
 from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.runner import run
 
@@ -229,7 +229,7 @@ def test_a_script_without_a_guard_is_told(tmp_path):
 
 
 def test_a_place_that_ran_nothing_is_closed():
-    CostModel(2).close()
+    SimulatedTrials(2).close()
 
 
 # --- tunings ----------------------------------------------------------------------------------------------------------

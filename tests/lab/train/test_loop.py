@@ -18,8 +18,7 @@ from torch import Tensor
 
 import moesys as ms
 from moesys.config.workload import Training
-from moesys.lab.ranks.outcomes import RankError
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankError
 from moesys.lab.train import language_model, loop
 from moesys.lab.train.language_model import LanguageModel
 from moesys.lab.train.loop import StepResult, train

@@ -12,8 +12,7 @@ from torch.nn import functional
 
 import moesys as ms
 from moesys.config.hub_config import model_names, read_config
-from moesys.lab.ranks.outcomes import RankError
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankError
 from moesys.lab.train.loop import train
 from moesys.lab.train.text import load_text
 

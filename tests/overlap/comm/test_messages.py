@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moesys.lab.ranks.outcomes import RankError
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankError
 from moesys.overlap.comm.messages import Messages, exchange
 
 

@@ -1,9 +1,12 @@
-"""Runs the process of a rank: how it starts, what it is asked through its pipe, what it answers, and how it ends."""
+"""Processes that call functions for this one: how one starts, what it is asked through its pipe, what it answers, and
+how it ends. With a process group it is a rank, without one a worker.
+"""
 
 import contextlib
 import ctypes
 import faulthandler
 import gc
+import io
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
@@ -20,49 +23,77 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 
-from moesys.lab.ranks.outcomes import Outcome
-from moesys.lab.ranks.process_start import LOOPBACK, stop_signals_blocked, threads_of, variables_set
-from moesys.lab.ranks.tensor_pickle import pickled
+from moesys.lab.ranks.process_start import LOOPBACK, first_line, stop_signals_blocked, threads_of, variables_set
 from moesys.torch_private import forget_meshes, num_process_groups
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ("numpy", "torch", "torch.distributed", __name__)
 _PR_SET_PDEATHSIG = 1
 STORE_ADDRESS = "127.0.0.1"
-# How long a rank is waited for after all those that must answer: to end its death, or to tell its stacks.
+# Seconds to wait for a process after all those that must answer: to end its death, or to print its stacks.
 DEATH_S = 0.3
 
 
 @dataclass(frozen=True)
-class RankSettings:
-    """What a process is started with."""
+class Outcome:
+    """The outcome of one call in one process.
+
+    Attributes:
+        rank: the rank.
+        kind: "returned"; "raised" an exception; "died" (it exited or was killed); "silent" (no answer in time).
+        seconds: the duration of the function in the process; for "died" and "silent", from the start to the end.
+        ended_s: `time.monotonic()` at the end, comparable between processes of one host.
+        result: the value that the function returned; None for every other kind.
+        reason: one line that continues "rank 2 …", such as "was killed by signal 9"; empty for "returned".
+        trace: the traceback of "raised", the stacks of a "silent" rank where it could print them, else empty.
+    """
+
+    rank: int
+    kind: Literal["returned", "raised", "died", "silent"]
+    seconds: float
+    ended_s: float
+    result: Any = None
+    reason: str = ""
+    trace: str = ""
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """The process groups that a rank joins, one for each run; ranks meet at the store of this port."""
 
     rank: int
     store_port: int
-    threads: int
-    collective_timeout: timedelta
-    setup: Callable[[], None] | None
+    timeout: timedelta
     backend: str
 
 
 @dataclass(frozen=True)
-class Job:
-    """One run: its number, its ranks, where modules are found, and the pickled function and arguments."""
+class ProcessSettings:
+    """The settings that a process is started with; a worker has no ``group``."""
 
-    run: int
-    num_ranks: int
-    sys_path: list[str]
+    threads: int = 1
+    setup: Callable[[], None] | None = None
+    group: GroupSettings | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call: the pickled function and arguments, and where modules are found; of ranks, the run and its size."""
+
     call: bytes
+    sys_path: list[str]
+    run: int = 0
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a rank sends back: the pickled result, or why there is none."""
+    """The answer of a process: the pickled result, or why there is none."""
 
     seconds: float
     ended_s: float
@@ -72,15 +103,15 @@ class _Answer:
 
 
 def ensure_server(environment: Mapping[str, str], preload: Sequence[str]) -> None:
-    """Starts the server that processes are forked from, with these variables and modules, unless it runs already."""
+    """Starts the server that processes are forked from, with these variables and modules, if there is none yet."""
     with variables_set({**environment, **threads_of(1)}), stop_signals_blocked():
         _CONTEXT.set_forkserver_preload([*_PRELOAD, *preload])
         multiprocessing.forkserver.ensure_running()
 
 
 @dataclass(frozen=True)
-class RankProcess:
-    """One process of the pool, the two-way pipe for its jobs, and the pipe for its stacks."""
+class ChildProcess:
+    """A process, the two-way pipe for its jobs, and the pipe for its stacks."""
 
     rank: int
     process: multiprocessing.context.ForkServerProcess
@@ -88,23 +119,21 @@ class RankProcess:
     stacks: Connection
 
     @classmethod
-    def start(cls, settings: RankSettings) -> Self:
+    def start(cls, name: str, settings: ProcessSettings) -> Self:
         jobs, jobs_there = _CONTEXT.Pipe()
         stacks, stacks_there = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(
-            target=_serve, args=(settings, jobs_there, stacks_there), name=f"moesys-rank-{settings.rank}"
-        )
+        process = _CONTEXT.Process(target=_serve, args=(settings, jobs_there, stacks_there), name=name)
         process.start()
         jobs_there.close()
         stacks_there.close()
-        return cls(settings.rank, process, jobs, stacks)
+        return cls(settings.group.rank if settings.group else 0, process, jobs, stacks)
 
     def ask(self, job: Job) -> Outcome:
         """Sends the job and waits without limit: whoever loses patience kills the process, which ends the wait."""
         begin_s = time.monotonic()
         try:
             self.jobs.send(job)
-            # Both, as a child of the rank may hold its end of the pipe open after the rank has died.
+            # Both, as a child of the process may hold its end of the pipe open after the process has died.
             multiprocessing.connection.wait([self.jobs, self.process.sentinel])
             data = self.jobs.recv_bytes() if self.jobs.poll() else None
         except (EOFError, OSError):
@@ -129,7 +158,7 @@ class RankProcess:
             self.jobs.send(None)
 
     def is_dead(self) -> bool:
-        """Whether the process, which has no job, has ended: between jobs only the end of the pipe can be read."""
+        """Returns whether the process, which has no job, has ended: then only the end of its pipe can be read."""
         return self.jobs.poll()
 
     def dismiss(self) -> None:
@@ -144,28 +173,64 @@ class RankProcess:
         self.stacks.close()
 
 
-def kill_all(processes: dict[int, RankProcess]) -> None:
+def kill_all(processes: dict[int, ChildProcess]) -> None:
     for process in processes.values():
         process.process.kill()
     while processes:
         processes.popitem()[1].discard()
 
 
-def stacks_of(processes: Sequence[RankProcess]) -> dict[int, str]:
-    """Where each process is, by rank, as told by its fault handler; empty for one that is stopped."""
+def stacks_of(processes: Sequence[ChildProcess]) -> dict[int, str]:
+    """Returns the stacks of each process, by rank, as its fault handler prints them; "" for one that is stopped."""
     for process in processes:
         if process.process.is_alive() and process.process.pid is not None:
             os.kill(process.process.pid, signal.SIGUSR1)
     stacks = {}
     for process in processes:
-        told = process.stacks.poll(DEATH_S)
+        printed = process.stacks.poll(DEATH_S)
         # The handler writes line by line.
-        time.sleep(0.05 if told else 0.0)
-        stacks[process.rank] = os.read(process.stacks.fileno(), 65536).decode(errors="replace") if told else ""
+        time.sleep(0.05 if printed else 0.0)
+        stacks[process.rank] = os.read(process.stacks.fileno(), 65536).decode(errors="replace") if printed else ""
     return stacks
 
 
-def _serve(settings: RankSettings, jobs: Connection, stacks: Connection) -> None:
+def pickled(value: Any) -> bytes:
+    """Pickles ``value``, tensors by value, for ``pickle.loads`` in another process."""
+    buffer = io.BytesIO()
+    _ByValuePickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+class _ByValuePickler(pickle.Pickler):
+    """Pickles a plain CPU tensor as its own values.
+
+    That is several times faster than by its storage, and a small view of a large storage stays small.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if (
+            type(value) is not torch.Tensor
+            or value.device.type != "cpu"
+            or value.layout is not torch.strided
+            or value.requires_grad
+            or value.is_quantized
+            or value.is_complex()
+        ):
+            return NotImplemented
+        bytes_n: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor_of_bytes, (pickle.PickleBuffer(bytes_n), value.dtype, tuple(value.shape))
+
+
+def _tensor_of_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+# --- in the process -----------------------------------------------------------------------------------------------
+
+
+def _serve(settings: ProcessSettings, jobs: Connection, stacks: Connection) -> None:
     """Runs jobs until the parent closes the pipe. None instead of a job: every rank has answered the last one."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -174,15 +239,16 @@ def _serve(settings: RankSettings, jobs: Connection, stacks: Connection) -> None
     # Otherwise gloo takes the interface of the host name, which on many laptops is none that works.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     torch.set_num_threads(settings.threads)
-    store = dist.TCPStore(STORE_ADDRESS, settings.store_port, is_master=False)
+    group = settings.group
+    store = dist.TCPStore(STORE_ADDRESS, group.store_port, is_master=False) if group else None
     inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(jobs, inbox), name="rank-inbox", daemon=True).start()
+    threading.Thread(target=_receive, args=(jobs, inbox), name="inbox", daemon=True).start()
     setup = settings.setup
     while True:
         job = inbox.get()
         failed = False
         if job is not None:
-            answer = _answer(job, settings, store, setup)
+            answer = _answer(job, group, store, setup)
             failed = answer.result is None
             setup = None
             sys.stdout.flush()
@@ -190,10 +256,10 @@ def _serve(settings: RankSettings, jobs: Connection, stacks: Connection) -> None
             jobs.send_bytes(pickle.dumps(answer, protocol=5))
         # A group closed earlier would cut off peers that still read; after a failure, that is just what they need.
         if (job is None or failed) and dist.is_initialized():
-            _leave_groups()
+            leave_groups()
 
 
-def _leave_groups() -> None:
+def leave_groups() -> None:
     """Ends the groups of a run. Each of gloo has a thread that wakes a hundred times a second until its last reference
     is gone, and models hold theirs in circles.
     """
@@ -204,28 +270,30 @@ def _leave_groups() -> None:
         gc.collect()
 
 
-def _answer(job: Job, settings: RankSettings, store: dist.Store, setup: Callable[[], None] | None) -> _Answer:
+def _answer(
+    job: Job, group: GroupSettings | None, store: dist.Store | None, setup: Callable[[], None] | None
+) -> _Answer:
     begin_s = time.monotonic()
     try:
         sys.path[:] = job.sys_path
         if setup is not None:
             setup()
         fn, args = pickle.loads(job.call)
-        dist.init_process_group(
-            settings.backend,
-            store=dist.PrefixStore(f"run{job.run}", store),
-            rank=settings.rank,
-            world_size=job.num_ranks,
-            timeout=settings.collective_timeout,
-        )
+        if group is not None and store is not None:
+            dist.init_process_group(
+                group.backend,
+                store=dist.PrefixStore(f"run{job.run}", store),
+                rank=group.rank,
+                world_size=job.num_ranks,
+                timeout=group.timeout,
+            )
         begin_s = time.monotonic()
         result = fn(*args)
         end_s = time.monotonic()
         return _Answer(end_s - begin_s, end_s, pickled(result))
     except Exception as error:
         end_s = time.monotonic()
-        line = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
-        return _Answer(end_s - begin_s, end_s, None, f"raised {line}", traceback.format_exc())
+        return _Answer(end_s - begin_s, end_s, None, f"raised {first_line(error)}", traceback.format_exc())
 
 
 def _receive(jobs: Connection, inbox: "queue.SimpleQueue[Job | None]") -> None:
@@ -240,7 +308,7 @@ def _die_with_parent() -> None:
     """Lets Linux kill this process when the parent is gone, even while it is stopped or stuck in C code.
 
     The signal comes with the death of the forkserver, which ends when nobody holds the pipe that keeps it alive: so
-    this rank, which was given a copy in order to start processes of its own, must not hold it either.
+    this process, which was given a copy in order to start processes of its own, must not hold it either.
     """
     if sys.platform != "linux":
         return

@@ -1,0 +1,381 @@
+"""The places where trials run: this process and worker processes, for simulated trials, or ranks, for measured ones.
+
+Importing this module imports no torch: a run that has nothing left to do need not wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from moesys.config import Strategy
+from moesys.config.experiment import Experiment, Trial
+from moesys.config.workload import Measured, ModelTraining, Training
+from moesys.lab.ranks.process_start import first_line, joins
+from moesys.lab.runs.environment import available_cores
+from moesys.lab.runs.trials import Measurement, run_measured, run_simulated
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from moesys.lab.ranks.torchrun_ranks import Ranks
+    from moesys.lab.ranks.workers import Workers
+    from moesys.lab.runs.environment import Environment
+
+T = TypeVar("T")
+
+# Collectives notice lost ranks long before; this only ends what would hang for ever.
+_TRIAL_TIMEOUT_S = 24 * 3600.0
+# Read when Triton is loaded.
+_INTERPRETING = {"TRITON_INTERPRET": "1"}
+# Read when torch first maps peers' memory: more ranks than GPUs may use it.
+_SHARING_GPUS = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+
+
+class TrialError(Exception):
+    """A trial failed. The message is one line; ``trace`` is the whole traceback, of every rank that has one."""
+
+    def __init__(self, line: str, trace: str) -> None:
+        super().__init__(line, trace)
+        self.trace = trace
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The result of a trial. ``measurement``: an error if it failed; None on processes that do not write.
+
+    started: UTC. seconds: from then on. environment: where it ran, with its changes; None for that of this process.
+    """
+
+    trial: Trial
+    measurement: Measurement | TrialError | None
+    started: datetime
+    seconds: float
+    environment: tuple[Environment, str] | None = None
+
+
+class TrialObserver(Protocol):
+    """An observer of the trials that a place runs."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder for files that belong to the trials."""
+
+    def start(self, trial: Trial) -> None:
+        """Notes that this trial runs now, or is the next one whose result is returned."""
+
+    def tick_of(self, trial: Trial) -> Callable[[], None]:
+        """Returns the function that the trial calls after each of its steps, in any process, to count them."""
+
+
+@dataclass(frozen=True)
+class PendingTrial:
+    """A trial that another process runs. ``result`` waits for it; a failure of any kind is a result."""
+
+    trial: Trial
+    done: Callable[[], bool]
+    result: Callable[[], TrialResult]
+
+
+class Place:
+    """A place where trials run, one after another unless a subclass does otherwise.
+
+    Under torchrun each rank has one, and all make the same calls; only one of them ``writes`` records and prints.
+    """
+
+    writes = True
+
+    def __init__(self) -> None:
+        self._pending: deque[PendingTrial] = deque()
+
+    def share(self, value: T | None) -> T:
+        """Returns the ``value`` of the process that writes, on all processes."""
+        assert value is not None
+        return value
+
+    def on_writer(self, make: Callable[[], T]) -> T | None:
+        """Returns the result of ``make`` on the process that writes, None on others. Raises its ValueError on all."""
+        made, refusal = None, ""
+        if self.writes:
+            try:
+                made = make()
+            except ValueError as error:
+                refusal = str(error)
+        if refusal := self.share(refusal):
+            raise ValueError(refusal)
+        return made
+
+    def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
+        """Returns the measurement on the process that writes, None on the others. Raises TrialError on all."""
+        raise NotImplementedError
+
+    def run_all(
+        self, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
+    ) -> Iterator[TrialResult]:
+        """Yields the results in the order of ``trials``, whichever ends first."""
+        for trial in trials:
+            observer.start(trial)
+            yield result_of(trial, partial(self.run, trial, experiment, observer.tick_of(trial)))
+
+    def finished(self) -> Iterator[TrialResult]:
+        """Yields the results that an interrupted ``run_all`` has not yielded, without waiting for other trials."""
+        ended = [pending for pending in self._pending if pending.done()]
+        self._pending.clear()
+        for pending in ended:
+            yield pending.result()
+
+    def close(self) -> None: ...
+
+    def _in_order(self, observer: TrialObserver) -> Iterator[TrialResult]:
+        while self._pending:
+            observer.start(self._pending[0].trial)
+            result = self._pending[0].result()
+            self._pending.popleft()
+            yield result
+
+
+def place_for(experiment: Experiment, threads: int, jobs: int | None = None) -> Place:
+    """Returns worker processes for a simulated experiment, ``jobs`` of them; ranks for a measured one.
+
+    Raises ValueError if ``jobs``, or the ranks that torchrun started, do not suit the experiment.
+    """
+    if experiment.source == "simulated":
+        if joins():
+            raise ValueError("this experiment runs in the cost model, which needs no ranks; leave torchrun out")
+        return SimulatedTrials(num_workers(jobs))
+    if num_workers(jobs) > 1 and jobs is not None:
+        raise ValueError(
+            f"jobs={jobs}: workload={type(experiment.workload).__name__} is timed, and trials side by side would slow "
+            "each other down; leave jobs out, or use Slurm(...) for hosts of their own"
+        )
+    return RankTrials(experiment, threads)
+
+
+def num_workers(jobs: int | None) -> int:
+    """Returns ``jobs``; for None, the number of cores that this process may use. Raises ValueError for less than 1."""
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs={jobs}; use at least 1, which is this process alone, or none for a worker on each core")
+    return available_cores() if jobs is None else jobs
+
+
+def result_of(trial: Trial, run: Callable[[], Measurement | None]) -> TrialResult:
+    """Runs a trial and measures its duration; a TrialError is a result."""
+    started, started_s = datetime.now(UTC), time.monotonic()
+    measurement: Measurement | TrialError | None
+    try:
+        measurement = run()
+    except TrialError as error:
+        measurement = error
+    return TrialResult(trial, measurement, started, time.monotonic() - started_s)
+
+
+def no_tick() -> None:
+    """Counts no step."""
+
+
+# --- ranks --------------------------------------------------------------------------------------------------------
+
+
+class RankTrials(Place):
+    """Measured trials on the ranks that torchrun started, or on new processes of this machine.
+
+    These start with the first trial and stay for all, except that they start again after a failure. Raises ValueError
+    if the ranks of torchrun, or the device, do not suit the experiment.
+    """
+
+    def __init__(self, experiment: Experiment, threads: int) -> None:
+        super().__init__()
+        workload = experiment.workload
+        assert isinstance(workload, Measured)
+        if isinstance(workload, ModelTraining) and find_spec("transformers") is None:
+            raise ValueError("workload=ModelTraining(...) trains models of transformers: pip install 'moesys[hf]'")
+        self._workload, self._threads, self._num_ranks = workload, threads, experiment.cluster.num_ranks
+        self._ranks: Ranks | None = None
+        if not joins():
+            self._backend = _backend_of(workload, self._num_ranks)
+            return
+        world_size = int(os.environ["WORLD_SIZE"])
+        if world_size != self._num_ranks:
+            raise ValueError(
+                f"torchrun started {world_size} ranks but the experiment's cluster has {self._num_ranks}; "
+                f"start {self._num_ranks} in all (--nproc-per-node times --nnodes), or leave torchrun out"
+            )
+        os.environ.update(_environment_of(workload))
+        from moesys.lab.ranks.torchrun_ranks import TorchrunRanks
+
+        backend = _backend_of(workload, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        self._ranks = TorchrunRanks(backend, threads=threads)
+        self.writes = self._ranks.writes
+
+    def share(self, value: T | None) -> T:
+        return self._ranks.share(value) if self._ranks else super().share(value)
+
+    def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
+        workload = experiment.workload
+        assert isinstance(workload, Measured)
+        arguments = (trial.strategy, experiment.model, experiment.cluster, workload, trial.seed)
+        return self.call((trial.strategy,), run_measured, *arguments, tick)
+
+    def call(self, strategies: Iterable[Strategy], function: Callable[..., T], *arguments: Any) -> T:
+        """Has every rank call a module-level function, which trains under ``strategies``.
+
+        Returns the result of rank 0, or under torchrun of the calling rank. Raises TrialError on all.
+        """
+        from moesys.lab.ranks.pool import RankError
+
+        if not joins():
+            # In this process, and not on all ranks at once.
+            _warm_up(strategies)
+        if self._ranks is None:
+            self._ranks = self._local_ranks()
+        try:
+            return self._ranks.call(function, *arguments)
+        except RankError as error:
+            raise TrialError(str(error).partition("\n")[0], str(error)) from None
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def _local_ranks(self) -> Ranks:
+        from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
+        from moesys.lab.ranks.torchrun_ranks import COLLECTIVE_TIMEOUT_S
+
+        learner = "model_learner" if isinstance(self._workload, ModelTraining) else "language_model"
+        return LocalRanks(
+            self._num_ranks,
+            threads=self._threads,
+            timeouts=RankTimeouts(run_s=_TRIAL_TIMEOUT_S, collective_s=COLLECTIVE_TIMEOUT_S),
+            environment=_environment_of(self._workload),
+            preload=("moesys.lab.runs.trials", f"moesys.lab.train.{learner}"),
+            backend=self._backend,
+        )
+
+
+def _environment_of(workload: Measured) -> dict[str, str]:
+    """Returns the variables that ranks need before they import anything."""
+    if workload.device == "cuda":
+        return _SHARING_GPUS
+    return _INTERPRETING if isinstance(workload, Training) and workload.interpret else {}
+
+
+def _backend_of(workload: Measured, ranks_of_host: int) -> str:
+    """Raises ValueError for GPUs if there are none."""
+    if workload.device == "cpu":
+        return "gloo"
+    from moesys.lab.ranks.devices import gpu_backend
+
+    return gpu_backend(ranks_of_host)
+
+
+def _warm_up(strategies: Iterable[Strategy]) -> None:
+    from moesys.balance.warm_up import warm_up
+
+    for strategy in strategies:
+        warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
+
+
+# --- simulated trials ---------------------------------------------------------------------------------------------
+
+
+class _TakesLongError(Exception):
+    """A trial is interrupted, because workers will run it."""
+
+
+class SimulatedTrials(Place):
+    """Simulated trials, ``jobs`` at a time.
+
+    Workers take over what this process has not run in its first seconds: their start would take longer than many an
+    experiment, and what is compiled once per machine is compiled here.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        super().__init__()
+        self._jobs = jobs
+        self._workers: Workers | None = None
+
+    def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
+        return simulated(trial, experiment, tick)
+
+    def run_all(
+        self, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
+    ) -> Iterator[TrialResult]:
+        if self._jobs > 1:
+            self._workers = simulating_workers(self._jobs, partial(_warm_up, {trial.strategy for trial in trials}))
+        for position, trial in enumerate(trials):
+            tick = observer.tick_of(trial)
+            if self._workers and position + 1 < len(trials):
+                tick = partial(_interrupting, tick, self._workers)
+            observer.start(trial)
+            try:
+                yield result_of(trial, partial(simulated, trial, experiment, tick))
+            except _TakesLongError:
+                assert self._workers is not None
+                yield from self._run_on(self._workers, trials[position:], experiment, observer)
+                return
+
+    def close(self) -> None:
+        if self._workers:
+            self._workers.close()
+
+    def _run_on(
+        self, workers: Workers, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
+    ) -> Iterator[TrialResult]:
+        for trial in trials:
+            answer = workers.submit(_simulated_result, trial, experiment, observer.tick_of(trial))
+            self._pending.append(PendingTrial(trial, answer.done, partial(_answered, trial, answer)))
+        yield from self._in_order(observer)
+
+
+def _interrupting(tick: Callable[[], None], workers: Workers) -> None:
+    """Counts a step of a trial; raises _TakesLongError as soon as workers are due."""
+    tick()
+    if workers.are_due:
+        raise _TakesLongError
+
+
+def simulating_workers(jobs: int, prepare: Callable[[], object]) -> Workers:
+    """Returns worker processes that have what a simulated trial imports. ``prepare`` is that of ``Workers``."""
+    from moesys.lab.ranks.workers import Workers
+
+    return Workers(jobs, prepare, (__name__, "moesys.balance.replay", "moesys.simulator.step_program"))
+
+
+def simulated(trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement:
+    """Raises TrialError."""
+    assert not isinstance(experiment.workload, Measured)
+    try:
+        return run_simulated(
+            trial.strategy, experiment.model, experiment.cluster, experiment.workload, trial.seed, tick
+        )
+    except _TakesLongError:
+        raise
+    except Exception as error:
+        raise TrialError(first_line(error), traceback.format_exc()) from None
+
+
+def _simulated_result(trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> TrialResult:
+    """Runs a trial in a worker."""
+    return result_of(trial, partial(simulated, trial, experiment, tick))
+
+
+def _answered(trial: Trial, answer: Future[TrialResult]) -> TrialResult:
+    from moesys.lab.ranks.workers import WorkerDiedError
+
+    try:
+        return answer.result()
+    except WorkerDiedError as error:
+        line = f"{trial.strategy.name}, seed {trial.seed}: {error}"
+        return TrialResult(trial, TrialError(line, line), datetime.now(UTC), error.seconds)
