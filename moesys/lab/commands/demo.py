@@ -18,6 +18,8 @@ import os
 import sys
 from pathlib import Path
 
+from rich.console import Console
+
 from moesys.balance.plan import StepPlan
 from moesys.balance.replay import replay_steps
 from moesys.config import (
@@ -38,11 +40,11 @@ from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands import refused
 from moesys.lab.commands.compare import report
 from moesys.lab.runs.comparison import Comparison
-from moesys.lab.runs.progress import progress_on
 from moesys.lab.runs.runner import Interrupted, RunResult, run
 from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.runs.trials import routing_of
 from moesys.lab.show.figures import computed_tokens, load_heat_map, loss_chart, timeline_chart
+from moesys.lab.show.progress import RunProgress
 from moesys.simulator.step_program import simulate
 
 SEEDS = tuple(range(MIN_SEEDS))
@@ -160,7 +162,9 @@ def _strategies(slots_per_rank: int, reduction: Reduction) -> tuple[Strategy, ..
 def _run(
     experiment: Experiment, out: Path, fresh: bool, record_routing: Path | None = None
 ) -> tuple[RunResult, Comparison]:
-    result = run(experiment, out, fresh=fresh, record_routing=record_routing, progress=progress_on(sys.stdout))
+    result = run(
+        experiment, out, fresh=fresh, record_routing=record_routing, progress=RunProgress(Console(file=sys.stdout))
+    )
     print(result)
     return result, report(result, "table")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypedDict, Unpack
 
 from pydantic import ValidationError
+from rich.console import Console
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
@@ -16,9 +17,9 @@ from moesys.config.workload import Training
 from moesys.lab.commands import Format, refused
 from moesys.lab.commands.declarations import slurm_of, strategy_of
 from moesys.lab.runs.experiment_files import in_words, load_experiments
-from moesys.lab.runs.progress import progress_on
 from moesys.lab.runs.runner import Interrupted, RunResult, run
 from moesys.lab.runs.slurm import Slurm
+from moesys.lab.show.progress import RunProgress
 
 if TYPE_CHECKING:
     from moesys.lab.runs.comparison import Comparison
@@ -61,7 +62,7 @@ def run_file(
         for experiment in _experiments(file, form, num_seeds, interpret, strategies):
             if comparisons:
                 print(file=told)
-            result = run(experiment, out, progress=progress_on(told), jobs=where, **options)
+            result = run(experiment, out, progress=RunProgress(Console(file=told)), jobs=where, **options)
             if speaks:
                 comparisons.append(_report(result, form, told))
                 code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))

@@ -36,7 +36,7 @@ def tune_file(
         declared = None if space is None else space_of(space)
         # Not at the top: a typo in the file is told before torch is there.
         from moesys.lab.runs.tuning import tune
-        from moesys.lab.show.tune_progress import TuneProgress
+        from moesys.lab.show.progress import TuneProgress
 
         with TuneProgress() as told:
             result = tune(experiment, declared, bounds, out=out, told=told if speaks else None, **options)

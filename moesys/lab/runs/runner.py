@@ -13,13 +13,41 @@ from moesys.config.workload import Replay
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 from moesys.lab.runs.environment import collect_environment, save_environment
 from moesys.lab.runs.places import TrialError, TrialResult, no_tick, place_for
-from moesys.lab.runs.progress import Progress, Silence, StepFile
 from moesys.lab.runs.records import Record, RunFolder, latest
 from moesys.lab.runs.slurm import Slurm, SlurmTrials
 from moesys.lab.runs.trials import routing_of
 from moesys.traces import load_trace, save_trace
 
 _STEPS = ".steps"
+
+
+@dataclass(frozen=True)
+class StepCounter:
+    """Counts the steps of a trial as the bytes of a file: any process may ``tick``, any other ``count``."""
+
+    path: Path
+
+    def tick(self) -> None:
+        with self.path.open("ab") as file:
+            file.write(b".")
+
+    def count(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def clear(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class QuietProgress:
+    """Hears of the progress of a run and shows nothing; subclasses show it. ``end`` is called after errors too."""
+
+    def begin(self, experiment: Experiment, recorded: Sequence[Record], num_left: int) -> None: ...
+
+    def start(self, trial: Trial, steps: StepCounter) -> None: ...
+
+    def finish(self, record: Record) -> None: ...
+
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +93,7 @@ def run(
     threads: int = 1,
     jobs: int | Slurm | None = None,
     record_routing: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: QuietProgress | None = None,
 ) -> RunResult:
     """Runs the trials of ``experiment`` that its folder under ``out`` does not hold, in the order of their pairing.
 
@@ -103,7 +131,7 @@ def run(
         num_run, stopped = 0, False
         try:
             if recorder and left:
-                recorder.progress = progress or Silence()
+                recorder.progress = progress or QuietProgress()
                 opened.callback(recorder.progress.end)
                 recorder.begin(left, threads)
             for result in place.run_all(left, experiment, recorder or _NoObserver()):
@@ -129,7 +157,7 @@ class _Recorder:
     records of other traces.
     """
 
-    progress: Progress
+    progress: QuietProgress
 
     def __init__(self, experiment: Experiment, folder: RunFolder, routing: Mapping[int, str]) -> None:
         self.experiment, self._folder, self._routing = experiment, folder, routing
@@ -206,8 +234,8 @@ class _Recorder:
         self._steps_of(trial).clear()
         self.progress.finish(record)
 
-    def _steps_of(self, trial: Trial) -> StepFile:
-        return StepFile(self.folder / f"{_STEPS}-{trial.identity}")
+    def _steps_of(self, trial: Trial) -> StepCounter:
+        return StepCounter(self.folder / f"{_STEPS}-{trial.identity}")
 
     def records(self) -> tuple[Record, ...]:
         return tuple(self._recorded[trial.identity] for trial in self.trials if trial.identity in self._recorded)

@@ -17,14 +17,13 @@ from moesys.config.workload import Replay
 from moesys.lab.commands.compare import compare
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import collect_environment, load_environments
-from moesys.lab.runs.progress import Silence
 from moesys.lab.runs.records import RunFolder
-from moesys.lab.runs.runner import Interrupted, run, trace_path
+from moesys.lab.runs.runner import Interrupted, QuietProgress, run, trace_path
 from moesys.lab.runs.trials import run_measured
 from moesys.traces import Trace, load_trace, save_trace
 
 
-class Listener(Silence):
+class Listener(QuietProgress):
     """Notes what it is told; stops the run, as Ctrl-C does, when ``stop_at`` trials are finished."""
 
     def __init__(self, stop_at: int | None = None) -> None:

@@ -23,9 +23,8 @@ from moesys.config.experiment import Experiment
 from moesys.lab.commands.run import run_file
 from moesys.lab.ranks.workers import WorkerDiedError, Workers
 from moesys.lab.runs.places import SimulatedTrials
-from moesys.lab.runs.progress import Silence
 from moesys.lab.runs.records import RunFolder
-from moesys.lab.runs.runner import run
+from moesys.lab.runs.runner import QuietProgress, run
 from moesys.lab.runs.tuning import tune
 from moesys.tuner.search_bounds import SearchBounds
 
@@ -51,7 +50,7 @@ def first_in_line(strategy, *others, **changes) -> Experiment:
     return next(one for one in experiments if one.trials()[0].strategy == strategy)
 
 
-class Finished(Silence):
+class Finished(QuietProgress):
     def __init__(self) -> None:
         self.told: list[tuple[str, int]] = []
 

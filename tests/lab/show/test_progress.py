@@ -6,8 +6,9 @@ import pytest
 from lab_cases import experiment, record
 from rich.console import Console
 
-from moesys.lab.runs.progress import LineProgress, LiveProgress, StepFile, progress_on
 from moesys.lab.runs.records import Samples
+from moesys.lab.runs.runner import StepCounter
+from moesys.lab.show.progress import RunProgress
 
 
 def with_step_ms(made, *values):
@@ -23,15 +24,14 @@ def test_a_pipe_gets_one_line_a_trial(tmp_path):
     four = experiment(seeds=(0, 1))
     trials = sorted(four.trials(), key=lambda trial: (trial.seed, trial.strategy.name))
     file = io.StringIO()
-    progress = progress_on(file)
-    assert isinstance(progress, LineProgress)
+    progress = RunProgress(Console(file=file))
     progress.begin(four, [record(trials[0])], 3)
     for made in (
         with_step_ms(record(trials[1]), 3.0, 1.0, 2000.0),
         failed(trials[2]),
         with_step_ms(record(trials[3], repeat=1), 1234.5),
     ):
-        progress.start(trials[1], StepFile(tmp_path / "steps"))
+        progress.start(trials[1], StepCounter(tmp_path / "steps"))
         progress.finish(made)
     progress.end()
     assert file.getvalue().splitlines() == [
@@ -46,8 +46,8 @@ def test_a_terminal_gets_bars_the_best_so_far_and_failures_above(tmp_path):
     four = experiment(seeds=(0, 1))
     trials = four.trials()
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    steps = StepFile(tmp_path / "steps")
-    progress = LiveProgress(console)
+    steps = StepCounter(tmp_path / "steps")
+    progress = RunProgress(console)
     progress.begin(four, [], 4)
     progress.start(trials[0], steps)
     progress.finish(with_step_ms(record(trials[0]), 12.0))
@@ -56,7 +56,7 @@ def test_a_terminal_gets_bars_the_best_so_far_and_failures_above(tmp_path):
     steps.tick()
     steps.tick()
     progress.start(trials[2], steps)
-    display = progress._display
+    display = progress._bars
     assert display is not None
     with console.capture() as shown:
         console.print(*display.get_renderables())
@@ -71,14 +71,14 @@ def test_a_terminal_gets_bars_the_best_so_far_and_failures_above(tmp_path):
 
 
 def test_an_end_without_a_beginning_is_quiet():
-    LiveProgress(Console(file=io.StringIO(), force_terminal=True)).end()
+    RunProgress(Console(file=io.StringIO(), force_terminal=True)).end()
 
 
 @pytest.mark.parametrize("num_ticks", [0, 3])
 def test_steps_are_counted_from_any_process(tmp_path, num_ticks):
-    steps = StepFile(tmp_path / "steps")
+    steps = StepCounter(tmp_path / "steps")
     for _ in range(num_ticks):
-        StepFile(tmp_path / "steps").tick()
+        StepCounter(tmp_path / "steps").tick()
     assert steps.count() == num_ticks
     steps.clear()
     assert steps.count() == 0
