@@ -41,20 +41,6 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def append_line(path: Path, line: bytes) -> None:
-    """Writes ``line``, which ends as lines do, in one write; it is on the disk when this returns. Cuts off a torn one
-    before it. Raises OSError where not all of it was taken.
-    """
-    is_new = not path.exists()
-    cut_torn_line(path)
-    with path.open("ab", buffering=0) as file:
-        if (written := file.write(line)) != len(line):
-            raise OSError(f"{path} took {written} of {len(line)} bytes; the disk may be full")
-        os.fsync(file.fileno())
-    if is_new:
-        sync_folder(path.parent)
-
-
 def cut_torn_line(path: Path) -> None:
     """Cuts off what stands behind the last newline of ``path``, if there is such a file."""
     if not path.exists() or not (size := path.stat().st_size):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moesys.moe.experts import Experts, experts_of
 from moesys.moe.metrics import LoadLog
 from moesys.moe.tensorboard import TensorBoard
-from moesys.step_lines import EventLine, LayerLine, StepFile, StepLine, write_spans
+from moesys.step_lines import EventLine, LayerLine, StepLine, step_file, step_journal, write_spans
 from moesys.timeline import Timeline
 
 # Digits behind the point of what is written: a ratio's, a time's or a size's.
@@ -51,9 +51,10 @@ class Watch:
         self.folder, self.every = Path(folder), every
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._tensorboard = TensorBoard(self.folder / "tensorboard") if tensorboard and self.rank == 0 else None
-        self._file = StepFile(self.folder, self.rank)
-        last = self._file.last
-        self._next = 0 if last is None else last + 1
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._journal = step_journal(step_file(self.folder, self.rank))
+        last = self._journal.last()
+        self._next = 0 if last is None else last.step + 1
         self._num_events = dict.fromkeys(self.layers, 0)
         self._logs = {layer: LoadLog() for layer in self.layers}
         for layer, log in self._logs.items():
@@ -91,7 +92,7 @@ class Watch:
         """Writes a line, with ``numbers``."""
         for name, number in numbers.items():
             line.numbers[name] = float(number.item() if isinstance(number, Tensor) else number)
-        self._file.append(line)
+        self._journal.append(line, sync=False)
         if self._tensorboard is not None:
             self._tensorboard.write(line)
 
@@ -104,7 +105,6 @@ class Watch:
         for layer, log in self._logs.items():
             if layer.load_log is log:
                 layer.load_log = None
-        self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moesys.step_lines import EventLine, LayerLine, StepFile, StepLine
+from moesys.step_lines import EventLine, LayerLine, StepLine, step_file, step_journal
 
 NUM_EXPERTS = 4
 
@@ -58,8 +58,8 @@ def write_run(folder: Path, num_steps: int, num_layers: int, num_ranks: int = 1)
 
 
 def write_lines(folder: Path, lines: Iterable[StepLine], rank: int = 0) -> Path:
-    file = StepFile(folder, rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    journal = step_journal(step_file(folder, rank))
     for line in lines:
-        file.append(line)
-    file.close()
-    return file.path
+        journal.append(line, sync=False)
+    return journal.path

@@ -17,7 +17,7 @@ from torch import nn
 import moesys as ms
 from moesys.balance.layout_schedule import PlanEvent
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.step_lines import StepLine, read_spans, read_steps
+from moesys.step_lines import StepLine, read_spans, step_journal
 
 H, NUM_RANKS, MICRO_BATCHES = 16, 2, 3
 SHAPE = ms.ModelShape(hidden_size=H, intermediate_size=16, num_experts=6, top_k=2)
@@ -176,7 +176,7 @@ def test_a_resumed_run_appends_behind_whole_lines(tmp_path: Path) -> None:
             assert path.read_bytes().endswith(b"\n")
     whole = path.read_bytes()
     path.write_bytes(whole + whole[: len(whole) // 2 + 7])
-    assert [line.step for line in read_steps(path)][:3] == [0, 1, 2]
+    assert [line.step for line in step_journal(path).read()][:3] == [0, 1, 2]
     with ms.Watch(model, tmp_path) as watch:
         step_of(model)
         watch.step()
@@ -191,7 +191,9 @@ def test_a_resumed_run_appends_behind_whole_lines(tmp_path: Path) -> None:
 
 def test_a_long_last_line_is_found(tmp_path: Path) -> None:
     line = StepLine(7, 1, 0.0, 1.0, {"x" * 300_000: 1.0}, ())
-    (tmp_path / "rank-0000.jsonl").write_bytes(StepLine(6, 1, 0.0, 1.0, {}, ()).to_line() + line.to_line())
+    journal = step_journal(tmp_path / "rank-0000.jsonl")
+    journal.append(StepLine(6, 1, 0.0, 1.0, {}, ()))
+    journal.append(line)
     model = two_layers(EP)
     with ms.Watch(model, tmp_path) as watch:
         step_of(model)
@@ -204,8 +206,9 @@ def test_lines_survive_a_round_trip(tmp_path: Path) -> None:
     with ms.Watch(model, tmp_path) as watch:
         step_of(model)
         watch.step(loss=1.5, lost=math.inf)
-    (line,) = read_steps(tmp_path / "rank-0000.jsonl")
-    assert line.to_line() == (tmp_path / "rank-0000.jsonl").read_bytes()
+    journal = step_journal(tmp_path / "rank-0000.jsonl")
+    (line,) = journal.read()
+    assert journal.to_line(line) == (tmp_path / "rank-0000.jsonl").read_bytes()
     assert math.isnan(line.numbers["lost"])
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
 
-from pydantic import TypeAdapter
-
+from moesys.journal import Journal
 from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
 from moesys.lab.leaderboard.scores import PlannerScores, score
 from moesys.lab.leaderboard.workloads import SCORED, RoutingSetting
-from moesys.lab.runs.experiment_files import in_words
 from moesys.lab.show.steps import steps_told
-from moesys.whole_file import append_line
 
 FILE = "results.jsonl"
 # Packages on which no planned or simulated number depends, except for these files of the leaderboard.
@@ -39,14 +35,10 @@ class PlannerResult:
     planner: str
     sample: int
     scores: PlannerScores
-    schema: Literal[1] = 1
 
     @property
     def setting(self) -> tuple[str, str, str]:
         return self.workload, self.model, self.cluster
-
-
-_LINE: TypeAdapter[Any] = TypeAdapter(PlannerResult)
 
 
 def results(
@@ -57,8 +49,8 @@ def results(
 
     Raises ValueError, before anything is scored, for a sample that a trace does not have.
     """
-    path, found = folder / FILE, []
-    known = {result.key: result for result in written(path)}
+    journal = result_journal(folder)
+    known, found = {result.key: result for result in journal.read()}, []
     rounds = [(one, sample, _digest(one, sample)) for sample in range(num_samples) for one in settings]
     with steps_told("leaderboard", len(rounds)) as tell:
         for setting, sample, routing in rounds:
@@ -71,26 +63,15 @@ def results(
                     missing = [pair for pair in keys if pair.balance == balance and keys[pair] not in known]
                     for pair, scores in score(setting, group, missing, sample) if missing else ():
                         result = PlannerResult(keys[pair], group.name, *names, slots, pair.name, sample, scores)
-                        append_line(path, _LINE.dump_json(result) + b"\n")
+                        journal.append(result)
                         known[result.key] = result
                 found += [known[key] for key in keys.values()]
     return found
 
 
-def written(path: Path) -> Iterator[PlannerResult]:
-    """Reads the lines of a file that may not exist; an incomplete last line is ignored.
-
-    Raises ValueError, with its number, for a complete line that is not a result.
-    """
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield _LINE.validate_json(line)
-        except ValueError as error:
-            raise ValueError(
-                f"line {number} of {path} is not a result: {in_words(error)}; delete the line to score it again, or "
-                "use another folder"
-            ) from None
+def result_journal(folder: Path) -> Journal[PlannerResult]:
+    repair = "delete the line to score it again, or use another folder"
+    return Journal(folder / FILE, PlannerResult, "a result", repair, schema=1)
 
 
 def _digest(setting: RoutingSetting, sample: int) -> str:

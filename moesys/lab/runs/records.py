@@ -1,4 +1,4 @@
-"""Keeps what trials leave behind: records, one JSON line each, in a run folder that anyone can read.
+"""The records of trials, one JSON line each, in a run folder that anyone can read.
 
 A line holds every single sample, with its unit and its direction, so that any statistic can be computed later.
 """
@@ -9,24 +9,22 @@ import fcntl
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, Self
 
-import pydantic_core
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 
 from moesys.config import Declared, Strategy
 from moesys.config.experiment import Experiment, Source
-from moesys.lab.runs.experiment_files import in_words, recorded_experiment
-from moesys.whole_file import append_line, write_whole
-
-RECORD_SCHEMA = 1
+from moesys.journal import Journal
+from moesys.lab.runs.experiment_files import recorded_experiment
+from moesys.whole_file import write_whole
 
 _EXPERIMENT, _RECORDS, _LOCK = "experiment.json", "records.jsonl", ".lock"
-# A loss that is not a number is written as a string: JSON has no other way to say it.
+# JSON has no number for an infinite loss or NaN: it is written as a string.
 _AS_JSON = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
 
@@ -43,7 +41,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Record:
-    """What became of one trial.
+    """The record of one trial.
 
     identity: of the ``Trial``; of several records of one identity the last one holds.
     strategy: its name at the time.
@@ -74,29 +72,6 @@ class Record:
     would_not_run: str = ""
     error: str = ""
     trace: str = ""
-
-    def to_line(self) -> bytes:
-        """One line of JSON with the schema's number, newline included."""
-        return b'{"schema":%d,' % RECORD_SCHEMA + _RECORD.dump_json(self)[1:] + b"\n"
-
-    @classmethod
-    def from_line(cls, line: bytes) -> Self:
-        """Raises ValueError for what is not a record, or one of another schema."""
-        fields = pydantic_core.from_json(line)
-        if not isinstance(fields, dict):
-            raise ValueError("it is not a JSON object")
-        if (schema := fields.pop("schema", None)) != RECORD_SCHEMA:
-            raise ValueError(
-                f"it has schema {schema}, and this moesys reads schema {RECORD_SCHEMA}; "
-                "use the moesys that wrote it, or another out folder"
-            )
-        try:
-            return _RECORD.validate_python(fields)
-        except ValidationError as error:
-            raise ValueError(in_words(error)) from None
-
-
-_RECORD: TypeAdapter[Any] = TypeAdapter(Record)
 
 
 def latest(records: Iterable[Record]) -> dict[str, Record]:
@@ -207,30 +182,19 @@ class RunFolder:
         return recorded_experiment(self.path / _EXPERIMENT)
 
     def records(self) -> list[Record]:
-        """All records in the order they were written. A torn last line, left by a writer that was killed, is none.
-
-        Raises ValueError, with the number of the line, for a whole line that is not a record.
-        """
-        path = self.path / _RECORDS
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        return list(_parsed(lines, path))
+        """Returns all records in the order in which they were written. Raises ValueError for a line that is none."""
+        return list(record_journal(self.path).read())
 
     def append(self, record: Record) -> None:
-        """Write a record as one line in one write, on the disk when this returns; a torn line before it is cut off."""
+        """Writes a record, which is on the disk when this returns."""
         if self._lock is None:
             raise ValueError(f"{self.path} is open for reading; use RunFolder.open to append")
-        append_line(self.path / _RECORDS, record.to_line())
+        record_journal(self.path).append(record)
 
 
-def _parsed(lines: list[bytes], path: Path) -> Iterator[Record]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield Record.from_line(line)
-        except ValueError as error:
-            raise ValueError(
-                f"line {number} of {path} is not a record: {error}. "
-                "The other lines are not touched by it: delete this one to run its trial again"
-            ) from None
+def record_journal(folder: Path) -> Journal[Record]:
+    repair = "delete the line to run its trial again, the other lines are complete"
+    return Journal(folder / _RECORDS, Record, "a record", repair, schema=1)
 
 
 # --- which folder --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesys.load import IntArray
-from moesys.step_lines import EventLine, StepLine, read_spans, read_steps, step_files
+from moesys.step_lines import EventLine, StepLine, read_spans, step_files, step_journal
 from moesys.timeline import Timeline
 
 FloatArray = npt.NDArray[np.float64]
@@ -158,7 +158,7 @@ class _RankLines:
     @classmethod
     def read(cls, path: Path) -> _RankLines:
         found = cls()
-        for number, line in enumerate(read_steps(path)):
+        for number, line in enumerate(step_journal(path).read()):
             found._add(number, line)
         # A line counts if no later one is of the same step or of one before: there the run began again.
         steps_N = np.array(found.steps, dtype=np.int64)

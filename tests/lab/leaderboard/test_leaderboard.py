@@ -35,7 +35,7 @@ from moesys.lab.commands import leaderboard
 from moesys.lab.leaderboard import results, workloads
 from moesys.lab.leaderboard import scores as scoring
 from moesys.lab.leaderboard.planners import GROUPS, PlannerGroup, PlannerPair, named_planner
-from moesys.lab.leaderboard.results import written
+from moesys.lab.leaderboard.results import result_journal
 from moesys.lab.leaderboard.scores import PlannerScores, score
 from moesys.lab.leaderboard.workloads import (
     GENERATED,
@@ -235,11 +235,12 @@ def test_another_source_is_another_planner(tmp_path: Path) -> None:
 
 def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    path.write_text('{"schema": 9}\n')
+    path.write_text('{"schema": 1}\n')
     with pytest.raises(ValueError, match=r"line 1 of .* is not a result: .*scores: Field required.*; delete the line"):
-        list(written(path))
-    with pytest.raises(ValueError, match="schema: Input should be 1"):
-        list(written(path))
+        list(result_journal(tmp_path).read())
+    path.write_text('{"schema": 9}\n')
+    with pytest.raises(ValueError, match="it has schema 9, and this moesys reads schema 1"):
+        list(result_journal(tmp_path).read())
 
 
 # --- scoring ---

@@ -18,7 +18,9 @@ from lab_cases import CLUSTER, EP, FSEP, FSEP_WIDE, MODEL, experiment, record, s
 from moesys.config import Fsep
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Training
-from moesys.lab.runs.records import Record, RunFolder, Samples, latest, setting_fingerprint
+from moesys.lab.runs.records import Record, RunFolder, Samples, latest, record_journal, setting_fingerprint
+
+LINES = record_journal(Path())
 
 
 def some_records(of: Experiment) -> list[Record]:
@@ -61,9 +63,9 @@ def test_a_line_is_json_that_anyone_can_read(tmp_path):
 
 def test_losses_that_are_no_numbers_survive_in_plain_json():
     odd = replace(some_records(experiment())[0], losses=[math.inf, -math.inf, math.nan, 0.1 + 0.2])
-    line = odd.to_line()
+    line = LINES.to_line(odd)
     json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    back = Record.from_line(line)
+    back = LINES.from_line(line)
     assert repr(back.losses) == repr(odd.losses)
     assert replace(back, losses=[]) == replace(odd, losses=[])
 
@@ -80,13 +82,13 @@ def test_a_torn_last_line_is_ignored_and_cut_off(tmp_path, keep):
     folder, written = filled(tmp_path)
     path = folder.path / "records.jsonl"
     whole = path.read_bytes()
-    torn = written[2].to_line()[:keep]
+    torn = LINES.to_line(written[2])[:keep]
     path.write_bytes(whole + torn)
     assert RunFolder(folder.path).records() == written
     with RunFolder.open(experiment(), tmp_path) as folder:
         assert folder.records() == written
         folder.append(written[0])
-    assert path.read_bytes() == whole + written[0].to_line()
+    assert path.read_bytes() == whole + LINES.to_line(written[0])
 
 
 def test_a_first_line_that_is_torn_is_cut_off(tmp_path):
@@ -106,11 +108,11 @@ def test_a_first_line_that_is_torn_is_cut_off(tmp_path):
         (b"[1]", "it is not a JSON object"),
         (
             b'{"schema":2}',
-            "it has schema 2, and this moesys reads schema 1; use the moesys that wrote it, or another out folder",
+            "it has schema 2, and this moesys reads schema 1; use the moesys that wrote it, or another folder",
         ),
         (
             b'{"identity":"a"}',
-            "it has schema None, and this moesys reads schema 1; use the moesys that wrote it, or another out folder",
+            "it has schema None, and this moesys reads schema 1; use the moesys that wrote it, or another folder",
         ),
     ],
 )
@@ -122,15 +124,15 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path, line, reason):
     with pytest.raises(ValueError, match=r"^line 2 of") as error:
         folder.records()
     assert str(error.value) == (
-        f"line 2 of {path} is not a record: {reason}. "
-        "The other lines are not touched by it: delete this one to run its trial again"
+        f"line 2 of {path} is not a record: {reason}; "
+        "delete the line to run its trial again, the other lines are complete"
     )
 
 
 def test_a_field_of_the_wrong_kind_is_named():
-    line = some_records(experiment())[0].to_line().replace(b'"seed":', b'"seed":"x","sead":')
+    line = LINES.to_line(some_records(experiment())[0]).replace(b'"seed":', b'"seed":"x","sead":')
     with pytest.raises(ValueError, match=r"seed: .*valid integer[\s\S]*sead: "):
-        Record.from_line(line)
+        LINES.from_line(line)
 
 
 def test_the_last_record_of_a_trial_holds():
@@ -242,6 +244,6 @@ def test_what_is_no_run_folder_is_refused(tmp_path):
 
 def test_samples_say_what_they_are():
     assert Samples("ms", "lower", [1.0]).better == "lower"
-    line = some_records(experiment())[0].to_line().replace(b'"better":"lower"', b'"better":"less"')
+    line = LINES.to_line(some_records(experiment())[0]).replace(b'"better":"lower"', b'"better":"less"')
     with pytest.raises(ValueError, match=r"samples.step_ms.better: Input should be 'lower', 'higher' or ''"):
-        Record.from_line(line)
+        LINES.from_line(line)

@@ -10,6 +10,7 @@ import pytest
 from watch_cases import layer_line, step_line, write_lines, write_run
 
 from moesys.lab.runs.watched_run import NEWEST_STEPS, read_watched_run
+from moesys.step_lines import step_journal
 
 
 def test_ranks_are_brought_together(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_tokens_of_experts_are_those_of_the_newest_steps(tmp_path: Path) -> None
 def test_a_torn_last_line_is_none(tmp_path: Path) -> None:
     path = write_lines(tmp_path, [step_line(step, [0]) for step in range(3)])
     for kept in (1, 100):
-        path.write_bytes(path.read_bytes() + step_line(3, [0]).to_line()[:kept])
+        path.write_bytes(path.read_bytes() + step_journal(path).to_line(step_line(3, [0]))[:kept])
         assert read_watched_run(tmp_path).steps_S.tolist() == [0, 1, 2]
         path.write_bytes(path.read_bytes()[:-kept])
 
@@ -93,8 +94,8 @@ def test_a_torn_last_line_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("broken", [b"{}\n", b"nonsense\n", b"[]\n", b'{"step":1}\n', b"\n"])
 def test_a_whole_line_that_is_no_step_is_an_error(tmp_path: Path, broken: bytes) -> None:
     path = write_lines(tmp_path, [step_line(0, [0])])
-    path.write_bytes(path.read_bytes() + broken + step_line(1, [0]).to_line())
-    with pytest.raises(ValueError, match=r"^line 2 of .*rank-0000\.jsonl is no step of a training \(.+\); delete it"):
+    path.write_bytes(path.read_bytes() + broken + step_journal(path).to_line(step_line(1, [0])))
+    with pytest.raises(ValueError, match=r"^line 2 of .*rank-0000\.jsonl is not a step of a training: .+; delete"):
         read_watched_run(tmp_path)
 
 

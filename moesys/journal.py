@@ -1,0 +1,118 @@
+"""Journals: files of JSON lines that outlive a crash, so that work which was stopped resumes where it was.
+
+A process that dies leaves complete lines and at most an incomplete one at the end. That line is not read, and the next
+one that is appended replaces it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pydantic_core
+from pydantic import TypeAdapter, ValidationError
+
+from moesys.whole_file import cut_torn_line, sync_folder
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Journal(Generic[T]):
+    """The lines of ``path``, which need not exist yet; each is a ``kind``, such as a frozen dataclass, in JSON.
+
+    noun: the name of a line in errors, such as "a record". repair: what to do about a line that cannot be read.
+    schema: a number that each line begins with; None for lines without. A line with another number is not read.
+    """
+
+    path: Path
+    kind: type[T]
+    noun: str = "an entry"
+    repair: str = "delete the line; the other lines are complete"
+    schema: int | None = None
+    _adapter: TypeAdapter[T] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_adapter", _adapter_of(self.kind))
+
+    def append(self, entry: T, *, sync: bool = True) -> None:
+        """Writes a line in one write. It is on the disk when this returns, or with ``sync=False`` with the system.
+
+        Raises OSError if only a part was written.
+        """
+        line, is_new = self.to_line(entry), not self.path.exists()
+        cut_torn_line(self.path)
+        with self.path.open("ab", buffering=0) as file:
+            if (written := file.write(line)) != len(line):
+                raise OSError(f"{self.path} took {written} of {len(line)} bytes; the disk may be full")
+            if sync:
+                os.fsync(file.fileno())
+        if sync and is_new:
+            sync_folder(self.path.parent)
+
+    def read(self) -> Iterator[T]:
+        """Yields the entries as they were written, without an incomplete last line.
+
+        Raises ValueError, with the number of the line, for a complete line that is no entry.
+        """
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    yield self.from_line(line)
+                except ValueError as error:
+                    raise ValueError(
+                        f"line {number} of {self.path} is not {self.noun}: {error}; {self.repair}"
+                    ) from None
+
+    def last(self) -> T | None:
+        """Returns the last entry, from as much of the end of the file as it takes; None if there is none."""
+        if not self.path.exists():
+            return None
+        cut_torn_line(self.path)
+        most, size = 1 << 16, self.path.stat().st_size
+        with self.path.open("rb") as file:
+            while size:
+                file.seek(max(0, size - most))
+                _, newline, line = file.read().removesuffix(b"\n").rpartition(b"\n")
+                if newline or most >= size:
+                    return self.from_line(line)
+                most *= 4
+        return None
+
+    def to_line(self, entry: T) -> bytes:
+        line = self._adapter.dump_json(entry) + b"\n"
+        return line if self.schema is None else b'{"schema":%d,' % self.schema + line[1:]
+
+    def from_line(self, line: bytes) -> T:
+        """Raises ValueError, in one line, for anything else than a line of ``to_line``."""
+        fields = pydantic_core.from_json(line)
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
+        if self.schema is not None and (schema := fields.pop("schema", None)) != self.schema:
+            raise ValueError(
+                f"it has schema {schema}, and this moesys reads schema {self.schema}; use the moesys that wrote it, or "
+                "another folder"
+            )
+        try:
+            return self._adapter.validate_python(fields)
+        except ValidationError as error:
+            raise ValueError(_in_words(error)) from None
+
+
+@cache
+def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _in_words(error: ValidationError) -> str:
+    """Returns the errors in one line, as ``field: message; field: message``."""
+    details = error.errors(include_url=False)
+    return "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details)
