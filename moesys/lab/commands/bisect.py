@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -10,7 +10,9 @@ from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Measured
 from moesys.lab.commands import refused
-from moesys.lab.runs.bisect import Parting, find_parting
+from moesys.lab.commands.declarations import strategy_in
+from moesys.lab.ranks.process_start import writes
+from moesys.lab.runs.bisect import FirstDifference, find_first_difference
 from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.environment import load_environments
 from moesys.lab.runs.places import RankTrials, TrialError, no_tick
@@ -18,14 +20,14 @@ from moesys.lab.runs.records import RunFolder
 
 
 def bisect_command(run: Path, a: str, b: str, seed: int | None = None) -> int:
-    """Prints where strategies ``a`` and ``b`` part, under ``seed`` or the one whose recorded losses part first; the
-    exit code: 1 where a bit differs. Under torchrun only rank 0 speaks.
+    """Prints the first difference of strategies ``a`` and ``b``, under ``seed`` or the seed whose recorded losses
+    differ first. Returns the exit code: 1 if a bit differs. Under torchrun only rank 0 prints.
     """
-    speaks = os.environ.get("RANK", "0") == "0"
+    speaks = writes()
     try:
         folder = RunFolder(run)
         experiment = folder.experiment()
-        first, second = (_strategy(name, experiment) for name in (a, b))
+        first, second = (strategy_in(experiment, name) for name in (a, b))
         if not isinstance(experiment.workload, Measured):
             raise ValueError(
                 f"{run} was simulated, and bisect compares what is computed; give the folder of a training"
@@ -34,7 +36,7 @@ def bisect_command(run: Path, a: str, b: str, seed: int | None = None) -> int:
         workload, pair = experiment.workload, (first, second)
         arguments = (pair, experiment.model, experiment.cluster, workload, seed)
         with closing(RankTrials(experiment, _threads(folder))) as ranks:
-            parting = ranks.call(pair, find_parting, *arguments, no_tick)
+            difference = ranks.call(pair, find_first_difference, *arguments, no_tick)
     except TrialError as error:
         return refused(ValueError(error.trace)) if speaks else 2
     except (ValueError, OSError) as error:
@@ -42,33 +44,25 @@ def bisect_command(run: Path, a: str, b: str, seed: int | None = None) -> int:
     if speaks:
         names = f"{first.name} and {second.name}, seed {seed}"
         steps = workload.warmup + workload.steps
-        print(f"{names}: no bit differs in {steps} steps" if parting is None else f"{names}: {in_words(parting)}")
-    return int(parting is not None)
+        print(f"{names}: no bit differs in {steps} steps" if difference is None else f"{names}: {_words(difference)}")
+    return int(difference is not None)
 
 
-def in_words(parting: Parting) -> str:
-    """``the first difference is in step 3, output of blocks.0.moe, on rank 1 of 4: 12 of 64 numbers, by 2e-8 at
+def _words(found: FirstDifference) -> str:
+    """Returns ``the first difference is in step 3, output of blocks.0.moe, on rank 1 of 4: 12 of 64 numbers, by 2e-8 at
     most``.
     """
-    ranks = (
-        "all ranks"
-        if len(parting.ranks) == parting.num_ranks
-        else f"rank{'s' * (len(parting.ranks) > 1)} {', '.join(map(str, parting.ranks))} of {parting.num_ranks}"
-    )
-    experts = (
-        f", expert{'s' * (len(parting.experts) > 1)} {', '.join(map(str, parting.experts))}" if parting.experts else ""
-    )
+    ranks = f"{_numbered('rank', found.ranks)} of {found.num_ranks}"
+    ranks = "all ranks" if len(found.ranks) == found.num_ranks else ranks
+    experts = f", {_numbered('expert', found.experts)}" if found.experts else ""
     return (
-        f"the first difference is in step {parting.step}, {parting.tensor}{experts}, on {ranks}: "
-        f"{parting.num_different} of {parting.num_elements} numbers, by {parting.largest:.2g} at most"
+        f"the first difference is in step {found.step}, {found.tensor}{experts}, on {ranks}: "
+        f"{found.num_different} of {found.num_elements} numbers, by {found.largest:.2g} at most"
     )
 
 
-def _strategy(name: str, experiment: Experiment) -> Strategy:
-    named = {strategy.name: strategy for strategy in experiment.strategies}
-    if name not in named:
-        raise ValueError(f"strategy {name!r} is not in {experiment.name}; choose one of {', '.join(named)}")
-    return named[name]
+def _numbered(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _seed(seed: int | None, experiment: Experiment, folder: RunFolder, first: Strategy, second: Strategy) -> int:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
+from moesys.config.experiment import Experiment
 from moesys.lab.runs.experiment_files import declared_in, import_named, in_words
 from moesys.lab.runs.slurm import Slurm
 from moesys.tuner.space import Space
@@ -51,6 +52,14 @@ def split_of(text: str) -> Split:
 def predictor_of(text: str) -> Predictor:
     """``last``, or ``{"kind": "ema", "decay": 0.9}``. Raises ValueError for what is neither."""
     return _member(text, "predictor", TypeAdapter(Predictor))
+
+
+def strategy_in(experiment: Experiment, name: str, way_out: str = "") -> Strategy:
+    """Returns the strategy of ``experiment`` with this name. Raises ValueError if there is none."""
+    named = {strategy.name: strategy for strategy in experiment.strategies}
+    if name not in named:
+        raise ValueError(f"strategy={name!r} is not in {experiment.name}; choose one of {', '.join(named)}{way_out}")
+    return named[name]
 
 
 def strategy_of(path: Path) -> Strategy:

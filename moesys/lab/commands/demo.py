@@ -14,7 +14,6 @@ routing is skewed, which a second choice would level.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -40,6 +39,7 @@ from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands import refused
 from moesys.lab.commands.compare import report
 from moesys.lab.runs.comparison import Comparison
+from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.runner import Interrupted, RunResult, run
 from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.runs.trials import routing_of
@@ -55,8 +55,7 @@ MOST_RANKS = 8
 
 def _num_ranks() -> int:
     """Returns the largest power of two that is no more than this machine's cores, from 2 to ``MOST_RANKS``."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(2, min(MOST_RANKS, 1 << (cores.bit_length() - 1)))
+    return max(2, min(MOST_RANKS, 1 << (available_cores().bit_length() - 1)))
 
 
 NUM_RANKS = _num_ranks()

@@ -7,7 +7,7 @@ from pathlib import Path
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.lab.commands import refused
-from moesys.lab.commands.declarations import strategy_of
+from moesys.lab.commands.declarations import strategy_in, strategy_of
 from moesys.lab.explanation.explanation import explain
 from moesys.lab.explanation.step_explanation import explanation_tree
 from moesys.lab.runs.experiment_files import load_experiment
@@ -42,11 +42,6 @@ def explain_command(
 def _chosen(name: str | None, experiment: Experiment) -> Strategy:
     if name is None:
         return experiment.strategies[-1]
-    names = [strategy.name for strategy in experiment.strategies]
-    if name not in names and Path(name).suffix in (".json", ".toml"):
+    if Path(name).suffix in (".json", ".toml") and all(strategy.name != name for strategy in experiment.strategies):
         return strategy_of(Path(name))
-    if name not in names:
-        raise ValueError(
-            f"strategy={name!r} is not in {experiment.name}; choose one of {', '.join(names)}, or a .toml or .json file"
-        )
-    return experiment.strategies[names.index(name)]
+    return strategy_in(experiment, name, ", or a .toml or .json file")

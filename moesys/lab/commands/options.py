@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,8 @@ from tempfile import TemporaryFile
 from typing import Annotated
 
 import typer
+
+from moesys.lab.ranks.process_start import writes
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def in_a_folder(path: Path | None) -> Path | None:
 
     Only the first of torchrun's ranks writes, so other hosts need no such folder.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not writes():
         return path
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"{path.parent} is not a folder; make it, or write elsewhere")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from moesys.config.experiment import Experiment
 from moesys.config.workload import Training
 from moesys.lab.commands import Format, refused
 from moesys.lab.commands.declarations import slurm_of, strategy_of
+from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.experiment_files import in_words, load_experiments
 from moesys.lab.runs.runner import Interrupted, RunResult, run
 from moesys.lab.runs.slurm import Slurm
@@ -47,13 +47,13 @@ def run_file(
     slurm: str | None = None,
     **options: Unpack[RunOptions],
 ) -> int:
-    """Run what is left of each experiment in ``file``, and print its table; of a sweep, draw the chart beside the run
-    folders. ``strategies``: files of further ones, for each experiment. ``slurm``: options of its jobs. Under torchrun
-    only rank 0 speaks.
+    """Runs what is left of each experiment in ``file``, and prints its table; for a sweep, draws the chart beside the
+    run folders. ``strategies``: files of more strategies, for each experiment. ``slurm``: options of its jobs. Under
+    torchrun only rank 0 prints.
 
-    Progress goes where the tables go, but to stderr where a table is for a machine to read.
+    Progress goes where the tables go, or to stderr if a table is for a machine to read.
     """
-    speaks = os.environ.get("RANK", "0") == "0"
+    speaks = writes()
     told = sys.stdout if form == "table" else sys.stderr
     comparisons: list[Comparison] = []
     code = 0
@@ -133,7 +133,43 @@ def _report(result: RunResult, form: Format, told: TextIO) -> Comparison:
 
 
 def _draw(comparisons: Sequence[Comparison], path_stem: Path, told: TextIO) -> None:
-    from moesys.lab.commands.sweep import draw_sweep
-
-    if paths := draw_sweep(comparisons, path_stem):
+    if paths := _sweep_files(comparisons, path_stem):
         print(f"\nspeed-up along the sweep: {', '.join(str(path) for path in paths)}", file=told)
+
+
+def _swept_field(experiments: Sequence[Experiment]) -> str | None:
+    """Returns the number of the workload in which experiments differ that are otherwise equal except for their names;
+    None if there is no such field.
+    """
+    first = experiments[0]
+    for one in experiments:
+        if one.replace(name=first.name, description=first.description, workload=first.workload) != first:
+            return None
+    if len({type(one.workload) for one in experiments}) > 1:
+        return None
+    values = {name: [getattr(one.workload, name) for one in experiments] for name in type(first.workload).model_fields}
+    fields = [name for name, of_field in values.items() if any(value != of_field[0] for value in of_field)]
+    if len(fields) != 1 or not all(isinstance(value, int | float) for value in values[fields[0]]):
+        return None
+    return fields[0]
+
+
+def _sweep_files(comparisons: Sequence[Comparison], path_stem: Path) -> list[Path]:
+    """Draws the speed-up along the swept field, as SVG and PNG; draws no file if these comparisons make no sweep."""
+    experiments = [comparison.experiment for comparison in comparisons]
+    if (field := _swept_field(experiments)) is None:
+        return []
+    # Not at the top: most runs draw nothing.
+    from moesys.lab.show.figures import speedup_chart
+
+    first = experiments[0]
+    rows = [{row.name: row for row in comparison.rows if not row.repeat} for comparison in comparisons]
+    return speedup_chart(
+        field,
+        [getattr(experiment.workload, field) for experiment in experiments],
+        {one.name: [row[one.name].speedup for row in rows] for one in first.strategies if one != first.baseline},
+        path_stem,
+        name=path_stem.name,
+        source=comparisons[0].source,
+        baseline=comparisons[0].baseline.name,
+    )

@@ -22,7 +22,7 @@ from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Measured, Replay, Workload
 from moesys.lab.commands import refused
-from moesys.lab.commands.declarations import cluster_of
+from moesys.lab.commands.declarations import cluster_of, strategy_in
 from moesys.lab.runs.experiment_files import in_words, load_experiment
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.lab.show.chrome_trace import write_chrome_trace
@@ -101,7 +101,7 @@ def _todo(
     plan = _step_plan(file)
     if plan is None:
         experiment = _changed(load_experiment(file), layers, cluster)
-        chosen = _chosen(strategies, experiment)
+        chosen = [strategy_in(experiment, name) for name in strategies] or list(experiment.strategies)
         by_seed = _has_seeds(experiment.workload)
         of_draws = _seeds if by_seed else _steps_of_a_trace
         words = (
@@ -157,13 +157,6 @@ def _cluster(text: str | None, declared: ClusterSpec) -> ClusterSpec:
             num_nodes=shape.num_nodes, ranks_per_node=shape.ranks_per_node, ranks_per_domain=None, name=""
         )
     return cluster_of(text)
-
-
-def _chosen(names: Sequence[str], experiment: Experiment) -> list[Strategy]:
-    by_name = {strategy.name: strategy for strategy in experiment.strategies}
-    if unknown := [name for name in names if name not in by_name]:
-        raise ValueError(f"strategy={unknown[0]!r} is not in {experiment.name}; choose one of {', '.join(by_name)}")
-    return [by_name[name] for name in names] or list(experiment.strategies)
 
 
 def _has_seeds(workload: Workload) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TypedDict, Unpack
 
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import space_of
+from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.show.console import print_full
 from moesys.tuner.search_bounds import SearchBounds
@@ -30,7 +30,7 @@ def tune_file(
     **options: Unpack[TuneOptions],
 ) -> int:
     """Tune the experiment in ``file``, print what was found, and leave it in a folder; under torchrun rank 0 speaks."""
-    speaks = os.environ.get("RANK", "0") == "0"
+    speaks = writes()
     try:
         experiment = load_experiment(file)
         declared = None if space is None else space_of(space)

@@ -1,8 +1,8 @@
-"""Bisects: trains two trials side by side and finds the first tensor whose bits differ.
+"""Bisection: trains two strategies step by step in turns, and finds the first tensor whose bits differ.
 
-What is compared, in the order in which a step computes it: outputs of all modules on each rank, gradients of these
-outputs, gradients of parameters, the norm that clips, parameters, what the optimizer keeps. What a strategy shards is
-compared whole.
+It compares, in the order in which a step computes them: outputs of all modules on each rank, gradients of these
+outputs, gradients of parameters, the norm that clips, parameters, and the state of the optimizer. Sharded tensors are
+compared as a whole.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,13 +27,13 @@ from moesys.torch_private import NO_BACKWARD, current_backward
 
 
 @dataclass(frozen=True)
-class Parting:
+class FirstDifference:
     """The first difference of two trainings. ``step``: 0-based, warm-up included.
 
-    tensor: what it is, with the name of its module or parameter. ranks: on which it differs, of ``num_ranks``; where
-    both trainings shard it alike, those whose part does. experts: of a tensor of all experts, those that differ.
-    largest: |a − b|; infinite where the two are of other shapes, or only one training has it. num_different: of
-    ``num_elements``, over these ranks.
+    tensor: the kind of tensor, with the name of its module or parameter. ranks: the ranks on which it differs, of
+    ``num_ranks``; if both trainings shard it alike, those whose part differs. experts: the experts that differ, in a
+    tensor of all experts. largest: the largest |a − b|; infinite if the shapes differ, or only one training has it.
+    num_different: the different elements, of ``num_elements``, over these ranks.
     """
 
     step: int
@@ -46,25 +46,26 @@ class Parting:
     num_elements: int
 
 
-def find_parting(
+def find_first_difference(
     strategies: tuple[Strategy, Strategy],
     model: ModelShape,
     cluster: ClusterSpec,
     workload: Training | ModelTraining,
     seed: int,
     tick: Callable[[], None],
-) -> Parting | None:
-    """Trains both on every rank of the default group, step by step in turns; returns where they part, on all ranks, or
-    None where no bit differs to the end. A collective. A step's tensors of the first are kept until the second has its
-    own. ``tick``: called after every step.
+) -> FirstDifference | None:
+    """Trains both on every rank of the default group, step by step in turns. A collective.
+
+    Returns the first difference, on all ranks; None if no bit differs to the end. The tensors of a step of the first
+    training are kept until the second has computed its own. ``tick`` is called after every step.
     """
-    trainers: list[_Watched] = []
+    trainers: list[_CopyingTrainer] = []
     try:
-        trainers += (_Watched(strategy, model, cluster, workload, seed, None) for strategy in strategies)
+        trainers += (_CopyingTrainer(strategy, model, cluster, workload, seed, None) for strategy in strategies)
         for step in range(workload.warmup + workload.steps):
             first, second = (trainer.watched(step) for trainer in trainers)
-            if (parting := _parting(step, first, second)) is not None:
-                return parting
+            if (difference := _first_difference(step, first, second)) is not None:
+                return difference
             tick()
         return None
     finally:
@@ -72,25 +73,25 @@ def find_parting(
             trainer.close()
 
 
-class _Seen(NamedTuple):
+class _TensorCopy(NamedTuple):
     """A tensor, and this rank's part of one that is sharded."""
 
     whole: Tensor
     part: Tensor | None
 
 
-class _Watched(Trainer):
-    """A training that keeps copies of what a step computes, by name, in the order of computing."""
+class _CopyingTrainer(Trainer):
+    """A training that keeps copies of the tensors of a step, by name, in the order in which they are computed."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _TensorCopy] = {}
         self._times: Counter[str] = Counter()
         for name, module in self.model.named_modules():
             module.register_forward_hook(partial(self._see_outputs, name or "the model"))
         self._random_state = torch.get_rng_state()
 
-    def watched(self, step: int) -> Mapping[str, _Seen]:
+    def watched(self, step: int) -> Mapping[str, _TensorCopy]:
         # Two trainings take turns, and each draws from where it stopped.
         torch.set_rng_state(self._random_state)
         self._seen, self._times = {}, Counter()
@@ -133,7 +134,7 @@ class _Watched(Trainer):
             times = f", time {self._times[name]}" if self._times[name] > 1 else ""
             part = tensor.to_local().clone() if isinstance(tensor, DTensor) else None
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-            self._seen[f"{name}{times}"] = _Seen(whole, part)
+            self._seen[f"{name}{times}"] = _TensorCopy(whole, part)
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:
@@ -148,45 +149,37 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
             yield from _tensors(output)
 
 
-def _parting(step: int, first: Mapping[str, _Seen], second: Mapping[str, _Seen]) -> Parting | None:
-    """Returns where this step parts. A collective."""
+def _first_difference(
+    step: int, first: Mapping[str, _TensorCopy], second: Mapping[str, _TensorCopy]
+) -> FirstDifference | None:
+    """Returns the first difference in this step. A collective."""
     names = list(dict.fromkeys([*first, *second]))
     differing = (n for n, name in enumerate(names) if not _alike(first.get(name), second.get(name)))
-    place = next(differing, len(names))
-    name = names[place] if place < len(names) else ""
+    mine: tuple[int, FirstDifference | None] = (len(names), None)
+    if (place := next(differing, None)) is not None:
+        mine = (place, _difference(step, names[place], first.get(names[place]), second.get(names[place])))
     found: list[Any] = [None] * dist.get_world_size()
-    mine = (place, name, _difference(name, first.get(name), second.get(name)))
     guarded("bisect", dist.group.WORLD, partial(dist.all_gather_object, found, mine))
-    earliest = min(at for at, *_ in found)
-    there = {rank: of for rank, (at, _, of) in enumerate(found) if at == earliest and of.num_different}
-    if not there:
+    earliest = min(place for place, _ in found)
+    differences = [of for place, of in found if place == earliest and of is not None and of.num_different]
+    if not differences:
         return None
-    return Parting(
-        step,
-        found[min(there)][1],
-        tuple(there),
-        len(found),
-        tuple(sorted({expert for of in there.values() for expert in of.experts})),
-        max(of.largest for of in there.values()),
-        sum(of.num_different for of in there.values()),
-        sum(of.num_elements for of in there.values()),
+    return replace(
+        differences[0],
+        ranks=tuple(rank for of in differences for rank in of.ranks),
+        experts=tuple(sorted({expert for of in differences for expert in of.experts})),
+        largest=max(of.largest for of in differences),
+        num_different=sum(of.num_different for of in differences),
+        num_elements=sum(of.num_elements for of in differences),
     )
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """Of one tensor on one rank; fields as ``Parting``'s."""
-
-    experts: tuple[int, ...] = ()
-    largest: float = 0.0
-    num_different: int = 0
-    num_elements: int = 0
-
-
-def _difference(name: str, first: _Seen | None, second: _Seen | None) -> _Difference:
+def _difference(step: int, name: str, first: _TensorCopy | None, second: _TensorCopy | None) -> FirstDifference:
+    """Returns the difference of one tensor on this rank."""
+    there = FirstDifference(step, name, (dist.get_rank(),), dist.get_world_size(), (), math.inf, 0, 0)
     if first is None or second is None or first.whole.shape != second.whole.shape:
-        elements = max(of.whole.numel() for of in (first, second) if of is not None) if name else 0
-        return _Difference((), math.inf, elements, elements)
+        elements = max(of.whole.numel() for of in (first, second) if of is not None)
+        return replace(there, num_different=elements, num_elements=elements)
     differs = _differs(first.whole, second.whole)
     experts = ()
     if ".experts." in name and differs.dim() > 1:
@@ -197,10 +190,12 @@ def _difference(name: str, first: _Seen | None, second: _Seen | None) -> _Differ
         a, b = first.part, second.part
         differs = _differs(a, b)
     largest = (a.double() - b.double()).abs().flatten()[differs.flatten()].amax() if differs.any() else 0.0
-    return _Difference(experts, float(largest), int(differs.sum()), a.numel())
+    return replace(
+        there, experts=experts, largest=float(largest), num_different=int(differs.sum()), num_elements=a.numel()
+    )
 
 
-def _alike(first: _Seen | None, second: _Seen | None) -> bool:
+def _alike(first: _TensorCopy | None, second: _TensorCopy | None) -> bool:
     if first is None or second is None or first.whole.shape != second.whole.shape:
         return False
     return torch.equal(_bytes(first.whole), _bytes(second.whole))
@@ -211,5 +206,5 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Whose equality is that of bits: zeros have signs, and NaN is no number."""
+    """Returns the bytes of a tensor, whose equality is that of bits: zeros have signs, and NaN equals nothing."""
     return tensor.contiguous().flatten().view(torch.uint8)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import moesys as ms
 from moesys.__main__ import app
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.lab.runs.bisect import Parting, find_parting
+from moesys.lab.runs.bisect import FirstDifference, find_first_difference
 from moesys.lab.runs.places import no_tick
 from moesys.lab.train.loop import Trainer
 from moesys.moe.masters import local_part
@@ -71,7 +71,7 @@ FAULTS = {
 }
 
 
-def find_planted(fault: str, pair: tuple[ms.Strategy, ms.Strategy]) -> Parting | None:
+def find_planted(fault: str, pair: tuple[ms.Strategy, ms.Strategy]) -> FirstDifference | None:
     """On a rank."""
     of = training()
     now = {"step": -1}
@@ -93,7 +93,7 @@ def find_planted(fault: str, pair: tuple[ms.Strategy, ms.Strategy]) -> Parting |
 
     with patch.object(Trainer, "__init__", planted), patch.object(Trainer, "step", noted):
         try:
-            return find_parting(pair, of.model, of.cluster, WORKLOAD, 0, no_tick)
+            return find_first_difference(pair, of.model, of.cluster, WORKLOAD, 0, no_tick)
         finally:
             patch.stopall()
 
@@ -123,7 +123,7 @@ def test_the_command_finds_where_ordered_sums_part(tmp_path: Path) -> None:
     alike = CliRunner().invoke(app, ["bisect", str(run), "ep", "ep", "--seed", "0"])
     assert (alike.exit_code, alike.stdout) == (0, "ep and ep, seed 0: no bit differs in 4 steps\n")
     for arguments, why in (
-        (["ep", "laer"], "strategy 'laer' is not in trained; choose one of ep, fsep"),
+        (["ep", "laer"], "strategy='laer' is not in trained; choose one of ep, fsep"),
         (["ep", "fsep", "--seed", "7"], "seed=7 is not in trained; choose one of 0"),
     ):
         refused = CliRunner().invoke(app, ["bisect", str(run), *arguments])
