@@ -66,7 +66,7 @@ class Journal(Generic[T]):
                 if not line.endswith(b"\n"):
                     return
                 try:
-                    yield self.from_line(line)
+                    yield self.from_line(line[:-1])
                 except ValueError as error:
                     raise ValueError(
                         f"line {number} of {self.path} is not {self.noun}: {error}; {self.repair}"

@@ -41,10 +41,10 @@ GPU_COMMANDS = ("git clone REPOSITORY moesys && cd moesys", "pip install -e '.[t
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked for.
+    """The result of one check.
 
-    state: ``broken`` where the default install cannot do without it, ``missing`` where it can, ``slow`` where it is
-    there but not as fast as it could be. hint: what it would enable, or what to do; empty where nothing is to be said.
+    state: ``broken`` if the default install cannot do without it, ``missing`` if it can, ``slow`` if it works but
+    not as fast as it could. hint: what it would enable, or what to do; may be empty.
     """
 
     name: str
@@ -53,8 +53,13 @@ class Check:
     hint: str = ""
 
 
+def _check(name: str, found: str, good: bool, state: State, hint: str) -> Check:
+    """Returns a check that is ok if it is ``good``, and else has ``state`` and ``hint``."""
+    return Check(name, found, "ok") if good else Check(name, found, state, hint)
+
+
 def examine() -> list[Check]:
-    """All checks of this machine, in the order in which one thing needs another."""
+    """Runs all checks of this machine, in the order in which one thing needs another."""
     checks: list[Check] = []
     for about, look in _CHECKS.items():
         try:
@@ -65,7 +70,7 @@ def examine() -> list[Check]:
 
 
 def doctor_command(as_json: bool = False) -> int:
-    """Print what ``examine`` finds; 1 where something that the default install needs is broken."""
+    """Prints all checks. Returns 1 if something that the default install needs is broken."""
     checks = examine()
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
@@ -107,7 +112,7 @@ def _verdict(checks: list[Check]) -> str:
 
 def _python() -> Iterator[Check]:
     found, hint = platform.python_version(), f"install Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer"
-    yield Check("Python", found, "ok") if sys.version_info >= OLDEST_PYTHON else Check("Python", found, "broken", hint)
+    yield _check("Python", found, sys.version_info >= OLDEST_PYTHON, "broken", hint)
 
 
 def _packages() -> Iterator[Check]:
@@ -128,11 +133,9 @@ def _torch() -> Iterator[Check]:
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU only"
-    found = f"{torch.__version__}, {build}"
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
-        yield Check("torch", found, "broken", f"install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer")
-    else:
-        yield Check("torch", found, "ok")
+    good = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= OLDEST_TORCH
+    hint = f"install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer"
+    yield _check("torch", f"{torch.__version__}, {build}", good, "broken", hint)
 
 
 def _gpus() -> Iterator[Check]:
@@ -147,12 +150,10 @@ def _gpus() -> Iterator[Check]:
         alike = [device for device in devices if device.name == name]
         yield Check("GPU", f"{len(alike)} × {name}, {alike[0].total_memory / GIB:.0f} GiB", "ok")
     if len(devices) > 1:
-        told = _output("nvidia-smi", "nvlink", "--status")
-        links = sum("GB/s" in line for line in told.splitlines())
-        if links:
-            yield Check("NVLink", f"{links} links up", "ok", "how fast: moesys calibrate, under torchrun")
-        else:
-            yield Check("NVLink", "none, or nvidia-smi does not tell", "missing", "fast dispatch inside a node")
+        status = _output("nvidia-smi", "nvlink", "--status")
+        links = sum("GB/s" in line for line in status.splitlines())
+        found = f"{links} links up" if links else "none, or nvidia-smi does not tell"
+        yield _check("NVLink", found, links > 0, "missing", "fast dispatch inside a node")
 
 
 def _optional() -> Iterator[Check]:
@@ -162,16 +163,16 @@ def _optional() -> Iterator[Check]:
         ("CuPy", cupy, "copy engines, which the driver has too: pip install 'moesys[cuda12]' or 'moesys[cuda13]'"),
     ):
         found = _version(package)
-        yield Check(title, found, "ok") if found else Check(title, "not installed", "missing", hint)
+        yield _check(title, found or "not installed", found != "", "missing", hint)
 
 
 def _backends() -> Iterator[Check]:
     import torch.distributed as dist
 
-    gloo = Check("gloo", "not in this torch", "broken", "ranks on CPUs: install a torch with gloo")
-    nccl = Check("NCCL", "not in this torch", "missing", "ranks on GPUs: install a CUDA build of torch")
-    yield Check("gloo", "in torch", "ok") if dist.is_available() and dist.is_gloo_available() else gloo
-    yield Check("NCCL", "in torch", "ok") if dist.is_available() and dist.is_nccl_available() else nccl
+    gloo, nccl = (dist.is_available() and there() for there in (dist.is_gloo_available, dist.is_nccl_available))
+    where = {True: "in torch", False: "not in this torch"}
+    yield _check("gloo", where[gloo], gloo, "broken", "ranks on CPUs: install a torch with gloo")
+    yield _check("NCCL", where[nccl], nccl, "missing", "ranks on GPUs: install a CUDA build of torch")
 
 
 def _local_ranks() -> Iterator[Check]:
@@ -220,7 +221,7 @@ def _cpu() -> Iterator[Check]:
     cores = available_cores()
     found = f"{cpu_name()}, {cores} core{'s' * (cores > 1)}"
     hint = f"{MANY_RANKS} ranks share them: measured times are those of a crowded machine"
-    yield Check("CPU", found, "ok") if cores >= MANY_RANKS else Check("CPU", found, "slow", hint)
+    yield _check("CPU", found, cores >= MANY_RANKS, "slow", hint)
 
 
 def _memory() -> Iterator[Check]:
@@ -235,20 +236,17 @@ def _huge_pages(file: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
         mode = file.read_text(encoding="utf-8").partition("[")[2].partition("]")[0]
     except OSError:
         mode = ""
-    if mode == "never":
-        yield Check("huge pages", mode, "slow", f"faster first touch of large tensors: echo madvise > {file}, as root")
-    else:
-        yield Check("huge pages", mode or "this system does not tell", "ok")
+    hint = f"faster first touch of large tensors: echo madvise > {file}, as root"
+    yield _check("huge pages", mode or "this system does not tell", mode != "never", "slow", hint)
 
 
 def _blas() -> Iterator[Check]:
     import torch
 
     built = torch.__config__.show().partition("BLAS_INFO=")[2].partition(",")[0] or "no BLAS named"
-    if torch.backends.mkldnn.is_available():
-        yield Check("BLAS", f"{built}, oneDNN", "ok")
-    else:
-        yield Check("BLAS", f"{built}, no oneDNN", "slow", "faster products on the CPU: a torch built with oneDNN")
+    good = torch.backends.mkldnn.is_available()
+    hint = "faster products on the CPU: a torch built with oneDNN"
+    yield _check("BLAS", f"{built}, {'oneDNN' if good else 'no oneDNN'}", good, "slow", hint)
 
 
 def _half_precision() -> Iterator[Check]:
@@ -257,10 +255,8 @@ def _half_precision() -> Iterator[Check]:
     has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     units = [name for name in ("avx512_bf16", "amx_bf16", "bf16") if has.get(name)]
     capability = torch.backends.cpu.get_cpu_capability()
-    if units:
-        yield Check("bfloat16", f"{capability}, {', '.join(units)}", "ok")
-    else:
-        yield Check("bfloat16", f"{capability}, no instructions for it", "slow", "use dtype='float32' on this CPU")
+    found = f"{capability}, {', '.join(units) or 'no instructions for it'}"
+    yield _check("bfloat16", found, bool(units), "slow", "use dtype='float32' on this CPU")
 
 
 def _numerics_class() -> Iterator[Check]:
@@ -293,7 +289,7 @@ def _rule_words(contraction: int, columns: int, dtype: str) -> str:
     return f"at least {rule.min_rows} rows" if rule.min_rows > 1 else "any number of rows"
 
 
-# --- tools ----------------------------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------------------------------
 
 _REINSTALL = "install moesys again: pip install -e ."
 
@@ -323,7 +319,7 @@ def _version(package: str) -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints within five seconds; nothing where it is not there."""
+    """Returns what a command prints within five seconds; nothing if it is not installed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=5).stdout
     except (OSError, subprocess.TimeoutExpired):

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from moesys.balance.plan import StepPlan
-from moesys.balance.replay import replay_steps
 from moesys.balance.row_limits import why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
@@ -24,7 +23,7 @@ from moesys.config.workload import Generated, Measured, Replay, Workload
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import cluster_of, strategy_in
 from moesys.lab.runs.experiment_files import in_words, load_experiment
-from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
+from moesys.lab.runs.trials import drawn_like, rest_of, timed_steps
 from moesys.lab.show.chrome_trace import write_chrome_trace
 from moesys.lab.show.console import print_full
 from moesys.lab.show.figures import timeline_chart
@@ -187,15 +186,11 @@ def _steps(strategy: Strategy, experiment: Experiment, layers: int | None, step:
         raise ValueError(
             f"step={step} is none of the workload's {workload.steps} timed steps; use 0 to {workload.steps - 1}"
         )
-    routing = routing_of(workload, experiment.model, experiment.cluster, seed)
-    every = replay_steps(strategy, experiment.model, experiment.cluster, routing.tokens_SLRE)
-    timed = islice(every, workload.warmup + step * workload.micro_batches, None)
-    plans = tuple(islice(timed, workload.micro_batches))
-    if len(plans) < workload.micro_batches:
+    timed = islice(timed_steps(strategy, experiment.model, experiment.cluster, workload, seed), step, None)
+    if (first := next(timed, None)) is None:
         raise ValueError(f"step={step} is behind the trace's last timed step; use a smaller one, or 0 for the first")
-    while len(plans) == workload.micro_batches:
+    for plans in chain([first], timed):
         yield tuple(_first_layers(plan, layers) for plan in plans)
-        plans = tuple(islice(timed, workload.micro_batches))
 
 
 def _first_layers(plan: StepPlan, layers: int | None) -> StepPlan:

@@ -5,7 +5,7 @@ What comes back is the content of its record. Names of metrics and what they mea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -104,27 +104,44 @@ def run_simulated(
     seed: int,
     tick: Callable[[], None] = lambda: None,
 ) -> Measurement:
-    """Walk the workload's routing through the cost model, a pure function of everything but ``tick``."""
-    from moesys.balance.replay import replay_steps
+    """Simulates the steps of the workload's routing, as a pure function of everything but ``tick``."""
     from moesys.balance.row_limits import why_not
 
-    tokens_SLRE, rest = routing_of(workload, model, cluster, seed).tokens_SLRE, rest_of(workload)
+    rest = rest_of(workload)
     against: tuple[str, ...] = ()
     values: dict[str, list[float]] = {}
     tokens_SLE: list[IntArray] = []
-    step: list[StepPlan] = []
-    for number, micro_batch in enumerate(replay_steps(strategy, model, cluster, tokens_SLRE)):
+    for step in timed_steps(strategy, model, cluster, workload, seed, tick):
+        against = against or why_not(step, recompute=rest.recompute != "none")
+        for name, value in _simulated(step, rest).items():
+            values.setdefault(name, []).append(value)
+        tokens_SLE += [np.stack([plan.load.tokens_E for plan in of_step.layers]) for of_step in step]
+    tokens_LE = np.sum(tokens_SLE, axis=0).tolist()
+    return Measurement(_samples(values), tokens_LE=tokens_LE, would_not_run="; ".join(against))
+
+
+def timed_steps(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    workload: Replay | Generated,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[StepPlan, ...]]:
+    """Yields the plans of the micro-batches of each timed step; their layouts follow from the micro-batches before.
+
+    ``tick`` is called after every micro-batch.
+    """
+    from moesys.balance.replay import replay_steps
+
+    routing, step = routing_of(workload, model, cluster, seed), []
+    for number, micro_batch in enumerate(replay_steps(strategy, model, cluster, routing.tokens_SLRE)):
         if number >= workload.warmup:
             step.append(micro_batch)
         if len(step) == workload.micro_batches:
-            against = against or why_not(step, recompute=rest.recompute != "none")
-            for name, value in _simulated(step, rest).items():
-                values.setdefault(name, []).append(value)
-            tokens_SLE += [np.stack([plan.load.tokens_E for plan in of_step.layers]) for of_step in step]
+            yield tuple(step)
             step = []
         tick()
-    tokens_LE = np.sum(tokens_SLE, axis=0).tolist()
-    return Measurement(_samples(values), tokens_LE=tokens_LE, would_not_run="; ".join(against))
 
 
 def rest_of(workload: Workload) -> RestOfStep:
@@ -185,7 +202,7 @@ def drawn_like(workload: Training | ModelTraining) -> Generated:
     )
 
 
-def _simulated(step: list[StepPlan], rest: RestOfStep) -> dict[str, float]:
+def _simulated(step: Sequence[StepPlan], rest: RestOfStep) -> dict[str, float]:
     from moesys.simulator.simulation import exposed_ms
     from moesys.simulator.step_program import simulation
 
