@@ -1,7 +1,7 @@
-"""What commands do behind the command line.
+"""The functions behind the command line.
 
-Exit codes: 0, all is well; 1, a trial failed, or has other bits than it must have; 2, what was asked for cannot be
-done, and a message says why; 130, Ctrl-C; 143, SIGTERM.
+Exit codes: 0, success; 1, a trial failed, or has different bits than it must have; 2, the arguments cannot be met, and
+a message says why; 130, Ctrl-C; 143, SIGTERM.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Format = Literal["table", "markdown", "csv", "json", "latex"]
 
 
 def refused(error: ValueError | OSError) -> int:
-    """Say why; the exit code. What the system refuses is mostly a folder that cannot be written, or a full disk.
+    """Prints why the arguments cannot be met, and returns the exit code.
 
-    A reader who has enough, such as ``head``, is no error: raised again, ``typer`` ends in silence.
+    A reader that closes the pipe, such as ``head``, is no error: it is raised again, and ``typer`` ends in silence.
     """
     if isinstance(error, BrokenPipeError):
         raise error

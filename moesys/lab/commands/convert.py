@@ -10,7 +10,7 @@ from moesys.lab.show.steps import bytes_progress
 
 
 def convert_command(source: Path, out: Path, config: Path | None = None) -> int:
-    """Convert what ``source`` is to what it is not; 2 where it, or ``out``, cannot be taken."""
+    """Converts ``source`` to the other format. Returns the exit code, 2 if ``source`` or ``out`` is refused."""
     from moesys.hf.registration import check_transformers
 
     try:

@@ -1,4 +1,4 @@
-"""Reads declarations from the command line: a kind, as ``greedy``; JSON; a file; ``4x8``; ``partition=gpu,time=30``."""
+"""Reads declarations from the command line, such as ``greedy``, JSON, a file, ``4x8`` or ``partition=gpu,time=30``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PRESETS = {
 
 
 def balance_of(text: str) -> Balance:
-    """``greedy``; ``{"kind": "greedy", "effort": 4}``; or ``my_planners:RoundRobin``, which is imported.
+    """Reads ``greedy``; ``{"kind": "greedy", "effort": 4}``; or ``my_planners:RoundRobin``, which is imported.
 
     Raises ValueError for others.
     """
@@ -42,7 +42,7 @@ def balance_of(text: str) -> Balance:
 
 
 def split_of(text: str) -> Split:
-    """``flow``; ``{"kind": "flow", "max_inter_node": 0.1}``; or ``my_planners:Near``, which is imported.
+    """Reads ``flow``; ``{"kind": "flow", "max_inter_node": 0.1}``; or ``my_planners:Near``, which is imported.
 
     Raises ValueError for others.
     """
@@ -50,7 +50,7 @@ def split_of(text: str) -> Split:
 
 
 def predictor_of(text: str) -> Predictor:
-    """``last``, or ``{"kind": "ema", "decay": 0.9}``. Raises ValueError for what is neither."""
+    """Reads ``last``, or ``{"kind": "ema", "decay": 0.9}``. Raises ValueError for what is neither."""
     return _member(text, "predictor", TypeAdapter(Predictor))
 
 
@@ -63,18 +63,19 @@ def strategy_in(experiment: Experiment, name: str, way_out: str = "") -> Strateg
 
 
 def strategy_of(path: Path) -> Strategy:
-    """A ``Strategy`` in JSON or TOML, such as ``moesys tune`` writes. Raises ValueError for what is none."""
+    """Reads a ``Strategy`` in JSON or TOML, such as ``moesys tune`` writes. Raises ValueError for what is none."""
     return _declared_in(path, Strategy)
 
 
 def space_of(path: Path) -> Space:
-    """A ``Space`` in JSON or TOML. Raises ValueError for what is none."""
+    """Reads a ``Space`` in JSON or TOML. Raises ValueError for what is none."""
     return _declared_in(path, Space)
 
 
 def slurm_of(text: str) -> Slurm:
-    """``partition=gpu,time=2:00:00``, fields of ``Slurm``; or a file of them in JSON or TOML. Raises ValueError for
-    others.
+    """Reads ``partition=gpu,time=2:00:00``, fields of ``Slurm``; or a file of them in JSON or TOML.
+
+    Raises ValueError for others.
     """
     if Path(text).suffix in (".json", ".toml") and "=" not in text:
         return _declared_in(Path(text), Slurm)
@@ -88,7 +89,7 @@ def slurm_of(text: str) -> Slurm:
 
 
 def cluster_of(text: str) -> ClusterSpec:
-    """``4x8``, 4 nodes of 8 ranks; ``h100:4``, 4 nodes of a preset; or the path of a ``ClusterSpec`` in JSON or TOML.
+    """Reads ``4x8``, 4 nodes of 8 ranks; ``h100:4``, 4 nodes of a preset; or a ``ClusterSpec`` in a file.
 
     Raises ValueError for others.
     """

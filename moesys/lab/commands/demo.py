@@ -81,7 +81,7 @@ FOLD = LARGE_CLUSTER.num_ranks // NUM_RANKS
 
 
 def training_experiment() -> Experiment:
-    """Real training on local ranks: two layers of OLMoE's with two experts a rank; on GPUs where there are any."""
+    """Returns a training on local ranks, on GPUs if there are any: two layers of OLMoE with two experts per rank."""
     # Not at the top: the command line imports this, and need not wait for torch.
     from moesys.lab.ranks.devices import best_device
 
@@ -107,7 +107,7 @@ def training_experiment() -> Experiment:
 
 
 def replay_experiment(traces: Path) -> Experiment:
-    """The routing that the baseline's trainings had, scaled to the experts and the tokens of a large model."""
+    """Returns a replay of the routing of the baseline, scaled to the experts and the tokens of a large model."""
     return Experiment(
         name="demo-cluster",
         description="The demo's own routing, scaled, through the cost model.",
@@ -120,7 +120,7 @@ def replay_experiment(traces: Path) -> Experiment:
 
 
 def demo(out: Path, fresh: bool = False) -> int:
-    """Train, compare, replay, compare, draw; trials that are recorded already are not run again. The exit code."""
+    """Trains, compares, replays, compares and draws; trials that are recorded are not repeated. Returns the exit code."""
     try:
         # hidden, so that ``compare runs/*`` does not take it for a run folder
         traces = out.resolve() / ".demo-traces"
@@ -176,7 +176,7 @@ def _draw_losses(trained: RunResult) -> list[Path]:
 
 
 def _draw_cluster(replayed: RunResult) -> list[Path]:
-    """The last micro-batch of the first seed: who computes what before and after, and who does what when."""
+    """Draws the last micro-batch of the first seed: the load of ranks before and after, and the timelines."""
     experiment, folder = replayed.experiment, replayed.path / "figures"
     last = {strategy.name: _last_step(experiment, strategy) for strategy in experiment.strategies}
     paths = load_heat_map(

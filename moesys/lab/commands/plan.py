@@ -47,7 +47,7 @@ def plan_command(
     previous: Path | None = None,
     out: Path | None = None,
 ) -> int:
-    """Plan, certify, print, and write; the exit code, 2 where what was asked for cannot be."""
+    """Plans, certifies, prints and writes. Returns the exit code, 2 if the arguments cannot be met."""
     try:
         spec, balance_config, split_config = cluster_of(cluster), balance_of(balance), split_of(split)
         wanted = read_load(*load)
@@ -73,7 +73,7 @@ def make_plan(
     split: Split,
     previous: ExpertLayout | None = None,
 ) -> tuple[LayerPlan, Certificate]:
-    """The layout planned on ``load``, its own split of it, and the certificate among all layouts with these slots."""
+    """Returns the plan of ``load``, and its certificate among all layouts with these slots."""
     layout = plan_layout(load, cluster, balance, slots_per_rank, previous=previous)
     tokens = split_tokens(load, layout, cluster, split)
     if isinstance(balance, Greedy | CpSat):
@@ -93,8 +93,8 @@ def make_plan(
 
 
 def read_load(path: Path, micro_batch: int | None = None, layer: int | None = None) -> LoadMatrix:
-    """A matrix [R, E] of tokens from a .npy, .csv or .json file; or one layer of a trace, an .npz file: by default the
-    first layer of the last micro-batch. Raises ValueError, which names the file, for anything else.
+    """Reads a matrix [R, E] of tokens from a .npy, .csv or .json file; or one layer of a trace, an .npz file: by default
+    the first layer of the last micro-batch. Raises ValueError, which names the file, for anything else.
     """
     if path.suffix not in LOAD_SUFFIXES:
         raise ValueError(f"load {path} is of no known kind; give one of {', '.join(LOAD_SUFFIXES)}")
@@ -133,7 +133,7 @@ def _of_trace(path: Path, micro_batch: int | None, layer: int | None) -> LoadMat
 
 
 def read_layout(path: Path) -> ExpertLayout:
-    """The layout of a plan that was written before. Raises ValueError, which names the file, for anything else."""
+    """Reads the layout of a plan that was written before. Raises ValueError, which names the file, for other files."""
     try:
         return LayerPlan.from_json(path.read_text(encoding="utf-8")).layout
     except FileNotFoundError:
@@ -143,7 +143,7 @@ def read_layout(path: Path) -> ExpertLayout:
 
 
 def save_plan(plan: LayerPlan, certificate: Certificate, path: Path) -> None:
-    """``LayerPlan.to_json`` with the certificate beside it, complete or not at all."""
+    """Writes a plan with its certificate, complete or not at all."""
     fields: dict[str, Any] = {**json.loads(plan.to_json()), "certificate": certificate.to_dict()}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(fields) + "\n")
@@ -155,7 +155,7 @@ def save_plan(plan: LayerPlan, certificate: Certificate, path: Path) -> None:
 def plan_tree(
     plan: LayerPlan, certificate: Certificate, cluster: ClusterSpec, title: str, previous: ExpertLayout | None = None
 ) -> Tree:
-    """Cluster, nodes and ranks with their experts and tokens; then the certificate.
+    """Returns a tree of the cluster, its nodes and ranks with their experts and tokens; then the certificate.
 
     Of a cluster of more than 128 ranks only each node's busiest and idlest rank are shown.
     """

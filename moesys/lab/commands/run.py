@@ -106,7 +106,7 @@ def _experiments(
 
 
 def _with(further: Sequence[Strategy], experiment: Experiment) -> Experiment:
-    """Those that the experiment has under another name are there already."""
+    """Adds strategies, except for those that the experiment already has, under any name."""
     there = {strategy.fingerprint() for strategy in experiment.strategies}
     new = [strategy for strategy in further if strategy.fingerprint() not in there]
     try:

@@ -56,7 +56,7 @@ def simulate_command(
     model_layers: int | None = None,
     out: Path | None = None,
 ) -> int:
-    """Simulate, print, write; the exit code, 2 where what was asked for cannot be."""
+    """Simulates, prints and writes. Returns the exit code, 2 if the arguments cannot be met."""
     try:
         if out is not None:
             # Before all is simulated.
@@ -94,8 +94,8 @@ Todo = tuple[str, Iterator[Plans], RestOfStep]
 def _todo(
     file: Path, strategies: Sequence[str], layers: int | None, cluster: str | None, step: int, draws: int
 ) -> tuple[str, list[Todo], str]:
-    """The name of it all; of each strategy its name, the plans of a step of each draw, and the rest of it; and what a
-    draw is, in words.
+    """Returns the name of the simulation; the name of each strategy with the plans of a step of each draw and the rest
+    of the step; and what a draw is, in words.
     """
     plan = _step_plan(file)
     if plan is None:
@@ -121,7 +121,7 @@ def _todo(
 
 
 def _step_plan(file: Path) -> StepPlan | None:
-    """None for what is no StepPlan: then it is to be an experiment."""
+    """Returns None if the file is no StepPlan: then it has to be an experiment."""
     if file.suffix != ".json" or not file.is_file():
         return None
     try:
@@ -137,7 +137,7 @@ def _step_plan(file: Path) -> StepPlan | None:
 
 
 def _changed(experiment: Experiment, layers: int | None, cluster: str | None) -> Experiment:
-    """The experiment on another cluster, with as many layers."""
+    """Returns the experiment on another cluster, with this number of layers."""
     workload = experiment.workload
     if isinstance(workload, Measured):
         workload = drawn_like(workload)
@@ -147,7 +147,7 @@ def _changed(experiment: Experiment, layers: int | None, cluster: str | None) ->
 
 
 def _cluster(text: str | None, declared: ClusterSpec) -> ClusterSpec:
-    """``4x8`` keeps the speeds of the experiment's cluster."""
+    """Reads a cluster; ``4x8`` keeps the speeds of the declared one."""
     if text is None:
         return declared
     if re.fullmatch(r"(\d+)x(\d+)", text):
@@ -163,7 +163,7 @@ def _has_seeds(workload: Workload) -> bool:
 
 
 def _seeds(strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int) -> Iterator[Plans]:
-    """The same step under further seeds: the experiment's, and where routing is drawn, others behind them."""
+    """Yields the same step under the seeds of the experiment, and if routing is drawn, under other seeds after them."""
     seeds = list(experiment.seeds)
     if isinstance(experiment.workload, Generated):
         seeds += islice((seed for seed in count() if seed not in experiment.seeds), max(0, draws - len(seeds)))
@@ -174,12 +174,12 @@ def _seeds(strategy: Strategy, experiment: Experiment, layers: int | None, step:
 def _steps_of_a_trace(
     strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int
 ) -> Iterator[Plans]:
-    """The step and those after it, as many as there are."""
+    """Yields the step and those after it, as many as there are."""
     return islice(_steps(strategy, experiment, layers, step, experiment.seeds[0]), draws)
 
 
 def _steps(strategy: Strategy, experiment: Experiment, layers: int | None, step: int, seed: int) -> Iterator[Plans]:
-    """The plans of the timed steps of a seed from ``step`` on, whose layouts follow from the micro-batches before."""
+    """Yields the plans of the timed steps of a seed from ``step`` on."""
     workload = experiment.workload
     assert isinstance(workload, Replay | Generated)
     if isinstance(workload, Generated) and step >= workload.steps:
@@ -211,7 +211,7 @@ def _shape_words(plan: StepPlan) -> str:
 
 
 def _by_stem(steps: Sequence[FirstDraw]) -> dict[str, FirstDraw]:
-    """By the strategy's name as files may have it; a number behind it where another strategy's looks the same."""
+    """Returns draws by file name: that of the strategy, with a number if another strategy would have the same."""
     found: dict[str, FirstDraw] = {}
     for step in steps:
         stem = re.sub(r"[^\w.+-]", "_", step.name)
@@ -221,7 +221,7 @@ def _by_stem(steps: Sequence[FirstDraw]) -> dict[str, FirstDraw]:
 
 
 def _write(step: FirstDraw, stem: Path, name: str) -> list[Path]:
-    """A trace for Perfetto, and a chart where there is something to draw."""
+    """Writes a trace for Perfetto, and a chart if there is something to draw."""
     of = step.simulation
     num_ranks = of.cluster.num_ranks
     traced = of.timeline.only(_some_ranks(of, MOST_TRACED_RANKS))
@@ -232,7 +232,7 @@ def _write(step: FirstDraw, stem: Path, name: str) -> list[Path]:
 
 
 def _some_ranks(of: Simulation, most: int) -> list[int]:
-    """Those that hold up the step first, and others evenly."""
+    """Returns the ranks that delay the step most, and others at even distances."""
     num_ranks = of.cluster.num_ranks
     if num_ranks <= most:
         return list(range(num_ranks))

@@ -43,7 +43,10 @@ def simulate_model_command(
     out: Path | None = None,
     **fields: Any,
 ) -> int:
-    """Simulate, print, write; the exit code, 2 where what was asked for cannot be. ``fields``: of ``ModelRun``."""
+    """Simulates, prints and writes. Returns the exit code, 2 if the arguments cannot be met.
+
+    ``fields``: fields of ``ModelRun``.
+    """
     try:
         if cluster is None:
             raise ValueError("a model needs a cluster to run on; give --cluster, as in --cluster h100:4")
@@ -80,7 +83,7 @@ def _teller(update: Any, name: str) -> Any:
 
 
 def parallelism_of(text: str) -> Parallelism:
-    """``tp=2,pp=8,vp=4,ep=32,recompute=full``: short names, or those of ``Parallelism``'s fields.
+    """Reads ``tp=2,pp=8,vp=4,ep=32,recompute=full``: short names, or those of ``Parallelism``'s fields.
 
     Raises ValueError for others.
     """
@@ -100,7 +103,7 @@ def parallelism_of(text: str) -> Parallelism:
 
 
 def named_strategy(text: str) -> Strategy:
-    """``ep``; ``fsep:3`` or ``laer:3``, presets with so many slots a rank; or a ``Strategy`` in a file.
+    """Reads ``ep``; ``fsep:3`` or ``laer:3``, presets with so many slots a rank; or a ``Strategy`` in a file.
 
     Raises ValueError for others.
     """
@@ -118,7 +121,7 @@ def named_strategy(text: str) -> Strategy:
 
 
 def tables(steps: Sequence[ModelStep]) -> list[Text | Table]:
-    """What steps come to, what a rank does meanwhile, and what it holds, each under its title."""
+    """Returns the tables of times, of what ranks do, and of memory, each under its title."""
     run = steps[0].run
     parallel = run.parallelism
     sizes = {short: getattr(parallel, name) for short, name in SHORT.items() if name != "expert"}
@@ -171,7 +174,7 @@ def _table(first: str, others: Sequence[str]) -> Table:
 
 
 def notes(steps: Sequence[ModelStep], skew: float) -> list[str]:
-    """How to read the tables, and what faster layers would give."""
+    """Returns how to read the tables, and the effect of faster layers."""
     faster = "; ".join(
         f"{step.run.strategy.name}: " + ", ".join(f"{step.speed_up(by):.2f}" for by in _FASTER) for step in steps
     )
@@ -187,7 +190,7 @@ def notes(steps: Sequence[ModelStep], skew: float) -> list[str]:
 
 
 def _write(steps: Sequence[ModelStep], out: Path) -> list[Path]:
-    """What was simulated, as data, and a chart of the memory."""
+    """Writes the simulated steps as data, and a chart of the memory."""
     found = out / "model.json"
     write_whole(found, json.dumps([_fields(step) for step in steps], indent=2))
     parts = {step.run.strategy.name: step.peak.parts for step in steps}

@@ -1,4 +1,4 @@
-"""Compares: what the records of an experiment mean, strategy by strategy, against its baseline."""
+"""Comparison of the strategies of an experiment with its baseline, from the records of its trials."""
 
 from __future__ import annotations
 
@@ -82,17 +82,17 @@ class Row:
 
     @property
     def n(self) -> int:
-        """Seeds that ended well."""
+        """The number of seeds that did not fail."""
         return len(self.losses)
 
     def median(self, metric: str) -> float | None:
-        """Over seeds, of each seed's median; None where there are no samples."""
+        """Returns the median over seeds of the median of each seed; None if there are no samples."""
         by_seed = [float(np.median(values)) for values in self.samples.get(metric, {}).values() if values]
         return float(np.median(by_seed)) if by_seed else None
 
     @property
     def final_loss(self) -> float | None:
-        """The last step's, the median over seeds; None where nothing was trained."""
+        """The loss of the last step, the median over seeds; None if nothing was trained."""
         last = [losses[-1] for losses in self.losses.values() if losses]
         return float(np.median(last)) if last else None
 
@@ -117,7 +117,7 @@ class Comparison:
 
     @property
     def n(self) -> int:
-        """Seeds of the row that has most."""
+        """The number of seeds of the row that has most."""
         return max(row.n for row in self.rows)
 
     @property
@@ -142,9 +142,9 @@ class Comparison:
 
 
 def compare_records(experiment: Experiment, records: Iterable[Record], source: Source | None = None) -> Comparison:
-    """What the records of an experiment's trials say; records of other trials are left alone.
+    """Compares the strategies of an experiment from the records of its trials; other records are ignored.
 
-    Of several records of one trial the last one holds. ``source`` is what the experiment's workload makes them by
+    The last record of a trial counts. ``source`` is what the experiment's workload makes them by
     default. Raises ValueError where a record is of another source: simulated and measured never mix.
     """
     source = source or experiment.source
@@ -182,7 +182,7 @@ def compare_records(experiment: Experiment, records: Iterable[Record], source: S
 def agreement(
     baseline: Mapping[int, Sequence[float]], losses: Mapping[int, Sequence[float]], tolerance: float
 ) -> Agreement | None:
-    """Of the losses of the seeds that both have; None where there are none.
+    """Compares the losses of the seeds that both have. Returns None if there are none.
 
     A loss that is not finite agrees with none, but where ``tolerance`` is 0 with its like; another number of steps is
     infinitely far.
@@ -203,7 +203,7 @@ def agreement(
 def _differences(
     losses: Sequence[float], reference: Sequence[float], num_steps: int, exact: bool
 ) -> NDArray[np.float64]:
-    """|a - b| / |b| of each step. ``exact``: 0 of two that are alike, whatever they are."""
+    """Returns |a - b| / |b| of each step; with ``exact``, 0 for two equal losses of any kind, nan too."""
     if len(losses) != len(reference):
         return np.full(num_steps, math.inf)
     a, b = np.asarray(losses, dtype=np.float64), np.asarray(reference, dtype=np.float64)
@@ -234,7 +234,7 @@ def _row(strategy: Strategy, repeat: int, results: list[tuple[Trial, Record]]) -
 
 
 def _judged(row: Row, baseline: Row, source: Source, tolerance: float) -> Row:
-    """A speed is shown where nothing had to be computed, or where what was computed is the baseline's."""
+    """Adds the agreement of a row, and its speed-up if it was simulated or its losses agree with the baseline."""
     agrees = agreement(baseline.losses, row.losses, tolerance) if source == "measured" else None
     may_show = source == "simulated" or (agrees is not None and agrees.holds)
     return replace(row, speedup=_speedup(baseline, row) if may_show else None, agreement=agrees)

@@ -1,4 +1,4 @@
-"""Collects what numbers were measured with: code, interpreter, libraries, machine, variables."""
+"""The environment that numbers were measured in: code, interpreter, libraries, machine, variables."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Environment:
 
     @property
     def machine_line(self) -> str:
-        """For the foot of a table."""
+        """The environment in one line, for the foot of a table."""
         parts = [self.cpu, f"{self.cores} cores", f"{self.torch_threads} thread{'s' * (self.torch_threads > 1)} a rank"]
         parts += [f"{self.gpus.count(gpu)} × {gpu}" for gpu in dict.fromkeys(self.gpus)]
         parts += [f"Python {self.python}", f"torch {self.packages['torch']}"]
@@ -73,8 +73,8 @@ _ENVIRONMENT = TypeAdapter(Environment)
 
 
 def collect_environment(torch_threads: int | None = None) -> tuple[Environment, str]:
-    """This process's environment, and the text of its uncommitted changes; ``torch_threads`` is torch's own number by
-    default.
+    """Returns the environment of this process, and the text of the uncommitted changes. ``torch_threads``: by default
+    torch's own number.
     """
     # Not at the top: whoever only reads environments need not wait for it.
     import torch
@@ -104,7 +104,7 @@ def collect_environment(torch_threads: int | None = None) -> tuple[Environment, 
 
 
 def source_digest() -> str:
-    """12 hex digits of the source of moesys, as it lies there: committed or not, in a checkout or installed."""
+    """Returns 12 hex digits of the source of moesys: committed or not, in a checkout or installed."""
     package, digest = Path(__file__).parents[2], sha256()
     for file in sorted(package.rglob("*.py")):
         source = file.read_bytes()
@@ -118,7 +118,7 @@ def available_cores() -> int:
 
 
 def save_environment(environment: Environment, diff: str, folder: Path) -> str:
-    """Write ``environment-<id>.json`` and the changes beside it, where they are not there yet; gives the id."""
+    """Writes ``environment-<id>.json``, and the uncommitted changes, unless they exist. Returns the id."""
     path = folder / f"environment-{environment.id}.json"
     if environment.git_diff and not (folder / environment.git_diff).exists():
         write_whole(folder / environment.git_diff, diff)
@@ -128,7 +128,7 @@ def save_environment(environment: Environment, diff: str, folder: Path) -> str:
 
 
 def load_environments(folder: Path) -> dict[str, Environment]:
-    """The environments of a run folder, by id. Raises ValueError for a file that is none."""
+    """Returns the environments of a run folder, by id. Raises ValueError for a file that is none."""
     environments = {}
     for file in sorted(folder.glob("environment-*.json")):
         try:
@@ -139,7 +139,7 @@ def load_environments(folder: Path) -> dict[str, Environment]:
 
 
 def differences(a: Environment, b: Environment) -> dict[str, tuple[str, str]]:
-    """Fields in which two environments differ, by dotted path, with both values; "" for one that is not there.
+    """Returns the fields in which two environments differ, by dotted path, with both values; "" for a missing one.
 
     ``{"variables.OMP_NUM_THREADS": ("1", "")}``
     """
@@ -151,7 +151,7 @@ def differences(a: Environment, b: Environment) -> dict[str, tuple[str, str]]:
 
 
 def cpu_name() -> str:
-    """The processor's name where the system tells it."""
+    """Returns the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -179,7 +179,7 @@ def _version(package: str) -> str:
 
 
 def _git_state(package: Path) -> tuple[str, str]:
-    """The commit of the checkout that holds a package, and its changes since, with Python files not yet added.
+    """Returns the commit of the checkout that holds a package, and the changes since, with Python files not yet added.
 
     Two empty texts where git does not know the package: one installed into an environment inside somebody's checkout
     is not of that checkout.
@@ -195,7 +195,7 @@ def _git_state(package: Path) -> tuple[str, str]:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing where it is not there or has nothing to say. Its exit code may mean anything."""
+    """Returns what a command prints, whatever its exit code; "" if it is not installed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout
     except OSError:

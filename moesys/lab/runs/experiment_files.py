@@ -49,8 +49,8 @@ D = TypeVar("D", bound=_InFiles)
 
 
 def load_experiments(path: Path) -> tuple[Experiment, ...]:
-    """All experiments of a ``.py``, ``.json`` or ``.toml`` file, at least one and each of another name: what its
-    ``experiments()`` returns, else its only one.
+    """Returns all experiments of a ``.py``, ``.json`` or ``.toml`` file, which have different names: those of its
+    ``experiments()``, or its only one.
 
     Raises ValueError, in words for the file's author, where there is none, or where the file fails: then with those
     lines of the traceback that are the author's own.
@@ -59,7 +59,7 @@ def load_experiments(path: Path) -> tuple[Experiment, ...]:
 
 
 def load_experiment(path: Path) -> Experiment:
-    """The one experiment of a file: what its only function for one returns, else the first of its ``experiments()``.
+    """Returns the experiment of a file: that of its only function for one, else the first of its ``experiments()``.
 
     Raises ValueError as ``load_experiments`` does.
     """
@@ -79,7 +79,7 @@ def _loaded(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
 
 
 def declared_in(path: Path, kind: type[D]) -> D:
-    """What a .json or .toml file declares; planners of one's own that it names are imported, from beside the file too.
+    """Reads what a .json or .toml file declares, and imports the user's planners that it names, also from its folder.
 
     Raises ValueError, which names the file.
     """
@@ -93,7 +93,7 @@ def declared_in(path: Path, kind: type[D]) -> D:
 
 
 def recorded_experiment(path: Path) -> Experiment:
-    """The experiment that a run has written down. Nothing that it names is imported.
+    """Reads the experiment that a run has written. It imports nothing that the experiment names.
 
     Raises ValueError, which names the file.
     """
@@ -152,7 +152,7 @@ def _import(union: type[Member], path: str, folder: Path) -> None:
 
 
 def in_words(error: BaseException) -> str:
-    """An exception's message; pydantic's in one line, as ``field: message; field: message``."""
+    """Returns the message of an exception; that of pydantic in one line, as ``field: message; field: message``."""
     if not isinstance(error, ValidationError):
         return str(error)
     parts = []
@@ -182,7 +182,7 @@ def _from_python(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
 
 
 def _module_name(path: Path) -> str:
-    """As others import the file, so that classes in it have a name; not where that would hide another module."""
+    """Returns the name by which others import the file, so that its classes have it, unless it would hide a module."""
     if "." in path.stem:
         return _MODULE
     try:
@@ -207,8 +207,8 @@ def _several(returned: Any, called: str) -> tuple[Experiment, ...]:
 
 
 def _function(module: ModuleType, path: Path, all_of_them: bool) -> Callable[[], Any]:
-    """``experiments`` where all are asked for; else the file's function that is annotated to return an Experiment, else
-    the one that is called ``experiment``.
+    """Returns ``experiments`` if all are asked for; else the function that is annotated to return an Experiment, or the
+    function ``experiment``.
     """
     own = {
         name: value
@@ -236,7 +236,7 @@ def _function(module: ModuleType, path: Path, all_of_them: bool) -> Callable[[],
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:
-    """Parameters without a default."""
+    """Returns the names of the parameters without a default."""
     return [
         parameter.name
         for parameter in inspect.signature(function).parameters.values()

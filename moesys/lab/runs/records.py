@@ -75,18 +75,18 @@ class Record:
 
 
 def latest(records: Iterable[Record]) -> dict[str, Record]:
-    """The last record of each identity: a trial that failed and was run again is what it became."""
+    """Returns the last record of each identity, so that a trial that failed and was run again has its newest result."""
     return {record.identity: record for record in records}
 
 
 def setting_fingerprint(experiment: Experiment) -> str:
-    """8 hex digits of model, cluster and workload: what all trials of a run folder share."""
+    """Returns 8 hex digits of model, cluster and workload, which all trials of a run folder share."""
     parts = (experiment.model, experiment.cluster, experiment.workload)
     return sha256("-".join(part.fingerprint() for part in parts).encode()).hexdigest()[:8]
 
 
 def differences(there: Experiment, here: Experiment) -> dict[str, tuple[Any, Any]]:
-    """Fields, by dotted path, that forbid two experiments to share a run folder, with both values.
+    """Returns the fields, by dotted path, that forbid two experiments to share a run folder, with both values.
 
     These are those of model, cluster and workload, and of strategies of one name; display names do not count.
     ``{"workload.steps": (30, 40)}``. A strategy or seed that only one of them has is no difference: the identity of a
@@ -137,7 +137,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, experiment: Experiment, out: str | Path = "runs", *, fresh: bool = False) -> Self:
-        """The folder under ``out`` that holds this experiment's records, locked until ``close``.
+        """Returns the folder under ``out`` that holds this experiment's records, locked until ``close``.
 
         An experiment that gained or lost seeds or strategies resumes in its folder, where ``experiment.json`` is
         rewritten: only what is new will run, and no record is ever taken away. Where model, cluster, workload, or a
@@ -201,7 +201,7 @@ def record_journal(folder: Path) -> Journal[Record]:
 
 
 def _folders(experiment: Experiment, out: Path) -> dict[Path, Experiment]:
-    """The folders of experiments of this name, oldest number first."""
+    """Returns the folders of experiments of this name, by their numbers."""
     numbered = re.compile(re.escape(experiment.name) + r"-[0-9a-f]{8}(?:-(\d+))?")
     found = []
     for folder in out.glob(f"{experiment.name}-*"):
@@ -242,7 +242,7 @@ def _refusal(folder: Path, there: Experiment, here: Experiment) -> str:
 
 
 def take_lock(folder: Path) -> IO[str]:
-    """Hold the folder's lock for as long as the file that this returns is open; it names who holds it."""
+    """Takes the lock of a folder for as long as the returned file is open; the file names the process that has it."""
     lock = (folder / _LOCK).open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -261,12 +261,12 @@ class _Recorder:
 
 
 def trace_path(folder: Path, trial: Trial) -> Path:
-    """Where a run folder keeps the routing of a measured trial, a ``moesys.traces.Trace``."""
+    """Returns the path of the routing of a measured trial in a run folder, a ``moesys.traces.Trace``."""
     return folder / "traces" / f"{trial.identity}.npz"
 
 
 def _routing_path(path: str, trial: Trial) -> Path:
-    # A name is whatever people like to read; a file's is not.
+    # A slash in the name of a strategy would name a folder.
     name = trial.strategy.name.replace("/", "-")
     return Path(path.replace("{seed}", str(trial.seed)).replace("{strategy}", name))
 

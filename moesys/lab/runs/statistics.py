@@ -53,7 +53,7 @@ class PairedRatio:
 def paired_ratio(
     baseline: Mapping[int, Sequence[float]], contestant: Mapping[int, Sequence[float]]
 ) -> PairedRatio | None:
-    """Of ``baseline / contestant``, from the samples of each seed that both have; None where they share none.
+    """Returns the ratio ``baseline / contestant`` from the seeds that both have; None if they share none.
 
     A seed gives one number, the ratio of the medians of its samples: steps of one trial are not independent, trials
     are. On the n logarithms x of these ratios stands Student's interval, mean ± t(n-1) · s / √n. It leans on the
@@ -79,7 +79,7 @@ def paired_ratio(
 
 
 def sign_flip_p(differences_N: NDArray[np.float64]) -> float:
-    """How often signs drawn by a fair coin give a sum at least as far from 0 as that of the differences; two-sided.
+    """Returns the share of random signs that give a sum at least as far from 0 as that of the differences; two-sided.
 
     All 2^n ways are counted, so the smallest p is 2 / 2^n; beyond n = 16, 2^16 ways are drawn, the same each time.
     """

@@ -28,13 +28,13 @@ class Spread:
 
     @staticmethod
     def of(samples: Sequence[float], method: Literal["linear", "nearest"] = "linear") -> Spread:
-        """``method``: where a percentile lies between two samples, what lies between them, or the nearer one."""
+        """Returns the spread of samples; ``method``: how a percentile between two samples is found."""
         low, high = (float(value) for value in np.percentile(samples, (20, 80), method=method))
         return Spread(float(np.median(samples)), low, high, len(samples))
 
     @staticmethod
     def of_ratios(longer_ms: Sequence[float], shorter_ms: Sequence[float]) -> Spread:
-        """Of ``longer / shorter``, repetition by repetition, so that what slows a whole repetition cancels.
+        """Returns the spread of ``longer / shorter`` in each repetition, so that what slows a whole repetition cancels.
 
         ``Spread.of_ratios([2.0, 4.0, 6.0], [1.0, 2.0, 2.0])`` has the median 2.0.
         """
@@ -44,7 +44,7 @@ class Spread:
         return Spread(self.median * factor, self.p20 * factor, self.p80 * factor, self.n)
 
     def __format__(self, form: str) -> str:
-        """``1.23 [1.10, 1.38]``, each number by ``form``, with two digits without one."""
+        """Returns ``1.23 [1.10, 1.38]``; ``form`` is the format of each number, by default with two digits."""
         return "{0:{3}} [{1:{3}}, {2:{3}}]".format(self.median, self.p20, self.p80, form or ".2f")
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ def interleave(
     before: Callable[[], object] = lambda: None,
     seed: int = 0,
 ) -> dict[Name, list[float]]:
-    """What each contestant returns in each of ``repeats`` repetitions: milliseconds, such as ``wall_ms`` of a work.
+    """Returns what each contestant returns in each of ``repeats`` repetitions, such as the ``wall_ms`` of a work.
 
     A repetition runs every contestant once, in an order shuffled by ``seed``; one repetition of warm-up is left out.
     ``before`` runs before every run and is not timed.
@@ -97,7 +97,7 @@ def repeated_ms(work: Work, repeats: int, before: Callable[[], object] = lambda:
 
 
 def machine_line(threads: int, packages: Sequence[str] = ("torch",)) -> str:
-    """What the numbers were measured on: processor, cores, threads, versions."""
+    """Returns the processor, cores, threads and versions that numbers were measured with, in one line."""
     # Not at the top: it needs pydantic, which the image of a machine with a GPU may lack.
     from moesys.lab.runs.environment import available_cores, cpu_name
 

@@ -1,7 +1,4 @@
-"""Runs one trial: a strategy under one seed, trained on real ranks or walked through the cost model.
-
-What comes back is the content of its record. Names of metrics and what they mean: ``METRICS``.
-"""
+"""Trials: a strategy under one seed, trained on real ranks or simulated. ``METRICS`` has the names of all metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ METRICS: dict[str, tuple[str, Literal["lower", "higher", ""]]] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a trial that did not fail gives to its record.
+    """The measurement of a trial that did not fail.
 
     ``samples``: one value a timed step. ``losses``: of all steps, warm-up included; empty where it was simulated.
     ``tokens_LE``: tokens of each expert by layer, over timed steps. ``routing``: the timed steps' routing, of a
@@ -60,7 +57,7 @@ def run_measured(
     seed: int,
     tick: Callable[[], None],
 ) -> Measurement | None:
-    """Train on every rank of the default group, or alone: a collective. Only rank 0 gets the measurement.
+    """Trains on every rank of the default group, or alone: a collective. Returns None on all ranks except rank 0.
 
     ``tick`` is called on rank 0 after every step, outside of what is timed.
     """
@@ -145,7 +142,7 @@ def timed_steps(
 
 
 def rest_of(workload: Workload) -> RestOfStep:
-    """What a workload says of a step beside routing. Of a training nobody knows but whether it recomputes."""
+    """Returns what a workload declares about a step besides its routing; for a training, only the recomputation."""
     from moesys.simulator.rest_of_step import RestOfStep
 
     if isinstance(workload, Measured):
@@ -158,7 +155,7 @@ def rest_of(workload: Workload) -> RestOfStep:
 
 
 def routing_of(workload: Replay | Generated, model: ModelShape, cluster: ClusterSpec, seed: int) -> Trace:
-    """What the routers want, the same for every strategy: drawn with ``seed``, or read from the seed's trace file.
+    """Returns the routing, the same for every strategy: drawn with ``seed``, or read from the trace file of the seed.
 
     Raises ValueError for a trace that is missing, too short, or does not fit the model or the cluster.
     """
@@ -191,7 +188,7 @@ def routing_of(workload: Replay | Generated, model: ModelShape, cluster: Cluster
 
 
 def drawn_like(workload: Training | ModelTraining) -> Generated:
-    """As many layers, micro-batches and tokens as a training has."""
+    """Returns a workload with as many layers, micro-batches and tokens as a training has."""
     return Generated(
         num_layers=workload.num_layers,
         tokens_per_rank=workload.batch * workload.context,

@@ -1,4 +1,4 @@
-"""What ``Watch`` wrote of a training, read from its folder and brought together over ranks.
+"""A training that ``Watch`` has watched, read from its folder and combined over ranks.
 
 S steps that were written, L layers, E experts, N lines of one rank's file, F fields of a layer's line.
 """
@@ -116,7 +116,7 @@ def _beside(columns: list[FloatArray], steps_S: IntArray) -> FloatArray:
 
 
 class _LayerColumns:
-    """One layer's numbers over steps, while ranks are brought together."""
+    """The numbers of one layer over steps, while ranks are combined."""
 
     def __init__(self, num_steps: int) -> None:
         self.loads_4S = np.full((4, num_steps), np.nan)
@@ -125,7 +125,7 @@ class _LayerColumns:
         self._num_ranks_S = np.zeros(num_steps)
 
     def add(self, fields_NF: FloatArray, position_N: IntArray) -> None:
-        """A rank's lines, each of another step."""
+        """Adds the lines of a rank, each of another step."""
         there = self.loads_4S[:, position_N]
         self.loads_4S[:, position_N] = np.where(np.isnan(there), fields_NF[:, :4].T, there)
         self.worst_exposed_ms_S[position_N] = np.fmax(self.worst_exposed_ms_S[position_N], fields_NF[:, 4])
@@ -180,7 +180,7 @@ class _RankLines:
         self._newest.append((number, line))
 
     def numbers_S(self) -> dict[str, FloatArray]:
-        """Of the lines that count."""
+        """Returns the numbers of the lines that count, by name."""
         kept = np.flatnonzero(self.kept_N).tolist()
         return {name: np.array([of.get(line, np.nan) for line in kept]) for name, of in self._numbers.items()}
 
@@ -196,7 +196,7 @@ class _RankLines:
             columns[layer].add(fields_NF[here], position_N[lines_N[here]])
 
     def tokens_E(self) -> dict[int, IntArray]:
-        """Of each layer whose tokens this rank wrote, in the newest lines."""
+        """Returns the tokens of each layer whose tokens this rank wrote, in the newest lines."""
         totals: dict[int, IntArray] = {}
         for number, line in self._newest:
             for layer in line.layers:

@@ -72,7 +72,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def _draw(self, std: float, seed: int) -> None:
-        """Initial weights of all that is not the MoE layers'; norms have theirs."""
+        """Draws the initial weights of all modules except MoE layers and norms."""
         drawn = {weight for module in self.modules() if isinstance(module, MoELayer) for weight in module.parameters()}
         for name, parameter in self.named_parameters():
             if parameter not in drawn and parameter.dim() > 1:

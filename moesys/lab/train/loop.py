@@ -34,7 +34,7 @@ from moesys.moe.runtime import MoERuntime
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did; the same on every rank.
+    """The result of one step, the same on every rank.
 
     step: 0-based, warm-up included. ``timed``: False for warm-up steps.
     loss: mean cross entropy, nats a token, over all ranks and micro-batches, added in rank order in float64.
@@ -93,7 +93,7 @@ def train(
     seed: int,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[StepResult]:
-    """Train on every rank of ``group`` (or of the default group, or alone), a step for each result that is taken.
+    """Trains on every rank of ``group`` (or of the default group, or alone), one step for each result that is taken.
 
     ``seed`` gives data and initial weights, the same for every strategy. Every rank must take the same results: a
     collective. What training holds is freed at its end, also where the iterator is closed early or raises.
@@ -109,7 +109,7 @@ def train(
 
 
 class Trainer:
-    """A model, its optimizer and its runtime, for the length of one training: ``train``, for who looks inside."""
+    """A model, its optimizer and its runtime during one training; ``train`` is the usual way to use it."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Trainer:
         self.runtime.close()
 
     def step(self, step: int) -> StepResult:
-        """One optimizer step and what it did."""
+        """Runs one optimizer step."""
         workload = self.workload
         batches = [
             self.text.batch(
@@ -164,7 +164,7 @@ class Trainer:
         return self._result(step, step_ms, loss, plans_ML)
 
     def _update(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[float, list[list[LayerPlan]]]:
-        """Train on a step's micro-batches: this rank's part of the mean loss, and plans by micro-batch and layer."""
+        """Trains on the micro-batches of a step. Returns this rank's part of the mean loss, and all plans."""
         num_ranks = self.runtime.layers[0].token_channel.num_ranks
         num_tokens = num_ranks * sum(targets_BC.numel() for _, targets_BC in batches)
         loss = 0.0
@@ -221,7 +221,7 @@ class Trainer:
         )
 
     def _gathered(self, values_N: Tensor) -> Tensor:
-        """Every rank's values, [R, N]."""
+        """Returns the values of all ranks, [R, N]."""
         if self.group is None:
             return values_N[None]
         gathered_RN = values_N.new_zeros(dist.get_world_size(self.group), len(values_N))
@@ -230,7 +230,7 @@ class Trainer:
         return gathered_RN
 
     def _agreed(self, text: Text) -> Text:
-        """The part of ``text`` to train on, once all ranks are known to have the same."""
+        """Returns the part of ``text`` to train on, after a check that all ranks have the same text."""
         digest = torch.frombuffer(bytearray.fromhex(text.fingerprint), dtype=torch.uint8)
         digests_RN = self._gathered(digest)
         if others := (digests_RN != digests_RN[0]).any(dim=1).nonzero().flatten().tolist():
@@ -257,7 +257,7 @@ def _compute_by_kernels(runtime: MoERuntime) -> None:
 
 
 def _relative_entropy(tokens_LE: IntArray) -> float:
-    """Entropy of each row's shares over log E, mean over rows; 1 for a single expert, which cannot be uneven."""
+    """Returns the entropy of the shares of each row divided by log E, the mean over rows; 1 for a single expert."""
     if tokens_LE.shape[1] == 1:
         return 1.0
     share_LE = tokens_LE / tokens_LE.sum(axis=1, keepdims=True)

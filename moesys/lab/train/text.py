@@ -43,21 +43,22 @@ class Text:
 
     @cached_property
     def fingerprint(self) -> str:
-        """64 hex digits: sha256 of the tokens, of a longer text of some that lie evenly in it. Trainings are comparable
-        where it is the same.
+        """The sha256 of the tokens, or of evenly spaced tokens of a longer text, as 64 hex digits.
+
+        Trainings with the same fingerprint are comparable.
         """
         every = max(1, len(self.tokens_N) // MAX_BYTES)
         return hashlib.sha256(self.tokens_N[::every].numpy().tobytes()).hexdigest()
 
     def split(self, held_out: float = HELD_OUT_SHARE) -> tuple[Text, Text]:
-        """The text to train on, and the share ``held_out`` at the end to evaluate on."""
+        """Returns the text to train on, and the share ``held_out`` at its end to evaluate on."""
         cut = round(len(self.tokens_N) * (1 - held_out))
         return Text(self.tokens_N[:cut]), Text(self.tokens_N[cut:])
 
     def batch(
         self, step: int, micro_batch: int, rank: int, *, seed: int, batch: int, context: int
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of one rank's micro-batch, both int64 [B, C]; a target is the token behind its input.
+        """Returns inputs and targets of a micro-batch of one rank, both int64 [B, C]; a target is the next token.
 
         A pure function of its arguments. Sequences begin anywhere, drawn anew for each (seed, step, micro-batch, rank).
         Raises ValueError where the text is not longer than ``context``.
@@ -75,7 +76,7 @@ class Text:
 
 
 def load_text(library: Path | None = None, max_bytes: int = MAX_BYTES) -> Text:
-    """The first ``max_bytes`` of the ``.py`` files of Python's standard library, in the order of their relative names.
+    """Reads the first ``max_bytes`` of the ``.py`` files of Python's standard library, in the order of their names.
 
     The same bytes on every machine with the same release of Python. ``library``: another folder than that of the
     running Python. Raises FileNotFoundError where it holds no source code, as where Python comes in one file.
@@ -95,13 +96,13 @@ def load_text(library: Path | None = None, max_bytes: int = MAX_BYTES) -> Text:
 
 
 def generator_of(*purpose: object) -> torch.Generator:
-    """A random generator for one purpose, which the arguments name; another for any other."""
+    """Returns a random generator for the purpose that the arguments name; each purpose has its own."""
     digest = hashlib.sha256(repr(purpose).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
 
 
 def _sources(library: Path) -> Iterator[Path]:
-    """Regular .py files, sorted by relative name with forward slashes, as the order of folders on disk is not one."""
+    """Yields regular .py files, sorted by relative name with forward slashes, because folders on disk have no order."""
     by_name = {}
     for folder, folders, files in os.walk(library):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
