@@ -120,7 +120,7 @@ def replay_experiment(traces: Path) -> Experiment:
 
 
 def demo(out: Path, fresh: bool = False) -> int:
-    """Trains, compares, replays, compares and draws; trials that are recorded are not repeated. Returns the exit code."""
+    """Trains, compares, replays, compares and draws; recorded trials are not repeated. Returns the exit code."""
     try:
         # hidden, so that ``compare runs/*`` does not take it for a run folder
         traces = out.resolve() / ".demo-traces"

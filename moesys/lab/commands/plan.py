@@ -93,8 +93,8 @@ def make_plan(
 
 
 def read_load(path: Path, micro_batch: int | None = None, layer: int | None = None) -> LoadMatrix:
-    """Reads a matrix [R, E] of tokens from a .npy, .csv or .json file; or one layer of a trace, an .npz file: by default
-    the first layer of the last micro-batch. Raises ValueError, which names the file, for anything else.
+    """Reads a matrix [R, E] of tokens from a .npy, .csv or .json file; or one layer of a trace, an .npz file, by
+    default the first layer of the last micro-batch. Raises ValueError, which names the file, for anything else.
     """
     if path.suffix not in LOAD_SUFFIXES:
         raise ValueError(f"load {path} is of no known kind; give one of {', '.join(LOAD_SUFFIXES)}")

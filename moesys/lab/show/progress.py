@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
@@ -19,7 +19,9 @@ from moesys.config.workload import Generated, Measured, ModelTraining, Replay, T
 from moesys.lab.runs.records import Record
 from moesys.lab.runs.runner import QuietProgress, StepCounter
 from moesys.lab.show.steps import Bars, is_live
-from moesys.tuner.journal import Entry
+
+if TYPE_CHECKING:
+    from moesys.tuner.journal import Entry
 
 
 class RunProgress(QuietProgress):
