@@ -69,7 +69,7 @@ class _StartedError(Exception):
 
 
 class _Refusing:
-    def run(self, *_: object) -> None:
+    def call(self, *_: object) -> None:
         raise _StartedError
 
     def close(self) -> None: ...
