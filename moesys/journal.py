@@ -37,7 +37,8 @@ class Journal(Generic[T]):
     _adapter: TypeAdapter[T] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_adapter", _adapter_of(self.kind))
+        kind: Any = self.kind
+        object.__setattr__(self, "_adapter", _adapter_of(kind))
 
     def append(self, entry: T, *, sync: bool = True) -> None:
         """Writes a line in one write. It is on the disk when this returns, or with ``sync=False`` with the system.
