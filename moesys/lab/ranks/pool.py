@@ -107,10 +107,10 @@ class LocalRanks:
         threads: threads of torch's CPU operators in a rank; numpy's BLAS always has one.
         timeouts: limits of runs and collectives.
         setup: a module-level function, called once in every process before its first run.
-        environment: variables that every process has from its start; heeded only by the first pool that this process
-            starts, like `preload`.
-        preload: modules to import once, ahead of all ranks, beside torch and numpy; heeded only by the first pool that
-            this process starts.
+        environment: variables of every process. What torch or the C library read when they are loaded has an effect
+            only if this process has started no ranks or workers before.
+        preload: modules to import once, for all ranks, besides torch and numpy; ignored if this process has started
+            ranks or workers before.
         backend: of the group, as `dist.init_process_group` knows it.
 
     Raises:
@@ -250,7 +250,7 @@ class LocalRanks:
             if rank not in self._processes:
                 timeout = timedelta(seconds=self._timeouts.collective_s)
                 group = GroupSettings(rank, self._store.port, timeout, self._backend)
-                settings = ProcessSettings(self._threads, self._setup, group)
+                settings = ProcessSettings(self._threads, self._environment, self._setup, group)
                 self._processes[rank] = ChildProcess.start(f"moesys-rank-{rank}", settings)
 
     def _collect(

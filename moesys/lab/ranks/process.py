@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, Literal, Self
@@ -77,6 +77,7 @@ class ProcessSettings:
     """The settings that a process is started with; a worker has no ``group``."""
 
     threads: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
     setup: Callable[[], None] | None = None
     group: GroupSettings | None = None
 
@@ -235,7 +236,7 @@ def _serve(settings: ProcessSettings, jobs: Connection, stacks: Connection) -> N
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
-    os.environ.update(threads_of(settings.threads))
+    os.environ.update({**settings.environment, **threads_of(settings.threads)})
     # Otherwise gloo takes the interface of the host name, which on many laptops is none that works.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     torch.set_num_threads(settings.threads)
