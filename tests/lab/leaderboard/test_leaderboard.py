@@ -366,7 +366,8 @@ def test_a_trace_is_replayed_alone_under_other_conditions(tmp_path: Path) -> Non
     drawn = Generated(num_layers=1, tokens_per_rank=64, warmup=0, steps=9, drift=0.5)
     save_trace(generate(drawn, 4, 16, 4, 0), tmp_path / "ours.npz")
     shape = {"num_local_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64, "intermediate_size": 32}
-    fields = {"model_type": "mixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99, **shape}
+    fields = {"model_type": "mixtral", "num_hidden_layers": 1, "vocab_size": 99, **shape}
+    fields |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     arguments = ["--seeds", "1", "--trace", str(tmp_path / "ours.npz"), "--traces-only", "--cluster", "2x2"]
     arguments += ["--model", str(tmp_path / "config.json"), "--planner", '{"kind": "greedy", "effort": 4}']
