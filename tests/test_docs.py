@@ -227,8 +227,7 @@ def test_the_reading_example_reads_a_run_folder(
 
 def test_the_reference_lists_every_public_name_where_it_is_defined() -> None:
     listed = re.findall(r"^::: (\S+)$", text_of("api"), re.MULTILINE)
-    rooms = {"presets": "moesys.config.presets", "hf": "moesys.hf"}
-    public = [rooms.get(name) or f"{ms._MODULE_OF[name]}.{name}" for name in ms.__all__]
+    public = [ms._MODULES.get(name) or f"{ms._MODULE_OF[name]}.{name}" for name in ms.__all__]
     assert sorted(listed) == sorted(public)
 
 

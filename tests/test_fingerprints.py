@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 from moesys import config
+from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.eplb import Eplb
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.faster_moe import FasterMoe
+from moesys.balance.flex_moe import FlexMoe
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.laer import Laer
+from moesys.balance.llep import Llep
+from moesys.balance.moon_ep import MoonEp
+from moesys.balance.proportional_split import Proportional
+from moesys.balance.quotas import Quotas
+from moesys.balance.static import Static
+from moesys.balance.ultra_ep import UltraEp
 from moesys.config import (
     Adaptive,
     ClusterSpec,
-    CpSat,
     Declared,
     DenseMlp,
     Ema,
     Ep,
-    Eplb,
-    EvenSplit,
-    FasterMoe,
-    FlexMoe,
-    FlowSplit,
     Fsep,
     Gqa,
-    Greedy,
-    Laer,
     Last,
     LayerSpec,
     LayoutInvariant,
-    Llep,
     MegaKernel,
     Mla,
     ModelRun,
     ModelShape,
     ModelSpec,
     MoeMlp,
-    MoonEp,
     Oracle,
     Ordered,
     Parallelism,
     Pipelined,
-    Proportional,
-    Quotas,
     Sequential,
-    Static,
     Strategy,
-    UltraEp,
     WindowMean,
 )
 

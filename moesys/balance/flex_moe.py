@@ -3,40 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from moesys.balance.baselines.static import static_layout
+from pydantic import Field
+
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import common_shares, layout_from_rows
-from moesys.config import FlexMoe, Static
+from moesys.balance.static import Static
+from moesys.config.balance import Balance, unfit_moves
 from moesys.layout import ExpertLayout
 
 
-def flex_moe_layout(problem: PlanningProblem, config: FlexMoe) -> ExpertLayout:
-    """Makes at most ``max_moves`` moves from the layout in force, or from ``Static``'s where there is none.
+class FlexMoe(Balance):
+    """FlexMoE (arXiv 2304.03946) as a baseline: a few expand and shrink moves from the layout in force."""
 
-    A move gives an expert one replica more, on a rank that does not hold it yet: in a free slot where there is one,
-    else in place of a replica of another expert, that with the fewest tokens a replica of those that have more than
-    one and one on such a rank. Of these ranks it takes that after which the busiest rank has least, at a tie the idlest
-    most. A move is accepted if the busiest rank falls, or at an equal one the ratio of busiest to idlest. Experts are
-    tried from the most tokens a replica down; the first accepted move is made, and where there is none the plan ends.
+    kind: Literal["flex_moe"] = "flex_moe"
+    max_moves: int = Field(10, ge=0, description="replicas that change from one plan to the next")
 
-    What is known of the original: replicas expand and shrink step by step while an estimate improves; and of its
-    re-implementation for the evaluation of LAER-MoE (arXiv 2602.11686): at most 10 moves a plan, accepted if the
-    maximum load or the ratio of maximum to minimum improves. Our reading: those two in that order, on an even split
-    over replicas; the pairing of expand with shrink; the next expert where one's move is refused; the choice of the
-    rank; ties by lowest index. It knows no nodes and no links. Loads are compared exactly.
-    """
-    load, slots_R = problem.load, problem.slots_R
-    start = problem.layout or static_layout(problem, Static())
-    rows = [list(start.experts_of(rank)) for rank in range(start.num_ranks)]
-    tokens_E = load.tokens_E.tolist()
-    for _ in range(config.max_moves):
-        replicas_E = _counts(rows, load.num_experts)
-        share_E = common_shares(tokens_E, replicas_E)
-        hottest_first = sorted(range(load.num_experts), key=lambda expert: -share_E[expert])
-        if not any(_expanded(expert, rows, tokens_E, replicas_E, share_E, slots_R) for expert in hottest_first):
-            break
-    return layout_from_rows(rows, slots_R, load.num_experts)
+    def unfit_for_lag_0(self) -> str:
+        return unfit_moves(self, self.max_moves)
+
+    def layout(self, problem: PlanningProblem) -> ExpertLayout:
+        """Makes at most ``max_moves`` moves from the layout in force, or from ``Static``'s where there is none.
+
+        A move gives an expert one replica more, on a rank that does not hold it yet: in a free slot where there is one,
+        else in place of a replica of another expert, that with the fewest tokens a replica of those that have more than
+        one and one on such a rank. Of these ranks it takes that after which the busiest rank has least, at a tie the
+        idlest most. A move is accepted if the busiest rank falls, or at an equal one the ratio of busiest to idlest.
+        Experts are tried from the most tokens a replica down; the first accepted move is made, and where there is none
+        the plan ends.
+
+        What is known of the original: replicas expand and shrink step by step while an estimate improves; and of its
+        re-implementation for the evaluation of LAER-MoE (arXiv 2602.11686): at most 10 moves a plan, accepted if the
+        maximum load or the ratio of maximum to minimum improves. Our reading: those two in that order, on an even split
+        over replicas; the pairing of expand with shrink; the next expert where one's move is refused; the choice of the
+        rank; ties by lowest index. It knows no nodes and no links. Loads are compared exactly.
+        """
+        load, slots_R = problem.load, problem.slots_R
+        start = problem.layout or Static().layout(problem)
+        rows = [list(start.experts_of(rank)) for rank in range(start.num_ranks)]
+        tokens_E = load.tokens_E.tolist()
+        for _ in range(self.max_moves):
+            replicas_E = _counts(rows, load.num_experts)
+            share_E = common_shares(tokens_E, replicas_E)
+            hottest_first = sorted(range(load.num_experts), key=lambda expert: -share_E[expert])
+            if not any(_expanded(expert, rows, tokens_E, replicas_E, share_E, slots_R) for expert in hottest_first):
+                break
+        return layout_from_rows(rows, slots_R, load.num_experts)
 
 
 def _expanded(

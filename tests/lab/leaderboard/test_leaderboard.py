@@ -16,20 +16,17 @@ import pytest
 from typer.testing import CliRunner
 
 from moesys.__main__ import app
-from moesys.config import (
-    ClusterSpec,
-    Eplb,
-    EvenSplit,
-    FlexMoe,
-    FlowSplit,
-    Greedy,
-    Laer,
-    ModelShape,
-    MoonEp,
-    Quotas,
-    Static,
-    UltraEp,
-)
+from moesys.balance.eplb import Eplb
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flex_moe import FlexMoe
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.laer import Laer
+from moesys.balance.moon_ep import MoonEp
+from moesys.balance.quotas import Quotas
+from moesys.balance.static import Static
+from moesys.balance.ultra_ep import UltraEp
+from moesys.config import ClusterSpec, ModelShape
 from moesys.config.workload import Generated
 from moesys.lab.commands import leaderboard
 from moesys.lab.leaderboard import results, workloads
