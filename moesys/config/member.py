@@ -160,6 +160,8 @@ class Member(Declared):
         kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
         if isinstance(kind, str) and kind in cls.table:
             return cls.class_of(kind).model_validate(value, context=info.context)
+        if not isinstance(value, dict | Member):
+            raise ValueError(f"Input should be a valid dictionary or an instance of ms.{cls.__name__}")
         kinds = ", ".join(cls.table)
         if not isinstance(kind, str) or ":" not in kind or not isinstance(value, dict):
             raise ValueError(
