@@ -15,27 +15,22 @@ from moesys.balance.cp_sat.cp_sat import SOLVED_WHOLE, CpSat
 from moesys.balance.eplb import Eplb
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.faster_moe import FasterMoe
-from moesys.balance.flex_moe import FlexMoe
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.laer import Laer
-from moesys.balance.llep import Llep
-from moesys.balance.moon_ep import MoonEp
 from moesys.balance.proportional_split import Proportional
 from moesys.balance.quotas import Quotas
-from moesys.balance.static import Static
-from moesys.balance.ultra_ep import UltraEp
 from moesys.config import Balance, ClusterSpec, Ep, Fsep, Last, ModelShape, Predictor, Split, Strategy
 from moesys.lab.runs.experiment_files import import_named, in_words
 
 _FLOWS: tuple[Split, ...] = (FlowSplit(), FlowSplit(max_inter_node="seconds"))
 _SPLITS: tuple[Split, ...] = (EvenSplit(), Proportional(), *_FLOWS)
-_EPLBS = (Eplb(), Eplb(hierarchical=True, num_groups=8))
-_LAYOUTS: tuple[Balance, ...] = (Static(), *_EPLBS, Laer(), FlexMoe(), Greedy())
+# All planners of moesys take part, also those that are still to come.
+_PLANNERS = tuple(planner() for planner in Balance.kinds().values() if planner is not CpSat)
+_ON_COUNTS = tuple(planner for planner in _PLANNERS if planner.has_quotas)
+_LAYOUTS = (*(planner for planner in _PLANNERS if not planner.has_quotas), Eplb(hierarchical=True, num_groups=8))
 # CP-SAT takes part only where it solves the whole problem and no rank waits for its plan: otherwise it takes seconds.
 _CP_SAT = CpSat(deterministic_time=0.2)
 _LAST = Last()
-_ON_COUNTS: tuple[Balance, ...] = (MoonEp(), Llep(), UltraEp(), FasterMoe())
 
 
 def member_words(member: Balance | Split | Predictor) -> str:

@@ -326,7 +326,10 @@ def test_a_split_of_one_s_own_goes_over_all_layouts(tmp_path: Path) -> None:
         ('{"kind"', "is not valid JSON"),
         ("nowhere.py:Mine", "nowhere.py is not a file; give the file that has Mine"),
         ("no.such.module:Mine", "kind='no.such.module:Mine' cannot be imported: ModuleNotFoundError"),
-        ("moesys.config:Greedy", "kind='moesys.config:Greedy' is no class of your own that extends ms.Balance"),
+        (
+            "moesys.balance.static:Static",
+            "kind='moesys.balance.static:Static' is no class of your own that extends ms.Balance",
+        ),
     ],
 )
 def test_what_is_no_planner_is_refused(text: str, message: str) -> None:
