@@ -19,7 +19,7 @@ from moesys.overlap.mega_executor import tokens_by_replica
 
 def assert_is_the_hosts(plan: TokenPlan, block_rows: int) -> None:
     cluster = ms.ClusterSpec(ranks_per_node=plan.layout.num_ranks)
-    tables = split_tables(plan.layout, cluster, ms.FlowSplit(), "cpu")
+    tables = split_tables(plan.layout, cluster, "cpu")
     tokens_RE = torch.tensor(plan.load.tokens_RE)
     found = split_by_blocks(tokens_RE, tokens_by_replica(plan, torch.device("cpu")), tables, block_rows)
     wanted = by_blocks(plan, block_rows)
