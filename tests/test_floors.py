@@ -46,14 +46,14 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 # Floors inside a room, of folders and of files by their names; "*" are the files that are not named.
 FLOORS_IN = {
     "config": (
-        {"base", "own_code"},
+        {"base"},
         {"member"},
-        {"model", "cluster", "sharding", "balance", "predictor", "split", "overlap", "reduction", "hub_defaults"},
-        {"strategy", "hub_config", "layer_spec", "parallelism"},
-        {"hub_model"},
+        {"model", "cluster", "sharding", "balance", "predictor", "split", "overlap", "reduction"},
+        {"strategy", "layer_spec"},
+        {"hub"},
         {"workload", "model_spec"},
         {"experiment", "model_run"},
-        {"presets", "laer_routing"},
+        {"presets"},
         {"__init__"},
     ),
     "kernels": (

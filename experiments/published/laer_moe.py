@@ -35,9 +35,9 @@ import typer
 from experiments.published import laer_setup as laer
 from experiments.published.drawn_steps import Found, Scenario, SimulatedStep, simulate
 from experiments.published.laer_baselines import copied_row_errors, fitted_closed_form, megatron_sheet, row_errors
+from experiments.published.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from experiments.published.laer_setup import CONSTANTS, METHODS, Constants, LaerModel, PublishedRow
 from moesys.config import MegaKernel, Overlap, Pipelined, Sequential, presets
-from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.lab.commands.options import ReportFolder
 from moesys.lab.show.reports import publish_simulated
 from moesys.lab.show.sheets import Column, Sheet

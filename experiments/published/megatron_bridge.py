@@ -54,8 +54,7 @@ from pydantic import BaseModel
 from scipy.stats import spearmanr
 
 from moesys.config import ClusterSpec, ModelSpec, Sequential, Strategy, presets
-from moesys.config.model_run import ModelRun
-from moesys.config.parallelism import Parallelism
+from moesys.config.model_run import ModelRun, Parallelism
 from moesys.lab.commands.options import ReportFolder
 from moesys.lab.show.reports import publish_simulated
 from moesys.lab.show.sheets import Column, Sheet

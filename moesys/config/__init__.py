@@ -12,10 +12,9 @@ from moesys.config.base import BYTES_PER_GB, Declared, DType
 from moesys.config.cluster import ClusterSpec, Microseconds
 from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
 from moesys.config.model import ModelShape
-from moesys.config.model_run import ModelRun
+from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.model_spec import ModelSpec
 from moesys.config.overlap import MegaKernel, Overlap, Pipelined, Sequential
-from moesys.config.parallelism import Parallelism
 from moesys.config.predictor import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
 from moesys.config.reduction import LayoutInvariant, Ordered, Reduction
 from moesys.config.sharding import Ep, Fsep, Sharding, SlotCount, SlotGigabytes

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 
 from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
-from moesys.config.hub_config import NAMES
+from moesys.config.hub import NAMES
 from moesys.hf.experts_module import ExpertsModule, is_experts
 from moesys.hf.late_gradients import add_late
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function

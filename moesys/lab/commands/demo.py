@@ -24,7 +24,7 @@ from moesys.balance.plan import StepPlan
 from moesys.balance.replay import replay_steps
 from moesys.config import Ep, Fsep, LayoutInvariant, Ordered, Pipelined, Strategy, presets
 from moesys.config.experiment import Experiment
-from moesys.config.hub_config import read_config
+from moesys.config.hub import read_config
 from moesys.config.reduction import Reduction
 from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands import refused

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moesys.config import BYTES_PER_GB, ModelSpec, Strategy, presets
-from moesys.config.model_run import ModelRun
-from moesys.config.parallelism import Parallelism
+from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import cluster_of, strategy_of

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from moesys.config import BYTES_PER_GB, MegaKernel
-from moesys.config.model_run import ModelRun
-from moesys.config.parallelism import LayerRecompute
+from moesys.config.model_run import LayerRecompute, ModelRun
 from moesys.limits import pulls_again, rank_memory
 from moesys.simulator.model.exchanges import Ring
 from moesys.simulator.model.operations import Operations

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moesys.config import ModelSpec
-from moesys.config.parallelism import LayerRecompute
+from moesys.config.model_run import LayerRecompute
 from moesys.simulator.model.layer_operations import (
     Scores,
     Sizes,

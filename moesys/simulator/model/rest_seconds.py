@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moesys.config import ClusterSpec
-from moesys.config.model_run import ModelRun
-from moesys.config.parallelism import LayerRecompute
+from moesys.config.model_run import LayerRecompute, ModelRun
 from moesys.cost import attention_rate, elementwise_seconds, product_rate
 from moesys.simulator.model.operations import Operation, Operations, Part
 from moesys.simulator.model.placement import place_groups

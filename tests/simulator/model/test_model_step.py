@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys.config.model_run import ModelRun
-from moesys.config.parallelism import Parallelism
+from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
 from moesys.cost import row_product_seconds
 from moesys.simulator.model.model_cost import count_model

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys.config.model_run import ModelRun
-from moesys.config.parallelism import Parallelism
+from moesys.config.model_run import ModelRun, Parallelism
 from moesys.simulator.model.exchanges import Ring
 from moesys.simulator.model.placement import place_groups, place_pairs
 from moesys.simulator.model.simulate_model import simulate_model
