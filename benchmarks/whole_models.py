@@ -34,7 +34,7 @@ from benchmarks.harness.model_steps import (
     tokens_of,
 )
 from benchmarks.harness.options import Repeats, chosen
-from moesys.balance.warm_up import warm_up
+from moesys.balance.planners import warm_up
 from moesys.config import Strategy
 from moesys.hf.registration import register
 from moesys.lab.commands.options import ResultFile, refusing

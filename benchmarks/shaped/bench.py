@@ -25,7 +25,7 @@ from benchmarks.shaped.cases import ShapedCase, model_spec
 from benchmarks.shaped.hosts import lacks_hosts, linked_hosts, ranks_on
 from benchmarks.shaped.processor_shares import lacks_shares
 from moesys.balance.plan import LayerPlan, StepPlan
-from moesys.balance.warm_up import warm_up
+from moesys.balance.planners import warm_up
 from moesys.config import ClusterSpec, Parallelism, Strategy
 from moesys.config.model_run import ModelRun
 from moesys.lab.calibrate.measurement import calibrate

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.replicas import common_shares, layout_from_rows, share_key
+from moesys.balance.topology import common_shares, layout_from_rows, share_key
 from moesys.config import ClusterSpec
 from moesys.config.balance import Balance
 from moesys.layout import ExpertLayout

@@ -20,9 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from moesys.balance.homes import Homes
-from moesys.balance.planners import plan_layout
+from moesys.balance.planners import plan_layout, warm_up
 from moesys.balance.predictors import LoadHistory
-from moesys.balance.warm_up import warm_up
 from moesys.config import Balance, ClusterSpec, ModelShape, Oracle, Strategy
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesys.balance.flow.replica_table import list_replicas
-from moesys.balance.flow.token_routes import route_tokens
+from moesys.balance.flow.token_routes import list_replicas, route_tokens
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import levels_of, nodes_of
 from moesys.config import ClusterSpec

@@ -13,7 +13,7 @@ from moesys.balance.eplb import Eplb
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.greedy.greedy import Greedy, _Planner
-from moesys.balance.greedy.relabelling import num_moves, relabelled, relabelled_inside
+from moesys.balance.greedy.numbering import num_moves, relabelled, relabelled_inside
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.static import Static

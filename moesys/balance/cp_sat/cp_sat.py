@@ -16,8 +16,7 @@ from pydantic import Field
 
 from moesys.balance.certificate import greatest_bound
 from moesys.balance.cp_sat.components import MOST_EXPERTS, fill_components, least_by_components
-from moesys.balance.cp_sat.cp_sat_model import solve
-from moesys.balance.cp_sat.cp_sat_problem import CpSatProblem, filled_up
+from moesys.balance.cp_sat.cp_sat_model import CpSatProblem, filled_up, solve
 from moesys.balance.cp_sat.cp_sat_seconds import SecondsPlan, least_seconds
 from moesys.balance.flow.max_load import min_max_load, tight_set
 from moesys.balance.greedy.greedy import Greedy

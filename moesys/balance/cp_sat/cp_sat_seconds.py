@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesys.balance.cp_sat.cp_sat_model import solve
-from moesys.balance.cp_sat.cp_sat_problem import CpSatProblem
+from moesys.balance.cp_sat.cp_sat_model import CpSatProblem, solve
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.step_cost import Prices, crosses_once, prices_of
 from moesys.balance.seconds_certificate import elements_from_outside, plan_seconds

@@ -16,17 +16,17 @@ from moesys.balance.flow.flow_split import least_crossing
 from moesys.balance.flow.step_cost import crosses_once
 from moesys.balance.greedy.builders import Builders, Built
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
-from moesys.balance.greedy.numbering import Numbers
-from moesys.balance.greedy.relabelling import num_moves, relabelled, relabelled_inside
+from moesys.balance.greedy.numbering import Numbers, num_moves, relabelled, relabelled_inside
 from moesys.balance.greedy.replica_constraints import check_replicas
 from moesys.balance.greedy.robust_cost import (
     MILLION,
+    MUCH_DRIFT,
     NO_LIMIT,
     Scenarios,
+    StepJudge,
     draw_scenarios,
     robust_cost,
 )
-from moesys.balance.greedy.step_judge import MUCH_DRIFT, StepJudge
 from moesys.balance.late_slots import Prices, fetch_prices
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import domains_of

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.replicas import experts_with_room
-from moesys.balance.topology import domains_of
+from moesys.balance.topology import domains_of, experts_with_room
 from moesys.config import Within
 from moesys.load import IntArray
 

@@ -13,7 +13,7 @@ from rich.tree import Tree
 from moesys.balance.certificate import Certificate, certify
 from moesys.balance.cp_sat.cp_sat import CpSat
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.greedy.relabelling import num_moves
+from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.plan import LayerPlan
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Split

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.greedy.relabelling import num_moves
+from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.balance.predictors import measured_drift

@@ -72,7 +72,7 @@ class CostModel(OneProcess):
 
 def _warm_up(strategies: Iterable[Strategy]) -> None:
     # Not at the top: whoever has nothing left to run need not wait for it.
-    from moesys.balance.warm_up import warm_up
+    from moesys.balance.planners import warm_up
 
     for strategy in strategies:
         warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))

@@ -74,7 +74,7 @@ class SpawnedRanks(OneProcess):
 
     def call(self, strategies: Sequence[Strategy], function: Callable[..., T], *arguments: Any) -> T:
         # Not at the top: whoever has nothing left to run need not wait for torch.
-        from moesys.balance.warm_up import warm_up
+        from moesys.balance.planners import warm_up
         from moesys.lab.ranks.outcomes import RankError
         from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 

@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 
 from moesys.balance.plan import StepPlan
+from moesys.balance.planners import warm_up
 from moesys.balance.replay import replay_steps
-from moesys.balance.warm_up import warm_up
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training
