@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from moesys.layout import ExpertLayout as ExpertLayout
     from moesys.layout import TokenPlan as TokenPlan
     from moesys.load import LoadMatrix as LoadMatrix
+    from moesys.moe.call import recompute as recompute
     from moesys.moe.experts import Experts as Experts
     from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
     from moesys.moe.gradients import sync_gradients as sync_gradients
@@ -98,10 +99,9 @@ if TYPE_CHECKING:
     from moesys.moe.home_moves import move_homes as move_homes
     from moesys.moe.layer import MoELayer as MoELayer
     from moesys.moe.metrics import LayerMetrics as LayerMetrics
-    from moesys.moe.planning_state import PlanningState as PlanningState
-    from moesys.moe.recompute import recompute as recompute
     from moesys.moe.router import router_loss as router_loss
     from moesys.moe.runtime import MoERuntime as MoERuntime
+    from moesys.moe.runtime import PlanningState as PlanningState
     from moesys.moe.runtime import link as link
     from moesys.moe.watch import Watch as Watch
     from moesys.simulator.critical_path import PathPart as PathPart
@@ -182,7 +182,7 @@ _MODULE_OF = {
     "Parallelism": "moesys.config",
     "Pipelined": "moesys.config",
     "PlanningProblem": "moesys.balance.planning_problem",
-    "PlanningState": "moesys.moe.planning_state",
+    "PlanningState": "moesys.moe.runtime",
     "Proportional": "moesys.config",
     "Quotas": "moesys.config",
     "RankMismatchError": "moesys.collectives",
@@ -229,7 +229,7 @@ _MODULE_OF = {
     "plan_layer": "moesys.balance.plan",
     "plan_layout": "moesys.balance.layouts",
     "plan_layouts": "moesys.balance.layouts",
-    "recompute": "moesys.moe.recompute",
+    "recompute": "moesys.moe.call",
     "record_routing": "moesys.hf.routing_replay",
     "replay_routing": "moesys.hf.routing_replay",
     "replica_budget": "moesys.balance.budget",
