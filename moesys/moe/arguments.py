@@ -60,7 +60,8 @@ def require_dense(name: str, tensor: Tensor) -> None:
         kind = "sparse tensor" if sparse else type(tensor).__name__
         raise TypeError(f"{name} is a {kind}; give this rank's own part as a dense torch.Tensor")
     refuse_function_transforms(tensor)
-    require_values(tensor, name)
+    if type(tensor) is not Tensor or tensor.is_meta:
+        require_values(tensor, name)
 
 
 def check_tokens(name: str, tensor: Tensor, shape: ModelShape | None) -> None:

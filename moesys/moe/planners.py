@@ -78,6 +78,13 @@ class Planner:
     # The newest layout, and the holder of each expert where each has one.
     _holders: tuple[ExpertLayout | None, IntArray | None] = field(default=(None, None), init=False)
 
+    def __post_init__(self) -> None:
+        split, reduction = self.strategy.split, self.strategy.reduction
+        # Whether a plan follows from a layout whose experts have one holder each, whatever the counts.
+        self._settled = (
+            isinstance(split, EvenSplit) and isinstance(reduction, Ordered) and not self.strategy.plans_on_counts
+        )
+
     def plan(self, batch: MicroBatch, executor: Executor) -> Planned:
         """Plans a micro-batch for ``executor``, and settles the layouts of the layers that come next."""
         match executor.planned_by:
@@ -129,9 +136,8 @@ class Planner:
         to be split.
         """
         if self._holders[0] is not layout:
-            strategy, holds_RE = self.strategy, layout.replicas_RE > 0
-            single = isinstance(strategy.split, EvenSplit) and isinstance(strategy.reduction, Ordered)
-            single = single and not strategy.plans_on_counts and bool((holds_RE.sum(axis=0) == 1).all())
+            holds_RE = layout.replicas_RE > 0
+            single = self._settled and bool((holds_RE.sum(axis=0) == 1).all())
             self._holders = layout, holds_RE.argmax(axis=0) if single else None
         return self._holders[1]
 

@@ -140,7 +140,10 @@ class _Pass:
 
     def _weight(self, projection: Projection, slot: SlotRows) -> Tensor:
         """Returns [out, in]; a cast one lasts until the next is cast."""
-        weight = aligned(self.scratch.cast("weight", projection.weight(slot.slot), self.h_PU.dtype))
+        weight = projection.weight(slot.slot)
+        if weight.dtype != self.h_PU.dtype:
+            weight = self.scratch.cast("weight", weight, self.h_PU.dtype)
+        weight = aligned(weight)
         return weight.t() if projection.transposed else weight
 
     def _activations(self, h_NU: Tensor) -> Tensor:

@@ -188,11 +188,12 @@ class Recorder:
 
         self.add_later(read)
 
+    def span(self, lane: str, kind: str, detail: str = "") -> AbstractContextManager[None]:
+        """Records what runs inside as a span."""
+        return self._span(lane, kind, detail) if self.enabled else nullcontext()
+
     @contextmanager
-    def span(self, lane: str, kind: str, detail: str = "") -> Iterator[None]:
-        if not self.enabled:
-            yield
-            return
+    def _span(self, lane: str, kind: str, detail: str) -> Iterator[None]:
         start = self.clock.now()
         yield
         self.add_between(lane, kind, start, self.clock.now(), detail)
