@@ -26,8 +26,8 @@ from moesys.lab.runs.stopwatch import Spread, Work, machine_line, processor_ms, 
 from moesys.lab.show.reports import Report, publish
 from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
-from moesys.moe.expert_parameters import DTYPES
 from moesys.moe.layer import MoELayer
+from moesys.moe.masters import DTYPES
 
 OURS = "moesys"
 PEERS = ("eager", "grouped_mm")

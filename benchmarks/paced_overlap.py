@@ -23,6 +23,7 @@ from torch import nn
 from benchmarks.harness.contest import EqualBits, Outcome, of_all_ranks
 from benchmarks.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
 from benchmarks.harness.options import Repeats, chosen
+from benchmarks.harness.paced_link import PacedLink
 from moesys.config import Fsep, ModelShape, Pipelined, Strategy
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
@@ -31,7 +32,6 @@ from moesys.lab.show.reports import Report, publish
 from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
 from moesys.moe.layer import MoELayer
-from moesys.overlap.comm.paced_link import PacedLink
 
 _SHAPE = ModelShape(hidden_size=512, intermediate_size=512, num_experts=8, top_k=2)
 _EP = Strategy(name="sequential")

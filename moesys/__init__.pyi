@@ -78,6 +78,7 @@ from moesys.lab.runs.tuning import tune as tune
 from moesys.layout import ExpertLayout as ExpertLayout
 from moesys.layout import TokenPlan as TokenPlan
 from moesys.load import LoadMatrix as LoadMatrix
+from moesys.moe.call import recompute as recompute
 from moesys.moe.experts import Experts as Experts
 from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
 from moesys.moe.gradients import sync_gradients as sync_gradients
@@ -86,10 +87,9 @@ from moesys.moe.home_moves import gather_loads as gather_loads
 from moesys.moe.home_moves import move_homes as move_homes
 from moesys.moe.layer import MoELayer as MoELayer
 from moesys.moe.metrics import LayerMetrics as LayerMetrics
-from moesys.moe.planning_state import PlanningState as PlanningState
-from moesys.moe.recompute import recompute as recompute
 from moesys.moe.router import router_loss as router_loss
 from moesys.moe.runtime import MoERuntime as MoERuntime
+from moesys.moe.runtime import PlanningState as PlanningState
 from moesys.moe.runtime import link as link
 from moesys.moe.watch import Watch as Watch
 from moesys.simulator.critical_path import PathPart as PathPart

@@ -278,7 +278,7 @@ def _flat(held_R: IntArray, slice_bytes: float) -> FloatArray:
 
 
 def _hierarchical(held_RE: IntArray, node_R: IntArray, slice_bytes: float) -> tuple[FloatArray, FloatArray]:
-    """Who carries what is ``moe.node_carriers``' choice: in each node, slices of outside rank r go to the rank whose
+    """Who carries what is ``moe.sharded_experts``' choice: in each node, slices of outside rank r go to the rank whose
     place there is r mod the node's size.
     """
     num_ranks = len(node_R)

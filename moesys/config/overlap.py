@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from moesys.config.base import Declared
 from moesys.config.cluster import ClusterSpec
+
+# On one rank there is nothing to overlap with, whatever the overlap.
+ALONE_BY_KERNELS = "moesys.overlap.experts_triton:SingleRankExecutor"
 
 
 class _Messages(Declared):
@@ -32,6 +35,18 @@ class _Messages(Declared):
                 "experts at once; use node_dispatch='once', or combine='ordered'"
             )
         return self
+
+    # Whether ranks read and write each other's memory, and after how long they give up a wait for it.
+    reaches_memory: ClassVar[bool] = False
+    timeout_s: ClassVar[float | None] = None
+
+    def executor(self, num_ranks: int, num_nodes: int, by_kernels: bool) -> str:
+        """Returns the module and class that run micro-batches on these ranks; ``by_kernels``: GPU kernels compute."""
+        if num_ranks == 1:
+            return ALONE_BY_KERNELS if by_kernels else "moesys.overlap.alone:AloneExecutor"
+        if self.crosses_once(num_nodes):
+            return "moesys.overlap.node_routes:NodeExecutor"
+        return "moesys.overlap.chunked:ChunkedExecutor"
 
     def out_of_reach(self, cluster: ClusterSpec) -> str:
         """Returns "": messages reach every rank."""
@@ -110,6 +125,13 @@ class MegaKernel(Declared):
     timeout_s: float | None = Field(
         None, gt=0, description="a wait for a peer that takes longer is given up, on all ranks; None: as collectives"
     )
+
+    reaches_memory: ClassVar[bool] = True
+
+    def executor(self, num_ranks: int, num_nodes: int, by_kernels: bool) -> str:
+        """Returns the module and class that run micro-batches, as ``Sequential.executor``."""
+        alone = num_ranks == 1 and by_kernels
+        return ALONE_BY_KERNELS if alone else "moesys.overlap.mega_executor:MegaExecutor"
 
     def tensors_pulled(self, backward: bool) -> int:
         """Returns of how many tensors a direction pulls rows: of x or dy, and of x again where it was not kept."""

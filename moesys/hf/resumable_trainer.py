@@ -20,7 +20,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from moesys.moe.planning_state import PlanningState
+from moesys.moe.runtime import PlanningState
 from moesys.whole_folders import whole_folder
 
 # In a checkpoint's folder, beside the weights as the hub has them.

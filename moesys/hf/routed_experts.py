@@ -21,7 +21,7 @@ from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, projection_rule
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
-from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
+from moesys.overlap.executor import Arrivals, BackwardInputs, Workplace
 from moesys.overlap.experts_cpu import SWIGLU, CpuBackward, CpuExperts, CpuForward, Projection
 from moesys.overlap.routes import ChunkRows
 

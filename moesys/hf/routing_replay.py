@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from moesys.hf.routers import routers_of
 from moesys.moe.experts import experts_of
-from moesys.moe.replayed_ids import Ids
-from moesys.moe.routing_replay import recorded, replayed
+from moesys.moe.routing_replay import Ids, recorded, replayed
 
 
 @contextmanager

@@ -18,12 +18,9 @@ from moesys.config.hub import NAMES
 from moesys.hf.experts_module import ExpertsModule, is_experts
 from moesys.hf.late_gradients import add_late
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
-from moesys.moe.expert_form import ExpertForm, Part
-from moesys.moe.expert_parameters import DTYPE_NAMES
 from moesys.moe.experts import Experts, attach
-from moesys.moe.outside import OutsideExperts
-from moesys.overlap.experts_cpu import SWIGLU
-from moesys.overlap.experts_on_device import ExpertFunction
+from moesys.moe.masters import DTYPE_NAMES, ExpertForm, OutsideExperts, Part
+from moesys.overlap.experts_cpu import SWIGLU, ExpertFunction
 
 
 def check(strategy: Strategy) -> None:

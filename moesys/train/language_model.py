@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import Training
+from moesys.moe.call import recompute
 from moesys.moe.layer import MoELayer
-from moesys.moe.recompute import recompute
 from moesys.train.text import generator_of
 
 VOCABULARY = 256

@@ -16,7 +16,7 @@ from torch.nn import functional
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.workload import ModelTraining
 from moesys.hf.parallelize import parallelize
-from moesys.moe.expert_parameters import DTYPES
+from moesys.moe.masters import DTYPES
 from moesys.moe.runtime import MoERuntime
 from moesys.train.text_files import load_files
 

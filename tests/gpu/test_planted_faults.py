@@ -28,7 +28,7 @@ from benchmarks.__main__ import app as benchmarks_app
 from benchmarks.kernels.checks import Verdict
 from moesys.__main__ import app as moesys_app
 from moesys.kernels.experts import experts
-from moesys.overlap import single_rank
+from moesys.overlap import experts_triton
 
 CPU = torch.device("cpu")
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -145,7 +145,7 @@ def test_offsets_that_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single_rank, "experts_forward", waits(single_rank.experts_forward))
+    monkeypatch.setattr(experts_triton, "experts_forward", waits(experts_triton.experts_forward))
     with pytest.raises(RuntimeError, match=r"moesys\.planted calls item, which waits for the device"):
         launch.test_no_waiting(here())
 

@@ -23,7 +23,7 @@ from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.signals import PeerTimeoutError, Watch
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.experts_triton import ACTIVATION
-from moesys.overlap.mega_executor import MegaExecutor, replicas_of, tokens_by_replica
+from moesys.overlap.mega_executor import MegaKernelRun, replicas_of, tokens_by_replica
 from moesys.torch_private import default_store
 
 TIMEOUT_S = 5.0
@@ -155,7 +155,7 @@ def test_who_gave_up_tells_nobody_that_rows_have_come(point: ms.MegaKernel) -> N
     wanted = regions(9, 2, drawn.case.hidden, torch.float32, 3, 99)
     first, waiting, _ = (MegaMemory(heap) for heap in Heap.virtual(wanted, 3, "cpu", timeout_s=0.05))
     announce(first, drawn.expert_RTK[0], drawn.case.num_experts, {"x": drawn.x_RTH[0]})
-    executor = MegaExecutor(
+    executor = MegaKernelRun(
         drawn.expert_RTK[1],
         drawn.case.num_experts,
         tokens_by_replica(drawn.plan, CPU),

@@ -24,10 +24,9 @@ from moesys.cost import ExpertPass, attention_rate, elementwise_seconds, pass_se
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.moe.expert_parameters import DTYPES
-from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
-from moesys.overlap.experts_on_device import experts_on_device
-from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
+from moesys.moe.masters import DTYPES
+from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertGradients, ExpertWeights, Workplace
+from moesys.overlap.experts_cpu import experts_on_device
 from moesys.overlap.routes import build_routes, chunk_counts
 
 # "backward" computes the gradients of inputs and weights; "input_gradients" computes those of inputs alone, as a layer
@@ -147,6 +146,9 @@ class StackedExperts(list[ExpertWeights]):
     def __init__(self, gate_up_SUH: Tensor, down_SHI: Tensor) -> None:
         super().__init__(map(ExpertWeights, gate_up_SUH, down_SHI))
         self._stacked = ExpertWeights(gate_up_SUH, down_SHI)
+
+    def by_slot(self) -> StackedExperts:
+        return self
 
     def stacked(self) -> ExpertWeights:
         return self._stacked

@@ -19,7 +19,7 @@ from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, raise_if_given
 from moesys.lab.calibrate.cases import ExpertCase, Pool, layers_of, one_rank_plan
 from moesys.lab.calibrate.timings import Effort, seconds_of, timed
 from moesys.lab.ranks.torchrun_ranks import rank_device
-from moesys.overlap.held_experts import ExpertGradients
+from moesys.overlap.executor import ExpertGradients
 from moesys.overlap.mega_executor import MegaHome, plan_mega
 
 POINTS = {"apart": MegaKernel(fused="none", overlap_weight_gradients=False), "fused": MegaKernel()}

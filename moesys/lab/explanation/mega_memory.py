@@ -35,8 +35,8 @@ def mega_memory(strategy: Strategy, model: ModelShape, plans: tuple[LayerPlan, .
         return None
     # Here, as others do without Triton.
     from moesys.moe.pulled_experts import ring_bytes
+    from moesys.overlap.device_split import room_for_rows
     from moesys.overlap.mega_executor import symmetric_bytes
-    from moesys.overlap.row_limit import room_for_rows
 
     on_device = strategy.plans_on_device
     num_ranks, num_slots = plans[0].layout.expert_RS.shape

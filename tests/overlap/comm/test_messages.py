@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.overlap.comm.messages import Messages, exchange
+from moesys.overlap.comm.channel import Messages, exchange
 
 
 def counts_of(seed: int, num_ranks: int) -> torch.Tensor:
