@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Strategy
+from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, Fsep, ModelShape, Strategy
 
 # The master of a parameter, its gradient and the two moments of Adam, all float32.
 _STATE_BYTES = 16
@@ -87,7 +87,7 @@ def _layers_of_gradients(strategy: Strategy, num_ranks: int) -> int:
 
 def pulls_again(strategy: Strategy) -> bool:
     """Returns whether backward pulls rows of x again, and a layer keeps none."""
-    return isinstance(strategy.overlap, MegaKernel) and not strategy.overlap.keep_x
+    return not strategy.overlap.keep_x
 
 
 def _row_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
@@ -98,7 +98,7 @@ def _row_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> i
 
 def _shared_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
     """Rows of x, once more for backward, and rows that are pushed home, for all layers together."""
-    if not isinstance(strategy.overlap, MegaKernel):
+    if not strategy.overlap.reaches_memory:
         return 0
     rows = tokens_per_rank * (2 + model.top_k)
     return rows * model.row_bytes

@@ -43,7 +43,7 @@ def too_many_words(rank: int, num_rows: int, choices: int, bound: str) -> str:
 def out_of_rows(strategy: Strategy, model: ModelShape, plans: Iterable[LayerPlan]) -> str:
     """Returns why the first plan with too many rows or tokens for a rank of a MegaKernel cannot run, or ""."""
     overlap = strategy.overlap
-    if not isinstance(overlap, MegaKernel):
+    if not overlap.reaches_memory:
         return ""
     declared = overlap.most_tokens if strategy.plans_on_device else None
     for plan in plans:

@@ -13,7 +13,6 @@ from moesys.config.cluster import ClusterSpec
 from moesys.config.layer_spec import MoeMlp
 from moesys.config.model import ModelShape
 from moesys.config.model_spec import ModelSpec
-from moesys.config.overlap import MegaKernel
 from moesys.config.strategy import Strategy
 
 PipelineSchedule = Literal["1f1b", "zero_bubble"]
@@ -182,7 +181,7 @@ class ModelRun(Declared):
             raise ValueError(
                 f"fp8=True, but the cluster {self.cluster.name!r} declares no fp8_tflops; declare it, or use fp8=False"
             )
-        if self.fp8_rows and (not self.fp8 or isinstance(self.strategy.overlap, MegaKernel)):
+        if self.fp8_rows and (not self.fp8 or self.strategy.overlap.reaches_memory):
             raise ValueError(
                 f"fp8_rows=True with fp8={self.fp8}, overlap={self.strategy.overlap.kind!r}: experts that compute in "
                 "float8 take rows in float8, and MegaKernels send rows as they are; use fp8=True and another overlap"

@@ -36,8 +36,11 @@ class _Messages(Declared):
             )
         return self
 
-    # Whether ranks read and write each other's memory, and after how long they give up a wait for it.
-    reaches_memory: ClassVar[bool] = False
+    # What ``MegaKernel`` declares; that ranks read and write each other's memory, and what only then can be chosen.
+    reaches_memory: ClassVar[Literal[False]] = False
+    keep_x: ClassVar[bool] = True
+    deduplicate: ClassVar[bool] = False
+    most_tokens: ClassVar[None] = None
     timeout_s: ClassVar[float | None] = None
 
     def executor(self, num_ranks: int, num_nodes: int, by_kernels: bool) -> str:
@@ -52,6 +55,15 @@ class _Messages(Declared):
         """Returns "": messages reach every rank."""
         return ""
 
+    def unfit_for_layout_invariant(self) -> str:
+        """Returns why its bits would depend on the layout under ``LayoutInvariant``, or ""."""
+        if self.combine == "ordered":
+            return ""
+        return (
+            "reduction=LayoutInvariant() sums a token's experts in the order of k, but combine='per_node' sums "
+            "those of a node first; use combine='ordered', or reduction=Ordered()"
+        )
+
     def crosses_once(self, num_nodes: int) -> bool:
         """Returns whether a token crosses to each of ``num_nodes`` once; from the only one there is none."""
         return num_nodes > 1 and self.node_dispatch == "once"
@@ -65,6 +77,7 @@ class Sequential(_Messages):
     """Dispatch, experts and combine one after another."""
 
     kind: Literal["sequential"] = "sequential"
+    chunks: ClassVar[int] = 1
 
 
 class Pipelined(_Messages):
@@ -126,7 +139,8 @@ class MegaKernel(Declared):
         None, gt=0, description="a wait for a peer that takes longer is given up, on all ranks; None: as collectives"
     )
 
-    reaches_memory: ClassVar[bool] = True
+    reaches_memory: ClassVar[Literal[True]] = True
+    chunks: ClassVar[int] = 1
 
     def executor(self, num_ranks: int, num_nodes: int, by_kernels: bool) -> str:
         """Returns the module and class that run micro-batches, as ``Sequential.executor``."""
@@ -149,6 +163,21 @@ class MegaKernel(Declared):
             f"ranks are in {domains}; use Sequential() or Pipelined(), or ranks_per_domain={cluster.num_ranks} where "
             "NVLink joins them all"
         )
+
+    def unfit_for_layout_invariant(self) -> str:
+        """Returns why it cannot sum as ``LayoutInvariant`` does, or ""."""
+        if self.overlap_weight_gradients:
+            return (
+                "reduction=LayoutInvariant() sums weight gradients when all ranks have told how large theirs are, "
+                "but overlap_weight_gradients=True has them in the kernel before; use "
+                "MegaKernel(overlap_weight_gradients=False), or reduction=Ordered()"
+            )
+        if self.most_tokens is not None:
+            return (
+                f"reduction=LayoutInvariant() splits in whole blocks on hosts, but most_tokens="
+                f"{self.most_tokens} has devices split; use most_tokens=None, or reduction=Ordered()"
+            )
+        return ""
 
     def crosses_once(self, num_nodes: int) -> bool:
         """Returns False: ranks pull rows from wherever they are."""

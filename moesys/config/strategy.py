@@ -10,7 +10,7 @@ from moesys.config.balance import Balance
 from moesys.config.base import BYTES_PER_GB, Declared
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
-from moesys.config.overlap import MegaKernel, Overlap, Sequential
+from moesys.config.overlap import Overlap, Sequential
 from moesys.config.predictor import Last, Predictor
 from moesys.config.reduction import LayoutInvariant, Ordered, Reduction
 from moesys.config.sharding import Ep, Sharding
@@ -52,37 +52,16 @@ class Strategy(Declared):
             self._check_lag_0()
         if self.late_slots:
             self._check_late_slots()
-        if isinstance(self.reduction, LayoutInvariant):
-            self._check_layout_invariant()
+        if isinstance(self.reduction, LayoutInvariant) and (reason := self.overlap.unfit_for_layout_invariant()):
+            raise ValueError(reason)
         overlap = self.overlap
-        if self.plans_on_counts and isinstance(overlap, MegaKernel) and overlap.most_tokens is not None:
+        if self.plans_on_counts and overlap.most_tokens is not None:
             raise ValueError(
                 f"most_tokens={overlap.most_tokens} lets devices split tokens while no host waits, but "
                 f"lag={self.lag} and late_slots={self.late_slots} choose experts on the hosts; "
                 "use MegaKernel(most_tokens=None), or lag=1 and late_slots=0"
             )
         return self
-
-    def _check_layout_invariant(self) -> None:
-        overlap = self.overlap
-        if isinstance(overlap, MegaKernel):
-            if overlap.overlap_weight_gradients:
-                raise ValueError(
-                    "reduction=LayoutInvariant() sums weight gradients when all ranks have told how large theirs are, "
-                    "but overlap_weight_gradients=True has them in the kernel before; use "
-                    "MegaKernel(overlap_weight_gradients=False), or reduction=Ordered()"
-                )
-            if overlap.most_tokens is not None:
-                raise ValueError(
-                    f"reduction=LayoutInvariant() splits in whole blocks on hosts, but most_tokens="
-                    f"{overlap.most_tokens} has devices split; use most_tokens=None, or reduction=Ordered()"
-                )
-            return
-        if overlap.combine == "per_node":
-            raise ValueError(
-                "reduction=LayoutInvariant() sums a token's experts in the order of k, but combine='per_node' sums "
-                "those of a node first; use combine='ordered', or reduction=Ordered()"
-            )
 
     def _check_lag_0(self) -> None:
         if self.replan_every > 1:
@@ -116,8 +95,7 @@ class Strategy(Declared):
     @property
     def plans_on_device(self) -> bool:
         """True if ranks plan without a host that waits: ``most_tokens`` is declared, and devices make the split."""
-        overlap = self.overlap
-        return isinstance(overlap, MegaKernel) and overlap.most_tokens is not None and self.split.on_device
+        return self.overlap.most_tokens is not None and self.split.on_device
 
     def routes_on_device(self, num_nodes: int) -> bool:
         """Returns whether devices can plan and route rows that travel as messages: they make the split, the layout
@@ -125,7 +103,7 @@ class Strategy(Declared):
         """
         overlap = self.overlap
         return (
-            not isinstance(overlap, MegaKernel)
+            not overlap.reaches_memory
             and not overlap.crosses_once(num_nodes)
             and self.split.on_device
             and not self.plans_on_counts

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 
-from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.hub import NAMES
 from moesys.hf.experts_module import ExpertsModule, is_experts
 from moesys.hf.late_gradients import add_late
@@ -27,7 +27,7 @@ def check(strategy: Strategy) -> None:
     """Raises ValueError for a strategy that transformers modules cannot run, and TypeError for another type."""
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy is a {type(strategy).__name__}; give a ms.Strategy")
-    if isinstance(strategy.overlap, MegaKernel):
+    if strategy.overlap.reaches_memory:
         raise ValueError(
             f"strategy {strategy.name!r} has overlap=MegaKernel, which transformers' experts do not run yet; use "
             "Sequential() or Pipelined(chunks=...)"

@@ -43,7 +43,7 @@ from moesys.overlap.executor import (
     Workplace,
 )
 from moesys.overlap.routes import PlannedRoutes, Routes, build_routes
-from moesys.schedule import Direction, Schedule, Stage, num_chunks, schedule_of
+from moesys.schedule import Direction, Schedule, Stage, schedule_of
 
 Counts = tuple[int, ...]
 
@@ -308,7 +308,7 @@ class ChunkedExecutor(Executor):
 
     def __init__(self, layer: LayerContext, compute: ExpertCompute) -> None:
         super().__init__(layer, compute)
-        self.num_chunks = num_chunks(layer.strategy.overlap)
+        self.num_chunks = layer.strategy.overlap.chunks
         if self.compute.by_tables and layer.strategy.routes_on_device(layer.channel.num_nodes):
             self.planned_by = "devices"
         # Tables of the newest layout, and chunks of as many tokens as there were last.

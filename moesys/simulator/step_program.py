@@ -27,7 +27,7 @@ from typing import Literal, assert_never
 import numpy as np
 
 from moesys.balance.plan import StepPlan
-from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.cost import (
     ExpertPass,
     FloatArray,
@@ -40,7 +40,7 @@ from moesys.cost import (
     sum_seconds,
 )
 from moesys.layout import TokenPlan
-from moesys.schedule import Direction, Stage, num_chunks, schedule_of
+from moesys.schedule import Direction, Stage, schedule_of
 from moesys.simulator.critical_path import AllToAll
 from moesys.simulator.lanes import Lanes
 from moesys.simulator.layer_rows import LayerRows
@@ -97,7 +97,7 @@ class _Step:
     def __init__(self, strategy: Strategy, model: ModelShape, cluster: ClusterSpec, rest: RestOfStep) -> None:
         self.strategy, self.model, self.cluster, self.rest = strategy, model, cluster, rest
         self.suffix = ""
-        self.num_chunks = num_chunks(strategy.overlap)
+        self.num_chunks = strategy.overlap.chunks
         sharding = strategy.sharding
         self.prefetch_layers, self.delay_reshard, self.reshard_after_forward = 0, False, False
         if isinstance(sharding, Fsep):
@@ -105,7 +105,7 @@ class _Step:
             self.reshard_after_forward = sharding.reshard_after_forward
         overlap = strategy.overlap
         # Beside MegaKernels copy engines bring experts that are sharded; all else is sent by kernels.
-        pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.flat
+        pulled = overlap.reaches_memory and isinstance(sharding, Fsep) and sharding.flat
         self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
         self.waiting_reshards: deque[tuple[_Exchange | None, LinkLoad, int]] = deque()
         self.reshards: deque[_Exchange] = deque()
@@ -121,7 +121,7 @@ class _Step:
         self.late: dict[int, _Exchange | None] = {}
         self.restores: dict[tuple[int, str], tuple[LinkLoad, ...]] = {}
         self.rows: dict[int, LayerRows] = {}
-        if isinstance(self.strategy.overlap, MegaKernel):
+        if self.strategy.overlap.reaches_memory:
             forward = [(plan, False) for plan in plans]
             again = 2 if self.rest.runs_again else 1
             backward = [(plan, number == again) for plan in reversed(plans) for number in range(1, again + 1)]

@@ -11,7 +11,7 @@ import numpy as np
 
 from moesys.balance.certificate import greatest_bound
 from moesys.balance.plan import LayerPlan
-from moesys.config import Fsep, MegaKernel, Strategy
+from moesys.config import Fsep, Strategy
 from moesys.cost import (
     GRADIENT_BYTES,
     ExpertPass,
@@ -37,7 +37,7 @@ def load_bound_ms(strategy: Strategy, loads: Sequence[LoadMatrix], setting: Sett
     Computing: where ranks meet, the rows that a layer's busiest rank has at least (``balance.greatest_bound``); where
     they do not, and for MegaKernels, whose ranks never do, the mean. Links: an expert is held once at least.
     """
-    if isinstance(strategy.overlap, MegaKernel):
+    if strategy.overlap.reaches_memory:
         computing = _compute_seconds(sum(load.total // setting.cluster.num_ranks for load in loads), setting)
     else:
         L = setting.num_layers
@@ -84,7 +84,7 @@ def plan_bound_ms(step: Step) -> float:
     """
     model, cluster, strategy = step[0].model, step[0].cluster, step[0].strategy
     setting, sharding, layers = Setting(model, cluster, len(step[0].layers)), strategy.sharding, layers_of(step)
-    fused = strategy.overlap if isinstance(strategy.overlap, MegaKernel) else None
+    fused = strategy.overlap if strategy.overlap.reaches_memory else None
     # Not of rows that are pulled once for several experts.
     known = () if fused and fused.deduplicate else step
     traffic = [[row_traffic(plan.tokens, model, cluster, strategy.overlap) for plan in of.layers] for of in known]

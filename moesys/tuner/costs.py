@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
-from moesys.config import MegaKernel, Strategy
+from moesys.config import Strategy
 from moesys.cost import restores_per_step
 from moesys.tuner.bounds import load_bound_ms
 from moesys.tuner.deadline import Deadline
@@ -155,7 +155,7 @@ class Costs:
     def _load_bound_ms(self, strategy: Strategy, fidelity: Fidelity) -> float:
         """Many points share it: all that differ in what it does not know."""
         slots_R = strategy.slots(self.setting.model, self.setting.cluster)
-        sharding, fused = strategy.sharding, isinstance(strategy.overlap, MegaKernel)
+        sharding, fused = strategy.sharding, strategy.overlap.reaches_memory
         key = (sharding.kind, restores_per_step(sharding), slots_R, fused, fidelity)
         if key not in self._load_bounds:
             loads = [of for seed in fidelity.seeds for of in self.plans.loads(self.like, seed, fidelity.num_steps)]

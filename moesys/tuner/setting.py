@@ -14,7 +14,6 @@ from moesys.config import (
     Ep,
     Fsep,
     Last,
-    MegaKernel,
     ModelShape,
     Overlap,
     Predictor,
@@ -97,7 +96,7 @@ class Setting:
                 reshard="flat" if one_node else sharding.reshard,
             )
         overlap = strategy.overlap
-        if self.cluster.num_nodes == 1 and not isinstance(overlap, MegaKernel):
+        if self.cluster.num_nodes == 1 and not overlap.reaches_memory:
             # There is no node to cross to.
             changes["overlap"] = overlap.replace(node_dispatch="direct", combine="ordered")
         plain = strategy.replace(**changes)
