@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from moesys.config.workload import ModelTraining as ModelTraining
     from moesys.config.workload import Replay as Replay
     from moesys.config.workload import Training as Training
+    from moesys.files import whole_folder as whole_folder
     from moesys.hf.parallelize import parallelize as parallelize
     from moesys.hf.routing_replay import record_routing as record_routing
     from moesys.hf.routing_replay import replay_routing as replay_routing
@@ -118,15 +119,14 @@ if TYPE_CHECKING:
     from moesys.simulator.step_program import simulation as simulation
     from moesys.timeline import Span as Span
     from moesys.timeline import Timeline as Timeline
-    from moesys.trace_imports import megatron_trace as megatron_trace
-    from moesys.trace_imports import vllm_trace as vllm_trace
     from moesys.traces import Trace as Trace
     from moesys.traces import generate as generate
     from moesys.traces import load_trace as load_trace
+    from moesys.traces import megatron_trace as megatron_trace
     from moesys.traces import save_trace as save_trace
+    from moesys.traces import vllm_trace as vllm_trace
     from moesys.tuner.search_bounds import SearchBounds as SearchBounds
     from moesys.tuner.space import Space as Space
-    from moesys.whole_folders import whole_folder as whole_folder
 
 # The imports above are for type checkers; a test holds them and this table equal.
 _MODULE_OF = {
@@ -220,7 +220,7 @@ _MODULE_OF = {
     "link": "moesys.moe.runtime",
     "load_trace": "moesys.traces",
     "measured_drift": "moesys.balance.predictors",
-    "megatron_trace": "moesys.trace_imports",
+    "megatron_trace": "moesys.traces",
     "min_max_load": "moesys.balance.flow.max_load",
     "model_flops_per_token": "moesys.simulator.model.model_cost",
     "move_homes": "moesys.moe.home_moves",
@@ -243,8 +243,8 @@ _MODULE_OF = {
     "sync_gradients": "moesys.moe.gradients",
     "tune": "moesys.lab.runs.tuning",
     "update_router_bias": "moesys.moe.gradients",
-    "vllm_trace": "moesys.trace_imports",
-    "whole_folder": "moesys.whole_folders",
+    "vllm_trace": "moesys.traces",
+    "whole_folder": "moesys.files",
 }
 
 # Names that are modules themselves.

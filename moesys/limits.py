@@ -1,15 +1,21 @@
-"""Counts what a rank must hold at once under a strategy, at least: closed forms of shapes.
+"""Counts what a rank must hold at least under a strategy, and says why a plan or a strategy would not run.
 
-P_e parameters of an expert, b bytes of an element, R ranks, E experts, S slots, L layers, T tokens a rank, K top-k, H
-hidden size, I expert width. Left out: embeddings, attention, logits, buffers of messages on their way, and what an
-allocator wastes. So what does not fit by this count does not fit, and what fits by it may still not.
+Memory is counted by closed forms of shapes: P_e parameters of an expert, b bytes of an element, R ranks, E experts,
+S slots, L layers, T tokens of a rank, K top-k, H hidden size, I expert width. The count leaves out embeddings,
+attention, logits, message buffers and allocator overhead. So what does not fit by this count does not fit, and what
+fits by it may still not.
+
+Functions that return reasons return "" where they know of none.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Strategy
+from moesys.layout import TokenPlan
 
 # The master of a parameter, its gradient and the two moments of Adam, all float32.
 _STATE_BYTES = 16
@@ -120,3 +126,30 @@ def out_of_memory(
     if needed_gb <= cluster.memory_gb:
         return ""
     return f"a rank holds {needed_gb:.2f} GB at least, of {num_layers} layers, and has {cluster.memory_gb:g}"
+
+
+def too_many_rows(
+    overlap: MegaKernel, plan: TokenPlan, most_tokens: int, top_k: int, members: Sequence[int] | None = None
+) -> str:
+    """Returns which rank would get more rows than ``rows_cap`` times ``most_tokens`` · K choices of a rank, or "".
+
+    ``members``: the ranks of the plan as errors name them; by default as the plan numbers them.
+    """
+    choices, rank = most_tokens * top_k, int(plan.tokens_R.argmax())
+    num_rows = int(plan.tokens_R[rank])
+    if num_rows <= overlap.rows_cap * choices:
+        return ""
+    rank = rank if members is None else members[rank]
+    return too_many_words(rank, num_rows, choices, f"rows_cap={overlap.rows_cap:g} times {choices} choices of a rank")
+
+
+def too_many_words(rank: int, num_rows: int, choices: int, bound: str) -> str:
+    """Returns that ``rank`` would get ``num_rows`` rows, more than ``bound``, and the ``rows_cap`` that is enough."""
+    # Rounded up, so that what is named is enough.
+    hundredths = math.ceil(100 * num_rows / choices)
+    # In floats 1.13 times 100 is less than 113.
+    enough = (hundredths + (hundredths / 100 * choices < num_rows)) / 100
+    return (
+        f"rank {rank} would get {num_rows} rows, more than {bound}; "
+        f"use MegaKernel(rows_cap={enough:g}), or a balance or split that loads ranks more evenly"
+    )

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from moesys.balance.plan import LayerPlan
 from moesys.config import Ep, FlowSplit, Fsep, Greedy, Pipelined, Strategy
-from moesys.hf.routers import routers_of
-from moesys.hf.routing_replay import replay_routing
+from moesys.hf.routing_replay import replay_routing, routers_of
 from moesys.moe.experts import experts_of
 
 E, K = 8, 2

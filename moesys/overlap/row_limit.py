@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moesys.balance.row_limits import too_many_rows, too_many_words
 from moesys.config import MegaKernel
 from moesys.kernels.split.limit import keep_within
 from moesys.kernels.split.tables import SplitTables
 from moesys.layout import TokenPlan
+from moesys.limits import too_many_rows, too_many_words
 from moesys.overlap.comm.frames import call_mismatch
 from moesys.overlap.routes import no_expert
 

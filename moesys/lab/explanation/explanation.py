@@ -12,10 +12,9 @@ from itertools import islice
 import numpy as np
 
 from moesys.balance.flow.max_load import min_max_load
-from moesys.balance.plan import LayerPlan, StepPlan
+from moesys.balance.plan import LayerPlan, StepPlan, why_not
 from moesys.balance.predictors import window
 from moesys.balance.replay import Replan, Replayed, replay_layer
-from moesys.balance.row_limits import why_not
 from moesys.balance.seconds_certificate import certify_seconds
 from moesys.balance.splits import split_tokens
 from moesys.config import EvenSplit, Oracle, Strategy
