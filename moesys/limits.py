@@ -36,7 +36,7 @@ class RankMemory:
 
     @property
     def gb(self) -> float:
-        """1e9 bytes."""
+        """Returns all bytes in units of 1e9 bytes."""
         all_bytes = self.state_bytes + self.slot_bytes + self.gradient_bytes + self.row_bytes + self.shared_bytes
         return all_bytes / BYTES_PER_GB
 
@@ -50,7 +50,7 @@ def rank_memory(
     *,
     recompute: bool = False,
 ) -> RankMemory:
-    """At least, for ``tokens_per_rank`` tokens of each rank in a micro-batch, evenly balanced.
+    """Returns a lower bound, for ``tokens_per_rank`` evenly balanced tokens of each rank in a micro-batch.
 
     Raises ValueError for a strategy that does not fit the model.
     """
@@ -73,7 +73,9 @@ def _owned_parameters(strategy: Strategy, model: ModelShape, num_ranks: int) -> 
 
 
 def _slot_bytes(strategy: Strategy, model: ModelShape, num_ranks: int, num_layers: int, slots: int) -> int:
-    """A rank that owns its experts whole and computes in float32 uses its masters."""
+    """Returns the bytes of experts in slots. A rank that owns experts whole and computes in float32 uses its
+    masters.
+    """
     sharding, layers_at_once = strategy.sharding, num_layers
     if isinstance(sharding, Fsep) and sharding.reshard_after_forward:
         layers_at_once = min(num_layers, 1 + sharding.prefetch_layers)
@@ -83,7 +85,9 @@ def _slot_bytes(strategy: Strategy, model: ModelShape, num_ranks: int, num_layer
 
 
 def _layers_of_gradients(strategy: Strategy, num_ranks: int) -> int:
-    """None where nobody borrows: gradients are born in their place."""
+    """Returns how many layers hold gradients of borrowed experts; 0 if nobody borrows, as gradients are computed in
+    place.
+    """
     sharding = strategy.sharding
     if num_ranks == 1 or (isinstance(sharding, Ep) and not sharding.lends):
         return 0
@@ -97,13 +101,13 @@ def pulls_again(strategy: Strategy) -> bool:
 
 
 def _row_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
-    """A layer's saved rows [T·K, H], if it keeps them, and pre-activations [T·K, 2I]."""
+    """Returns the bytes of a layer's saved rows [T·K, H], if it keeps them, and of its pre-activations [T·K, 2I]."""
     width = model.hidden_size * (not pulls_again(strategy)) + 2 * model.intermediate_size
     return tokens_per_rank * model.top_k * width * model.bytes_per_element
 
 
 def _shared_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
-    """Rows of x, once more for backward, and rows that are pushed home, for all layers together."""
+    """Returns the bytes of rows that peers reach, for all layers together: x, once more for backward, and outputs."""
     if not isinstance(strategy.overlap, MegaKernel):
         return 0
     rows = tokens_per_rank * (2 + model.top_k)

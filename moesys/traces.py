@@ -93,14 +93,14 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """16 hex digits of the counts and their shape."""
+        """Returns 16 hex digits of the counts and their shape."""
         counts = np.ascontiguousarray(self.tokens_SLRE, dtype="<i8")
         return sha256(repr(counts.shape).encode() + counts.tobytes()).hexdigest()[:16]
 
     def fold(self, num_ranks: int) -> Trace:
-        """The trace for a cluster of ``num_ranks`` = R·n ranks: n consecutive micro-batches become one, in which source
-        rank j·R + r is rank r of the j-th of them, and which has the first one's number. What does not fill a
-        micro-batch at the end is dropped.
+        """Returns the trace for a cluster of ``num_ranks`` = R·n ranks: n consecutive micro-batches become one, in
+        which source rank j·R + r is rank r of the j-th of them, and which has the first one's number. What does not
+        fill a micro-batch at the end is dropped.
 
         Raises ValueError where ``num_ranks`` is no multiple of R or more than all micro-batches give.
         """
@@ -118,8 +118,8 @@ class Trace:
         return Trace(tokens_SLRE, self.top_k, self.name, self.meta, self.iterations[: S // n * n : n])
 
     def scaled(self, tokens_per_rank: int) -> Trace:
-        """Every source rank's counts scaled to sum to exactly ``tokens_per_rank`` · ``top_k``: by largest remainder, at
-        equal ones the lower expert first.
+        """Returns the trace with every source rank's counts scaled to sum to exactly ``tokens_per_rank`` · ``top_k``:
+        by largest remainder, at equal ones the lower expert first.
 
         An expert without tokens gets none, and a rank without tokens stays without. An expert that had at most T of a
         rank's T·K has at most ``tokens_per_rank`` after it: a token's experts can still be distinct.
@@ -143,7 +143,7 @@ class Trace:
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:
-    """Write one .npz file: complete, or not at all."""
+    """Writes one .npz file, completely or not at all."""
     path = Path(path)
     header = {"version": FORMAT_VERSION, "top_k": trace.top_k, "name": trace.name, "meta": trace.meta}
     # most counts are small, and packed narrowly they take half as much
@@ -156,7 +156,7 @@ def save_trace(trace: Trace, path: str | Path) -> None:
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Read what ``save_trace`` wrote. Raises ValueError, which names the file, for anything else."""
+    """Reads what ``save_trace`` wrote. Raises ValueError, which names the file, for anything else."""
     way_out = "give a file that moesys.traces.save_trace wrote"
     if not Path(path).exists():
         raise ValueError(f"trace {path} does not exist; {way_out}")
@@ -179,8 +179,8 @@ def load_trace(path: str | Path) -> Trace:
 
 
 def generate(workload: Generated, num_ranks: int, num_experts: int, top_k: int, seed: int) -> Trace:
-    """Routing of ``warmup`` micro-batches and those of ``steps`` steps, a pure function of the arguments; more steps
-    change no earlier one.
+    """Draws the routing of ``warmup`` micro-batches and those of ``steps`` steps, as a pure function of the arguments;
+    more steps change no earlier one.
 
     An expert has a standard normal z in each layer, and each source rank its own besides. From one micro-batch to the
     next, z becomes (1 - drift)·z plus fresh noise that keeps its variance. Its log-popularity is skew·z (log-normal),
@@ -209,7 +209,7 @@ def generate(workload: Generated, num_ranks: int, num_experts: int, top_k: int, 
 
 
 def _drifting(rng: np.random.Generator, drift: float, shape: tuple[int, int]) -> Iterator[FloatArray]:
-    """Standard normal numbers, of which a share is drawn anew each time."""
+    """Yields standard normal numbers, of which a share is drawn anew each time."""
     z = rng.standard_normal(shape)
     while True:
         yield z
@@ -228,14 +228,14 @@ def _log_popularity(workload: Generated, z_1E: FloatArray) -> FloatArray:
 
 
 def _strayed(rng: np.random.Generator, log_RE: FloatArray, concentration: float) -> FloatArray:
-    """Of each rank log-shares, up to a constant, of a draw from the Dirichlet distribution around its shares."""
+    """Returns each rank's log-shares, up to a constant, of a draw from the Dirichlet distribution around its shares."""
     share_RE = np.exp(log_RE - log_RE.max(axis=1, keepdims=True))
     share_RE /= share_RE.sum(axis=1, keepdims=True)
     return np.log(np.maximum(rng.standard_gamma(concentration * share_RE), np.finfo(np.float64).tiny))
 
 
 def _draw(rng: np.random.Generator, log_RE: FloatArray, num_tokens: int, top_k: int) -> IntArray:
-    """Counts [R, E] that sum to T·K a rank, none above T."""
+    """Returns counts [R, E] that sum to T·K per rank, none above T."""
     tokens_RE = np.zeros(log_RE.shape, dtype=np.int64)
     missing_R = np.full(len(log_RE), num_tokens * top_k)
     open_RE = np.ones(log_RE.shape, dtype=bool)
@@ -258,7 +258,7 @@ _Layer = tuple[str, int, int]
 
 
 def megatron_trace(folder: str | Path, num_experts: int) -> Trace:
-    """The trace in the folder that ``--moe-routing-trace-path`` named.
+    """Returns the trace in the folder that ``--moe-routing-trace-path`` named.
 
     It has a file for each rank, ``router_trace_rank0.jsonl`` and so on, and in it a line of JSON for each step and
     layer: ``step``, ``block`` ("decoder", or "mtp" with ``mtp_idx``), ``layer``, and ``top_indices``, K experts of each
@@ -291,7 +291,7 @@ def megatron_trace(folder: str | Path, num_experts: int) -> Trace:
 
 
 def vllm_trace(path: str | Path, num_experts: int, num_ranks: int, responses_per_rank: int) -> Trace:
-    """The trace in a file with one response of a vLLM server in each line, the JSON that it answered.
+    """Returns the trace in a file with one response of a vLLM server, as JSON, in each line.
 
     ``prompt_routed_experts`` of a response and ``routed_experts`` of each of its choices are [tokens, L, K] expert ids,
     as lists (v0.21) or, as tests of later releases have them, in base64 of an .npy file. Tokens whose ids are -1 came
@@ -323,7 +323,7 @@ def vllm_trace(path: str | Path, num_experts: int, num_ranks: int, responses_per
 
 
 def _megatron_rank(path: Path, num_experts: int) -> dict[tuple[int, _Layer], tuple[IntArray, int]]:
-    """Counts [E] of one rank by step and layer, each with the top-k."""
+    """Returns the counts [E] of one rank by step and layer, each with its top-k."""
     found: dict[tuple[int, _Layer], tuple[IntArray, int]] = {}
     for place, counts_E, top_k in _read(path, lambda line: _megatron_record(json.loads(line), num_experts)):
         before_E, before_k = found.get(place, (0, top_k))
@@ -369,7 +369,7 @@ def _whole_numbers(ids: Any) -> IntArray:
 
 
 def _counts_LE(ids_TLK: IntArray, num_experts: int) -> IntArray:
-    """Tokens of each expert, int64 [L, E]; those with an id of -1 are left out."""
+    """Returns the tokens of each expert, int64 [L, E]; those with an id of -1 are left out."""
     if ids_TLK.size and not -1 <= ids_TLK.min() <= ids_TLK.max() < num_experts:
         raise ValueError(
             f"expert ids from {ids_TLK.min()} to {ids_TLK.max()} do not fit num_experts={num_experts}; give the "
@@ -380,7 +380,7 @@ def _counts_LE(ids_TLK: IntArray, num_experts: int) -> IntArray:
 
 
 def _read(path: str | Path, parsed: Callable[[str], T]) -> list[T]:
-    """What the lines of a file hold. Raises ValueError that names the line."""
+    """Returns what the lines of a file hold. Raises a ValueError that names the line."""
     return [_checked(parsed, line, f"line {number} of {path}") for number, line in enumerate(_lines(path), start=1)]
 
 

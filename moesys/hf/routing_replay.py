@@ -87,7 +87,7 @@ def routers_of(model: nn.Module) -> list[ReplayableRouter]:
 
 
 def _weights_at(module: nn.Module) -> WeightsAt | None:
-    """Also of a subclass, which FSDP makes of the modules that it wraps."""
+    """Returns the function for a known router or a subclass of one, which FSDP makes of the modules that it wraps."""
     for kind in type(module).__mro__:
         if kind.__module__.startswith("transformers.models.") and kind.__name__ in WEIGHTS_AT:
             return WEIGHTS_AT[kind.__name__]

@@ -180,7 +180,7 @@ def _training_folder(checkpoint: str) -> str:
 
 
 def _has_state(checkpoint: str) -> bool:
-    """Whether what ``Trainer`` writes last is there, whole."""
+    """Returns whether the file that ``Trainer`` writes last is there and complete."""
     try:
         json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -8,13 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moesys.kernels.experts.block_gradient import RowBlocks, block_gradient
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tile_space import SINGLE
-from moesys.kernels.experts.tile_tuner import INTERPRETED
+from moesys.kernels.experts.tile_tuner import INTERPRETED, SINGLE
 from moesys.kernels.experts.tiles import tile_table
-from moesys.kernels.experts.weight_gradient import OrderedGroups
+from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, block_gradient
 from moesys.kernels.host_copies import to_device
 
 

@@ -9,9 +9,15 @@ from torch import Tensor
 
 from moesys.balance.topology import levels_of, link_domains_of, nodes_of
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Proportional, Quotas, Split
-from moesys.kernels.split.even import EvenTables, even_split, even_tables
+from moesys.kernels.split.baselines import (
+    EvenTables,
+    ProportionalTables,
+    even_split,
+    even_tables,
+    proportional_split,
+    proportional_tables,
+)
 from moesys.kernels.split.flow import split
-from moesys.kernels.split.proportional import ProportionalTables, proportional_split, proportional_tables
 from moesys.kernels.split.tables import IntArray, SplitTables, entries_of, tables_of
 from moesys.kernels.symmetric.counts import ReceivedCounts
 from moesys.layout import ExpertLayout

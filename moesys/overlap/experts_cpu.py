@@ -19,8 +19,7 @@ from torch import Tensor
 
 from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import NARROW, RowRule, aligned, is_aligned, matmul_rows
-from moesys.kernels.cpu.row_invariant_ops import RowFunction
-from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
+from moesys.kernels.cpu.row_invariant_ops import RowFunction, swiglu, swiglu_backward
 from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.exact_sum import add_on_grid, largest_size, row_sizes
 from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.experts.activation_gradient import activation_gradient
-from moesys.kernels.experts.block_gradient import block_gradient
-from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
+from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, block_gradient, weight_gradient
 from moesys.kernels.routing.routing import Routing, route
 from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
 from moesys.overlap.held_experts import HeldExperts

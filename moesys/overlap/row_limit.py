@@ -39,7 +39,7 @@ def room_for_rows(overlap: MegaKernel, most_tokens: int, top_k: int, num_ranks: 
 
 class RowLimit:
     """The limit of plans that a device makes. ``note``, ``look`` and ``wait`` tell the host, as those of
-    ``kernels.symmetric.signals.Watch`` do. ``members``: the ranks of the group, as errors name them.
+    ``kernels.symmetric.signals.TimeoutWatch`` do. ``members``: the ranks of the group, as errors name them.
     """
 
     def __init__(self, device: torch.device, members: Sequence[int]) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moesys.kernels.experts.block_gradient import RowBlocks, block_gradient
 from moesys.kernels.experts.experts import (
     ExpertMatrices,
     Kept,
@@ -28,7 +27,7 @@ from moesys.kernels.experts.experts import (
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import groups_by_size
-from moesys.kernels.experts.weight_gradient import OrderedGroups
+from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, block_gradient
 from moesys.kernels.routing.routing import Routing
 from moesys.overlap.block_sums import BlockSums, largest_by_slot
 from moesys.overlap.exact_sum import row_sizes_on_device
