@@ -15,8 +15,10 @@ from typing import Annotated
 import typer
 
 from benchmarks.harness.options import Repeats, chosen
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import StepPlan, plan_layer
-from moesys.config import FlowSplit, Fsep, Greedy, MegaKernel, Overlap, Pipelined, Sequential, Strategy, presets
+from moesys.config import Fsep, MegaKernel, Overlap, Pipelined, Sequential, Strategy, presets
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.runs.stopwatch import machine_line, wall_ms

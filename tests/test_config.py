@@ -11,39 +11,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.eplb import Eplb
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.faster_moe import FasterMoe
+from moesys.balance.flex_moe import FlexMoe
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.laer import Laer
+from moesys.balance.llep import Llep
+from moesys.balance.moon_ep import MoonEp
+from moesys.balance.proportional_split import Proportional
+from moesys.balance.quotas import Quotas
+from moesys.balance.static import Static
+from moesys.balance.ultra_ep import UltraEp
 from moesys.config import (
     Adaptive,
     Balance,
     ClusterSpec,
-    CpSat,
     Ema,
     Ep,
-    Eplb,
-    EvenSplit,
-    FasterMoe,
-    FlexMoe,
-    FlowSplit,
     Fsep,
-    Greedy,
-    Laer,
     Last,
-    Llep,
     MegaKernel,
     ModelShape,
     ModelSpec,
-    MoonEp,
     Oracle,
     Overlap,
     Pipelined,
     Predictor,
-    Proportional,
-    Quotas,
     Sequential,
     Sharding,
     Split,
-    Static,
     Strategy,
-    UltraEp,
     WindowMean,
 )
 

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.drawn_layer import Size
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.planners import split_tokens
+from moesys.config import ClusterSpec, MegaKernel
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass

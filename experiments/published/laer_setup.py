@@ -26,7 +26,7 @@ from pydantic import BaseModel
 import moesys as ms
 from experiments.published.drawn_steps import Planning, Scenario
 from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
-from moesys.balance.splits import split_tokens
+from moesys.balance.planners import split_tokens
 from moesys.config import Predictor
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.config.workload import Generated

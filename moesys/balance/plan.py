@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesys.balance.layouts import plan_layout
+from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, LayoutInvariant, MegaKernel, ModelShape, Quotas, Strategy, WithQuotas
+from moesys.config import ClusterSpec, LayoutInvariant, MegaKernel, ModelShape, Strategy
 from moesys.config.member import RECORDED
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.limits import out_of_memory, too_many_rows
@@ -103,11 +102,9 @@ def plan_layer(
             f"the load counts {load.num_experts} experts but num_experts={model.num_experts}; "
             "give one column of tokens_RE an expert"
         )
-    if isinstance(strategy.split, Quotas) and isinstance(strategy.balance, WithQuotas):
-        from moesys.balance.quotas import plan_quotas
-
+    if strategy.split.follows_planner:
         problem = PlanningProblem.of_layout(load, cluster, strategy.slots(model, cluster), model)
-        return LayerPlan(_in_blocks(plan_quotas(problem, strategy.balance), strategy), turn)
+        return LayerPlan(_in_blocks(strategy.balance.token_plan(problem), strategy), turn)
     if layout is None or strategy.lag == 0:
         slots = strategy.early_slots(model, cluster)
         layout = plan_layout(load, cluster, strategy.balance, slots, model=model, strategy=strategy)

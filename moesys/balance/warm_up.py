@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesys.balance.layouts import plan_layout
-from moesys.balance.splits import split_tokens
-from moesys.config import Balance, ClusterSpec, CpSat, Ep, FlowSplit, Greedy, ModelShape, Quotas, Split, Static
+from moesys.balance.planners import plan_layout, split_tokens
+from moesys.config import Balance, ClusterSpec, Ep, ModelShape, Split
 from moesys.load import LoadMatrix
 
 
@@ -20,7 +19,7 @@ def warm_up(balance: Balance | None = None, split: Split | None = None, *, late_
     """
     cluster = ClusterSpec(num_nodes=2, ranks_per_node=2)
     load = LoadMatrix(np.array([[9, 1, 1, 1], [1, 9, 1, 1], [5, 2, 2, 2], [1, 1, 1, 7]]))
-    planner = Greedy() if balance is None or isinstance(balance, Greedy | CpSat) else Static()
+    planner = Balance.class_of("greedy" if balance is None or balance.is_compiled else "static")()
     model = ModelShape(hidden_size=1, intermediate_size=1, num_experts=4, top_k=1)
     layout = plan_layout(load, cluster, planner, 3)
     turned = LoadMatrix(load.tokens_RE[:, ::-1])
@@ -31,5 +30,5 @@ def warm_up(balance: Balance | None = None, split: Split | None = None, *, late_
         layout = fill_late_slots(turned, layout, cluster, model, Ep(), late_slots=1, slots_R=(4,) * 4)
     # One's own may not be made for so small a problem, and has nothing of ours to compile.
     if split is None or split.own_code is None:
-        config = FlowSplit() if split is None or isinstance(split, Quotas) else split
+        config = Split.class_of("flow")() if split is None or split.follows_planner else split
         split_tokens(turned, layout, cluster, config, model=model)

@@ -8,17 +8,14 @@ record alone, which nobody runs, the name may be of a class that is not there.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import reduce
-from operator import or_
-from typing import Annotated, Any, ClassVar, Self, SupportsIndex
+from importlib import import_module
+from typing import Any, ClassVar, Self, SupportsIndex
 
 from pydantic import (
-    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
@@ -35,10 +32,11 @@ RECORDED = {"recorded": True}
 class Member(Declared):
     """Base of ``Balance`` and ``Split``, each of which is the union of what extends it."""
 
-    # Of a union, in its own class: the field that it is for, the method of a class of one's own, and who stands for a
-    # class that is not there.
+    # Of a union, in its own class: the field that it is for, the method of its members, class name and module of
+    # moesys' own by kind, and who stands for a class that is not there.
     union: ClassVar[str]
     method: ClassVar[str]
+    table: ClassVar[dict[str, tuple[str, str]]]
     recorded: ClassVar[type[Member]]
     own_code: ClassVar[OwnCode | None] = None
 
@@ -114,10 +112,16 @@ class Member(Declared):
     # --- the union ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def kinds(cls) -> dict[str, type[Member]]:
-        """moesys' own members of this union, by kind."""
-        members = (member for member in _below(cls) if _is_ours(member))
-        return {kind: member for member in members if (kind := member.model_fields["kind"].default)}
+    def class_of(cls, kind: str) -> type[Self]:
+        """Returns moesys' own member of this kind, whose module is imported now. Raises KeyError for any other kind."""
+        name, module = cls.table[kind]
+        member: type[Self] = getattr(import_module(module), name)
+        return member
+
+    @classmethod
+    def kinds(cls) -> dict[str, type[Self]]:
+        """Returns all of moesys' own members of this union by kind, whose modules are imported now."""
+        return {kind: cls.class_of(kind) for kind in cls.table}
 
     @classmethod
     def own_class(cls, kind: str, digest: str | None = None) -> type[Member] | None:
@@ -133,31 +137,35 @@ class Member(Declared):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        if "union" not in cls.__dict__ or not cls.kinds():
+        if "union" not in cls.__dict__:
             return handler(source)
-        kinds = handler.generate_schema(Annotated[reduce(or_, cls.kinds().values()), Field(discriminator="kind")])
         as_it_is = core_schema.wrap_serializer_function_ser_schema(_as_it_is, schema=core_schema.any_schema())
-        return core_schema.with_info_wrap_validator_function(cls._chosen, kinds, serialization=as_it_is)
+        return core_schema.with_info_plain_validator_function(cls._chosen, serialization=as_it_is)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        found = handler(schema)
-        if "union" not in cls.__dict__ or schema["type"] != "function-wrap":
-            return found
+        if "union" not in cls.__dict__:
+            return handler(schema)
+        members = {kind: member.__pydantic_core_schema__ for kind, member in cls.kinds().items()}
+        found = handler(core_schema.tagged_union_schema(members, "kind"))
         path = {"type": "string", "pattern": "^[^:]+:[^:]+$", "description": "import path of a class of one's own"}
         own = {"type": "object", "properties": {"kind": path}, "required": ["kind"], "additionalProperties": True}
         return {"anyOf": [found, own]}
 
     @classmethod
-    def _chosen(cls, value: Any, of_kind: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    def _chosen(cls, value: Any, info: ValidationInfo) -> Any:
+        """Returns the member that ``value`` is or describes, validated by its own class."""
         if isinstance(value, cls) and (value.own_code is not None or isinstance(value, cls.recorded)):
             return type(value).model_validate(value)
         kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-        if not isinstance(kind, str) or kind in cls.kinds():
-            return of_kind(value)
-        if ":" not in kind or not isinstance(value, dict):
+        if isinstance(kind, str) and kind in cls.table:
+            return cls.class_of(kind).model_validate(value, context=info.context)
+        if not isinstance(value, dict | Member):
+            raise ValueError(f"Input should be a valid dictionary or an instance of ms.{cls.__name__}")
+        kinds = ", ".join(cls.table)
+        if not isinstance(kind, str) or ":" not in kind or not isinstance(value, dict):
             raise ValueError(
-                f"kind={kind!r} is no kind of {cls.union}; use one of {', '.join(cls.kinds())}, or the import path of "
+                f"kind={kind!r} is no kind of {cls.union}; use one of {kinds}, or the import path of "
                 f"a class of your own that extends ms.{cls.__name__}, such as my_planners:RoundRobin"
             )
         recorded = info.context == RECORDED
@@ -168,7 +176,7 @@ class Member(Declared):
         module, _, name = kind.partition(":")
         raise ValueError(
             f"kind={kind!r} names a class that is not imported, and reading a name imports nothing; import {name} from "
-            f"{module} before, where it extends ms.{cls.__name__}, or use one of {', '.join(cls.kinds())}"
+            f"{module} before, where it extends ms.{cls.__name__}, or use one of {kinds}"
         )
 
 
@@ -177,7 +185,7 @@ def _as_it_is(member: Any, serialized: SerializerFunctionWrapHandler) -> Any:
 
 
 def _is_ours(member: type[Member]) -> bool:
-    return member.__module__.startswith("moesys.config.")
+    return member.__module__.startswith("moesys.")
 
 
 def _union_of(member: type[Member]) -> type[Member]:

@@ -24,7 +24,7 @@ class ModelRun(Declared):
 
     model: ModelSpec
     cluster: ClusterSpec
-    strategy: Strategy = Strategy(name="ep")
+    strategy: Strategy = Field({"name": "ep"}, validate_default=True)
     parallelism: Parallelism = Parallelism()
     seq_len: int = Field(4096, ge=1, description="tokens of a sequence")
     micro_batch: int = Field(1, ge=1, description="sequences of a data-parallel rank in a micro-batch")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moesys.config import FlowSplit, Fsep, Strategy, WindowMean
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.config import Fsep, Strategy, WindowMean
 from moesys.tuner.setting import Setting
 from moesys.tuner.space import Space
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.static import Static
 from moesys.config import (
     Balance,
     ClusterSpec,
     Declared,
     Ep,
-    EvenSplit,
     Fsep,
     Last,
     MegaKernel,
@@ -19,7 +20,6 @@ from moesys.config import (
     Predictor,
     Sharding,
     Split,
-    Static,
     Strategy,
 )
 from moesys.limits import out_of_memory

@@ -25,8 +25,11 @@ from benchmarks.kernels.checks import (
 )
 from benchmarks.kernels.drawn_layer import SIZES, Layer, Size, draw_layer, relative_errors
 from benchmarks.kernels.kernels_contest import IN_INTERPRETER, ON_GPU, TOY
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Proportional
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.planners import split_tokens
+from moesys.balance.proportional_split import Proportional
+from moesys.config import ClusterSpec
 from moesys.config.split import Split
 from moesys.kernels.experts.activation_gradient import activation_gradient, activation_gradient_reference
 from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference

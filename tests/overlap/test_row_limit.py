@@ -23,7 +23,7 @@ MEMBERS = [8, 10, 12, 14]
 
 
 def test_a_plan_is_kept_if_it_fits_and_else_none_is():
-    tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), ms.FlowSplit(), "cpu")
+    tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), "cpu")
     limit = RowLimit(torch.device("cpu"), MEMBERS)
     counted = torch.tensor([[5, 7], [5, 4], [5, 5], [5, 2]]), 5
     assert torch.equal(limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, *counted), TOKENS_RP)
@@ -56,7 +56,7 @@ def test_a_plan_is_kept_if_it_fits_and_else_none_is():
 def test_no_token_travels_where_counts_do_not_belong_together(
     origin: tuple[int, int], error: type[Exception] | None, words: str
 ) -> None:
-    tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), ms.FlowSplit(), "cpu")
+    tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), "cpu")
     limit = RowLimit(torch.device("cpu"), MEMBERS)
     origin_R2 = torch.tensor([[5, 7], origin, [5, 5], [5, 2]])
     kept_RP = limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, origin_R2, 5)

@@ -7,7 +7,8 @@ from contextlib import closing
 import pytest
 from tuner_cases import CLUSTERS, EP, SMALL, changed, costs_of, drawn, setting_of
 
-from moesys.config import Fsep, Greedy, MegaKernel, Strategy
+from moesys.balance.greedy.greedy import Greedy
+from moesys.config import Fsep, MegaKernel, Strategy
 from moesys.lab.runs import workers
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.lab.runs.workers import Workers

@@ -23,21 +23,13 @@ from tuner_cases import (
     setting_of,
 )
 
+from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.eplb import Eplb
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import StepPlan, plan_layer
-from moesys.config import (
-    ClusterSpec,
-    CpSat,
-    Ep,
-    Eplb,
-    FlowSplit,
-    Fsep,
-    Greedy,
-    MegaKernel,
-    Pipelined,
-    Sequential,
-    Static,
-    Strategy,
-)
+from moesys.balance.static import Static
+from moesys.config import ClusterSpec, Ep, Fsep, MegaKernel, Pipelined, Sequential, Strategy
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulation
 from moesys.tuner.bounds import load_bound_ms, plan_bound_ms

@@ -10,19 +10,10 @@ import pytest
 from pydantic import ValidationError
 from tuner_cases import CLUSTERS, EP, MODEL, SPACE, changed, memory_of
 
-from moesys.config import (
-    ClusterSpec,
-    EvenSplit,
-    FlowSplit,
-    Fsep,
-    Greedy,
-    Last,
-    MegaKernel,
-    Pipelined,
-    Sequential,
-    Strategy,
-    WindowMean,
-)
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.config import ClusterSpec, Fsep, Last, MegaKernel, Pipelined, Sequential, Strategy, WindowMean
 from moesys.tuner.default_space import default_space
 from moesys.tuner.setting import Setting
 from moesys.tuner.space import Space

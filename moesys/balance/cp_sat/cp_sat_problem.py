@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.balance.flow.flow_split import flow_split
+from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import layout_from_rows, share_key, usable_slots
 from moesys.balance.topology import domains_of, link_domains_of, tokens_by_node
-from moesys.config import CpSat, FlowSplit
+from moesys.config import Within
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
 
@@ -34,13 +34,13 @@ class CpSatProblem:
     supply_NE: IntArray
 
     @classmethod
-    def of(cls, planning: PlanningProblem, config: CpSat) -> CpSatProblem:
+    def of(cls, planning: PlanningProblem, min_replicas: int, replicas_within: Within) -> CpSatProblem:
         supply_NE, tokens_E = tokens_by_node(planning.load.tokens_RE, link_domains_of(planning.cluster))
         return cls(
             planning=planning,
             usable_R=usable_slots(planning.slots_R, planning.load.num_experts),
-            domain_R=domains_of(planning.cluster, config.replicas_within),
-            min_replicas=config.min_replicas,
+            domain_R=domains_of(planning.cluster, replicas_within),
+            min_replicas=min_replicas,
             tokens_E=tokens_E.tolist(),
             supply_NE=supply_NE,
         )
@@ -55,7 +55,7 @@ class CpSatProblem:
 
     def assigned(self, layout: ExpertLayout) -> IntArray:
         """Tokens [R, E] that each rank computes of each expert under the exact split."""
-        plan = flow_split(self.planning.over(layout), FlowSplit(traffic="exact"))
+        plan = FlowSplit(traffic="exact").split(self.planning.over(layout))
         assigned_RE = np.zeros_like(plan.load.tokens_RE)
         np.add.at(assigned_RE, (plan.entries[:, 2], plan.entries[:, 1]), plan.entries[:, 3])
         return assigned_RE

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from moesys.balance.flow.local_first import local_first
 from moesys.balance.flow.min_cost_flow import min_cost_flow
@@ -17,45 +19,82 @@ from moesys.balance.flow.token_routes import route_tokens
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import blocks_of_nodes, levels_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.compiled import compiled
-from moesys.config import ClusterSpec, FlowSplit
+from moesys.config import ClusterSpec
+from moesys.config.split import Split
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moesys.kernels.split.tables import SplitTables
 
 NO_CAP = -1
 # Limits on the busiest rank, over the least there is, that are tried where seconds choose, in percent.
 LIMITS_PERCENT = (101, 102, 105, 110, 120, 140)
 
 
-def flow_split(problem: PlanningProblem, config: FlowSplit) -> TokenPlan:
-    """Returns, of all plans whose busiest rank has ``min_max_load``, one with few tokens between nodes; with
-    ``traffic="exact"`` one with the fewest, and of those the fewest that leave their rank at all.
+class FlowSplit(Split):
+    """Exact: the least maximum load that the layout allows, then little traffic between nodes."""
 
-    ``max_inter_node`` caps the share of tokens between nodes: then the busiest rank has the least load with which the
-    pushed tokens keep the cap, or, where no load does, reach the least traffic there is. ``"seconds"`` tries several
-    limits on that load, from the least to none, and takes the one that costs a step the least (``step_cost``); raises
-    ValueError where the model is not known. ``turn`` rotates remainders. Integers throughout: equal arguments give
-    equal bytes.
-    """
-    load, layout, cluster, turn = problem.load, problem.layout_in_force, problem.cluster, problem.turn
-    node_R = link_domains_of(cluster)
-    level_LR = levels_of(cluster, nodes_of(cluster))
-    if crosses_once(problem.overlap, cluster):
-        level_LR = np.concatenate([level_LR, blocks_of_nodes(node_R)])
-    if config.max_inter_node == "seconds":
-        if problem.model is None:
-            raise ValueError("max_inter_node='seconds' is of a layer's shape; give model, or use a share or None")
-        prices = prices_of(problem.model, cluster, load.total, problem.overlap, problem.units_per_token)
-        if config.traffic == "fast":
-            entries = split_by_cost(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, prices)
+    kind: Literal["flow"] = "flow"
+    traffic: Literal["fast", "exact"] = Field("fast", description="traffic almost the least, or the least there is")
+    max_inter_node: Annotated[float, Field(ge=0, le=1)] | Literal["seconds"] | None = Field(
+        None,
+        description="share of the routed tokens that may leave their node, before balance; None: any; seconds: what "
+        "takes a step the fewest",
+    )
+
+    @property
+    def on_device(self) -> bool:
+        return self.traffic == "fast" and self.max_inter_node is None
+
+    def device_split(
+        self, tables: SplitTables, layout: ExpertLayout, cluster: ClusterSpec
+    ) -> Callable[[Tensor, int], Tensor]:
+        if self.traffic != "fast":
+            raise ValueError(
+                f"traffic={self.traffic!r} is solved on the host only; use traffic='fast', or split_tokens"
+            )
+        if self.max_inter_node is not None:
+            raise ValueError(
+                f"max_inter_node={self.max_inter_node} takes a search over limits, which runs on the host only; "
+                "use max_inter_node=None, or split_tokens"
+            )
+        from moesys.kernels.split.flow import split
+
+        return lambda tokens_RE, turn: split(tokens_RE, tables, turn).tokens_RP
+
+    def split(self, problem: PlanningProblem) -> TokenPlan:
+        """Returns, of all plans whose busiest rank has ``min_max_load``, one with few tokens between nodes; with
+        ``traffic="exact"`` one with the fewest, and of those the fewest that leave their rank at all.
+
+        ``max_inter_node`` caps the share of tokens between nodes: then the busiest rank has the least load with which
+        the pushed tokens keep the cap, or, where no load does, reach the least traffic there is. ``"seconds"`` tries
+        several limits on that load, from the least to none, and takes the one that costs a step the least
+        (``step_cost``); raises ValueError where the model is not known. ``turn`` rotates remainders. Integers
+        throughout: equal arguments give equal bytes.
+        """
+        load, layout, cluster, turn = problem.load, problem.layout_in_force, problem.cluster, problem.turn
+        node_R = link_domains_of(cluster)
+        level_LR = levels_of(cluster, nodes_of(cluster))
+        if crosses_once(problem.overlap, cluster):
+            level_LR = np.concatenate([level_LR, blocks_of_nodes(node_R)])
+        if self.max_inter_node == "seconds":
+            if problem.model is None:
+                raise ValueError("max_inter_node='seconds' is of a layer's shape; give model, or use a share or None")
+            prices = prices_of(problem.model, cluster, load.total, problem.overlap, problem.units_per_token)
+            if self.traffic == "fast":
+                entries = split_by_cost(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, prices)
+                return TokenPlan.by_construction(entries, load, layout)
+            limit = cheapest_limit(load.tokens_RE, layout.expert_RS, node_R, turn, prices)
+            return _exact(load, layout, cluster, limit, level_LR)
+        cap = NO_CAP if self.max_inter_node is None else int(Fraction(str(self.max_inter_node)) * load.total)
+        if self.traffic == "fast":
+            entries = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
             return TokenPlan.by_construction(entries, load, layout)
-        limit = cheapest_limit(load.tokens_RE, layout.expert_RS, node_R, turn, prices)
+        limit = least_limit(load.tokens_RE, layout.expert_RS, node_R, turn, cap)
         return _exact(load, layout, cluster, limit, level_LR)
-    cap = NO_CAP if config.max_inter_node is None else int(Fraction(str(config.max_inter_node)) * load.total)
-    if config.traffic == "fast":
-        entries = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
-        return TokenPlan.by_construction(entries, load, layout)
-    limit = least_limit(load.tokens_RE, layout.expert_RS, node_R, turn, cap)
-    return _exact(load, layout, cluster, limit, level_LR)
 
 
 def _exact(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, limit: int, level_LR: IntArray) -> TokenPlan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from ortools.graph.python.max_flow import SimpleMaxFlow
 
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
@@ -85,6 +84,8 @@ def _hardest_set(tokens_E: IntArray, holds_RE: np.ndarray) -> tuple[int, np.ndar
     share_F = -(-tokens_F // holders_E[free])
     if int(share_F.max()) > limit:
         limit, in_set_R = int(share_F.max()), holds_RF[:, int(share_F.argmax())]
+
+    from ortools.graph.python.max_flow import SimpleMaxFlow
 
     num_ranks, num_free = holds_RF.shape
     source, sink, first_rank = num_free + num_ranks, num_free + num_ranks + 1, num_free

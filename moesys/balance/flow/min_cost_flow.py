@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from ortools.graph.python.min_cost_flow import SimpleMinCostFlow
 
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
@@ -65,6 +64,8 @@ def _cheapest_assignment(tokens_RE: IntArray, holds_RE: np.ndarray, room_R: IntA
     tail, head, capacity = (np.concatenate([arc[field] for arc in arcs]) for field in range(3))
     cost = np.concatenate([np.full(len(arc[0]), arc[3]) for arc in arcs])
     used = capacity > 0
+
+    from ortools.graph.python.min_cost_flow import SimpleMinCostFlow
 
     graph = SimpleMinCostFlow()
     numbers = graph.add_arcs_with_capacity_and_unit_cost(

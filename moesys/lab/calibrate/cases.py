@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, DType, EvenSplit, ModelShape
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.planners import split_tokens
+from moesys.config import ClusterSpec, DType, ModelShape
 from moesys.cost import ExpertPass, attention_rate, elementwise_seconds, pass_seconds
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.layout import ExpertLayout, TokenPlan

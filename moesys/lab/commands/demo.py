@@ -18,19 +18,11 @@ import os
 import sys
 from pathlib import Path
 
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import StepPlan
 from moesys.balance.replay import replay_steps
-from moesys.config import (
-    Ep,
-    FlowSplit,
-    Fsep,
-    Greedy,
-    LayoutInvariant,
-    Ordered,
-    Pipelined,
-    Strategy,
-    presets,
-)
+from moesys.config import Ep, Fsep, LayoutInvariant, Ordered, Pipelined, Strategy, presets
 from moesys.config.experiment import Experiment
 from moesys.config.hub_config import read_config
 from moesys.config.reduction import Reduction

@@ -11,13 +11,14 @@ from itertools import islice
 
 import numpy as np
 
+from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.plan import LayerPlan, StepPlan, why_not
+from moesys.balance.planners import split_tokens
 from moesys.balance.predictors import window
 from moesys.balance.replay import Replan, Replayed, replay_layer
 from moesys.balance.seconds_certificate import certify_seconds
-from moesys.balance.splits import split_tokens
-from moesys.config import EvenSplit, Oracle, Strategy
+from moesys.config import Oracle, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Measured, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds

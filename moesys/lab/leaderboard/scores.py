@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.greedy.relabelling import num_moves
 from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.balance.predictors import measured_drift
 from moesys.balance.replay import replay_layer
-from moesys.config import BYTES_PER_GB, Greedy, Strategy
+from moesys.config import BYTES_PER_GB, Strategy
 from moesys.cost import restore_bytes
 from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
 from moesys.lab.leaderboard.workloads import RoutingSetting

@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from moesys.__main__ import app
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import StepPlan, plan_layer
 from moesys.balance.replay import replay_steps
-from moesys.config import ClusterSpec, Fsep, Greedy, MegaKernel, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.commands.explain import explain_command

@@ -8,21 +8,12 @@ import numpy as np
 import pytest
 from lab_cases import experiment
 
-from moesys.balance.layouts import plan_layout
-from moesys.balance.splits import split_tokens
-from moesys.config import (
-    ClusterSpec,
-    Ep,
-    Eplb,
-    EvenSplit,
-    FlowSplit,
-    Fsep,
-    Greedy,
-    ModelShape,
-    Pipelined,
-    Strategy,
-    WindowMean,
-)
+from moesys.balance.eplb import Eplb
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.planners import plan_layout, split_tokens
+from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Pipelined, Strategy, WindowMean
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.explanation.explanation import explain

@@ -16,20 +16,17 @@ import pytest
 from typer.testing import CliRunner
 
 from moesys.__main__ import app
-from moesys.config import (
-    ClusterSpec,
-    Eplb,
-    EvenSplit,
-    FlexMoe,
-    FlowSplit,
-    Greedy,
-    Laer,
-    ModelShape,
-    MoonEp,
-    Quotas,
-    Static,
-    UltraEp,
-)
+from moesys.balance.eplb import Eplb
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flex_moe import FlexMoe
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.laer import Laer
+from moesys.balance.moon_ep import MoonEp
+from moesys.balance.quotas import Quotas
+from moesys.balance.static import Static
+from moesys.balance.ultra_ep import UltraEp
+from moesys.config import ClusterSpec, ModelShape
 from moesys.config.workload import Generated
 from moesys.lab.commands import leaderboard
 from moesys.lab.leaderboard import results, workloads
@@ -329,7 +326,10 @@ def test_a_split_of_one_s_own_goes_over_all_layouts(tmp_path: Path) -> None:
         ('{"kind"', "is not valid JSON"),
         ("nowhere.py:Mine", "nowhere.py is not a file; give the file that has Mine"),
         ("no.such.module:Mine", "kind='no.such.module:Mine' cannot be imported: ModuleNotFoundError"),
-        ("moesys.config:Greedy", "kind='moesys.config:Greedy' is no class of your own that extends ms.Balance"),
+        (
+            "moesys.balance.static:Static",
+            "kind='moesys.balance.static:Static' is no class of your own that extends ms.Balance",
+        ),
     ],
 )
 def test_what_is_no_planner_is_refused(text: str, message: str) -> None:
@@ -366,7 +366,8 @@ def test_a_trace_is_replayed_alone_under_other_conditions(tmp_path: Path) -> Non
     drawn = Generated(num_layers=1, tokens_per_rank=64, warmup=0, steps=9, drift=0.5)
     save_trace(generate(drawn, 4, 16, 4, 0), tmp_path / "ours.npz")
     shape = {"num_local_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64, "intermediate_size": 32}
-    fields = {"model_type": "mixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99, **shape}
+    fields = {"model_type": "mixtral", "num_hidden_layers": 1, "vocab_size": 99, **shape}
+    fields |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     arguments = ["--seeds", "1", "--trace", str(tmp_path / "ours.npz"), "--traces-only", "--cluster", "2x2"]
     arguments += ["--model", str(tmp_path / "config.json"), "--planner", '{"kind": "greedy", "effort": 4}']

@@ -4,42 +4,67 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import common_shares, layout_from_rows, share_key
-from moesys.config import ClusterSpec, Eplb
+from moesys.config import ClusterSpec
+from moesys.config.balance import Balance
 from moesys.layout import ExpertLayout
 
 
-def eplb_layout(problem: PlanningProblem, config: Eplb) -> ExpertLayout:
-    """Replicates the expert with the most tokens a replica until the slots are used, then packs the heaviest replica
-    first onto the least loaded rank with a free slot.
+class Eplb(Balance):
+    """DeepSeek's EPLB: replicate the heaviest expert per replica, then pack the heaviest first.
 
-    ``hierarchical`` first packs the ``num_groups`` groups of consecutive experts onto nodes, heaviest group first,
-    equally many a node; then it replicates and packs inside each node as if there were no other.
-
-    The counts of replicas make the heaviest replica as light as it can be; the packing is a heuristic. Where tokens
-    come from is ignored, and two replicas of an expert may meet on one rank: so does the original
-    (https://github.com/deepseek-ai/EPLB, rebalance_experts). It needs equal slots and floating point; here the global
-    form takes any slots, and shares are compared exactly, ties by lowest index.
-
-    Raises ValueError where experts, groups, nodes and slots do not divide as the hierarchical form needs it.
+    ``hierarchical``: groups of experts are packed to nodes first, and an expert's replicas stay inside one node.
     """
-    load, cluster, slots_R = problem.load, problem.cluster, problem.slots_R
-    tokens_E = load.tokens_E.tolist()
-    if not config.hierarchical:
-        return layout_from_rows(_replicated_and_packed(tokens_E, slots_R), slots_R, load.num_experts)
-    _check_hierarchy(load.num_experts, cluster, slots_R, config.num_groups)
-    group_size, ranks_a_node = load.num_experts // config.num_groups, cluster.node_sizes[0]
-    tokens_G = [sum(tokens_E[first : first + group_size]) for first in range(0, load.num_experts, group_size)]
-    groups_a_node = config.num_groups // cluster.num_nodes
-    rows: list[list[int]] = []
-    for groups in packed(tokens_G, [groups_a_node] * cluster.num_nodes):
-        experts = [expert for group in groups for expert in range(group * group_size, (group + 1) * group_size)]
-        tokens = [tokens_E[expert] for expert in experts]
-        node_rows = _replicated_and_packed(tokens, slots_R[:ranks_a_node])
-        rows += [[experts[local] for local in row] for row in node_rows]
-    return layout_from_rows(rows, slots_R, load.num_experts)
+
+    kind: Literal["eplb"] = "eplb"
+    num_groups: int = Field(
+        1, ge=1, description="groups of consecutive experts; hierarchical only, a multiple of nodes"
+    )
+    hierarchical: bool = Field(False, description="groups to nodes, replicas inside a node, then ranks")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_groups > 1 and not self.hierarchical:
+            raise ValueError(
+                f"num_groups={self.num_groups} means nothing to EPLB's global form; "
+                "use hierarchical=True or num_groups=1"
+            )
+        return self
+
+    def layout(self, problem: PlanningProblem) -> ExpertLayout:
+        """Replicates the expert with the most tokens a replica until the slots are used, then packs the heaviest
+        replica first onto the least loaded rank with a free slot.
+
+        ``hierarchical`` first packs the ``num_groups`` groups of consecutive experts onto nodes, heaviest group first,
+        equally many a node; then it replicates and packs inside each node as if there were no other.
+
+        The counts of replicas make the heaviest replica as light as it can be; the packing is a heuristic. Where tokens
+        come from is ignored, and two replicas of an expert may meet on one rank: so does the original
+        (https://github.com/deepseek-ai/EPLB, rebalance_experts). It needs equal slots and floating point; here the
+        global form takes any slots, and shares are compared exactly, ties by lowest index.
+
+        Raises ValueError where experts, groups, nodes and slots do not divide as the hierarchical form needs it.
+        """
+        load, cluster, slots_R = problem.load, problem.cluster, problem.slots_R
+        tokens_E = load.tokens_E.tolist()
+        if not self.hierarchical:
+            return layout_from_rows(_replicated_and_packed(tokens_E, slots_R), slots_R, load.num_experts)
+        _check_hierarchy(load.num_experts, cluster, slots_R, self.num_groups)
+        group_size, ranks_a_node = load.num_experts // self.num_groups, cluster.node_sizes[0]
+        tokens_G = [sum(tokens_E[first : first + group_size]) for first in range(0, load.num_experts, group_size)]
+        groups_a_node = self.num_groups // cluster.num_nodes
+        rows: list[list[int]] = []
+        for groups in packed(tokens_G, [groups_a_node] * cluster.num_nodes):
+            experts = [expert for group in groups for expert in range(group * group_size, (group + 1) * group_size)]
+            tokens = [tokens_E[expert] for expert in experts]
+            node_rows = _replicated_and_packed(tokens, slots_R[:ranks_a_node])
+            rows += [[experts[local] for local in row] for row in node_rows]
+        return layout_from_rows(rows, slots_R, load.num_experts)
 
 
 def heaviest_replicated(tokens_E: Sequence[int], num_replicas: int) -> list[int]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
-from moesys.balance.baselines.borrowed import Row, borrowed_plan, spare_slots
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.config import UltraEp
+from moesys.balance.quotas import QuotaPlanner, Row, borrowed_plan, spare_slots
 from moesys.layout import TokenPlan, owner_of_experts
 from moesys.load import IntArray
 
@@ -17,40 +18,50 @@ PROBES = 4
 RETRIES = 2
 
 
-def ultra_ep_plan(problem: PlanningProblem, config: UltraEp) -> TokenPlan:
-    """Plans each domain of the cluster by itself: copies stay where the fastest links are.
-
-    *Greedy* for a threshold: ranks from the most tokens down, and the experts at home of each likewise, at ties the
-    lower first. While a rank has more than the threshold, it gives as much of an expert as it must, as the receiver has
-    room for below the threshold, and as leaves the home one token; to the rank with most room that has a free slot and
-    no copy of it. A piece below the least piece is not given, and the next expert is tried.
-
-    *Search*: with the mean, rounded up, times 1 + ``tolerance``, and twice with a hundredth of the busiest rank more,
-    where the least piece is the rank's need over the ranks that could take some. If all fail, the least threshold
-    from the mean, rounded up, to the busiest rank, with ``min_tokens`` as the least piece.
-
-    *Sources*: a rank that holds an expert computes its own tokens up to its quota. Each source spreads what it has left
-    over what is left of quotas, in proportion, by floors and largest remainders, at ties to the lower rank. Every
-    source rounds for itself, so that a rank may end some tokens off its quota.
-
-    Source: Dots-Infra/UltraEP v1.0.0, csrc/kernels/placement.cu and README. The kernel's search probes four thresholds
-    at a time with warps, and the greedy need not be monotone; our reading keeps the range above the greatest probe that
-    fails below the least that does not. Where no threshold is feasible everything stays at home.
+class UltraEp(QuotaPlanner):
+    """UltraEP (arXiv 2606.04101) as a baseline: experts at home, copies inside a domain, the least threshold that a
+    greedy reaches; for ``lag=0``.
     """
-    load = problem.load
-    home_E, tokens_E = owner_of_experts(load.num_experts, load.num_ranks), load.tokens_E
-    spare_R = spare_slots(problem)
-    quota_RE = np.zeros((load.num_ranks, load.num_experts), dtype=np.int64)
-    quota_RE[home_E, range(load.num_experts)] = tokens_E
-    domain_R = np.array(problem.cluster.domain_of_rank)
-    for domain in range(domain_R[-1] + 1):
-        _Domain(np.flatnonzero(domain_R == domain).tolist(), quota_RE, spare_R, config).level()
-    rows = (
-        row
-        for expert in range(load.num_experts)
-        for row in _by_source(expert, load.tokens_RE[:, expert].tolist(), quota_RE[:, expert].tolist())
-    )
-    return borrowed_plan(problem, quota_RE, rows)
+
+    kind: Literal["ultra_ep"] = "ultra_ep"
+    tolerance: float = Field(0.01, ge=0, description="above the mean, of the first threshold tried")
+    min_tokens: int = Field(1024, ge=1, description="the least piece, where a threshold has to be searched for")
+
+    def token_plan(self, problem: PlanningProblem) -> TokenPlan:
+        """Plans each domain of the cluster by itself: copies stay where the fastest links are.
+
+        *Greedy* for a threshold: ranks from the most tokens down, and the experts at home of each likewise, at ties the
+        lower first. While a rank has more than the threshold, it gives as much of an expert as it must, as the receiver
+        has room for below the threshold, and as leaves the home one token; to the rank with most room that has a free
+        slot and no copy of it. A piece below the least piece is not given, and the next expert is tried.
+
+        *Search*: with the mean, rounded up, times 1 + ``tolerance``, and twice with a hundredth of the busiest rank
+        more, where the least piece is the rank's need over the ranks that could take some. If all fail, the least
+        threshold from the mean, rounded up, to the busiest rank, with ``min_tokens`` as the least piece.
+
+        *Sources*: a rank that holds an expert computes its own tokens up to its quota. Each source spreads what it has
+        left over what is left of quotas, in proportion, by floors and largest remainders, at ties to the lower rank.
+        Every source rounds for itself, so that a rank may end some tokens off its quota.
+
+        Source: Dots-Infra/UltraEP v1.0.0, csrc/kernels/placement.cu and README. The kernel's search probes four
+        thresholds at a time with warps, and the greedy need not be monotone; our reading keeps the range above the
+        greatest probe that fails below the least that does not. Where no threshold is feasible everything stays at
+        home.
+        """
+        load = problem.load
+        home_E, tokens_E = owner_of_experts(load.num_experts, load.num_ranks), load.tokens_E
+        spare_R = spare_slots(problem)
+        quota_RE = np.zeros((load.num_ranks, load.num_experts), dtype=np.int64)
+        quota_RE[home_E, range(load.num_experts)] = tokens_E
+        domain_R = np.array(problem.cluster.domain_of_rank)
+        for domain in range(domain_R[-1] + 1):
+            _Domain(np.flatnonzero(domain_R == domain).tolist(), quota_RE, spare_R, self).level()
+        rows = (
+            row
+            for expert in range(load.num_experts)
+            for row in _by_source(expert, load.tokens_RE[:, expert].tolist(), quota_RE[:, expert].tolist())
+        )
+        return borrowed_plan(problem, quota_RE, rows)
 
 
 class _Domain:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Literal
 
-from moesys.balance.baselines.even_split import even_split
+from pydantic import Field
+
+from moesys.balance.even_split import EvenSplit
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import common_shares, layout_from_rows, share_key
-from moesys.config import ClusterSpec, EvenSplit, Laer
+from moesys.config import ClusterSpec
+from moesys.config.balance import Balance
 from moesys.layout import ExpertLayout
 
 # Both constants are the defaults of the published C++ planner (greedy_balancer.cpp): hidden size 4096 in bfloat16, and
@@ -22,29 +26,35 @@ PASSES_OF_COMMUNICATION = 4
 PASSES_OF_COMPUTATION = 4
 
 
-def laer_layout(problem: PlanningProblem, config: Laer) -> ExpertLayout:
-    """Places and scores each candidate's replica counts; returns the cheapest layout, the first one at equal cost.
+class Laer(Balance):
+    """LAER-MoE's planner: candidate replica counts, placement that spreads over nodes, the cheaper one by its cost."""
 
-    ``even`` gives every expert the same count and is a candidate only where experts divide the slots;
-    ``proportional`` always is one, so it is the fall-back when no listed candidate can be used. Placement knows loads
-    and nodes, not where tokens come from; two replicas of an expert may meet on one rank. Unlike the original, any
-    number of nodes, ranks a node and slots is planned for (it hangs below 8 ranks), and the score counts tokens
-    exactly (it emits up to 0.2 % more than there are).
-    """
-    load, cluster, slots_R = problem.load, problem.cluster, problem.slots_R
-    tokens_E = load.tokens_E.tolist()
-    counts = []
-    for candidate in config.candidates:
-        if candidate == "proportional":
+    kind: Literal["laer"] = "laer"
+    candidates: tuple[Literal["even", "proportional"], ...] = Field(("even", "proportional"), min_length=1)
+
+    def layout(self, problem: PlanningProblem) -> ExpertLayout:
+        """Places and scores each candidate's replica counts; returns the cheapest layout, the first one at equal cost.
+
+        ``even`` gives every expert the same count and is a candidate only where experts divide the slots;
+        ``proportional`` always is one, so it is the fall-back when no listed candidate can be used. Placement knows
+        loads and nodes, not where tokens come from; two replicas of an expert may meet on one rank. Unlike the
+        original, any number of nodes, ranks a node and slots is planned for (it hangs below 8 ranks), and the score
+        counts tokens exactly (it emits up to 0.2 % more than there are).
+        """
+        load, cluster, slots_R = problem.load, problem.cluster, problem.slots_R
+        tokens_E = load.tokens_E.tolist()
+        counts = []
+        for candidate in self.candidates:
+            if candidate == "proportional":
+                counts.append(proportional_replicas(tokens_E, sum(slots_R), cluster.num_nodes))
+            elif sum(slots_R) % load.num_experts == 0:
+                counts.append([sum(slots_R) // load.num_experts] * load.num_experts)
+        if not counts:
             counts.append(proportional_replicas(tokens_E, sum(slots_R), cluster.num_nodes))
-        elif sum(slots_R) % load.num_experts == 0:
-            counts.append([sum(slots_R) // load.num_experts] * load.num_experts)
-    if not counts:
-        counts.append(proportional_replicas(tokens_E, sum(slots_R), cluster.num_nodes))
-    layouts = [_place(tokens_E, replicas_E, slots_R, cluster) for replicas_E in counts]
-    if len(layouts) == 1:
-        return layouts[0]
-    return min(layouts, key=lambda layout: laer_seconds(problem.over(layout)))
+        layouts = [_place(tokens_E, replicas_E, slots_R, cluster) for replicas_E in counts]
+        if len(layouts) == 1:
+            return layouts[0]
+        return min(layouts, key=lambda layout: laer_seconds(problem.over(layout)))
 
 
 def proportional_replicas(tokens_E: Sequence[int], num_slots: int, num_nodes: int) -> list[int]:
@@ -105,7 +115,7 @@ def laer_seconds(problem: PlanningProblem) -> Fraction:
     Communication is summed over all sources while computation takes the busiest rank, and every source is given its
     node's whole bandwidth: the original's objective, kept as it is. Exact, so that no rounding picks a layout.
     """
-    cluster, plan = problem.cluster, even_split(problem, EvenSplit())
+    cluster, plan = problem.cluster, EvenSplit().split(problem)
     source, _, destination, tokens = plan.entries.T
     inter_tokens = plan.inter_node_tokens(cluster.node_of_rank)
     intra_tokens = int(tokens[source != destination].sum()) - inter_tokens
