@@ -39,7 +39,7 @@ from moesys.torch_private import hooks_of, unseen_by_selective_checkpoints
 def implementation_of(strategy: Strategy) -> type[EPImplementation]:
     """Returns the class whose instances run experts modules under ``strategy``.
 
-    Raises ValueError where transformers' models cannot.
+    Raises ValueError if transformers' models cannot run it.
     """
     check(strategy)
     newest = _Model(None)
@@ -73,8 +73,8 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
 
 
 class _Model:
-    """What the layers of one model share, which transformers gives all the same mesh: numbers from 0 on, and memory, as
-    they take turns.
+    """State that the layers of one model share, to all of which transformers gives the same mesh: their numbers from 0
+    on, and memory, which they use in turn.
     """
 
     def __init__(self, ep_mesh: DeviceMesh | None) -> None:
@@ -83,7 +83,7 @@ class _Model:
 
 @unseen_by_selective_checkpoints
 def run(experts: Experts, training: bool, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Returns y [T, H] in x's dtype, computed in autocast's or else in that of the experts."""
+    """Returns y [T, H] in x's dtype, computed in the dtype of autocast, or else in that of the experts."""
     experts.training = training
     dtype = compute_dtype(experts.store.masters.local()[0])
     # A copy, as experts' output lies in a page, and FSDP loses its hooks where a model adds to such a view in place.
@@ -277,9 +277,11 @@ def _top_k(config: Any) -> int:
 
 
 def add_late(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], num_batches: int) -> None:
-    """Adds ``gradients``, sums over the ranks of an expert group, to ``.grad`` of sharded ``parameters``: summed over
-    all groups in the parameters' dtype, of which each rank keeps its part, and as the mean over ``num_batches``. A
-    collective of those groups.
+    """Adds ``gradients``, which arrive when FSDP is past their layer, to ``.grad`` of sharded ``parameters``, as FSDP
+    would have done. A collective of all expert groups.
+
+    ``gradients`` are sums over the ranks of one expert group. They are summed over all groups in the parameters' dtype
+    and divided by ``num_batches``, and each rank keeps its part.
     """
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if not parameter.requires_grad:

@@ -45,8 +45,8 @@ def register(strategy: Strategy | None = None) -> str:
     With a ``strategy``, ``DistributedConfig(ep_implementation="moesys", ...)`` runs models under it: those that are
     made from now on, until another strategy is registered.
 
-    Raises ImportError without transformers or with one that is too old, ValueError where transformers' models cannot
-    run the strategy.
+    Raises ImportError if transformers is missing or too old, and ValueError if transformers' models cannot run the
+    strategy.
     """
     check_transformers()
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
@@ -54,7 +54,7 @@ def register(strategy: Strategy | None = None) -> str:
     if NAME not in ALL_EXPERTS_FUNCTIONS:
         ExpertsInterface.register(NAME, partial(experts_forward, PagePool()))
     if strategy is not None:
-        # Here, as one rank needs none of it.
+        # Imported here, because one rank needs none of it.
         from transformers.distributed.expert_parallel import EPImplementationInterface
 
         from moesys.hf.expert_parallel import implementation_of
@@ -64,7 +64,7 @@ def register(strategy: Strategy | None = None) -> str:
 
 
 def check_transformers() -> None:
-    """Raises ImportError without transformers or with one that is too old."""
+    """Raises ImportError if transformers is missing or too old."""
     try:
         import transformers
     except ImportError as error:
@@ -116,10 +116,11 @@ def _by_rows(
 
 
 class ModuleFunction(torch.autograd.Function):
-    """y [T, H] from x [T, H], routing weights and experts [T, K], and all parameters of the experts.
+    """The autograd function of an experts module: y [T, H] from x [T, H], routing weights and experts [T, K], and all
+    parameters of the module.
 
-    Saves x, pre-activations and the routing. What else backward needs it computes again: a routing weight's gradient is
-    the product of what comes back through the down projection with the activation (SonicMoE's dataflow).
+    It saves x, the pre-activations and the routing, and recomputes what else backward needs: the gradient of a routing
+    weight is the product of the activation and the gradient behind the down projection (SonicMoE's dataflow).
     """
 
     @staticmethod
@@ -160,10 +161,10 @@ class ModuleFunction(torch.autograd.Function):
 
 
 class _Call:
-    """An experts module in the terms of ``CpuExperts``, for one direction.
+    """One forward or backward pass of an experts module by ``CpuExperts``.
 
-    ``parameters``: up and down, their biases if there are any, and those of activation and norm. ``gradients``: where
-    theirs are written, None where nobody wants them.
+    ``parameters``: up and down, their biases if there are any, and those of activation and norm. ``gradients``: the
+    tensors that their gradients are written to; None for a gradient that is not needed.
     """
 
     def __init__(
@@ -222,7 +223,9 @@ class _Call:
         return dx_TH, dweight_M.view_as(weight_TK).to(weight_TK.dtype)
 
     def _weights(self, rows: ChunkRows, weight_TK: Tensor) -> Tensor:
-        """Returns wide routing weights [T, K]. That of a choice that has no row may be anything, and becomes zero."""
+        """Returns wide routing weights [T, K]. The weight of a choice without a row may be anything, and
+        becomes zero.
+        """
         has_row_TK = (rows.return_M < rows.num_rows - 1).view_as(weight_TK)
         return torch.where(has_row_TK, weight_TK.to(self.wide), 0)
 
@@ -235,8 +238,8 @@ def _token_of_choice(weight_TK: Tensor) -> Tensor:
 def expert_rows(index_TK: Tensor, num_experts: int, min_rows: int) -> ChunkRows:
     """Returns the rows of all experts, each expert's padded to the least number that a ``RowRule`` allows.
 
-    A choice t·K + k is an arrival. Behind the rows of experts lies one that no expert has, for choices of experts that
-    are not here.
+    A choice t·K + k is an arrival. Behind the rows of experts lies one row without an expert, for choices of experts
+    that the module does not have.
     """
     routing = route_reference(index_TK, num_experts)
     first_E, valid_E = routing.first_G1[:-1].long(), routing.first_G1.diff().long()

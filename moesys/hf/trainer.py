@@ -25,7 +25,7 @@ from moesys.moe.planning_state import PlanningState
 from moesys.moe.watch import Watch
 from moesys.step_lines import StepLine
 
-# What the trainer logs of a step, besides its speed.
+# The values that the trainer logs of a step, besides its speed.
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
 
 
@@ -47,10 +47,10 @@ class WatchCallback(TrainerCallback):
         self._reports = False
 
     def report_with(self, trainer: Trainer) -> None:
-        """Adds ``moe_load_p95`` and the like, of all layers together (``StepLine.of_all_layers``), to what ``trainer``
-        logs of a step with its loss: to its ``log_history``, and wherever ``report_to`` says.
+        """Adds ``moe_load_p95`` and other values of all layers together (``StepLine.of_all_layers``) to what
+        ``trainer`` logs of a step with its loss: to its ``log_history``, and wherever ``report_to`` says.
 
-        It becomes the first of the callbacks, as those of ``report_to`` are called before all that a person adds.
+        The callback becomes the first one, because those of ``report_to`` are called before all that a user adds.
         """
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
@@ -62,7 +62,7 @@ class WatchCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
         model: nn.Module = others["model"]
-        # A training before this one may have raised.
+        # An earlier training may have raised an error.
         self._close()
         self._watch = Watch(model, self.folder, every=self.every, tensorboard=self.tensorboard)
 
@@ -86,7 +86,7 @@ class WatchCallback(TrainerCallback):
         if self._reports and self._line is not None and "loss" in logs:
             of_layers = {f"moe_{name}": value for name, value in self._line.of_all_layers().items()}
             logs |= of_layers
-            # A copy of what is logged, made before.
+            # This is a copy of what is logged, which was made before.
             state.log_history[-1] |= of_layers
         self._logged |= {name: value for name, value in logs.items() if name in LOGGED}
 
@@ -105,9 +105,9 @@ class WatchCallback(TrainerCallback):
         self._watch = None
 
 
-# In a checkpoint's folder, beside the weights as the hub has them.
+# The folder in a checkpoint's folder that lies beside the weights in the format of the hub.
 FOLDER = "training"
-# By names of parameters, so that groups of the optimizer may be others when it is loaded.
+# State is stored by names of parameters, so that the optimizer may have other groups when it is loaded.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
