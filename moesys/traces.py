@@ -35,6 +35,10 @@ FORMAT_VERSION = 1
 LARGEST_PRODUCT = 2**62
 
 FloatArray = npt.NDArray[np.float64]
+_RANK_FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")
+T = TypeVar("T")
+# Of a layer in Megatron: "decoder" or "mtp", which of the MTP blocks, and its number.
+_Layer = tuple[str, int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,10 +255,7 @@ def _draw(rng: np.random.Generator, log_RE: FloatArray, num_tokens: int, top_k: 
     return tokens_RE
 
 
-_RANK_FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")
-T = TypeVar("T")
-# Of a layer in Megatron: "decoder" or "mtp", which of the MTP blocks, and its number.
-_Layer = tuple[str, int, int]
+# --- traces that other tools recorded ----------------------------------------------------------------------
 
 
 def megatron_trace(folder: str | Path, num_experts: int) -> Trace:

@@ -35,6 +35,29 @@ from transformers.core_model_loading import (
 
 from moesys.hf.experts_module import DTYPES, ExpertsModule, is_experts
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# What else lies in a folder goes along with the model: configuration, tokenizer, licence.
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
+DTYPE_OF = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
+
 
 def skeleton(config: Any) -> Any:
     """Returns a model of the config's architecture, on the meta device. Raises ValueError for one that is not known."""
@@ -150,30 +173,6 @@ def _of_one(conversion: WeightTransform, expert: int) -> WeightTransform:
         return conversion
     sources = [pattern.replace(".*.", f".{expert}.") for pattern in conversion.source_patterns]
     return conversion.copy(sources, list(conversion.target_patterns), operations=conversion.operations)
-
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-# What else lies in a folder goes along with the model: configuration, tokenizer, licence.
-WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
-DTYPE_OF = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
 
 
 def other_files(folder: Path) -> list[Path]:

@@ -21,6 +21,8 @@ from moesys.moe.replayed_ids import Ids
 from moesys.moe.router import SUM_EPS, Router
 from moesys.moe.routing_replay import ForwardHook, ReplayableRouter, recorded, replayed
 
+WeightsAt = Callable[[Any, Tensor, Tensor], Tensor]
+
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[list[Tensor]]:
@@ -61,9 +63,6 @@ def replay_routing(model: nn.Module, expert_LTK: Ids | Sequence[Ids]) -> Iterato
     """
     with replayed(routers_of(model), experts_of(model), expert_LTK):
         yield
-
-
-WeightsAt = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 def routers_of(model: nn.Module) -> list[ReplayableRouter]:

@@ -27,6 +27,10 @@ from moesys.step_lines import StepLine
 
 # The values that the trainer logs of a step, besides its speed.
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+# The folder in a checkpoint's folder that lies beside the weights in the format of the hub.
+FOLDER = "training"
+# State is stored by names of parameters, so that the optimizer may have other groups when it is loaded.
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class WatchCallback(TrainerCallback):
@@ -103,12 +107,6 @@ class WatchCallback(TrainerCallback):
         if self._watch is not None:
             self._watch.close()
         self._watch = None
-
-
-# The folder in a checkpoint's folder that lies beside the weights in the format of the hub.
-FOLDER = "training"
-# State is stored by names of parameters, so that the optimizer may have other groups when it is loaded.
-BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class ResumableTrainer(Trainer):

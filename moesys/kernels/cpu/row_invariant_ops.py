@@ -22,6 +22,8 @@ from torch import Tensor
 TAIL_ELEMENTS = 64
 # ... and from so many elements on it cuts an array between threads, which gives it more ends.
 THREADED_ELEMENTS = 1 << 15
+# Rows go through in blocks of about so many elements, whose intermediate results stay in a core's cache.
+BLOCK_ELEMENTS = 1 << 18
 
 
 class RowFunction(NamedTuple):
@@ -131,10 +133,6 @@ def row_blocks(num_rows: int, rows_per_block: int) -> Iterator[slice]:
     """Returns blocks of at most ``rows_per_block`` rows, and of at least one."""
     step = max(1, rows_per_block)
     return (slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step))
-
-
-# Rows go through in blocks of about so many elements, whose intermediate results stay in a core's cache.
-BLOCK_ELEMENTS = 1 << 18
 
 
 def swiglu(h_N2I: Tensor, out_NI: Tensor) -> None:

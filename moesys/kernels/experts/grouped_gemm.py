@@ -46,7 +46,7 @@ def grouped_gemm(
 
     Reads P·L elements of the rows for each column of tiles and L·N of matrices for each row of them, less what the L2
     cache keeps; writes P·N. ``block.operands`` but for "pointers": rows and matrices come by TMA where it can read
-    them (``descriptors.readable_by_tma``).
+    them (``products.readable_by_tma``).
 
     Source: the grouped GEMM of MegaBlocks (arXiv:2211.15841), over tiles instead of blocks of a sparse matrix.
     """

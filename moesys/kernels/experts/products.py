@@ -21,6 +21,8 @@ from torch import Tensor
 
 from moesys.kernels.experts.numerics import dot
 
+TMA_BYTES = 16
+
 
 class Side(NamedTuple):
     """One side of an outer product: ``first`` points to rows of ``width`` elements, of which ``columns`` are read."""
@@ -156,9 +158,6 @@ def _rows(ptr, row, step, token, width, gathered: tl.constexpr):  # type: ignore
         return ptr + (token * width)[:, None]
     else:
         return ptr + tl.cast(row, tl.int64) * width + (step * width)[:, None]
-
-
-TMA_BYTES = 16
 
 
 def readable_by_tma(*tensors: Tensor) -> bool:

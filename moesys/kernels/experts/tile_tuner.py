@@ -62,6 +62,12 @@ L2_BYTES_PER_US = 8.0e4
 # All of memory, for a copy in expert order.
 MEMORY_BYTES_PER_US = 3.0e6
 START_US = 1.0
+PINNED = "MOESYS_BLOCKS"
+CACHE = "MOESYS_CACHE"
+# The interpreter's time goes by elements; small tiles waste few.
+INTERPRETED = TileConfig(rows=32, columns=32, contraction=32)
+# Milliseconds of each block for an op, None for one that does not compile, spills, or does not run.
+Timer = Callable[[str, Sequence[TileConfig]], Sequence[float | None]]
 
 
 class Gemm(NamedTuple):
@@ -174,15 +180,6 @@ def model_us(block: TileConfig, gemm: Gemm, shape: ShapeClass, multiprocessors: 
     if block.operands == "specialised" and gemm.by_rows and gemm.contraction == shape.hidden:
         copy_us = 2 * shape.experts * gemm.rows * shape.hidden * OPERAND_BYTES / MEMORY_BYTES_PER_US
     return math.ceil(tiles / multiprocessors) * (steps * step_us + store_us + fill_us) + copy_us
-
-
-PINNED = "MOESYS_BLOCKS"
-CACHE = "MOESYS_CACHE"
-# The interpreter's time goes by elements; small tiles waste few.
-INTERPRETED = TileConfig(rows=32, columns=32, contraction=32)
-
-# Milliseconds of each block for an op, None for one that does not compile, spills, or does not run.
-Timer = Callable[[str, Sequence[TileConfig]], Sequence[float | None]]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from moesys.kernels.launch import kernel
 
 # Columns of a step, or of a program that combines: with 4 warps, 16 bytes of each row for each thread in 16 bits.
 MOST_COLUMNS = 1024
+# So many of a token's rows are on their way at once.
+ROWS_IN_FLIGHT = tl.constexpr(8)
 
 
 def gather_rows(x_TH: Tensor, entry_P: Tensor, first_G1: Tensor, top_k: int) -> Tensor:
@@ -56,10 +58,6 @@ def gather_rows_reference(x_TH: Tensor, entry_P: Tensor, first_G1: Tensor, top_k
     x_PH = x_TH[(entry_P // top_k).clamp_min(0).long()]
     x_PH[int(first_G1[-1]) :] = 0
     return x_PH
-
-
-# So many of a token's rows are on their way at once.
-ROWS_IN_FLIGHT = tl.constexpr(8)
 
 
 def combine(y_PH: Tensor, row_TK: Tensor, weight_TK: Tensor | None, dtype: torch.dtype) -> Tensor:

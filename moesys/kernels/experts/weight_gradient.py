@@ -31,6 +31,11 @@ from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import require_contiguous, require_matrices, tile_of
 from moesys.kernels.launch import kernel
 
+# Of a tile: 256 threads have three registers for each of its sums, and 255 in all. 128 columns spill.
+MOST_ROWS, MOST_COLUMNS = 128, 64
+# Adding it to a float64 and taking it away again rounds to a multiple of 1, half to even.
+ROUNDING = tl.constexpr(1.5 * 2.0**52)
+
 
 class OrderedGroups(NamedTuple):
     """Which rows each group has, int32.
@@ -171,12 +176,6 @@ def store_outer_product(  # type: ignore[no-untyped-def]
         rounded(total, product.out.dtype.element_ty),
         mask=(on_left < product.L)[:, None] & (on_right < product.R)[None, :],
     )
-
-
-# Of a tile: 256 threads have three registers for each of its sums, and 255 in all. 128 columns spill.
-MOST_ROWS, MOST_COLUMNS = 128, 64
-# Adding it to a float64 and taking it away again rounds to a multiple of 1, half to even.
-ROUNDING = tl.constexpr(1.5 * 2.0**52)
 
 
 class RowBlocks(NamedTuple):

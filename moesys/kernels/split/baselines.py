@@ -26,6 +26,12 @@ from moesys.kernels.host_copies import to_device
 from moesys.kernels.launch import kernel
 from moesys.kernels.split.tables import IntArray, SplitTables, fill_quotas
 
+# Products of two numbers of so many bits together fit int64.
+PRODUCT_BITS = tl.constexpr(62)
+# Experts that a program looks at together, and its warps.
+EXPERTS = 16
+WARPS = 8
+
 
 class EvenTables(NamedTuple):
     """All int64, on one device, made once a layout.
@@ -96,13 +102,6 @@ def _split_evenly(  # type: ignore[no-untyped-def]
     before = tl.load(tables.last_P + lane - 1, mask=real & (lane > 0), other=0).to(tl.int32)
     end, begin = tl.gather(up_to, last, 0), tl.where(lane > 0, tl.gather(up_to, before, 0), 0)
     tl.store(tokens_RP + source * num_replicas + lane, end - begin, mask=real)
-
-
-# Products of two numbers of so many bits together fit int64.
-PRODUCT_BITS = tl.constexpr(62)
-# Experts that a program looks at together, and its warps.
-EXPERTS = 16
-WARPS = 8
 
 
 class ProportionalTables(NamedTuple):

@@ -23,6 +23,10 @@ from moesys.kernels.host_copies import to_device
 from moesys.kernels.launch import kernel
 
 IntArray = npt.NDArray[np.int64]
+# The fewest lanes of a program, those that a warp gets, and the most warps.
+FEWEST_LANES = 32
+LANES_OF_WARP = 64
+MOST_WARPS = 32
 
 
 class SplitTables(NamedTuple):
@@ -104,12 +108,6 @@ def entries_of(tokens_RP: Tensor, tables: SplitTables) -> Tensor:
 def _ends_of(of_N: IntArray) -> tuple[IntArray, IntArray]:
     """Returns the first and the last place of the value at each place; values never fall."""
     return np.searchsorted(of_N, of_N), np.searchsorted(of_N, of_N, side="right") - 1
-
-
-# The fewest lanes of a program, those that a warp gets, and the most warps.
-FEWEST_LANES = 32
-LANES_OF_WARP = 64
-MOST_WARPS = 32
 
 
 def fill_quotas(tokens_RE: Tensor, quota_P: Tensor, tables: SplitTables) -> Tensor:

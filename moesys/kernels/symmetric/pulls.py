@@ -37,6 +37,8 @@ from moesys.kernels.symmetric.signals import PUBLISH, PULL, TimeoutWatch, raise_
 BLOCK_WORDS = 4096
 PROGRAMS = 1 if INTERPRETED.value else 32
 WARPS = 4
+# How often a rank may share before peers have pulled the first time.
+DEPTH = 2
 
 
 class Copy(NamedTuple):
@@ -99,10 +101,6 @@ def _copy_bytes(destination, source, num_bytes, BLOCK: tl.constexpr):  # type: i
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_bytes, tl.num_programs(0) * BLOCK):
         place = start + tl.arange(0, BLOCK)
         tl.store(to + place, tl.load(came + place, mask=place < num_bytes), mask=place < num_bytes)
-
-
-# How often a rank may share before peers have pulled the first time.
-DEPTH = 2
 
 
 class Wanted(NamedTuple):

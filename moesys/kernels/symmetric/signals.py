@@ -31,6 +31,11 @@ from moesys.kernels.symmetric.heap import ABORT, NUM_RANKS, RANK, REPORT, REPORT
 
 # Ranks that are interpreted share cores, and leave them to each other while they wait.
 INTERPRETED_POLL_S = 5e-4
+# Programs that fill outputs with NaN.
+SPOILERS = 32
+# What is waited for, by number.
+STAGES = ("publish", "dispatch", "combine", "pull")
+PUBLISH, DISPATCH, COMBINE, PULL = (tl.constexpr(stage) for stage in range(len(STAGES)))
 
 
 def host_ns() -> int:
@@ -65,13 +70,6 @@ def agreed_ns(world):  # type: ignore[no-untyped-def]
     """
     seen = at(world, tl.load(world + RANK), SEEN_NS, tl.int64)
     return tl.atomic_max(seen, tl.cast(now_ns(), tl.int64), sem="relaxed", scope="gpu")
-
-
-# Programs that fill outputs with NaN.
-SPOILERS = 32
-# What is waited for, by number.
-STAGES = ("publish", "dispatch", "combine", "pull")
-PUBLISH, DISPATCH, COMBINE, PULL = (tl.constexpr(stage) for stage in range(len(STAGES)))
 
 
 class PeerTimeoutError(RuntimeError):
