@@ -165,8 +165,7 @@ def model_steps(case: ModelCase, repeats: int) -> list[float]:
     import transformers
 
     from moesys.hf.parallelize import parallelize
-    from moesys.hf.routers import routers_of
-    from moesys.hf.routing_replay import replay_routing
+    from moesys.hf.routing_replay import replay_routing, routers_of
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ _NAMES = {
     ),
     "moesys.config.experiment": "Experiment",
     "moesys.config.workload": "Generated ModelTraining Replay Training",
+    "moesys.files": "whole_folder",
     "moesys.hf.parallelize": "parallelize",
     "moesys.hf.routing_replay": "record_routing replay_routing",
     "moesys.lab.commands.compare": "compare",
@@ -59,11 +60,9 @@ _NAMES = {
     "moesys.simulator.simulation": "Simulation",
     "moesys.simulator.step_program": "simulate simulation",
     "moesys.timeline": "Span Timeline",
-    "moesys.trace_imports": "megatron_trace vllm_trace",
-    "moesys.traces": "Trace generate load_trace save_trace",
+    "moesys.traces": "Trace generate load_trace megatron_trace save_trace vllm_trace",
     "moesys.tuner.search_bounds": "SearchBounds",
     "moesys.tuner.space": "Space",
-    "moesys.whole_folders": "whole_folder",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULE_OF |= dict((*BALANCES.values(), *SPLITS.values()))

@@ -63,6 +63,7 @@ from moesys.config.workload import Generated as Generated
 from moesys.config.workload import ModelTraining as ModelTraining
 from moesys.config.workload import Replay as Replay
 from moesys.config.workload import Training as Training
+from moesys.files import whole_folder as whole_folder
 from moesys.hf.parallelize import parallelize as parallelize
 from moesys.hf.routing_replay import record_routing as record_routing
 from moesys.hf.routing_replay import replay_routing as replay_routing
@@ -106,15 +107,14 @@ from moesys.simulator.step_program import simulate as simulate
 from moesys.simulator.step_program import simulation as simulation
 from moesys.timeline import Span as Span
 from moesys.timeline import Timeline as Timeline
-from moesys.trace_imports import megatron_trace as megatron_trace
-from moesys.trace_imports import vllm_trace as vllm_trace
 from moesys.traces import Trace as Trace
 from moesys.traces import generate as generate
 from moesys.traces import load_trace as load_trace
+from moesys.traces import megatron_trace as megatron_trace
 from moesys.traces import save_trace as save_trace
+from moesys.traces import vllm_trace as vllm_trace
 from moesys.tuner.search_bounds import SearchBounds as SearchBounds
 from moesys.tuner.space import Space as Space
-from moesys.whole_folders import whole_folder as whole_folder
 
 __all__ = [
     "Adaptive",

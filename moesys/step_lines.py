@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moesys.files import cut_torn_line, write_whole
 from moesys.timeline import Span, Timeline
-from moesys.whole_file import cut_torn_line, write_whole
 
 # Of a ``LayerLine``, what is drawn over steps.
 SCALARS = ("load_p50", "load_p95", "experts_without_tokens", "exposed_ms", "plan_ms", "restored_mib")

@@ -18,8 +18,7 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import LayerPlan
 from moesys.config import Ep, Fsep, Pipelined, Strategy
-from moesys.hf.routers import routers_of
-from moesys.hf.routing_replay import replay_routing
+from moesys.hf.routing_replay import replay_routing, routers_of
 from moesys.moe.experts import experts_of
 
 E, K = 8, 2

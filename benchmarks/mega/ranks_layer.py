@@ -22,11 +22,11 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.planners import split_tokens
 from moesys.config import ClusterSpec, MegaKernel
 from moesys.kernels.experts.activation_gradient import activation_gradient
-from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
+from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.mega.arguments import MegaMemory

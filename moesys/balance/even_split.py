@@ -31,7 +31,7 @@ class EvenSplit(Split):
     def device_split(
         self, tables: SplitTables, layout: ExpertLayout, cluster: ClusterSpec
     ) -> Callable[[Tensor, int], Tensor]:
-        from moesys.kernels.split.even import even_split, even_tables
+        from moesys.kernels.split.baselines import even_split, even_tables
 
         shares = even_tables(layout.expert_RS, nodes_of(cluster), tables.expert_P.device)
         return lambda tokens_RE, turn: even_split(tokens_RE, shares, turn)

@@ -33,7 +33,7 @@ class Proportional(Split):
     def device_split(
         self, tables: SplitTables, layout: ExpertLayout, cluster: ClusterSpec
     ) -> Callable[[Tensor, int], Tensor]:
-        from moesys.kernels.split.proportional import proportional_split, proportional_tables
+        from moesys.kernels.split.baselines import proportional_split, proportional_tables
 
         shares = proportional_tables(tables, layout.replicas_RE)
         return lambda tokens_RE, turn: proportional_split(tokens_RE, shares, turn)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moesys.balance.row_limits import too_many_rows, too_many_words
 from moesys.balance.topology import levels_of, link_domains_of, nodes_of
 from moesys.config import ClusterSpec, MegaKernel, Split
 from moesys.kernels.split.limit import keep_within
 from moesys.kernels.split.tables import IntArray, SplitTables, entries_of, tables_of
 from moesys.kernels.symmetric.counts import ReceivedCounts
 from moesys.layout import ExpertLayout, TokenPlan
+from moesys.limits import too_many_rows, too_many_words
 from moesys.overlap.comm.frames import call_mismatch
 from moesys.overlap.routes import no_expert
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from moesys.config import ModelShape
 from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import NARROW, RowRule, aligned, is_aligned, matmul_rows, projection_rule
-from moesys.kernels.cpu.row_invariant_ops import RowFunction
-from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
+from moesys.kernels.cpu.row_invariant_ops import RowFunction, swiglu, swiglu_backward
 from moesys.overlap.exact_sum import BlockSums, add_on_grid, largest_size, row_sizes
 from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertCompute, ExpertGradients, HeldExperts, Workplace
 from moesys.overlap.routes import ChunkRows, Routes, SlotRows, SortedRoutes

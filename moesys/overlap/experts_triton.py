@@ -21,8 +21,6 @@ from torch.nn import functional
 
 from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.experts.activation_gradient import activation_gradient
-from moesys.kernels.experts.block_gradient import RowBlocks, block_gradient
-from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.experts import (
     ExpertMatrices,
     Kept,
@@ -34,11 +32,11 @@ from moesys.kernels.experts.experts import (
 )
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
-from moesys.kernels.experts.tile_space import SINGLE
-from moesys.kernels.experts.tile_tuner import INTERPRETED, blocks_of
+from moesys.kernels.experts.tile_tuner import INTERPRETED, SINGLE, blocks_of
 from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size, tile_table
+from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, block_gradient, weight_gradient
 from moesys.kernels.host_copies import HostCopy, to_device
 from moesys.kernels.routing.routing import Routing, route
 from moesys.overlap.exact_sum import BlockSums, largest_by_slot, row_sizes_on_device

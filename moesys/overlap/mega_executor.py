@@ -23,14 +23,13 @@ from torch import Tensor
 
 from moesys.collectives import guarded
 from moesys.config import MegaKernel, ModelShape
-from moesys.kernels.experts.block_gradient import block_gradient
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tiles import groups_by_size
-from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, block_gradient, weight_gradient
 from moesys.kernels.host_copies import to_device
-from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange
-from moesys.kernels.mega.exchange import Replicas, most_flags, publish, regions
+from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange, publish
+from moesys.kernels.mega.exchange import Replicas, most_flags, regions
 from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
 from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
 from moesys.kernels.mega.point import blocks_at

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from moesys.balance.row_limits import out_of_rows
+from moesys.balance.plan import out_of_rows
 from moesys.config import Strategy
 from moesys.tuner.bounds import plan_bound_ms
 from moesys.tuner.workload import Plans, Step, layers_of

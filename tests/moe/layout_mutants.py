@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from moesys.balance import blocks
-from moesys.kernels.experts.block_gradient import RowBlocks
-from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.experts.weight_gradient import RowBlocks, weight_gradient
 from moesys.layout import TokenPlan
 from moesys.moe import gradients, token_blocks
 from moesys.moe.store import ExpertStore

@@ -20,7 +20,7 @@ from moesys.kernels.mega.arguments import MegaMemory, announce
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.symmetric.heap import Heap
-from moesys.kernels.symmetric.signals import PeerTimeoutError, Watch
+from moesys.kernels.symmetric.signals import PeerTimeoutError, TimeoutWatch
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.experts_triton import ACTIVATION
 from moesys.overlap.mega_executor import MegaKernelRun, replicas_of, tokens_by_replica
@@ -50,14 +50,14 @@ class DyingRun(MegaRun):
 def noted_outputs() -> Iterator[list[Sequence[Tensor]]]:
     """What each direction makes, also one that raises."""
     outputs: list[Sequence[Tensor]] = []
-    note = Watch.note
+    note = TimeoutWatch.note
 
-    def keep(watch: Watch, made: Sequence[Tensor]) -> None:
+    def keep(watch: TimeoutWatch, made: Sequence[Tensor]) -> None:
         outputs.append(made)
         note(watch, made)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Watch, "note", keep)
+        patch.setattr(TimeoutWatch, "note", keep)
         yield outputs
 
 

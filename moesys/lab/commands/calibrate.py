@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from moesys.files import write_whole
 from moesys.lab.calibrate.cases import GRIDS
 from moesys.lab.calibrate.measurement import PARTS, Calibration, calibrate
 from moesys.lab.calibrate.results import four_digits
@@ -20,7 +21,6 @@ from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.reports import Report, publish, write
 from moesys.lab.show.sheets import Sheet
 from moesys.lab.show.steps import steps_told
-from moesys.whole_file import write_whole
 
 MOST_LOCAL_RANKS = 8
 

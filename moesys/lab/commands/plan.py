@@ -17,13 +17,13 @@ from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.plan import LayerPlan
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
+from moesys.files import write_whole
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import balance_of, cluster_of, split_of
 from moesys.lab.show.console import print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.traces import load_trace
-from moesys.whole_file import write_whole
 
 MOST_RANKS_SHOWN = 128
 MOST_EXPERTS_SHOWN = 16

@@ -15,9 +15,8 @@ import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
 
-from moesys.balance.plan import StepPlan
+from moesys.balance.plan import StepPlan, why_not
 from moesys.balance.replay import replay_steps
-from moesys.balance.row_limits import why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Measured, Replay, Workload

@@ -13,11 +13,10 @@ import numpy as np
 
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.max_load import min_max_load
-from moesys.balance.plan import LayerPlan, StepPlan
+from moesys.balance.plan import LayerPlan, StepPlan, why_not
 from moesys.balance.planners import split_tokens
 from moesys.balance.predictors import window
 from moesys.balance.replay import Replan, Replayed, replay_layer
-from moesys.balance.row_limits import why_not
 from moesys.balance.seconds_certificate import certify_seconds
 from moesys.config import Oracle, Strategy
 from moesys.config.experiment import Experiment

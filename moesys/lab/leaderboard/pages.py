@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from moesys.files import write_whole
 from moesys.lab.leaderboard.planners import OURS, PlannerGroup
 from moesys.lab.leaderboard.ranking import RankedPlanner, lost_settings, ranking
 from moesys.lab.leaderboard.results import PlannerResult
@@ -24,7 +25,6 @@ from moesys.lab.show.figures import OKABE_ITO, STYLE
 from moesys.lab.show.html_page import page, section, table
 from moesys.lab.show.reports import Report, write
 from moesys.lab.show.sheets import Column, Sheet, terminal_table, written_columns
-from moesys.whole_file import write_whole
 
 TITLE = "SIMULATED: a leaderboard of planners"
 

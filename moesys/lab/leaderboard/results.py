@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from moesys.files import append_line
 from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
 from moesys.lab.leaderboard.scores import PlannerScores, score
 from moesys.lab.leaderboard.workloads import SCORED, RoutingSetting
 from moesys.lab.runs.experiment_files import in_words
 from moesys.lab.show.steps import steps_told
-from moesys.whole_file import append_line
 
 FILE = "results.jsonl"
 # Packages on which no planned or simulated number depends, except for these files of the leaderboard.

@@ -20,8 +20,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from moesys.config import Declared, Strategy
 from moesys.config.experiment import Experiment, Source
+from moesys.files import append_line, write_whole
 from moesys.lab.runs.experiment_files import in_words, recorded_experiment
-from moesys.whole_file import append_line, write_whole
 
 RECORD_SCHEMA = 1
 

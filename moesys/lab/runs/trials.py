@@ -105,8 +105,8 @@ def run_simulated(
     tick: Callable[[], None] = lambda: None,
 ) -> Measurement:
     """Walk the workload's routing through the cost model, a pure function of everything but ``tick``."""
+    from moesys.balance.plan import why_not
     from moesys.balance.replay import replay_steps
-    from moesys.balance.row_limits import why_not
 
     tokens_SLRE, rest = routing_of(workload, model, cluster, seed).tokens_SLRE, rest_of(workload)
     against: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ from moesys.balance.replay import replay_steps
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training
+from moesys.files import write_whole
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 from moesys.lab.runs.launch import place_for
 from moesys.lab.runs.place import Place, TrialError, no_tick
@@ -38,7 +39,6 @@ from moesys.tuner.space import Space
 from moesys.tuner.timing import MOST_TRIALS, Clock, TrialFailedError
 from moesys.tuner.tune import tune_workload
 from moesys.tuner.workload import Step
-from moesys.whole_file import write_whole
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
 # Of the micro-batches of a training's own routing, those that planners only see.

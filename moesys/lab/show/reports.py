@@ -9,9 +9,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from moesys.files import write_whole
 from moesys.lab.show.console import print_full
 from moesys.lab.show.sheets import Sheet, markdown_table, plain, terminal_table
-from moesys.whole_file import write_whole
 
 
 @dataclass(frozen=True)

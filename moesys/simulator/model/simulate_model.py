@@ -13,8 +13,7 @@ from itertools import chain
 
 import numpy as np
 
-from moesys.balance.plan import LayerPlan
-from moesys.balance.row_limits import out_of_rows
+from moesys.balance.plan import LayerPlan, out_of_rows
 from moesys.config.model_run import ModelRun
 from moesys.cost import row_product_seconds
 from moesys.simulator.model.drawn_plans import Routing, drawn_plans, num_draws

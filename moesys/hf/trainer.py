@@ -1,4 +1,4 @@
-"""transformers' ``Trainer`` that resumes models which ranks share, on as many ranks as there are then."""
+"""Extensions of transformers' ``Trainer``: a callback that watches layers, and a trainer that resumes shared models."""
 
 from __future__ import annotations
 
@@ -16,17 +16,97 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from moesys.files import whole_folder
 from moesys.moe.runtime import PlanningState
-from moesys.whole_folders import whole_folder
+from moesys.moe.watch import Watch
+from moesys.step_lines import StepLine
 
-# In a checkpoint's folder, beside the weights as the hub has them.
+# The values that the trainer logs of a step, besides its speed.
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+# The folder in a checkpoint's folder that lies beside the weights in the format of the hub.
 FOLDER = "training"
-# By names of parameters, so that groups of the optimizer may be others when it is loaded.
+# State is stored by names of parameters, so that the optimizer may have other groups when it is loaded.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class WatchCallback(TrainerCallback):
+    """A ``Watch`` of the model that a ``Trainer`` trains: ``Trainer(..., callbacks=[ms.hf.WatchCallback(folder)])``.
+
+    Arguments are those of ``Watch``. A step's line has loss, grad_norm, learning_rate and eval_loss where the trainer
+    logged them since the line before (``logging_steps``). It is written when the next step begins, or training ends.
+    ``report_with`` has the trainer log what layers did.
+
+    Raises ValueError at the beginning of training, where the model has no experts under a strategy.
+    """
+
+    def __init__(self, folder: Path | str, *, every: int = 1, tensorboard: bool = False) -> None:
+        self.folder, self.every, self.tensorboard = folder, every, tensorboard
+        self._watch: Watch | None = None
+        self._line: StepLine | None = None
+        self._logged: dict[str, float] = {}
+        self._reports = False
+
+    def report_with(self, trainer: Trainer) -> None:
+        """Adds ``moe_load_p95`` and other values of all layers together (``StepLine.of_all_layers``) to what
+        ``trainer`` logs of a step with its loss: to its ``log_history``, and wherever ``report_to`` says.
+
+        The callback becomes the first one, because those of ``report_to`` are called before all that a user adds.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.insert(0, self)
+        self._reports = True
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        model: nn.Module = others["model"]
+        # An earlier training may have raised an error.
+        self._close()
+        self._watch = Watch(model, self.folder, every=self.every, tensorboard=self.tensorboard)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._write()
+        if self._watch is not None:
+            self._watch.begin()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._watch is not None:
+            self._line = self._watch.measure(state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **others: Any,
+    ) -> None:
+        logs: dict[str, float] = others.get("logs") or {}
+        if self._reports and self._line is not None and "loss" in logs:
+            of_layers = {f"moe_{name}": value for name, value in self._line.of_all_layers().items()}
+            logs |= of_layers
+            # This is a copy of what is logged, which was made before.
+            state.log_history[-1] |= of_layers
+        self._logged |= {name: value for name, value in logs.items() if name in LOGGED}
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._close()
+
+    def _write(self) -> None:
+        if self._watch is not None and self._line is not None:
+            self._watch.write(self._line, **self._logged)
+            self._line, self._logged = None, {}
+
+    def _close(self) -> None:
+        self._write()
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None
 
 
 class ResumableTrainer(Trainer):
@@ -98,7 +178,7 @@ def _training_folder(checkpoint: str) -> str:
 
 
 def _has_state(checkpoint: str) -> bool:
-    """Whether what ``Trainer`` writes last is there, whole."""
+    """Returns whether the file that ``Trainer`` writes last is there and complete."""
     try:
         json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

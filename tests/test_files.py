@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moesys.whole_file import cut_torn_line, whole_file, write_whole
+from moesys.files import cut_torn_line, whole_file, write_whole
 
 
 def test_text_takes_the_place_of_what_was_there(tmp_path: Path) -> None:

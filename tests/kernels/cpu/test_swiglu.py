@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesys.kernels.experts import swiglu as module
-from moesys.kernels.experts.swiglu import swiglu, swiglu_backward, swiglu_backward_reference, swiglu_reference
+from moesys.kernels.cpu import row_invariant_ops
+from moesys.kernels.cpu.row_invariant_ops import swiglu, swiglu_backward, swiglu_backward_reference, swiglu_reference
 
 # Each case says which edge it is: (rows, width).
 SIZES = {
@@ -104,6 +104,6 @@ def test_a_row_has_the_same_bits_wherever_it_lies(I: int, dtype: torch.dtype, th
 def test_blocks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     h_N2I, da_NI, weight_N = operands(50, 24, torch.float32)
     whole = {"a": forward(h_N2I), **backward(h_N2I, da_NI, weight_N)}
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 7 * 48)
+    monkeypatch.setattr(row_invariant_ops, "BLOCK_ELEMENTS", 7 * 48)
     for name, value in {"a": forward(h_N2I), **backward(h_N2I, da_NI, weight_N)}.items():
         assert torch.equal(value, whole[name]), name
