@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from moesys.traces import generate as generate
     from moesys.traces import load_trace as load_trace
     from moesys.traces import save_trace as save_trace
-    from moesys.tuner.search_bounds import SearchBounds as SearchBounds
+    from moesys.tuner.space import SearchBounds as SearchBounds
     from moesys.tuner.space import Space as Space
     from moesys.whole_folders import whole_folder as whole_folder
 
@@ -189,7 +189,7 @@ _MODULE_OF = {
     "Replay": "moesys.config.workload",
     "RestOfStep": "moesys.simulator.rest_of_step",
     "RunResult": "moesys.lab.runs.runner",
-    "SearchBounds": "moesys.tuner.search_bounds",
+    "SearchBounds": "moesys.tuner.space",
     "SecondsCertificate": "moesys.balance.seconds_certificate",
     "Sequential": "moesys.config",
     "Simulation": "moesys.simulator.simulation",

@@ -23,10 +23,8 @@ from moesys.config import (
     Strategy,
     WindowMean,
 )
-from moesys.tuner.default_space import default_space
-from moesys.tuner.setting import Setting
-from moesys.tuner.space import Space
-from moesys.tuner.space_paths import PARTS
+from moesys.tuner.space import PARTS, Space, default_space
+from moesys.tuner.workload import Setting
 
 CLUSTER = CLUSTERS["even"]
 SETTING = Setting(MODEL, CLUSTER, num_layers=2)
