@@ -6,12 +6,21 @@ import itertools
 import math
 import random
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Self, get_args
 
 import tomli_w
-from pydantic import AfterValidator, ConfigDict, RootModel, TypeAdapter, ValidationError, model_serializer
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    RootModel,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from moesys.config import Declared, FlowSplit, Fsep, Strategy, WindowMean
 from moesys.config.member import Member
@@ -79,13 +88,6 @@ def _checked(listed: Values) -> Values:
             found[path] = tuple(_field_value(path, value, adapters) for value in values)
         else:
             found[path] = tuple(_part_value(part, value) for value in values)
-    for part in PARTS:
-        for kind, members in _members_of(found, part).items():
-            if not members:
-                raise ValueError(
-                    f"{part} lists {kind!r}, of which no combination of values is one; "
-                    f"list others for {', '.join(f'{part}.{name}' for name in _fields_of(part, kind))}"
-                )
     return {path: found[path] for path in listed}
 
 
@@ -107,6 +109,16 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
     model_config = ConfigDict(frozen=True)
 
     root: Annotated[dict[str, tuple[Any, ...]], AfterValidator(_checked)] = {}
+
+    @model_validator(mode="after")
+    def _has_members(self) -> Self:
+        for part in PARTS:
+            if none := [kind for kind, members in self.by_kind(part).items() if not members]:
+                fields = ", ".join(f"{part}.{name}" for name in _fields_of(part, none[0]))
+                raise ValueError(
+                    f"{part} lists {none[0]!r}, of which no combination of values is one; list others for {fields}"
+                )
+        return self
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2)
@@ -135,9 +147,30 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
         """Returns all values of a field of ``Strategy``; of a union its members."""
         return [value for values in self.by_kind(part).values() for value in values]
 
+    def choices(self, part: str, kind: str) -> Values:
+        """Returns the values of each field of a kind that is listed by name; no fields of another kind."""
+        if kind not in _listed(self.root, part):
+            return {}
+        fields, found = _classes_of(part)[kind].model_fields, {}
+        for name in _fields_of(part, kind):
+            default = (fields[name].get_default(call_default_factory=True),)
+            found[name] = self.root.get(f"{part}.{kind}.{name}", self.root.get(f"{part}.{name}", default))
+        return found
+
     def by_kind(self, part: str) -> dict[str, list[Any]]:
-        """Returns the members of a union by kind, as listed; all values of another field have the kind ""."""
-        return _members_of(self.root, part)
+        """Returns the values of a field by kind: of a listed name every combination that its class accepts. The values
+        of a field that is no union have the kind "".
+        """
+        found: dict[str, list[Any]] = {}
+        for value in _listed(self.root, part):
+            if not isinstance(value, str):
+                found.setdefault(getattr(value, "kind", ""), []).append(value)
+                continue
+            members, choices = found.setdefault(value, []), self.choices(part, value)
+            for values in itertools.product(*choices.values()):
+                with suppress(ValidationError):
+                    members.append(_classes_of(part)[value](**dict(zip(choices, values, strict=True))))
+        return found
 
     def points(self, setting: Setting) -> Iterator[Strategy]:
         """Yields all points, each once."""
@@ -190,19 +223,17 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
         points = (setting.point(**kept | dict(zip(names, values, strict=True))) for values in combinations)
         return [Neighbour(PLACEMENT, point.name, point) for point in _once(points)]
 
-    def searched_fields(self, part: str, kind: str) -> tuple[str, ...]:
-        """Returns the fields of a kind whose values are searched one by one; none where the kind is not listed."""
-        return tuple(_choices_of(self.root, part, kind))
-
     def _changes(self, strategy: Strategy) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         for part in _BY_FIELD:
             own = getattr(strategy, part)
             for kind, members in self.by_kind(part).items():
                 if kind == own.kind:
-                    for field, values in _choices_of(self.root, part, kind).items():
+                    for field, values in self.choices(part, kind).items():
+                        # Slots are declared as a number or as memory.
+                        other = {"slot_gb_per_rank": None} if field == "slots_per_rank" else {}
                         for value in values:
-                            if (changed := _with_value(own, field, value)) is not None:
-                                yield f"{part}.{field}", value, {part: changed}
+                            with suppress(ValidationError):
+                                yield f"{part}.{field}", value, {part: own.replace(**{field: value} | other)}
                     members = [value for value in self.root.get(part, ()) if getattr(value, "kind", "") == kind]
                 yield from ((f"{part}.kind", member, {part: member}) for member in members)
         for part in PARTS:
@@ -295,7 +326,7 @@ def _extensible(part: str) -> type[Member] | None:
     return declared if isinstance(declared, type) and issubclass(declared, Member) else None
 
 
-def _listed(listed: Mapping[str, tuple[Any, ...]], part: str) -> tuple[Any, ...]:
+def _listed(listed: Values, part: str) -> tuple[Any, ...]:
     """Returns the listed kinds, members or numbers of a field, by default the strategy's default."""
     default = Strategy.model_fields[part].get_default()
     return listed.get(part, (getattr(default, "kind", default),))
@@ -305,44 +336,8 @@ def _fields_of(part: str, kind: str) -> list[str]:
     return [name for name in _classes_of(part)[kind].model_fields if name not in _NOT_SEARCHED]
 
 
-def _choices_of(listed: Mapping[str, tuple[Any, ...]], part: str, kind: str) -> Values:
-    """Returns the values of each field of a kind that is listed by name; no fields of another kind."""
-    if kind not in _listed(listed, part):
-        return {}
-    fields, found = _classes_of(part)[kind].model_fields, {}
-    for name in _fields_of(part, kind):
-        default = (fields[name].get_default(call_default_factory=True),)
-        found[name] = listed.get(f"{part}.{kind}.{name}", listed.get(f"{part}.{name}", default))
-    return found
-
-
-def _members_of(listed: Mapping[str, tuple[Any, ...]], part: str) -> dict[str, list[Any]]:
-    """Returns the values of a field by kind: of a listed name every combination that its class accepts."""
-    found: dict[str, list[Any]] = {}
-    for value in _listed(listed, part):
-        if not isinstance(value, str):
-            found.setdefault(getattr(value, "kind", ""), []).append(value)
-            continue
-        members, choices = found.setdefault(value, []), _choices_of(listed, part, value)
-        for values in itertools.product(*choices.values()):
-            try:
-                members.append(_classes_of(part)[value](**dict(zip(choices, values, strict=True))))
-            except ValidationError:
-                continue
-    return found
-
-
 def _parts_of(strategy: Strategy) -> dict[str, Any]:
     return {part: getattr(strategy, part) for part in PARTS}
-
-
-def _with_value(member: Declared, field: str, value: Any) -> Declared | None:
-    # Slots are declared as a number or as memory.
-    changes = {field: value} | ({"slot_gb_per_rank": None} if field == "slots_per_rank" else {})
-    try:
-        return member.replace(**changes)
-    except ValidationError:
-        return None
 
 
 def _once(strategies: Iterable[Strategy | None], patience: float = math.inf) -> Iterator[Strategy]:

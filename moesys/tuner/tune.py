@@ -12,7 +12,7 @@ from moesys.config import Declared, Strategy
 from moesys.config.experiment import Source
 from moesys.tuner.costs import Costs, Session
 from moesys.tuner.search import Search, SearchResult
-from moesys.tuner.space import SearchBounds, Space, default_space
+from moesys.tuner.space import PARTS, SearchBounds, Space, default_space
 from moesys.tuner.timing import Clock, Rounds, TimedStrategy, TimingResult
 from moesys.tuner.workload import Fidelity, OutOfTimeError, Plans, Setting, Workload, value_words
 
@@ -213,9 +213,8 @@ def _draws_of(strategy: Strategy, baseline: Strategy, steps_ms: dict[str, dict[i
     lengths = {seed: min(len(own[seed]), len(other[seed])) for seed in own if seed in other}
     own_ms, baseline_ms = ({seed: ms[seed][:most] for seed, most in lengths.items()} for ms in (own, other))
     if len(lengths) == 1:
-        own_ms, baseline_ms = (
-            {step: [ms] for step, ms in enumerate(*of_seed.values())} for of_seed in (own_ms, baseline_ms)
-        )
+        (seed,) = lengths
+        own_ms, baseline_ms = ({step: [ms] for step, ms in enumerate(of[seed])} for of in (own_ms, baseline_ms))
     return Draws(strategy, own_ms, baseline_ms)
 
 
@@ -225,8 +224,14 @@ def _draws_of(strategy: Strategy, baseline: Strategy, steps_ms: dict[str, dict[i
 def _choices_of(pick: Strategy, space: Space, search: SearchResult) -> tuple[Choice, ...]:
     """Returns a choice for every field that the space has values for."""
     pick_ms = next((one.ms for one in search.ranking if one.strategy.fingerprint() == pick.fingerprint()), None)
+    values: dict[str, Any] = {}
+    for name in ("sharding", "overlap"):
+        part: Declared = getattr(pick, name)
+        kind = values[f"{name}.kind"] = getattr(part, "kind", "")
+        values |= {f"{name}.{field}": getattr(part, field) for field in space.choices(name, kind)}
+    values |= {name: getattr(pick, name) for name in PARTS if name not in ("sharding", "overlap")}
     found = []
-    for path, value in _fields(pick, space):
+    for path, value in values.items():
         alternative = search.alternatives.get(path)
         if alternative is None or pick_ms is None:
             found.append(Choice(path, value_words(value), not_seen=bool(search.not_seen)))
@@ -234,17 +239,6 @@ def _choices_of(pick: Strategy, space: Space, search: SearchResult) -> tuple[Cho
             next_best, costs = value_words(alternative.neighbour.value), alternative.ms / pick_ms - 1
             found.append(Choice(path, value_words(value), next_best, costs, alternative.at_least))
     return tuple(found)
-
-
-def _fields(strategy: Strategy, space: Space) -> Iterator[tuple[str, Any]]:
-    """Yields dotted paths and values, of sharding and overlap field by field."""
-    for name in ("sharding", "overlap"):
-        part: Declared = getattr(strategy, name)
-        kind = getattr(part, "kind", "")
-        yield f"{name}.kind", kind
-        yield from ((f"{name}.{field}", getattr(part, field)) for field in space.searched_fields(name, kind))
-    for name in ("balance", "predictor", "split", "replan_every", "lag", "late_slots"):
-        yield name, getattr(strategy, name)
 
 
 def _commented(toml: str, reasons: dict[str, str]) -> Iterator[str]:

@@ -188,7 +188,7 @@ def test_every_field_of_a_union_can_be_searched_or_has_a_reason():
         ("overlap", MegaKernel()),
         ("overlap", Pipelined(chunks=2)),
     ):
-        searched = set(space.searched_fields(part, member.kind))
+        searched = set(space.choices(part, member.kind))
         assert searched == set(type(member).model_fields) - not_speed - {"kind"}
     assert set(PARTS) == set(Strategy.model_fields) - {"name", "reduction"}
 
