@@ -135,7 +135,7 @@ _NOTHING = Exchanged(*_NO_PAIRS, np.zeros(0), np.zeros(0))
 
 @dataclass(frozen=True)
 class RunsOfKind:
-    """Runs of one kind and launch, a rank's in order of their numbers, as ``task_runs.Runs`` has them.
+    """Runs of one kind and launch, a rank's in order of their numbers, as ``Runs`` has them.
 
     ``rank``: rising. ``group``: whose rows they handle, -1 for sums. ``flops``: of a task, whole tiles. ``needs``:
     pairs of run and rank, ``opens``: of run and gate. ``exchanged``: what a task exchanges with peers. What
