@@ -61,8 +61,7 @@ _NAMES = {
     "moesys.simulator.step_program": "simulate simulation",
     "moesys.timeline": "Span Timeline",
     "moesys.traces": "Trace generate load_trace megatron_trace save_trace vllm_trace",
-    "moesys.tuner.search_bounds": "SearchBounds",
-    "moesys.tuner.space": "Space",
+    "moesys.tuner.space": "SearchBounds Space",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULE_OF |= dict((*BALANCES.values(), *SPLITS.values()))

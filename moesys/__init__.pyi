@@ -113,7 +113,7 @@ from moesys.traces import load_trace as load_trace
 from moesys.traces import megatron_trace as megatron_trace
 from moesys.traces import save_trace as save_trace
 from moesys.traces import vllm_trace as vllm_trace
-from moesys.tuner.search_bounds import SearchBounds as SearchBounds
+from moesys.tuner.space import SearchBounds as SearchBounds
 from moesys.tuner.space import Space as Space
 
 __all__ = [

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.distributed.expert_parallel import EPImplementation
 
-from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.hub import NAMES
 from moesys.hf.checkpoint_check import check_before_loading
 from moesys.hf.experts_module import ExpertsModule, compute_dtype, is_experts
@@ -101,7 +101,7 @@ def check(strategy: Strategy) -> None:
     """Raises ValueError for a strategy that transformers modules cannot run, and TypeError for another type."""
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy is a {type(strategy).__name__}; give a ms.Strategy")
-    if isinstance(strategy.overlap, MegaKernel):
+    if strategy.overlap.reaches_memory:
         raise ValueError(
             f"strategy {strategy.name!r} has overlap=MegaKernel, which transformers' experts do not run yet; use "
             "Sequential() or Pipelined(chunks=...)"

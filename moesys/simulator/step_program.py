@@ -27,29 +27,50 @@ from typing import Literal, assert_never
 import numpy as np
 
 from moesys.balance.plan import StepPlan
-from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Strategy
 from moesys.cost import (
     ExpertPass,
     FloatArray,
     LinkLoad,
+    dispatch_bytes,
     gather_seconds,
     link_load,
     pass_seconds,
     reshard_bytes,
     restore_bytes,
+    rows_of,
     sum_seconds,
 )
 from moesys.layout import TokenPlan
-from moesys.schedule import Direction, Stage, schedule_of
+from moesys.row_traffic import RowTraffic, row_traffic
+from moesys.schedule import Direction, Stage, StageKind, schedule_of
 from moesys.simulator.critical_path import AllToAll
 from moesys.simulator.lanes import Lanes
-from moesys.simulator.layer_rows import LayerRows
 from moesys.simulator.links import ChannelName
 from moesys.simulator.mega.layer_pass import queued_ahead
-from moesys.simulator.rest_of_step import RestOfStep
-from moesys.simulator.sharded_rest import ShardedRest
+from moesys.simulator.rest_of_step import RestOfStep, ShardedRest
 from moesys.simulator.simulation import Simulation
 from moesys.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """Rows of each rank and expert, what their way asks of the links where all go ``whole``, and what travels in each
+    stage and part, were there one chunk.
+    """
+
+    rows_RE: FloatArray
+    whole: LinkLoad
+    traffic: RowTraffic
+    loads: dict[tuple[StageKind, int], LinkLoad]
+
+    @classmethod
+    def of(cls, plan: TokenPlan, model: ModelShape, cluster: ClusterSpec, overlap: Overlap) -> LayerRows:
+        """Returns those of one micro-batch."""
+        traffic = row_traffic(plan, model, cluster, overlap)
+        loads = traffic.stage_loads(model, cluster)
+        whole = link_load(dispatch_bytes(plan, model), cluster) if ("spread", 0) in loads else loads["dispatch", 0]
+        return cls(rows_of(plan), whole, traffic, loads)
 
 
 def run_step(

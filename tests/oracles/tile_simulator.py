@@ -30,14 +30,13 @@ from moesys.simulator.mega.queues import (
     WEIGHT_GRADIENTS,
     Exchanged,
     Launch,
+    Machine,
     Pairs,
     Queues,
     RunsOfKind,
     joined,
 )
-from moesys.simulator.mega.task_runs import Machine
-from moesys.simulator.mega.task_seconds import Products, TaskSeconds
-from moesys.simulator.mega.tile_order import RASTER, WHOLE, BoolArray, parts_of
+from moesys.simulator.mega.tiles import RASTER, WHOLE, BoolArray, Products, TaskSeconds, parts_of
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,8 @@ from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.config import ClusterSpec, Fsep, Last, MegaKernel, Pipelined, Sequential, Strategy, WindowMean
-from moesys.tuner.default_space import default_space
-from moesys.tuner.setting import Setting
-from moesys.tuner.space import Space
-from moesys.tuner.space_paths import PARTS
+from moesys.tuner.space import PARTS, Space, default_space
+from moesys.tuner.workload import Setting
 
 CLUSTER = CLUSTERS["even"]
 SETTING = Setting(MODEL, CLUSTER, num_layers=2)
@@ -181,7 +179,7 @@ def test_every_field_of_a_union_can_be_searched_or_has_a_reason():
         ("overlap", MegaKernel()),
         ("overlap", Pipelined(chunks=2)),
     ):
-        searched = set(space.searched_fields(part, member.kind))
+        searched = set(space.choices(part, member.kind))
         assert searched == set(type(member).model_fields) - not_speed - {"kind"}
     assert set(PARTS) == set(Strategy.model_fields) - {"name", "reduction"}
 

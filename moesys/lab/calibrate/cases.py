@@ -187,7 +187,7 @@ class AttentionCase:
 
     def flops(self, of: Pass) -> int:
         """Returns the flops of the scores within the mask and of the sums of values that they weight
-        (``simulator.model.layer_operations``). Backward computes the scores again, and two products for each of these
+        (``simulator.model.model_cost``). Backward computes the scores again, and two products for each of these
         two.
         """
         forward = 4 * self.num_heads * self.head_dim * (self.seq_len * (self.seq_len + 1) // 2)

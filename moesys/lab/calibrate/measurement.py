@@ -27,7 +27,7 @@ from moesys.lab.calibrate.timings import Effort
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import cpu_name
 from moesys.lab.runs.stopwatch import Spread
-from moesys.simulator.model.end_of_step import update_bytes
+from moesys.simulator.model.simulate_model import update_bytes
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import space_of
 from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.show.console import print_full
-from moesys.tuner.search_bounds import SearchBounds
+from moesys.tuner.space import SearchBounds
 
 
 class TuneOptions(TypedDict, total=False):

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.show.tables import figure, ratio_words
-from moesys.tuner.result import Tuned
+from moesys.tuner.tune import Tuned
 
 MOST_SHOWN = 8
 
