@@ -20,9 +20,8 @@ from moesys.balance.layouts import plan_layouts
 from moesys.balance.splits import split_tokens
 from moesys.config import Balance, ClusterSpec, Eplb, EvenSplit, FlowSplit, Greedy, Laer, Split
 from moesys.lab.runs.stopwatch import machine_line, repeated_ms
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 

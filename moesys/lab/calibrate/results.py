@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 
 from moesys.lab.runs.stopwatch import Spread
-from moesys.lab.show.sheets import Column
+from moesys.lab.show.tables import Column
 
 
 def four_digits(value: float) -> str:

@@ -17,9 +17,8 @@ from moesys.lab.commands.options import refusing
 from moesys.lab.ranks.torchrun_ranks import joins, start_ranks, writes
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import machine_line
-from moesys.lab.show.reports import Report, publish, write
-from moesys.lab.show.sheets import Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Report, Sheet, publish, write
 from moesys.whole_file import write_whole
 
 MOST_LOCAL_RANKS = 8

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moesys.lab.commands import refused
 from moesys.lab.runs.watched_run import read_watched_run
-from moesys.lab.show.watch_page import watch_page
+from moesys.lab.show.pages import watch_page
 from moesys.whole_file import write_whole
 
 
