@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from moesys.lab.calibrate.cases import GRIDS
-from moesys.lab.calibrate.measurement import PARTS, Calibration, calibrate
-from moesys.lab.calibrate.results import four_digits
+from moesys.lab.calibrate.measurement import PARTS, Calibration, calibrate, four_digits
 from moesys.lab.calibrate.timings import Effort
 from moesys.lab.commands.options import refusing
 from moesys.lab.ranks.torchrun_ranks import joins, start_ranks, writes

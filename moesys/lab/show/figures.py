@@ -133,7 +133,7 @@ def draw_timeline(timeline: Timeline, *, name: str, ranks: Sequence[int] | None 
     all_ranks = sorted({span.rank for span in timeline.spans})
     chosen = list(ranks) if ranks is not None else _some_ranks(timeline, all_ranks, max_ranks)
     spans = [span for span in timeline.spans if span.rank in set(chosen)]
-    rows = {row: index for index, row in enumerate(_lanes(spans, chosen))}
+    rows = {row: index for index, row in enumerate(lanes_of(spans, chosen))}
     kinds = list(dict.fromkeys(span.kind for lane in _lanes_in_order(spans) for span in spans if span.lane == lane))
     spare = iter(_SPARE_COLOURS * len(kinds))
     colours = {kind: _KIND_COLOURS.get(kind) or next(spare) for kind in kinds}
@@ -309,8 +309,8 @@ def _some_ranks(timeline: Timeline, all_ranks: list[int], count: int) -> list[in
     return evenly
 
 
-def _lanes(spans: Sequence[Span], ranks: Sequence[int]) -> list[tuple[int, str]]:
-    """(rank, lane) from top to bottom."""
+def lanes_of(spans: Sequence[Span], ranks: Sequence[int]) -> list[tuple[int, str]]:
+    """Returns each (rank, lane) that has spans, from top to bottom."""
     there = {(span.rank, span.lane) for span in spans}
     return [(rank, lane) for rank in ranks for lane in _lanes_in_order(spans) if (rank, lane) in there]
 

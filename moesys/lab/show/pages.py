@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -19,9 +20,10 @@ import numpy.typing as npt
 from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Affine2D
 
 from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
-from moesys.lab.show.figures import OKABE_ITO, STYLE, draw_timeline
+from moesys.lab.show.figures import OKABE_ITO, STYLE, draw_timeline, lanes_of
 from moesys.lab.show.tables import Sheet, written_columns
 from moesys.load import IntArray
 from moesys.timeline import Timeline
@@ -43,6 +45,7 @@ p { margin: .3rem 0; } .note, .none { color: var(--soft); font-size: .87rem; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .6rem; margin: 1rem 0; }
 dt { color: var(--soft); font-size: .8rem; } dd { margin: 0; font-size: 1.05rem; overflow-wrap: anywhere; }
 section { overflow-x: auto; } figure { margin: 0; }
+.hint { fill: transparent; } .hint:hover { fill: var(--soft); fill-opacity: .2; }
 svg { display: block; width: 100%; min-width: 720px; height: auto; color: var(--ink); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line); }
@@ -89,7 +92,15 @@ def sheet_section(sheet: Sheet) -> str:
     return section(sheet.title, drawn, " ".join(sheet.notes))
 
 
-def inline_svg(figure: Figure) -> str:
+class Hint(NamedTuple):
+    """A rectangle of a figure's first axes, in the units of its data, and the text that the pointer shows on it."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    text: str
+
+
+def inline_svg(figure: Figure, hints: Iterable[Hint] = ()) -> str:
     """Returns a figure drawn with ``PAGE_STYLE`` as part of a page: equal figures give equal bytes, and nothing in it
     refers to other files.
     """
@@ -97,7 +108,18 @@ def inline_svg(figure: Figure) -> str:
     with mpl.rc_context(PAGE_STYLE):
         figure.savefig(text, format="svg", dpi=144, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = text.getvalue()
-    return f"<figure>{svg[svg.index('<svg') :].replace(_INK, 'currentColor')}</figure>"
+    head, end, _ = svg[svg.index("<svg") :].replace(_INK, "currentColor").rpartition("</svg>")
+    return f"<figure>{head}{''.join(_hint_rectangles(figure, hints))}{end}</figure>"
+
+
+def _hint_rectangles(figure: Figure, hints: Iterable[Hint]) -> Iterator[str]:
+    width, height = 72 * figure.get_size_inches()
+    to_page = figure.axes[0].transData + figure.transFigure.inverted()
+    to_page += Affine2D().scale(width, -height).translate(0, height)
+    for hint in hints:
+        (x0, x1), (y0, y1) = np.sort(to_page.transform(np.transpose([hint.x, hint.y])), axis=0).T
+        place = f'x="{x0:.1f}" y="{y0:.1f}" width="{x1 - x0:.2f}" height="{y1 - y0:.2f}"'
+        yield f'<rect class="hint" {place}><title>{escape(hint.text)}</title></rect>'
 
 
 # --- the page of a watched training -----------------------------------------------------------------------------------
@@ -126,6 +148,13 @@ class Bins:
         """The first step of each bin, and the one after the last."""
         return np.append(self.steps_S[self.first_B], self.steps_S[-1] + 1)
 
+    @property
+    def labels(self) -> list[str]:
+        """The name of each bin, such as ``step 7`` or ``steps 11–20``."""
+        last_B = np.append(self.first_B[1:], len(self.steps_S)) - 1
+        ends = zip(self.steps_S[self.first_B].tolist(), self.steps_S[last_B].tolist(), strict=True)
+        return [f"step {first}" if first == last else f"steps {first}–{last}" for first, last in ends]
+
     def mean(self, values: FloatArray) -> FloatArray:
         """Returns the mean of each bin, along axis 0, of values that are finite."""
         counts = np.add.reduceat(np.isfinite(values).astype(float), self.first_B)
@@ -143,7 +172,7 @@ def watch_page(run: WatchedRun) -> str:
     bins = Bins.of(run.steps_S)
     parts = [f"<h1>MEASURED: {escape(run.folder.resolve().name)}</h1>", _facts(run)]
     first = sorted(run.numbers, key=lambda name: (name != "loss", name))
-    parts += [section(name, _curves(bins, {name: run.numbers[name]}, name)) for name in first]
+    parts += [section(name, curves(bins, {name: run.numbers[name]}, name)) for name in first]
     parts += _loads(run, bins)
     parts.append(section("By layer", _layer_table(run), _LAYER_NOTE))
     parts += _times(run, bins)
@@ -154,10 +183,8 @@ def watch_page(run: WatchedRun) -> str:
         newest = sorted(run.timeline.spans, key=lambda span: span.start_us)[-_MOST_SPANS:]
         num_older = len(run.timeline.spans) - len(newest)
         note = f"The newest spans; {num_older} before them are not drawn." if num_older else ""
-        ranks = sorted({span.rank for span in newest})
-        with mpl.rc_context(PAGE_STYLE):
-            drawn = draw_timeline(Timeline(newest, run.timeline.source), name=run.folder.resolve().name, ranks=ranks)
-        parts.append(section("Timeline", inline_svg(drawn), note))
+        drawn = timeline(Timeline(newest, run.timeline.source), run.folder.resolve().name)
+        parts.append(section("Timeline", drawn, note))
     return page(run.folder.resolve().name, parts)
 
 
@@ -187,13 +214,15 @@ def _loads(run: WatchedRun, bins: Bins) -> list[str]:
         "The busiest rank's tokens over the mean: 1 is balanced. A row is a layer, a cell the median of a step's "
         "micro-batches" + ("." if bins.single else ", a mean over its steps.")
     )
-    drawn = heat_map(bins.mean(run.load_p50_SL).T, rows, bins.edges, (1.0, 1.2), ("step", "load max/mean"))
-    parts = [section("Load by layer over steps", inline_svg(drawn), note)]
+    drawn = heat_map(
+        bins.mean(run.load_p50_SL).T, rows, (bins.edges, bins.labels), (1.0, 1.2), ("step", "load max/mean")
+    )
+    parts = [section("Load by layer over steps", drawn, note)]
     over_layers = {
         "p50, mean over layers": _of_steps(np.nanmean, run.load_p50_SL),
         "p95, worst layer": _of_steps(np.nanmax, run.load_p95_SL),
     }
-    parts.append(section("Load over steps", _curves(bins, over_layers, "load max/mean")))
+    parts.append(section("Load over steps", curves(bins, over_layers, "load max/mean")))
     if run.tokens_E:
         experts = max(len(tokens_E) for tokens_E in run.tokens_E.values())
         share_LE = np.full((len(run.tokens_E), experts), np.nan)
@@ -201,8 +230,9 @@ def _loads(run: WatchedRun, bins: Bins) -> list[str]:
             share_LE[row, : len(tokens_E)] = tokens_E / max(tokens_E.mean(), 1e-300)
         rows = [f"layer {layer}" for layer in run.tokens_E]
         note = f"Tokens over the layer's mean, in the newest {min(NEWEST_STEPS, len(run.steps_S))} steps."
-        drawn = heat_map(share_LE, rows, np.arange(experts + 1) - 0.5, (0.0, 2.0), ("expert", "tokens over the mean"))
-        parts.append(section("Tokens of experts by layer", inline_svg(drawn), note))
+        of_experts = np.arange(experts + 1) - 0.5, [f"expert {expert}" for expert in range(experts)]
+        drawn = heat_map(share_LE, rows, of_experts, (0.0, 2.0), ("expert", "tokens over the mean"))
+        parts.append(section("Tokens of experts by layer", drawn, note))
     return parts
 
 
@@ -230,17 +260,17 @@ def _layer_table(run: WatchedRun) -> str:
 
 
 def _times(run: WatchedRun, bins: Bins) -> list[str]:
-    parts = [section("Length of steps", _curves(bins, {"step": run.step_ms_S}, "ms"))]
+    parts = [section("Length of steps", curves(bins, {"step": run.step_ms_S}, "ms"))]
     if run.layers:
         exposed = {
             "mean of ranks": _of_steps(np.nansum, run.exposed_ms_SL),
             "worst rank of each layer": _of_steps(np.nansum, run.worst_exposed_ms_SL),
         }
         note = "A rank blocked by communication, added up over layers."
-        parts.append(section("Exposed communication", _curves(bins, exposed, "ms a step"), note))
+        parts.append(section("Exposed communication", curves(bins, exposed, "ms a step"), note))
         restored = {"restored": _of_steps(np.nansum, run.restored_mib_SL)}
         note = "Received to have experts, over layers and ranks."
-        parts.append(section("Restored experts", _curves(bins, restored, "MiB a step"), note))
+        parts.append(section("Restored experts", curves(bins, restored, "MiB a step"), note))
     return parts
 
 
@@ -256,47 +286,51 @@ def _events(run: WatchedRun) -> str:
 # --- figures of the page ----------------------------------------------------------------------------------------------
 
 
-def _curves(bins: Bins, values_S: dict[str, FloatArray], unit: str) -> str:
-    if not any(np.isfinite(values).any() for values in values_S.values()):
-        return '<p class="none">no finite number was written</p>'
-    return inline_svg(curves(bins, values_S, unit))
-
-
-def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str) -> Figure:
+def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str) -> str:
     """Draws curves by their names: means over bins, with a band from the least to the largest step if a bin has
     several. Steps without a finite value are left out.
     """
-    at_B = bins.mean(bins.steps_S.astype(float))
+    if not any(np.isfinite(values).any() for values in values_S.values()):
+        return '<p class="none">no finite number was written</p>'
+    at_B, edges, texts = bins.mean(bins.steps_S.astype(float)), bins.edges.tolist(), [list[str]() for _ in bins.labels]
     with mpl.rc_context(PAGE_STYLE):
         figure = Figure(figsize=(_WIDTH, _CURVE_HEIGHT), layout="constrained")
         axes = figure.subplots()
         for (name, values), colour in zip(values_S.items(), (OKABE_ITO[0], OKABE_ITO[3]), strict=False):
+            mean_B, (low_B, high_B) = bins.mean(values), bins.range(values)
             if not bins.single:
-                axes.fill_between(at_B, *bins.range(values), color=colour, alpha=0.2, linewidth=0)
+                axes.fill_between(at_B, low_B, high_B, color=colour, alpha=0.2, linewidth=0)
             marker = "." if len(at_B) <= _MOST_DOTS else ""
-            axes.plot(at_B, bins.mean(values), color=colour, linewidth=1.4, marker=marker, label=name)
-        axes.set(xlabel="step", ylabel=unit)
-        axes.margins(x=0.01)
+            axes.plot(at_B, mean_B, color=colour, linewidth=1.4, marker=marker, label=name)
+            for place, words in enumerate(texts):
+                ends = "" if bins.single else f" ({_number(low_B[place])} to {_number(high_B[place])})"
+                words.append(f"{name} {_number(mean_B[place])}{ends}")
+        axes.set(xlabel="step", ylabel=unit, xlim=(edges[0] - 0.5, edges[-1] - 0.5))
         axes.grid(axis="y", linewidth=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if len(values_S) > 1:
             axes.legend()
-    return figure
+    hints = [
+        Hint((first - 0.5, after - 0.5), axes.get_ylim(), f"{label}: {'; '.join(words)}")
+        for (first, after), label, words in zip(pairwise(edges), bins.labels, texts, strict=True)
+    ]
+    return inline_svg(figure, hints)
 
 
 def heat_map(
     values_LB: FloatArray,
     rows: Sequence[str],
-    edges: npt.ArrayLike,
+    columns: tuple[npt.NDArray[Any], Sequence[str]],
     scale: tuple[float, float],
     what: tuple[str, str],
-) -> Figure:
+) -> str:
     """Draws a cell for each row and column, coloured by its value; a nan leaves its cell empty.
 
-    ``edges``: where columns begin and the last one ends. ``scale``: the value of the first colour, and the least value
-    that the last colour may have, so that small differences look small. ``what``: names columns and values.
+    ``columns``: where they begin and the last one ends, and their names. ``scale``: the value of the first colour, and
+    the least value that the last colour may have, so that small differences look small. ``what``: names the horizontal
+    axis and the values.
     """
-    floor, top = scale
+    (floor, top), (edges, labels) = scale, columns
     known = values_LB[np.isfinite(values_LB)]
     if len(known):
         top = max(top, float(np.quantile(known, _HEAT_CAP)))
@@ -317,7 +351,28 @@ def heat_map(
         bar = figure.colorbar(mesh, ax=axes, label=what[1], extend=beyond, pad=0.01, fraction=0.05)
         for steps in bar.ax.findobj(QuadMesh):
             steps.set_rasterized(True)
-    return figure
+    ends = edges.tolist()
+    hints = [
+        Hint((ends[column], ends[column + 1]), (row, row + 1), f"{rows[row]}, {labels[column]}: {_number(value)}")
+        for (row, column), value in np.ndenumerate(values_LB)
+    ]
+    return inline_svg(figure, hints)
+
+
+def timeline(spans: Timeline, name: str) -> str:
+    """Draws the spans of all ranks over time."""
+    ranks = sorted({span.rank for span in spans.spans})
+    with mpl.rc_context(PAGE_STYLE):
+        figure = draw_timeline(spans, name=name, ranks=ranks)
+    row_of = {lane: row for row, lane in enumerate(lanes_of(spans.spans, ranks))}
+    zero_us = min(span.start_us for span in spans.spans)
+    hints = []
+    for span in spans.spans:
+        row = row_of[span.rank, span.lane]
+        what = f"rank {span.rank}, {span.lane}: {span.kind} {span.detail}".rstrip()
+        x = (span.start_us - zero_us) / 1e3, (span.end_us - zero_us) / 1e3
+        hints.append(Hint(x, (row - 0.4, row + 0.4), f"{what}, {_number(span.duration_us / 1e3)} ms"))
+    return inline_svg(figure, hints)
 
 
 def _number(value: float) -> str:

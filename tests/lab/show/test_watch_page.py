@@ -10,23 +10,27 @@ import subprocess
 import xml.etree.ElementTree as ET
 from html import unescape
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 from watch_cases import layer_line, step_line, write_lines, write_run
 
 from moesys.__main__ import app
-from moesys.lab.runs.watched_run import WatchedRun, read_watched_run
-from moesys.lab.show.pages import Bins, curves, heat_map, watch_page
+from moesys.lab.runs.watched_run import read_watched_run
+from moesys.lab.show import pages
+from moesys.lab.show.pages import Bins, heat_map, watch_page
 from moesys.step_lines import write_spans
 from moesys.timeline import Span, Timeline
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None
+)
+HINT = re.compile(
+    r'<rect class="hint" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"><title>([^<]*)</title></rect>'
 )
 
 
@@ -69,62 +73,82 @@ def assert_whole_and_alone(page: str) -> None:
     assert all(of.startswith("#") for of in re.findall(r"url\(([^)]*)\)", text))
 
 
-def run_of(folder: Path) -> tuple[WatchedRun, Bins]:
-    run = read_watched_run(folder)
-    return run, Bins.of(run.steps_S)
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures of a page, in its order."""
+    figures: list[Figure] = []
+    write = pages.inline_svg
+    monkeypatch.setattr(pages, "inline_svg", lambda figure, hints=(): figures.append(figure) or write(figure, hints))
+    return figures
 
 
-def test_every_step_and_layer_is_a_cell_with_its_value(tmp_path: Path) -> None:
-    assert_whole_and_alone(page_of(write_run(tmp_path, num_steps=20, num_layers=3, num_ranks=2)))
-    run, bins = run_of(tmp_path)
-    drawn = heat_map(bins.mean(run.load_p50_SL).T, ["a", "b", "c"], bins.edges, (1.0, 1.2), ("step", "load"))
-    axes, bar = drawn.axes
+def test_every_step_and_layer_is_a_cell_with_its_value(tmp_path: Path, drawn: list[Figure]) -> None:
+    page = page_of(write_run(tmp_path, num_steps=20, num_layers=3, num_ranks=2))
+    assert_whole_and_alone(page)
+    cells = HINT.findall(section(page, "Load by layer over steps"))
+    loads_LS = np.array([[layer_line(layer, step).load_p50 for step in range(20)] for layer in range(3)])
+    assert [title for *_, title in cells] == [
+        f"layer {layer}, step {step}: {load:.4g}" for (layer, step), load in np.ndenumerate(loads_LS)
+    ]
+    x, y, width, height = (
+        np.array([list(map(float, place)) for *place, _ in cells]).reshape(3, 20, 4).transpose(2, 0, 1)
+    )
+    assert x[:, 1:] == pytest.approx((x + width)[:, :-1], abs=0.1)
+    assert y[1:] == pytest.approx((y + height)[:-1], abs=0.1)
+    axes, bar = drawn[1].axes
     (mesh,) = axes.collections
-    loads_LS = [[layer_line(layer, step).load_p50 for step in range(20)] for layer in range(3)]
-    assert np.asarray(mesh.get_array()) == pytest.approx(np.array(loads_LS))
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "b", "c"]
+    assert np.asarray(mesh.get_array()) == pytest.approx(loads_LS)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 1", "layer 2"]
     assert axes.yaxis_inverted()
-    assert (mesh.get_clim()[0], bar.get_ylabel()) == (1.0, "load")
-    assert mesh.get_coordinates()[0, :, 0].tolist() == list(range(21))
+    assert (mesh.get_clim()[0], bar.get_ylabel()) == (1.0, "load max/mean")
 
 
-def test_a_layer_that_did_not_run_has_an_empty_cell_and_small_differences_look_small() -> None:
-    drawn = heat_map(np.array([[1.0, np.nan, 1.01]]), ["a"], np.arange(4), (1.0, 1.2), ("step", "load"))
-    mesh = drawn.axes[0].collections[0]
+def test_a_layer_that_did_not_run_has_an_empty_cell_and_small_differences_look_small(drawn: list[Figure]) -> None:
+    columns = np.arange(4), ["1", "2", "3"]
+    text = heat_map(np.array([[1.0, np.nan, 1.01]]), ["a"], columns, (1.0, 1.2), ("step", "load"))
+    mesh = drawn[0].axes[0].collections[0]
     assert mesh.get_array().mask.tolist() == [[False, True, False]]
     assert mesh.get_clim() == (1.0, 1.2)
+    assert [title for *_, title in HINT.findall(text)] == ["a, 1: 1", "a, 2: none", "a, 3: 1.01"]
 
 
-def test_long_runs_are_binned_and_no_step_is_lost(tmp_path: Path) -> None:
+def test_long_runs_are_binned_and_no_step_is_lost(tmp_path: Path, drawn: list[Figure]) -> None:
     num_steps = 1003
     page = page_of(write_run(tmp_path, num_steps=num_steps, num_layers=2))
-    assert len(page) < 300_000
-    run, bins = run_of(tmp_path)
-    mean_B, (low_B, high_B) = bins.mean(run.numbers["loss"]), bins.range(run.numbers["loss"])
-    assert len(mean_B) == 160
-    for place, (first, after) in enumerate(pairwise(bins.edges.tolist())):
-        losses = [5 / (1 + step / 10) for step in range(first, after)]
-        assert (low_B[place], high_B[place]) == pytest.approx((min(losses), max(losses)))
-        assert mean_B[place] == pytest.approx(np.mean(losses))
-        for layer in range(2):
-            loads = [layer_line(layer, step).load_p50 for step in range(first, after)]
-            assert bins.mean(run.load_p50_SL)[place, layer] == pytest.approx(np.mean(loads))
-    (axes,) = curves(bins, {"loss": run.numbers["loss"]}, "loss").axes
-    assert axes.lines[0].get_ydata() == pytest.approx(mean_B)
+    assert len(page) < 400_000
+    cells = HINT.findall(section(page, "Load by layer over steps"))
+    assert len(cells) == 2 * 160
+    seen = []
+    for *_, title in cells:
+        layer, first, last, value = re.fullmatch(r"layer (\d), steps (\d+)–(\d+): (.+)", title).groups()
+        steps = range(int(first), int(last) + 1)
+        seen += [(int(layer), step) for step in steps]
+        assert float(value) == pytest.approx(np.mean([layer_line(int(layer), s).load_p50 for s in steps]), rel=1e-3)
+    assert seen == [(layer, step) for layer in range(2) for step in range(num_steps)]
+    hints = re.findall(r"<title>steps (\d+)–(\d+): loss (\S+) \((\S+) to (\S+)\)", section(page, "loss"))
+    assert len(hints) == 160
+    for first, last, *shown in hints:
+        high, low = (5 / (1 + int(step) / 10) for step in (first, last))
+        assert [float(shown[1]), float(shown[2])] == pytest.approx([low, high], rel=1e-3)
+        assert low <= float(shown[0]) * 1.001
+        assert float(shown[0]) * 0.999 <= high
+    (axes,) = drawn[0].axes
+    assert axes.lines[0].get_ydata() == pytest.approx([float(mean) for _, _, mean, *_ in hints], rel=1e-3)
     band = axes.collections[0].get_paths()[0].vertices[:, 1]
-    assert (band.min(), band.max()) == pytest.approx((low_B.min(), high_B.max()))
+    assert (band.min(), band.max()) == pytest.approx((5 / (1 + 1002 / 10), 5))
 
 
-def test_the_curve_goes_through_the_losses(tmp_path: Path) -> None:
+def test_the_curve_goes_through_the_losses(tmp_path: Path, drawn: list[Figure]) -> None:
     """A step without a finite loss has no point."""
     losses = [4.0, 3.0, math.nan, 2.0]
     write_lines(tmp_path, [step_line(step, [0], loss=loss) for step, loss in enumerate(losses)])
-    run, bins = run_of(tmp_path)
-    (axes,) = curves(bins, {"loss": run.numbers["loss"]}, "loss").axes
+    text = section(page_of(tmp_path), "loss")
+    (axes,) = drawn[0].axes
     assert np.array_equal(axes.lines[0].get_ydata(), losses, equal_nan=True)
     assert axes.lines[0].get_xdata().tolist() == [0, 1, 2, 3]
     assert axes.get_ylabel() == "loss"
-    assert ">loss</text>" in section(page_of(tmp_path), "loss")
+    assert ">loss</text>" in text
+    assert "step 2: loss none" in text
 
 
 def test_the_table_has_a_row_for_each_layer(tmp_path: Path) -> None:
@@ -151,9 +175,11 @@ def test_experts_layers_and_events_are_shown(tmp_path: Path) -> None:
     write_lines(tmp_path, [step_line(0, [0, 1]), step_line(1, [0], events=["plan <due> at 1 & late"])])
     page = page_of(tmp_path)
     assert_whole_and_alone(page)
-    for title in ("Tokens of experts by layer", "Load by layer over steps"):
-        texts = re.findall(r">(layer \d)</text>", section(page, title))
-        assert texts == ["layer 0", "layer 1"]
+    experts = [title for *_, title in HINT.findall(section(page, "Tokens of experts by layer"))]
+    assert experts[:4] == [f"layer 0, expert {expert}: {expert / 1.5:.4g}" for expert in range(4)]
+    assert len(experts) == 8
+    cells = [title for *_, title in HINT.findall(section(page, "Load by layer over steps"))]
+    assert cells[3] == "layer 1, step 1: none"
     assert "plan <due> at 1 & late" in unescape(section(page, "Events"))
 
 
@@ -168,13 +194,22 @@ def test_spans_are_drawn_where_there_are_some(tmp_path: Path) -> None:
         write_spans(Timeline(spans, "measured"), tmp_path, rank)
     page = page_of(tmp_path)
     assert_whole_and_alone(page)
-    texts = re.findall(r">([^<>]+)</text>", section(page, "Timeline"))
+    drawn = section(page, "Timeline")
+    texts = re.findall(r">([^<>]+)</text>", drawn)
     assert {"rank 0", "rank 1", "compute", "dispatch", "experts", "ms"} <= set(texts)
+    hints = HINT.findall(drawn)
+    assert [title for *_, title in hints].count("rank 1, compute: experts, 2 ms") == 1
+    width_of = {title: float(width) for _, _, width, _, title in hints}
+    assert width_of["rank 0, compute: experts, 2 ms"] == pytest.approx(
+        2 * width_of["rank 0, dispatch: dispatch c 0, 1 ms"], rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(("num_steps", "num_layers"), [(1, 1), (1, 100), (2, 3)])
 def test_pages_of_any_size_are_whole(tmp_path: Path, num_steps: int, num_layers: int) -> None:
-    assert_whole_and_alone(page_of(write_run(tmp_path, num_steps, num_layers)))
+    page = page_of(write_run(tmp_path, num_steps, num_layers))
+    assert_whole_and_alone(page)
+    assert len(HINT.findall(section(page, "Load by layer over steps"))) == num_steps * num_layers
 
 
 def test_a_run_without_layers_or_finite_losses_has_a_page(tmp_path: Path) -> None:
@@ -227,6 +262,10 @@ const answer = {
   ink: getComputedStyle(document.body).color,
   inside: inside,
   scrolls: document.documentElement.scrollWidth > document.documentElement.clientWidth,
+  hints: map.ownerSVGElement.querySelectorAll(".hint").length,
+  hinted: (() => { const hint = map.ownerSVGElement.querySelectorAll(".hint")[7];
+    scrollTo(0, box(hint).top + scrollY - 100); const now = box(hint);
+    return document.elementFromPoint(now.left + now.width / 2, now.top + now.height / 2).textContent; })(),
   requests: performance.getEntriesByType("resource").filter((found) => !found.name.startsWith("data:")).length,
 };
 const output = document.createElement("output");
@@ -261,6 +300,8 @@ def test_a_browser_draws_the_page(shown: dict[str, Any]) -> None:
     assert shown["inside"]
     assert not shown["scrolls"]
     assert shown["requests"] == 0
+    assert shown["hints"] == 12 * 160
+    assert shown["hinted"].startswith("layer 0, steps ")
 
 
 def test_ink_stands_out_from_the_paper(shown: dict[str, Any]) -> None:
