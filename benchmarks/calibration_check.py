@@ -21,8 +21,7 @@ import torch.distributed as dist
 from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallelism, Pipelined, Strategy
 from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks, writes
 from moesys.lab.runs.stopwatch import Spread, interleave, machine_line, wall_ms
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.moe.layer import MoELayer
 from moesys.simulator.model.simulate_model import simulate_model

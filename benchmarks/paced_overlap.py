@@ -28,9 +28,8 @@ from moesys.config import Fsep, ModelShape, Pipelined, Strategy
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Spread, machine_line, repeated_ms
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 
 _SHAPE = ModelShape(hidden_size=512, intermediate_size=512, num_experts=8, top_k=2)

@@ -22,10 +22,8 @@ from moesys.config import Fsep, MegaKernel, Overlap, Pipelined, Sequential, Stra
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.runs.stopwatch import machine_line, wall_ms
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
-from moesys.lab.show.tables import figure
+from moesys.lab.show.tables import Column, Report, Sheet, figure, publish
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulation
 from moesys.traces import generate

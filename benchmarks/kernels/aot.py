@@ -45,9 +45,8 @@ from moesys.kernels.split.flow import split
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 
 COPY_BYTES = 16
 # Counts, places, weights and flags are loaded one at a time; elements of rows are not.

@@ -32,9 +32,8 @@ from moesys.lab.calibrate.measurement import calibrate
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import Spread, machine_line
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.simulator.model.simulate_model import simulate_model
 from moesys.simulator.step_program import simulation
 

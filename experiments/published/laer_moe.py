@@ -39,9 +39,7 @@ from experiments.published.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROU
 from experiments.published.laer_setup import CONSTANTS, METHODS, Constants, LaerModel, PublishedRow
 from moesys.config import MegaKernel, Overlap, Pipelined, Sequential, presets
 from moesys.lab.commands.options import ReportFolder
-from moesys.lab.show.reports import publish_simulated
-from moesys.lab.show.sheets import Column, Sheet
-from moesys.lab.show.tables import figure
+from moesys.lab.show.tables import Column, Sheet, figure, publish_simulated
 
 # --- the fit --------------------------------------------------------------------------------------------------
 # Between the ends of ``ROWS_SLOWDOWNS`` seconds lie on a straight line (within 1 in 1,000), and a dispatcher delays all

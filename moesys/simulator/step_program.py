@@ -45,7 +45,7 @@ from moesys.layout import TokenPlan
 from moesys.row_traffic import RowTraffic, row_traffic
 from moesys.schedule import Direction, Stage, StageKind, schedule_of
 from moesys.simulator.critical_path import AllToAll
-from moesys.simulator.lanes import Lanes
+from moesys.simulator.lanes import SLOWER_RANKS, Lanes
 from moesys.simulator.links import ChannelName
 from moesys.simulator.mega.layer_pass import queued_ahead
 from moesys.simulator.rest_of_step import RestOfStep, ShardedRest
@@ -152,6 +152,7 @@ class _Step:
 
     def forward(self, place: int) -> None:
         unit, layer = self.units[place], self.layer_of[place]
+        self.lanes.layer = layer
         if unit.has_experts and self.rest.travel_behind_rest:
             self._start_settled(layer)
         self.sharded.before_forward(place)
@@ -170,6 +171,7 @@ class _Step:
 
     def backward(self, place: int) -> None:
         unit, name = self.units[place], self._name(place)
+        self.lanes.layer = self.layer_of[place]
         self.sharded.before_backward(place)
         if self.rest.runs_again:
             self._compute(unit.again_seconds, "other", f"{name} recomputation")
@@ -206,6 +208,8 @@ class _Step:
         self.sharded.finish()
 
     def finish(self) -> None:
+        if self.rest.optimizer_seconds:
+            self.lanes.layer = None
         self._compute(self.rest.optimizer_seconds, "optimizer", "")
 
     def _run(self, layer: int, way: Direction) -> None:
@@ -419,6 +423,7 @@ class _Step:
 
     def simulation(self) -> Simulation:
         timeline = Timeline.of_blocks(self.lanes.blocks())
+        self.lanes.spend(SLOWER_RANKS, self.lanes.now_R.max() - self.lanes.now_R)
         return Simulation(self.cluster, timeline, *self.after_forward, self.lanes)
 
 

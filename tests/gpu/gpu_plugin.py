@@ -28,8 +28,7 @@ from gpu_ranks import Check, GpuRank, outcome_of_torchrun, outcomes_here
 from moesys.files import write_whole
 from moesys.lab.ranks.outcomes import Outcome, RankError
 from moesys.lab.ranks.torchrun_ranks import TorchrunRanks, joins, writes
-from moesys.lab.show.reports import Report, publish, to_markdown, write
-from moesys.lab.show.sheets import Column, Sheet
+from moesys.lab.show.tables import Column, Report, Sheet, publish, to_markdown, write
 
 State = Literal["passed", "failed", "skipped", "not run yet"]
 

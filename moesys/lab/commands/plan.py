@@ -20,7 +20,7 @@ from moesys.config import Balance, ClusterSpec, Split
 from moesys.files import write_whole
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import balance_of, cluster_of, split_of
-from moesys.lab.show.console import print_full
+from moesys.lab.show.tables import print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.traces import load_trace

@@ -20,9 +20,8 @@ from moesys.files import write_whole
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import cluster_of, strategy_of
 from moesys.lab.runs.experiment_files import in_words
-from moesys.lab.show.console import print_full
 from moesys.lab.show.figures import memory_chart
-from moesys.lab.show.tables import figure
+from moesys.lab.show.tables import figure, print_full
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 

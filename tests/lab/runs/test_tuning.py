@@ -26,7 +26,7 @@ from moesys.lab.runs import environment
 from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.trials import run_simulated
 from moesys.lab.runs.tuning import tune
-from moesys.lab.show.tune_tables import draws_table
+from moesys.lab.show.tune_tables import tune_sheets
 from moesys.traces import generate, save_trace
 from moesys.tuner import workload as tuner_workload
 from moesys.tuner.space import SearchBounds, Space
@@ -375,10 +375,10 @@ def test_what_is_found_has_intervals_over_draws(tmp_path):
     for draws in tuned.draws:
         assert set(draws.own_ms) == set(draws.baseline_ms) == {0, 1, 2, 3}
         assert {len(draws.own_ms[seed]) for seed in draws.own_ms} == {len(ms) for ms in draws.baseline_ms.values()}
-    table, notes = draws_table(tuned, "x")
-    assert table.row_count == len(tuned.draws)
-    assert "[" in str(table.columns[2]._cells[0])
-    assert "seeds" in notes[0]
+    drawn = tune_sheets(tuned, "x")[1]
+    assert len(drawn.rows) == len(tuned.draws)
+    assert all("[" in row.paired for row in drawn.rows)
+    assert "seeds" in drawn.notes[0]
 
 
 def test_memory_is_that_of_the_cluster_unless_it_is_said_and_of_the_whole_model(tmp_path):
