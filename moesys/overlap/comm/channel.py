@@ -107,7 +107,7 @@ KEPT_CALLS = 2
 T = TypeVar("T")
 
 
-class Work(Protocol):
+class AsyncWork(Protocol):
     """What channels need of a ``dist.Work``, or of what stands for one."""
 
     def wait(self) -> Any:
@@ -120,14 +120,14 @@ class Work(Protocol):
 class PacingLink(Protocol):
     """A link over which all-to-alls travel at its pace, for benchmarks."""
 
-    def carry(self, work: Work, num_bytes: int) -> Work:
+    def carry(self, work: AsyncWork, num_bytes: int) -> AsyncWork:
         """Returns ``work``, which is under way, as it is over this link."""
 
 
 class Transfer:
     """A collective in flight. ``wait`` blocks until it is done, and counts how long that took as exposed time."""
 
-    def __init__(self, channel: Channel, lane: str, detail: str, work: Work | None) -> None:
+    def __init__(self, channel: Channel, lane: str, detail: str, work: AsyncWork | None) -> None:
         self._channel, self._lane, self._detail, self._work = channel, lane, detail, work
         self._start = channel.recorder.clock.now() if channel.recorder.enabled else None
         self._unrecorded = threading.Lock()
