@@ -381,9 +381,7 @@ def _headers(frames_RF: Tensor) -> Tensor:
 def _framed(header: Header, payload_N: Tensor) -> Tensor:
     """Returns a frame, uint8 [FRAME_BYTES], on the device of the payload."""
     frame = payload_N.new_empty(frames.FRAME_BYTES)
-    device = payload_N.device
-    numbers = torch.from_numpy(header) if device.type == "cpu" else to_device(header, device)
-    frame[: frames.HEADER_BYTES] = numbers.view(torch.uint8)
+    frame[: frames.HEADER_BYTES] = to_device(header, payload_N.device).view(torch.uint8)
     begun_N = payload_N[: frames.PAYLOAD_BYTES]
     frame[frames.HEADER_BYTES :][: len(begun_N)] = begun_N
     return frame
