@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from moesys.overlap.comm.background import BackgroundThread
-from moesys.overlap.comm.channel import Work
+from moesys.overlap.comm.channel import AsyncWork
 
 
 class PacedTransfer:
@@ -30,7 +30,7 @@ class PacedTransfer:
 
 @dataclass(frozen=True)
 class _Booking:
-    work: Work
+    work: AsyncWork
     num_bytes: int
     begun_s: float
     transfer: PacedTransfer
@@ -59,7 +59,7 @@ class PacedLink:
         self._thread = BackgroundThread("moesys-paced-link", self._run, stop=self._stop)
         self._thread.start()
 
-    def carry(self, work: Work, num_bytes: int) -> PacedTransfer:
+    def carry(self, work: AsyncWork, num_bytes: int) -> PacedTransfer:
         """``work``, which is under way, over this link; ``num_bytes``: the larger of what is sent and received."""
         transfer = PacedTransfer()
         self._bookings.put(_Booking(work, num_bytes, time.monotonic(), transfer))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
 from moesys.kernels.launch import on_its_device
-from moesys.moe.planners import Planned
+from moesys.moe.planners import BatchPlan
 from moesys.moe.store import Cross, ExpertStore, Finish, Restore, RestoredExperts
 from moesys.overlap.executor import Home, Saved
 from moesys.torch_private import NO_BACKWARD, after_this_backward, checkpointed_region, current_backward, will_execute
@@ -55,7 +55,7 @@ class LayerCall:
     def __init__(
         self,
         store: ExpertStore,
-        planned: Planned,
+        planned: BatchPlan,
         neighbours: Neighbours,
         dtype: torch.dtype,
         generation: int,

@@ -53,7 +53,7 @@ class MicroBatch(NamedTuple):
         return bool(self.flags & LEARNING)
 
 
-class Planned(NamedTuple):
+class BatchPlan(NamedTuple):
     """``counts``: to be called once, when forward is launched; gives the choices of each expert, int64 [E], on all
     ranks. None where nobody learns from the micro-batch. ``check``: waits for the device, and raises the errors
     that the host did not know of when forward was launched; None if it knows all of them.
@@ -83,7 +83,7 @@ class Planner:
         # Whether a plan follows from a layout whose experts have one holder each, whatever the counts.
         self._settled = split.kind == "even" and isinstance(reduction, Ordered) and not self.strategy.plans_on_counts
 
-    def plan(self, batch: MicroBatch, executor: Executor) -> Planned:
+    def plan(self, batch: MicroBatch, executor: Executor) -> BatchPlan:
         """Plans a micro-batch for ``executor``, and settles the layouts of the layers that come next."""
         match executor.planned_by:
             case "nobody":
@@ -93,7 +93,7 @@ class Planner:
             case "devices":
                 return self._on_devices(batch, executor)
 
-    def _alone(self, batch: MicroBatch, executor: Executor) -> Planned:
+    def _alone(self, batch: MicroBatch, executor: Executor) -> BatchPlan:
         schedule, learning = self.schedule, batch.learning
         run = executor.sort(batch.expert_TK, schedule.micro_batch)
         if batch.token_block is not None and learning:
@@ -102,9 +102,9 @@ class Planner:
         if learning:
             schedule.advance()
         plan = SingleRankPlan(self.strategy, self.shape, self.cluster, layout, turn, tokens_E)
-        return Planned(run, layout, plan, (lambda: tokens_E) if learning else None, run.check)
+        return BatchPlan(run, layout, plan, (lambda: tokens_E) if learning else None, run.check)
 
-    def _on_hosts(self, batch: MicroBatch, executor: Executor) -> Planned:
+    def _on_hosts(self, batch: MicroBatch, executor: Executor) -> BatchPlan:
         schedule, channel, learning = self.schedule, self.channel, batch.learning
         deciding = [schedule, *batch.upcoming]
         tokens_RCE, votes_RN, most_tokens = self._exchange(batch, deciding, executor.num_chunks)
@@ -127,7 +127,7 @@ class Planner:
             plan = _agreed_plan(make, channel, batch.expert_TK.device) if by_own_code else make()
             run = executor.run(batch.expert_TK, HostPlan(plan, tokens_RCE.numpy(), most_tokens))
         counts = (lambda: torch.from_numpy(load.tokens_E)) if learning else None
-        return Planned(run, plan.tokens.layout, plan, counts)
+        return BatchPlan(run, plan.tokens.layout, plan, counts)
 
     def _only_holders(self, layout: ExpertLayout) -> IntArray | None:
         """Returns the rank that holds each expert, [E], where each has just one, as under ``Ep``; None where tokens are
@@ -166,7 +166,7 @@ class Planner:
             check_blocks(tokens_R, batch.token_block, channel.members)
         return tokens_RCE, values_RN[:, 3:], max(tokens_R)
 
-    def _on_devices(self, batch: MicroBatch, executor: Executor) -> Planned:
+    def _on_devices(self, batch: MicroBatch, executor: Executor) -> BatchPlan:
         schedule = self.schedule
         if batch.learning:
             self._agree([schedule, *batch.upcoming], batch.timeout_s, batch.expert_TK.device)
@@ -176,7 +176,7 @@ class Planner:
         )
         plan = DevicesPlan(layout, pending)
         if not batch.learning:
-            return Planned(run, layout, plan, None, check)
+            return BatchPlan(run, layout, plan, None, check)
         schedule.record(plan.load)
 
         def counts() -> Tensor:
@@ -184,7 +184,7 @@ class Planner:
             schedule.request()
             return tokens_E
 
-        return Planned(run, layout, plan, counts, check)
+        return BatchPlan(run, layout, plan, counts, check)
 
     def _agree(self, deciding: Sequence[LayoutSchedule], timeout_s: float, device: torch.device) -> None:
         """Lets all ranks use the layouts that are due, or none of them. Where none is due nobody waits: all know it."""

@@ -135,8 +135,6 @@ Cross = Callable[[], Finish]
 
 def index_of(values: Sequence[int], like: Tensor) -> Tensor:
     """Returns ``values`` as an index of rows on the device of ``like``."""
-    if like.device.type == "cpu":
-        return torch.tensor(values, dtype=torch.int64)
     return to_device(values, like.device)
 
 

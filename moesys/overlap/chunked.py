@@ -31,12 +31,12 @@ from moesys.overlap.executor import (
     Arrivals,
     BackwardInputs,
     BackwardPass,
+    DeviceLaunch,
     Executor,
     ExpertCompute,
     ExpertGradients,
     ForwardPass,
     HostPlan,
-    Launched,
     LayerContext,
     Saved,
     WaitForExperts,
@@ -323,7 +323,7 @@ class ChunkedExecutor(Executor):
         sums = layer.sums_of(plan, expert_TK.device) if self.sums_in_blocks else None
         return ChunkedRun(layer.strategy.overlap, routes, channel, self.compute, layer.memory, sums)
 
-    def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> Launched:
+    def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> DeviceLaunch:
         # Imported here, so that Triton is loaded only where it runs.
         from moesys.overlap.device_routes import chunk_numbers, own_replicas, route_on_device
         from moesys.overlap.device_split import device_split
@@ -339,4 +339,4 @@ class ChunkedExecutor(Executor):
         pending = route_on_device(expert_TK, self._chunk_T1, chunks, split, own, at.number, at, channel)
         run = ChunkedRun(layer.strategy.overlap, pending, pending.channel, self.compute, layer.memory)
         # No check is left: the host reads sizes and headers before it sends a message.
-        return Launched(run, pending.plan)
+        return DeviceLaunch(run, pending.plan)

@@ -138,7 +138,7 @@ class DevicePlan(Protocol):
         """Returns rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``, on the host."""
 
 
-class Launched(NamedTuple):
+class DeviceLaunch(NamedTuple):
     """A micro-batch that devices plan. ``check`` waits for the device and raises the errors that the host did not know
     of when forward was launched; None if it knows all of them by then.
     """
@@ -222,7 +222,7 @@ class Executor:
         """Returns the run of a plan. A collective."""
         raise NotImplementedError
 
-    def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> Launched:
+    def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> DeviceLaunch:
         """Launches the plan of the forward ``at`` over ``layout``. A collective."""
         raise NotImplementedError
 

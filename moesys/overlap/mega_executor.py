@@ -43,12 +43,12 @@ from moesys.overlap.comm.record import Record, Recorder, stage
 from moesys.overlap.device_split import DeviceSplit, PendingPlan, RowLimit, device_split, require_rows, room_for_rows
 from moesys.overlap.exact_sum import BlockSums
 from moesys.overlap.executor import (
+    DeviceLaunch,
     Executor,
     ExpertCompute,
     ExpertGradients,
     HeldExperts,
     HostPlan,
-    Launched,
     LayerContext,
     Saved,
     WaitForExperts,
@@ -91,7 +91,7 @@ class MegaExecutor(Executor):
         run.sums = layer.sums_of(planned.plan, expert_TK.device)
         return run
 
-    def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> Launched:
+    def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> DeviceLaunch:
         layer, channel, device = self.layer, self.layer.channel, expert_TK.device
         with channel.meter.planning():
             if self._tables is None or self._tables[0] is not layout:
@@ -102,7 +102,7 @@ class MegaExecutor(Executor):
             run, pending = plan_mega_later(self.overlap, layer.shape, self._home(device), *parts)
         pending.call = call_bits(channel.identity, at)
         channel.generation += 1
-        return Launched(run, pending, pending.check)
+        return DeviceLaunch(run, pending, pending.check)
 
     def _home(self, device: torch.device) -> MegaHome:
         """Returns where the MegaKernels of a linked model's layers meet, made when the first one runs."""

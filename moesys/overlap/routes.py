@@ -296,7 +296,7 @@ def _entries_of(plan: TokenPlan, rank: int, num_experts: int, gate_R: IntArray |
     )
 
 
-class _Arrived(NamedTuple):
+class _ChunkArrivals(NamedTuple):
     """What arrives of one chunk, rows and arrivals counted from the chunk's first. start_N, row_start_N: the first
     arrival and expert row of each incoming entry. slots_S3: each slot's first row, rows, and rows with padding.
     """
@@ -309,7 +309,7 @@ class _Arrived(NamedTuple):
     going_home: IntArray
 
 
-def _arrived(entries: _Entries, came: IntArray, num_slots: int, min_rows: int) -> _Arrived:
+def _arrived(entries: _Entries, came: IntArray, num_slots: int, min_rows: int) -> _ChunkArrivals:
     """Returns what arrives of a chunk, of which ``came`` are the rows of each incoming entry."""
     by_slot, arrival, going_home = entries.by_slot, entries.arrival, entries.going_home
     start_N = np.empty_like(came)
@@ -329,7 +329,7 @@ def _arrived(entries: _Entries, came: IntArray, num_slots: int, min_rows: int) -
     returns = np.empty(len(real), dtype=np.int64)
     returns[real] = place
     home = returns[ranges(start_N[going_home], came[going_home])]
-    return _Arrived(start_N, row_start_N, np.stack([slot_start, valid, padded], axis=1), gather, returns, home)
+    return _ChunkArrivals(start_N, row_start_N, np.stack([slot_start, valid, padded], axis=1), gather, returns, home)
 
 
 def _joined(

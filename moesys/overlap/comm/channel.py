@@ -107,7 +107,7 @@ KEPT_CALLS = 2
 T = TypeVar("T")
 
 
-class Work(Protocol):
+class AsyncWork(Protocol):
     """What channels need of a ``dist.Work``, or of what stands for one."""
 
     def wait(self) -> Any:
@@ -120,14 +120,14 @@ class Work(Protocol):
 class PacingLink(Protocol):
     """A link over which all-to-alls travel at its pace, for benchmarks."""
 
-    def carry(self, work: Work, num_bytes: int) -> Work:
+    def carry(self, work: AsyncWork, num_bytes: int) -> AsyncWork:
         """Returns ``work``, which is under way, as it is over this link."""
 
 
 class Transfer:
     """A collective in flight. ``wait`` blocks until it is done, and counts how long that took as exposed time."""
 
-    def __init__(self, channel: Channel, lane: str, detail: str, work: Work | None) -> None:
+    def __init__(self, channel: Channel, lane: str, detail: str, work: AsyncWork | None) -> None:
         self._channel, self._lane, self._detail, self._work = channel, lane, detail, work
         self._start = channel.recorder.clock.now() if channel.recorder.enabled else None
         self._unrecorded = threading.Lock()
@@ -381,9 +381,7 @@ def _headers(frames_RF: Tensor) -> Tensor:
 def _framed(header: Header, payload_N: Tensor) -> Tensor:
     """Returns a frame, uint8 [FRAME_BYTES], on the device of the payload."""
     frame = payload_N.new_empty(frames.FRAME_BYTES)
-    device = payload_N.device
-    numbers = torch.from_numpy(header) if device.type == "cpu" else to_device(header, device)
-    frame[: frames.HEADER_BYTES] = numbers.view(torch.uint8)
+    frame[: frames.HEADER_BYTES] = to_device(header, payload_N.device).view(torch.uint8)
     begun_N = payload_N[: frames.PAYLOAD_BYTES]
     frame[frames.HEADER_BYTES :][: len(begun_N)] = begun_N
     return frame
