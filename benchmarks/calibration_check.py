@@ -18,7 +18,8 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 
-from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallelism, Pipelined, Strategy
+from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallelism, Strategy
+from moesys.config.overlap import Pipelined
 from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks, writes
 from moesys.lab.runs.stopwatch import Spread, interleave, machine_line, wall_ms
 from moesys.lab.show.tables import Column, Report, Sheet, publish

@@ -24,7 +24,8 @@ from benchmarks.harness.contest import EqualBits, Outcome, of_all_ranks
 from benchmarks.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
 from benchmarks.harness.options import Repeats, chosen
 from benchmarks.harness.paced_link import PacedLink
-from moesys.config import Fsep, ModelShape, Pipelined, Strategy
+from moesys.config import Fsep, ModelShape, Strategy
+from moesys.config.overlap import Pipelined
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Spread, machine_line, repeated_ms

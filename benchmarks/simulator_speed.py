@@ -18,7 +18,8 @@ from benchmarks.harness.options import Repeats, chosen
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import StepPlan, plan_layer
-from moesys.config import Fsep, MegaKernel, Overlap, Pipelined, Sequential, Strategy, presets
+from moesys.config import Fsep, Overlap, Strategy, presets
+from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.runs.stopwatch import machine_line, wall_ms

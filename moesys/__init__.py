@@ -10,9 +10,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from moesys.kinds import BALANCES, SPLITS
+from moesys.kinds import BALANCES, OVERLAPS, SPLITS
 
-# The public names of each module. Those of planners and splits are in ``kinds``.
+# The public names of each module. Those of planners, splits and overlaps are in ``kinds``.
 _NAMES = {
     "moesys.balance.budget": "replica_budget",
     "moesys.balance.certificate": "Certificate certify",
@@ -25,9 +25,8 @@ _NAMES = {
     "moesys.balance.seconds_certificate": "SecondsCertificate certify_seconds",
     "moesys.collectives": "CollectiveError RankMismatchError",
     "moesys.config": (
-        "Adaptive Balance ClusterSpec Declared DenseMlp Ema Ep Fsep Gqa Last LayerSpec LayoutInvariant MegaKernel "
-        "Mla ModelRun ModelShape ModelSpec MoeMlp Oracle Ordered Parallelism Pipelined Sequential Split Strategy "
-        "WindowMean"
+        "Adaptive Balance ClusterSpec Declared DenseMlp Ema Ep Fsep Gqa Last LayerSpec LayoutInvariant Mla "
+        "ModelRun ModelShape ModelSpec MoeMlp Oracle Ordered Parallelism Split Strategy WindowMean"
     ),
     "moesys.config.experiment": "Experiment",
     "moesys.config.workload": "Generated ModelTraining Replay Training",
@@ -64,7 +63,7 @@ _NAMES = {
     "moesys.tuner.space": "SearchBounds Space",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MODULE_OF |= dict((*BALANCES.values(), *SPLITS.values()))
+_MODULE_OF |= dict((*BALANCES.values(), *SPLITS.values(), *OVERLAPS.values()))
 
 # Public names that are modules themselves.
 _MODULES = {"hf": "moesys.hf", "presets": "moesys.config.presets"}

@@ -43,7 +43,6 @@ from moesys.config import Gqa as Gqa
 from moesys.config import Last as Last
 from moesys.config import LayerSpec as LayerSpec
 from moesys.config import LayoutInvariant as LayoutInvariant
-from moesys.config import MegaKernel as MegaKernel
 from moesys.config import Mla as Mla
 from moesys.config import ModelRun as ModelRun
 from moesys.config import ModelShape as ModelShape
@@ -52,13 +51,14 @@ from moesys.config import MoeMlp as MoeMlp
 from moesys.config import Oracle as Oracle
 from moesys.config import Ordered as Ordered
 from moesys.config import Parallelism as Parallelism
-from moesys.config import Pipelined as Pipelined
-from moesys.config import Sequential as Sequential
 from moesys.config import Split as Split
 from moesys.config import Strategy as Strategy
 from moesys.config import WindowMean as WindowMean
 from moesys.config import presets as presets
 from moesys.config.experiment import Experiment as Experiment
+from moesys.config.overlap import MegaKernel as MegaKernel
+from moesys.config.overlap import Pipelined as Pipelined
+from moesys.config.overlap import Sequential as Sequential
 from moesys.config.workload import Generated as Generated
 from moesys.config.workload import ModelTraining as ModelTraining
 from moesys.config.workload import Replay as Replay

@@ -1,4 +1,4 @@
-"""The planners and splits of moesys: of each kind the name of its class and the module that has it.
+"""The planners, splits and overlaps of moesys: of each kind the name of its class and the module that has it.
 
 A module is imported when its kind is named, so that declaring a strategy loads no planner but its own.
 """
@@ -20,4 +20,9 @@ SPLITS = {
     "proportional": ("Proportional", "moesys.balance.proportional_split"),
     "flow": ("FlowSplit", "moesys.balance.flow.flow_split"),
     "quotas": ("Quotas", "moesys.balance.quotas"),
+}
+OVERLAPS = {
+    "sequential": ("Sequential", "moesys.config.overlap"),
+    "pipelined": ("Pipelined", "moesys.config.overlap"),
+    "mega_kernel": ("MegaKernel", "moesys.config.overlap"),
 }

@@ -14,7 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Strategy
+from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, Fsep, ModelShape, Strategy
+from moesys.config.overlap import MegaKernel
 from moesys.layout import TokenPlan
 
 # The master of a parameter, its gradient and the two moments of Adam, all float32.

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from moesys.config import Overlap, Pipelined, Sequential
+from moesys.config import Overlap
+from moesys.config.overlap import Pipelined, Sequential
 
 Direction = Literal["forward", "recomputation", "backward"]
 StageKind = Literal[

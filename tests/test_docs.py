@@ -18,7 +18,7 @@ import moesys as ms
 from moesys import config
 from moesys.__main__ import app
 from moesys.config import Declared, experiment, workload
-from moesys.kinds import BALANCES, SPLITS
+from moesys.kinds import BALANCES, OVERLAPS, SPLITS
 from moesys.lab.ranks.pool import LocalRanks
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +59,7 @@ def declared_types() -> list[type[Declared]]:
         value for module in (config, experiment, workload) for value in vars(module).values() if isinstance(value, type)
     ]
     found += [*config.Balance.kinds().values(), *config.Split.kinds().values()]
+    found += [getattr(ms, name) for name, _ in OVERLAPS.values()]
     return sorted({t for t in found if issubclass(t, Declared) and t is not Declared}, key=lambda t: t.__name__)
 
 
@@ -230,8 +231,8 @@ def test_the_reading_example_reads_a_run_folder(
 def test_the_reference_lists_public_names_where_they_are_defined() -> None:
     listed = re.findall(r"^::: (\S+)$", text_of("api"), re.MULTILINE)
     public = {ms._MODULES.get(name) or f"{ms._MODULE_OF[name]}.{name}" for name in ms.__all__}
-    # The page of strategies has the planners and splits (test_the_reference_names_every_field).
-    elsewhere = {f"{module}.{name}" for name, module in (*BALANCES.values(), *SPLITS.values())}
+    # The page of strategies has the planners, splits and overlaps (test_the_reference_names_every_field).
+    elsewhere = {f"{module}.{name}" for name, module in (*BALANCES.values(), *SPLITS.values(), *OVERLAPS.values())}
     assert len(listed) == len(set(listed))
     assert public - elsewhere <= set(listed) <= public
 

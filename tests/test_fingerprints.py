@@ -30,7 +30,6 @@ from moesys.config import (
     Last,
     LayerSpec,
     LayoutInvariant,
-    MegaKernel,
     Mla,
     ModelRun,
     ModelShape,
@@ -39,12 +38,13 @@ from moesys.config import (
     Oracle,
     Ordered,
     Parallelism,
-    Pipelined,
-    Sequential,
     Split,
     Strategy,
     WindowMean,
+    overlap,
 )
+from moesys.config.overlap import MegaKernel, Pipelined, Sequential
+from moesys.kinds import OVERLAPS
 
 MODEL = ModelShape(hidden_size=8, intermediate_size=16, num_experts=8, top_k=2)
 GROUPED = MODEL.replace(scoring_func="sigmoid", n_group=4, topk_group=2)
@@ -287,6 +287,7 @@ def test_every_field_of_a_planner_or_split_counts(member):
 def test_no_field_is_missing_above():
     in_changes = {(type(declared), field) for declared, changes in CHANGES for field in changes}
     kinds = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, Declared)]
+    kinds += [getattr(overlap, name) for name, _ in OVERLAPS.values()]
     everything = {(kind, field) for kind in kinds for field in kind.model_fields if field != "kind"}
     assert everything - in_changes == NOT_CHANGED
 

@@ -425,4 +425,4 @@ def test_the_layer_loads_no_simulator_solver_or_compiler(code: str, allowed: tup
     assert done.returncode == 0, done.stderr
     number, *found = done.stdout.split()
     assert found == []
-    assert int(number) <= 115
+    assert int(number) <= 80

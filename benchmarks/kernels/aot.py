@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.kernels.drawn_layer import Size
-from moesys.config import MegaKernel
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS, activation_gradient
 from moesys.kernels.experts.ahead_of_time import HOPPER, MOST_SHARED_BYTES, MachineCode, compiling
 from moesys.kernels.experts.grouped_gemm import grouped_gemm

@@ -30,7 +30,7 @@ from benchmarks.mega.ranks_layer import (
     regions_of,
     stand_alone_runs,
 )
-from moesys.config import MegaKernel
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.pacing import paced_link

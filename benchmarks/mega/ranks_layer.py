@@ -20,7 +20,8 @@ from benchmarks.kernels.drawn_layer import Size
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.planners import split_tokens
-from moesys.config import ClusterSpec, MegaKernel
+from moesys.config import ClusterSpec
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass

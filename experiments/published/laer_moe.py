@@ -37,7 +37,8 @@ from experiments.published.drawn_steps import Found, Scenario, SimulatedStep, si
 from experiments.published.laer_baselines import copied_row_errors, fitted_closed_form, megatron_sheet, row_errors
 from experiments.published.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from experiments.published.laer_setup import CONSTANTS, METHODS, Constants, LaerModel, PublishedRow
-from moesys.config import MegaKernel, Overlap, Pipelined, Sequential, presets
+from moesys.config import Overlap, presets
+from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.lab.commands.options import ReportFolder
 from moesys.lab.show.tables import Column, Sheet, figure, publish_simulated
 

@@ -53,8 +53,9 @@ import typer
 from pydantic import BaseModel
 from scipy.stats import spearmanr
 
-from moesys.config import ClusterSpec, ModelSpec, Sequential, Strategy, presets
+from moesys.config import ClusterSpec, ModelSpec, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
+from moesys.config.overlap import Sequential
 from moesys.lab.commands.options import ReportFolder
 from moesys.lab.show.steps import steps_told
 from moesys.lab.show.tables import Column, Sheet, publish_simulated

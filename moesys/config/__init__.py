@@ -14,7 +14,7 @@ from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
 from moesys.config.model import ModelShape
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.model_spec import ModelSpec
-from moesys.config.overlap import MegaKernel, Overlap, Pipelined, Sequential
+from moesys.config.overlap import Overlap
 from moesys.config.predictor import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
 from moesys.config.reduction import LayoutInvariant, Ordered, Reduction
 from moesys.config.sharding import Ep, Fsep, Sharding, SlotCount, SlotGigabytes
@@ -36,7 +36,6 @@ __all__ = [
     "Last",
     "LayerSpec",
     "LayoutInvariant",
-    "MegaKernel",
     "Microseconds",
     "MinReplicas",
     "Mla",
@@ -48,11 +47,9 @@ __all__ = [
     "Ordered",
     "Overlap",
     "Parallelism",
-    "Pipelined",
     "Predictor",
     "Reduction",
     "ReplicasWithin",
-    "Sequential",
     "Sharding",
     "SlotCount",
     "SlotGigabytes",

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moesys.balance.topology import levels_of, link_domains_of, nodes_of
-from moesys.config import ClusterSpec, MegaKernel, Split
+from moesys.config import ClusterSpec, Split
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.split.limit import keep_within
 from moesys.kernels.split.tables import IntArray, SplitTables, entries_of, tables_of
 from moesys.kernels.symmetric.counts import ReceivedCounts

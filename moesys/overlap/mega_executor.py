@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesys.collectives import guarded
-from moesys.config import MegaKernel, ModelShape
+from moesys.config import ModelShape
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tiles import groups_by_size

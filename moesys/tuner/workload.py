@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.plan import LayerPlan, StepPlan
 from moesys.balance.static import Static
-from moesys.config import ClusterSpec, Declared, Ep, Fsep, Last, ModelShape, Sequential, Strategy
+from moesys.config import ClusterSpec, Declared, Ep, Fsep, Last, ModelShape, Strategy
+from moesys.config.overlap import Sequential
 from moesys.limits import out_of_memory
 
 # Bytes of plans that are kept; the plans that were used last stay.

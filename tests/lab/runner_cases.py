@@ -5,8 +5,9 @@ from __future__ import annotations
 from moesys.balance.cp_sat.cp_sat import CpSat
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
-from moesys.config import ClusterSpec, Fsep, ModelShape, Pipelined, Strategy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.experiment import Experiment
+from moesys.config.overlap import Pipelined
 from moesys.config.workload import Generated, Training
 
 EP = Strategy(name="ep")

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from task_order import mixed, needed_fetches, numbers_in_groups, rows_of_groups, swept, tiles_of_rank
 
-from moesys.config import ClusterSpec, MegaKernel, ModelShape
+from moesys.config import ClusterSpec, ModelShape
+from moesys.config.overlap import MegaKernel
 from moesys.cost import FloatArray
 from moesys.layout import TokenPlan
 from moesys.load import IntArray

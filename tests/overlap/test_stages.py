@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernels.drawn_layer import Size
 from benchmarks.mega.ranks_layer import MegaRun, draw_layer, regions_of
-from moesys.config import MegaKernel
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.mega.exchange import Replicas, combine_flags, exchange, first_rows, ordered_tiles
 from moesys.kernels.symmetric import signals

@@ -30,7 +30,8 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import StepPlan, plan_layer
 from moesys.balance.static import Static
-from moesys.config import ClusterSpec, Ep, Fsep, MegaKernel, Pipelined, Sequential, Strategy
+from moesys.config import ClusterSpec, Ep, Fsep, Strategy
+from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulation
 from moesys.tuner.bounds import plan_bound_ms

@@ -13,7 +13,8 @@ from tuner_cases import CLUSTERS, EP, MODEL, SPACE, changed, memory_of
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
-from moesys.config import ClusterSpec, Fsep, Last, MegaKernel, Pipelined, Sequential, Strategy, WindowMean
+from moesys.config import ClusterSpec, Fsep, Last, Strategy, WindowMean
+from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.tuner.space import PARTS, Space, default_space
 from moesys.tuner.workload import Setting
 

@@ -8,7 +8,8 @@ import pytest
 from tuner_cases import CLUSTERS, EP, SMALL, changed, costs_of, drawn, session_of, setting_of
 
 from moesys.balance.greedy.greedy import Greedy
-from moesys.config import Fsep, MegaKernel, Strategy
+from moesys.config import Fsep, Strategy
+from moesys.config.overlap import MegaKernel
 from moesys.lab.runs import workers
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.lab.runs.workers import Workers

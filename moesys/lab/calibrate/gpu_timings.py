@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import triton.language as tl
 
-from moesys.config import DType, MegaKernel, ModelShape
+from moesys.config import DType, ModelShape
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.heap import RANK, TIMEOUT_S, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, raise_if_given_up, wait

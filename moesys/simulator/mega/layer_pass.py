@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.config import ClusterSpec, MegaKernel, ModelShape
+from moesys.config import ClusterSpec, ModelShape
+from moesys.config.overlap import MegaKernel
 from moesys.cost import FloatArray, gather_seconds
 from moesys.layout import TokenPlan
 from moesys.load import IntArray

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moesys.config import ClusterSpec, MegaKernel, ModelShape
+from moesys.config import ClusterSpec, ModelShape
+from moesys.config.overlap import MegaKernel
 from moesys.cost import GRADIENT_BYTES, FloatArray, memory_seconds, product_rate
 from moesys.load import IntArray
 

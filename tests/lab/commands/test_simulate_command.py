@@ -20,8 +20,9 @@ from moesys.__main__ import app
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import StepPlan, plan_layer
 from moesys.balance.replay import replay_steps
-from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.experiment import Experiment
+from moesys.config.overlap import MegaKernel
 from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.commands.explain import explain_command
 from moesys.lab.commands.simulate import simulate_command

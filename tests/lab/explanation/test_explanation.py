@@ -14,8 +14,9 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.replay import replay_steps
-from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Pipelined, Strategy, WindowMean
+from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Strategy, WindowMean
 from moesys.config.experiment import Experiment
+from moesys.config.overlap import Pipelined
 from moesys.config.workload import Generated, Replay, Training
 from moesys.cost import link_load
 from moesys.lab.explanation.explanation import explain

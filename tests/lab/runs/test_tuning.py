@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import pytest
 from runner_cases import EP, FSEP, simulation, training
 
-from moesys.config import Fsep, MegaKernel, Strategy
+from moesys.config import Fsep, Strategy
 from moesys.config.experiment import Experiment
+from moesys.config.overlap import MegaKernel
 from moesys.config.workload import Generated, Replay
 from moesys.lab.commands.explain import explain_command
 from moesys.lab.commands.run import run_file
