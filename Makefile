@@ -40,7 +40,7 @@ docs: .venv/docs-installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install '$(TORCH)'
 	$(BIN)/pip install -e '.[test]'
-	$(BIN)/python -c 'from moesys.balance.warm_up import warm_up; warm_up()'
+	$(BIN)/python -c 'from moesys.balance.planners import warm_up; warm_up()'
 	touch $@
 
 # The oldest Triton that moesys runs on, torch 2.11's: it stands aside, and is only asked to compile.

@@ -18,12 +18,12 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 
-from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallelism, Pipelined, Strategy
+from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallelism, Strategy
+from moesys.config.overlap import Pipelined
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks
 from moesys.lab.runs.stopwatch import Spread, interleave, machine_line, wall_ms
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.moe.layer import MoELayer
 from moesys.simulator.model.simulate_model import simulate_model
@@ -166,8 +166,7 @@ def model_steps(case: ModelCase, repeats: int) -> list[float]:
     import transformers
 
     from moesys.hf.parallelize import parallelize
-    from moesys.hf.routers import routers_of
-    from moesys.hf.routing_replay import replay_routing
+    from moesys.hf.routing_replay import replay_routing, routers_of
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     torch.manual_seed(0)

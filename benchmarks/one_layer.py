@@ -23,11 +23,10 @@ from benchmarks.harness.options import Repeats, chosen
 from moesys.config import LayoutInvariant, ModelShape, Ordered, Strategy
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.runs.stopwatch import Spread, Work, machine_line, processor_ms, wall_ms
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
-from moesys.moe.expert_parameters import DTYPES
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
+from moesys.moe.masters import DTYPES
 
 OURS = "moesys"
 PEERS = ("eager", "grouped_mm")

@@ -23,15 +23,15 @@ from torch import nn
 from benchmarks.harness.contest import EqualBits, Outcome, of_all_ranks
 from benchmarks.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
 from benchmarks.harness.options import Repeats, chosen
-from moesys.config import Fsep, ModelShape, Pipelined, Strategy
+from benchmarks.harness.paced_link import PacedLink
+from moesys.config import Fsep, ModelShape, Strategy
+from moesys.config.overlap import Pipelined
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Spread, machine_line, repeated_ms
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
-from moesys.overlap.comm.paced_link import PacedLink
 
 _SHAPE = ModelShape(hidden_size=512, intermediate_size=512, num_experts=8, top_k=2)
 _EP = Strategy(name="sequential")

@@ -15,14 +15,17 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
+from moesys.balance.eplb import Eplb
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
-from moesys.balance.layouts import plan_layouts
-from moesys.balance.splits import split_tokens
-from moesys.config import Balance, ClusterSpec, Eplb, EvenSplit, FlowSplit, Greedy, Laer, Split
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.laer import Laer
+from moesys.balance.planners import plan_layouts, split_tokens
+from moesys.config import Balance, ClusterSpec, Split
 from moesys.lab.runs.stopwatch import machine_line, repeated_ms
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor
 
 from moesys.balance.predictors import measured_drift
-from moesys.config.hub_config import read_config
+from moesys.config.hub import read_config
 from moesys.hf.routing_replay import record_routing
 from moesys.lab.show.steps import steps_told
 from moesys.lab.train.text import Text, load_text

@@ -15,15 +15,16 @@ from typing import Annotated
 import typer
 
 from benchmarks.harness.options import Repeats, chosen
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import StepPlan, plan_layer
-from moesys.config import FlowSplit, Fsep, Greedy, MegaKernel, Overlap, Pipelined, Sequential, Strategy, presets
+from moesys.config import Fsep, Overlap, Strategy, presets
+from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.runs.stopwatch import machine_line, wall_ms
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
-from moesys.lab.show.tables import figure
+from moesys.lab.show.tables import Column, Report, Sheet, figure, publish
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulation
 from moesys.traces import generate

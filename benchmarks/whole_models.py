@@ -34,16 +34,15 @@ from benchmarks.harness.model_steps import (
     tokens_of,
 )
 from benchmarks.harness.options import Repeats, chosen
-from moesys.balance.warm_up import warm_up
+from moesys.balance.planners import warm_up
 from moesys.config import Strategy
 from moesys.hf.registration import register
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Spread, machine_line
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 
 THEIRS = "all_to_all"
 # After this many steps the peak of memory no longer grows.

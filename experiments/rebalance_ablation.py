@@ -14,7 +14,7 @@ Simulated; eight seeds take less than a minute on two cores.
 """
 
 import moesys as ms
-from moesys.config.laer_routing import LAER_E8K2_ROUTING
+from experiments.published.laer_routing import LAER_E8K2_ROUTING
 
 
 def experiment() -> ms.Experiment:

@@ -278,7 +278,7 @@ def tune(
     command goes on where it was stopped. For example: moesys tune experiments/skew_sweep.py --memory-gb 80
     """
     from moesys.lab.commands.tune import tune_file
-    from moesys.tuner.search_bounds import SearchBounds
+    from moesys.tuner.space import SearchBounds
 
     bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes, jobs)
     code = tune_file(file, space, bounds, out, timed=timed, threads=threads, fresh=fresh)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -59,10 +60,17 @@ def guarded(
         raise _failure(what, group, error, device_type, grace_s, without_heartbeat) from error
 
 
-def agree(what: str, error: Exception | None, other: type[Exception] = RuntimeError) -> None:
-    """Raises ``error`` on this rank, and an ``other`` that repeats it on the ranks without one. A collective of all
-    ranks, if there is a process group; ``what`` names it in errors.
+@contextmanager
+def agreement(what: str, other: type[Exception] = RuntimeError) -> Iterator[None]:
+    """Ends on all ranks together: raises the error of the block on the ranks where it fails, and an ``other`` that
+    repeats it on the ranks where it does not. A collective of all ranks, if there is a process group; ``what`` names it
+    in errors.
     """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
     messages: list[str | None] = [None]
     if dist.is_initialized():
         messages *= dist.get_world_size()

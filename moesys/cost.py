@@ -30,29 +30,30 @@ GRADIENT_BYTES = 4
 
 
 def product_rate(cluster: ClusterSpec, backward: bool) -> float:
-    """Flops a second of a rank's products with weights, or of those of their gradients."""
+    """Returns the flops per second of a rank's products with weights, or of the products of their gradients."""
     declared = cluster.backward_tflops if backward else None
     return (declared or cluster.expert_tflops) * 1e12
 
 
 def attention_rate(cluster: ClusterSpec, backward: bool) -> float:
-    """Flops a second of a rank's attention scores, or of their gradients."""
+    """Returns the flops per second of a rank's attention scores, or of their gradients."""
     declared = cluster.attention_backward_tflops if backward else None
     return (declared or cluster.attention_tflops or cluster.expert_tflops) * 1e12
 
 
 def expert_seconds(rows: Rows, model: ModelShape, cluster: ClusterSpec, backward: bool) -> Rows:
-    """Seconds of a rank's expert GEMMs on ``rows`` (a number or an array): 6·rows·H·I flops at the rank's matmul rate.
+    """Returns the seconds of a rank's expert GEMMs on ``rows`` (a number or an array): 6·rows·H·I flops at its matmul
+    rate, which is two flops per parameter and row.
 
-    Two flops a parameter and row. Backward has twice as many, half of them for the gradient of the input, half for
-    that of the weights. Activations and the weighted sum of combine are left out.
+    Backward has twice as many, half of them for the gradient of the input, half for that of the weights. Activations
+    and the weighted sum of combine are left out.
     """
     flops = 6 * model.hidden_size * model.intermediate_size * (2 if backward else 1)
     return rows * (flops / product_rate(cluster, backward))
 
 
 def row_product_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
-    """Seconds of a row's GEMMs, forward and backward."""
+    """Returns the seconds of the GEMMs of one row, forward and backward."""
     return sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
 
 
@@ -60,7 +61,7 @@ ExpertPass = Literal["forward", "pre_activations", "input_gradients", "weight_gr
 
 
 def rows_of(plan: TokenPlan) -> FloatArray:
-    """Rows that each rank computes for each expert, ``rows_RE`` float64 [R, E]."""
+    """Returns the rows that each rank computes for each expert, ``rows_RE`` float64 [R, E]."""
     shape = (plan.load.num_ranks, plan.load.num_experts)
     _, expert, destination, tokens = plan.entries.T
     place = destination * shape[1] + expert
@@ -69,7 +70,7 @@ def rows_of(plan: TokenPlan) -> FloatArray:
 
 
 def pass_seconds(rows_RE: FloatArray, model: ModelShape, cluster: ClusterSpec, of: ExpertPass) -> FloatArray:
-    """Seconds [R] of each rank's two grouped products of a pass, as the kernels have them.
+    """Returns the seconds [R] of each rank's two grouped products of a pass, as the kernels compute them.
 
     Rows read, written: x, then h before and a after the activation [forward, up: H to 2I]; a, y [down: I to H]. The
     gradients of inputs: dy and h, then dh and the weighted a [H to I]; dh, dx [2I to H]. Of weights, float32: dy, a;
@@ -103,7 +104,7 @@ def product_seconds(
     cluster: ClusterSpec,
     backward: bool = False,
 ) -> FloatArray:
-    """Seconds [R] of one grouped product: of each expert's rows [rows, depth] with its weights [depth, columns].
+    """Returns the seconds [R] of one grouped product of each expert's rows [rows, depth] and weights [depth, columns].
 
     An expert's rows are rounded up to whole tiles, a rank's tiles to whole waves. ``row_bytes``: read and written for a
     row, ``expert_bytes`` for an expert that has rows; tiles find the rest in the cache.
@@ -118,7 +119,7 @@ def product_seconds(
 def weight_gradient_seconds(
     rows_RE: FloatArray, rows_out: int, columns: int, element_bytes: int, cluster: ClusterSpec
 ) -> FloatArray:
-    """Seconds [R] of one grouped product of gradients: [rows_out, columns] for each expert, over all its rows.
+    """Returns the seconds [R] of one grouped product of gradients, [rows_out, columns] for each expert, over all rows.
 
     A tile of an expert takes as long as the expert has rows, so tiles differ: the last wave is as long as the mean of
     all, and no wave is shorter than the longest tile.
@@ -134,40 +135,48 @@ def weight_gradient_seconds(
 
 
 def tile_seconds(depth: int, cluster: ClusterSpec, backward: bool) -> float:
-    """Seconds of one tile on one multiprocessor, of a product over ``depth``."""
+    """Returns the seconds of one tile of a product over ``depth`` on one multiprocessor."""
     flops = 2 * cluster.tile_rows * cluster.tile_columns * depth
     return flops * cluster.multiprocessors / product_rate(cluster, backward)
 
 
 def _whole(count: FloatArray, unit: int) -> FloatArray:
-    """Units that hold ``count``. Of one element there may be parts, such as the mean rows of a chunk."""
+    """Returns how many units hold ``count``; units of one element are not rounded, as a chunk may have a mean
+    of rows.
+    """
     return count if unit == 1 else np.ceil(count / unit)
 
 
 def gather_seconds(rows_R: Rows, model: ModelShape, cluster: ClusterSpec) -> Rows:
-    """Seconds in which a rank puts rows in another order: each is read once and written once."""
+    """Returns the seconds in which a rank permutes rows: each is read once and written once."""
     return memory_seconds(rows_R * (2 * model.row_bytes), cluster) + cluster.launch_us * 1e-6
 
 
 def sum_seconds(choices_R: Rows, model: ModelShape, cluster: ClusterSpec) -> Rows:
-    """Seconds of combine's weighted sum: K rows of each token are read, one is written. ``choices_R``: K a token."""
+    """Returns the seconds of combine's weighted sum: K rows of each token are read, and one is written. ``choices_R``:
+    K per token.
+    """
     row_bytes = model.row_bytes * (1 + 1 / model.top_k)
     return memory_seconds(choices_R * row_bytes, cluster) + cluster.launch_us * 1e-6
 
 
 def memory_seconds(num_bytes: Rows, cluster: ClusterSpec) -> Rows:
-    """Seconds in which a rank reads and writes so many bytes of its own memory; 0 where its speed is not declared."""
+    """Returns the seconds in which a rank reads and writes ``num_bytes`` of its memory; 0 if its speed is not
+    declared.
+    """
     return _moved_seconds(num_bytes, cluster.memory_gb_per_s)
 
 
 def elementwise_seconds(num_bytes: float, cluster: ClusterSpec, backward: bool) -> float:
-    """Seconds of what is no product and reads and writes so many bytes where each step of it is one kernel."""
+    """Returns the seconds of elementwise operations that read and write ``num_bytes``, if each of them is one
+    kernel.
+    """
     declared = cluster.elementwise_backward_gb_per_s if backward else None
     return _moved_seconds(num_bytes, declared or cluster.elementwise_gb_per_s or cluster.memory_gb_per_s)
 
 
 def optimizer_seconds(num_bytes: float, cluster: ClusterSpec) -> float:
-    """Seconds in which an optimizer reads and writes so many bytes."""
+    """Returns the seconds in which an optimizer reads and writes ``num_bytes``."""
     return _moved_seconds(num_bytes, cluster.optimizer_gb_per_s or cluster.memory_gb_per_s)
 
 
@@ -176,8 +185,8 @@ def _moved_seconds(num_bytes: Rows, gb_per_s: float | None) -> Rows:
 
 
 def roofline_seconds(flops: Rows, num_bytes: Rows, cluster: ClusterSpec) -> Rows:
-    """Seconds of work that is not described further, such as attention: its flops at the matmul rate or its bytes at
-    the memory's, whichever takes longer (Williams et al., Roofline, CACM 2009).
+    """Returns the seconds of work that is not described further, such as attention: its flops at the matmul rate or its
+    bytes at the rate of the memory, whichever takes longer (Williams et al., Roofline, CACM 2009).
     """
     return np.maximum(flops / (cluster.expert_tflops * 1e12), memory_seconds(num_bytes, cluster))[()]
 
@@ -186,9 +195,9 @@ def roofline_seconds(flops: Rows, num_bytes: Rows, cluster: ClusterSpec) -> Rows
 
 
 def dispatch_bytes(plan: TokenPlan, model: ModelShape) -> FloatArray:
-    """``bytes_RR`` of the rows that go to their experts: b·H a (token, expert) pair, not de-duplicated.
+    """Returns ``bytes_RR`` of the token all-to-all: b·H per (token, expert) pair, not de-duplicated.
 
-    Combine, and dispatch of the output's gradient, send as much: combine is the transposed matrix.
+    Combine, and dispatch of the output's gradient, send as much: the matrix of combine is the transposed one.
     """
     R = plan.load.num_ranks
     source, _, destination, tokens = plan.entries.T
@@ -197,7 +206,7 @@ def dispatch_bytes(plan: TokenPlan, model: ModelShape) -> FloatArray:
 
 
 def restores_per_step(sharding: Sharding) -> int:
-    """Of a layer and micro-batch: 2 where experts are given back after forward, and so come again for backward."""
+    """Returns how often a layer restores its experts in a micro-batch: twice if it releases them after forward."""
     return 2 if isinstance(sharding, Fsep) and sharding.reshard_after_forward else 1
 
 
@@ -209,8 +218,8 @@ def restore_bytes(
     every_slot: bool = False,
     here: ExpertLayout | None = None,
 ) -> tuple[FloatArray, ...]:
-    """``bytes_RR`` of each all-to-all, one after another, that gives every rank the experts of ``layout``, but for
-    those of ``here``, which it has; none where nothing is missing.
+    """Returns ``bytes_RR`` of each all-to-all, one after another, that gives every rank the experts of ``layout``,
+    except for those of ``here``, which it has; an empty tuple if nothing is missing.
 
     An expert that a rank holds twice is sent once, unless ``every_slot`` of ``Fsep`` has its own messages. Wire slices
     are padded to s, and padding is counted.
@@ -246,11 +255,11 @@ def reshard_bytes(
     gradient_bytes: int = GRADIENT_BYTES,
     every_slot: bool = False,
 ) -> tuple[FloatArray, ...]:
-    """``bytes_RR`` of each all-to-all, one after another, that brings a layer's expert gradients home: a restore
+    """Returns ``bytes_RR`` of each all-to-all, one after another, that reduces a layer's expert gradients: a restore
     backwards, flat or hierarchical as ``reshard`` of ``Fsep`` and ``lend`` of ``Ep`` say.
 
-    None where every gradient is at home already. Optimizer state never moves. ``gradient_bytes``: of one element, which
-    the layers send in float32.
+    The tuple is empty if every gradient is on its owner already. Optimizer state never moves. ``gradient_bytes``: of
+    one element, which the layers send in float32.
     """
     held_RE = _sent(layout, every_slot)
     match sharding:
@@ -278,8 +287,8 @@ def _flat(held_R: IntArray, slice_bytes: float) -> FloatArray:
 
 
 def _hierarchical(held_RE: IntArray, node_R: IntArray, slice_bytes: float) -> tuple[FloatArray, FloatArray]:
-    """Who carries what is ``moe.node_carriers``' choice: in each node, slices of outside rank r go to the rank whose
-    place there is r mod the node's size.
+    """Returns ``bytes_RR`` between and inside of nodes. The carriers are those of ``moe.node_carriers``: in each node,
+    slices of outside rank r go to the rank whose place there is r mod the node's size.
     """
     num_ranks = len(node_R)
     between_RR, inside_RR = np.zeros((num_ranks, num_ranks)), np.zeros((num_ranks, num_ranks))
@@ -295,7 +304,9 @@ def _hierarchical(held_RE: IntArray, node_R: IntArray, slice_bytes: float) -> tu
 
 
 def _lent(held_RE: IntArray, cluster: ClusterSpec, sharding: Ep, expert_bytes: float) -> tuple[FloatArray, ...]:
-    """What owners give, and then what those give whom they gave (``layout.lender_of_experts``)."""
+    """Returns ``bytes_RR`` of what owners send, and then of what its receivers pass on
+    (``layout.lender_of_experts``).
+    """
     num_ranks, num_experts = held_RE.shape
     node_R = np.asarray(cluster.node_of_rank) if sharding.lend == "hierarchical" else None
     holder, expert = np.nonzero(held_RE)
@@ -331,15 +342,15 @@ class LinkLoad:
     used_4R: npt.NDArray[np.bool_]
 
     def part(self, of: float) -> LinkLoad:
-        """So much of every message."""
+        """Returns the load of the share ``of`` of every message."""
         return replace(self, seconds_L=self.seconds_L * of)
 
     def messages(self) -> LinkLoad:
-        """Between the same ranks, without bytes worth counting."""
+        """Returns the load of messages between the same ranks whose bytes do not count."""
         return replace(self, seconds_L=np.zeros_like(self.seconds_L))
 
     def reversed(self) -> LinkLoad:
-        """The way home: what came in goes out."""
+        """Returns the load of the way back: what came in goes out."""
         R = self.used_4R.shape[1]
         out_R, in_R, rest = np.split(self.seconds_L, [R, 2 * R])
         out_N, in_N = np.split(rest, 2)
@@ -347,7 +358,7 @@ class LinkLoad:
 
 
 def link_load(bytes_RR: FloatArray, cluster: ClusterSpec) -> LinkLoad:
-    """Of an all-to-all of ``bytes_RR``, whose diagonal is zero."""
+    """Returns the load of an all-to-all of ``bytes_RR``, whose diagonal is zero."""
     sizes, domain_R = cluster.domain_sizes, np.asarray(cluster.domain_of_rank)
     first_N = np.cumsum((0, *cluster.node_sizes[:-1]))
     R, D = len(domain_R), len(sizes)
@@ -371,25 +382,27 @@ def link_load(bytes_RR: FloatArray, cluster: ClusterSpec) -> LinkLoad:
 
 
 def link_seconds(bytes_RR: FloatArray, cluster: ClusterSpec) -> FloatArray:
-    """``LinkLoad.seconds_L`` of ``bytes_RR``: seconds that each link is busy with it alone, [2·R + 2·N]."""
+    """Returns ``LinkLoad.seconds_L`` of ``bytes_RR``: seconds that each link is busy with it alone, [2·R + 2·N]."""
     return link_load(bytes_RR, cluster).seconds_L
 
 
 def transfer_seconds(bytes_RR: FloatArray, cluster: ClusterSpec) -> float:
-    """Seconds of an all-to-all that has the links for itself: those of its busiest link (FasterMoE, section 4)."""
+    """Returns the seconds of an all-to-all that has the links for itself: those of its busiest link (FasterMoE, section
+    4).
+    """
     return float(link_seconds(bytes_RR, cluster).max())
 
 
 def dispatch_seconds(plan: TokenPlan, model: ModelShape, cluster: ClusterSpec) -> float:
-    """Seconds in which all rows go to their experts; combine takes as long, as links are as fast both ways."""
+    """Returns the seconds of dispatch; combine takes as long, because links are as fast in both directions."""
     return transfer_seconds(dispatch_bytes(plan, model), cluster)
 
 
 def restore_seconds(layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> float:
-    """Seconds that it takes to have the experts of ``layout``; 0 where they are there."""
+    """Returns the seconds of the all-to-alls that restore the experts of ``layout``; 0 if nothing is missing."""
     return sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in restore_bytes(layout, model, cluster, sharding))
 
 
 def reshard_seconds(layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> float:
-    """Seconds that it takes to bring a layer's expert gradients home; 0 where they are at home."""
+    """Returns the seconds of the all-to-alls that reduce a layer's expert gradients; 0 if all are on their owners."""
     return sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in reshard_bytes(layout, model, cluster, sharding))

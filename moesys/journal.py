@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
-from moesys.whole_file import cut_torn_line, sync_folder
+from moesys.files import cut_torn_line, sync_folder
 
 T = TypeVar("T")
 

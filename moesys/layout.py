@@ -46,7 +46,7 @@ class ExpertLayout:
 
     @property
     def num_slots(self) -> int:
-        """S, the widest rank's slots."""
+        """Returns S, the slots of the widest rank."""
         return self.expert_RS.shape[1]
 
     @cached_property
@@ -71,19 +71,19 @@ class ExpertLayout:
         return filled_R
 
     def without_last(self, num_slots: int) -> ExpertLayout:
-        """The layout without the last slots of every rank. Late slots are the last ones."""
+        """Returns the layout without the last slots of every rank. Late slots are the last ones."""
         return ExpertLayout(self.expert_RS[:, : self.num_slots - num_slots], self.num_experts) if num_slots else self
 
     def experts_of(self, rank: int) -> tuple[int, ...]:
-        """The experts in a rank's filled slots, in slot order (a duplicate appears twice)."""
+        """Returns the experts in a rank's filled slots, in slot order (a duplicate appears twice)."""
         return tuple(int(expert) for expert in self.expert_RS[rank] if expert != EMPTY)
 
     def num_distinct(self, ranks: list[int]) -> int:
-        """Distinct experts held by a set of ranks."""
+        """Returns the number of distinct experts that a set of ranks holds."""
         return int((self.replicas_RE[ranks].sum(axis=0) > 0).sum())
 
     def fingerprint(self) -> str:
-        """Hex digest of the layout's content, for agreement between ranks."""
+        """Returns a hex digest of the layout's content, for agreement between ranks."""
         head = f"{self.expert_RS.shape}:{self.num_experts}:".encode()
         return hashlib.sha256(head + self.expert_RS.astype("<i8").tobytes()).hexdigest()
 
@@ -178,7 +178,7 @@ class TokenPlan:
 
     @classmethod
     def by_construction(cls, entries: IntArray, load: LoadMatrix, layout: ExpertLayout) -> TokenPlan:
-        """From int64 entries that are right as they were made, unchecked: a split's last step, every micro-batch."""
+        """Returns a plan of int64 entries that are right by construction, unchecked: the last step of each split."""
         plan = object.__new__(cls)
         entries.setflags(write=False)
         plan.__dict__.update(entries=entries, load=load, layout=layout)
@@ -186,13 +186,13 @@ class TokenPlan:
 
     @classmethod
     def from_dense(cls, tokens_RER: IntArray, load: LoadMatrix, layout: ExpertLayout) -> TokenPlan:
-        """From a dense [R, E, R] array of tokens per (source, expert, destination)."""
+        """Returns the plan of a dense [R, E, R] array of tokens per (source, expert, destination)."""
         index = np.argwhere(tokens_RER)
         return cls(np.column_stack([index, tokens_RER[tuple(index.T)]]), load, layout)
 
     @cached_property
     def tokens_RER(self) -> IntArray:
-        """Dense view [source, expert, destination]; R²·E numbers, so for tests, small plans and printing."""
+        """Returns a dense view [source, expert, destination] of R²·E numbers, for tests, small plans and printing."""
         tokens_RER = np.zeros((self.load.num_ranks, self.load.num_experts, self.load.num_ranks), dtype=np.int64)
         source, expert, destination, tokens = self.entries.T
         tokens_RER[source, expert, destination] = tokens
@@ -201,7 +201,7 @@ class TokenPlan:
 
     @cached_property
     def tokens_R(self) -> IntArray:
-        """Tokens each destination rank computes."""
+        """Returns the tokens that each destination rank computes."""
         tokens_R = np.zeros(self.load.num_ranks, dtype=np.int64)
         np.add.at(tokens_R, self.entries[:, 2], self.entries[:, 3])
         tokens_R.setflags(write=False)
@@ -209,11 +209,13 @@ class TokenPlan:
 
     @property
     def max_over_mean(self) -> float:
-        """Imbalance: the busiest rank's tokens over the mean, 1.0 for perfect balance and for no tokens at all."""
+        """Returns the imbalance: the busiest rank's tokens divided by the mean, 1.0 for no tokens at all."""
         return float(self.tokens_R.max() / self.tokens_R.mean()) if self.load.total else 1.0
 
     def inter_node_tokens(self, node_of_rank: tuple[int, ...]) -> int:
-        """Tokens that leave their source's node; of a cluster whose links join others, give ``domain_of_rank``."""
+        """Returns the tokens that leave their source's node; for a cluster whose links join others, give
+        ``domain_of_rank``.
+        """
         node = np.asarray(node_of_rank)
         source, _, destination, tokens = self.entries.T
         return int(tokens[node[source] != node[destination]].sum())

@@ -1,15 +1,22 @@
-"""Counts what a rank must hold at once under a strategy, at least: closed forms of shapes.
+"""Counts what a rank must hold at least under a strategy, and says why a plan or a strategy would not run.
 
-P_e parameters of an expert, b bytes of an element, R ranks, E experts, S slots, L layers, T tokens a rank, K top-k, H
-hidden size, I expert width. Left out: embeddings, attention, logits, buffers of messages on their way, and what an
-allocator wastes. So what does not fit by this count does not fit, and what fits by it may still not.
+Memory is counted by closed forms of shapes: P_e parameters of an expert, b bytes of an element, R ranks, E experts,
+S slots, L layers, T tokens of a rank, K top-k, H hidden size, I expert width. The count leaves out embeddings,
+attention, logits, message buffers and allocator overhead. So what does not fit by this count does not fit, and what
+fits by it may still not.
+
+Functions that return reasons return "" where they know of none.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Strategy
+from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, Fsep, ModelShape, Strategy
+from moesys.config.overlap import MegaKernel
+from moesys.layout import TokenPlan
 
 # The master of a parameter, its gradient and the two moments of Adam, all float32.
 _STATE_BYTES = 16
@@ -30,7 +37,7 @@ class RankMemory:
 
     @property
     def gb(self) -> float:
-        """1e9 bytes."""
+        """Returns all bytes in units of 1e9 bytes."""
         all_bytes = self.state_bytes + self.slot_bytes + self.gradient_bytes + self.row_bytes + self.shared_bytes
         return all_bytes / BYTES_PER_GB
 
@@ -44,7 +51,7 @@ def rank_memory(
     *,
     recompute: bool = False,
 ) -> RankMemory:
-    """At least, for ``tokens_per_rank`` tokens of each rank in a micro-batch, evenly balanced.
+    """Returns a lower bound, for ``tokens_per_rank`` evenly balanced tokens of each rank in a micro-batch.
 
     Raises ValueError for a strategy that does not fit the model.
     """
@@ -67,7 +74,9 @@ def _owned_parameters(strategy: Strategy, model: ModelShape, num_ranks: int) -> 
 
 
 def _slot_bytes(strategy: Strategy, model: ModelShape, num_ranks: int, num_layers: int, slots: int) -> int:
-    """A rank that owns its experts whole and computes in float32 uses its masters."""
+    """Returns the bytes of experts in slots. A rank that owns experts whole and computes in float32 uses its
+    masters.
+    """
     sharding, layers_at_once = strategy.sharding, num_layers
     if isinstance(sharding, Fsep) and sharding.reshard_after_forward:
         layers_at_once = min(num_layers, 1 + sharding.prefetch_layers)
@@ -77,7 +86,9 @@ def _slot_bytes(strategy: Strategy, model: ModelShape, num_ranks: int, num_layer
 
 
 def _layers_of_gradients(strategy: Strategy, num_ranks: int) -> int:
-    """None where nobody borrows: gradients are born in their place."""
+    """Returns how many layers hold gradients of borrowed experts; 0 if nobody borrows, as gradients are computed in
+    place.
+    """
     sharding = strategy.sharding
     if num_ranks == 1 or (isinstance(sharding, Ep) and not sharding.lends):
         return 0
@@ -87,18 +98,18 @@ def _layers_of_gradients(strategy: Strategy, num_ranks: int) -> int:
 
 def pulls_again(strategy: Strategy) -> bool:
     """Returns whether backward pulls rows of x again, and a layer keeps none."""
-    return isinstance(strategy.overlap, MegaKernel) and not strategy.overlap.keep_x
+    return not strategy.overlap.keep_x
 
 
 def _row_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
-    """A layer's saved rows [T·K, H], if it keeps them, and pre-activations [T·K, 2I]."""
+    """Returns the bytes of a layer's saved rows [T·K, H], if it keeps them, and of its pre-activations [T·K, 2I]."""
     width = model.hidden_size * (not pulls_again(strategy)) + 2 * model.intermediate_size
     return tokens_per_rank * model.top_k * width * model.bytes_per_element
 
 
 def _shared_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
-    """Rows of x, once more for backward, and rows that are pushed home, for all layers together."""
-    if not isinstance(strategy.overlap, MegaKernel):
+    """Returns the bytes of rows that peers reach, for all layers together: x, once more for backward, and outputs."""
+    if not strategy.overlap.reaches_memory:
         return 0
     rows = tokens_per_rank * (2 + model.top_k)
     return rows * model.row_bytes
@@ -120,3 +131,30 @@ def out_of_memory(
     if needed_gb <= cluster.memory_gb:
         return ""
     return f"a rank holds {needed_gb:.2f} GB at least, of {num_layers} layers, and has {cluster.memory_gb:g}"
+
+
+def too_many_rows(
+    overlap: MegaKernel, plan: TokenPlan, most_tokens: int, top_k: int, members: Sequence[int] | None = None
+) -> str:
+    """Returns which rank would get more rows than ``rows_cap`` times ``most_tokens`` · K choices of a rank, or "".
+
+    ``members``: the ranks of the plan as errors name them; by default as the plan numbers them.
+    """
+    choices, rank = most_tokens * top_k, int(plan.tokens_R.argmax())
+    num_rows = int(plan.tokens_R[rank])
+    if num_rows <= overlap.rows_cap * choices:
+        return ""
+    rank = rank if members is None else members[rank]
+    return too_many_words(rank, num_rows, choices, f"rows_cap={overlap.rows_cap:g} times {choices} choices of a rank")
+
+
+def too_many_words(rank: int, num_rows: int, choices: int, bound: str) -> str:
+    """Returns that ``rank`` would get ``num_rows`` rows, more than ``bound``, and the ``rows_cap`` that is enough."""
+    # Rounded up, so that what is named is enough.
+    hundredths = math.ceil(100 * num_rows / choices)
+    # In floats 1.13 times 100 is less than 113.
+    enough = (hundredths + (hundredths / 100 * choices < num_rows)) / 100
+    return (
+        f"rank {rank} would get {num_rows} rows, more than {bound}; "
+        f"use MegaKernel(rows_cap={enough:g}), or a balance or split that loads ranks more evenly"
+    )

@@ -15,7 +15,7 @@ MOST_TOKENS = 2**61
 
 
 def frozen_int64(name: str, values: Any, num_dims: int) -> IntArray:
-    """A read-only int64 copy of ``values``, or a ValueError that names it."""
+    """Returns a read-only int64 copy of ``values``, or raises a ValueError that names it."""
     array = np.asarray(values)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} has dtype {array.dtype}; it counts, so give integers")
@@ -63,7 +63,7 @@ class LoadMatrix:
 
     @property
     def tokens_E(self) -> IntArray:
-        """Tokens of each expert, over all sources."""
+        """Returns the tokens of each expert, summed over all sources."""
         return self.tokens_RE.sum(axis=0)
 
     @property

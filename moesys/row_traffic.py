@@ -23,7 +23,7 @@ from moesys.config import ClusterSpec, ModelShape, Overlap
 from moesys.cost import FloatArray, LinkLoad, link_load
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
-from moesys.schedule import StageKind, num_chunks
+from moesys.schedule import StageKind
 
 # Rows of one chunk cross in so many parts, where each is still of so many bytes a rank.
 MOST_PARTS, LEAST_PART_BYTES = 4, 4e6
@@ -109,7 +109,7 @@ def row_traffic(plan: TokenPlan, model: ModelShape, cluster: ClusterSpec, overla
     np.add.at(across_RR, (np.arange(R)[:, None], gate_RN), crossing_RN)
     np.add.at(spread_RR, (gate_RN[:, node_R], np.arange(R)), rows_RR - inside_RR)
     once: dict[StageKind, FloatArray] = {"dispatch": inside_RR + across_RR, "spread": spread_RR}
-    parts = num_parts(rows_RR, cluster.node_of_rank, model.row_bytes, num_chunks(overlap))
+    parts = num_parts(rows_RR, cluster.node_of_rank, model.row_bytes, overlap.chunks)
     if not overlap.sums_by_node(cluster.num_nodes):
         return RowTraffic(once | {"combine": direct["combine"]}, chosen_R, none_R, inside_RR, parts)
     home: dict[StageKind, FloatArray] = {"combine": spread_RR.T, "send_sums": (inside_RR + across_RR).T}

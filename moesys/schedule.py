@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple, assert_never
+from typing import Literal, NamedTuple
 
-from moesys.config import MegaKernel, Overlap, Pipelined, Sequential
+from moesys.config import Overlap
+from moesys.config.overlap import Pipelined, Sequential
 
 Direction = Literal["forward", "recomputation", "backward"]
 StageKind = Literal[
@@ -56,32 +57,17 @@ class Stage(NamedTuple):
 Schedule = Mapping[Stage, tuple[Stage, ...]]
 
 
-def num_chunks(overlap: Overlap) -> int:
-    """Returns how many chunks the tokens of a rank are cut into."""
-    match overlap:
-        case Pipelined():
-            return overlap.chunks
-        case Sequential() | MegaKernel():
-            return 1
-        case _:
-            assert_never(overlap)
-
-
 def schedule_of(overlap: Overlap, direction: Direction, num_nodes: int, parts: int = 1) -> Schedule:
     """Returns the stages of one direction under ``overlap``; on one node there is none to cross to, with ``parts``."""
-    match overlap:
-        case Sequential() | Pipelined():
-            return _chunk_schedule(overlap, direction, num_nodes, parts)
-        case MegaKernel():
-            publish, here = Stage("publish"), Stage("wait_for_experts")
-            return MappingProxyType({publish: (), here: (publish,), Stage("mega_kernels"): (here,)})
-        case _:
-            assert_never(overlap)
+    if overlap.reaches_memory:
+        publish, here = Stage("publish"), Stage("wait_for_experts")
+        return MappingProxyType({publish: (), here: (publish,), Stage("mega_kernels"): (here,)})
+    return _chunk_schedule(overlap, direction, num_nodes, parts)
 
 
 def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, num_nodes: int, parts: int) -> Schedule:
     """Returns the stages of one direction of tokens that travel in chunks."""
-    chunks, backward, again = num_chunks(overlap), direction == "backward", direction == "recomputation"
+    chunks, backward, again = overlap.chunks, direction == "backward", direction == "recomputation"
     once, per_node = overlap.crosses_once(num_nodes), overlap.sums_by_node(num_nodes)
     here, last = Stage("wait_for_experts"), chunks - 1
     arrive: StageKind = "spread" if once else "dispatch"

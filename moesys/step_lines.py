@@ -14,9 +14,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict
 
+from moesys.files import write_whole
 from moesys.journal import Journal
 from moesys.timeline import Span, Timeline
-from moesys.whole_file import write_whole
 
 # Of a ``LayerLine``, what is drawn over steps.
 SCALARS = ("load_p50", "load_p95", "experts_without_tokens", "exposed_ms", "plan_ms", "restored_mib")

@@ -70,7 +70,9 @@ class Timeline:
 
     @classmethod
     def of_blocks(cls, blocks: Iterable[Block]) -> Timeline:
-        """A simulated one. Blocks of a lane are given in their order in time, and overlap on no rank: nobody looks."""
+        """Returns a simulated timeline. The blocks of a lane are given in their order in time and overlap on no rank,
+        which is not checked.
+        """
         timeline = object.__new__(cls)
         timeline.__dict__.update(blocks=tuple(blocks), source="simulated")
         return timeline
@@ -80,14 +82,14 @@ class Timeline:
         return tuple(self._spans_of(range(len(self.blocks[0].start_us_R) if self.blocks else 0)))
 
     def only(self, ranks: Iterable[int]) -> Timeline:
-        """Of some ranks, in their order; of a simulated one no other spans are spelled out."""
+        """Returns the timeline of some ranks, in their order; spans of other ranks of a simulated one are not made."""
         timeline, wanted = object.__new__(type(self)), sorted(set(ranks))
         spans = self._spans_of(wanted) if self.blocks else (span for span in self.spans if span.rank in set(wanted))
         timeline.__dict__.update(blocks=(), source=self.source, spans=tuple(spans))
         return timeline
 
     def _spans_of(self, ranks: Iterable[int]) -> Iterator[Span]:
-        """By construction: what a dataclass would check of half a million is known."""
+        """Yields spans without the checks of a dataclass, which blocks keep by construction."""
         by_lane = sorted(self.blocks, key=lambda block: block.lane)
         table = [(block, block.start_us_R.tolist(), block.end_us_R.tolist()) for block in by_lane]
         for rank in ranks:
@@ -106,7 +108,7 @@ class Timeline:
                     yield span
 
     def of(self, kind: str, rank: int | None = None) -> tuple[Span, ...]:
-        """The spans of one kind, of one rank or of all."""
+        """Returns the spans of one kind, of one rank or of all."""
         return tuple(s for s in self.spans if s.kind == kind and rank in (None, s.rank))
 
     @cached_property
@@ -117,7 +119,7 @@ class Timeline:
         return max((s.end_us for s in self.spans), default=0.0) - min((s.start_us for s in self.spans), default=0.0)
 
     def busy_us(self, lane: str) -> dict[int, float]:
-        """Microseconds that each rank of the timeline is busy on a lane."""
+        """Returns the microseconds that each rank of the timeline is busy on a lane."""
         if self.blocks:
             busy_us_R = np.zeros_like(self.blocks[0].start_us_R)
             for block in self.blocks:
@@ -137,7 +139,7 @@ class Timeline:
 
     @staticmethod
     def merge(timelines: list[Timeline]) -> Timeline:
-        """One timeline of several ranks' own; simulated and measured never mix."""
+        """Returns one timeline of several ranks' own; simulated and measured ones never mix."""
         sources = {timeline.source for timeline in timelines}
         if len(sources) != 1:
             raise ValueError(f"cannot merge timelines from {sorted(sources)}; compare them side by side instead")

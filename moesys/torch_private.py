@@ -152,7 +152,7 @@ def hide_backward(leaf: Tensor, *, hide: bool) -> None:
 def _passing_where_hidden(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor | None], Tensor | None]:
     @wraps(hook)
     def called(value: Tensor | None) -> Tensor | None:
-        """``value``: the gradient, or the leaf for hooks behind its accumulation."""
+        """Calls the hook. ``value``: the gradient, or the leaf for hooks behind its accumulation."""
         return None if value is None or getattr(value, "moesys_hides_backward", False) else hook(value)
 
     called.moesys_may_pass = True  # type: ignore[attr-defined]

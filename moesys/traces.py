@@ -1,31 +1,44 @@
-"""Traces: what routers wanted, micro-batch by micro-batch; recorded in training or drawn with a declared skew.
+"""Traces: the token counts that routers asked for, by micro-batch. They are recorded in training, imported from other
+tools, or drawn with a declared skew.
+
+``megatron_trace`` reads what Megatron-LM writes for ``--moe-routing-trace-path`` (NVIDIA/Megatron-LM,
+megatron/core/transformer/moe/router_trace.py, 2026), and ``vllm_trace`` what vLLM returns for
+``--enable-return-routed-experts`` (vllm-project/vllm, docs/training/routed_experts_replay.md, v0.21).
 
 S micro-batches, L layers, R source ranks, E experts, T tokens of a rank, K top-k.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from moesys.config.workload import Generated
+from moesys.files import whole_file
 from moesys.load import IntArray, frozen_int64
-from moesys.whole_file import whole_file
 
 FORMAT_VERSION = 1
 # Products of counts stay below this, so that scaling is exact in int64.
 LARGEST_PRODUCT = 2**62
 
 FloatArray = npt.NDArray[np.float64]
+_RANK_FILE = re.compile(r"router_trace_rank(\d+)\.jsonl")
+T = TypeVar("T")
+# Of a layer in Megatron: "decoder" or "mtp", which of the MTP blocks, and its number.
+_Layer = tuple[str, int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +97,14 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """16 hex digits of the counts and their shape."""
+        """Returns 16 hex digits of the counts and their shape."""
         counts = np.ascontiguousarray(self.tokens_SLRE, dtype="<i8")
         return sha256(repr(counts.shape).encode() + counts.tobytes()).hexdigest()[:16]
 
     def fold(self, num_ranks: int) -> Trace:
-        """The trace for a cluster of ``num_ranks`` = R·n ranks: n consecutive micro-batches become one, in which source
-        rank j·R + r is rank r of the j-th of them, and which has the first one's number. What does not fill a
-        micro-batch at the end is dropped.
+        """Returns the trace for a cluster of ``num_ranks`` = R·n ranks: n consecutive micro-batches become one, in
+        which source rank j·R + r is rank r of the j-th of them, and which has the first one's number. What does not
+        fill a micro-batch at the end is dropped.
 
         Raises ValueError where ``num_ranks`` is no multiple of R or more than all micro-batches give.
         """
@@ -109,8 +122,8 @@ class Trace:
         return Trace(tokens_SLRE, self.top_k, self.name, self.meta, self.iterations[: S // n * n : n])
 
     def scaled(self, tokens_per_rank: int) -> Trace:
-        """Every source rank's counts scaled to sum to exactly ``tokens_per_rank`` · ``top_k``: by largest remainder, at
-        equal ones the lower expert first.
+        """Returns the trace with every source rank's counts scaled to sum to exactly ``tokens_per_rank`` · ``top_k``:
+        by largest remainder, at equal ones the lower expert first.
 
         An expert without tokens gets none, and a rank without tokens stays without. An expert that had at most T of a
         rank's T·K has at most ``tokens_per_rank`` after it: a token's experts can still be distinct.
@@ -134,7 +147,7 @@ class Trace:
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:
-    """Write one .npz file: complete, or not at all."""
+    """Writes one .npz file, completely or not at all."""
     path = Path(path)
     header = {"version": FORMAT_VERSION, "top_k": trace.top_k, "name": trace.name, "meta": trace.meta}
     # most counts are small, and packed narrowly they take half as much
@@ -147,7 +160,7 @@ def save_trace(trace: Trace, path: str | Path) -> None:
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Read what ``save_trace`` wrote. Raises ValueError, which names the file, for anything else."""
+    """Reads what ``save_trace`` wrote. Raises ValueError, which names the file, for anything else."""
     way_out = "give a file that moesys.traces.save_trace wrote"
     if not Path(path).exists():
         raise ValueError(f"trace {path} does not exist; {way_out}")
@@ -170,8 +183,8 @@ def load_trace(path: str | Path) -> Trace:
 
 
 def generate(workload: Generated, num_ranks: int, num_experts: int, top_k: int, seed: int) -> Trace:
-    """Routing of ``warmup`` micro-batches and those of ``steps`` steps, a pure function of the arguments; more steps
-    change no earlier one.
+    """Draws the routing of ``warmup`` micro-batches and those of ``steps`` steps, as a pure function of the arguments;
+    more steps change no earlier one.
 
     An expert has a standard normal z in each layer, and each source rank its own besides. From one micro-batch to the
     next, z becomes (1 - drift)·z plus fresh noise that keeps its variance. Its log-popularity is skew·z (log-normal),
@@ -200,7 +213,7 @@ def generate(workload: Generated, num_ranks: int, num_experts: int, top_k: int, 
 
 
 def _drifting(rng: np.random.Generator, drift: float, shape: tuple[int, int]) -> Iterator[FloatArray]:
-    """Standard normal numbers, of which a share is drawn anew each time."""
+    """Yields standard normal numbers, of which a share is drawn anew each time."""
     z = rng.standard_normal(shape)
     while True:
         yield z
@@ -219,14 +232,14 @@ def _log_popularity(workload: Generated, z_1E: FloatArray) -> FloatArray:
 
 
 def _strayed(rng: np.random.Generator, log_RE: FloatArray, concentration: float) -> FloatArray:
-    """Of each rank log-shares, up to a constant, of a draw from the Dirichlet distribution around its shares."""
+    """Returns each rank's log-shares, up to a constant, of a draw from the Dirichlet distribution around its shares."""
     share_RE = np.exp(log_RE - log_RE.max(axis=1, keepdims=True))
     share_RE /= share_RE.sum(axis=1, keepdims=True)
     return np.log(np.maximum(rng.standard_gamma(concentration * share_RE), np.finfo(np.float64).tiny))
 
 
 def _draw(rng: np.random.Generator, log_RE: FloatArray, num_tokens: int, top_k: int) -> IntArray:
-    """Counts [R, E] that sum to T·K a rank, none above T."""
+    """Returns counts [R, E] that sum to T·K per rank, none above T."""
     tokens_RE = np.zeros(log_RE.shape, dtype=np.int64)
     missing_R = np.full(len(log_RE), num_tokens * top_k)
     open_RE = np.ones(log_RE.shape, dtype=bool)
@@ -240,3 +253,160 @@ def _draw(rng: np.random.Generator, log_RE: FloatArray, num_tokens: int, top_k: 
         missing_R = num_tokens * top_k - tokens_RE.sum(axis=1)
         open_RE = tokens_RE < num_tokens
     return tokens_RE
+
+
+# --- traces that other tools recorded ----------------------------------------------------------------------
+
+
+def megatron_trace(folder: str | Path, num_experts: int) -> Trace:
+    """Returns the trace in the folder that ``--moe-routing-trace-path`` named.
+
+    It has a file for each rank, ``router_trace_rank0.jsonl`` and so on, and in it a line of JSON for each step and
+    layer: ``step``, ``block`` ("decoder", or "mtp" with ``mtp_idx``), ``layer``, and ``top_indices``, K experts of each
+    token. Several records of a step and layer, those of its micro-batches or of recomputation, are added up; layers of
+    the decoder come first.
+
+    Raises ValueError where files are missing or hold something else, and where ranks differ in steps or layers, as
+    stages of a pipeline do.
+    """
+    files = {int(match[1]): path for path in Path(folder).glob("*") if (match := _RANK_FILE.fullmatch(path.name))}
+    if not files:
+        raise ValueError(f"{folder} has no router_trace_rank*.jsonl; give the folder of --moe-routing-trace-path")
+    of_rank = {rank: _megatron_rank(path, num_experts) for rank, path in sorted(files.items())}
+    first, places = next(iter(of_rank)), [set(counts) for counts in of_rank.values()]
+    for rank, counts in of_rank.items():
+        if different := sorted(set(counts) ^ places[0]):
+            step, (block, _, layer) = different[0]
+            raise ValueError(
+                f"{folder}: of step {step}, {block} layer {layer} one of ranks {first} and {rank} has a record and the "
+                "other none; keep the files of ranks that have the same layers, as those of one pipeline stage"
+            )
+    steps = sorted({step for step, _ in places[0]})
+    layers = sorted({layer for _, layer in places[0]})
+    if len(places[0]) != len(steps) * len(layers):
+        raise ValueError(f"{folder}: not every step has all {len(layers)} layers; leave the steps out that were cut")
+    tokens_SLRE = [[[counts[step, layer][0] for counts in of_rank.values()] for layer in layers] for step in steps]
+    widths = {top_k for counts in of_rank.values() for _, top_k in counts.values()}
+    top_k, name = _one_top_k(widths, folder), Path(folder).name
+    return Trace(np.array(tokens_SLRE), top_k, name, {"from": "Megatron"}, tuple(steps))
+
+
+def vllm_trace(path: str | Path, num_experts: int, num_ranks: int, responses_per_rank: int) -> Trace:
+    """Returns the trace in a file with one response of a vLLM server, as JSON, in each line.
+
+    ``prompt_routed_experts`` of a response and ``routed_experts`` of each of its choices are [tokens, L, K] expert ids,
+    as lists (v0.21) or, as tests of later releases have them, in base64 of an .npy file. Tokens whose ids are -1 came
+    from the prefix cache and count nowhere. A server knows no source ranks: ``responses_per_rank`` responses after
+    another become those of a rank, and ``num_ranks`` times as many a micro-batch. What fills none is left out.
+
+    Raises ValueError for a line without routed experts, and where there are too few responses for a micro-batch.
+    """
+    if num_ranks < 1 or responses_per_rank < 1:
+        raise ValueError(f"num_ranks={num_ranks} and responses_per_rank={responses_per_rank}; use at least 1 of each")
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is not a file; give one with a vLLM response in each line")
+    responses = _read(path, lambda line: _vllm_response(json.loads(line), num_experts))
+    counts_NLE = [counts_LE for counts_LE, _ in responses]
+    if len({counts_LE.shape for counts_LE in counts_NLE}) > 1:
+        raise ValueError(f"{path}: responses have different numbers of layers; give those of one model")
+    size = num_ranks * responses_per_rank
+    num_batches = len(counts_NLE) // size
+    if not num_batches:
+        raise ValueError(
+            f"{path} has {len(counts_NLE)} responses, and a micro-batch takes num_ranks={num_ranks} times "
+            f"responses_per_rank={responses_per_rank}; use fewer"
+        )
+    by_rank = np.array(counts_NLE[: num_batches * size]).reshape(
+        num_batches, num_ranks, responses_per_rank, -1, num_experts
+    )
+    tokens_SLRE = by_rank.sum(axis=2).swapaxes(1, 2)
+    return Trace(tokens_SLRE, _one_top_k({top_k for _, top_k in responses}, path), Path(path).stem, {"from": "vLLM"})
+
+
+def _megatron_rank(path: Path, num_experts: int) -> dict[tuple[int, _Layer], tuple[IntArray, int]]:
+    """Returns the counts [E] of one rank by step and layer, each with its top-k."""
+    found: dict[tuple[int, _Layer], tuple[IntArray, int]] = {}
+    for place, counts_E, top_k in _read(path, lambda line: _megatron_record(json.loads(line), num_experts)):
+        before_E, before_k = found.get(place, (0, top_k))
+        _one_top_k({before_k, top_k}, path)
+        found[place] = before_E + counts_E, top_k
+    return found
+
+
+def _megatron_record(record: dict[str, Any], num_experts: int) -> tuple[tuple[int, _Layer], IntArray, int]:
+    ids_TK = _whole_numbers(record["top_indices"])
+    if record["block"] not in ("decoder", "mtp"):
+        raise ValueError(f"block={record['block']!r} is neither 'decoder' nor 'mtp'")
+    layer = record["block"], int(record.get("mtp_idx", 0)), int(record["layer"])
+    [counts_E] = _counts_LE(ids_TK[:, None, :], num_experts)
+    return (int(record["step"]), layer), counts_E, ids_TK.shape[1]
+
+
+def _vllm_response(response: dict[str, Any], num_experts: int) -> tuple[IntArray, int]:
+    """Counts of all tokens of a response, [L, E], and the top-k."""
+    parts = [response.get("prompt_routed_experts"), *(choice.get("routed_experts") for choice in response["choices"])]
+    arrays = [_vllm_array(part) for part in parts if part is not None]
+    if not arrays:
+        raise ValueError("no routed_experts; start the server with --enable-return-routed-experts")
+    ids_TLK = np.concatenate(arrays)
+    return _counts_LE(ids_TLK, num_experts), ids_TLK.shape[2]
+
+
+def _vllm_array(part: str | list[Any]) -> IntArray:
+    ids: Any = part
+    if isinstance(part, str):
+        ids = np.lib.format.read_array(io.BytesIO(base64.b64decode(part, validate=True)), allow_pickle=False)
+    ids_TLK = _whole_numbers(ids)
+    if ids_TLK.ndim != 3:
+        raise ValueError(f"routed_experts has shape {ids_TLK.shape}, and [tokens, layers, top-k] is three dimensions")
+    return ids_TLK
+
+
+def _whole_numbers(ids: Any) -> IntArray:
+    array = np.asarray(ids)
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"expert ids are {array.dtype}; give whole numbers")
+    return array.astype(np.int64)
+
+
+def _counts_LE(ids_TLK: IntArray, num_experts: int) -> IntArray:
+    """Returns the tokens of each expert, int64 [L, E]; those with an id of -1 are left out."""
+    if ids_TLK.size and not -1 <= ids_TLK.min() <= ids_TLK.max() < num_experts:
+        raise ValueError(
+            f"expert ids from {ids_TLK.min()} to {ids_TLK.max()} do not fit num_experts={num_experts}; give the "
+            "model's own number"
+        )
+    known = (ids_TK[(ids_TK >= 0).all(axis=1)] for ids_TK in ids_TLK.swapaxes(0, 1))
+    return np.array([np.bincount(ids_TK.ravel(), minlength=num_experts) for ids_TK in known])
+
+
+def _read(path: str | Path, parsed: Callable[[str], T]) -> list[T]:
+    """Returns what the lines of a file hold. Raises a ValueError that names the line."""
+    return [_checked(parsed, line, f"line {number} of {path}") for number, line in enumerate(_lines(path), start=1)]
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}; give the file as it was written") from None
+    # not splitlines, for which some characters of a response end a line, too
+    lines = text.split("\n")
+    return lines[:-1] if not lines[-1] else lines
+
+
+def _checked(parsed: Callable[[str], T], line: str, where: str) -> T:
+    try:
+        return parsed(line)
+    except KeyError as error:
+        raise ValueError(f"{where} has no {error.args[0]}") from None
+    except (ValueError, TypeError, AttributeError, IndexError, OverflowError, EOFError, RecursionError) as error:
+        raise ValueError(f"{where} holds no routing: {error}") from None
+
+
+def _one_top_k(widths: set[int], source: str | Path) -> int:
+    if not widths:
+        raise ValueError(f"{source} has no records; give a trace with some")
+    if len(widths) != 1:
+        raise ValueError(f"{source} has tokens of {sorted(widths)} experts; give records of one top-k")
+    return widths.pop()

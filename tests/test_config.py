@@ -5,47 +5,47 @@ from __future__ import annotations
 import json
 import math
 import re
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.eplb import Eplb
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.faster_moe import FasterMoe
+from moesys.balance.flex_moe import FlexMoe
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.laer import Laer
+from moesys.balance.llep import Llep
+from moesys.balance.moon_ep import MoonEp
+from moesys.balance.proportional_split import Proportional
+from moesys.balance.quotas import Quotas
+from moesys.balance.static import Static
+from moesys.balance.ultra_ep import UltraEp
 from moesys.config import (
     Adaptive,
     Balance,
     ClusterSpec,
-    CpSat,
     Ema,
     Ep,
-    Eplb,
-    EvenSplit,
-    FasterMoe,
-    FlexMoe,
-    FlowSplit,
     Fsep,
-    Greedy,
-    Laer,
     Last,
-    Llep,
-    MegaKernel,
     ModelShape,
     ModelSpec,
-    MoonEp,
     Oracle,
     Overlap,
-    Pipelined,
     Predictor,
-    Proportional,
-    Quotas,
-    Sequential,
     Sharding,
     Split,
-    Static,
     Strategy,
-    UltraEp,
     WindowMean,
 )
+from moesys.config.overlap import MegaKernel, Pipelined, Sequential
+from moesys.kinds import OVERLAPS
 
 MODEL = ModelShape(hidden_size=8, intermediate_size=16, num_experts=8, top_k=2)
 SIGMOID = MODEL.replace(scoring_func="sigmoid")
@@ -440,3 +440,12 @@ def test_ranks_are_numbered_node_by_node():
 def test_an_expert_is_three_projections():
     assert MODEL.expert_parameters == 3 * 8 * 16
     assert [MODEL.replace(dtype=dtype).bytes_per_element for dtype in ("float32", "bfloat16", "float16")] == [4, 2, 2]
+
+
+def test_the_table_of_kinds_has_every_member():
+    """The public names, the command line and the pages follow from it."""
+    overlaps = [(member.model_fields["kind"].default, member.__name__) for member in get_args(get_args(Overlap)[0])]
+    assert overlaps == [(kind, name) for kind, (name, _) in OVERLAPS.items()]
+    for union in (Balance, Split):
+        found = [(member.model_fields["kind"].default, member.__name__) for member in union.kinds().values()]
+        assert found == [(kind, name) for kind, (name, _) in union.table.items()]

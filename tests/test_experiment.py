@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moesys.config import Adaptive, ClusterSpec, Fsep, Greedy, ModelShape, Oracle, Predictor, Strategy
+from moesys.balance.greedy.greedy import Greedy
+from moesys.config import Adaptive, ClusterSpec, Fsep, ModelShape, Oracle, Predictor, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay, Training, Workload
 

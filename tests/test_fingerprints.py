@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
 from moesys import config
+from moesys.balance.eplb import Eplb
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.moon_ep import MoonEp
+from moesys.balance.proportional_split import Proportional
+from moesys.balance.quotas import Quotas
+from moesys.balance.static import Static
 from moesys.config import (
     Adaptive,
+    Balance,
     ClusterSpec,
-    CpSat,
     Declared,
     DenseMlp,
     Ema,
     Ep,
-    Eplb,
-    EvenSplit,
-    FasterMoe,
-    FlexMoe,
-    FlowSplit,
     Fsep,
     Gqa,
-    Greedy,
-    Laer,
     Last,
     LayerSpec,
     LayoutInvariant,
-    Llep,
-    MegaKernel,
     Mla,
     ModelRun,
     ModelShape,
     ModelSpec,
     MoeMlp,
-    MoonEp,
     Oracle,
     Ordered,
     Parallelism,
-    Pipelined,
-    Proportional,
-    Quotas,
-    Sequential,
-    Static,
+    Split,
     Strategy,
-    UltraEp,
     WindowMean,
+    overlap,
 )
+from moesys.config.overlap import MegaKernel, Pipelined, Sequential
+from moesys.kinds import OVERLAPS
 
 MODEL = ModelShape(hidden_size=8, intermediate_size=16, num_experts=8, top_k=2)
 GROUPED = MODEL.replace(scoring_func="sigmoid", n_group=4, topk_group=2)
@@ -138,27 +140,7 @@ CHANGES = [
             "reshard": "hierarchical",
         },
     ),
-    (Laer(), {"candidates": ("proportional", "even")}),
-    (Eplb(hierarchical=True), {"num_groups": 2, "hierarchical": False}),
-    (FlexMoe(), {"max_moves": 9}),
-    (Llep(), {"alpha": 1.1, "min_tokens": 1, "skip_below": 0.0}),
-    (UltraEp(), {"tolerance": 0.0, "min_tokens": 1}),
-    (FasterMoe(), {"gb_per_s": 1.0, "tflops": 1.0, "hidden_size": 8, "intermediate_size": 8}),
-    (
-        Greedy(),
-        {
-            "effort": 0,
-            "min_replicas": 2,
-            "replicas_within": "node",
-            "max_moves": 0,
-            "move_tokens": 1,
-            "drift": 0.5,
-            "deadline_ms": 1.0,
-        },
-    ),
-    (CpSat(), {"deterministic_time": 1.0, "min_replicas": 2, "replicas_within": "domain"}),
     (Adaptive(), {"candidates": (Last(),), "memory": 8}),
-    (FlowSplit(), {"traffic": "exact", "max_inter_node": 0.1}),
     (WindowMean(), {"steps": 4}),
     (Ema(), {"decay": 0.0}),
     (
@@ -275,11 +257,39 @@ def test_every_field_counts_in_the_fingerprint():
         assert len(prints) == 1 + len(changes)
 
 
+# Planners and splits by kind, where the defaults leave a field no other valid value.
+EXAMPLES = {"eplb": {"hierarchical": True}}
+MEMBERS = [member(**EXAMPLES.get(kind, {})) for union in (Balance, Split) for kind, member in union.kinds().items()]
+
+
+def words_in(annotation: Any) -> list[str]:
+    """Returns the strings that literals in a type allow."""
+    inner = [word for part in get_args(annotation) for word in words_in(part)]
+    return inner + [part for part in get_args(annotation) if isinstance(part, str)]
+
+
+def changed(member: Declared, field: str) -> Declared:
+    """Returns the member with another valid value of one field."""
+    words = words_in(type(member).model_fields[field].annotation)
+    for value in (*words, *((word,) for word in words), False, True, 0, 1, 2, 9, 0.25, 2.5):
+        if value != getattr(member, field):
+            with suppress(ValidationError):
+                return member.replace(**{field: value})
+    raise AssertionError(f"{field} of {member!r} needs an example")
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.kind)
+def test_every_field_of_a_planner_or_split_counts(member):
+    fields = [field for field in type(member).model_fields if field != "kind"]
+    assert len({member.fingerprint(), *(changed(member, field).fingerprint() for field in fields)}) == 1 + len(fields)
+
+
 def test_no_field_is_missing_above():
-    changed = {(type(declared), field) for declared, changes in CHANGES for field in changes}
+    in_changes = {(type(declared), field) for declared, changes in CHANGES for field in changes}
     kinds = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, Declared)]
+    kinds += [getattr(overlap, name) for name, _ in OVERLAPS.values()]
     everything = {(kind, field) for kind in kinds for field in kind.model_fields if field != "kind"}
-    assert everything - changed == NOT_CHANGED
+    assert everything - in_changes == NOT_CHANGED
 
 
 def test_names_do_not_count_in_the_fingerprint():

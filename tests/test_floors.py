@@ -22,15 +22,15 @@ FLOORS = (
         "layout",
         "timeline",
         "compiled",
+        "kinds",
         "torch_private",
-        "whole_file",
-        "whole_folders",
+        "files",
         "journal",
         "step_lines",
         "collectives",
     },
     {"kernels"},
-    {"traces", "trace_imports", "cost", "schedule", "limits"},
+    {"traces", "cost", "schedule", "limits"},
     {"row_traffic"},
     {"balance"},
     {"overlap"},
@@ -45,14 +45,14 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 # Floors inside a room, of folders and of files by their names; "*" are the files that are not named.
 FLOORS_IN = {
     "config": (
-        {"base", "own_code"},
+        {"base"},
         {"member"},
-        {"model", "cluster", "sharding", "balance", "predictor", "split", "overlap", "reduction", "hub_defaults"},
-        {"strategy", "hub_config", "layer_spec", "parallelism"},
-        {"hub_model"},
+        {"model", "cluster", "sharding", "balance", "predictor", "split", "overlap", "reduction"},
+        {"strategy", "layer_spec"},
+        {"hub"},
         {"workload", "model_spec"},
         {"experiment", "model_run"},
-        {"presets", "laer_routing"},
+        {"presets"},
         {"__init__"},
     ),
     "kernels": (
@@ -64,13 +64,14 @@ FLOORS_IN = {
     ),
     "balance": (
         {"planning_problem", "topology"},
-        {"replicas", "flow", "own_planners"},
-        {"baselines"},
-        {"splits", "certificate", "seconds_certificate", "quotas", "late_slots"},
+        {"replicas", "flow"},
+        {"static", "even_split", "quotas", "certificate", "seconds_certificate", "late_slots"},
+        {"*"},
         {"greedy"},
         {"cp_sat"},
-        {"layouts"},
-        {"*"},
+        {"planners"},
+        {"plan", "budget", "warm_up"},
+        {"layout_schedule", "replay"},
     ),
     "overlap": ({"comm"}, {"*"}),
     "simulator": ({"mega"}, {"*"}, {"model"}),
@@ -80,11 +81,12 @@ FLOORS_IN = {
 # Units of moesys that a unit may not import although they are not above it.
 CLOSED = {
     "kernels": set(FLOOR_OF) - {"kernels"},
-    "config": set(FLOOR_OF) - {"config"},
-    "balance": {"kernels"},
+    "config": set(FLOOR_OF) - {"config", "kinds"},
     "simulator": {"kernels", "overlap", "moe"},
     "moe": {"simulator"},
 }
+# Units and packages that a unit imports inside functions only, so that a planner is declared without them.
+LAZY = {"balance": {"kernels", "torch", "ortools", "numba"}, "kernels": {"cupy"}}
 # Who alone may import a package, and packages that a unit may not import at all.
 ONLY_IN = {"ortools": {"balance"}, "cupy": {"kernels"}, "rich": {"lab"}, "experiments": set(), "benchmarks": set()}
 REFUSED = {
@@ -185,14 +187,16 @@ def violations(path: str, source: str) -> list[str]:
                 found.append(f"{target} has no floor")
             elif FLOOR_OF[target] > FLOOR_OF[unit] or target in CLOSED.get(unit, ()):
                 found.append(f"{unit} imports {target}")
+            elif target in LAZY.get(unit, ()) and top_level:
+                found.append(f"{unit} imports {target} outside a function")
             elif target == unit and unit in FLOORS_IN:
                 place = (*rest.split("."), "__init__")[1]
                 if floor_in(unit, place) > floor_in(unit, parts[1]):
                     found.append(f"{unit}/{parts[1]} imports {unit}/{place}")
         elif unit not in ONLY_IN.get(package, {unit}) or package in REFUSED.get(unit, ()):
             found.append(f"{unit} imports {package}")
-        elif package == "cupy" and top_level:
-            found.append(f"{unit} imports cupy outside a function")
+        elif package in LAZY.get(unit, ()) and top_level:
+            found.append(f"{unit} imports {package} outside a function")
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     if unit not in MAY_PRINT and any(isinstance(call, ast.Name) and call.id == "print" for call in calls):
         found.append(f"{unit} prints")
@@ -266,7 +270,8 @@ def test_a_file_keeps_to_its_floor(path):
         ("simulator/a.py", "from ..moe import layer", "simulator imports moe"),
         ("moe/a.py", "from .. import simulator", "moe imports simulator"),
         ("balance/a.py", "def f():\n    from moesys.overlap.b import c", "balance imports overlap"),
-        ("balance/a.py", "from moesys.kernels import topk", "balance imports kernels"),
+        ("balance/a.py", "from moesys.kernels import topk", "balance imports kernels outside a function"),
+        ("balance/a.py", "import numba", "balance imports numba outside a function"),
         ("balance/a.py", "import triton.language as tl", "balance imports triton"),
         ("kernels/a.py", "from moesys.config import Strategy", "kernels imports config"),
         ("kernels/a.py", "import cupy", "kernels imports cupy outside a function"),
@@ -364,7 +369,7 @@ def test_a_strategy_is_declared_without_torch():
 
 
 def test_every_public_name_resolves():
-    assert moesys.__all__ == ["presets", *sorted(moesys.__all__[1:])]
+    assert moesys.__all__ == sorted(moesys.__all__)
     unresolved = []
     for name in moesys.__all__:
         try:
@@ -373,11 +378,6 @@ def test_every_public_name_resolves():
             unresolved.append(f"{name}: {error}")
     assert unresolved == []
     assert set(moesys.__all__) <= set(dir(moesys))
-
-
-def test_type_checkers_see_the_same_public_names():
-    guarded = next(node for node in ast.parse(Path(moesys.__file__).read_text()).body if isinstance(node, ast.If))
-    assert sorted(alias.asname for node in guarded.body for alias in node.names) == sorted(moesys.__all__)
 
 
 def test_everything_that_is_declared_is_public():
@@ -401,8 +401,8 @@ names = [name for name in sys.modules if name.startswith("moesys.")]
 print(len(names), *(name for name in sys.modules if name.startswith({refused})))
 """
 REFUSED_BY_THE_LAYER = (
-    *("ortools", "numba", "scipy", "moesys.simulator", "moesys.balance.baselines", "moesys.balance.cp_sat"),
-    *("moesys.balance.flow", "moesys.balance.greedy"),
+    *("ortools", "numba", "scipy", "moesys.simulator", "moesys.balance.cp_sat", "moesys.balance.flow"),
+    *("moesys.balance.greedy", "moesys.balance.eplb", "moesys.balance.laer", "moesys.balance.quotas"),
 )
 RUN = """
 import moesys as ms
@@ -415,7 +415,7 @@ layer(torch.randn(4, 8)).sum().backward()
     ("code", "allowed"),
     [
         ("import moesys.moe.layer", ()),
-        (RUN.format(strategy="ms.Strategy(name='ep')"), ("moesys.balance.baselines",)),
+        (RUN.format(strategy="ms.Strategy(name='ep')"), ()),
     ],
     ids=["imported", "run"],
 )
@@ -426,4 +426,4 @@ def test_the_layer_loads_no_simulator_solver_or_compiler(code: str, allowed: tup
     assert done.returncode == 0, done.stderr
     number, *found = done.stdout.split()
     assert found == []
-    assert int(number) <= 115
+    assert int(number) <= 80

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import moesys as ms
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.homes import Homes
 from moesys.balance.layout_schedule import (
     InlinePlanner,
@@ -19,8 +20,7 @@ from moesys.balance.layout_schedule import (
     PlanTicket,
     SolvedPlan,
 )
-from moesys.balance.layouts import plan_layout
-from moesys.config import Greedy
+from moesys.balance.planners import plan_layout
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 

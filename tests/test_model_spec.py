@@ -15,8 +15,7 @@ from small_models import SMALL
 from transformers import AutoConfig
 
 import moesys as ms
-from moesys.config.hub_config import model_names, published_names, read_config
-from moesys.config.hub_defaults import DEFAULTS
+from moesys.config.hub import DEFAULTS, model_names, published_names, read_config
 
 every_small = pytest.mark.parametrize("config", SMALL.values(), ids=SMALL)
 

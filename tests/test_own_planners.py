@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import moesys as ms
-from moesys.balance.own_planners import own_layout, own_split
+from moesys.balance.planners import checked_layout, checked_split
 from moesys.config.member import RECORDED
 from moesys.lab.commands.compare import compare_folders
 from moesys.lab.commands.declarations import balance_of, split_of, strategy_of
@@ -230,10 +230,10 @@ def test_a_layout_is_taken_where_it_is_one_of_these_slots(slots_R: list[int], da
     problem = ms.PlanningProblem.of_layout(load, cluster, slots_R)
     balance = Returns(rows=tuple(map(tuple, rows)))
     if is_one:
-        assert own_layout(problem, balance).expert_RS.tolist() == rows
+        assert checked_layout(problem, balance).expert_RS.tolist() == rows
     else:
         with pytest.raises(ValueError, match=r"^balance=test_own_planners:Returns: layout"):
-            own_layout(problem, balance)
+            checked_layout(problem, balance)
 
 
 class Sends(ms.Split):
@@ -253,10 +253,10 @@ def test_a_split_is_taken_where_every_token_goes_to_a_holder(routes: list[tuple[
     is_one = sent == load.tokens_RE.tolist() and not any((expert, rank) == (1, 1) for _, expert, rank in routes)
     problem = ms.PlanningProblem.of_split(load, layout, ms.ClusterSpec(ranks_per_node=2))
     if is_one:
-        assert own_split(problem, Sends(entries=entries)) == ms.TokenPlan(entries, load, layout)
+        assert checked_split(problem, Sends(entries=entries)) == ms.TokenPlan(entries, load, layout)
     else:
         with pytest.raises(ValueError, match=r"^split=test_own_planners:Sends: split"):
-            own_split(problem, Sends(entries=entries))
+            checked_split(problem, Sends(entries=entries))
 
 
 def test_a_split_of_ones_own_is_planned_on_hosts() -> None:

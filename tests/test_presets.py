@@ -7,19 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from moesys.config import (
-    ClusterSpec,
-    Declared,
-    Ep,
-    EvenSplit,
-    Fsep,
-    Laer,
-    Sequential,
-    Static,
-    Strategy,
-    WindowMean,
-    presets,
-)
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.laer import Laer
+from moesys.balance.static import Static
+from moesys.config import ClusterSpec, Declared, Ep, Fsep, Strategy, WindowMean, presets
+from moesys.config.overlap import Sequential
 
 CONSTANTS = {name: value for name, value in vars(presets).items() if isinstance(value, Declared)}
 RACKS = [presets.gb200, presets.gb300]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesys.balance.layouts import plan_layout
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import plan_layer
+from moesys.balance.planners import plan_layout
 from moesys.balance.replay import Moment, replay_layer, replay_steps
-from moesys.config import ClusterSpec, FlowSplit, Fsep, Greedy, ModelShape, Oracle, Strategy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Oracle, Strategy
 from moesys.config.workload import Generated
 from moesys.load import LoadMatrix
 from moesys.traces import generate

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 import moesys as ms
-from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
-from moesys.balance.row_limits import out_of_rows, why_not
+from moesys.balance.plan import LayerPlan, StepPlan, out_of_rows, plan_layer, why_not
 from moesys.limits import out_of_memory, rank_memory
-from moesys.overlap.row_limit import require_rows
+from moesys.overlap.device_split import require_rows
 
 MODEL = ms.ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, dtype="bfloat16")
 EP = ms.Strategy(name="ep")

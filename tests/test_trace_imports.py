@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moesys.trace_imports import megatron_trace, vllm_trace
+from moesys.traces import megatron_trace, vllm_trace
 
 # --- Megatron ---
 

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import LayerPlan
-from moesys.config import Ep, FlowSplit, Fsep, Greedy, Pipelined, Strategy
-from moesys.hf.routers import routers_of
-from moesys.hf.routing_replay import replay_routing
+from moesys.config import Ep, Fsep, Strategy
+from moesys.config.overlap import Pipelined
+from moesys.hf.routing_replay import replay_routing, routers_of
 from moesys.moe.experts import experts_of
 
 E, K = 8, 2

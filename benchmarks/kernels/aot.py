@@ -23,34 +23,30 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.kernels.drawn_layer import Size
-from moesys.config import MegaKernel
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS, activation_gradient
 from moesys.kernels.experts.ahead_of_time import HOPPER, MOST_SHARED_BYTES, MachineCode, compiling
-from moesys.kernels.experts.block_gradient import RowBlocks, block_gradient, cut_to_fit
-from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowGroups, Tiles, groups_by_size, tile_table
+from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, block_gradient, cut_to_fit, weight_gradient
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
-from moesys.kernels.mega.exchange import Exchange, Flags, OrderedTiles, Replicas, most_flags, regions
+from moesys.kernels.mega.exchange import Exchange, Flags, Replicas, TileSequence, most_flags, regions
 from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
 from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
 from moesys.kernels.mega.point import FLIGHT_BYTES, blocks_at, fuses
 from moesys.kernels.routing.routing import Routing, route
-from moesys.kernels.split.blocks import split_by_blocks
+from moesys.kernels.split.baselines import even_split, even_tables, proportional_split, proportional_tables
 from moesys.kernels.split.chunks import OwnReplicas, arrived_rows, cut, sent_rows
-from moesys.kernels.split.even import even_split, even_tables
 from moesys.kernels.split.flow import split
-from moesys.kernels.split.proportional import proportional_split, proportional_tables
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 
 COPY_BYTES = 16
 # Counts, places, weights and flags are loaded one at a time; elements of rows are not.
@@ -225,11 +221,9 @@ def compile_size(
         blocks.weight_gradient,
     )
     tables, tokens_RE = tables_of_64_ranks(E), meta(64, E, dtype=torch.int64)
-    tokens_RP = meta(64, len(tables.expert_P), dtype=torch.int64)
     ops: dict[str, tuple[TileConfig | None, Callable[[], object]]] = {
         "counts": (None, lambda: exchange_counts(first)),
         "split": (None, lambda: split(tokens_RE, tables)),
-        "split_by_blocks": (None, lambda: split_by_blocks(tokens_RE, tokens_RP, tables, 256)),
         "shares": (None, lambda: split_by_shares(tokens_RE, tables)),
         "chunks": (None, lambda: cut_into_chunks(tables, entries, K)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
@@ -375,6 +369,6 @@ def _rows(size: Size, num_rows: int, num_groups: int, block: TileConfig, point: 
     plan, lists = meta(R, P, dtype=torch.int64), meta(R, P, dtype=torch.int64)
     table = Exchange(replicas, plan, lists, meta(G + 1), meta(B), meta(B), meta(N), meta(N), meta(T, K), meta(T, K))
     number_G, number_M = meta(G, dtype=torch.int64), meta(M, dtype=torch.int64)
-    tiles = OrderedTiles(Tiles(meta(M), meta(M), meta(1), block.rows), number_G, meta(M), number_M)
+    tiles = TileSequence(Tiles(meta(M), meta(M), meta(1), block.rows), number_G, meta(M), number_M)
     first_N = meta(N) if point.deduplicate else None
     return MegaRows(table, tiles, Flags(meta(B), meta(T, K)), meta(N), first_N, first_N, meta(G), K)

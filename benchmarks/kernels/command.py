@@ -15,12 +15,10 @@ from benchmarks.harness.options import chosen
 from benchmarks.kernels.drawn_layer import SIZES, Size
 from moesys.kernels.experts.gemm_timer import GemmTimer
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
-from moesys.kernels.experts.tile_space import OPS, blocks_for
-from moesys.kernels.experts.tile_tuner import Gpu, cache_file, tune_blocks
+from moesys.kernels.experts.tile_tuner import OPS, Gpu, blocks_for, cache_file, tune_blocks
 from moesys.lab.commands.options import ResultFile, refusing
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 
 
 def bench_kernels(

@@ -40,9 +40,8 @@ from benchmarks.kernels.drawn_layer import (
 )
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.lab.runs.stopwatch import Spread
-from moesys.lab.show.reports import Report, publish, write
-from moesys.lab.show.sheets import Column, Sheet, plain
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Report, Sheet, plain, publish, write
 
 WHOLE = "forward + backward"
 # Multiplications and additions of a gated expert per row, in multiples of H·I.

@@ -30,15 +30,14 @@ from benchmarks.mega.ranks_layer import (
     regions_of,
     stand_alone_runs,
 )
-from moesys.config import MegaKernel
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.pacing import paced_link
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.stopwatch import Spread
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.overlap.stages import side_by_side
 
 ON_GPU_RANKS, ON_GPU_BIT_RUNS = 4, 20

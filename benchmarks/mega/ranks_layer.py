@@ -17,14 +17,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.drawn_layer import Size
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.planners import split_tokens
+from moesys.config import ClusterSpec
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.activation_gradient import activation_gradient
-from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
+from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.mega.arguments import MegaMemory
@@ -36,11 +39,10 @@ from moesys.kernels.symmetric.heap import Region
 from moesys.kernels.symmetric.pacing import paced_copies
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.overlap.device_split import PendingPlan, device_split
-from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
-from moesys.overlap.mega_executor import MegaExecutor, replicas_of, tokens_by_replica
-from moesys.overlap.row_limit import RowLimit, room_for_rows
-from moesys.overlap.single_rank import ACTIVATION
+from moesys.overlap.device_split import PendingPlan, RowLimit, device_split, room_for_rows
+from moesys.overlap.executor import ExpertGradients, ExpertWeights
+from moesys.overlap.experts_triton import ACTIVATION
+from moesys.overlap.mega_executor import MegaKernelRun, replicas_of, tokens_by_replica
 from moesys.overlap.stages import Stages
 
 DIRECTIONS = ("forward", "backward")
@@ -59,8 +61,8 @@ class OwnExperts:
     def __len__(self) -> int:
         return len(self.down_SHI)
 
-    def __getitem__(self, slot: int) -> ExpertWeights:
-        return ExpertWeights(self.gate_up_SUH[slot], self.down_SHI[slot])
+    def by_slot(self) -> list[ExpertWeights]:
+        return [ExpertWeights(*matrices) for matrices in zip(self.gate_up_SUH, self.down_SHI, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class MegaRun:
         if on_device:
             plan = _pending(layer)
             num_rows = plan.room
-        self._executor = MegaExecutor(
+        self._executor = MegaKernelRun(
             layer.expert_RTK[rank],
             layer.size.E,
             plan,

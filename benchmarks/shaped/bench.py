@@ -25,16 +25,15 @@ from benchmarks.shaped.cases import ShapedCase, model_spec
 from benchmarks.shaped.hosts import lacks_hosts, linked_hosts, ranks_on
 from benchmarks.shaped.processor_shares import lacks_shares
 from moesys.balance.plan import LayerPlan, StepPlan
-from moesys.balance.warm_up import warm_up
+from moesys.balance.planners import warm_up
 from moesys.config import ClusterSpec, Parallelism, Strategy
 from moesys.config.model_run import ModelRun
 from moesys.lab.calibrate.measurement import calibrate
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import Spread, machine_line
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.simulator.model.simulate_model import simulate_model
 from moesys.simulator.step_program import simulation
 

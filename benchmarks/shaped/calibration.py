@@ -27,8 +27,7 @@ from moesys.config import ClusterSpec, ModelShape
 from moesys.lab.calibrate.measurement import fit_line
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.stopwatch import interleave, repeated_ms, wall_ms
-from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.messages import exchange
+from moesys.overlap.comm.channel import Channel, exchange
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.simulator.rest_of_step import RestOfStep
 

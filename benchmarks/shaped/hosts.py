@@ -7,21 +7,28 @@ of the processor (``processor_shares``).
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks.shaped import delaying_relay
 from benchmarks.shaped.processor_shares import join, leftovers, own_name, processor_shares
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
+from moesys.lab.ranks.process import STORE_ADDRESS
+from moesys.torch_private import default_store
 
 _INTERFACE = "eth0"
 _NAMESPACES = Path("/run/netns")
@@ -143,14 +150,55 @@ def linked_hosts(
 def ranks_on(hosts: Hosts, ranks_per_host: int = 1) -> Iterator[LocalRanks]:
     """Starts ranks inside the hosts, numbered host by host."""
     num_ranks, timeouts = len(hosts.names) * ranks_per_host, RankTimeouts(run_s=600.0, collective_s=300.0)
-    with LocalRanks(num_ranks, timeouts=timeouts, environment=_KEEPING_MEMORY, preload=_PRELOAD) as ranks:
-        ranks.run(enter_host, hosts, ranks_per_host)
+    with ExitStack() as opened:
+        ranks = LocalRanks(num_ranks, timeouts=timeouts, environment=_KEEPING_MEMORY, preload=_PRELOAD)
+        opened.enter_context(ranks)
+        port = ranks.run(enter_host, hosts, ranks_per_host)[0]
+        opened.enter_context(_store_in(hosts.names, port))
         yield ranks
 
 
-def enter_host(hosts: Hosts, ranks_per_host: int) -> None:
+@contextmanager
+def _store_in(names: Sequence[str], port: int) -> Iterator[None]:
+    """Lets processes in the namespaces ``names`` connect to the store, which listens at ``port`` outside."""
+
+    def listen(name: str) -> socket.socket:
+        enter_namespace(name)
+        return socket.create_server((STORE_ADDRESS, port))
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        store_reader, store_writer = await asyncio.open_connection(STORE_ADDRESS, port)
+        await asyncio.gather(_copy(reader, store_writer), _copy(store_reader, writer))
+
+    async def serve(sockets: Sequence[socket.socket]) -> None:
+        servers = [await asyncio.start_server(forward, sock=sock) for sock in sockets]
+        await asyncio.gather(*(server.serve_forever() for server in servers))
+
+    # Another thread enters the namespaces, so that this one stays outside. A socket stays in its namespace.
+    with ThreadPoolExecutor(1) as inside:
+        sockets = list(inside.map(listen, names))
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(serve(sockets))
+    thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        loop.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(1 << 16):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+
+
+def enter_host(hosts: Hosts, ranks_per_host: int) -> int:
     """Moves the calling rank into its host, where its later process groups connect; its connection to the store, which
-    it has already, stays outside.
+    it has already, stays outside. Returns the port of the store.
     """
     host = dist.get_rank() // ranks_per_host
     enter_namespace(hosts.names[host])
@@ -159,6 +207,11 @@ def enter_host(hosts: Hosts, ranks_per_host: int) -> None:
     if hosts.shares:
         join(hosts.shares[host])
     os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
+    store: Any = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    port: int = store.port
+    return port
 
 
 def enter_namespace(name: str) -> None:

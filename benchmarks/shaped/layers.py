@@ -15,7 +15,8 @@ from torch import Tensor
 from benchmarks.harness.contest import EqualBits, Outcome, in_words, relative_difference
 from benchmarks.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
 from benchmarks.shaped.cases import SEQUENTIAL, ShapedCase
-from moesys.config import Pipelined, Strategy
+from moesys.config import Strategy
+from moesys.config.overlap import Pipelined
 from moesys.moe.layer import MoELayer
 
 # How far a token leans towards its experts: farther than initial noise could turn it.

@@ -35,13 +35,12 @@ import typer
 from experiments.published import laer_setup as laer
 from experiments.published.drawn_steps import Found, Scenario, SimulatedStep, simulate
 from experiments.published.laer_baselines import copied_row_errors, fitted_closed_form, megatron_sheet, row_errors
+from experiments.published.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from experiments.published.laer_setup import CONSTANTS, METHODS, Constants, LaerModel, PublishedRow
-from moesys.config import MegaKernel, Overlap, Pipelined, Sequential, presets
-from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
+from moesys.config import Overlap, presets
+from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.lab.commands.options import ReportFolder
-from moesys.lab.show.reports import publish_simulated
-from moesys.lab.show.sheets import Column, Sheet
-from moesys.lab.show.tables import figure
+from moesys.lab.show.tables import Column, Sheet, figure, publish_simulated
 
 # --- the fit --------------------------------------------------------------------------------------------------
 # Between the ends of ``ROWS_SLOWDOWNS`` seconds lie on a straight line (within 1 in 1,000), and a dispatcher delays all

@@ -25,10 +25,10 @@ from pydantic import BaseModel
 
 import moesys as ms
 from experiments.published.drawn_steps import Planning, Scenario
+from experiments.published.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
-from moesys.balance.splits import split_tokens
+from moesys.balance.planners import split_tokens
 from moesys.config import Predictor
-from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.config.workload import Generated
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
@@ -116,7 +116,7 @@ FITTED = ("dispatcher_ms", "rows_slowdown", "skew_growth", "unrest")
 
 @dataclass(frozen=True)
 class Constants:
-    """All numbers of the reproduction besides shapes and the six of ``moesys.config.laer_routing``.
+    """All numbers of the reproduction besides shapes and the six of ``experiments.published.laer_routing``.
 
     The ``FITTED`` ones are fitted to one of four shapes; each may be 0, and other values fit about as well.
     """

@@ -37,11 +37,11 @@ from pydantic import BaseModel
 from scipy.optimize import brentq
 
 from moesys.balance.plan import plan_layer
-from moesys.config import ClusterSpec, MegaKernel, ModelShape, Overlap, Sequential, Strategy, presets
+from moesys.config import ClusterSpec, ModelShape, Overlap, Strategy, presets
+from moesys.config.overlap import MegaKernel, Sequential
 from moesys.lab.commands.options import ReportFolder
-from moesys.lab.show.reports import publish_simulated
-from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
+from moesys.lab.show.tables import Column, Sheet, publish_simulated
 from moesys.layout import TokenPlan
 from moesys.load import LoadMatrix
 from moesys.simulator.mega.layer_pass import QueuedPass

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moesys.balance.flow.max_load import min_max_load
-from moesys.balance.layouts import plan_layout
-from moesys.config import ClusterSpec, Greedy
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.planners import plan_layout
+from moesys.config import ClusterSpec
 from moesys.load import LoadMatrix
 
 # A load and slots per rank in, the tokens of the busiest rank out.

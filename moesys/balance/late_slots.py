@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
-from moesys.balance.flow.replica_table import list_replicas
+from moesys.balance.flow.max_load import min_max_flow, new_flow
+from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import link_domains_of, nodes_of, tokens_by_node
 from moesys.compiled import borrowing, compiled

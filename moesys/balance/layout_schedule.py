@@ -20,10 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from moesys.balance.homes import Homes
-from moesys.balance.layouts import plan_layout
+from moesys.balance.planners import plan_layout, warm_up
 from moesys.balance.predictors import LoadHistory
-from moesys.balance.warm_up import warm_up
-from moesys.config import Balance, ClusterSpec, Greedy, ModelShape, Oracle, Static, Strategy
+from moesys.config import Balance, ClusterSpec, ModelShape, Oracle, Strategy
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 
@@ -50,7 +49,7 @@ class PlanRequest:
 
     def solve_alike(self) -> ExpertLayout:
         """The layout that every rank gets which asks: without a deadline."""
-        return self._planned(_without_deadline(self._balance))
+        return self._planned(self._balance.without_clock())
 
     def _planned(self, balance: Balance) -> ExpertLayout:
         return plan_layout(
@@ -66,17 +65,7 @@ class PlanRequest:
 
     @property
     def _balance(self) -> Balance:
-        """``move_tokens`` in the units of ``load``, of which a plan serves ``replan_every``."""
-        balance = self.strategy.balance
-        if not isinstance(balance, Greedy) or not balance.move_tokens:
-            return balance
-        return balance.replace(move_tokens=-(-balance.move_tokens * self.units_per_token // self.strategy.replan_every))
-
-
-def _without_deadline(balance: Balance) -> Balance:
-    if isinstance(balance, Greedy) and balance.deadline_ms is not None:
-        return balance.replace(deadline_ms=None)
-    return balance
+        return self.strategy.balance.with_moves_priced(self.units_per_token, self.strategy.replan_every)
 
 
 class PlanTicket(Protocol):
@@ -169,7 +158,7 @@ class LayoutSchedule:
         self.layer, self.strategy, self.model, self.cluster = layer, strategy, model, cluster
         self.slots_R = strategy.early_slots(model, cluster)
         # With lag=0 every micro-batch has a layout of its own, which ``plan_layer`` makes when its counts are known.
-        self.follows_history = not isinstance(strategy.balance, Static) and strategy.lag > 0
+        self.follows_history = strategy.balance.kind != "static" and strategy.lag > 0
         self.source: PlanSource = InlinePlanner()
         self.micro_batch = 0
         self.events: list[PlanEvent] = []
@@ -365,7 +354,7 @@ class LayoutSchedule:
     def _first_layout(self) -> ExpertLayout:
         """Before the first load is known, all experts are alike."""
         uniform = LoadMatrix(np.ones((self.cluster.num_ranks, self.num_experts), dtype=np.int64))
-        balance = _without_deadline(self.strategy.balance)
+        balance = self.strategy.balance.without_clock()
         return plan_layout(uniform, self.cluster, balance, self.slots_R, model=self.model)
 
 

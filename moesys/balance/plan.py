@@ -7,18 +7,19 @@ layers of a step. Both can be printed, and survive a round trip through JSON.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesys.balance.layouts import plan_layout
+from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Quotas, Strategy, WithQuotas
+from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.config.member import RECORDED
 from moesys.layout import ExpertLayout, TokenPlan
+from moesys.limits import out_of_memory, too_many_rows
 from moesys.load import LoadMatrix
 
 if TYPE_CHECKING:
@@ -101,11 +102,9 @@ def plan_layer(
             f"the load counts {load.num_experts} experts but num_experts={model.num_experts}; "
             "give one column of tokens_RE an expert"
         )
-    if isinstance(strategy.split, Quotas) and isinstance(strategy.balance, WithQuotas):
-        from moesys.balance.quotas import plan_quotas
-
+    if strategy.split.follows_planner:
         problem = PlanningProblem.of_layout(load, cluster, strategy.slots(model, cluster), model)
-        return LayerPlan(_in_blocks(plan_quotas(problem, strategy.balance), strategy), turn)
+        return LayerPlan(_in_blocks(strategy.balance.token_plan(problem), strategy), turn)
     if layout is None or strategy.lag == 0:
         slots = strategy.early_slots(model, cluster)
         layout = plan_layout(load, cluster, strategy.balance, slots, model=model, strategy=strategy)
@@ -186,3 +185,44 @@ class StepPlan:
     def __str__(self) -> str:
         head = f"{self.strategy.name}: {len(self.layers)} layers on {self.cluster.num_ranks} ranks"
         return "\n".join([head, *(f"layer {index}: {plan}" for index, plan in enumerate(self.layers))])
+
+
+# --- plans that could not run ----------------------------------------------------------------------
+
+
+def out_of_rows(strategy: Strategy, model: ModelShape, plans: Iterable[LayerPlan]) -> str:
+    """Returns why the first plan with too many rows or tokens for a rank of a MegaKernel cannot run, or ""."""
+    overlap = strategy.overlap
+    if not overlap.reaches_memory:
+        return ""
+    declared = overlap.most_tokens if strategy.plans_on_device else None
+    for plan in plans:
+        most_tokens = int(plan.load.tokens_RE.sum(axis=1).max()) // model.top_k
+        if declared is not None and most_tokens > declared:
+            return (
+                f"{most_tokens} tokens of a rank, but most_tokens={declared}; use MegaKernel(most_tokens={most_tokens})"
+            )
+        most_tokens = most_tokens if declared is None else declared
+        if words := too_many_rows(overlap, plan.tokens, most_tokens, model.top_k):
+            return words
+    return ""
+
+
+def why_not(
+    micro_batches: Sequence[StepPlan], *, num_layers: int | None = None, recompute: bool = False
+) -> tuple[str, ...]:
+    """Returns all reasons why a step of these plans cannot run. ``num_layers``: the layers of the whole model, whose
+    memory counts; None: those that are planned. ``recompute``: only one layer's rows are kept for backward.
+    """
+    return tuple(reason for reason in _reasons(micro_batches, num_layers, recompute) if reason)
+
+
+def _reasons(micro_batches: Sequence[StepPlan], num_layers: int | None, recompute: bool) -> Iterator[str]:
+    first = micro_batches[0]
+    strategy, model, cluster = first.strategy, first.model, first.cluster
+    plans = [plan for step in micro_batches for plan in step.layers]
+    tokens_per_rank = max(plan.load.total for plan in plans) // (model.top_k * cluster.num_ranks)
+    layers = num_layers or len(first.layers)
+    yield strategy.overlap.out_of_reach(cluster)
+    yield out_of_rows(strategy, model, plans)
+    yield out_of_memory(strategy, model, cluster, layers, tokens_per_rank, recompute=recompute)

@@ -1,32 +1,96 @@
-"""Plans that say who computes how many tokens of which source: of planners on the current counts."""
+"""QuotaPlanner: the base of planners on the current counts that also decide which rank computes how many tokens of
+which source; and ``Quotas``, the split that follows them.
+
+R ranks, E experts. Every expert is held by the rank where it lives, its owner under ``Ep``, and some are lent for a
+micro-batch. A *quota* is how many tokens of an expert a rank computes; which sources they come from is each planner's
+own rule.
+"""
 
 from __future__ import annotations
 
-from typing import assert_never
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar, Literal
 
-from moesys.balance.baselines.faster_moe import faster_moe_plan
-from moesys.balance.baselines.llep import llep_plan
-from moesys.balance.baselines.moon_ep import moon_ep_plan
-from moesys.balance.baselines.ultra_ep import ultra_ep_plan
+import numpy as np
+
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.config import FasterMoe, Llep, MoonEp, UltraEp, WithQuotas
-from moesys.layout import TokenPlan
+from moesys.balance.topology import layout_from_rows
+from moesys.config import Balance, Split
+from moesys.layout import ExpertLayout, TokenPlan, owner_of_experts
+from moesys.load import IntArray
+
+Row = tuple[int, int, int, int]
 
 
-def plan_quotas(problem: PlanningProblem, config: WithQuotas) -> TokenPlan:
-    """Returns the layout that ``config`` chooses for the problem's load, and who goes where, as it says.
+class QuotaPlanner(Balance):
+    """A planner that decides who computes how many tokens of which source, by its method ``token_plan``."""
 
-    Every expert is held by the rank where it lives, that of ``Ep``'s owner. Raises ValueError, with the way out, where
-    a rank has too few slots.
+    has_quotas: ClassVar[bool] = True
+
+    def layout(self, problem: PlanningProblem) -> ExpertLayout:
+        """Returns the layout of ``token_plan``."""
+        plan: TokenPlan = self.token_plan(problem)
+        return plan.layout
+
+
+class Quotas(Split):
+    """Divides tokens as a ``QuotaPlanner`` decided, with ``lag=0``."""
+
+    kind: Literal["quotas"] = "quotas"
+    follows_planner: ClassVar[bool] = True
+
+    def split(self, problem: PlanningProblem) -> TokenPlan:
+        """Raises ValueError: the tokens are divided where the layout is planned, in ``plan_layer``."""
+        raise ValueError(
+            "split=Quotas() divides tokens as the planner of the layout does, which is not known here; "
+            "use plan_layer with the strategy, or FlowSplit()"
+        )
+
+
+def spare_slots(problem: PlanningProblem, at_least: int = 0) -> list[int]:
+    """Returns the slots of each rank, [R], beyond those for experts that live there.
+
+    Raises ValueError where a rank has not even these, or fewer than ``at_least`` more.
     """
-    match config:
-        case MoonEp():
-            return moon_ep_plan(problem, config)
-        case Llep():
-            return llep_plan(problem, config)
-        case UltraEp():
-            return ultra_ep_plan(problem, config)
-        case FasterMoe():
-            return faster_moe_plan(problem, config)
-        case _:
-            assert_never(config)
+    load = problem.load
+    homes_R = np.bincount(owner_of_experts(load.num_experts, load.num_ranks), minlength=load.num_ranks).tolist()
+    for rank, (slots, homes) in enumerate(zip(problem.slots_R, homes_R, strict=True)):
+        if slots < homes + at_least:
+            raise ValueError(
+                f"rank {rank} has {slots} slots, {homes} experts live there and it may borrow {at_least}; "
+                f"use slots_per_rank of at least {max(homes_R) + at_least}"
+            )
+    return [slots - homes for slots, homes in zip(problem.slots_R, homes_R, strict=True)]
+
+
+def borrowed_plan(problem: PlanningProblem, quota_RE: IntArray, rows: Iterable[Row]) -> TokenPlan:
+    """Returns the plan of ``rows`` (source, expert, destination, tokens), in any order and with repeats, over the
+    layout of experts at home and then of those with a quota elsewhere, both by number.
+    """
+    load = problem.load
+    home_E = owner_of_experts(load.num_experts, load.num_ranks)
+    held = [
+        [e for e in range(load.num_experts) if home_E[e] == rank]
+        + [e for e in np.flatnonzero(quota_RE[rank]).tolist() if home_E[e] != rank]
+        for rank in range(load.num_ranks)
+    ]
+    layout = layout_from_rows(held, problem.slots_R, load.num_experts)
+    tokens_of: dict[tuple[int, int, int], int] = {}
+    for source, expert, destination, tokens in rows:
+        key = source, expert, destination
+        tokens_of[key] = tokens_of.get(key, 0) + tokens
+    entries = [(*key, tokens) for key, tokens in sorted(tokens_of.items()) if tokens]
+    return TokenPlan(np.array(entries, dtype=np.int64).reshape(-1, 4), load, layout)
+
+
+def cut_in_order(expert: int, tokens_R: Sequence[int], parts: Iterable[tuple[int, int]]) -> Iterator[Row]:
+    """Numbers an expert's tokens by source rank, and gives ``parts`` (destination, tokens) consecutive ranges."""
+    left, source = list(tokens_R), 0
+    for destination, tokens in parts:
+        while tokens:
+            while not left[source]:
+                source += 1
+            moved = min(tokens, left[source])
+            yield source, expert, destination, moved
+            left[source] -= moved
+            tokens -= moved

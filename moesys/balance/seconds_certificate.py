@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.balance.flow.replica_table import list_replicas
 from moesys.balance.flow.step_cost import crosses_once, prices_of, row_seconds, split_cost, with_experts
+from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.topology import link_domains_of, nodes_of, tokens_by_node
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding, Strategy
 from moesys.cost import GRADIENT_BYTES, FloatArray, restores_per_step

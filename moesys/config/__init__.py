@@ -7,35 +7,18 @@ strategy answer at once.
 R ranks, E experts, S slots a rank, K top-k, H hidden size, I expert width, P_e parameters of an expert.
 """
 
-from moesys.config.balance import (
-    Balance,
-    CpSat,
-    Eplb,
-    FasterMoe,
-    FlexMoe,
-    Greedy,
-    Laer,
-    Llep,
-    MinReplicas,
-    MoonEp,
-    ReplicasWithin,
-    Static,
-    UltraEp,
-    Within,
-    WithQuotas,
-)
+from moesys.config.balance import Balance, MinReplicas, ReplicasWithin, Within
 from moesys.config.base import BYTES_PER_GB, Declared, DType
 from moesys.config.cluster import ClusterSpec, Microseconds
 from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
 from moesys.config.model import ModelShape
-from moesys.config.model_run import ModelRun
+from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.model_spec import ModelSpec
-from moesys.config.overlap import MegaKernel, Overlap, Pipelined, Sequential
-from moesys.config.parallelism import Parallelism
+from moesys.config.overlap import Overlap
 from moesys.config.predictor import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
 from moesys.config.reduction import LayoutInvariant, Ordered, Reduction
 from moesys.config.sharding import Ep, Fsep, Sharding, SlotCount, SlotGigabytes
-from moesys.config.split import EvenSplit, FlowSplit, Proportional, Quotas, Split
+from moesys.config.split import Split
 from moesys.config.strategy import Strategy
 
 __all__ = [
@@ -43,26 +26,16 @@ __all__ = [
     "Adaptive",
     "Balance",
     "ClusterSpec",
-    "CpSat",
     "DType",
     "Declared",
     "DenseMlp",
     "Ema",
     "Ep",
-    "Eplb",
-    "EvenSplit",
-    "FasterMoe",
-    "FlexMoe",
-    "FlowSplit",
     "Fsep",
     "Gqa",
-    "Greedy",
-    "Laer",
     "Last",
     "LayerSpec",
     "LayoutInvariant",
-    "Llep",
-    "MegaKernel",
     "Microseconds",
     "MinReplicas",
     "Mla",
@@ -70,26 +43,18 @@ __all__ = [
     "ModelShape",
     "ModelSpec",
     "MoeMlp",
-    "MoonEp",
     "Oracle",
     "Ordered",
     "Overlap",
     "Parallelism",
-    "Pipelined",
     "Predictor",
-    "Proportional",
-    "Quotas",
     "Reduction",
     "ReplicasWithin",
-    "Sequential",
     "Sharding",
     "SlotCount",
     "SlotGigabytes",
     "Split",
-    "Static",
     "Strategy",
-    "UltraEp",
     "WindowMean",
-    "WithQuotas",
     "Within",
 ]

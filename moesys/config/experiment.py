@@ -14,7 +14,6 @@ from pydantic import Field, model_validator
 from moesys.config.base import Declared
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
-from moesys.config.overlap import MegaKernel
 from moesys.config.predictor import Oracle
 from moesys.config.strategy import Strategy
 from moesys.config.workload import Measured, ModelTraining, Replay, Training, Workload
@@ -110,7 +109,7 @@ class Experiment(Declared):
                 f"workload={type(self.workload).__name__}() knows none before they do; use workload=Replay(...) or "
                 "Generated(...), or predictor=Adaptive()"
             )
-        if isinstance(self.workload, ModelTraining) and isinstance(strategy.overlap, MegaKernel):
+        if isinstance(self.workload, ModelTraining) and strategy.overlap.reaches_memory:
             raise ValueError(
                 f"strategy {strategy.name!r}: overlap=MegaKernel() is not for transformers' experts yet; use "
                 "Sequential() or Pipelined(chunks=...), or workload=Training(...)"

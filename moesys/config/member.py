@@ -7,18 +7,25 @@ record alone, which nobody runs, the name may be of a class that is not there.
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import sys
 from collections.abc import Iterator
-from functools import reduce
-from operator import or_
-from typing import Annotated, Any, ClassVar, Self, SupportsIndex
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from importlib.abc import SourceLoader
+from importlib.util import decode_source, module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Self, SupportsIndex
 
 from pydantic import (
-    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
@@ -26,7 +33,162 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from moesys.config.base import Declared
-from moesys.config.own_code import OwnCode
+
+_SCRIPTS = ("__main__", "__mp_main__")
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """A class of a person's own: the name and the file of its module, the text of that when the class was made, and the
+    class's name there. Path and text are empty where there is no file to find the class in.
+    """
+
+    module: str
+    path: str
+    text: str
+    name: str
+    extended: tuple[OwnCode, ...] = ()
+
+    @classmethod
+    def of(cls, owner: type, extended: tuple[OwnCode, ...] = ()) -> Self:
+        module = sys.modules.get(owner.__module__)
+        path = getattr(module, "__file__", None)
+        if module is None or path is None or "<locals>" in owner.__qualname__:
+            return cls(owner.__module__, "", "", owner.__qualname__, extended)
+        loader = module.__loader__
+        data = loader.data if isinstance(loader, _TextLoader) else Path(path).read_bytes()
+        return cls(_name_of(module), path, decode_source(data), owner.__qualname__, extended)
+
+    @property
+    def import_path(self) -> str:
+        return f"{self.module}:{self.name}"
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits over the class and what it names of its file, functions and constants, and over what it
+        extends. Other files and the rest of this one do not count.
+
+        Raises ValueError for a class of no file or of a function, which no other process can find.
+        """
+        if not self.path:
+            where = "inside a function" if "<locals>" in self.name else "in no file"
+            raise ValueError(
+                f"{self.import_path} is defined {where}, where neither records nor other processes find it; define it "
+                "at the top level of a .py file"
+            )
+        made_of = [used_lines(self.text, self.name.partition(".")[0]), *(code.digest for code in self.extended)]
+        return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
+
+    def is_that_of(self, other: OwnCode) -> bool:
+        """Whether both are one class under one name."""
+        if self.import_path != other.import_path or not (self.path and other.path):
+            return self is other
+        return self.digest == other.digest
+
+    def load(self) -> type:
+        """Makes the class from the text, in a module that nobody else sees."""
+        module = module_of_text(self.module, self.path, self.text.encode())
+        root = Path(self.path).resolve().parents[self.module.count(".") + (Path(self.path).stem == "__init__")]
+        with importable(module, root):
+            run_module(module)
+        found: Any = module
+        for name in self.name.split("."):
+            found = getattr(found, name)
+        loaded: type = found
+        return loaded
+
+
+def _name_of(module: ModuleType) -> str:
+    """As others import it: a script is ``__main__`` only where it is run."""
+    if module.__name__ not in _SCRIPTS:
+        return module.__name__
+    return module.__spec__.name if module.__spec__ is not None else Path(str(module.__file__)).stem
+
+
+# --- modules from text ------------------------------------------------------------------------------------------
+
+
+class _TextLoader(SourceLoader):
+    """Loads a module from text that was read before, whatever its file says by now."""
+
+    def __init__(self, path: str, data: bytes) -> None:
+        self.path, self.data = path, data
+
+    def get_filename(self, fullname: str) -> str:
+        return self.path
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return self.data
+
+
+def module_of_text(name: str, path: str, data: bytes) -> ModuleType:
+    """Returns a module that has not run yet; ``run_module`` runs it."""
+    spec = spec_from_loader(name, _TextLoader(path, data))
+    assert spec is not None
+    return module_from_spec(spec)
+
+
+def run_module(module: ModuleType) -> None:
+    """Raises what its text raises, SyntaxError too."""
+    loader = module.__loader__
+    assert isinstance(loader, _TextLoader)
+    exec(compile(loader.data, loader.path, "exec", dont_inherit=True), vars(module))
+
+
+@contextmanager
+def importable(module: ModuleType, folder: Path) -> Iterator[None]:
+    """Lets the module import what lies in ``folder``, and its classes find their module, while it runs."""
+    before = sys.modules.get(module.__name__)
+    sys.path.insert(0, str(folder))
+    sys.modules[module.__name__] = module
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        del sys.modules[module.__name__]
+        if before is not None:
+            sys.modules[module.__name__] = before
+
+
+# --- what a class is made of ------------------------------------------------------------------------------------
+
+
+def used_lines(text: str, name: str) -> str:
+    """The lines of ``text`` that define ``name`` at its top level, and of those that define what they name in turn."""
+    statements, lines = ast.parse(text).body, text.splitlines()
+    defining: dict[str, list[int]] = {}
+    for index, statement in enumerate(statements):
+        for bound in _bound(statement):
+            defining.setdefault(bound, []).append(index)
+    used: set[int] = set()
+    names = [name]
+    while names:
+        for index in set(defining.get(names.pop(), ())) - used:
+            used.add(index)
+            names += [node.id for node in ast.walk(statements[index]) if isinstance(node, ast.Name)]
+    return "\n".join(line for index in sorted(used) for line in _lines_of(statements[index], lines))
+
+
+def _lines_of(statement: ast.stmt, lines: list[str]) -> list[str]:
+    # a decorator stands before the line that a function or a class says it begins on
+    first = min([statement.lineno, *(decorator.lineno for decorator in getattr(statement, "decorator_list", ()))])
+    return lines[first - 1 : statement.end_lineno]
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    """Names that a statement gives a meaning. Those inside a function or a class are its own."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield statement.name
+        return
+    for node in ast.walk(statement):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.alias(name=name, asname=asname):
+                yield asname or name.partition(".")[0]
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+
 
 # Context of validation: what is read is a record, of which nothing is run.
 RECORDED = {"recorded": True}
@@ -35,10 +197,11 @@ RECORDED = {"recorded": True}
 class Member(Declared):
     """Base of ``Balance`` and ``Split``, each of which is the union of what extends it."""
 
-    # Of a union, in its own class: the field that it is for, the method of a class of one's own, and who stands for a
-    # class that is not there.
+    # Of a union, in its own class: the field that it is for, the method of its members, class name and module of
+    # moesys' own by kind, and who stands for a class that is not there.
     union: ClassVar[str]
     method: ClassVar[str]
+    table: ClassVar[dict[str, tuple[str, str]]]
     recorded: ClassVar[type[Member]]
     own_code: ClassVar[OwnCode | None] = None
 
@@ -114,10 +277,16 @@ class Member(Declared):
     # --- the union ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def kinds(cls) -> dict[str, type[Member]]:
-        """moesys' own members of this union, by kind."""
-        members = (member for member in _below(cls) if _is_ours(member))
-        return {kind: member for member in members if (kind := member.model_fields["kind"].default)}
+    def class_of(cls, kind: str) -> type[Self]:
+        """Returns moesys' own member of this kind, whose module is imported now. Raises KeyError for any other kind."""
+        name, module = cls.table[kind]
+        member: type[Self] = getattr(import_module(module), name)
+        return member
+
+    @classmethod
+    def kinds(cls) -> dict[str, type[Self]]:
+        """Returns all of moesys' own members of this union by kind, whose modules are imported now."""
+        return {kind: cls.class_of(kind) for kind in cls.table}
 
     @classmethod
     def own_class(cls, kind: str, digest: str | None = None) -> type[Member] | None:
@@ -133,31 +302,35 @@ class Member(Declared):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        if "union" not in cls.__dict__ or not cls.kinds():
+        if "union" not in cls.__dict__:
             return handler(source)
-        kinds = handler.generate_schema(Annotated[reduce(or_, cls.kinds().values()), Field(discriminator="kind")])
         as_it_is = core_schema.wrap_serializer_function_ser_schema(_as_it_is, schema=core_schema.any_schema())
-        return core_schema.with_info_wrap_validator_function(cls._chosen, kinds, serialization=as_it_is)
+        return core_schema.with_info_plain_validator_function(cls._chosen, serialization=as_it_is)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        found = handler(schema)
-        if "union" not in cls.__dict__ or schema["type"] != "function-wrap":
-            return found
+        if "union" not in cls.__dict__:
+            return handler(schema)
+        members = {kind: member.__pydantic_core_schema__ for kind, member in cls.kinds().items()}
+        found = handler(core_schema.tagged_union_schema(members, "kind"))
         path = {"type": "string", "pattern": "^[^:]+:[^:]+$", "description": "import path of a class of one's own"}
         own = {"type": "object", "properties": {"kind": path}, "required": ["kind"], "additionalProperties": True}
         return {"anyOf": [found, own]}
 
     @classmethod
-    def _chosen(cls, value: Any, of_kind: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+    def _chosen(cls, value: Any, info: ValidationInfo) -> Any:
+        """Returns the member that ``value`` is or describes, validated by its own class."""
         if isinstance(value, cls) and (value.own_code is not None or isinstance(value, cls.recorded)):
             return type(value).model_validate(value)
         kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
-        if not isinstance(kind, str) or kind in cls.kinds():
-            return of_kind(value)
-        if ":" not in kind or not isinstance(value, dict):
+        if isinstance(kind, str) and kind in cls.table:
+            return cls.class_of(kind).model_validate(value, context=info.context)
+        if not isinstance(value, dict | Member):
+            raise ValueError(f"Input should be a valid dictionary or an instance of ms.{cls.__name__}")
+        kinds = ", ".join(cls.table)
+        if not isinstance(kind, str) or ":" not in kind or not isinstance(value, dict):
             raise ValueError(
-                f"kind={kind!r} is no kind of {cls.union}; use one of {', '.join(cls.kinds())}, or the import path of "
+                f"kind={kind!r} is no kind of {cls.union}; use one of {kinds}, or the import path of "
                 f"a class of your own that extends ms.{cls.__name__}, such as my_planners:RoundRobin"
             )
         recorded = info.context == RECORDED
@@ -168,7 +341,7 @@ class Member(Declared):
         module, _, name = kind.partition(":")
         raise ValueError(
             f"kind={kind!r} names a class that is not imported, and reading a name imports nothing; import {name} from "
-            f"{module} before, where it extends ms.{cls.__name__}, or use one of {', '.join(cls.kinds())}"
+            f"{module} before, where it extends ms.{cls.__name__}, or use one of {kinds}"
         )
 
 
@@ -177,7 +350,7 @@ def _as_it_is(member: Any, serialized: SerializerFunctionWrapHandler) -> Any:
 
 
 def _is_ours(member: type[Member]) -> bool:
-    return member.__module__.startswith("moesys.config.")
+    return member.__module__.startswith("moesys.")
 
 
 def _union_of(member: type[Member]) -> type[Member]:

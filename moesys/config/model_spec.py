@@ -11,8 +11,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from moesys.config.base import BYTES_PER_ELEMENT, Declared, DType
-from moesys.config.hub_config import read_config
-from moesys.config.hub_model import hub_model
+from moesys.config.hub import hub_model, read_config
 from moesys.config.layer_spec import LayerSpec, MoeMlp
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from moesys.config.base import Declared
 from moesys.config.cluster import ClusterSpec
+
+# On one rank there is nothing to overlap with, whatever the overlap.
+ALONE_BY_KERNELS = "moesys.overlap.experts_triton:SingleRankExecutor"
 
 
 class _Messages(Declared):
@@ -33,9 +36,33 @@ class _Messages(Declared):
             )
         return self
 
+    # What ``MegaKernel`` declares; that ranks read and write each other's memory, and what only then can be chosen.
+    reaches_memory: ClassVar[Literal[False]] = False
+    keep_x: ClassVar[bool] = True
+    deduplicate: ClassVar[bool] = False
+    most_tokens: ClassVar[None] = None
+    timeout_s: ClassVar[float | None] = None
+
+    def executor(self, num_ranks: int, num_nodes: int, by_kernels: bool) -> str:
+        """Returns the module and class that run micro-batches on these ranks; ``by_kernels``: GPU kernels compute."""
+        if num_ranks == 1:
+            return ALONE_BY_KERNELS if by_kernels else "moesys.overlap.alone:AloneExecutor"
+        if self.crosses_once(num_nodes):
+            return "moesys.overlap.node_routes:NodeExecutor"
+        return "moesys.overlap.chunked:ChunkedExecutor"
+
     def out_of_reach(self, cluster: ClusterSpec) -> str:
         """Returns "": messages reach every rank."""
         return ""
+
+    def unfit_for_layout_invariant(self) -> str:
+        """Returns why its bits would depend on the layout under ``LayoutInvariant``, or ""."""
+        if self.combine == "ordered":
+            return ""
+        return (
+            "reduction=LayoutInvariant() sums a token's experts in the order of k, but combine='per_node' sums "
+            "those of a node first; use combine='ordered', or reduction=Ordered()"
+        )
 
     def crosses_once(self, num_nodes: int) -> bool:
         """Returns whether a token crosses to each of ``num_nodes`` once; from the only one there is none."""
@@ -50,6 +77,11 @@ class Sequential(_Messages):
     """Dispatch, experts and combine one after another."""
 
     kind: Literal["sequential"] = "sequential"
+    chunks: ClassVar[int] = 1
+
+    def words(self) -> list[str]:
+        """Describes what runs beside what, for ``explain``."""
+        return ["dispatch, experts and combine one after another"]
 
 
 class Pipelined(_Messages):
@@ -57,6 +89,11 @@ class Pipelined(_Messages):
 
     kind: Literal["pipelined"] = "pipelined"
     chunks: int = Field(ge=1)
+
+    def words(self) -> list[str]:
+        """Describes what runs beside what, for ``explain``."""
+        chunks = f"{self.chunks} chunk{'s' * (self.chunks != 1)}"
+        return [f"tokens in {chunks}, the next arriving and the last going home behind one"]
 
 
 class MegaKernel(Declared):
@@ -111,6 +148,39 @@ class MegaKernel(Declared):
         None, gt=0, description="a wait for a peer that takes longer is given up, on all ranks; None: as collectives"
     )
 
+    reaches_memory: ClassVar[Literal[True]] = True
+    chunks: ClassVar[int] = 1
+
+    def executor(self, num_ranks: int, num_nodes: int, by_kernels: bool) -> str:
+        """Returns the module and class that run micro-batches, as ``Sequential.executor``."""
+        alone = num_ranks == 1 and by_kernels
+        return ALONE_BY_KERNELS if alone else "moesys.overlap.mega_executor:MegaExecutor"
+
+    def words(self) -> list[str]:
+        """Describes the tasks in the order in which a rank's programs take them from their queue, for ``explain``."""
+        share, order = self.dispatch_share, self.tile_order.replace("_", " ")
+        if self.fused in ("both", "dispatch"):
+            pulls = "all pulls first" if share == 1 else f"at least {share:.0%} of the first tasks pull rows"
+            found = [f"dispatch and the first product in one kernel: {pulls}, the others are tiles, {order}"]
+        else:
+            found = [f"dispatch in a kernel of its own, then the first product's tiles, {order}"]
+        if self.fused in ("both", "combine"):
+            share = self.combine_share
+            pushes = f"at most {share:.0%} of the tasks push rows home" if share else "tiles push their rows home"
+            found.append(f"the second product and combine in one kernel: {pushes}, then sums of what came home")
+        else:
+            found.append("the second product's tiles, pushes and sums in kernels of their own, one after another")
+        if self.overlap_weight_gradients:
+            share = self.reduce_share
+            sums = f"among them at most {share:.0%} sums" if share else "before the sums"
+            found.append(f"backward: tiles of weight gradients between pushes and sums, {sums}")
+        else:
+            found.append("backward: weight gradients when all else is done")
+        if not self.keep_x:
+            found.append("backward pulls rows of x again beside those of dy")
+        found.append(f"flags of each {self.granularity}" + ", a token pulled once a rank" * self.deduplicate)
+        return found
+
     def tensors_pulled(self, backward: bool) -> int:
         """Returns of how many tensors a direction pulls rows: of x or dy, and of x again where it was not kept."""
         return 2 if backward and not self.keep_x else 1
@@ -127,6 +197,21 @@ class MegaKernel(Declared):
             f"ranks are in {domains}; use Sequential() or Pipelined(), or ranks_per_domain={cluster.num_ranks} where "
             "NVLink joins them all"
         )
+
+    def unfit_for_layout_invariant(self) -> str:
+        """Returns why it cannot sum as ``LayoutInvariant`` does, or ""."""
+        if self.overlap_weight_gradients:
+            return (
+                "reduction=LayoutInvariant() sums weight gradients when all ranks have told how large theirs are, "
+                "but overlap_weight_gradients=True has them in the kernel before; use "
+                "MegaKernel(overlap_weight_gradients=False), or reduction=Ordered()"
+            )
+        if self.most_tokens is not None:
+            return (
+                f"reduction=LayoutInvariant() splits in whole blocks on hosts, but most_tokens="
+                f"{self.most_tokens} has devices split; use most_tokens=None, or reduction=Ordered()"
+            )
+        return ""
 
     def crosses_once(self, num_nodes: int) -> bool:
         """Returns False: ranks pull rows from wherever they are."""

@@ -5,12 +5,10 @@ Change one with ``replace``: ``presets.MIXTRAL_8X7B.replace(dtype="float32")``.
 
 from __future__ import annotations
 
-from moesys.config.balance import Laer
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.predictor import WindowMean
 from moesys.config.sharding import Fsep, SlotCount
-from moesys.config.split import EvenSplit
 from moesys.config.strategy import Strategy
 
 # huggingface.co/mistralai/Mixtral-8x7B-v0.1, config.json.
@@ -242,4 +240,6 @@ def laer(slots_per_rank: Slots) -> Strategy:
 
     Its experiments have 2 slots a rank for e8k2 and 4 for e16k4.
     """
-    return fsep(slots_per_rank).replace(name="laer", balance=Laer(), predictor=WindowMean(steps=5), split=EvenSplit())
+    return fsep(slots_per_rank).replace(
+        name="laer", balance={"kind": "laer"}, predictor=WindowMean(steps=5), split={"kind": "even"}
+    )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from types import UnionType
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.balance import Balance, FlexMoe, Greedy, Static, WithQuotas
+from moesys.config.balance import Balance
 from moesys.config.base import BYTES_PER_GB, Declared
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
-from moesys.config.overlap import MegaKernel, Overlap, Sequential
+from moesys.config.overlap import Overlap, Sequential
 from moesys.config.predictor import Last, Predictor
 from moesys.config.reduction import LayoutInvariant, Ordered, Reduction
 from moesys.config.sharding import Ep, Sharding
-from moesys.config.split import EvenSplit, Quotas, Split
+from moesys.config.split import Split
 
 
 class Strategy(Declared):
@@ -23,9 +22,9 @@ class Strategy(Declared):
 
     name: str
     sharding: Sharding = Ep()
-    balance: Balance = Static()
+    balance: Balance = Field({"kind": "static"}, validate_default=True)
     predictor: Predictor = Last()
-    split: Split = EvenSplit()
+    split: Split = Field({"kind": "even"}, validate_default=True)
     overlap: Overlap = Sequential()
     reduction: Reduction = Ordered()
     replan_every: int = Field(1, ge=1, description="a layout is planned after every so many micro-batches")
@@ -43,19 +42,20 @@ class Strategy(Declared):
                 f"sharding=Ep() keeps every expert on its owner rank, but balance={type(self.balance).__name__}() "
                 "moves experts; use balance=Static(), Ep(slots_per_rank=...) or Fsep(slots_per_rank=...)"
             )
-        if isinstance(self.split, Quotas) and not (self.lag == 0 and isinstance(self.balance, WithQuotas)):
+        if self.split.follows_planner and not (self.lag == 0 and self.balance.has_quotas):
+            with_quotas = ", ".join(f"{member.__name__}()" for member in Balance.kinds().values() if member.has_quotas)
             raise ValueError(
                 f"split=Quotas() divides the counts that a plan was made on, but lag={self.lag} and "
-                f"balance={type(self.balance).__name__}(); use lag=0 and one of {_names(WithQuotas)}, or FlowSplit()"
+                f"balance={type(self.balance).__name__}(); use lag=0 and one of {with_quotas}, or FlowSplit()"
             )
         if self.lag == 0:
             self._check_lag_0()
         if self.late_slots:
             self._check_late_slots()
-        if isinstance(self.reduction, LayoutInvariant):
-            self._check_layout_invariant()
+        if isinstance(self.reduction, LayoutInvariant) and (reason := self.overlap.unfit_for_layout_invariant()):
+            raise ValueError(reason)
         overlap = self.overlap
-        if self.plans_on_counts and isinstance(overlap, MegaKernel) and overlap.most_tokens is not None:
+        if self.plans_on_counts and overlap.most_tokens is not None:
             raise ValueError(
                 f"most_tokens={overlap.most_tokens} lets devices split tokens while no host waits, but "
                 f"lag={self.lag} and late_slots={self.late_slots} choose experts on the hosts; "
@@ -63,49 +63,14 @@ class Strategy(Declared):
             )
         return self
 
-    def _check_layout_invariant(self) -> None:
-        overlap = self.overlap
-        if isinstance(overlap, MegaKernel):
-            if overlap.overlap_weight_gradients:
-                raise ValueError(
-                    "reduction=LayoutInvariant() sums weight gradients when all ranks have told how large theirs are, "
-                    "but overlap_weight_gradients=True has them in the kernel before; use "
-                    "MegaKernel(overlap_weight_gradients=False), or reduction=Ordered()"
-                )
-            if overlap.most_tokens is not None:
-                raise ValueError(
-                    f"reduction=LayoutInvariant() splits in whole blocks on hosts, but most_tokens="
-                    f"{overlap.most_tokens} has devices split; use most_tokens=None, or reduction=Ordered()"
-                )
-            return
-        if overlap.combine == "per_node":
-            raise ValueError(
-                "reduction=LayoutInvariant() sums a token's experts in the order of k, but combine='per_node' sums "
-                "those of a node first; use combine='ordered', or reduction=Ordered()"
-            )
-
     def _check_lag_0(self) -> None:
         if self.replan_every > 1:
             raise ValueError(
                 f"replan_every={self.replan_every} keeps a layout, but lag=0 plans one on each micro-batch's own "
                 "counts; use replan_every=1, or lag=1"
             )
-        if isinstance(self.balance, Greedy) and self.balance.deadline_ms is not None:
-            raise ValueError(
-                f"deadline_ms={self.balance.deadline_ms} ends the search by a clock, but with lag=0 every rank plans "
-                "for itself and all must plan the same; use deadline_ms=None and effort, or lag=1"
-            )
-        moves = getattr(self.balance, "max_moves", None)
-        if moves is not None and isinstance(self.balance, Greedy | FlexMoe):
-            raise ValueError(
-                f"balance={type(self.balance).__name__}(max_moves={moves}) counts moves from the layout before, but "
-                "with lag=0 every layout is planned on its own counts alone; use another balance, or lag=1"
-            )
-        if isinstance(self.balance, Greedy) and self.balance.move_tokens:
-            raise ValueError(
-                f"balance=Greedy(move_tokens={self.balance.move_tokens}) is what a move from the layout before has to "
-                "earn, but with lag=0 every layout is planned on its own counts alone; use move_tokens=0, or lag=1"
-            )
+        if reason := self.balance.unfit_for_lag_0():
+            raise ValueError(reason)
 
     def _check_late_slots(self) -> None:
         late, slots = self.late_slots, self.sharding.slots_per_rank
@@ -130,8 +95,7 @@ class Strategy(Declared):
     @property
     def plans_on_device(self) -> bool:
         """True if ranks plan without a host that waits: ``most_tokens`` is declared, and devices make the split."""
-        overlap = self.overlap
-        return isinstance(overlap, MegaKernel) and overlap.most_tokens is not None and self.split.on_device
+        return self.overlap.most_tokens is not None and self.split.on_device
 
     def routes_on_device(self, num_nodes: int) -> bool:
         """Returns whether devices can plan and route rows that travel as messages: they make the split, the layout
@@ -139,7 +103,7 @@ class Strategy(Declared):
         """
         overlap = self.overlap
         return (
-            not isinstance(overlap, MegaKernel)
+            not overlap.reaches_memory
             and not overlap.crosses_once(num_nodes)
             and self.split.on_device
             and not self.plans_on_counts
@@ -216,10 +180,6 @@ class Strategy(Declared):
                 f"of {expert_bytes / BYTES_PER_GB} GB; {way_out}"
             )
         return slots_R
-
-
-def _names(members: UnionType) -> str:
-    return ", ".join(f"{member.__name__}()" for member in members.__args__)
 
 
 def _check_room(late_slots: int, slots_R: tuple[int, ...]) -> None:

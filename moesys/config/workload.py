@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from moesys.config.base import Declared
-from moesys.config.hub_config import num_moe_layers, parse_config, read_config, shape_of
+from moesys.config.hub import num_moe_layers, parse_config, read_config, shape_of
 from moesys.config.model import ModelShape
 
 # What runs forward again in backward: nothing; whole layers; layers as far as backward reads them; their computing.

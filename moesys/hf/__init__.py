@@ -16,16 +16,16 @@ from moesys.hf.registration import register
 
 if TYPE_CHECKING:
     from moesys.hf.checkpoint_check import check_checkpoint as check_checkpoint
-    from moesys.hf.resumable_trainer import ResumableTrainer as ResumableTrainer
     from moesys.hf.save import save_pretrained as save_pretrained
-    from moesys.hf.watch import WatchCallback as WatchCallback
+    from moesys.hf.trainer import ResumableTrainer as ResumableTrainer
+    from moesys.hf.trainer import WatchCallback as WatchCallback
 
 __all__ = ["ResumableTrainer", "WatchCallback", "check_checkpoint", "register", "save_pretrained"]
 
 # What imports transformers, when it is asked for.
 _MODULE_OF = {
-    "ResumableTrainer": "moesys.hf.resumable_trainer",
-    "WatchCallback": "moesys.hf.watch",
+    "ResumableTrainer": "moesys.hf.trainer",
+    "WatchCallback": "moesys.hf.trainer",
     "check_checkpoint": "moesys.hf.checkpoint_check",
     "save_pretrained": "moesys.hf.save",
 }

@@ -20,8 +20,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from moesys.hf.hub_files import HubFiles, has_safetensors
-from moesys.hf.hub_names import HubNames, skeleton, tied_names
+from moesys.hf.hub_files import HubFiles, HubNames, has_safetensors, skeleton, tied_names
 
 ALL = slice(None)
 

@@ -37,11 +37,19 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from moesys.files import whole_folder
 from moesys.hf.checkpoint_check import Source, sources_of, warn_of_others
 from moesys.hf.experts_module import DTYPES
-from moesys.hf.hub_files import HubFiles, NewHubFiles, has_safetensors, other_files
-from moesys.hf.hub_names import HubNames, loading_dtype, skeleton, tied_names
-from moesys.whole_folders import whole_folder
+from moesys.hf.hub_files import (
+    HubFiles,
+    HubNames,
+    NewHubFiles,
+    has_safetensors,
+    loading_dtype,
+    other_files,
+    skeleton,
+    tied_names,
+)
 
 METADATA = ".metadata"
 # Under it a loop's state dict has the model: dcp.save({"model": ..., "optimizer": ...}).

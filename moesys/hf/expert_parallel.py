@@ -1,34 +1,41 @@
-"""How transformers' models run under a strategy over ranks: an implementation of its expert parallelism.
+"""transformers' experts over ranks: experts modules run under a strategy that reads their parameters in place.
 
-transformers makes one instance for every experts module, inside ``from_pretrained``, when parameters are ``DTensor``s
-without memory. FSDP wraps the module later, and weights are loaded after that.
+transformers makes one instance of an ``EPImplementation`` for every experts module, inside ``from_pretrained``, when
+parameters are ``DTensor``s without memory. FSDP wraps the module later, and weights are loaded after that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.distributed.expert_parallel import EPImplementation
 
-from moesys.config import Strategy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
+from moesys.config.hub import NAMES
 from moesys.hf.checkpoint_check import check_before_loading
-from moesys.hf.experts_module import compute_dtype
-from moesys.hf.strategy_experts import check, shard, strategy_experts
+from moesys.hf.experts_module import ExpertsModule, compute_dtype, is_experts
 from moesys.kernels.cpu.page_pool import PagePool
-from moesys.moe.experts import Experts
-from moesys.torch_private import unseen_by_selective_checkpoints
+from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
+from moesys.moe.experts import Experts, attach
+from moesys.moe.masters import DTYPE_NAMES, ExpertForm, OutsideExperts, Part, local_part
+from moesys.overlap.experts_cpu import SWIGLU, ExpertFunction
+from moesys.torch_private import hooks_of, unseen_by_selective_checkpoints
 
 
 def implementation_of(strategy: Strategy) -> type[EPImplementation]:
     """Returns the class whose instances run experts modules under ``strategy``.
 
-    Raises ValueError where transformers' models cannot.
+    Raises ValueError if transformers' models cannot run it.
     """
     check(strategy)
     newest = _Model(None)
@@ -62,8 +69,8 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
 
 
 class _Model:
-    """What the layers of one model share, which transformers gives all the same mesh: numbers from 0 on, and memory, as
-    they take turns.
+    """State that the layers of one model share, to all of which transformers gives the same mesh: their numbers from 0
+    on, and memory, which they use in turn.
     """
 
     def __init__(self, ep_mesh: DeviceMesh | None) -> None:
@@ -72,7 +79,7 @@ class _Model:
 
 @unseen_by_selective_checkpoints
 def run(experts: Experts, training: bool, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Returns y [T, H] in x's dtype, computed in autocast's or else in that of the experts."""
+    """Returns y [T, H] in x's dtype, computed in the dtype of autocast, or else in that of the experts."""
     experts.training = training
     dtype = compute_dtype(experts.store.masters.local()[0])
     # A copy, as experts' output lies in a page, and FSDP loses its hooks where a model adds to such a view in place.
@@ -88,3 +95,217 @@ def _cut_over(tp_mesh: DeviceMesh, run: Callable[..., Tensor], *tensors: Tensor)
     y_TH = run(*(part.to_local() for part in parts)).contiguous()
     size = tensors[0].shape
     return DTensor.from_local(y_TH, tp_mesh, [Shard(0)], run_check=False, shape=size, stride=(size[1], 1)).full_tensor()
+
+
+def check(strategy: Strategy) -> None:
+    """Raises ValueError for a strategy that transformers modules cannot run, and TypeError for another type."""
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy is a {type(strategy).__name__}; give a ms.Strategy")
+    if strategy.overlap.reaches_memory:
+        raise ValueError(
+            f"strategy {strategy.name!r} has overlap=MegaKernel, which transformers' experts do not run yet; use "
+            "Sequential() or Pipelined(chunks=...)"
+        )
+
+
+def check_module(module: Any) -> ExpertsModule:
+    """Returns what an experts module computes. Raises ValueError where moesys does not run it over ranks."""
+    kind = type(module).__name__
+    if is_parametrized(module):
+        raise _computed(kind, next(iter(module.parametrizations)))
+    description = ExpertsModule.of(module)
+    if description.norm is not None or description.parameters:
+        others = [name for name, _ in module.named_parameters() if name not in description.names]
+        raise ValueError(
+            f"{kind} has {', '.join(others) or 'post_expert_norm'} beside its projections and biases, which moesys "
+            'does not run over ranks; use ep_implementation="all_to_all", or on one rank '
+            'experts_implementation="moesys"'
+        )
+    dtypes = {name: module._parameters[name].dtype for name in description.names}
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{name} of {dtype}" for name, dtype in dtypes.items())
+        raise ValueError(f"{kind} has parameters of several dtypes, {found}; give the experts of a layer one dtype")
+    return description
+
+
+def refuse_adapter(module: nn.Module, name: str, inner: nn.Module | None) -> None:
+    """Raises ValueError if ``inner``, the child ``name`` of ``module``, are experts that a PEFT adapter wraps.
+
+    PEFT changes the parameters of experts before their module runs, so moesys would not see the adapter.
+    """
+    if name == "base_layer" and inner is not None and is_experts(inner):
+        adapted = getattr(module, "parameter_name", "")
+        raise ValueError(
+            f"{type(inner).__name__}{adapted and f'.{adapted}'} has an adapter ({type(module).__name__} of PEFT), and "
+            "moesys takes no adapters on experts over ranks; leave experts out of target_parameters, and name modules "
+            'in target_modules instead of "all-linear"'
+        )
+
+
+def _refuse_later(module: nn.Module, name: str, inner: nn.Module | None) -> None:
+    """Raises ValueError where experts that run under a strategy are wrapped by PEFT."""
+    if inner is None or "moesys_experts" not in inner.__dict__:
+        return
+    refuse_adapter(module, name, inner)
+    if name == "original_module":
+        raise ValueError(
+            f"{type(inner).__name__} runs under a strategy already, and {type(module).__name__} of PEFT would train a "
+            "copy of it; call get_peft_model(modules_to_save=...) first, then ms.parallelize"
+        )
+
+
+# A model that is sharded already may still be wrapped, and then this hook is called.
+register_module_module_registration_hook(_refuse_later)
+
+
+def strategy_experts(
+    module: Any,
+    strategy: Strategy,
+    ep_mesh: DeviceMesh,
+    layer_index: int,
+    num_batches: int,
+    cluster: ClusterSpec | None = None,
+    dtype: torch.dtype | None = None,
+) -> Experts:
+    """Returns the module's experts under ``strategy``, which read its parameters. Leaves the module as it is: ``shard``
+    gives it to them.
+
+    ``num_batches``: the number of all ranks' batches, over which gradients are the mean. ``dtype``: experts
+    compute in; by default the dtype of their parameters.
+
+    Raises ValueError for a module that cannot be sharded that way, or that the strategy does not fit.
+    """
+    description, kind = check_module(module), type(module).__name__
+    names = description.names
+    num_experts = module._parameters[names[0]].shape[0]
+    form = ExpertForm(tuple(_part(module, name) for name in names))
+    _check_shards(module._parameters[names[0]], form, strategy, ep_mesh.size())
+    up, down = form.parts[:2]
+    hidden_size, width = reversed(down.shape) if description.transposed else down.shape
+    shape = ModelShape(
+        hidden_size=hidden_size,
+        intermediate_size=width,
+        num_experts=num_experts,
+        top_k=_top_k(module.config),
+        # A ModelShape has no float64.
+        dtype=DTYPE_NAMES.get(dtype or description.dtype, "float32"),
+    )
+    halves = up.shape[int(description.transposed)] // width
+    activation = (
+        SWIGLU if description.swiglu else row_function(description.activation, ParameterGradients((), ()), halves)
+    )
+    function = ExpertFunction(activation, description.transposed, biases=len(names) == 4)
+
+    def read() -> list[nn.Parameter]:
+        if replaced := [name for name in names if is_parametrized(module, name)]:
+            raise _computed(kind, replaced[0])
+        return [module._parameters[name] for name in names]
+
+    def add_gradients(gradients: Sequence[Tensor]) -> None:
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        add_late(read(), gradients, num_batches)
+
+    outside = OutsideExperts(read, form, function, add_gradients)
+    device = ep_mesh.device_type
+    return Experts(shape, strategy, ep_mesh, cluster=cluster, layer_index=layer_index, device=device, outside=outside)
+
+
+def _computed(kind: str, name: str) -> ValueError:
+    return ValueError(
+        f"{kind}.{name} is computed from other parameters, for example by an adapter; moesys takes no "
+        "adapters on experts over ranks, so leave experts out of what is adapted (target_parameters)"
+    )
+
+
+def _part(module: Any, name: str) -> Part:
+    """Returns one expert's part of a parameter. Where gate lies on up Fsep cuts across both, as checkpoints have them
+    apart, and transformers cuts what it loads before it puts them together.
+    """
+    shape = tuple(module._parameters[name].shape[1:])
+    return Part(shape, dim=1 if name == "gate_up_proj" and not module.is_transposed else 0)
+
+
+def _check_shards(parameter: Tensor, form: ExpertForm, strategy: Strategy, num_ranks: int) -> None:
+    """Raises ValueError if experts' parameters such as ``parameter`` cannot be divided over the ranks."""
+    if isinstance(strategy.sharding, Fsep):
+        for part in form.parts:
+            part.sliced_shape(num_ranks)
+    elif not isinstance(parameter, DTensor) and (block := -(-len(parameter) // num_ranks)) * (num_ranks - 1) >= len(
+        parameter
+    ):
+        raise ValueError(
+            f"{len(parameter)} experts on {num_ranks} ranks, {block} a rank, leave the last rank without any, "
+            "which FSDP cannot run; use fewer ranks in a group, or Fsep"
+        )
+
+
+def shard(module: Any, experts: Experts) -> None:
+    """Shards the parameters of ``module`` over the ranks of its ``experts`` as their strategy does, where they are not
+    sharded so yet, and attaches the experts to it.
+    """
+    names, mesh = ExpertsModule.of(module).names, experts.mesh
+    assert experts.outside is not None
+    assert mesh is not None
+    inside = isinstance(experts.strategy.sharding, Fsep)
+    for name, part in zip(names, experts.outside.form.parts, strict=True):
+        parameter = module._parameters[name]
+        if isinstance(parameter, DTensor) and not inside:
+            # transformers gives each rank whole experts already.
+            continue
+        placement: Placement = Shard(1 + part.dim if inside else 0)
+        whole = parameter.detach()
+        if isinstance(whole, DTensor):
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        sharded = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    if inside:
+        # What transformers set when it gave each rank some experts.
+        module.num_experts, module._is_expert_parallel = module._parameters[names[0]].shape[0], False
+    attach(experts, module)
+
+
+def _top_k(config: Any) -> int:
+    for name in NAMES["top_k"]:
+        if (top_k := getattr(config, name, None)) is not None:
+            return int(top_k)
+    raise ValueError(f"{type(config).__name__} does not say how many experts a token has: none of {NAMES['top_k']}")
+
+
+def add_late(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], num_batches: int) -> None:
+    """Adds ``gradients``, which arrive when FSDP is past their layer, to ``.grad`` of sharded ``parameters``, as FSDP
+    would have done. A collective of all expert groups.
+
+    ``gradients`` are sums over the ranks of one expert group. They are summed over all groups in the parameters' dtype
+    and divided by ``num_batches``, and each rank keeps its part.
+    """
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if not parameter.requires_grad:
+            continue
+        # As parameters lie: where strides differ, optimizers and norms round otherwise.
+        part = _part_of_sum(parameter, gradient.to(parameter.dtype).contiguous()) / num_batches
+        if parameter.grad is not None:
+            local_part(parameter.grad).add_(part)
+        elif isinstance(parameter, DTensor):
+            size, stride = parameter.shape, parameter.stride()
+            parameter.grad = DTensor.from_local(
+                part, parameter.device_mesh, parameter.placements, run_check=False, shape=size, stride=stride
+            )
+        else:
+            parameter.grad = part
+        # FSDP calls these hooks too when it has accumulated a gradient.
+        for hook in hooks_of(parameter, behind=True):
+            hook(parameter)
+
+
+def _part_of_sum(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Returns this rank's part of the sum over groups, which are all dimensions of the mesh but the last."""
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == parameter.device_mesh.size(-1):
+        return gradient
+    names = parameter.device_mesh.mesh_dim_names
+    assert names is not None
+    kept: list[Placement] = [
+        Replicate() if placement.is_replicate() else Shard(0) for placement in parameter.placements[:-1]
+    ]
+    summands = DTensor.from_local(gradient, parameter.device_mesh[names[:-1]], [Partial()] * len(kept), run_check=False)
+    return summands.redistribute(placements=kept).to_local()

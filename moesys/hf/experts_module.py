@@ -34,7 +34,7 @@ class ExpertsModule:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether ``kernels.experts`` computes the same: SwiGLU, with nothing besides, in 32 or 16 bits."""
+        """Returns whether ``kernels.experts`` computes the same: SwiGLU, with nothing besides, in 32 or 16 bits."""
         plain = self.swiglu and not self.transposed and self.norm is None and len(self.names) == 2
         return plain and self.dtype != torch.float64
 
@@ -72,7 +72,7 @@ def _is_swiglu(module: Any) -> bool:
 
 
 def compute_dtype(weight: Tensor) -> torch.dtype:
-    """Returns that of the products: autocast's, or else the weights'."""
+    """Returns the dtype of the products: autocast's, or else that of the weights."""
     if weight.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(f'experts have dtype {weight.dtype}; experts_implementation="moesys" takes {names}')

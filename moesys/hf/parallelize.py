@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from moesys.config import ClusterSpec, Strategy
-from moesys.hf.expert_parallel import run
+from moesys.hf.expert_parallel import check, check_module, refuse_adapter, run, shard, strategy_experts
 from moesys.hf.experts_module import is_experts
-from moesys.hf.strategy_experts import check, check_module, refuse_adapter, shard, strategy_experts
 from moesys.moe.experts import Experts, require_module
 from moesys.moe.runtime import MoERuntime, link
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -22,11 +22,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from moesys.collectives import agree, guarded
-from moesys.hf.hub_files import INDEX, SINGLE, NewHubFiles
-from moesys.hf.hub_names import HubNames, loading_dtype, without_memory
+from moesys.collectives import agreement, guarded
+from moesys.files import whole_folder
+from moesys.hf.hub_files import INDEX, SINGLE, HubNames, NewHubFiles, loading_dtype, without_memory
 from moesys.moe.experts import require_module
-from moesys.whole_folders import whole_folder
 
 T = TypeVar("T")
 
@@ -52,11 +51,13 @@ def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str
     its configuration or has it in another shape, one whose configuration transformers refuses to
     write, and one that differs between ranks. Raises as well what ``ms.whole_folder`` raises.
     """
-    live, empty = _agreed(lambda: _transformers_model(model))
+    with agreement(_CALL, ValueError):
+        live, empty = _transformers_model(model)
     names = HubNames(empty, getattr(live, "_weight_conversions", None))
     # This is a collective if homes of experts have moved, so every rank must reach it.
     everything: dict[str, Any] = get_model_state_dict(live)
-    config, state, files = _agreed(lambda: _plan(live, empty, names, everything, max_shard_size))
+    with agreement(_CALL, ValueError):
+        config, state, files = _plan(live, empty, names, everything, max_shard_size)
     _check_alike(files)
     rank, world = _rank_and_world()
     errors: list[Exception] = []
@@ -190,18 +191,6 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors of a state dict share the same memory."""
     a, b = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
     return a.is_set_to(b)
-
-
-def _agreed(make: Callable[[], T]) -> T:
-    """Returns what ``make`` returns, and raises on every rank if it raises on any."""
-    made: list[T] = []
-    error: Exception | None = None
-    try:
-        made.append(make())
-    except Exception as raised:
-        error = raised
-    agree(_CALL, error, ValueError)
-    return made[0]
 
 
 def _check_alike(files: NewHubFiles) -> None:

@@ -16,7 +16,9 @@ from torch import Tensor
 def to_device(
     values: Sequence[int] | npt.NDArray[np.int64], device: torch.device | str, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """The host's ``values`` on ``device``, contiguous, behind what the current stream has to do; the host goes on."""
+    """Returns the host's ``values`` on ``device``, contiguous, behind what the current stream has to do; the host goes
+    on.
+    """
     # What numpy finds may lie any way, and kernels read numbers that lie side by side.
     device, host = torch.device(device), torch.as_tensor(np.ascontiguousarray(values, dtype=np.int64)).to(dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
@@ -39,7 +41,7 @@ class HostCopy:
         return self._copied is None or self._copied.query()
 
     def read(self) -> npt.NDArray[np.int64]:
-        """Waits until they are here."""
+        """Waits until the values are on the host, and returns them."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._values.numpy()

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def on_its_device(call: Callable[P, T]) -> Callable[P, T]:
-    """``call``, in which the device of its first tensor is current, as deep as tuples lie; on the CPU nothing changes.
+    """Makes the device of the first tensor among the arguments of ``call``, or in their tuples, current while it runs.
 
     Raises LookupError where it is called without a tensor.
     """
@@ -32,8 +32,9 @@ def on_its_device(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def kernel(function=None, **options):  # type: ignore[no-untyped-def]
-    """``triton.jit``, with its ``options``, of what hosts launch: on the device of its first tensor; if that is on the
-    meta device, it is compiled for the current one, and does not run. What only kernels call needs none of this.
+    """Compiles a function that hosts launch, as ``triton.jit`` with ``options``, on the device of its first tensor; if
+    that is on the meta device, it is compiled for the current one, and does not run. What only kernels call needs none
+    of this.
     """
     if function is None:
         return lambda function: kernel(function, **options)

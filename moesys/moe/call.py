@@ -1,17 +1,33 @@
-"""LayerCall: one micro-batch's way through one layer, from its plan to its gradients."""
+"""LayerCall: one micro-batch's way through one layer, from its plan to its gradients, as an autograd.Function.
+
+``Lookahead`` is what the layers of a linked model know of each other, and what a layer does that is not linked.
+
+Activation checkpointing: ``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`` is enough; regions inside
+each other need ``context_fn=moesys.recompute``, all of them. Plans are made in the first pass and replayed when the
+forward runs again: the history has moved on since, and one more collective on one rank would hang the others. So the
+second pass plans nothing, remembers nothing, and gathers nothing but whether any rank reads a layer's output.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moesys.layout import ExpertLayout
-from moesys.moe.expert_store import ExpertStore
-from moesys.moe.shards import Restored
-from moesys.overlap.executor import Executor
+from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
+from moesys.kernels.launch import on_its_device
+from moesys.moe.planners import BatchPlan
+from moesys.moe.store import Cross, ExpertStore, Finish, Restore, RestoredExperts
+from moesys.overlap.executor import Home, Saved
+from moesys.torch_private import NO_BACKWARD, after_this_backward, checkpointed_region, current_backward, will_execute
+
+PLAN_TIMEOUT_S = 60.0
 
 
 class Neighbours(NamedTuple):
@@ -32,50 +48,308 @@ class LayerCall:
     It owns the layout of its micro-batch, so that however many micro-batches are under way, in whatever order their
     backwards run, each finds the experts where its own forward had them. Late ones are among them.
 
-    ``counts``: gives the choices of each expert, int64 [E], once forward is launched; None where nobody learns.
-    ``dtype``: what experts compute in. ``generation``: the generation of its messages (``Channel.tagged``). ``check``:
-    waits for the device, and raises the errors that the host did not know of when forward was launched.
+    ``dtype``: what experts compute in. ``generation``: the generation of its messages (``Channel.tagged``).
     ``expects_backward``: whether forward saves anything for a backward.
     """
 
     def __init__(
         self,
         store: ExpertStore,
-        executor: Executor,
-        layout: ExpertLayout,
+        planned: BatchPlan,
         neighbours: Neighbours,
-        counts: Callable[[], Tensor] | None,
         dtype: torch.dtype,
         generation: int,
-        check: Callable[[], None] | None,
+        expects_backward: bool,
     ) -> None:
-        self.store, self.executor, self.counts, self.dtype = store, executor, counts, dtype
-        self.generation, self.check = generation, check
-        self.layout = layout
+        self.store, self.dtype, self.generation, self.expects_backward = store, dtype, generation, expects_backward
+        self.run, self.layout, _, self.counts, self.check = planned
         self.previous, self._upcoming, self._pass_number = neighbours
-        self.expects_backward = False
         # A recomputation runs this call's forward again, and something behind it may read what comes of it.
         self.replayed, self.output_read = False, True
         store.dtype = dtype
-        self._restored = store.take_prefetched(self._pass_number, layout, generation)
+        self._restore = store.take_prefetched(self._pass_number, self.layout, generation)
 
-    def restore(self) -> Restored:
+    def restore(self) -> Restore:
         """Returns the experts of this call, on their way or here; starts bringing them if nobody has."""
-        if self._restored is None:
-            self._restored = self.store.start_restore(self.layout, self.dtype, self.generation)
-        return self._restored
+        if self._restore is None:
+            self._restore = self.store.start_restore(self.layout, self.dtype, self.generation)
+        return self._restore
 
     def restore_ahead(self) -> None:
         """Starts bringing the experts of this call for its backward, where masters are at hand."""
         if self.store.masters.at_hand:
             self.restore()
 
-    def prefetch_upcoming(self) -> None:
-        """Starts bringing the next layers' experts, the first time it is called."""
-        for store in self._upcoming:
-            store.prefetch(self._pass_number, self.generation)
+    def wait_for_experts(self) -> RestoredExperts:
+        """Returns the experts of forward when they are here. Dispatch is through by then, so the next layers' experts
+        may travel.
+        """
+        restore, store = self.restore().spread(), self.store
+        for upcoming in self._upcoming:
+            upcoming.prefetch(self._pass_number, self.generation)
         self._upcoming = ()
+        experts = restore.wait()
+        experts.keep_casts, experts.kept = self.expects_backward and not store.reshard_after_forward, store.casts
+        return experts
 
     def release(self) -> None:
         """Frees the experts, which may be restored again."""
-        self._restored = None
+        self._restore = None
+
+
+class Lookahead:
+    """What a layer's call asks of its surroundings, in this order: forward ``enter`` and ``entered``; backward
+    ``behind_backward``, ``delay`` and ``after_backward``. A layer that is not linked plans and restores on demand, and
+    nothing travels behind other layers: all of these do nothing.
+
+    ``plan_timeout_s``: how long a rank waits for layouts that are due. ``generation``: that of the newest call.
+    ``homes``: what executors share (``LayerContext``).
+    """
+
+    def __init__(self, plan_timeout_s: float = PLAN_TIMEOUT_S) -> None:
+        self.plan_timeout_s, self.generation = plan_timeout_s, 0
+        self.homes: dict[str, Home] = {}
+
+    def enter(self, store: ExpertStore) -> Neighbours:
+        """Begins a micro-batch of a layer."""
+        return Neighbours()
+
+    def entered(self, call: LayerCall) -> None:
+        """Notes the call of the layer that began."""
+
+    def behind_backward(self, call: LayerCall) -> None:
+        """Lets what waited for the dispatch of a layer's output gradients travel behind its experts."""
+
+    def delay(self, store: ExpertStore, cross: Cross) -> bool:
+        """Returns whether a gradient is sent home later, by ``cross``, and added to ``.grad`` from here."""
+        return False
+
+    def after_backward(self) -> None:
+        """Notes that a layer's backward is through."""
+
+
+class Link:
+    """A layer's lookahead of the moment. Backward asks for it anew: a graph that kept a closed runtime would keep all
+    of its layers, in circles that Python's collector cannot see.
+    """
+
+    def __init__(self) -> None:
+        self._none = Lookahead()
+        self.lookahead: Lookahead = self._none
+
+    @property
+    def linked(self) -> bool:
+        return self.lookahead is not self._none
+
+    def cut(self) -> None:
+        """The layer is on its own again."""
+        self.lookahead = self._none
+
+
+# Tensors of a layer that are saved for backward, beside its masters.
+NUM_SAVED = 3
+
+
+class RoutedExperts(torch.autograd.Function):
+    """y [T, H] from x [T, H], routing weights float32 [T, K] and this rank's masters.
+
+    Saves the arrived rows of x and the pre-activations, and no expert that can be restored.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weight_TK: Tensor, call: LayerCall, link: Link, *masters: Tensor) -> Tensor:
+        y_TH: Tensor | None
+        with torch.autocast(x_TH.device.type, enabled=False):
+            call.restore()
+            if call.replayed:
+                y_TH, saved = call.run.recompute(x_TH, weight_TK, call.wait_for_experts, read=call.output_read)
+            else:
+                y_TH, saved = call.run.forward(x_TH, weight_TK, call.wait_for_experts)
+        if y_TH is None:
+            # The checkpoint stops before anybody sees it.
+            y_TH = x_TH.new_full((), math.nan).expand_as(x_TH)
+        ctx.call, ctx.link = call, link
+        # Gradients are functions of x, which backward does not read; an empty slice says so without keeping x.
+        with torch.enable_grad():
+            ctx.x_0H = x_TH[:0].clone()
+        ctx.save_for_backward(weight_TK, saved.arrivals_MH, saved.h_P2I, *masters)
+        # What a recomputation restores, the backward right behind it uses.
+        if call.store.reshard_after_forward and not call.replayed:
+            call.release()
+        return y_TH
+
+    @staticmethod
+    @first_derivatives_only
+    @on_its_device
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[InputGradients, Sequence[Tensor]]:
+        call: LayerCall = ctx.call
+        lookahead, store = ctx.link.lookahead, call.store
+        weight_TK, arrivals_MH, h_P2I, *masters = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[4:]
+        dy_TH = grad_outputs[0].contiguous()
+        grads_DP = gradients = None
+        if any(wanted):
+            grads_DP = store.new_gradients(call.layout)
+            gradients = store.shards.form.gradients(grads_DP)
+
+        def wait_for_experts() -> RestoredExperts:
+            # Meanwhile the layers before restore theirs, and gradients that waited set off.
+            restored = call.restore().spread()
+            lookahead.behind_backward(call)
+            return restored.wait()
+
+        with torch.autocast(dy_TH.device.type, enabled=False):
+            call.restore()
+            saved = Saved(arrivals_MH, h_P2I, weight_TK)
+            dx_TH, dweight_TK = call.run.backward(dy_TH, saved, wait_for_experts, gradients)
+        call.release()
+        dmasters: list[Tensor | None] = [None] * len(masters)
+        if grads_DP is not None:
+            cross = _in_dtypes(
+                store.start_reshard(grads_DP, call.layout, call.generation), [master.dtype for master in masters]
+            )
+            leaf = ctx.next_functions[2 + wanted.index(True)][0]
+            # Delayed gradients are in no graph, so none is delayed where gradients may be differentiated.
+            may_delay = store.delay_reshard and store.masters.may_delay and not ctx.creates_graph
+            late = may_delay and _reaches_grad(leaf) and lookahead.delay(store, cross)
+            if store.delay_reshard:
+                store.masters.expect_gradient(late=late)
+            if not late:
+                dmasters = [gradient if want else None for gradient, want in zip(cross()(), wanted, strict=True)]
+        lookahead.after_backward()
+        # All of backward is launched by then, so the device has work while the host waits for a part of forward.
+        if call.check is not None:
+            after_this_backward(call.check)
+        return (dx_TH, dweight_TK, None, None, *dmasters), (ctx.x_0H, weight_TK, *masters)
+
+
+def _in_dtypes(cross: Cross, dtypes: Sequence[torch.dtype]) -> Cross:
+    """Gives gradients in the masters' dtypes, whenever they come: from float32, as some layouts add them up in float64
+    and others do not.
+    """
+
+    def crossed() -> Finish:
+        finish = cross()
+        return lambda: tuple(gradient.float().to(dtype) for gradient, dtype in zip(finish(), dtypes, strict=True))
+
+    return crossed
+
+
+def _reaches_grad(node: Any) -> bool:
+    """Whether this backward ends in the ``.grad`` of the leaf behind ``node``: not so for ``torch.autograd.grad``, nor
+    for other ``inputs`` of ``backward``.
+    """
+    while node.next_functions:
+        node = node.next_functions[0][0]
+    return will_execute(node)
+
+
+@dataclass
+class Tape:
+    """The calls of MoE layers inside one checkpointed region, in order, and the tapes of regions inside it.
+
+    ``choices``: of routers that were told which experts to choose: who told them, and what it wants to know again.
+    """
+
+    calls: list[LayerCall] = field(default_factory=list)
+    choices: list[tuple[object, int]] = field(default_factory=list)
+    inner: list[Tape] = field(default_factory=list)
+    mode: Literal["record", "replay"] = "record"
+    next_call_at: int = 0
+    next_choice_at: int = 0
+    next_inner_at: int = 0
+    backward: int = NO_BACKWARD
+
+    def next_call(self, layer: int) -> LayerCall:
+        """The recorded call that this forward repeats."""
+        if self.next_call_at >= len(self.calls) or self.calls[self.next_call_at].store.layer_index != layer:
+            recorded = [call.store.layer_index for call in self.calls]
+            raise RuntimeError(
+                f"recomputation reached MoE layer {layer} as call {self.next_call_at}, but the first pass recorded "
+                f"layers {recorded}; a checkpointed region must run the same layers both times"
+            )
+        self.next_call_at += 1
+        call = self.calls[self.next_call_at - 1]
+        call.replayed = True
+        return call
+
+    def next_choice(self, teller: object) -> int | None:
+        """What ``teller`` noted in the first pass; None where it told nothing."""
+        if self.next_choice_at >= len(self.choices) or self.choices[self.next_choice_at][0] is not teller:
+            return None
+        self.next_choice_at += 1
+        return self.choices[self.next_choice_at - 1][1]
+
+    def rewind(self) -> None:
+        """Goes back to the start, for another pass."""
+        self.next_call_at = self.next_choice_at = self.next_inner_at = 0
+
+    def inner_tape(self) -> Tape:
+        """The tape of a region inside this one: a new one while recording, the recorded one while replaying."""
+        if self.mode == "record":
+            self.inner.append(Tape())
+            return self.inner[-1]
+        self.next_inner_at += 1
+        return self.inner[self.next_inner_at - 1]
+
+
+_tape: ContextVar[Tape | None] = ContextVar("moesys_recompute_tape", default=None)
+
+
+def current_tape() -> Tape | None:
+    """The tape of the checkpointed region that is running, if one is."""
+    tape = _tape.get()
+    if tape is None:
+        tape = _tape_of_checkpoint()
+    if tape is None and current_backward() != NO_BACKWARD:
+        raise RuntimeError(
+            "a MoE layer runs forward inside a backward pass, so activations are recomputed, but its plans were "
+            "not recorded; pass use_reentrant=False to torch.utils.checkpoint, and to regions inside each other "
+            "context_fn=moesys.recompute"
+        )
+    return tape
+
+
+def _tape_of_checkpoint() -> Tape | None:
+    """Returns the tape of a checkpoint without ``context_fn``, if one runs that is not inside another's second pass."""
+    if (region := checkpointed_region()) is None:
+        return None
+    frame, again = region
+    backward = current_backward()
+    if not again:
+        return frame.__dict__.setdefault("moesys_tape", Tape()) if backward == NO_BACKWARD else None
+    # A new one where nothing of moesys ran in the first pass.
+    tape = frame.__dict__.setdefault("moesys_tape", Tape())
+    if tape.backward != backward:
+        tape.mode, tape.backward = "replay", backward
+        tape.rewind()
+    return tape
+
+
+def recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """``context_fn`` for ``torch.utils.checkpoint.checkpoint``: contexts for the first pass and for the second.
+
+    Regions may be nested, if all of them use it.
+    """
+    outer = _tape.get()
+    if outer is None:
+        tape = Tape()
+        return _TapeContext(tape, "record"), _TapeContext(tape, "replay")
+    # When an outer region is recomputed, the first pass of an inner one is a repetition too.
+    return _TapeContext(tape := outer.inner_tape(), outer.mode), _TapeContext(tape, "replay")
+
+
+class _TapeContext(AbstractContextManager[None]):
+    """Runs a region on its tape, from the start; may be entered again, for graphs that are kept."""
+
+    def __init__(self, tape: Tape, mode: Literal["record", "replay"]) -> None:
+        self._tape, self._mode = tape, mode
+        self._tokens: list[Token[Tape | None]] = []
+
+    def __enter__(self) -> None:
+        self._tape.mode = self._mode
+        self._tape.rewind()
+        self._tokens.append(_tape.set(self._tape))
+
+    def __exit__(self, *_: object) -> None:
+        _tape.reset(self._tokens.pop())

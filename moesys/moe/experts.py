@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -16,28 +17,21 @@ from torch.optim import Optimizer
 from moesys.balance.homes import Homes
 from moesys.balance.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.balance.plan import LayerPlan
-from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
-from moesys.kernels.launch import on_its_device
-from moesys.moe.arguments import check_inputs, check_kinds, declaration, require_module
-from moesys.moe.call import LayerCall
-from moesys.moe.expert_parameters import DTYPES
-from moesys.moe.expert_store import ExpertStore, shards_of
-from moesys.moe.lookahead import Link, Lookahead
-from moesys.moe.masters import Masters, OutsideMasters, OwnMasters, distributed
+from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, ModelShape, Strategy
+from moesys.moe.arguments import check_inputs, check_kinds, cluster_of, declaration, mesh_of, require_module
+from moesys.moe.call import NUM_SAVED, LayerCall, Link, Lookahead, RoutedExperts, current_tape
+from moesys.moe.masters import DTYPES, ExpertForm, Masters, OutsideExperts, OutsideMasters, OwnMasters, distributed
 from moesys.moe.metrics import LayerMetrics, LoadLog
-from moesys.moe.outside import OutsideExperts
-from moesys.moe.planners import MicroBatch, planner_of
-from moesys.moe.ranks import cluster_of, mesh_of
-from moesys.moe.recompute import current_tape
-from moesys.moe.routed_experts import NUM_SAVED, RoutedExperts
-from moesys.moe.unread_plans import UnreadPlan
+from moesys.moe.planners import MicroBatch, Planner, UnreadPlan
+from moesys.moe.sharded_experts import ShardedExperts
+from moesys.moe.store import ExpertShards, ExpertStore
+from moesys.moe.whole_experts import WholeExperts
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.frames import BACKWARD, EXPERT_GRADIENTS, LEARNING, Identity, Position
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
-from moesys.overlap.expert_compute import ExpertCompute
-from moesys.overlap.experts_cpu import CpuExperts
-from moesys.overlap.experts_on_device import OURS, experts_on_device
+from moesys.overlap.executor import Executor, ExpertCompute, LayerContext, executor_of
+from moesys.overlap.experts_cpu import OURS, CpuExperts, experts_on_device
 from moesys.torch_private import ends_recomputation, unscale_beside_dtensors, unseen_by_selective_checkpoints
 
 STATE_TIMEOUT_S = 600.0
@@ -112,6 +106,8 @@ class Experts(nn.Module):
         self.token_block: int | None = None
         # None: that of the device.
         self.expert_compute: ExpertCompute | None = None
+        # The ways to compute experts, by dtype, device and number of threads.
+        self._computes: dict[tuple[torch.dtype, str, int], ExpertCompute] = {}
         self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
         self._last_plan: LayerPlan | UnreadPlan | None = None
         # The numbers of the model's experts, int64 [E], where homes have moved.
@@ -119,7 +115,8 @@ class Experts(nn.Module):
         # Drawn on the CPU, so that every device starts from the same weights.
         own = None
         if outside is None:
-            own = nn.Parameter(distributed(self.shards.initial(seed, layer_index).to(device), self.shards, self.mesh))
+            initial = self.shards.initial(seed, layer_index).to(device)
+            own = nn.Parameter(distributed(initial, shape, self.shards.shard_dim, self.mesh))
         self.register_parameter("masters", own)
         recorder = Recorder(rank, device_type=device.type)
         nodes = self.cluster.node_of_rank
@@ -130,12 +127,17 @@ class Experts(nn.Module):
         self.token_channel = channel
         masters: Masters
         if self.outside is None:
-            masters = OwnMasters(self._parameters, "masters", self.shards, self.mesh)
+            as_masters = partial(distributed, shape=self.shape, shard_dim=self.shards.shard_dim, mesh=self.mesh)
+            masters = OwnMasters(self._parameters, "masters", self.shards.keep, as_masters)
         else:
             masters = OutsideMasters(self.outside.read, self.shards.master_shapes, self.outside.add_gradients)
         self.store = ExpertStore(self.layer_index, self.strategy.sharding, self.shards, masters, self.schedule, channel)
-        self.planner = planner_of(self.strategy, self.shape, self.cluster, self.schedule, self.shards, channel)
+        declared = (self.strategy, self.shape, self.cluster)
+        self.planner = Planner(*declared, self.schedule, channel)
         self.link = Link()
+        homes = self.link.lookahead.homes
+        self.context = LayerContext(*declared, channel, self.shards.memory, self.schedule.tell, homes)
+        self._executors: dict[ExpertCompute, Executor] = {}
         # Of who watches this layer.
         self.load_log: LoadLog | None = None
         # Optimizers whose state moves with the experts.
@@ -146,7 +148,6 @@ class Experts(nn.Module):
     # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
     @torch.compiler.disable
     @unseen_by_selective_checkpoints
-    @on_its_device
     def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Returns y [T, H] in x's dtype: a token's experts' outputs times their weights, summed in the order of k.
 
@@ -163,12 +164,15 @@ class Experts(nn.Module):
         inputs = (x_TH.to(dtype), weight_TK.float().contiguous(), *masters)
         trains_experts = torch.is_grad_enabled() and any(each.requires_grad for each in masters)
         saves = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
-        call = self._replayed_or_planned(expert_TK.long(), dtype, BACKWARD * saves + EXPERT_GRADIENTS * trains_experts)
-        # If nothing is saved here, the tensor that stops a recomputation is saved after the layer.
-        call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
-        y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters)
-        self._count(call)
-        return y_TH.to(x_TH.dtype)
+        flags = BACKWARD * saves + EXPERT_GRADIENTS * trains_experts
+        # Triton launches on the current device.
+        with torch.cuda.device_of(x_TH):
+            call = self._replayed_or_planned(expert_TK.long(), dtype, flags)
+            # If nothing is saved here, the tensor that stops a recomputation is saved after the layer.
+            call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
+            y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters)
+            self._count(call)
+            return y_TH.to(x_TH.dtype)
 
     def _replayed_or_planned(self, expert_TK: Tensor, dtype: torch.dtype, flags: int) -> LayerCall:
         """Returns the call that a recomputation repeats, else a new one."""
@@ -197,18 +201,19 @@ class Experts(nn.Module):
                 f"strategy {self.strategy.name!r} has reduction=LayoutInvariant(), but experts that are not SwiGLU "
                 f"without biases have no kernels on {expert_TK.device.type}; use reduction=Ordered() there"
             )
+        if (executor := self._executors.get(compute)) is None:
+            executor = self._executors[compute] = executor_of(self.context, compute)
         upcoming = [store.schedule for store in neighbours.upcoming]
         flags += LEARNING * learning
-        batch = MicroBatch(expert_TK, compute, learning, upcoming, lookahead, self.token_block, flags)
+        batch = MicroBatch(expert_TK, flags, upcoming, lookahead.plan_timeout_s, self.token_block)
         channel = self.token_channel
         channel.generation = max(channel.generation, lookahead.generation)
-        executor, plan, counts, check = self.planner.plan(batch)
+        planned = self.planner.plan(batch, executor)
         lookahead.generation = channel.generation
-        self._last_plan = UnreadPlan(plan, self.homes)
+        self._last_plan = UnreadPlan(planned.plan, self.homes)
         if learning and self.load_log is not None:
             self.load_log.add(self._last_plan)
-        call = LayerCall(self.store, executor, plan.layout, neighbours, counts, dtype, channel.generation, check)
-        call.expects_backward = bool(flags & BACKWARD)
+        call = LayerCall(self.store, planned, neighbours, dtype, channel.generation, bool(flags & BACKWARD))
         lookahead.entered(call)
         return call
 
@@ -225,8 +230,13 @@ class Experts(nn.Module):
         """Returns what computes experts in ``dtype``: asked for every time, as it depends on the device and, on the
         CPU, on the number of threads, which may change.
         """
-        function = OURS if self.outside is None else self.outside.function
-        return self.expert_compute or experts_on_device(self.shape, dtype, device_type, function)
+        if self.expert_compute is not None:
+            return self.expert_compute
+        key = dtype, device_type, torch.get_num_threads()
+        if key not in self._computes:
+            function = OURS if self.outside is None else self.outside.function
+            self._computes[key] = experts_on_device(self.shape, dtype, device_type, function)
+        return self._computes[key]
 
     def _count(self, call: LayerCall) -> None:
         """Adds up counts for ``take_counts``, on their device, which has them once forward is launched."""
@@ -273,8 +283,8 @@ class Experts(nn.Module):
         ``PeerTimeoutError`` where a MegaKernel was given up, ValueError where one was planned more rows than
         ``rows_cap`` or a token chose no expert, and ``RankMismatchError`` where ranks were in different calls.
         """
-        self.planner.check()
-        self.link.lookahead.mega_home.check()
+        for each in (*self._executors.values(), *self.context.homes.values()):
+            each.check()
 
     # --- homes --------------------------------------------------------------------------------------------
 
@@ -325,6 +335,7 @@ class Experts(nn.Module):
         """Becomes one of the layers of a linked model, whose ``first`` has the memory for all."""
         self.link.lookahead = lookahead
         self.shards.share_with(first.shards)
+        self.context.memory, self.context.homes = self.shards.memory, lookahead.homes
         self.schedule.source = plan_source
         self.store.channel = weight_channel
         self.token_channel.recorder = weight_channel.recorder
@@ -334,6 +345,7 @@ class Experts(nn.Module):
         """Plans and restores on demand again, as before ``link``."""
         self.link.cut()
         self.shards.unshare()
+        self.context.memory, self.context.homes = self.shards.memory, self.link.lookahead.homes
         self.schedule.source = InlinePlanner()
         self.store.channel = self.token_channel
         self.store.drop_prefetched()
@@ -368,7 +380,7 @@ class Experts(nn.Module):
             )
         if self.outside is not None:
             raise TypeError("a copy would read the parameters of the original; make other experts for other parameters")
-        connected = ("token_channel", "store", "planner", "link", "load_log", "followers")
+        connected = ("token_channel", "store", "planner", "link", "context", "_executors", "load_log", "followers")
         return {name: value for name, value in self.__dict__.items() if name not in connected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -395,3 +407,27 @@ def experts_of(model: nn.Module) -> list[Experts]:
     require_module(model)
     found = (module.__dict__.get("moesys_experts", module) for module in model.modules())
     return [each for each in found if isinstance(each, Experts)]
+
+
+def shards_of(
+    strategy: Strategy,
+    shape: ModelShape,
+    cluster: ClusterSpec,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    form: ExpertForm | None = None,
+) -> ExpertShards:
+    """Returns this rank's shards, as a strategy asks for them. ``group``: the ranks of ``cluster``; None for one rank
+    alone. ``form``: of masters that are not flat.
+    """
+    match strategy.sharding:
+        case Ep(lend=lend):
+            return WholeExperts(shape, rank, cluster.node_of_rank, lend == "hierarchical", form)
+        case Fsep() as sharding:
+            overlap, node_of_rank = strategy.overlap, cluster.node_of_rank
+            if overlap.reaches_memory and group is not None and sharding.flat and form is None:
+                # Here, so that Triton is loaded only where it runs.
+                from moesys.moe.pulled_experts import PulledExperts
+
+                return PulledExperts(shape, rank, node_of_rank, sharding, group, overlap.timeout_s)
+            return ShardedExperts(shape, rank, node_of_rank, sharding, form)

@@ -2,23 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
 from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.moe.arguments import check_tokens
-from moesys.moe.expert_parameters import DTYPES, initial_generator
 from moesys.moe.experts import Experts
-from moesys.moe.masters import OwnMasters
+from moesys.moe.masters import DTYPES, ExpertForm, OwnMasters, initial_generator
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.router import Router
-from moesys.moe.shared import SharedExperts
-from moesys.moe.state import join_state, split_state
 from moesys.moe.token_blocks import TokenBlocks
 from moesys.overlap.experts_cpu import CpuExperts
+
+GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+
+
+def join_state(full_EP: Tensor, shape: ModelShape, replicated: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """All experts' flat parameters [E, P_e] and the replicated modules, by name; copies."""
+    gate_up, down = ExpertForm.of(shape).views(full_EP)
+    state = {GATE_UP: gate_up.contiguous(), DOWN: down.contiguous()}
+    for prefix, module in replicated.items():
+        state |= {f"{prefix}.{name}": tensor.clone() for name, tensor in module.state_dict().items()}
+    return state
+
+
+def split_state(
+    state: Mapping[str, Tensor], shape: ModelShape, replicated: Mapping[str, nn.Module]
+) -> Iterator[tuple[int, Tensor]]:
+    """Loads the replicated modules, and gives every expert's flat parameters [P_e] in turn.
+
+    Raises KeyError for a name that is missing, ValueError for a shape that differs or a name too many, before anything
+    is loaded.
+    """
+    H, I, E = shape.hidden_size, shape.intermediate_size, shape.num_experts
+    wanted: dict[str, torch.Size] = {GATE_UP: torch.Size((E, 2 * I, H)), DOWN: torch.Size((E, H, I))}
+    for prefix, module in replicated.items():
+        wanted |= {f"{prefix}.{name}": tensor.shape for name, tensor in module.state_dict().items()}
+    if missing := [name for name in wanted if name not in state]:
+        raise KeyError(f"state has no {missing[0]}, which this layer has; its names are {', '.join(wanted)}")
+    if unknown := sorted(set(state) - set(wanted)):
+        raise ValueError(f"state has {unknown}, which this layer has not; drop them or change the shape")
+    for name, size in wanted.items():
+        if state[name].shape != size:
+            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; this layer's is {tuple(size)}")
+    for prefix, module in replicated.items():
+        module.load_state_dict(
+            {name.removeprefix(f"{prefix}."): each for name, each in state.items() if name.startswith(f"{prefix}.")}
+        )
+    for expert in range(E):
+        yield expert, torch.cat([state[GATE_UP][expert].reshape(-1), state[DOWN][expert].reshape(-1)])
+
+
+class SharedExperts(nn.Module):
+    """``n_shared_experts`` fused into one SwiGLU of n·I, with DeepSeek-V3's names and shapes; replicated masters."""
+
+    def __init__(self, shape: ModelShape, generator: torch.Generator) -> None:
+        super().__init__()
+        width = shape.n_shared_experts * shape.intermediate_size
+        self.dtype = DTYPES[shape.dtype]
+        self.gate_proj = nn.Linear(shape.hidden_size, width, bias=False, dtype=torch.float32)
+        self.up_proj = nn.Linear(shape.hidden_size, width, bias=False, dtype=torch.float32)
+        self.down_proj = nn.Linear(width, shape.hidden_size, bias=False, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(std=shape.initializer_range, generator=generator)
+
+    def forward(self, x_TH: Tensor, blocks: TokenBlocks | None = None) -> Tensor:
+        """Returns [T, H] in x's dtype, computed in the shape's dtype, under autocast too. ``blocks``: given if no
+        bit may depend on the number of tokens.
+        """
+        x = x_TH.to(self.dtype)
+        with torch.autocast(x_TH.device.type, enabled=False):
+            if blocks is not None:
+                hidden = blocks.elementwise(_swiglu, blocks.linear(x, self.gate_proj.weight, self.up_proj.weight))
+                return blocks.linear(hidden, self.down_proj.weight).to(x_TH.dtype)
+            gate, up, down = (layer.weight.to(self.dtype) for layer in (self.gate_proj, self.up_proj, self.down_proj))
+            hidden = functional.silu(functional.linear(x, gate)) * functional.linear(x, up)
+            return functional.linear(hidden, down).to(x_TH.dtype)
+
+
+def _swiglu(h_TU: Tensor) -> Tensor:
+    gate, up = h_TU.chunk(2, dim=1)
+    return functional.silu(gate) * up
 
 
 class MoELayer(nn.Module):
@@ -99,7 +170,9 @@ class MoELayer(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns everything, gathered on every rank, in the names and shapes of transformers' MoE blocks
-        (``moe.state``).
+        (Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3): ``gate.weight`` [E, H], ``experts.gate_up_proj`` [E, 2I, H],
+        ``experts.down_proj`` [E, H, I], and where they exist ``gate.e_score_correction_bias`` [E] and
+        ``shared_experts.{gate,up,down}_proj.weight``.
         """
         full_EP = self._masters().full()
         if self.experts.homes.moved:

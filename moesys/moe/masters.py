@@ -1,61 +1,182 @@
-"""Masters: where the parameters of a layer's experts are kept, as ``ExpertStore`` sees it.
+"""The parameters of a layer's experts: which tensors an expert is made of, its first values, and where they are kept.
 
-E experts, P_e parameters of an expert.
+On the wire, and where gradients are collected, an expert is one vector of P elements: its tensors one after another,
+``gate_up``, ``down`` and, where it has them, their biases. Masters may lie so too, [E, P], or tensor by tensor, as
+models of other libraries keep them.
+
+R ranks, E experts, P elements of an expert (P_e = 3·I·H of our own), D experts held by a rank.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from moesys.moe.ranks import check_order
-from moesys.moe.shards import ExpertShards
+from moesys.config import Fsep, ModelShape, Strategy
+from moesys.moe.arguments import check_order
+from moesys.overlap.executor import ExpertGradients, ExpertWeights
+from moesys.overlap.experts_cpu import OURS, ExpertFunction
 from moesys.torch_private import hide_backward, hooks_of
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-class Masters(Protocol):
-    """This rank's part of the masters: one flat tensor, or one for each part of an expert (``ExpertForm``)."""
 
-    def differentiable(self) -> tuple[Tensor, ...]:
-        """Returns them as backward knows them."""
+def initial_generator(seed: int, layer_index: int, expert: int | None) -> torch.Generator:
+    """What an expert's first numbers are drawn from, or, for None, those of a layer's replicated weights."""
+    # Distinct streams for distinct triples: a linear congruence of each part into 63 bits.
+    part = 0 if expert is None else expert + 1
+    key = (seed * 0x9E3779B97F4A7C15 + layer_index * 0xC2B2AE3D27D4EB4F + part * 0x165667B19E3779F9) % (1 << 63)
+    return torch.Generator().manual_seed(key)
 
-    def local(self) -> tuple[Tensor, ...]:
-        """Returns them outside of autograd."""
+
+def initial_expert(shape: ModelShape, seed: int, layer_index: int, expert: int) -> Tensor:
+    """The float32 [P_e] an expert starts from: normal, a function of (seed, layer, expert) and of nothing else."""
+    generator = initial_generator(seed, layer_index, expert)
+    return torch.randn(shape.expert_parameters, generator=generator, dtype=torch.float32).mul_(shape.initializer_range)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of an expert.
+
+    shape: of one expert. dim: where FSEP cuts it over ranks.
+    """
+
+    shape: tuple[int, ...]
+    dim: int = 0
 
     @property
-    def device(self) -> torch.device:
-        """Returns where they are."""
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    def sliced_shape(self, num_ranks: int) -> tuple[int, ...]:
+        """Returns a rank's slice. Raises ValueError where ranks do not divide it."""
+        size = self.shape[self.dim]
+        if size % num_ranks:
+            raise ValueError(
+                f"an expert's tensor of {self.shape} is cut by Fsep in dimension {self.dim} over {num_ranks} ranks, "
+                f"which do not divide {size}; use ranks that do, or Ep"
+            )
+        return (*self.shape[: self.dim], size // num_ranks, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """The tensors of an expert, in the order of ``ExpertWeights``."""
+
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def of(shape: ModelShape) -> ExpertForm:
+        """Returns that of our own experts: SwiGLU without biases, as transformers' experts lie."""
+        H, I = shape.hidden_size, shape.intermediate_size
+        return ExpertForm((Part((2 * I, H)), Part((H, I))))
+
+    @property
+    def num_elements(self) -> int:
+        """P."""
+        return sum(part.num_elements for part in self.parts)
+
+    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Returns the tensors of experts [..., at least P] as views."""
+        sizes = [part.num_elements for part in self.parts]
+        flats = flat[..., : self.num_elements].split(sizes, dim=-1)
+        return tuple(each.unflatten(-1, part.shape) for each, part in zip(flats, self.parts, strict=True))
+
+    def weights(self, flat: Tensor) -> ExpertWeights:
+        return ExpertWeights(*self.views(flat))
+
+    def gradients(self, flat_DP: Tensor) -> ExpertGradients:
+        return ExpertGradients(*self.views(flat_DP))
+
+
+@dataclass(frozen=True)
+class OutsideExperts:
+    """What ``Experts`` need to know of parameters that are not theirs.
+
+    read: gives this rank's part of them whenever it is asked, one tensor for each part of ``form``, ``DTensor`` or not,
+        of any floating dtype: with ``Ep`` whole experts [E/R, ...], with ``Fsep`` its slice of all, [E, ...]. They are
+        read where they lie, and their gradients, summed over the ranks of the group, come back in their dtype.
+    form: the tensors of one expert.
+    function: what an expert computes with them.
+    add_gradients: adds gradients, in the shapes of what ``read`` gave, to those parameters' own when backward is past
+        the layer, as ``Fsep(delay_reshard=True)`` asks for; None where nobody can.
+    """
+
+    read: Callable[[], Sequence[Tensor]]
+    form: ExpertForm
+    function: ExpertFunction = OURS
+    add_gradients: Callable[[Sequence[Tensor]], None] | None = None
+
+    def check(self, strategy: Strategy) -> None:
+        """Raises ValueError where these experts cannot run under ``strategy``."""
+        sharding = strategy.sharding
+        if strategy.overlap.reaches_memory:
+            raise ValueError(
+                f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__}, which "
+                "runs no experts whose parameters are kept outside; use Sequential() or Pipelined(chunks=...)"
+            )
+        if isinstance(sharding, Fsep) and sharding.delay_reshard and self.add_gradients is None:
+            raise ValueError(
+                f"strategy {strategy.name!r} has delay_reshard=True, and who keeps these parameters takes no gradient "
+                "later than from backward; use delay_reshard=False, or give OutsideExperts(add_gradients=...)"
+            )
+
+
+class Masters(ABC):
+    """This rank's part of the masters: one flat tensor, or one for each part of an expert (``ExpertForm``)."""
 
     @property
     def at_hand(self) -> bool:
         """Whether ``local`` has them now, outside of the layer's own forward and backward."""
-
-    def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
-        """Adds gradients, which autograd is not there to add, to ``.grad``."""
+        return True
 
     @property
     def may_delay(self) -> bool:
         """Whether ``accumulate_gradient`` is possible."""
+        return True
 
-    def expect_gradient(self, *, late: bool) -> None:
+    @abstractmethod
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """Returns them as backward knows them."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Returns where they are."""
+
+    @abstractmethod
+    def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
+        """Adds gradients, which autograd is not there to add, to ``.grad``."""
+
+    def local(self) -> tuple[Tensor, ...]:
+        """Returns them outside of autograd."""
+        return tuple(master.detach() for master in self.differentiable())
+
+    def expect_gradient(self, *, late: bool) -> None:  # noqa: B027
         """Says whether the gradient of the backward that runs comes ``late``, by ``accumulate_gradient``."""
 
     def state(self) -> tuple[int, ...] | None:
         """Returns the parameter's id, and what differs where masters may have changed, beside steps of optimizers; None
         where nothing says so, and as long as they have no gradient.
         """
+        return None
 
 
-class OutsideMasters:
+class OutsideMasters(Masters):
     """Masters that are somebody else's parameters. ``read`` gives them as they lie at the moment, ``DTensor``s or this
     rank's part; ``shapes`` are those of the parts.
 
-    They are read at every use, and never kept: FSDP frees them after forward and brings them again for backward.
+    They are read at every use, and never kept: FSDP frees them after forward and brings them again for backward, in the
+    same storage, of which no version says so.
     ``add_gradients``: adds to their gradients what autograd is not there to add.
     """
 
@@ -72,12 +193,6 @@ class OutsideMasters:
     def may_delay(self) -> bool:
         return self._add is not None
 
-    def expect_gradient(self, *, late: bool) -> None:
-        """Nothing depends on it."""
-
-    def state(self) -> None:
-        """Returns None: FSDP fills the same storage anew, and no version says so."""
-
     def differentiable(self) -> tuple[Tensor, ...]:
         read = self._read()
         for master in read:
@@ -92,9 +207,6 @@ class OutsideMasters:
             )
         return masters
 
-    def local(self) -> tuple[Tensor, ...]:
-        return tuple(master.detach() for master in self.differentiable())
-
     @property
     def device(self) -> torch.device:
         return self._read()[0].device
@@ -108,20 +220,24 @@ class OutsideMasters:
         self._add(gradients)
 
 
-class OwnMasters:
-    """One parameter of logical shape [E, P_e], float32, of which this rank has the part that ``shards`` says.
+class OwnMasters(Masters):
+    """One parameter of logical shape [E, P_e], float32, of which this rank has a part.
 
-    ``parameters``: the layer's table of parameters, and ``name`` the one in it. It is looked up at every use, as moves
-    between devices and ``load_state_dict(assign=True)`` may put another parameter in its place. To hold the layer
-    instead would be a circle of references, and a layer that is dropped would keep its memory until Python collects it.
+    ``keep``: writes this rank's part of an expert, whose parameters are [P_e], into its part of the masters.
+    ``distributed``: returns the ``DTensor`` whose local part is given. ``parameters``: the layer's table of parameters,
+    and ``name`` the one in it. It is looked up at every use, as moves between devices and
+    ``load_state_dict(assign=True)`` may put another parameter in its place. To hold the layer instead would be a circle
+    of references, and a layer that is dropped would keep its memory until Python collects it.
     """
 
-    at_hand = may_delay = True
-
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter | None], name: str, shards: ExpertShards, mesh: DeviceMesh | None
+        self,
+        parameters: Mapping[str, nn.Parameter | None],
+        name: str,
+        keep: Callable[[Tensor, int, Tensor], None],
+        distributed: Callable[[Tensor], Tensor],
     ) -> None:
-        self._parameters, self._name, self._shards, self._mesh = parameters, name, shards, mesh
+        self._parameters, self._name, self._keep, self._distributed = parameters, name, keep, distributed
 
     @property
     def device(self) -> torch.device:
@@ -150,7 +266,7 @@ class OwnMasters:
     @torch.no_grad()
     def load(self, expert: int, flat_P: Tensor) -> None:
         """Writes this rank's part of an expert, whose parameters are ``flat_P`` [P_e]."""
-        self._shards.keep(self.local()[0], expert, flat_P)
+        self._keep(self.local()[0], expert, flat_P)
 
     def expect_gradient(self, *, late: bool) -> None:
         hide_backward(self._parameter, hide=late)
@@ -159,7 +275,7 @@ class OwnMasters:
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
         self.expect_gradient(late=False)
         parameter = self._parameter
-        gradient = distributed(gradients[0], self._shards, self._mesh)
+        gradient = self._distributed(gradients[0])
         # As autograd does. Where one rank alone has hooks its gradient still travels as late as those of the others.
         for hook in hooks_of(parameter):
             replaced = hook(gradient)
@@ -178,12 +294,12 @@ class OwnMasters:
         return parameter
 
 
-def distributed(local: Tensor, shards: ExpertShards, mesh: DeviceMesh | None) -> Tensor:
+def distributed(local: Tensor, shape: ModelShape, shard_dim: int, mesh: DeviceMesh | None) -> Tensor:
     """Returns a tensor of logical shape [E, P_e] of which ``local`` is this rank's part; without a mesh that is all."""
     if mesh is None:
         return local
-    size = torch.Size((shards.shape.num_experts, shards.shape.expert_parameters))
-    return DTensor.from_local(local, mesh, [Shard(shards.shard_dim)], run_check=False, shape=size, stride=(size[1], 1))
+    size = torch.Size((shape.num_experts, shape.expert_parameters))
+    return DTensor.from_local(local, mesh, [Shard(shard_dim)], run_check=False, shape=size, stride=(size[1], 1))
 
 
 def local_part(tensor: Tensor) -> Tensor:

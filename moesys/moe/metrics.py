@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from moesys.balance.plan import LayerPlan
 from moesys.load import IntArray
-from moesys.moe.unread_plans import UnreadPlan
+from moesys.moe.planners import UnreadPlan
 from moesys.overlap.comm.record import Meter
 
 

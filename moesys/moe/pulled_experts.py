@@ -19,7 +19,7 @@ from moesys.kernels.symmetric.ordered_sum import ordered_sum
 from moesys.kernels.symmetric.pulls import PullRing, PullRings, Wanted, pull_regions
 from moesys.layout import ExpertLayout
 from moesys.moe.sharded_experts import ShardedExperts
-from moesys.moe.shards import Cross, ExpertShards, Finish, HeldByRank, Restored, index_of
+from moesys.moe.store import Cross, ExpertShards, Finish, HeldByRank, Restore, index_of
 from moesys.overlap.comm.channel import Channel
 
 
@@ -45,9 +45,12 @@ class PulledExperts(ShardedExperts):
         if isinstance(first, PulledExperts):
             self.rings = first.rings
 
+    def _own_alone(self, held: HeldByRank) -> bool:
+        return False
+
     def restore(
         self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
-    ) -> Restored:
+    ) -> Restore:
         s, mine = self.wire_slice, held[self.rank]
         wire_Es = self.on_wire(masters, dtype)
         restored_DP = self.new(wire_Es, len(mine), self.padded_parameters)

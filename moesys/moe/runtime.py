@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,14 +21,12 @@ from torch import Tensor, nn
 
 from moesys.balance.layout_schedule import PlanEvent
 from moesys.collectives import ALIKE, RankMismatchError, guarded
-from moesys.moe.call import LayerCall, Neighbours
-from moesys.moe.expert_store import ExpertStore
+from moesys.moe.call import PLAN_TIMEOUT_S, LayerCall, Lookahead, Neighbours
 from moesys.moe.experts import Experts, experts_of
 from moesys.moe.gradients import channel_of
-from moesys.moe.lookahead import PLAN_TIMEOUT_S, SharedMegaHome
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
-from moesys.moe.shards import Cross, Finish
+from moesys.moe.store import Cross, ExpertStore, Finish
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.frames import Position
 from moesys.overlap.comm.heartbeat import Heartbeat
@@ -56,7 +54,7 @@ def link(model: nn.Module, *, plan_timeout_s: float | None = None, record_spans:
     return MoERuntime(model, plan_timeout_s, record_spans)
 
 
-class MoERuntime:
+class MoERuntime(Lookahead):
     """One per model, made by ``link``. ``close`` stops the planner thread and unlinks the layers.
 
     Experts travel on a process group of their own, so that they never queue behind tokens; plans on a third, by gloo.
@@ -92,10 +90,9 @@ class MoERuntime:
         self._heartbeat = Heartbeat(dist.get_rank()) if group is not None else None
         plan_channel = Channel(planner_group, self.layers[0].cluster.node_of_rank, Recorder(0), Meter())
         plan_channel.heartbeat = self._heartbeat
-        self.plan_timeout_s = PLAN_TIMEOUT_S if plan_timeout_s is None else plan_timeout_s
+        super().__init__(PLAN_TIMEOUT_S if plan_timeout_s is None else plan_timeout_s)
         self._planner = PlannerThread(plan_channel, self.plan_timeout_s)
-        self.mega_home = SharedMegaHome()
-        self.generation = self._num_passes = 0
+        self._num_passes = 0
         self._order: list[ExpertStore] = []
         self._position = -1
         self._newest: LayerCall | None = None
@@ -282,3 +279,30 @@ def _stop(planner: PlannerThread, heartbeat: Heartbeat | None) -> None:
     planner.stop()
     if heartbeat is not None:
         heartbeat.stop()
+
+
+class PlanningState:
+    """Load history, layouts and plans on their way of all experts of ``model``, for ``torch.distributed.checkpoint``:
+    ``dcp.save({"model": ..., "optimizer": ..., "planning": PlanningState(model)}, checkpoint_id=folder)``.
+
+    With it a run that is resumed on the same ranks has the same bits as one that was not stopped; without it planning
+    begins anew. Models with ``MoELayer``s have it in their own state already. Groups of experts keep what is theirs, so
+    load it into as many groups of the same ranks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._experts = {_key(experts): experts for experts in experts_of(model)}
+
+    def state_dict(self) -> dict[str, str]:
+        """Returns JSON text by layer and ranks."""
+        return {key: experts.get_extra_state() for key, experts in self._experts.items()}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Raises KeyError where a layer or its ranks are not in ``state``."""
+        for key, experts in self._experts.items():
+            experts.set_extra_state(state[key])
+
+
+def _key(experts: Experts) -> str:
+    ranks = [0] if experts.group is None else dist.get_process_group_ranks(experts.group)
+    return f"layer {experts.layer_index} on ranks {ranks[0]} to {ranks[-1]}"

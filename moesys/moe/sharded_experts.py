@@ -5,6 +5,8 @@ R ranks, E experts, P_e parameters of an expert, s wire slice, D distinct expert
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,16 +14,175 @@ from torch import Tensor
 
 from moesys.config import Fsep, ModelShape
 from moesys.layout import ExpertLayout
-from moesys.moe.expert_form import ExpertForm, FlatSlices, PartSlices, Slices
-from moesys.moe.expert_parameters import initial_expert
-from moesys.moe.node_carriers import NodeCarriers
-from moesys.moe.shards import Cross, ExpertShards, Finish, HeldByRank, Restored, add_in_order, index_of
+from moesys.moe.masters import ExpertForm, initial_expert
+from moesys.moe.store import Cross, ExpertShards, Finish, HeldByRank, Restore, add_in_order, index_of
 from moesys.overlap.comm.channel import Channel, Transfer
-from moesys.overlap.held_experts import ExpertWeights
+
+
+class Slices(ABC):
+    """How FSEP cuts experts into the slices of ranks."""
+
+    def __init__(self, form: ExpertForm, num_ranks: int) -> None:
+        self.form, self.num_ranks = form, num_ranks
+
+    @property
+    @abstractmethod
+    def wire_slice(self) -> int:
+        """s."""
+
+    @abstractmethod
+    def shapes_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Returns the shapes of a rank's masters, of one expert."""
+
+    @abstractmethod
+    def to_wire(self, masters: Sequence[Tensor], wire_Es: Tensor) -> Tensor:
+        """Writes this rank's slices of all experts, [E, s], and returns them."""
+
+    @abstractmethod
+    def from_wire(self, slices_Es: Tensor) -> tuple[Tensor, ...]:
+        """Returns slices in the shapes of this rank's masters."""
+
+    @abstractmethod
+    def join(self, received_RDs: Tensor, whole_DP: Tensor) -> Tensor:
+        """Writes whole experts [D, R·s] from the slices of all ranks, and returns them."""
+
+    @abstractmethod
+    def cut(self, whole_DP: Tensor, slices_RDs: Tensor) -> Tensor:
+        """Writes the slices of all ranks, [R, D, s], of whole experts [D, R·s], and returns them."""
+
+
+class FlatSlices(Slices):
+    """Of masters [E, P]: rank r has elements [r·s, (r+1)·s) of every expert, s = ceil(P/R), the last ranks fewer or
+    none. Only on the wire are slices padded to s.
+    """
+
+    @property
+    def wire_slice(self) -> int:
+        return -(-self.form.num_elements // self.num_ranks)
+
+    def of_rank(self, rank: int) -> range:
+        """Returns the elements that a rank has."""
+        P, s = self.form.num_elements, self.wire_slice
+        return range(min(P, rank * s), min(P, (rank + 1) * s))
+
+    def shapes_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        return ((len(self.of_rank(rank)),),)
+
+    def to_wire(self, masters: Sequence[Tensor], wire_Es: Tensor) -> Tensor:
+        (local_EP,) = masters
+        wire_Es[:, : local_EP.shape[1]] = local_EP
+        wire_Es[:, local_EP.shape[1] :] = 0
+        return wire_Es
+
+    def from_wire(self, slices_Es: Tensor) -> tuple[Tensor, ...]:
+        return (slices_Es,)
+
+    def join(self, received_RDs: Tensor, whole_DP: Tensor) -> Tensor:
+        self._by_rank(whole_DP).copy_(received_RDs)
+        return whole_DP
+
+    def cut(self, whole_DP: Tensor, slices_RDs: Tensor) -> Tensor:
+        return slices_RDs.copy_(self._by_rank(whole_DP))
+
+    def _by_rank(self, whole_DP: Tensor) -> Tensor:
+        return whole_DP.view(len(whole_DP), self.num_ranks, self.wire_slice).transpose(0, 1)
+
+
+class PartSlices(Slices):
+    """Of masters that lie tensor by tensor, each cut as its ``Part`` says."""
+
+    def __init__(self, form: ExpertForm, num_ranks: int) -> None:
+        super().__init__(form, num_ranks)
+        self._slice_shapes = [part.sliced_shape(num_ranks) for part in form.parts]
+
+    @property
+    def wire_slice(self) -> int:
+        return self.form.num_elements // self.num_ranks
+
+    def shapes_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(self._slice_shapes)
+
+    def to_wire(self, masters: Sequence[Tensor], wire_Es: Tensor) -> Tensor:
+        for place_EN, master in zip(self._split(wire_Es), masters, strict=True):
+            place_EN.copy_(master.flatten(1))
+        return wire_Es
+
+    def from_wire(self, slices_Es: Tensor) -> tuple[Tensor, ...]:
+        parts = zip(self._split(slices_Es), self._slice_shapes, strict=True)
+        return tuple(part_EN.unflatten(1, shape) for part_EN, shape in parts)
+
+    def join(self, received_RDs: Tensor, whole_DP: Tensor) -> Tensor:
+        for by_rank, slices in self._pairs(whole_DP, received_RDs):
+            by_rank.copy_(slices)
+        return whole_DP
+
+    def cut(self, whole_DP: Tensor, slices_RDs: Tensor) -> Tensor:
+        for by_rank, slices in self._pairs(whole_DP, slices_RDs):
+            slices.copy_(by_rank)
+        return slices_RDs
+
+    def _split(self, wire: Tensor) -> tuple[Tensor, ...]:
+        return wire.split([math.prod(shape) for shape in self._slice_shapes], dim=-1)
+
+    def _pairs(self, whole_DP: Tensor, slices_RDs: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Returns views of the same elements, tensor by tensor: in whole experts, and in slices."""
+        flats = whole_DP.split([part.num_elements for part in self.form.parts], dim=1)
+        pairs = []
+        for part, flat_DN, slices in zip(self.form.parts, flats, self._split(slices_RDs), strict=True):
+            before, behind = math.prod(part.shape[: part.dim]), math.prod(part.shape[part.dim + 1 :])
+            rows = part.shape[part.dim] // self.num_ranks
+            by_rank = flat_DN.unflatten(1, (before, self.num_ranks, rows, behind)).permute(2, 0, 1, 3, 4)
+            pairs.append((by_rank, slices.unflatten(2, by_rank.shape[2:])))
+        return pairs
+
+
+class NodeCarriers:
+    """Of the node of ``rank``: ``members``, its ranks, and ``wanted``, the distinct experts that these hold, in the
+    order of ranks and slots. ``nodes`` and ``wanted_by_node`` are those of all.
+    """
+
+    def __init__(self, rank: int, node_of_rank: Sequence[int], held: HeldByRank) -> None:
+        self.rank, self.num_ranks = rank, len(node_of_rank)
+        self.nodes = [
+            [each for each, of in enumerate(node_of_rank) if of == node] for node in sorted(set(node_of_rank))
+        ]
+        self.wanted_by_node = [list(dict.fromkeys(e for each in ranks for e in held[each])) for ranks in self.nodes]
+        self.members, self.wanted = next(
+            (ranks, wanted) for ranks, wanted in zip(self.nodes, self.wanted_by_node, strict=True) if rank in ranks
+        )
+        # Whose slices a member passes on: its own, and those of the outside ranks that it is the carrier of.
+        self.owners_by = {
+            member: [owner for owner in range(self.num_ranks) if _carrier(self.members, owner) == member]
+            for member in self.members
+        }
+        self.owners = self.owners_by[rank]
+        self.outside = [owner for owner in self.owners if owner != rank]
+        self._held, self._place = held, {expert: place for place, expert in enumerate(self.wanted)}
+
+    @property
+    def by_carrier(self) -> list[int]:
+        """All ranks, in the order of the members that pass on their slices."""
+        return [owner for member in self.members for owner in self.owners_by[member]]
+
+    def places_of(self, member: int) -> list[int]:
+        """Returns where the experts that a member holds are among ``wanted``."""
+        return [self._place[expert] for expert in self._held[member]]
+
+    def abroad(self) -> list[tuple[int, list[int]]]:
+        """Returns who carries the slices of this rank in each other node, with the experts wanted there; by rank."""
+        return [
+            (_carrier(ranks, self.rank), wanted)
+            for ranks, wanted in zip(self.nodes, self.wanted_by_node, strict=True)
+            if ranks is not self.members
+        ]
+
+
+def _carrier(ranks: Sequence[int], owner: int) -> int:
+    return owner if owner in ranks else ranks[owner % len(ranks)]
 
 
 class ShardedExperts(ExpertShards):
-    """FSEP: every rank owns its slice of every expert (``expert_form.Slices``)."""
+    """FSEP: every rank owns its slice of every expert (``Slices``)."""
 
     shard_dim = 1
 
@@ -66,15 +227,13 @@ class ShardedExperts(ExpertShards):
 
     def restore(
         self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
-    ) -> Restored:
-        if self.num_ranks == 1:
-            return self.restored(dtype, masters[0].device, lambda: masters[0] if self.flat else ExpertWeights(*masters))
+    ) -> Restore:
         wire_Es = self.on_wire(masters, dtype)
         hierarchical = self.sharding.restore == "hierarchical"
         start = self._restore_hierarchical if hierarchical else self._restore_flat
         return start(wire_Es, held, channel, detail)
 
-    def _restore_flat(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Restored:
+    def _restore_flat(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Restore:
         """One all-to-all: to every rank my slice of each expert it holds."""
         num_held = len(held[self.rank])
         received = self.new(wire_Es, self.num_ranks, num_held, self.wire_slice)
@@ -93,7 +252,7 @@ class ShardedExperts(ExpertShards):
 
         return self.restored(received.dtype, received.device, finish)
 
-    def _restore_hierarchical(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Restored:
+    def _restore_hierarchical(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Restore:
         """Two all-to-alls: one copy of each distinct expert into each node, to its carriers, then a spread inside."""
         carriers = NodeCarriers(self.rank, self.node_of_rank, held)
         wanted, num_held, s = carriers.wanted, len(held[self.rank]), self.wire_slice

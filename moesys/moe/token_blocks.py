@@ -77,7 +77,7 @@ class TokenBlocks:
         grid = grid_below(gathered_R3[:, :2].amax(dim=0).prod() * gathered_R3[:, 2].sum())
         if self.by_kernels:
             # Here, so that Triton is loaded only where it runs.
-            from moesys.moe.token_kernels import token_gradient
+            from moesys.overlap.experts_triton import token_gradient
 
             total_BA = token_gradient(dy_TB, x_TA, self.num_tokens, grid)
         else:
@@ -96,7 +96,7 @@ class TokenBlocks:
         """Returns ``x @ weightᵀ``, a row's bits whatever the others are; ``weight`` may be a transposed view."""
         transposed = not weight_BA.is_contiguous()
         if self.by_kernels:
-            from moesys.moe.token_kernels import token_product
+            from moesys.overlap.experts_triton import token_product
 
             return token_product(x_TA, weight_BA.t() if transposed else weight_BA, transposed=not transposed)
         outward, inward = weight_BA.shape

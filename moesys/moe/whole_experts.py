@@ -5,19 +5,59 @@ R ranks, E experts, P_e parameters of an expert, D distinct experts held by this
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moesys.config import ModelShape
-from moesys.layout import ExpertLayout
-from moesys.moe.expert_form import ExpertForm
-from moesys.moe.expert_parameters import initial_expert
-from moesys.moe.loans import Loans, loans_of
-from moesys.moe.shards import Cross, ExpertShards, Finish, Finished, HeldByRank, Restored, add_in_order, index_of
+from moesys.layout import ExpertLayout, lender_of_experts, owner_of_experts
+from moesys.moe.masters import ExpertForm, initial_expert
+from moesys.moe.store import Brought, Cross, ExpertShards, Finish, HeldByRank, Restore, add_in_order, index_of
 from moesys.overlap.comm.channel import Channel, Transfer
-from moesys.overlap.held_experts import ExpertWeights
+from moesys.overlap.executor import ExpertWeights
+
+
+class Loans:
+    """Experts by who gives and who takes them, in the order of the taker's slots."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._experts: dict[tuple[int, int], list[int]] = defaultdict(list)
+
+    def __bool__(self) -> bool:
+        """Whether anything is lent; every rank gives the same answer."""
+        return bool(self._experts)
+
+    def add(self, giver: int, taker: int, expert: int) -> None:
+        self._experts[giver, taker].append(expert)
+
+    def given_by(self, rank: int) -> list[list[int]]:
+        """Returns what a rank gives each rank, [R]."""
+        return [self._experts.get((rank, taker), []) for taker in range(self.num_ranks)]
+
+    def taken_by(self, rank: int) -> list[list[int]]:
+        """Returns what a rank takes from each rank, [R]."""
+        return [self._experts.get((giver, rank), []) for giver in range(self.num_ranks)]
+
+
+def loans_of(held: HeldByRank, num_experts: int, node_of_rank: Sequence[int] | None) -> tuple[Loans, Loans]:
+    """Returns what owners give, and what those pass on inside nodes to whom they gave; with ``node_of_rank``."""
+    num_ranks = len(held)
+    held_RE = np.zeros((num_ranks, num_experts), np.int64)
+    for rank, experts in enumerate(held):
+        held_RE[rank, list(experts)] = 1
+    lender_RE = lender_of_experts(held_RE, None if node_of_rank is None else np.asarray(node_of_rank)).tolist()
+    owner_E = owner_of_experts(num_experts, num_ranks).tolist()
+    by_owners, passed_on = Loans(num_ranks), Loans(num_ranks)
+    for rank, experts in enumerate(held):
+        for expert in experts:
+            lender = lender_RE[rank][expert]
+            if lender != rank:
+                (by_owners if lender == owner_E[expert] else passed_on).add(lender, rank, expert)
+    return by_owners, passed_on
 
 
 class WholeExperts(ExpertShards):
@@ -38,6 +78,8 @@ class WholeExperts(ExpertShards):
     ) -> None:
         super().__init__(shape, rank, len(node_of_rank), form)
         self.node_of_rank, self.by_node = tuple(node_of_rank), by_node
+        # What the ranks hold under the newest layout, and who gives whom what of it.
+        self._newest_loans: tuple[HeldByRank | None, tuple[Loans, Loans]] = (None, (Loans(0), Loans(0)))
 
     @property
     def block(self) -> int:
@@ -54,8 +96,11 @@ class WholeExperts(ExpertShards):
         return tuple((len(self.owned()), *shape) for shape in shapes)
 
     def owned(self) -> range:
+        return self._owned_by(self.rank)
+
+    def _owned_by(self, rank: int) -> range:
         E = self.shape.num_experts
-        return range(min(E, self.rank * self.block), min(E, (self.rank + 1) * self.block))
+        return range(min(E, rank * self.block), min(E, (rank + 1) * self.block))
 
     def initial(self, seed: int, layer_index: int) -> Tensor:
         local = torch.empty(len(self.owned()), self.shape.expert_parameters, dtype=torch.float32)
@@ -69,7 +114,7 @@ class WholeExperts(ExpertShards):
 
     def restore(
         self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
-    ) -> Restored:
+    ) -> Restore:
         device, first = masters[0].device, self.owned().start
         by_owners, passed_on = self._loans(held)
         taken = [_flat(loans.taken_by(self.rank)) for loans in (by_owners, passed_on)]
@@ -87,7 +132,7 @@ class WholeExperts(ExpertShards):
                 sent = received[index_of([place[e] for e in _flat(passed_on.given_by(self.rank))], received)]
                 transfers.append(self._lend(passed_on, from_holders, sent, channel, f"{detail} inside nodes"))
 
-        def finish() -> Finished:
+        def finish() -> Brought:
             for transfer in transfers:
                 transfer.wait()
             if held[self.rank] == tuple(self.owned()):
@@ -99,8 +144,14 @@ class WholeExperts(ExpertShards):
 
         return self.restored(dtype, device, finish, spread)
 
+    def _own_alone(self, held: HeldByRank) -> bool:
+        return all(experts == tuple(self._owned_by(rank)) for rank, experts in enumerate(held))
+
     def _loans(self, held: HeldByRank) -> tuple[Loans, Loans]:
-        return loans_of(held, self.shape.num_experts, self.node_of_rank if self.by_node else None)
+        if self._newest_loans[0] is not held:
+            loans = loans_of(held, self.shape.num_experts, self.node_of_rank if self.by_node else None)
+            self._newest_loans = held, loans
+        return self._newest_loans[1]
 
     def _lend(self, loans: Loans, received: Tensor, sent: Tensor, channel: Channel, detail: str) -> Transfer:
         out_counts, in_counts = (list(map(len, of)) for of in (loans.taken_by(self.rank), loans.given_by(self.rank)))

@@ -1,68 +1,177 @@
-"""Dispatch, experts and combine, chunk by chunk; sequential is one chunk.
+"""Dispatch, experts and combine, chunk by chunk, by messages; sequential is one chunk.
 
-``schedule_of`` says what comes when, and here is what each stage does. Chunks change when things happen and
+``schedule_of`` says what comes when, and the code below is what each stage does. Chunks change when things happen and
 never what is computed: a row comes out the same in any company, and weight gradients sum over all rows at once in
-expert order (``expert_compute``).
+expert order (``overlap.executor``). Where tokens cross to a node once, ``overlap.node_routes`` has more stages.
 
-T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, N rows in wire order, P expert rows.
+T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, N rows in wire order, P expert rows, C chunks, R
+ranks, E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moesys.config import Overlap
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.kernels.host_copies import to_device
-from moesys.overlap.block_sums import BlockSums
-from moesys.overlap.comm.channel import Channel
+from moesys.layout import ExpertLayout
+from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.comm.frames import Position
-from moesys.overlap.executor import Saved, WaitForExperts
-from moesys.overlap.expert_compute import (
+from moesys.overlap.exact_sum import BlockSums
+from moesys.overlap.executor import (
     Arrivals,
     BackwardInputs,
     BackwardPass,
+    DeviceLaunch,
+    Executor,
     ExpertCompute,
+    ExpertGradients,
     ForwardPass,
+    HostPlan,
+    LayerContext,
+    Saved,
+    WaitForExperts,
     Workplace,
 )
-from moesys.overlap.held_experts import ExpertGradients
-from moesys.overlap.node_messages import NodeMessages
-from moesys.overlap.node_routes import NodeRoutes
-from moesys.overlap.routes import Routes
-from moesys.overlap.row_messages import RowMessages
+from moesys.overlap.routes import PlannedRoutes, Routes, build_routes
 from moesys.schedule import Direction, Schedule, Stage, schedule_of
 
-if TYPE_CHECKING:
-    from moesys.overlap.device_routes import PendingRoutes
+Counts = tuple[int, ...]
+
+
+class Summands(NamedTuple):
+    """Rows [N, H], and of which of them each token is the sum, [T, K], with which weights, if any."""
+
+    rows_NH: Tensor
+    place_TK: Tensor
+    weight_TK: Tensor | None
+
+
+class RowMessages:
+    """What travels in one direction: issued by a stage, waited for by those that need it. On one rank nothing does."""
+
+    def __init__(
+        self, routes: Routes, channel: Channel, memory: PagePool, source_TH: Tensor, direction: Direction
+    ) -> None:
+        self._routes, self._channel, self._memory, self._direction = routes, channel, memory, direction
+        self._alone = channel.num_ranks == 1
+        self._under_way: dict[Stage, tuple[Transfer, ...]] = {}
+        # Rows of each chunk that are home, or on their way.
+        self._home: dict[int, Tensor] = {}
+        if self._alone:
+            self.arrivals = Arrivals(source_TH, routes.send_token_N)
+        else:
+            rows_MH = memory.empty((routes.num_arrivals, *source_TH.shape[1:]), source_TH.dtype, source_TH.device)
+            self.arrivals = Arrivals(rows_MH, None, source_TH, routes.send_token_N)
+
+    def wait(self, stages: Iterable[Stage]) -> None:
+        """Waits for those of ``stages`` that are messages."""
+        for stage in stages:
+            for transfer in self._under_way.pop(stage, ()):
+                transfer.wait()
+
+    def put_in_place(self) -> None:
+        """Puts what has come in parts where it belongs; here nothing has."""
+
+    def dispatch(self, stage: Stage) -> None:
+        """Sends a chunk's rows to their experts, where they are ``arrivals``."""
+        source, send_index = self.arrivals.source, self.arrivals.send_index
+        if source is None or send_index is None:
+            return
+        chunk = self._routes.chunks[stage.chunk]
+        rows_NH = self._rows(source, send_index[slice(*chunk.sent)])
+        here_MH = self.arrivals.rows[slice(*chunk.arrivals)]
+        self._send(stage, here_MH, rows_NH, chunk.arrive_counts_R, chunk.send_counts_R)
+
+    def combine(self, stage: Stage, rows_PH: Tensor) -> None:
+        """Sends a chunk's expert rows home."""
+        if self._alone:
+            self._home[stage.chunk] = rows_PH
+            return
+        chunk = self._routes.chunks[stage.chunk]
+        home_NH = self._new(chunk.sent[1] - chunk.sent[0], rows_PH)
+        self._send(stage, home_NH, self._rows(rows_PH, chunk.combine_M), chunk.send_counts_R, chunk.arrive_counts_R)
+        self._home[stage.chunk] = home_NH
+
+    def _send(
+        self, stage: Stage, out_NH: Tensor, in_NH: Tensor, out_counts_R: Counts, in_counts_R: Counts, where: str = ""
+    ) -> None:
+        lane = "dispatch" if stage.kind in ("dispatch", "spread") else "combine"
+        detail = f"{self._direction} {stage.chunk}{where}"
+        transfer = self._channel.all_to_all(out_NH, in_NH, out_counts_R, in_counts_R, lane=lane, detail=detail)
+        self._under_way[stage] = (*self._under_way.get(stage, ()), transfer)
+
+    def _new(self, num_rows: int, like_NH: Tensor) -> Tensor:
+        return self._memory.empty((num_rows, *like_NH.shape[1:]), like_NH.dtype, like_NH.device)
+
+    def _rows(self, rows_NH: Tensor, index_M: Tensor) -> Tensor:
+        return torch.index_select(rows_NH, 0, index_M, out=self._new(len(index_M), rows_NH))
+
+    def take_home(self, stage: Stage, weight_TK: Tensor | None) -> Summands:
+        """Returns the rows of a chunk that are home, once: what each token is the sum of. ``weight_TK``: the chunk's
+        routing weights, where rows are to be weighted.
+        """
+        chunk, home_NH = self._routes.chunks[stage.chunk], self._home.pop(stage.chunk)
+        # On one rank nothing has put the rows in wire order.
+        place_TK = chunk.return_M[chunk.home_TK] if self._alone else chunk.home_TK
+        return Summands(home_NH, place_TK, weight_TK)
+
+    # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
+
+    def send_weights(self, stage: Stage, values: Tensor, *, home: bool) -> None:
+        """Sends routing weights, in wire order, to the experts of their rows; or their gradients, by arrival, home."""
+        wire_order_N, arrival_order_M = self._routes.by_destination_N, self._routes.by_source_M
+        sent, self._arrives = (arrival_order_M, wire_order_N) if home else (wire_order_N, arrival_order_M)
+        self._weights = values if self._alone else self._exchange(stage, values[sent], home=home)
+
+    def arrived_weights(self) -> Tensor:
+        """Returns what was sent last: by arrival, [M]; or in wire order, [N], where it went home."""
+        if self._alone:
+            return self._weights
+        return torch.empty_like(self._weights).index_copy_(0, self._arrives, self._weights)
+
+    def _exchange(self, stage: Stage, values: Tensor, *, home: bool) -> Tensor:
+        """Sends one number a row of all chunks to the experts or home. Returns what will have arrived."""
+        chunks = self._routes.chunks
+        sent_R = [sum(counts) for counts in zip(*(chunk.send_counts_R for chunk in chunks), strict=True)]
+        arrived_R = [sum(counts) for counts in zip(*(chunk.arrive_counts_R for chunk in chunks), strict=True)]
+        out_R, in_R = (sent_R, arrived_R) if home else (arrived_R, sent_R)
+        received = values.new_empty(sum(out_R))
+        lane = "combine" if home else "dispatch"
+        transfer = self._channel.all_to_all(received, values, out_R, in_R, lane=lane, detail="weights")
+        self._under_way[stage] = (transfer,)
+        return received
 
 
 @dataclass(frozen=True)
-class ChunkedExecutor:
+class ChunkedRun:
     """Runs one micro-batch of one layer on one rank.
 
     ``overlap``: whose schedule is run; ``planned`` has its chunks, and may be on its way to the host. ``compute``: how
-    experts are computed; routes are padded for it. ``memory``: where large tensors lie. ``node_routes``: where tokens
-    cross to a node once. ``sums``: of weight gradients, where layouts may not show.
+    experts are computed; routes are padded for it. ``memory``: where large tensors lie. ``sums``: of weight gradients,
+    where layouts may not show.
     """
 
     overlap: Overlap
-    planned: Routes | PendingRoutes
+    planned: PlannedRoutes
     channel: Channel
     compute: ExpertCompute
     memory: PagePool
-    node_routes: NodeRoutes | None = None
     sums: BlockSums | None = None
 
     @property
     def routes(self) -> Routes:
-        """Where devices plan, the host waits here once for how many rows go where."""
-        return self.planned if isinstance(self.planned, Routes) else self.planned.routes
+        """The routes, for which the host waits once where devices plan: for how many rows go where."""
+        return self.planned.routes
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Returns the output [T, H] in x's dtype, and what backward needs. ``wait_for_experts`` is called once, when
@@ -99,14 +208,8 @@ class ChunkedExecutor:
             messages.wait(earlier)
             chunk = self.routes.chunks[stage.chunk]
             match stage.kind:
-                case "dispatch_weights":
-                    assert isinstance(messages, NodeMessages)
-                    messages.send_weights_to_gates(stage, weight_TK)
                 case "dispatch":
                     messages.dispatch(stage)
-                case "spread":
-                    assert isinstance(messages, NodeMessages)
-                    messages.spread(stage)
                 case "wait_for_experts":
                     messages.put_in_place()
                     forward_pass = self.compute.forward(self.routes, messages.arrivals, wait_for_experts(), at)
@@ -117,11 +220,7 @@ class ChunkedExecutor:
                     with self._span("experts", f"recomputation {stage.chunk}"):
                         forward_pass.first_product(chunk)
                 case "combine":
-                    if stage.part:
-                        self._send_sums(messages, stage, at, weighted=True)
-                    messages.combine(stage, y_PH)
-                case "send_sums":
-                    self._send_sums(messages, stage, at, weighted=True)
+                    self._combine(messages, stage, y_PH, at, weighted=True)
                 case "sum":
                     assert y_TH is not None
                     tokens = slice(*chunk.tokens)
@@ -129,7 +228,7 @@ class ChunkedExecutor:
                     with self._span("combine", f"forward {stage.chunk}"):
                         self.compute.combine(*summands, y_TH[tokens], at.scratch)
                 case _:
-                    raise AssertionError(f"no stage of tokens in chunks: {stage}")
+                    self._cross_nodes(messages, stage, at, weight_TK)
         return Saved(messages.arrivals.rows, forward_pass.pre_activations(), weight_TK)
 
     def backward(
@@ -152,9 +251,6 @@ class ChunkedExecutor:
                     messages.send_weights(stage, weight_TK.reshape(-1)[routes.send_row_N], home=False)
                 case "dispatch":
                     messages.dispatch(stage)
-                case "spread":
-                    assert isinstance(messages, NodeMessages)
-                    messages.spread(stage)
                 case "wait_for_experts":
                     messages.put_in_place()
                     weight_M = messages.arrived_weights()
@@ -166,11 +262,7 @@ class ChunkedExecutor:
                     with self._span("experts", f"backward {stage.chunk}"):
                         dx_PH, dweight_M[slice(*chunk.arrivals)] = backward_pass.experts(chunk)
                 case "combine":
-                    if stage.part:
-                        self._send_sums(messages, stage, at, weighted=False)
-                    messages.combine(stage, dx_PH)
-                case "send_sums":
-                    self._send_sums(messages, stage, at, weighted=False)
+                    self._combine(messages, stage, dx_PH, at, weighted=False)
                 case "sum":
                     tokens = slice(*chunk.tokens)
                     summands = messages.take_home(stage, None)
@@ -185,26 +277,66 @@ class ChunkedExecutor:
                 case "gather_dweights":
                     dweight_TK.view(-1)[routes.send_row_N] = messages.arrived_weights()
                 case _:
-                    raise AssertionError(f"no stage of tokens in chunks: {stage}")
+                    self._cross_nodes(messages, stage, at, None)
         return dx_TH, dweight_TK
 
     def _schedule(self, direction: Direction) -> Schedule:
-        parts = 1 if self.node_routes is None else self.node_routes.parts
-        return schedule_of(self.overlap, direction, self.channel.num_nodes, parts)
+        return _schedule_of(self.overlap, direction)
 
     def _messages(self, source_TH: Tensor, direction: Direction) -> RowMessages:
-        if self.node_routes is None:
-            return RowMessages(self.routes, self.channel, self.memory, source_TH, direction)
-        return NodeMessages(self.routes, self.node_routes, self.channel, self.memory, source_TH, direction)
+        return RowMessages(self.routes, self.channel, self.memory, source_TH, direction)
 
-    def _send_sums(self, messages: RowMessages, stage: Stage, at: Workplace, *, weighted: bool) -> None:
-        """Sums what was collected here for other nodes, and sends it home."""
-        assert isinstance(messages, NodeMessages)
-        collected = messages.collected(stage.chunk, weighted=weighted)
-        like_NH = collected.rows_NH
-        sums_UH = self.memory.empty((len(collected.place_TK), like_NH.shape[1]), like_NH.dtype, like_NH.device)
-        self.compute.combine(*collected, sums_UH, at.scratch)
-        messages.send_sums(stage, sums_UH)
+    def _combine(self, messages: Any, stage: Stage, rows_PH: Tensor, at: Workplace, *, weighted: bool) -> None:
+        """Sends a chunk's expert rows home. ``weighted``: whether sums of nodes are."""
+        messages.combine(stage, rows_PH)
+
+    def _cross_nodes(self, messages: Any, stage: Stage, at: Workplace, weight_TK: Tensor | None) -> None:
+        """Does a stage that only tokens have that cross to a node once; ``weight_TK`` in forward."""
+        raise AssertionError(f"no stage of tokens in chunks: {stage}")
 
     def _span(self, kind: str, detail: str) -> AbstractContextManager[None]:
         return self.channel.recorder.span("compute", kind, detail)
+
+
+@cache
+def _schedule_of(overlap: Overlap, direction: Direction) -> Schedule:
+    return schedule_of(overlap, direction, num_nodes=1)
+
+
+class ChunkedExecutor(Executor):
+    """Runs plans of hosts, or of devices where kernels compute and the strategy allows it (``routes_on_device``)."""
+
+    def __init__(self, layer: LayerContext, compute: ExpertCompute) -> None:
+        super().__init__(layer, compute)
+        self.num_chunks = layer.strategy.overlap.chunks
+        if self.compute.by_tables and layer.strategy.routes_on_device(layer.channel.num_nodes):
+            self.planned_by = "devices"
+        # Tables of the newest layout, and chunks of as many tokens as there were last.
+        self._tables: tuple[ExpertLayout, Any, Any] | None = None
+        self._chunk_T1: Tensor | None = None
+
+    def run(self, expert_TK: Tensor, planned: HostPlan) -> ChunkedRun:
+        layer, plan = self.layer, planned.plan
+        channel = layer.channel.tagged(layer.channel.generation)
+        tokens_CRE = np.ascontiguousarray(planned.tokens_RCE.swapaxes(0, 1))
+        routes = build_routes(expert_TK, tokens_CRE, plan.tokens, channel.rank, self.compute.min_rows)
+        sums = layer.sums_of(plan, expert_TK.device) if self.sums_in_blocks else None
+        return ChunkedRun(layer.strategy.overlap, routes, channel, self.compute, layer.memory, sums)
+
+    def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> DeviceLaunch:
+        # Imported here, so that Triton is loaded only where it runs.
+        from moesys.overlap.device_routes import chunk_numbers, own_replicas, route_on_device
+        from moesys.overlap.device_split import device_split
+
+        layer, channel, chunks = self.layer, self.layer.channel, self.num_chunks
+        if self._tables is None or self._tables[0] is not layout:
+            split = device_split(layout, layer.cluster, layer.strategy.split, expert_TK.device)
+            self._tables = layout, split, own_replicas(layout, channel.rank)
+        if chunks > 1 and (self._chunk_T1 is None or len(self._chunk_T1) != len(expert_TK)):
+            self._chunk_T1 = chunk_numbers(len(expert_TK), chunks, expert_TK.device)
+        _, split, own = self._tables
+        at = replace(at, choices=expert_TK.numel())
+        pending = route_on_device(expert_TK, self._chunk_T1, chunks, split, own, at.number, at, channel)
+        run = ChunkedRun(layer.strategy.overlap, pending, pending.channel, self.compute, layer.memory)
+        # No check is left: the host reads sizes and headers before it sends a message.
+        return DeviceLaunch(run, pending.plan)

@@ -2,40 +2,112 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from moesys.balance.topology import levels_of, link_domains_of, nodes_of
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Proportional, Quotas, Split
-from moesys.kernels.split.even import EvenTables, even_split, even_tables
-from moesys.kernels.split.flow import split
-from moesys.kernels.split.proportional import ProportionalTables, proportional_split, proportional_tables
+from moesys.config import ClusterSpec, Split
+from moesys.config.overlap import MegaKernel
+from moesys.kernels.split.limit import keep_within
 from moesys.kernels.split.tables import IntArray, SplitTables, entries_of, tables_of
 from moesys.kernels.symmetric.counts import ReceivedCounts
-from moesys.layout import ExpertLayout
-from moesys.overlap.row_limit import RowLimit
+from moesys.layout import ExpertLayout, TokenPlan
+from moesys.limits import too_many_rows, too_many_words
+from moesys.overlap.comm.frames import call_mismatch
+from moesys.overlap.routes import no_expert
+
+
+def require_rows(
+    overlap: MegaKernel, plan: TokenPlan, most_tokens: int, top_k: int, members: Sequence[int] | None = None
+) -> None:
+    """Raises ValueError where a rank would get more rows than ``overlap.rows_cap``, times the ``most_tokens`` · K
+    choices of any rank, allows. ``members``: the ranks of the plan, as errors name them.
+    """
+    if words := too_many_rows(overlap, plan, most_tokens, top_k, members):
+        raise ValueError(words)
+
+
+def room_for_rows(overlap: MegaKernel, most_tokens: int, top_k: int, num_ranks: int) -> int:
+    """Rows of a rank for which there is memory where devices plan; all that there may be are never too many."""
+    choices = most_tokens * top_k
+    return min(int(overlap.rows_cap * choices), num_ranks * choices)
+
+
+class RowLimit:
+    """The limit of plans that a device makes. ``note``, ``look`` and ``wait`` tell the host, as those of
+    ``kernels.symmetric.signals.Watch`` do. ``members``: the ranks of the group, as errors name them.
+    """
+
+    def __init__(self, device: torch.device, members: Sequence[int]) -> None:
+        # The findings of ``keep_within``, which are zeros as long as there are none.
+        self._found_9 = torch.zeros(9, dtype=torch.int64, device=device)
+        self._seen_9 = torch.zeros(9, dtype=torch.int64).pin_memory() if self._found_9.is_cuda else None
+        self._members = members
+
+    def keep(
+        self, tokens_RP: Tensor, tables: SplitTables, room: int, choices: int, origin_R2: Tensor, call: int
+    ) -> Tensor:
+        """Returns the plan ``tokens_RP`` int64, or a plan without tokens if it sends any rank more than ``room`` rows
+        (``rows_cap`` times the ``choices`` of a rank), or if the counts that it was made from do not belong together
+        (``keep_within``). Nothing waits for the host.
+        """
+        return keep_within(tokens_RP, tables, room, choices, origin_R2, call, self._found_9)
+
+    def note(self) -> torch.cuda.Event | None:
+        """Records the findings at the end of a direction. On the CPU it raises the errors of ``wait`` at once. On a GPU
+        it returns an event after which ``look`` knows of this direction, or None while a CUDA graph is captured.
+        """
+        if self._seen_9 is None:
+            self._raise_if_found(self._found_9)
+            return None
+        self._seen_9.copy_(self._found_9, non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        noted = torch.cuda.Event()
+        noted.record()
+        return noted
+
+    def look(self) -> None:
+        """Raises the errors of ``wait`` if a plan of a direction that has ended by now was refused."""
+        if self._seen_9 is not None:
+            self._raise_if_found(self._seen_9)
+
+    def wait(self) -> None:
+        """Raises ``RankMismatchError`` if any plan was refused because ranks were in different calls, and ValueError
+        if one had too many rows or choices of no expert, when the device has made all of them.
+        """
+        self._raise_if_found(self._found_9.cpu())
+
+    def _raise_if_found(self, found_9: Tensor) -> None:
+        rank, num_rows, room, choices, stranger, its_call, loser, lost, call = found_9.tolist()
+        if not (num_rows or stranger or loser):
+            return
+        # Micro-batches after one whose error was caught are as good as any.
+        self._found_9.zero_()
+        if self._seen_9 is not None:
+            # Copies that are under way would bring the findings back.
+            torch.cuda.synchronize(self._found_9.device)
+            self._seen_9.zero_()
+        if stranger:
+            raise call_mismatch(self._members[stranger - 1], its_call, call)
+        if loser:
+            found = f"expert_TK of rank {self._members[loser - 1]} has choices that name no expert ({lost})"
+            raise no_expert(found)
+        bound = f"the {room} that rows_cap allows for {choices} choices of a rank"
+        raise ValueError(too_many_words(self._members[rank], num_rows, choices, bound))
 
 
 @dataclass(frozen=True)
 class DeviceSplit:
-    """What a layout's splits are made by: ``shares`` are the tables of ``EvenSplit`` or ``Proportional``; None is
-    ``FlowSplit(traffic="fast")``.
+    """Makes the plans of a layout's split: ``tokens_RP(tokens_RE, turn)`` is what each source of ``tokens_RE`` int64
+    [R, E] sends to each replica, int64 [R, P], as on the host.
     """
 
     tables: SplitTables
-    shares: EvenTables | ProportionalTables | None
-
-    def tokens_RP(self, tokens_RE: Tensor, turn: int) -> Tensor:
-        """What each source of ``tokens_RE`` int64 [R, E] sends to each replica, int64 [R, P]: the host's plan."""
-        match self.shares:
-            case EvenTables():
-                return even_split(tokens_RE, self.shares, turn)
-            case ProportionalTables():
-                return proportional_split(tokens_RE, self.shares, turn)
-            case None:
-                return split(tokens_RE, self.tables, turn).tokens_RP
+    tokens_RP: Callable[[Tensor, int], Tensor]
 
 
 @dataclass
@@ -86,45 +158,25 @@ class PendingPlan:
         return entries_of(self.tokens_RP, self.split.tables)
 
 
-def split_tables(
-    layout: ExpertLayout, cluster: ClusterSpec, config: FlowSplit, device: torch.device | str
-) -> SplitTables:
-    """Returns index tables on ``device``, made once per layout, with which ``kernels.split.split`` makes the plans of
-    ``split_tokens`` from counts on the device, so that the host does not wait.
+def split_tables(layout: ExpertLayout, cluster: ClusterSpec, device: torch.device | str) -> SplitTables:
+    """Returns index tables on ``device``, which follow from the layout alone, whatever splits over it.
 
-    Raises ValueError when layout and cluster are not for the same ranks, for ``traffic="exact"`` and for a cap on
-    traffic, which only the host can keep.
+    Raises ValueError when layout and cluster are not for the same ranks.
     """
     if layout.num_ranks != cluster.num_ranks:
         raise ValueError(
             f"the layout is for {layout.num_ranks} ranks, the cluster has {cluster.num_ranks}; "
             "plan both for the same ranks"
         )
-    if config.traffic != "fast":
-        raise ValueError(f"traffic={config.traffic!r} is solved on the host only; use traffic='fast', or split_tokens")
-    if config.max_inter_node is not None:
-        raise ValueError(
-            f"max_inter_node={config.max_inter_node} takes a search over limits, which runs on the host only; "
-            "use max_inter_node=None, or split_tokens"
-        )
     level_LR = levels_of(cluster, nodes_of(cluster))
     return tables_of(layout.expert_RS, layout.num_experts, link_domains_of(cluster), level_LR, device)
 
 
 def device_split(layout: ExpertLayout, cluster: ClusterSpec, config: Split, device: torch.device | str) -> DeviceSplit:
-    """Returns what makes the plans of ``split_tokens`` on ``device``, once per layout. Raises ValueError as
-    ``split_tables`` does, and for a split of the user's own.
+    """Returns what makes the plans of ``split_tokens`` on ``device``, once per layout, so that the host does not wait
+    for counts.
+
+    Raises ValueError as ``split_tables`` does, and for a split that only the host can make.
     """
-    # These tables follow from the layout alone, whatever splits over it.
-    tables = split_tables(layout, cluster, config if isinstance(config, FlowSplit) else FlowSplit(), device)
-    match config:
-        case EvenSplit():
-            return DeviceSplit(tables, even_tables(layout.expert_RS, nodes_of(cluster), device))
-        case Proportional():
-            return DeviceSplit(tables, proportional_tables(tables, layout.replicas_RE))
-        case FlowSplit():
-            return DeviceSplit(tables, None)
-        case Quotas():
-            raise ValueError("split=Quotas() is made by a planner on the hosts; use FlowSplit(), or no most_tokens")
-        case _:
-            raise ValueError(f"split={config.kind} is a split of one's own, which plans on the host; use split_tokens")
+    tables = split_tables(layout, cluster, device)
+    return DeviceSplit(tables, config.device_split(tables, layout, cluster))

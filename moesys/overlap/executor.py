@@ -1,17 +1,73 @@
-"""What runs one micro-batch of one layer on one rank, whatever its overlap: what ``moe`` asks of it.
+"""What runs the micro-batches of a layer, and what computes its experts: the seam between plans and computing.
 
-T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert rows.
+An *executor* is chosen once for a strategy, a device and a group, by the name that its overlap gives. It takes plans: a
+*run* is one micro-batch of one layer, forward and backward. A run asks an ``ExpertCompute`` for its expert rows, chunk
+by chunk: ``experts_cpu`` calls a GEMM for each slot, ``experts_triton`` has kernels for all slots at once. Both promise
+that what is computed of a row does not depend on its chunk, and that weight gradients sum rows in expert order.
+
+T tokens of this rank, H hidden, I expert width, K top-k, C chunks, R ranks, E experts, M arrivals, P expert rows, S
+slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from importlib import import_module
+from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from moesys.overlap.held_experts import ExpertGradients, HeldExperts
+from moesys.balance.plan import LayerPlan
+from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
+from moesys.kernels.cpu.page_pool import PagePool, Scratch
+from moesys.layout import ExpertLayout
+from moesys.load import IntArray
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.frames import Position
+from moesys.overlap.exact_sum import BlockSums
+from moesys.overlap.routes import ChunkRoutes, Routes
+
+
+class ExpertWeights(NamedTuple):
+    """One expert: ``gate_up`` [2I, H], ``down`` [H, I]; or several, stacked: [S, 2I, H], [S, H, I].
+
+    Experts of other libraries may have projections the other way round, no gate, and biases [2I] and [H]; those are
+    never asked for by ``stacked``.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+class HeldExperts(Protocol):
+    """The experts that a rank holds, one a slot; float32 masters are cast just before each use."""
+
+    def __len__(self) -> int: ...
+
+    def by_slot(self) -> Sequence[ExpertWeights]:
+        """Returns them by slot index, in the dtype that they have."""
+
+    def stacked(self) -> ExpertWeights:
+        """Returns all of them in the compute dtype. Each matrix is contiguous, but others may lie between two."""
+
+
+class ExpertGradients(NamedTuple):
+    """Where the weight gradients of all held experts are written, float32: [S, 2I, H] and [S, H, I], each matrix
+    contiguous, but others may lie between two. Biases as in ``ExpertWeights``.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+# --- runs ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -28,8 +84,8 @@ class Saved:
 WaitForExperts = Callable[[], HeldExperts]
 
 
-class Executor(Protocol):
-    """Made for one routing: forward, recomputed or not, and then backward."""
+class MicroBatchRun(Protocol):
+    """One micro-batch of one layer on one rank, for one routing: forward, recomputed or not, and then backward."""
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Returns the output [T, H] in x's dtype, of routing weights float32 [T, K]. ``wait_for_experts`` is called
@@ -48,4 +104,223 @@ class Executor(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Returns (dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into
         ``gradients``, or not computed where that is None.
+        """
+
+
+# --- executors ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """A plan that hosts have made. ``tokens_RCE``: the choices of each rank's chunks for each expert; ``most_tokens``:
+    the tokens of the rank with most.
+    """
+
+    plan: LayerPlan
+    tokens_RCE: IntArray
+    most_tokens: int
+
+
+class DevicePlan(Protocol):
+    """A plan that a device makes. The host waits for it when it reads it."""
+
+    @property
+    def turn(self) -> int:
+        """The number of the micro-batch."""
+
+    def wanted_RE(self) -> Tensor:
+        """Returns the choices of each rank for each expert, int64 [R, E], on the device, once forward is launched."""
+
+    def counts_RE(self) -> IntArray:
+        """Returns ``wanted_RE`` on the host."""
+
+    def entries(self) -> Tensor:
+        """Returns rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``, on the host."""
+
+
+class DeviceLaunch(NamedTuple):
+    """A micro-batch that devices plan. ``check`` waits for the device and raises the errors that the host did not know
+    of when forward was launched; None if it knows all of them by then.
+    """
+
+    run: MicroBatchRun
+    plan: DevicePlan
+    check: Callable[[], None] | None = None
+
+
+class Home(Protocol):
+    """What the layers of a linked model share of an executor's memory."""
+
+    def check(self) -> None:
+        """Waits for the device, and raises the errors of what ran there."""
+
+
+@dataclass
+class LayerContext:
+    """What an executor is chosen for: one layer on one rank. ``memory``: where large tensors lie. ``tell``: takes a
+    sentence about a micro-batch, by its number. ``homes``: what executors of a linked model's layers share, by name.
+    """
+
+    strategy: Strategy
+    shape: ModelShape
+    cluster: ClusterSpec
+    channel: Channel
+    memory: PagePool
+    tell: Callable[..., None]
+    homes: dict[str, Home]
+
+    def sums_of(self, plan: LayerPlan, device: torch.device) -> BlockSums | None:
+        """Returns how weight gradients are summed where layouts may not show; None where they may."""
+        reduction = self.strategy.reduction
+        if not isinstance(reduction, LayoutInvariant):
+            return None
+        channel = self.channel.tagged(self.channel.generation)
+        tell = partial(self.tell, micro_batch=plan.turn)
+        return BlockSums.of(plan.tokens, reduction.block_rows, channel, tell, device)
+
+    def sums_alone(self, tokens_E: Tensor, turn: int) -> BlockSums | None:
+        """Returns ``sums_of`` one rank that has all experts; ``tokens_E``: the choices of each."""
+        reduction = self.strategy.reduction
+        if not isinstance(reduction, LayoutInvariant):
+            return None
+        all_experts = tuple(range(self.shape.num_experts))
+        tell = partial(self.tell, micro_batch=turn)
+        return BlockSums(reduction.block_rows, all_experts, tokens_E, self.channel, tell)
+
+
+class SortedRun(MicroBatchRun, Protocol):
+    """A run on one rank alone."""
+
+    @property
+    def tokens_E(self) -> Tensor:
+        """Returns the choices of each expert, int64 [E], where they were counted."""
+
+    @property
+    def check(self) -> Callable[[], None] | None:
+        """Waits for the device, and raises errors that the host did not know of; None where it knows all of them."""
+
+
+class Executor:
+    """Runs the micro-batches of one layer, which ``planned_by`` plan: "nobody" on one rank alone (``sort``), "hosts"
+    (``run``) or "devices" (``launch``). ``num_chunks``: the chunks in which hosts count tokens.
+    """
+
+    planned_by: Literal["nobody", "hosts", "devices"] = "hosts"
+    num_chunks = 1
+
+    def __init__(self, layer: LayerContext, compute: ExpertCompute) -> None:
+        self.layer, self.compute = layer, compute
+        self.sums_in_blocks = isinstance(layer.strategy.reduction, LayoutInvariant)
+
+    def sort(self, expert_TK: Tensor, turn: int) -> SortedRun:
+        """Returns the run of a micro-batch, number ``turn``, on one rank. Raises ValueError for choices that name no
+        expert, at once or, on a GPU, in a later call.
+        """
+        raise NotImplementedError
+
+    def run(self, expert_TK: Tensor, planned: HostPlan) -> MicroBatchRun:
+        """Returns the run of a plan. A collective."""
+        raise NotImplementedError
+
+    def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> DeviceLaunch:
+        """Launches the plan of the forward ``at`` over ``layout``. A collective."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Waits for the device. Raises errors of micro-batches that the host did not know of when it launched them; by
+        default it knows all of them.
+        """
+
+
+def executor_of(layer: LayerContext, compute: ExpertCompute) -> Executor:
+    """Returns the executor that the layer's overlap names, which computes experts by ``compute``."""
+    channel = layer.channel
+    path = layer.strategy.overlap.executor(channel.num_ranks, channel.num_nodes, compute.by_tables)
+    module, _, name = path.partition(":")
+    # An executor is imported when it is named, so that Triton is loaded only where it runs.
+    executor: Executor = getattr(import_module(module), name)(layer, compute)
+    return executor
+
+
+# --- expert compute -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Rows by arrival. On one rank nothing travels: arrivals are the source's rows themselves, through ``index``."""
+
+    rows: Tensor
+    index: Tensor | None
+    source: Tensor | None = None
+    send_index: Tensor | None = None
+
+    def place(self, arrival_N: Tensor) -> Tensor:
+        """Returns which of ``rows`` these arrivals are."""
+        return arrival_N if self.index is None else self.index[arrival_N]
+
+
+class Workplace(NamedTuple):
+    """Where the tensors of one pass lie: those that last, and those that are overwritten."""
+
+    memory: PagePool
+    scratch: Scratch
+
+
+class BackwardInputs(NamedTuple):
+    """What backward starts from: gradients of the output, tokens and routing weights, float32, by arrival, and
+    pre-activations [P, 2I]. ``gradients``: where ``weight_gradients`` will write, None where it will not be called;
+    ``sums``: how it sums where layouts may not show, into float64.
+    """
+
+    dy: Arrivals
+    x: Arrivals
+    h_P2I: Tensor
+    weight_M: Tensor
+    gradients: ExpertGradients | None
+    sums: BlockSums | None = None
+
+
+class ForwardPass(Protocol):
+    """Forward of one micro-batch, made when its experts are here; asked for every chunk in turn."""
+
+    def experts(self, chunk: ChunkRoutes) -> Tensor:
+        """Returns y [P, H] of the chunk's expert rows, before routing weights."""
+
+    def first_product(self, chunk: ChunkRoutes) -> None:
+        """Computes the chunk's pre-activations, instead of ``experts``."""
+
+    def pre_activations(self) -> Tensor:
+        """Returns h [P, 2I] of all chunks, after the last."""
+
+
+class BackwardPass(Protocol):
+    """Backward of one micro-batch, made when its experts are here; asked for every chunk in turn."""
+
+    def experts(self, chunk: ChunkRoutes) -> tuple[Tensor, Tensor]:
+        """Returns (dx [P, H] of the chunk's expert rows, dweight float32 [M] of its arrivals)."""
+
+    def weight_gradients(self) -> None:
+        """Writes those of every held expert, after the last chunk; zeros for one without rows."""
+
+
+class ExpertCompute(Protocol):
+    """A way to compute experts. ``min_rows``: routes are padded to so many rows of a slot (``build_routes``).
+    ``by_tables``: whether it needs no ``ChunkRows.slots``, which the host knows, but tables that may be on a device.
+    """
+
+    @property
+    def min_rows(self) -> int: ...
+
+    @property
+    def by_tables(self) -> bool: ...
+
+    def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> ForwardPass: ...
+
+    def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> BackwardPass: ...
+
+    def combine(
+        self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
+    ) -> None:
+        """Writes into ``out[t]`` the sum over k = 0..K-1, in that order, of ``rows[place[t, k]]`` times its weight, if
+        any; in float32, rounded once.
         """

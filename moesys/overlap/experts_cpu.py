@@ -17,15 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesys.config import ModelShape
 from moesys.kernels.cpu.page_pool import Scratch
-from moesys.kernels.cpu.row_invariant_gemm import NARROW, RowRule, aligned, is_aligned, matmul_rows
-from moesys.kernels.cpu.row_invariant_ops import RowFunction
-from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
-from moesys.overlap.block_sums import BlockSums
-from moesys.overlap.exact_sum import add_on_grid, largest_size, row_sizes
-from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
-from moesys.overlap.held_experts import ExpertGradients, HeldExperts
-from moesys.overlap.routes import ChunkRows, Routes, SlotRows
+from moesys.kernels.cpu.row_invariant_gemm import NARROW, RowRule, aligned, is_aligned, matmul_rows, projection_rule
+from moesys.kernels.cpu.row_invariant_ops import RowFunction, swiglu, swiglu_backward
+from moesys.overlap.exact_sum import BlockSums, add_on_grid, largest_size, row_sizes
+from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertCompute, ExpertGradients, HeldExperts, Workplace
+from moesys.overlap.routes import ChunkRows, Routes, SlotRows, SortedRoutes
 
 # Combine works on blocks of so many elements, which stay in a core's cache.
 COMBINE_ELEMENTS = 1 << 18
@@ -69,15 +67,15 @@ class CpuExperts:
     def by_tables(self) -> bool:
         return False
 
-    def alone(self, expert_TK: Tensor, num_experts: int) -> None:
-        """Returns None: a GEMM a slot is called with the counts that routes have."""
-
-    def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> CpuForward:
-        width = weights[0].gate_up.shape[int(self.transposed)] if len(weights) else 0
+    def forward(self, routes: Routes | SortedRoutes, x: Arrivals, weights: HeldExperts, at: Workplace) -> CpuForward:
+        experts = weights.by_slot()
+        width = experts[0].gate_up.shape[int(self.transposed)] if len(experts) else 0
         h_P2I = at.memory.empty((routes.num_rows, width), x.rows.dtype, x.rows.device)
         return CpuForward(self, *_projections(weights, None, self.transposed), at, x, h_P2I)
 
-    def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> CpuBackward:
+    def backward(
+        self, routes: Routes | SortedRoutes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace
+    ) -> CpuBackward:
         projections = _projections(weights, inputs.gradients, self.transposed)
         order: Sequence[tuple[int, Tensor | slice, Tensor]] = routes.order
         sums = inputs.sums
@@ -114,6 +112,12 @@ class _Pass:
         self.rule, self.activation, self.norm = experts.rule, experts.activation, experts.norm
         self.up, self.down, self.at, self.scratch, self.h_PU = up, down, at, at.scratch, h_PU
 
+    def _take(self, arrivals: Arrivals, arrival_N: Tensor, name: str) -> Tensor:
+        """Copies arrivals into scratch memory, where they last until the next ones of that name."""
+        index = arrival_N if arrivals.index is None else arrivals.index[arrival_N]
+        taken = self.scratch(name, (len(index), *arrivals.rows.shape[1:]), arrivals.rows.dtype)
+        return torch.index_select(arrivals.rows, 0, index, out=taken)
+
     def _new_rows(self, chunk: ChunkRows, arrivals: Arrivals) -> Tensor:
         """Returns [P, H] of a chunk, uninitialised but for rows that no slot has, which are zeros."""
         size = (chunk.num_rows, arrivals.rows.shape[1])
@@ -135,7 +139,10 @@ class _Pass:
 
     def _weight(self, projection: Projection, slot: SlotRows) -> Tensor:
         """Returns [out, in]; a cast one lasts until the next is cast."""
-        weight = aligned(self.scratch.cast("weight", projection.weight(slot.slot), self.h_PU.dtype))
+        weight = projection.weight(slot.slot)
+        if weight.dtype != self.h_PU.dtype:
+            weight = self.scratch.cast("weight", weight, self.h_PU.dtype)
+        weight = aligned(weight)
         return weight.t() if projection.transposed else weight
 
     def _activations(self, h_NU: Tensor) -> Tensor:
@@ -161,7 +168,7 @@ class CpuForward(_Pass):
     def experts(self, chunk: ChunkRows) -> Tensor:
         y_PH = self._new_rows(chunk, self.x)
         for slots, rows, here in chunk.groups():
-            x_NH, h_NU, y_NH = self.x.take(chunk.gather_P[here], self.scratch, "x"), self.h_PU[rows], y_PH[here]
+            x_NH, h_NU, y_NH = self._take(self.x, chunk.gather_P[here], "x"), self.h_PU[rows], y_PH[here]
             self._multiply(self.up, slots, x_NH, h_NU)
             self._outputs(slots, h_NU, y_NH)
             if self.norm is not None:
@@ -170,7 +177,7 @@ class CpuForward(_Pass):
 
     def first_product(self, chunk: ChunkRows) -> None:
         for slots, rows, here in chunk.groups():
-            self._multiply(self.up, slots, self.x.take(chunk.gather_P[here], self.scratch, "x"), self.h_PU[rows])
+            self._multiply(self.up, slots, self._take(self.x, chunk.gather_P[here], "x"), self.h_PU[rows])
 
     def pre_activations(self) -> Tensor:
         return self.h_PU
@@ -212,7 +219,7 @@ class CpuBackward(_Pass):
         dx_PH, dweight_P = self._new_rows(chunk, self.dy), self.weight_M.new_zeros(chunk.num_rows)
         for slots, rows, here in chunk.groups():
             gather_N = chunk.gather_P[here]
-            h_NU, dy_NH = self.h_PU[rows], self.dy.take(gather_N, scratch, "dy")
+            h_NU, dy_NH = self.h_PU[rows], self._take(self.dy, gather_N, "dy")
             weight_N = self._weights(slots, gather_N)
             if self.norm is not None:
                 # The weight comes behind the norm: what goes on from here is weighted.
@@ -232,19 +239,18 @@ class CpuBackward(_Pass):
             if self.sums is not None:
                 self.sizes_2P[0, rows], self.sizes_2P[1, rows] = row_sizes(dh_NU), row_sizes(wa_NI)
             if self.gradients and not self.later.issuperset(slot.slot for slot in slots):
-                operands = dh_NU, self.x.take(gather_N, scratch, "x"), dy_NH, wa_NI, weight_N
+                operands = dh_NU, self._take(self.x, gather_N, "x"), dy_NH, wa_NI, weight_N
                 for slot, *of_slot in _by_slot(slots, *operands):
                     if slot.slot not in self.later:
                         self._slot_gradients(slot.slot, *(tensor[: slot.valid] for tensor in of_slot))
         return dx_PH, dweight_P[chunk.return_M]
 
     def weight_gradients(self) -> None:
-        scratch = self.scratch
         if self.sums is not None:
             self.grids_S4 = self.sums.agree(self._largest_of_slots(self.sums)).tolist()
         for slot, rows, places in self.order:
             if slot in self.later:
-                x_NH, dy_NH = self.x.take(places, scratch, "x"), self.dy.take(places, scratch, "dy")
+                x_NH, dy_NH = self._take(self.x, places, "x"), self._take(self.dy, places, "dy")
                 dh_NU, wa_NI = self.dh_PU[rows], self.wa_PI[rows]
                 self._slot_gradients(slot, dh_NU, x_NH, dy_NH, wa_NI, self.weight_M[places])
             if self.sums is not None:
@@ -376,12 +382,48 @@ def _projections(
 ) -> tuple[Projection, Projection]:
     """Returns up and down of the layer's experts."""
     dup, ddown, dup_bias, ddown_bias = gradients or (None, None, None, None)
+    experts = weights.by_slot()
 
     def of(name: str) -> Callable[[int], Tensor]:
-        return lambda slot: getattr(weights[slot], name)
+        return lambda slot: getattr(experts[slot], name)
 
-    biased = len(weights) > 0 and weights[0].gate_up_bias is not None
+    biased = len(experts) > 0 and experts[0].gate_up_bias is not None
     return (
         Projection(of("gate_up"), of("gate_up_bias") if biased else None, transposed, dup, dup_bias),
         Projection(of("down"), of("down_bias") if biased else None, transposed, ddown, ddown_bias),
     )
+
+
+@dataclass(frozen=True)
+class ExpertFunction:
+    """What an expert computes between and around its projections.
+
+    ``activation``: SwiGLU, or any other. ``transposed``: projections are [in, out]. ``biases``: both have one.
+    """
+
+    activation: RowFunction = SWIGLU
+    transposed: bool = False
+    biases: bool = False
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Triton's kernels compute it."""
+        return self.activation is SWIGLU and not self.transposed and not self.biases
+
+
+OURS = ExpertFunction()
+
+
+def experts_on_device(
+    shape: ModelShape, dtype: torch.dtype, device_type: str, function: ExpertFunction = OURS
+) -> ExpertCompute:
+    """Returns Triton's kernels on a GPU where they compute ``function``, and a GEMM a slot elsewhere."""
+    if device_type == "cuda" and function.has_kernels:
+        # Here, so that Triton is loaded only where it runs.
+        from moesys.overlap.experts_triton import TritonExperts
+
+        return TritonExperts()
+    H, I = shape.hidden_size, shape.intermediate_size
+    up = projection_rule(H, function.activation.halves * I, dtype, device_type, function.transposed)
+    down = projection_rule(I, H, dtype, device_type, function.transposed)
+    return CpuExperts(RowRule.all_of([up, down]), function.activation, transposed=function.transposed)

@@ -11,26 +11,198 @@ T tokens or arrivals of a chunk, K entries of each, P = T·K expert rows, M arri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.experts.activation_gradient import activation_gradient
-from moesys.kernels.experts.block_gradient import block_gradient
-from moesys.kernels.experts.combine import combine
+from moesys.kernels.experts.experts import (
+    ExpertMatrices,
+    Kept,
+    experts_backward,
+    experts_forward,
+    experts_recomputed,
+    hidden_gradients,
+    input_gradient,
+)
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
-from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
-from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
+from moesys.kernels.experts.tile_tuner import INTERPRETED, SINGLE, blocks_of
+from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size, tile_table
+from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, block_gradient, weight_gradient
+from moesys.kernels.host_copies import HostCopy, to_device
 from moesys.kernels.routing.routing import Routing, route
-from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
-from moesys.overlap.held_experts import HeldExperts
-from moesys.overlap.routes import ChunkRoutes, Routes
-from moesys.overlap.single_rank import ACTIVATION, SingleRankExecutor, agreed_blocks
+from moesys.overlap.exact_sum import BlockSums, largest_by_slot, row_sizes_on_device
+from moesys.overlap.executor import (
+    Arrivals,
+    BackwardInputs,
+    Executor,
+    ExpertCompute,
+    ExpertGradients,
+    HeldExperts,
+    LayerContext,
+    Saved,
+    WaitForExperts,
+    Workplace,
+)
+from moesys.overlap.routes import ChunkRoutes, Routes, no_expert
+
+ACTIVATION = "swiglu"
+
+
+class SingleRankExecutor(Executor):
+    """Runs the micro-batches of one rank alone, whose counts stay on the device until they are read."""
+
+    planned_by = "nobody"
+
+    def __init__(self, layer: LayerContext, compute: ExpertCompute) -> None:
+        super().__init__(layer, compute)
+        # For each micro-batch: the number of choices that name an expert, which the device counts, and of all choices.
+        self._counted: deque[tuple[HostCopy, int]] = deque()
+
+    def sort(self, expert_TK: Tensor, turn: int) -> SingleRankRun:
+        layer = self.layer
+        with layer.channel.meter.planning():
+            routing = route(expert_TK, layer.shape.num_experts)
+        if not (expert_TK.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._counted.append((HostCopy(routing.first_G1[-1:]), expert_TK.numel()))
+            # While a graph is captured, to ask whether a count has arrived would break the capture.
+            self.check(wait=False)
+        run = SingleRankRun(routing, check=self.check)
+        sums = layer.sums_alone(run.tokens_E, turn)
+        return run if sums is None else replace(run, sums=sums)
+
+    def check(self, wait: bool = True) -> None:
+        """Raises ValueError if a micro-batch whose count has arrived had choices that name no expert. With ``wait`` the
+        host waits for the counts of all micro-batches.
+        """
+        while self._counted and (wait or self._counted[0][0].ready()):
+            counted, choices = self._counted.popleft()
+            lost = choices - int(counted.read()[0])
+            if not lost:
+                continue
+            self._counted.clear()
+            found = f"expert_TK has choices that name no expert ({lost} of {choices})"
+            raise no_expert(found, self.layer.shape.num_experts, self.layer.channel.identity.layer)
+
+
+@dataclass(frozen=True)
+class SingleRankRun:
+    """Runs one micro-batch of one layer, whose rows are ``routing``'s, one group an expert. ``sums``: of weight
+    gradients, where nothing may show that it is one rank.
+
+    It records no spans: the host only launches, and does not know when the device computes.
+    """
+
+    routing: Routing
+    sums: BlockSums | None = None
+    check: Callable[[], None] | None = None
+
+    @property
+    def tokens_E(self) -> Tensor:
+        """Choices of each expert, int64 [E], on the device."""
+        return self.routing.first_G1.diff().long()
+
+    def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
+        """Returns the output [T, H] in x's dtype."""
+        x_TH = x_TH.contiguous()
+        gate_up_S2IH, down_SHI = wait_for_experts().stacked()[:2]
+        y_TH, kept = experts_forward(
+            x_TH,
+            self.routing,
+            weight_TK.contiguous(),
+            self._matrices(gate_up_S2IH, down_SHI),
+            self._blocks(x_TH, down_SHI),
+        )
+        return y_TH, Saved(x_TH, kept.h_PU, weight_TK)
+
+    def recompute(
+        self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
+    ) -> tuple[Tensor | None, Saved]:
+        """Returns what ``forward`` does, but no output that is not ``read``."""
+        if read:
+            return self.forward(x_TH, weight_TK, wait_for_experts)
+        x_TH = x_TH.contiguous()
+        gate_up_S2IH, down_SHI = wait_for_experts().stacked()[:2]
+        experts, blocks = self._matrices(gate_up_S2IH, down_SHI), self._blocks(x_TH, down_SHI)
+        kept = experts_recomputed(x_TH, self.routing, weight_TK.shape[1], experts, blocks)
+        return None, Saved(x_TH, kept.h_PU, weight_TK)
+
+    def backward(
+        self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (dx [T, H], dweight float32 [T, K]); every expert's weight gradients are written into ``gradients``,
+        or not computed where that is None.
+        """
+        gate_up_S2IH, down_SHI = wait_for_experts().stacked()[:2]
+        weight_TK, experts = saved.weight_TK.contiguous(), self._matrices(gate_up_S2IH, down_SHI)
+        kept, blocks = Kept(saved.h_P2I, self.routing), self._blocks(dy_TH, down_SHI)
+        if gradients is not None and self.sums is not None:
+            return self._backward_in_blocks(dy_TH, saved.arrivals_MH, weight_TK, experts, kept, blocks, gradients)
+        found = experts_backward(
+            dy_TH,
+            saved.arrivals_MH,
+            weight_TK,
+            experts,
+            kept,
+            blocks,
+            None if gradients is None else torch.float32,
+            (None, None) if gradients is None else gradients[:2],
+        )
+        return found.dx_TH, found.dweight_TK
+
+    def _backward_in_blocks(
+        self,
+        dy_TH: Tensor,
+        x_TH: Tensor,
+        weight_TK: Tensor,
+        experts: ExpertMatrices,
+        kept: Kept,
+        blocks: TileConfigs,
+        gradients: ExpertGradients,
+    ) -> tuple[Tensor, Tensor]:
+        """``experts_backward``, but for how rows are summed."""
+        assert self.sums is not None
+        routing, top_k, tile = self.routing, weight_TK.shape[1], blocks.weight_gradient
+        dh_PU, wa_PI, dweight_TK, tiles = hidden_gradients(dy_TH, weight_TK, experts, kept, blocks)
+        groups = OrderedGroups(routing.entry_P, routing.first_G1, groups_by_size(routing.first_G1))
+        of_up, of_down = agreed_blocks(self.sums, groups, top_k, (x_TH, dy_TH), (dh_PU, wa_PI))
+        block_gradient(dy_TH, wa_PI, groups, top_k, "left", of_down, tile, gradients.down)
+        del wa_PI
+        dx_TH = input_gradient(dh_PU, experts, routing, tiles, blocks)
+        block_gradient(dh_PU, x_TH, groups, top_k, "right", of_up, tile, gradients.gate_up)
+        return dx_TH, dweight_TK
+
+    def _matrices(self, gate_up_S2IH: Tensor, down_SHI: Tensor) -> ExpertMatrices:
+        """The expert of each group: itself."""
+        first_G1 = self.routing.first_G1
+        expert_G = torch.arange(len(first_G1) - 1, dtype=torch.int32, device=first_G1.device)
+        return ExpertMatrices(gate_up_S2IH, down_SHI, expert_G, ACTIVATION)
+
+    def _blocks(self, like: Tensor, down_SHI: Tensor) -> TileConfigs:
+        return blocks_of(ShapeClass.of(like, down_SHI, len(self.routing.entry_P), ACTIVATION), like.device)
+
+
+def agreed_blocks(
+    sums: BlockSums, groups: OrderedGroups, top_k: int, by_token: tuple[Tensor, Tensor], by_row: tuple[Tensor, Tensor]
+) -> tuple[RowBlocks, RowBlocks]:
+    """Returns how the gradients of ``gate_up`` and ``down`` are summed. A collective. ``by_token``: x and dy [T, H];
+    ``by_row``: gradients of pre-activations and weighted activations, in order of ``groups``.
+    """
+    token_P = (groups.entry_P // top_k).clamp_min(0)
+    of_tokens, of_rows = ([row_sizes_on_device(rows) for rows in sides] for sides in (by_token, by_row))
+    sizes_P = [*(sizes[token_P] for sizes in of_tokens), *of_rows]
+    # Kernels know no biases, and so ask nothing about routing weights.
+    largest_S5 = functional.pad(largest_by_slot(groups.first_G1, *sizes_P), (0, 1))
+    up_S, down_S, *_ = sums.agree(largest_S5).unbind(dim=1)
+    return RowBlocks(sums.block_rows, up_S.contiguous()), RowBlocks(sums.block_rows, down_S.contiguous())
 
 
 @dataclass(frozen=True)
@@ -47,9 +219,6 @@ class TritonExperts:
     @property
     def min_rows(self) -> int:
         return 1
-
-    def alone(self, expert_TK: Tensor, num_experts: int) -> SingleRankExecutor:
-        return SingleRankExecutor(route(expert_TK, num_experts))
 
     def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> TritonForward:
         return TritonForward(routes, x, weights)
@@ -219,3 +388,32 @@ def _routing(routes: Routes, chunk: ChunkRoutes, arrivals: Arrivals) -> Routing:
         row_TK = chunk.return_M[chunk.home_TK]
         entry_P = routes.send_row_N[chunk.gather_P] - chunk.tokens[0] * row_TK.shape[1]
     return Routing(entry_P.int(), row_TK.int(), chunk.first_S1)
+
+
+def token_product(x_TA: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
+    """Returns x @ weight [T, B] in their dtype, of ``weight`` [A, B], or [B, A] where it is ``transposed``."""
+    if not len(x_TA):
+        return x_TA.new_empty(0, weight.shape[0 if transposed else 1])
+    tile, (first_2, only_1) = _tile_of(x_TA), _one_group(x_TA)
+    tiles = tile_table(first_2, len(x_TA), tile.rows)
+    return grouped_gemm(x_TA.contiguous(), weight[None], first_2, tiles, only_1, tile, transposed=transposed)
+
+
+def token_gradient(dy_TB: Tensor, x_TA: Tensor, num_tokens: int, grid: Tensor) -> Tensor:
+    """Returns dyᵀ @ x summed over blocks of ``num_tokens``, float64 [B, A], on ``grid``, a float64 on the device."""
+    first_2, only_1 = _one_group(x_TA)
+    groups = OrderedGroups(torch.arange(len(x_TA), dtype=torch.int32, device=x_TA.device), first_2, only_1)
+    blocks = RowBlocks(num_tokens, grid.view(1))
+    return block_gradient(dy_TB, x_TA, groups, 1, "right", blocks, _tile_of(x_TA))[0]
+
+
+def _one_group(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the one group of all rows begins and ends, and its number."""
+    device = rows.device
+    return to_device([0, len(rows)], device, torch.int32), torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _tile_of(rows: Tensor) -> TileConfig:
+    if rows.device.type == "cpu":
+        return INTERPRETED
+    return SINGLE if rows.dtype == torch.float32 else TileConfig()

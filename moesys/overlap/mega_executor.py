@@ -22,34 +22,95 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesys.collectives import guarded
-from moesys.config import MegaKernel, ModelShape
-from moesys.kernels.experts.block_gradient import block_gradient
+from moesys.config import ModelShape
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tiles import groups_by_size
-from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, block_gradient, weight_gradient
 from moesys.kernels.host_copies import to_device
-from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange
-from moesys.kernels.mega.exchange import Replicas, most_flags, publish, regions
+from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange, publish
+from moesys.kernels.mega.exchange import Replicas, most_flags, regions
 from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
 from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
 from moesys.kernels.mega.point import blocks_at
-from moesys.kernels.mega.task_times import TaskTimes
+from moesys.kernels.mega.task_times import TaskTime, TaskTimes
 from moesys.kernels.split.tables import IntArray
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts
 from moesys.kernels.symmetric.heap import ArenaLayout, Heap, require_no_capture
 from moesys.layout import ExpertLayout, TokenPlan
-from moesys.overlap.block_sums import BlockSums
-from moesys.overlap.comm.record import Recorder, stage
-from moesys.overlap.device_split import DeviceSplit, PendingPlan
-from moesys.overlap.executor import Saved, WaitForExperts
-from moesys.overlap.experts_triton import ACTIVATION
-from moesys.overlap.held_experts import ExpertGradients, HeldExperts
+from moesys.overlap.comm.frames import Position, call_bits
+from moesys.overlap.comm.record import Record, Recorder, stage
+from moesys.overlap.device_split import DeviceSplit, PendingPlan, RowLimit, device_split, require_rows, room_for_rows
+from moesys.overlap.exact_sum import BlockSums
+from moesys.overlap.executor import (
+    DeviceLaunch,
+    Executor,
+    ExpertCompute,
+    ExpertGradients,
+    HeldExperts,
+    HostPlan,
+    LayerContext,
+    Saved,
+    WaitForExperts,
+)
+from moesys.overlap.experts_triton import ACTIVATION, agreed_blocks
 from moesys.overlap.routes import held_experts
-from moesys.overlap.row_limit import RowLimit, require_rows, room_for_rows
-from moesys.overlap.single_rank import agreed_blocks
 from moesys.overlap.stages import Stages, at_once
-from moesys.overlap.task_spans import task_spans
+
+
+def task_spans(tasks: Sequence[TaskTime], expert_G: Sequence[int]) -> Iterator[Record]:
+    """Of each task ``wait``, from when it was taken until it was ready, and then its kind, by when they began.
+
+    ``expert_G``: the expert of each group of the rank.
+    """
+    for task in sorted(tasks, key=lambda task: task.start_us):
+        lane = f"program {task.program:03d}"
+        detail = task.launch if task.group < 0 else f"{task.launch}, expert {expert_G[task.group]}"
+        yield Record(lane, "wait", task.start_us, task.ready_us, f"{task.kind}, {detail}")
+        yield Record(lane, task.kind, task.ready_us, task.end_us, detail)
+
+
+class MegaExecutor(Executor):
+    """Runs plans of hosts, or of devices where ``Strategy.plans_on_device`` allows it: then counts travel, and the plan
+    is made, in the forward of a MegaKernel.
+    """
+
+    def __init__(self, layer: LayerContext, compute: ExpertCompute) -> None:
+        super().__init__(layer, compute)
+        self.overlap = cast(MegaKernel, layer.strategy.overlap)
+        if layer.strategy.plans_on_device:
+            self.planned_by = "devices"
+        # Tables of the newest layout, on the device since it was settled.
+        self._tables: tuple[ExpertLayout, DeviceSplit, Replicas] | None = None
+
+    def run(self, expert_TK: Tensor, planned: HostPlan) -> MegaKernelRun:
+        layer, channel = self.layer, self.layer.channel
+        tokens, home = planned.plan.tokens, self._home(expert_TK.device)
+        at = (expert_TK, tokens, channel.rank, planned.most_tokens, channel.recorder)
+        run = plan_mega(self.overlap, layer.shape, home, *at)
+        run.sums = layer.sums_of(planned.plan, expert_TK.device)
+        return run
+
+    def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> DeviceLaunch:
+        layer, channel, device = self.layer, self.layer.channel, expert_TK.device
+        with channel.meter.planning():
+            if self._tables is None or self._tables[0] is not layout:
+                split = device_split(layout, layer.cluster, layer.strategy.split, device)
+                self._tables = layout, split, replicas_of(layout, channel.rank, device)
+            _, split, replicas = self._tables
+            parts = (expert_TK, split, replicas, at.number, channel.recorder)
+            run, pending = plan_mega_later(self.overlap, layer.shape, self._home(device), *parts)
+        pending.call = call_bits(channel.identity, at)
+        channel.generation += 1
+        return DeviceLaunch(run, pending, pending.check)
+
+    def _home(self, device: torch.device) -> MegaHome:
+        """Returns where the MegaKernels of a linked model's layers meet, made when the first one runs."""
+        channel, homes = self.layer.channel, self.layer.homes
+        if "mega" not in homes:
+            homes["mega"] = MegaHome(channel.group, device, self.overlap.timeout_s or channel.timeout_s)
+        return cast(MegaHome, homes["mega"])
 
 
 class MegaHome:
@@ -117,7 +178,7 @@ def plan_mega(
     rank: int,
     most_tokens: int,
     recorder: Recorder | None = None,
-) -> MegaExecutor:
+) -> MegaKernelRun:
     """The executor of one micro-batch; ``most_tokens``: of any rank. Collective.
 
     Raises ValueError, on all ranks alike, where one would get more rows than ``overlap.rows_cap`` allows, or tiles
@@ -128,7 +189,7 @@ def plan_mega(
     replicas = replicas_of(plan.layout, rank, device)
     blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), device)
     blocks.require_warpgroups(getattr(torch, model.dtype), device)
-    return MegaExecutor(
+    return MegaKernelRun(
         expert_TK,
         model.num_experts,
         tokens_by_replica(plan, device),
@@ -151,7 +212,7 @@ def plan_mega_later(
     replicas: Replicas,
     turn: int,
     recorder: Recorder | None = None,
-) -> tuple[MegaExecutor, PendingPlan]:
+) -> tuple[MegaKernelRun, PendingPlan]:
     """The executor of one micro-batch, and its plan, which forward makes on the device as ``split`` says, for at most
     ``overlap.most_tokens`` on any rank. Collective where the home has no room yet; else no rank waits for another here.
 
@@ -168,7 +229,7 @@ def plan_mega_later(
     memory = home.memory(model, most_tokens, flags)
     room = room_for_rows(overlap, most_tokens, model.top_k, home.num_ranks)
     pending = PendingPlan(split, turn, home.limit, room, most_tokens * model.top_k)
-    executor = MegaExecutor(expert_TK, model.num_experts, pending, replicas, room, memory, blocks, overlap, recorder)
+    executor = MegaKernelRun(expert_TK, model.num_experts, pending, replicas, room, memory, blocks, overlap, recorder)
     return executor, pending
 
 
@@ -191,7 +252,7 @@ def _blocks_and_flags(
 
 
 @dataclass
-class MegaExecutor:
+class MegaKernelRun:
     """Runs one micro-batch of one layer on one rank by MegaKernels.
 
     ``plan``: the host's, int64 [R, P], or one that each forward makes of all ranks' counts. ``list_RP``: of the host's,

@@ -18,9 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moesys.kernels.host_copies import to_device
@@ -121,6 +123,41 @@ class Routes:
     num_arrivals: int
     num_rows: int
 
+    @property
+    def routes(self) -> Routes:
+        """These: hosts know them at once."""
+        return self
+
+
+@dataclass(frozen=True)
+class SortedRoutes:
+    """The rows of one rank alone, in one chunk, of which each choice t·K + k is an arrival."""
+
+    chunk: ChunkRows
+    tokens_E: IntArray
+    top_k: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.chunk.num_rows
+
+    @property
+    def chunks(self) -> tuple[ChunkRows, ...]:
+        return (self.chunk,)
+
+    @property
+    def order(self) -> tuple[()]:
+        """Empty, as for routes with one chunk."""
+        return ()
+
+
+class PlannedRoutes(Protocol):
+    """Routes that may be on their way to the host."""
+
+    @property
+    def routes(self) -> Routes:
+        """Waits for the routes and returns them."""
+
 
 def chunk_bounds(num_tokens: int, num_chunks: int) -> list[int]:
     """Returns the token boundaries of the chunks, C + 1 of them."""
@@ -131,6 +168,14 @@ def chunk_counts(expert_TK: Tensor, num_experts: int, num_chunks: int) -> Tensor
     """Counts the rows of each chunk for each expert, int64 [C, E]."""
     bounds = chunk_bounds(expert_TK.shape[0], num_chunks)
     return torch.stack([torch.bincount(expert_TK[a:b].reshape(-1), minlength=num_experts) for a, b in pairwise(bounds)])
+
+
+def invalid_id(expert_TK: Tensor, num_experts: int) -> int | None:
+    """Returns an id that names no expert; None if there is none."""
+    if not expert_TK.numel():
+        return None
+    least, most = (int(each) for each in expert_TK.aminmax())
+    return least if least < 0 else most if most >= num_experts else None
 
 
 def no_expert(found: str, num_experts: int | None = None, layer: int = -1) -> ValueError:
@@ -167,116 +212,196 @@ def build_routes(
     padded to at least so many (``kernels.cpu.row_invariant_gemm``); none stay none.
     """
     num_chunks, num_ranks, num_experts = tokens_CRE.shape
-    num_tokens, top_k = expert_TK.shape
+    top_k, device = expert_TK.shape[1], expert_TK.device
     expert_N = expert_TK.reshape(-1).cpu().numpy()
-    slot_RE = _slot_table(plan, num_experts)
-    source, expert, destination, tokens = plan.entries.T
-    entry_CN = _entries_by_chunk(tokens_CRE, source, expert, tokens)
-
-    outgoing = source == rank
-    incoming = destination == rank
-    wire = np.lexsort((slot_RE[destination[outgoing], expert[outgoing]], destination[outgoing]))
-    arriving_source, arriving_slot = source[incoming], slot_RE[rank, expert[incoming]]
-    gate = np.full(len(arriving_source), -1) if gate_R is None else gate_R[arriving_source]
-    arrival = np.lexsort((arriving_slot, arriving_source, gate))
-    by_gate = (gate >= 0) & collect
-    going_home = np.lexsort((arriving_slot, arriving_source, np.where(by_gate, gate, arriving_source), by_gate))
-    by_slot = np.lexsort((arriving_source, arriving_slot))
-
-    device = expert_TK.device
-
-    def first_rows(lengths: IntArray) -> Tensor:
-        return to_device(np.append(0, np.cumsum(lengths)), device, torch.int32)
-
-    bounds = chunk_bounds(num_tokens, num_chunks)
-    held = held_experts(plan.layout.experts_of(rank))
+    entries = _entries_of(plan, rank, num_experts, gate_R, collect)
+    entry_CN = _entries_by_chunk(tokens_CRE, *plan.entries[:, [0, 1, 3]].T)
+    num_slots = len(held_experts(plan.layout.experts_of(rank)))
+    bounds = chunk_bounds(len(expert_TK), num_chunks)
     chunks: list[ChunkRoutes] = []
     send_rows: list[IntArray] = []
-    destinations: list[IntArray] = []
-    sources: list[IntArray] = []
-    row_starts: list[IntArray] = []
-    arrival_starts: list[IntArray] = []
+    starts: list[tuple[IntArray, IntArray]] = []
     num_rows = num_arrivals = 0
-    for chunk in range(num_chunks):
-        first, last = bounds[chunk], bounds[chunk + 1]
+    for chunk, (first, last) in enumerate(pairwise(bounds)):
+        sent, came = entry_CN[chunk, entries.outgoing], entry_CN[chunk, entries.incoming]
         sorted_rows = np.argsort(expert_N[first * top_k : last * top_k], kind="stable") + first * top_k
-        sent = entry_CN[chunk, outgoing]
-        send_row = sorted_rows[ranges(exclusive(sent)[wire], sent[wire])]
+        send_row = sorted_rows[ranges(exclusive(sent)[entries.wire], sent[entries.wire])]
         home = np.empty(len(send_row), dtype=np.int64)
         home[send_row - first * top_k] = np.arange(len(send_row))
-
-        came = entry_CN[chunk, incoming]
-        came_start = np.empty_like(came)
-        came_start[arrival] = exclusive(came[arrival])
-        valid = np.bincount(arriving_slot, weights=came, minlength=len(held)).astype(np.int64)
-        padded = np.where(valid > 0, np.maximum(valid, min_rows), 0)
-        slot_start = exclusive(padded)
-        # A slot's blocks, one a source, follow one another from the slot's start.
-        block_start = np.empty_like(came)
-        block_start[by_slot] = exclusive(came[by_slot])
-        block_start += (slot_start - exclusive(valid))[arriving_slot]
-        real = ranges(came_start[by_slot], came[by_slot])
-        place = ranges(block_start[by_slot], came[by_slot])
-        gather = np.empty(int(padded.sum()), dtype=np.int64)
-        for slot in np.flatnonzero(padded > valid):
-            filler = real[exclusive(valid)[slot]]
-            gather[slot_start[slot] + valid[slot] : slot_start[slot] + padded[slot]] = filler
-        gather[place] = real
-        returns = np.empty(len(real), dtype=np.int64)
-        returns[real] = place
-
+        arrived = _arrived(entries, came, num_slots, min_rows)
         chunks.append(
             ChunkRoutes(
                 tokens=(first, last),
                 sent=(first * top_k, last * top_k),
-                arrivals=(num_arrivals, num_arrivals + len(real)),
-                rows=(num_rows, num_rows + len(gather)),
-                send_counts_R=totals(destination[outgoing], sent, num_ranks),
-                arrive_counts_R=totals(arriving_source, came, num_ranks),
+                arrivals=(num_arrivals, num_arrivals + len(arrived.returns)),
+                rows=(num_rows, num_rows + len(arrived.gather)),
+                send_counts_R=totals(entries.destination_N, sent, num_ranks),
+                arrive_counts_R=totals(entries.source_N, came, num_ranks),
                 slots=tuple(
-                    SlotRows(slot, num_rows + int(slot_start[slot]), int(valid[slot]), int(padded[slot]))
-                    for slot in np.flatnonzero(valid).tolist()
+                    SlotRows(slot, num_rows + start, valid, padded)
+                    for slot, (start, valid, padded) in enumerate(arrived.slots_S3.tolist())
+                    if valid
                 ),
-                first_S1=first_rows(padded),
-                gather_P=to_device(gather + num_arrivals, device),
-                return_M=to_device(returns, device),
-                home_TK=to_device(home.reshape(last - first, top_k), device),
-                combine_M=to_device(returns[ranges(came_start[going_home], came[going_home])], device),
+                first_S1=_first_rows(arrived.slots_S3[:, 2], device),
+                gather_P=_on(arrived.gather + num_arrivals, device),
+                return_M=_on(arrived.returns, device),
+                home_TK=_on(home.reshape(last - first, top_k), device),
+                combine_M=_on(arrived.going_home, device),
             )
         )
         send_rows.append(send_row)
-        destinations.append(np.repeat(destination[outgoing][wire], sent[wire]))
-        sources.append(np.repeat(arriving_source[arrival], came[arrival]))
-        row_starts.append(block_start + num_rows)
-        arrival_starts.append(came_start + num_arrivals)
-        num_rows += len(gather)
-        num_arrivals += len(real)
+        starts.append((arrived.row_start_N + num_rows, arrived.start_N + num_arrivals))
+        num_rows += len(arrived.gather)
+        num_arrivals += len(arrived.returns)
+    return _joined(entries, chunks, np.concatenate(send_rows), entry_CN, starts, num_slots)
 
-    came_CN = entry_CN[:, incoming]
+
+@dataclass(frozen=True)
+class _Entries:
+    """The entries of a plan that one rank sends, [outgoing], and that it receives, [incoming], in the plan's order.
+
+    wire: outgoing ones in wire order. arrival, going_home, by_slot: incoming ones as they arrive, as they go home, and
+    by slot.
+    """
+
+    outgoing: NDArray[np.bool_]
+    incoming: NDArray[np.bool_]
+    destination_N: IntArray
+    source_N: IntArray
+    slot_N: IntArray
+    wire: IntArray
+    arrival: IntArray
+    going_home: IntArray
+    by_slot: IntArray
+
+
+def _entries_of(plan: TokenPlan, rank: int, num_experts: int, gate_R: IntArray | None, collect: bool) -> _Entries:
+    source, expert, destination, _ = plan.entries.T
+    slot_RE = _slot_table(plan, num_experts)
+    outgoing, incoming = source == rank, destination == rank
+    destination_N, source_N = destination[outgoing], source[incoming]
+    slot_N = slot_RE[rank, expert[incoming]]
+    gate_N = np.full(len(source_N), -1) if gate_R is None else gate_R[source_N]
+    by_gate_N = (gate_N >= 0) & collect
+    return _Entries(
+        outgoing,
+        incoming,
+        destination_N,
+        source_N,
+        slot_N,
+        wire=np.lexsort((slot_RE[destination_N, expert[outgoing]], destination_N)),
+        arrival=np.lexsort((slot_N, source_N, gate_N)),
+        going_home=np.lexsort((slot_N, source_N, np.where(by_gate_N, gate_N, source_N), by_gate_N)),
+        by_slot=np.lexsort((source_N, slot_N)),
+    )
+
+
+class _ChunkArrivals(NamedTuple):
+    """What arrives of one chunk, rows and arrivals counted from the chunk's first. start_N, row_start_N: the first
+    arrival and expert row of each incoming entry. slots_S3: each slot's first row, rows, and rows with padding.
+    """
+
+    start_N: IntArray
+    row_start_N: IntArray
+    slots_S3: IntArray
+    gather: IntArray
+    returns: IntArray
+    going_home: IntArray
+
+
+def _arrived(entries: _Entries, came: IntArray, num_slots: int, min_rows: int) -> _ChunkArrivals:
+    """Returns what arrives of a chunk, of which ``came`` are the rows of each incoming entry."""
+    by_slot, arrival, going_home = entries.by_slot, entries.arrival, entries.going_home
+    start_N = np.empty_like(came)
+    start_N[arrival] = exclusive(came[arrival])
+    valid = np.bincount(entries.slot_N, weights=came, minlength=num_slots).astype(np.int64)
+    padded = np.where(valid > 0, np.maximum(valid, min_rows), 0)
+    slot_start, first_valid = exclusive(padded), exclusive(valid)
+    # A slot's blocks, one a source, follow one another from the slot's start.
+    row_start_N = np.empty_like(came)
+    row_start_N[by_slot] = exclusive(came[by_slot])
+    row_start_N += (slot_start - first_valid)[entries.slot_N]
+    real, place = ranges(start_N[by_slot], came[by_slot]), ranges(row_start_N[by_slot], came[by_slot])
+    gather = np.empty(int(padded.sum()), dtype=np.int64)
+    for slot in np.flatnonzero(padded > valid):
+        gather[slot_start[slot] + valid[slot] : slot_start[slot] + padded[slot]] = real[first_valid[slot]]
+    gather[place] = real
+    returns = np.empty(len(real), dtype=np.int64)
+    returns[real] = place
+    home = returns[ranges(start_N[going_home], came[going_home])]
+    return _ChunkArrivals(start_N, row_start_N, np.stack([slot_start, valid, padded], axis=1), gather, returns, home)
+
+
+def _joined(
+    entries: _Entries,
+    chunks: Sequence[ChunkRoutes],
+    send_row_N: IntArray,
+    entry_CN: IntArray,
+    starts: Sequence[tuple[IntArray, IntArray]],
+    num_slots: int,
+) -> Routes:
+    """Returns the routes of all chunks. ``starts``: the first rows and arrivals of each chunk's incoming entries."""
+    device, top_k = chunks[0].gather_P.device, chunks[0].home_TK.shape[1]
+    sent_CN, came_CN = entry_CN[:, entries.outgoing], entry_CN[:, entries.incoming]
+    destinations = [np.repeat(entries.destination_N[entries.wire], sent[entries.wire]) for sent in sent_CN]
+    sources = [np.repeat(entries.source_N[entries.arrival], came[entries.arrival]) for came in came_CN]
     order: tuple[tuple[int, Tensor, Tensor], ...] = ()
     order_row_P = order_arrival_P = torch.empty(0, dtype=torch.int64, device=device)
-    if num_chunks > 1:
-        slots, rows, arrivals = _expert_order(
-            arriving_slot, by_slot, came_CN, np.array(row_starts), np.array(arrival_starts)
-        )
-        order_row_P, order_arrival_P = to_device(rows, device), to_device(arrivals, device)
+    if len(chunks) > 1:
+        row_CN, arrival_CN = map(np.array, zip(*starts, strict=True))
+        slots, rows, arrivals = _expert_order(entries.slot_N, entries.by_slot, came_CN, row_CN, arrival_CN)
+        order_row_P, order_arrival_P = _on(rows, device), _on(arrivals, device)
         lengths = [length for _, length in slots]
         by_slots = zip(slots, order_row_P.split(lengths), order_arrival_P.split(lengths), strict=True)
         order = tuple((slot, rows, arrivals) for (slot, _), rows, arrivals in by_slots)
-    send_row_N = np.concatenate(send_rows)
+    rows_S = np.bincount(entries.slot_N, weights=came_CN.sum(axis=0), minlength=num_slots)
     return Routes(
         chunks=tuple(chunks),
-        send_token_N=to_device(send_row_N // top_k, device),
-        send_row_N=to_device(send_row_N, device),
-        by_destination_N=to_device(np.argsort(np.concatenate(destinations), kind="stable"), device),
-        by_source_M=to_device(np.argsort(np.concatenate(sources), kind="stable"), device),
+        send_token_N=_on(send_row_N // top_k, device),
+        send_row_N=_on(send_row_N, device),
+        by_destination_N=_on(np.argsort(np.concatenate(destinations), kind="stable"), device),
+        by_source_M=_on(np.argsort(np.concatenate(sources), kind="stable"), device),
         order=order,
         order_row_P=order_row_P,
         order_arrival_P=order_arrival_P,
-        first_S1=first_rows(np.bincount(arriving_slot, weights=came_CN.sum(axis=0), minlength=len(held))),
-        num_arrivals=num_arrivals,
-        num_rows=num_rows,
+        first_S1=_first_rows(rows_S, device),
+        num_arrivals=chunks[-1].arrivals[1],
+        num_rows=chunks[-1].rows[1],
     )
+
+
+def _first_rows(lengths: IntArray, device: torch.device) -> Tensor:
+    return _on(np.append(0, np.cumsum(lengths)), device, torch.int32)
+
+
+def sort_rows(expert_TK: Tensor, num_experts: int, min_rows: int) -> SortedRoutes:
+    """Returns the rows of one rank alone, whose choices are ``expert_TK``: what ``build_routes`` gives one rank, but
+    that an arrival is a choice. ``min_rows``: as in ``build_routes``.
+    """
+    expert_N = expert_TK.reshape(-1).cpu().numpy()
+    # Small integers are sorted by their digits.
+    small_N = expert_N.astype(np.uint16) if num_experts <= 1 << 16 else expert_N
+    sorted_N, valid_E = np.argsort(small_N, kind="stable"), np.bincount(expert_N, minlength=num_experts)
+    padded_E = np.where(valid_E > 0, np.maximum(valid_E, min_rows), 0)
+    start_E, first_E = exclusive(padded_E), exclusive(valid_E)
+    gather, place = sorted_N, np.arange(len(sorted_N))
+    if len(padding := np.flatnonzero(padded_E > valid_E)):
+        place = ranges(start_E, valid_E)
+        gather = np.empty(int(padded_E.sum()), dtype=np.int64)
+        for expert in padding:
+            end = start_E[expert] + padded_E[expert]
+            gather[start_E[expert] + valid_E[expert] : end] = sorted_N[first_E[expert]]
+        gather[place] = sorted_N
+    returns = np.empty_like(sorted_N)
+    returns[sorted_N] = place
+    starts, valids, paddeds = start_E.tolist(), valid_E.tolist(), padded_E.tolist()
+    chunk = ChunkRows(
+        rows=(0, len(gather)),
+        slots=tuple(SlotRows(e, starts[e], valids[e], paddeds[e]) for e in range(num_experts) if valids[e]),
+        gather_P=torch.from_numpy(gather).to(expert_TK.device),
+        return_M=torch.from_numpy(returns).to(expert_TK.device),
+    )
+    return SortedRoutes(chunk, valid_E, expert_TK.shape[1])
 
 
 def rows_by_chunk(tokens_CRE: IntArray, plan: TokenPlan) -> IntArray:
@@ -340,3 +465,10 @@ def totals(rank_N: IntArray, rows_N: IntArray, num_ranks: int) -> tuple[int, ...
     rows_R = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(rows_R, rank_N, rows_N)
     return tuple(rows_R.tolist())
+
+
+def _on(values: IntArray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Returns ``values`` on ``device``: on the CPU their own memory."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(dtype)
+    return to_device(values, device, dtype)

@@ -26,6 +26,8 @@ class Lanes:
     copy_share: part of its computing that a rank loses while its messages move.
     waited_R: seconds [R] that each rank waited, by what for; moved_L: seconds of each link at full rate, by lane.
     other_domains_R: of the waiting for slower ranks, that for ranks with which the all-to-all has no messages.
+    layer: the layer that ranks run, None outside of layers. spent_R: seconds [R] that each rank computed or waited, by
+    layer and kind.
     """
 
     def __init__(self, cluster: ClusterSpec, copy_share: float) -> None:
@@ -34,6 +36,8 @@ class Lanes:
         self.waited_R: dict[str, FloatArray] = {}
         self.other_domains_R = np.zeros(cluster.num_ranks)
         self.moved_L: dict[str, FloatArray] = {}
+        self.layer: int | None = None
+        self.spent_R: dict[int | None, dict[str, FloatArray]] = {}
         self._links = Links(cluster)
         # What has held up each rank until now, by its number among the events.
         self._cause_R = np.full(cluster.num_ranks, START)
@@ -47,6 +51,7 @@ class Lanes:
         end_R = self._end_of_work(np.broadcast_to(seconds_R, self.now_R.shape))
         if (end_R > self.now_R).any():
             self._drawn.append(_block("compute", kind, detail, self.now_R, end_R))
+            self.spend(kind, end_R - self.now_R)
             self._work(kind, detail, end_R, np.arange(len(end_R)))
 
     def run_fused(self, found: MegaPass, load: LinkLoad, detail: str) -> None:
@@ -59,6 +64,7 @@ class Lanes:
             # Sums of many terms end a rounding beside their own end.
             start_R, end_R = (np.clip(at_R, self.now_R, found.end_R) for at_R in (computed.start_R, computed.end_R))
             self._drawn.append(_block("compute", computed.kind, detail, start_R, end_R))
+            self.spend(computed.kind, end_R - start_R)
         self._drawn.append(_block("mega_kernel", "mega_kernel", detail, self.now_R, found.end_R))
         for moved in found.moved:
             self._drawn.append(_block(moved.kind, moved.kind, detail, moved.start_R, moved.end_R))
@@ -169,6 +175,12 @@ class Lanes:
 
     def _count_waited(self, kind: str, seconds_R: FloatArray) -> None:
         self.waited_R[kind] = self.waited_R.get(kind, 0.0) + np.maximum(seconds_R, 0.0)
+        self.spend(kind, np.maximum(seconds_R, 0.0))
+
+    def spend(self, kind: str, seconds_R: FloatArray) -> None:
+        """Counts seconds of each rank in the current layer."""
+        of_layer_R = self.spent_R.setdefault(self.layer, {})
+        of_layer_R[kind] = of_layer_R.get(kind, 0.0) + seconds_R
 
 
 def _block(lane: str, kind: str, detail: str, start_R: FloatArray, end_R: FloatArray) -> Block:

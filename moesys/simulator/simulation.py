@@ -59,6 +59,14 @@ class Simulation:
         return self._lanes.waited_R
 
     @property
+    def spent_R(self) -> dict[int | None, dict[str, FloatArray]]:
+        """Seconds [R] of each rank, by layer (None outside of layers) and by kind: computing as in ``computed_R``, and
+        waiting as in ``waited_R``. A rank that is through early waits for slower ranks in the last layer, so that the
+        seconds of every rank add up to ``length_seconds``.
+        """
+        return self._lanes.spent_R
+
+    @property
     def other_domains_R(self) -> FloatArray:
         """Of ``waited_R`` for slower ranks, seconds [R] for ranks of other domains where messages stay inside: in a
         real step they pass in the next collective of all ranks.

@@ -27,29 +27,50 @@ from typing import Literal, assert_never
 import numpy as np
 
 from moesys.balance.plan import StepPlan
-from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Strategy
 from moesys.cost import (
     ExpertPass,
     FloatArray,
     LinkLoad,
+    dispatch_bytes,
     gather_seconds,
     link_load,
     pass_seconds,
     reshard_bytes,
     restore_bytes,
+    rows_of,
     sum_seconds,
 )
 from moesys.layout import TokenPlan
-from moesys.schedule import Direction, Stage, num_chunks, schedule_of
+from moesys.row_traffic import RowTraffic, row_traffic
+from moesys.schedule import Direction, Stage, StageKind, schedule_of
 from moesys.simulator.critical_path import AllToAll
-from moesys.simulator.lanes import Lanes
-from moesys.simulator.layer_rows import LayerRows
+from moesys.simulator.lanes import SLOWER_RANKS, Lanes
 from moesys.simulator.links import ChannelName
 from moesys.simulator.mega.layer_pass import queued_ahead
-from moesys.simulator.rest_of_step import RestOfStep
-from moesys.simulator.sharded_rest import ShardedRest
+from moesys.simulator.rest_of_step import RestOfStep, ShardedRest
 from moesys.simulator.simulation import Simulation
 from moesys.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """Rows of each rank and expert, what their way asks of the links where all go ``whole``, and what travels in each
+    stage and part, were there one chunk.
+    """
+
+    rows_RE: FloatArray
+    whole: LinkLoad
+    traffic: RowTraffic
+    loads: dict[tuple[StageKind, int], LinkLoad]
+
+    @classmethod
+    def of(cls, plan: TokenPlan, model: ModelShape, cluster: ClusterSpec, overlap: Overlap) -> LayerRows:
+        """Returns those of one micro-batch."""
+        traffic = row_traffic(plan, model, cluster, overlap)
+        loads = traffic.stage_loads(model, cluster)
+        whole = link_load(dispatch_bytes(plan, model), cluster) if ("spread", 0) in loads else loads["dispatch", 0]
+        return cls(rows_of(plan), whole, traffic, loads)
 
 
 def run_step(
@@ -97,7 +118,7 @@ class _Step:
     def __init__(self, strategy: Strategy, model: ModelShape, cluster: ClusterSpec, rest: RestOfStep) -> None:
         self.strategy, self.model, self.cluster, self.rest = strategy, model, cluster, rest
         self.suffix = ""
-        self.num_chunks = num_chunks(strategy.overlap)
+        self.num_chunks = strategy.overlap.chunks
         sharding = strategy.sharding
         self.prefetch_layers, self.delay_reshard, self.reshard_after_forward = 0, False, False
         if isinstance(sharding, Fsep):
@@ -105,7 +126,7 @@ class _Step:
             self.reshard_after_forward = sharding.reshard_after_forward
         overlap = strategy.overlap
         # Beside MegaKernels copy engines bring experts that are sharded; all else is sent by kernels.
-        pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.flat
+        pulled = overlap.reaches_memory and isinstance(sharding, Fsep) and sharding.flat
         self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
         self.waiting_reshards: deque[tuple[_Exchange | None, LinkLoad, int]] = deque()
         self.reshards: deque[_Exchange] = deque()
@@ -121,7 +142,7 @@ class _Step:
         self.late: dict[int, _Exchange | None] = {}
         self.restores: dict[tuple[int, str], tuple[LinkLoad, ...]] = {}
         self.rows: dict[int, LayerRows] = {}
-        if isinstance(self.strategy.overlap, MegaKernel):
+        if self.strategy.overlap.reaches_memory:
             forward = [(plan, False) for plan in plans]
             again = 2 if self.rest.runs_again else 1
             backward = [(plan, number == again) for plan in reversed(plans) for number in range(1, again + 1)]
@@ -131,6 +152,7 @@ class _Step:
 
     def forward(self, place: int) -> None:
         unit, layer = self.units[place], self.layer_of[place]
+        self.lanes.layer = layer
         if unit.has_experts and self.rest.travel_behind_rest:
             self._start_settled(layer)
         self.sharded.before_forward(place)
@@ -149,6 +171,7 @@ class _Step:
 
     def backward(self, place: int) -> None:
         unit, name = self.units[place], self._name(place)
+        self.lanes.layer = self.layer_of[place]
         self.sharded.before_backward(place)
         if self.rest.runs_again:
             self._compute(unit.again_seconds, "other", f"{name} recomputation")
@@ -185,6 +208,8 @@ class _Step:
         self.sharded.finish()
 
     def finish(self) -> None:
+        if self.rest.optimizer_seconds:
+            self.lanes.layer = None
         self._compute(self.rest.optimizer_seconds, "optimizer", "")
 
     def _run(self, layer: int, way: Direction) -> None:
@@ -398,6 +423,7 @@ class _Step:
 
     def simulation(self) -> Simulation:
         timeline = Timeline.of_blocks(self.lanes.blocks())
+        self.lanes.spend(SLOWER_RANKS, self.lanes.now_R.max() - self.lanes.now_R)
         return Simulation(self.cluster, timeline, *self.after_forward, self.lanes)
 
 

@@ -1,3 +1,3 @@
-"""Searches strategies: closed forms rule points out, the cost model ranks what is left, and clocks have the last
-word where there are any. What comes from the lab, such as timed trials, is passed in.
+"""The tuner searches for the fastest strategy: closed forms rule points out, the cost model ranks the others, and the
+clock decides where strategies can be timed. The caller provides the workload and the timer.
 """

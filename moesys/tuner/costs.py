@@ -1,163 +1,224 @@
-"""Finds out what points cost in the cost model: closed forms first, then steps, each simulated once and noted."""
+"""Costs of points in the cost model: closed forms first, then steps, each simulated once and written to the journal.
+
+Points are looked at in batches. What a batch rules out depends on the best cost before it, and never on the processes
+that work on it, so results and journal are equal at any number of workers.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import replace
-from functools import cached_property
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Future, wait
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from typing import Any, Protocol
 
-from moesys.config import MegaKernel, Strategy
-from moesys.cost import restores_per_step
-from moesys.tuner.bounds import load_bound_ms
-from moesys.tuner.deadline import Deadline
+from moesys.balance.plan import out_of_rows
+from moesys.config import Strategy
+from moesys.tuner.bounds import plan_bound_ms
 from moesys.tuner.journal import Entry, Journal
-from moesys.tuner.lookahead import Look, Lookahead
-from moesys.tuner.setting import Setting
-from moesys.tuner.step_costs import Fidelity, Seen, StepCosts, mean
-from moesys.tuner.workload import Plans, Workload
+from moesys.tuner.workload import MOST_BYTES, Deadline, Fidelity, OutOfTimeError, Plans, Setting, Workload, layers_of
 
-# Steps on which all points are seen first, and how many times more each next look has.
-_FIRST_STEPS, _MORE = 2, 4
-_MEMORY, _REACH = "memory", "reach"
-
-
-def ladder(workload: Workload) -> tuple[Fidelity, ...]:
-    """From a glance to all timed steps of all seeds."""
-    first = workload.seeds[:1]
-    steps = [_FIRST_STEPS]
-    while steps[-1] * _MORE < workload.num_steps:
-        steps.append(steps[-1] * _MORE)
-    rungs = [Fidelity(first, num_steps) for num_steps in steps if num_steps < workload.num_steps]
-    rungs.append(Fidelity(first, workload.num_steps))
-    if len(workload.seeds) > 1:
-        rungs.append(Fidelity(workload.seeds, workload.num_steps))
-    return tuple(rungs)
+# Points of the first batch and of the largest. Each batch has twice as many points as the batch before it, so that the
+# first points already rule others out.
+_FIRST_BATCH, _LARGEST_BATCH = 2, 16
+# Seconds between two questions whether the time is over.
+_POLL_S = 0.1
 
 
-class Told(Protocol):
-    """Who is told how a tuning goes."""
+class Observer(Protocol):
+    """An object that shows the progress of a tuning."""
 
     def stage(self, words: str, num_points: int) -> None:
-        """``num_points`` are about to be looked at."""
+        """Begins a stage, in which ``num_points`` points will be looked at."""
 
     def point(self, entry: Entry) -> None:
-        """One of them is through."""
+        """Counts a point of the stage."""
+
+
+class Helpers(Protocol):
+    """Processes that call module-level functions."""
+
+    num_workers: int
+
+    @property
+    def are_due(self) -> bool:
+        """Whether they shall be used by now."""
+
+    def submit(self, function: Callable[..., Entry], /, *args: Any) -> Future[Entry]: ...
+
+
+@dataclass
+class Session:
+    """The means of a tuning: its journal, its observer, its time and its worker processes."""
+
+    journal: Journal
+    observer: Observer
+    deadline: Deadline = field(default_factory=Deadline)
+    helpers: Helpers | None = None
+
+
+@dataclass(frozen=True)
+class CostedStrategy:
+    """A strategy and the mean milliseconds of its simulated steps."""
+
+    strategy: Strategy
+    ms: float
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A point to look at. It is not simulated if a bound is above ``limit_ms``. ``known_ms``: milliseconds of its first
+    steps, by seed, which are not simulated again.
+    """
+
+    strategy: Strategy
+    fidelity: Fidelity
+    limit_ms: float
+    known_ms: dict[int, list[float]]
 
 
 class Costs:
-    """Costs of points in the cost model, in the journal or found out now. ``like``: plans as well as any.
+    """Costs of points, from the journal or found now. ``starts``: strategies that are never pruned, the baseline first.
 
-    A step is simulated once, whatever is the mean of it. Raises OutOfTimeError from everything that would find out more
-    when the ``deadline`` is over. ``lookahead``: who finds out what is expected, with the same results.
+    simulated: the strategies that were simulated, by fidelity and fingerprint. refused: the strategies that would not
+    run or that the cost model does not support, with the reason. best_ms: of the strategies that would run.
+
+    Everything that finds something out raises OutOfTimeError when the deadline of ``plans`` is over.
     """
 
-    def __init__(
-        self,
-        plans: Plans,
-        journal: Journal,
-        setting: Setting,
-        *,
-        like: Strategy,
-        told: Told,
-        deadline: Deadline | None = None,
-        lookahead: Lookahead | None = None,
-    ) -> None:
-        self.lookahead = lookahead
-        self.plans, self.journal, self.setting, self.like, self.told = plans, journal, setting, like, told
-        self.deadline = deadline or Deadline()
+    def __init__(self, plans: Plans, setting: Setting, session: Session, starts: Sequence[Strategy]) -> None:
+        self.plans, self.setting, self.session = plans, setting, session
+        self.simulated: dict[Fidelity, dict[str, CostedStrategy]] = {}
+        self.refused: dict[str, tuple[Strategy, str]] = {}
         self.best_ms: dict[Fidelity, float] = {}
-        self._load_bounds: dict[tuple[object, ...], float] = {}
-        self.steps = StepCosts(plans, lambda: self.deadline.check())
         self.looked_at: set[str] = set()
-        self._never_pruned: Collection[str] = ()
+        self.steps_ms: dict[str, dict[int, list[float]]] = {}
+        self.starts, self._never_pruned = tuple(starts), {strategy.fingerprint() for strategy in starts}
+        self._running: set[Future[Entry]] = set()
 
     def fits(self, strategy: Strategy) -> bool:
-        """Whether ``why_not`` knows nothing against it."""
-        return not self.why_not(strategy)
-
-    def why_not(self, strategy: Strategy) -> str:
-        """Why it would not run, whatever is planned, and that is in the journal then: a MegaKernel does not reach its
-        peers, or a rank cannot hold what it is to hold.
-        """
-        reason, of = self.setting.out_of_reach(strategy), _REACH
+        """Returns whether no reason is known why it would not run. Writes a reason to the journal."""
+        reason, of = strategy.overlap.out_of_reach(self.setting.cluster), "reach"
         if not reason and (memory_gb := self.setting.cluster.memory_gb) is not None:
-            reason, of = self.setting.out_of_memory(strategy, self._tokens_per_rank), f"{_MEMORY} {memory_gb:g} GB"
-        if reason and self.journal.find(strategy.fingerprint(), of, pruned=True) is None:
-            self.journal.add(Entry.about(strategy, "pruned", of, None, reason))
-        return reason
+            reason, of = self.setting.out_of_memory(strategy, self._tokens_per_rank), f"memory {memory_gb:g} GB"
+        if reason:
+            self.refused.setdefault(strategy.fingerprint(), (strategy, reason))
+            if self.session.journal.find(strategy.fingerprint(), of, pruned=True) is None:
+                self.session.journal.add(Entry.about(strategy, "pruned", of, None, reason))
+        return not reason
 
     @cached_property
     def _tokens_per_rank(self) -> int:
-        load = self.plans.loads(self.like, self.plans.workload.seeds[0], 1)[0][0]
+        load = self.plans.first_layers(self.starts[0])[0].load
         return load.total // (self.setting.model.top_k * self.setting.cluster.num_ranks)
 
-    def of(self, strategy: Strategy, fidelity: Fidelity, *, prune: bool = True) -> Entry:
-        """``simulated``; ``pruned`` where a bound is above the best of this fidelity; or ``refused``."""
-        self.looked_at.add(strategy.fingerprint())
-        fingerprint, of = strategy.fingerprint(), str(fidelity)
-        # First, and by this search's best: a search that goes on, or another one, then does what it would have done.
-        bound = self.journal.find(fingerprint, of, pruned=True) if prune else None
-        if bound is not None and bound.ms is not None and bound.ms > self.best_ms.get(fidelity, math.inf):
-            entry = bound
-        else:
-            entry = self.journal.find(fingerprint, of) or self.journal.add(self._found_out(strategy, fidelity, prune))
-            self.steps.know(strategy, Seen({}, {int(seed): steps_ms for seed, steps_ms in entry.steps_ms.items()}))
-        # What does not fit rules nothing out.
-        if entry.stage == "simulated" and entry.ms is not None and self.fits(strategy):
-            self.best_ms[fidelity] = min(self.best_ms.get(fidelity, math.inf), entry.ms)
-        self.told.point(entry)
+    def look(self, points: Iterable[Strategy], fidelity: Fidelity, *, prune: bool = True) -> Iterator[Entry]:
+        """Yields an entry for each distinct point, in order: ``simulated``, ``refused``, or ``pruned`` where a bound is
+        above the best cost of this fidelity.
+        """
+        left = list({point.fingerprint(): point for point in points}.values())
+        size = _FIRST_BATCH
+        while left:
+            batch, left, size = left[:size], left[size:], min(2 * size, _LARGEST_BATCH)
+            limit_ms = self.best_ms.get(fidelity, math.inf) if prune else math.inf
+            answers = [self._answer(point, fidelity, limit_ms) for point in batch]
+            for point, answer in zip(batch, answers, strict=True):
+                yield self._note(point, fidelity, answer())
+
+    def _note(self, point: Strategy, fidelity: Fidelity, entry: Entry) -> Entry:
+        self.looked_at.add(entry.fingerprint)
+        self.session.journal.add(entry)
+        if entry.stage == "refused":
+            self.refused.setdefault(entry.fingerprint, (point, entry.reason))
+        elif entry.stage == "simulated" and entry.ms is not None:
+            self.simulated.setdefault(fidelity, {}).setdefault(entry.fingerprint, CostedStrategy(point, entry.ms))
+            known = self.steps_ms.setdefault(entry.fingerprint, {})
+            known |= {int(seed): max(known.get(int(seed), []), ms, key=len) for seed, ms in entry.steps_ms.items()}
+            # A strategy that would not run rules nothing out.
+            if self.fits(point):
+                self.best_ms[fidelity] = min(self.best_ms.get(fidelity, math.inf), entry.ms)
+        self.session.observer.point(entry)
         return entry
 
-    def expect(self, points: Iterable[Strategy], fidelity: Fidelity, never_pruned: Collection[str] = ()) -> None:
-        """``of`` is asked for these next, in this order, and prunes all but the fingerprints of ``never_pruned``."""
-        if self.lookahead:
-            self._never_pruned = never_pruned
-            self.lookahead.expect(points, fidelity)
+    def _answer(self, point: Strategy, fidelity: Fidelity, limit_ms: float) -> Callable[[], Entry]:
+        """Returns a function that returns the entry. A worker process, if there is one, begins at once."""
+        fingerprint, of, find = point.fingerprint(), str(fidelity), self.session.journal.find
+        if fingerprint in self._never_pruned:
+            limit_ms = math.inf
+        # The bound comes first, and is compared with this search's best, so that a search that resumes, or another
+        # search, does what it would have done without the journal.
+        bound = find(fingerprint, of, pruned=True)
+        entry = bound if bound is not None and bound.ms is not None and bound.ms > limit_ms else find(fingerprint, of)
+        if entry is not None:
+            return partial(_same, entry)
+        look = _Look(point, fidelity, limit_ms, self.steps_ms.get(fingerprint, {}))
+        helpers = self.session.helpers
+        if helpers is None or not helpers.are_due:
+            return partial(_look_at, self.plans, look)
+        answer = helpers.submit(_look_in_helper, self.plans.workload, MOST_BYTES // helpers.num_workers, look)
+        self._running = {other for other in self._running if not other.done()} | {answer}
+        return partial(self._wait_for, answer, look)
 
-    def _look(self, strategy: Strategy, fidelity: Fidelity) -> Look | None:
-        """What to have found out of a point that ``of`` will be asked for, as far as is known now."""
-        fingerprint, best_ms = strategy.fingerprint(), self.best_ms.get(fidelity, math.inf)
-        prunes = fingerprint not in self._never_pruned
-        if self.journal.find(fingerprint, str(fidelity)) is not None:
-            return None
-        if prunes:
-            bound = self.journal.find(fingerprint, str(fidelity), pruned=True)
-            if bound is not None and bound.ms is not None and bound.ms > best_ms:
-                return None
-            with suppress(ValueError):
-                if self._load_bound_ms(strategy, fidelity) > best_ms:
-                    return None
-        return Look(strategy, fidelity, best_ms if prunes else None, self.steps.seen(strategy, fidelity.seeds))
-
-    def _found_out(self, strategy: Strategy, fidelity: Fidelity, prune: bool) -> Entry:
-        best_ms = self.best_ms.get(fidelity, math.inf) if prune else math.inf
-        if self.lookahead and (seen := self.lookahead.take(strategy, fidelity, self._look, self.deadline.check)):
-            self.steps.know(strategy, seen)
+    def _wait_for(self, answer: Future[Entry], look: _Look) -> Entry:
         try:
-            for bound_ms, what in self._bounds(strategy, fidelity) if prune else ():
-                if bound_ms > best_ms:
-                    reason = f"{what} take {bound_ms:.4g} ms at least, and the best so far {best_ms:.4g} in all"
-                    return Entry.about(strategy, "pruned", str(fidelity), bound_ms, reason)
-            by_seed = {str(seed): ms for seed, ms in self.steps.steps_ms(strategy, fidelity).items()}
-        except ValueError as error:
-            return Entry.about(strategy, "refused", str(fidelity), None, str(error))
-        ms = mean([ms for steps_ms in by_seed.values() for ms in steps_ms])
-        return replace(Entry.about(strategy, "simulated", str(fidelity), ms), steps_ms=by_seed)
+            while not answer.done():
+                self.plans.deadline.check()
+                wait([answer], _POLL_S)
+            return answer.result()
+        except OutOfTimeError:
+            self._running = {other for other in self._running if not other.cancel()}
+            raise
+        except BrokenExecutor as error:
+            raise ValueError(
+                f"strategy {look.strategy.name!r}, {look.fidelity}: {error}; the same call goes on from here"
+            ) from None
 
-    def _bounds(self, strategy: Strategy, fidelity: Fidelity) -> Iterator[tuple[float, str]]:
-        """Before its layouts are planned, and after."""
-        yield self._load_bound_ms(strategy, fidelity), "such slots"
-        yield self.steps.bound_ms(strategy, fidelity), "its plans"
+    def rest(self) -> None:
+        """Waits until no worker process computes, or the session's time is over, because clocks are to run."""
+        while wait(self._running, _POLL_S).not_done and not self.session.deadline.is_over:
+            pass
 
-    def _load_bound_ms(self, strategy: Strategy, fidelity: Fidelity) -> float:
-        """Many points share it: all that differ in what it does not know."""
-        slots_R = strategy.slots(self.setting.model, self.setting.cluster)
-        sharding, fused = strategy.sharding, isinstance(strategy.overlap, MegaKernel)
-        key = (sharding.kind, restores_per_step(sharding), slots_R, fused, fidelity)
-        if key not in self._load_bounds:
-            loads = [of for seed in fidelity.seeds for of in self.plans.loads(self.like, seed, fidelity.num_steps)]
-            self._load_bounds[key] = mean([load_bound_ms(strategy, of_step, self.setting) for of_step in loads])
-        return self._load_bounds[key]
+
+def _look_in_helper(workload: Workload, most_bytes: int, look: _Look) -> Entry:
+    return _look_at(_plans_of(workload, most_bytes), look)
+
+
+@lru_cache(maxsize=1)
+def _plans_of(workload: Workload, most_bytes: int) -> Plans:
+    """Returns the plans of a worker process, which it keeps for the points to come."""
+    return Plans(workload, Deadline(), most_bytes)
+
+
+def _look_at(plans: Plans, look: _Look) -> Entry:
+    """Plans a point's steps, and simulates them unless a bound rules it out."""
+    strategy, fidelity, workload = look.strategy, look.fidelity, plans.workload
+    steps_ms = {seed: list(look.known_ms.get(seed, ())[: fidelity.num_steps]) for seed in fidelity.seeds}
+    try:
+        left = {seed: plans.steps(strategy, seed, fidelity.num_steps)[len(known) :] for seed, known in steps_ms.items()}
+        if look.limit_ms < math.inf:
+            bounds_ms = [ms for known in steps_ms.values() for ms in known]
+            for step in [step for steps in left.values() for step in steps]:
+                plans.deadline.check()
+                bounds_ms.append(plan_bound_ms(step))
+            if (bound_ms := _mean(bounds_ms)) > look.limit_ms:
+                reason = f"its plans take {bound_ms:.4g} ms at least, and the best so far {look.limit_ms:.4g} in all"
+                return Entry.about(strategy, "pruned", str(fidelity), bound_ms, reason)
+        for seed, steps in left.items():
+            for step in steps:
+                plans.deadline.check()
+                if reason := out_of_rows(strategy, workload.model, layers_of(step)):
+                    raise ValueError(reason)
+                steps_ms[seed].append(workload.step_ms(step))
+    except ValueError as error:
+        return Entry.about(strategy, "refused", str(fidelity), None, str(error))
+    entry = Entry.about(strategy, "simulated", str(fidelity), _mean([ms for of in steps_ms.values() for ms in of]))
+    return replace(entry, steps_ms={str(seed): ms for seed, ms in steps_ms.items()})
+
+
+def _same(entry: Entry) -> Entry:
+    return entry
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

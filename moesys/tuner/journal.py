@@ -1,7 +1,7 @@
-"""Keeps what a tuning found out: one JSON line a point and stage, so that one that was killed goes on where it was.
+"""The journal of a tuning: one JSON line per finding, so that a tuning that was stopped resumes where it was.
 
-A search is a function of its seed and of what its points cost. So going on is searching again, with every cost that is
-in the journal taken from there.
+A search is a function of its seed and of the costs of its points. To resume it, the search runs again and takes every
+cost that is in the journal from there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from moesys.config import Strategy
+from moesys.files import cut_torn_line
 
 JOURNAL_SCHEMA = 1
 
@@ -25,12 +26,12 @@ class Entry:
     """One finding about one strategy.
 
     fingerprint: of the strategy; ``name``, in words; ``strategy``, all its fields.
-    stage: ``pruned``, by closed forms; ``simulated``; ``measured``; ``refused``, by the cost model or by a failure.
-    of: what ``ms`` is of: ``20 steps of seeds 0, 1``, or ``seed 3``. Costs of other words cannot be compared. What is
-        too large has no ``ms``, and ``memory 80 GB`` here.
-    ms: a step's milliseconds: a lower bound where it is pruned; None where there is none.
-    reason: why it was pruned or refused.
-    steps_ms: of each step that ``ms`` is the mean of, by seed, where it is simulated.
+    stage: ``pruned`` by closed forms; ``simulated``; ``measured``; ``refused`` by the cost model or by a failure.
+    of: what ``ms`` is the cost of, such as ``20 steps of seeds 0, 1`` or ``seed 3``. Costs with different words cannot
+        be compared. A point that would not run has no ``ms``; its words are ``memory 80 GB`` or ``reach``.
+    ms: milliseconds of a step; a lower bound where the point is pruned; None where there is none.
+    reason: why the point was pruned or refused.
+    steps_ms: milliseconds of each simulated step, by seed; ``ms`` is their mean.
     """
 
     fingerprint: str
@@ -52,7 +53,7 @@ class Entry:
 
     @classmethod
     def from_line(cls, line: bytes) -> Self:
-        """Raises ValueError for what is no entry."""
+        """Reads an entry. Raises ValueError for a line that is not an entry."""
         try:
             entry = cls(**json.loads(line))
         except TypeError as error:
@@ -66,12 +67,12 @@ class Entry:
 
 
 class Journal:
-    """A file of entries, or without ``path`` what is remembered while it lives.
+    """A file of entries; without ``path``, entries are kept in memory only.
 
-    ``setting``: words by name for all that costs depend on besides the strategy. The first line of the file has them.
+    ``setting``: words by name for everything that costs depend on besides the strategy. The first line has them.
 
-    Raises ValueError for a file of another setting, or with a whole line that is no entry. A last line that was torn by
-    a kill is cut off.
+    Raises ValueError for a file with another setting, or with a whole line that is not an entry. A last line that a
+    kill has torn is cut off.
     """
 
     def __init__(self, path: Path | None, setting: dict[str, str]) -> None:
@@ -79,15 +80,12 @@ class Journal:
         self._found: dict[tuple[str, str, bool], Entry] = {}
         if path is None:
             return
-        head = json.dumps({"schema": JOURNAL_SCHEMA, "setting": setting}).encode() + b"\n"
-        text = path.read_bytes() if path.exists() else b""
-        whole = text[: text.rfind(b"\n") + 1]
-        if not whole:
-            path.write_bytes(head)
-        elif whole != text:
-            os.truncate(path, len(whole))
-        lines = (whole or head).splitlines()
-        self._check(lines[0], setting)
+        cut_torn_line(path)
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        if lines:
+            self._check(lines[0], setting)
+        else:
+            path.write_bytes(json.dumps({"schema": JOURNAL_SCHEMA, "setting": setting}).encode() + b"\n")
         for number, line in enumerate(lines[1:], start=2):
             try:
                 self._keep(Entry.from_line(line))
@@ -113,21 +111,22 @@ class Journal:
             )
 
     def find(self, fingerprint: str, of: str, *, pruned: bool = False) -> Entry | None:
-        """What it cost or why it was refused; with ``pruned``, what ruled it out before anybody tried."""
+        """Returns the cost or the refusal of a strategy, or with ``pruned`` the bound that ruled it out."""
         return self._found.get((fingerprint, of, pruned))
 
-    def add(self, entry: Entry) -> Entry:
-        """Written when this returns; on the disk where a clock was waited for."""
+    def add(self, entry: Entry) -> None:
+        """Writes an entry, unless it is there. A measured entry is on the disk when this returns."""
+        if self.find(entry.fingerprint, entry.of, pruned=entry.stage == "pruned") is entry:
+            return
         if self.path is not None:
             with self.path.open("ab", buffering=0) as file:
                 file.write(entry.to_line())
                 if entry.stage == "measured":
                     os.fsync(file.fileno())
         self._keep(entry)
-        return entry
 
     def entries(self) -> tuple[Entry, ...]:
-        """The newest for each strategy and what it is of; bounds beside costs."""
+        """Returns the newest entry of each strategy and ``of``, bounds apart from costs."""
         return tuple(self._found.values())
 
     def _keep(self, entry: Entry) -> None:

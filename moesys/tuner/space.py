@@ -1,4 +1,4 @@
-"""Declares what a tuner searches: values for fields of a ``Strategy``, by path."""
+"""The space that a tuner searches: values for fields of a ``Strategy``, by path, and how far the search goes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,63 @@ import itertools
 import math
 import random
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, get_args
 
 import tomli_w
-from pydantic import AfterValidator, ConfigDict, RootModel, ValidationError, model_serializer
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    RootModel,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
-from moesys.config import Declared, Sharding, Strategy
-from moesys.tuner.setting import Setting
-from moesys.tuner.space_paths import BY_FIELD, NONE, PARTS, checked_paths, choices_of, members_of
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.config import Declared, Fsep, Strategy, WindowMean
+from moesys.config.member import Member
+from moesys.tuner.workload import Setting
 
-# What ``Space.replaced`` calls the fields that it changes at once.
+# The name of the fields that ``Space.replaced`` changes at once.
 PLACEMENT = "sharding, balance and split"
-# Points that are drawn with the same plans.
+# The fields of a strategy that decide its speed.
+PARTS = tuple(name for name in Strategy.model_fields if name not in ("name", "reduction"))
+# Unions whose fields are searched one by one.
+_BY_FIELD = ("sharding", "overlap")
+# Fields that change no speed, and memory for slots, which slots_per_rank declares as well.
+_NOT_SEARCHED = {"kind", "rows_cap", "most_tokens", "timeout_s", "slot_gb_per_rank"}
+# TOML has no null.
+_NONE = "none"
+# Number of points with the same plans that are drawn in a row.
 _SHARING_PLANS = 4
+# Values of ``FlowSplit.max_inter_node`` in the default space.
+_CAPS = (0.02, 0.05, 0.1)
+
+Values = dict[str, tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class SearchBounds:
+    """How far ``tune`` searches in the cost model.
+
+    budget: points to look at. seeds: number of the experiment's seeds; a few paired seeds tell strategies apart.
+    memory_gb: memory of a rank in units of 1e9 bytes; None: as the cluster declares. model_layers: layers of the whole
+    model, whose memory counts; None: those of the workload. seed: of everything that the search draws. minutes: the
+    time limit, after which the best strategy so far is returned; None: no limit. jobs: processes that simulate, which
+    do not change the result; None: one per core, 1: the calling process.
+    """
+
+    budget: int = 256
+    seeds: int = 2
+    memory_gb: float | None = None
+    model_layers: int | None = None
+    seed: int = 0
+    minutes: float | None = None
+    jobs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -32,24 +74,52 @@ class Neighbour:
     strategy: Strategy
 
 
+def _checked(listed: Values) -> Values:
+    """Returns the space with values as their fields have them. Raises ValueError for values that fit no strategy."""
+    found: Values = {}
+    # Parts come first, because the listed kinds decide which fields there are.
+    for path, values in sorted(listed.items(), key=lambda item: "." in item[0]):
+        part, *rest = path.split(".")
+        if part not in PARTS:
+            raise ValueError(f"{path} is no field that can be searched; use one of {', '.join(PARTS)}")
+        if not values:
+            raise ValueError(f"{path} lists no value; list at least one, or leave it out for the default")
+        if rest:
+            adapters = [_adapter(_classes_of(part)[kind], rest[-1]) for kind in _kinds_meant(path, found)]
+            found[path] = tuple(_field_value(path, value, adapters) for value in values)
+        else:
+            found[path] = tuple(_part_value(part, value) for value in values)
+    return {path: found[path] for path in listed}
+
+
 class Space(RootModel[dict[str, tuple[Any, ...]]]):
-    """Every combination of one value a field of ``Strategy``; a field that is not named has its default.
+    """Every combination of one value per field of ``Strategy``; a field that is not named has its default.
 
     ``Space({"sharding": ("ep", "fsep"), "sharding.fsep.slots_per_rank": (2, 3), "overlap": ("sequential", "pipelined"),
     "overlap.chunks": (2, 4), "split": ("even", FlowSplit(max_inter_node=0.1)), "replan_every": (1, 8)})``
 
-    Sharding, balance, predictor, split and overlap list kinds, or members whole. ``overlap.chunks`` lists values of
-    that field for each kind of overlap that is listed and has it, ``sharding.fsep.slots_per_rank`` for one kind;
-    members that are listed whole stay as they are. In a file, ``none`` stands for None.
+    Sharding, balance, predictor, split and overlap list kinds, or whole members. ``overlap.chunks`` lists values of
+    that field for each listed kind of overlap that has it, ``sharding.fsep.slots_per_rank`` for one kind; members
+    that are listed whole stay as they are. In a file, ``none`` stands for None.
 
     Combinations that ``Strategy`` refuses, or that do not fit the model, are no points. Raises ValidationError, which
-    names the path, for fields and kinds that there are not, fields of kinds that are not listed, and values that a
-    field refuses.
+    names the path, for unknown fields and kinds, for fields of kinds that are not listed, and for values that a field
+    refuses.
     """
 
     model_config = ConfigDict(frozen=True)
 
-    root: Annotated[dict[str, tuple[Any, ...]], AfterValidator(checked_paths)] = {}
+    root: Annotated[dict[str, tuple[Any, ...]], AfterValidator(_checked)] = {}
+
+    @model_validator(mode="after")
+    def _has_members(self) -> Self:
+        for part in PARTS:
+            if none := [kind for kind, members in self.by_kind(part).items() if not members]:
+                fields = ", ".join(f"{part}.{name}" for name in _fields_of(part, none[0]))
+                raise ValueError(
+                    f"{part} lists {none[0]!r}, of which no combination of values is one; list others for {fields}"
+                )
+        return self
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2)
@@ -71,30 +141,55 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
 
     @property
     def num_combinations(self) -> int:
-        """Of values; those that are no points, or one point in several words, are counted too."""
+        """The number of combinations, including those that are no points or equal to another point."""
         return math.prod(len(self.values(part)) for part in PARTS)
 
     def values(self, part: str) -> list[Any]:
-        """All values of a part of ``Strategy``: its members, of unions."""
+        """Returns all values of a field of ``Strategy``; of a union its members."""
         return [value for values in self.by_kind(part).values() for value in values]
 
+    def choices(self, part: str, kind: str) -> Values:
+        """Returns the values of each field of a kind that is listed by name; no fields of another kind."""
+        if kind not in _listed(self.root, part):
+            return {}
+        fields, found = _classes_of(part)[kind].model_fields, {}
+        for name in _fields_of(part, kind):
+            default = (fields[name].get_default(call_default_factory=True),)
+            found[name] = self.root.get(f"{part}.{kind}.{name}", self.root.get(f"{part}.{name}", default))
+        return found
+
     def by_kind(self, part: str) -> dict[str, list[Any]]:
-        """Members of a union by kind, as listed; values of another part are of one kind."""
-        return members_of(self.root, part)
+        """Returns the values of a field by kind: of a listed name every combination that its class accepts. The values
+        of a field that is no union have the kind "".
+        """
+        found: dict[str, list[Any]] = {}
+        for value in _listed(self.root, part):
+            if not isinstance(value, str):
+                found.setdefault(getattr(value, "kind", ""), []).append(value)
+                continue
+            members, choices = found.setdefault(value, []), self.choices(part, value)
+            for values in itertools.product(*choices.values()):
+                with suppress(ValidationError):
+                    members.append(_classes_of(part)[value](**dict(zip(choices, values, strict=True))))
+        return found
 
     def points(self, setting: Setting) -> Iterator[Strategy]:
-        """All points, each once."""
-        yield from _once(setting.point(*values) for values in itertools.product(*map(self.values, PARTS)))
+        """Yields all points, each once."""
+        combinations = itertools.product(*map(self.values, PARTS))
+        yield from _once(setting.point(**dict(zip(PARTS, values, strict=True))) for values in combinations)
 
     def drawn(self, setting: Setting, draws: random.Random) -> Iterator[Strategy]:
-        """Points in an order by chance, each once; kinds of sharding and overlap are as likely as each other, however
-        many fields they have. Ends when chance finds nothing new.
-
-        Some points after each other differ in nothing that plans depend on, so that they can share them.
+        """Yields points in random order, each once, until chance finds nothing new. All kinds of sharding and overlap
+        are equally likely, however many fields they have. Some points in a row have the same plans, and share them.
         """
-        shardings = [list(_by_slots(members)) for members in self.by_kind("sharding").values()]
+        shardings: list[list[list[Any]]] = []
+        for members in self.by_kind("sharding").values():
+            by_slots: dict[Any, list[Any]] = {}
+            for member in members:
+                by_slots.setdefault(member.slots_per_rank, []).append(member)
+            shardings.append(list(by_slots.values()))
         overlaps = list(self.by_kind("overlap").values())
-        others = {part: self.values(part) for part in PARTS if part not in BY_FIELD}
+        others = {part: self.values(part) for part in PARTS if part not in _BY_FIELD}
 
         def draw() -> Iterator[Strategy | None]:
             while True:
@@ -107,84 +202,221 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
         yield from _once(draw(), patience=1000)
 
     def neighbours(self, strategy: Strategy, setting: Setting) -> Iterator[Neighbour]:
-        """Points that differ from ``strategy`` in one field. Of another kind of sharding or overlap there are all
-        members, as no field of one kind says what another's should be.
+        """Yields points that differ from ``strategy`` in one field. Another kind of sharding or overlap comes with all
+        its members, because the fields of one kind do not decide those of another.
         """
         seen = {strategy.fingerprint()}
-        for field, value, changed in self._changes(strategy):
-            point = setting.point(**{part: getattr(strategy, part) for part in PARTS} | changed)
+        for field, value, changes in self._changes(strategy):
+            point = setting.point(**_parts_of(strategy) | changes)
             if point is not None and (fingerprint := point.fingerprint()) not in seen:
                 seen.add(fingerprint)
                 yield Neighbour(field, value, point)
 
     def replaced(self, strategy: Strategy, setting: Setting, draws: random.Random, count: int) -> list[Neighbour]:
-        """``strategy`` with another sharding, balance and split at once, as none of them pays without the others: all
-        of them, or ``count`` by chance.
+        """Returns ``strategy`` with another sharding, balance and split at once, because none of them may pay without
+        the others: all combinations, or ``count`` random ones.
         """
-        combinations = list(itertools.product(*map(self.values, ("sharding", "balance", "split"))))
+        names = ("sharding", "balance", "split")
+        combinations = list(itertools.product(*map(self.values, names)))
         if len(combinations) > count:
             combinations = draws.sample(combinations, count)
-        kept = {part: getattr(strategy, part) for part in PARTS}
-        points = (
-            setting.point(**kept | {"sharding": sharding, "balance": balance, "split": split})
-            for sharding, balance, split in combinations
-        )
+        kept = _parts_of(strategy)
+        points = (setting.point(**kept | dict(zip(names, values, strict=True))) for values in combinations)
         return [Neighbour(PLACEMENT, point.name, point) for point in _once(points)]
 
-    def searched_fields(self, part: str, kind: str) -> tuple[str, ...]:
-        """The fields of a kind whose values this space searches one by one: none where it lists no such kind."""
-        return tuple(choices_of(self.root, part, kind))
-
     def _changes(self, strategy: Strategy) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        for part in BY_FIELD:
+        for part in _BY_FIELD:
             own = getattr(strategy, part)
             for kind, members in self.by_kind(part).items():
-                if kind != own.kind:
-                    yield from ((f"{part}.kind", member, {part: member}) for member in members)
-                    continue
-                for field, values in choices_of(self.root, part, kind).items():
-                    for value in values:
-                        if (changed := _replaced(own, field, value)) is not None:
-                            yield f"{part}.{field}", value, {part: changed}
-                whole = [value for value in self.root.get(part, ()) if getattr(value, "kind", "") == kind]
-                yield from ((f"{part}.kind", member, {part: member}) for member in whole)
+                if kind == own.kind:
+                    for field, values in self.choices(part, kind).items():
+                        # Slots are declared as a number or as memory.
+                        other = {"slot_gb_per_rank": None} if field == "slots_per_rank" else {}
+                        for value in values:
+                            with suppress(ValidationError):
+                                yield f"{part}.{field}", value, {part: own.replace(**{field: value} | other)}
+                    members = [value for value in self.root.get(part, ()) if getattr(value, "kind", "") == kind]
+                yield from ((f"{part}.kind", member, {part: member}) for member in members)
         for part in PARTS:
-            if part not in BY_FIELD:
+            if part not in _BY_FIELD:
                 yield from ((part, value, {part: value}) for value in self.values(part))
+
+
+def default_space(setting: Setting, tokens_per_rank: int, *, mega_kernels: bool = True) -> Space:
+    """Returns a space with a few values for each field that may pay on this model and cluster and fits in memory.
+
+    It leaves out planners that take seconds per plan (``CpSat``), predictors that know the future, plans that come late
+    (``lag``), slots beyond memory, and ``MegaKernel`` without ``mega_kernels`` or across several domains.
+    """
+    cluster = setting.cluster
+    one_domain, across = len(cluster.domain_sizes) == 1, cluster.num_nodes > 1
+    overlaps: Values = {"overlap": ("sequential", "pipelined"), "overlap.chunks": (2, 4, 8)}
+    if across:
+        overlaps |= {"overlap.node_dispatch": ("direct", "once"), "overlap.combine": ("ordered", "per_node")}
+    if mega_kernels and one_domain:
+        # To pull x again takes longer, and pays only where memory is short.
+        keep_x = (True,) if setting.recompute or cluster.memory_gb is None else (True, False)
+        overlaps |= {
+            "overlap": ("sequential", "pipelined", "mega_kernel"),
+            "overlap.fused": ("both", "dispatch", "combine"),
+            "overlap.dispatch_share": (0.1, 0.25, 0.5),
+            "overlap.combine_share": (0.0, 0.25),
+            "overlap.granularity": ("tile", "expert"),
+            "overlap.tile_order": ("largest_first", "slots"),
+            "overlap.deduplicate": (False, True),
+            "overlap.keep_x": keep_x,
+        }
+    if cluster.num_ranks == 1:
+        return Space(overlaps)
+    counts = _slot_counts(setting, tokens_per_rank)
+    shardings: Values = {"sharding": ("ep",), "sharding.ep.slots_per_rank": (None, *counts)}
+    if counts:
+        ways = ("flat", "hierarchical") if across and max(cluster.node_sizes) > 1 else ("flat",)
+        shardings |= {
+            "sharding": ("ep", "fsep"),
+            "sharding.fsep.slots_per_rank": counts,
+            "sharding.prefetch_layers": tuple(range(min(3, setting.num_layers))),
+            "sharding.delay_reshard": (False, True) if setting.num_layers > 1 else (False,),
+            "sharding.reshard_after_forward": (True, False),
+            **dict.fromkeys(("sharding.restore", "sharding.reshard", "sharding.lend"), ways),
+        }
+    return Space(
+        {
+            **shardings,
+            "balance": ("static", "eplb", "laer", "flex_moe", "greedy"),
+            "predictor": ("last", WindowMean(steps=5), "adaptive"),
+            "split": (
+                "even",
+                "proportional",
+                "flow",
+                *(FlowSplit(max_inter_node=cap) for cap in _CAPS if not one_domain),
+            ),
+            **overlaps,
+            "replan_every": (1, 4, 16),
+        }
+    )
+
+
+def _slot_counts(setting: Setting, tokens_per_rank: int) -> tuple[int, ...]:
+    """Returns numbers of slots per rank, from what the experts need to twice as many, as far as memory goes."""
+    experts = setting.model.num_experts
+    needed = -(-experts // setting.cluster.num_ranks)
+    counts = sorted({needed, needed + 1, needed + 2, needed + -(-needed // 2), 2 * needed})
+
+    def fits(slots: int) -> bool:
+        plain = Strategy(name="fsep", sharding=Fsep(slots_per_rank=slots))
+        return not setting.out_of_memory(plain, tokens_per_rank)
+
+    return tuple(slots for slots in counts if slots <= experts and fits(slots))
+
+
+# --- members of a space -----------------------------------------------------------------------------------------------
+
+
+def _classes_of(part: str) -> dict[str, type[Declared]]:
+    """Returns the classes of a union by kind; none of a field that is no union."""
+    if (union := _extensible(part)) is not None:
+        return dict(union.kinds())
+    members = [member for member in get_args(Strategy.model_fields[part].annotation) if issubclass(member, Declared)]
+    return {member.model_fields["kind"].get_default(): member for member in members}
+
+
+def _extensible(part: str) -> type[Member] | None:
+    """Returns the union of a field that takes classes of a user's own."""
+    declared = Strategy.model_fields[part].annotation
+    return declared if isinstance(declared, type) and issubclass(declared, Member) else None
+
+
+def _listed(listed: Values, part: str) -> tuple[Any, ...]:
+    """Returns the listed kinds, members or numbers of a field, by default the strategy's default."""
+    default = Strategy.model_fields[part].get_default()
+    return listed.get(part, (getattr(default, "kind", default),))
+
+
+def _fields_of(part: str, kind: str) -> list[str]:
+    return [name for name in _classes_of(part)[kind].model_fields if name not in _NOT_SEARCHED]
+
+
+def _parts_of(strategy: Strategy) -> dict[str, Any]:
+    return {part: getattr(strategy, part) for part in PARTS}
+
+
+def _once(strategies: Iterable[Strategy | None], patience: float = math.inf) -> Iterator[Strategy]:
+    """Yields each strategy once; ends after ``patience`` items in a row that were nothing new."""
+    seen: set[str] = set()
+    idle = 0
+    for strategy in strategies:
+        if strategy is not None and (fingerprint := strategy.fingerprint()) not in seen:
+            seen.add(fingerprint)
+            idle = 0
+            yield strategy
+        elif (idle := idle + 1) >= patience:
+            return
 
 
 def _in_file(value: Any) -> Any:
     if isinstance(value, Declared):
         return value.model_dump(mode="json", exclude_none=True)
-    return NONE if value is None else value
+    return _NONE if value is None else value
 
 
-def _by_slots(shardings: list[Sharding]) -> Iterator[list[Sharding]]:
-    """Those together that have the same slots."""
-    by_slots: dict[Any, list[Sharding]] = {}
-    for sharding in shardings:
-        by_slots.setdefault(sharding.slots_per_rank, []).append(sharding)
-    yield from by_slots.values()
+# --- values that are refused ------------------------------------------------------------------------------------------
 
 
-def _replaced(member: Declared, field: str, value: Any) -> Declared | None:
-    # Slots are given as a number or as memory.
-    changes = {field: value} | ({"slot_gb_per_rank": None} if field == "slots_per_rank" else {})
+def _adapter(declared: type[Declared], field: str) -> TypeAdapter[Any]:
+    """Returns the validation of a field, including its bounds."""
+    info = declared.model_fields[field]
+    taken: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+    return TypeAdapter(taken)
+
+
+def _kinds_meant(path: str, listed: Values) -> list[str]:
+    """Returns the kinds that a path of two or three words is about. Raises ValueError where none of them is listed."""
+    part, *kind, field = path.split(".")
+    classes = _classes_of(part)
+    if len(kind) > 1 or (kind and kind[0] not in classes):
+        raise ValueError(
+            f"{path} names no kind of {part}; use {part}.{field}, or a kind before the field: {', '.join(classes)}"
+        )
+    having = [name for name in kind or classes if field in _fields_of(part, name)]
+    if not having:
+        fields = dict.fromkeys(name for one in kind or classes for name in _fields_of(part, one))
+        known = f"use one of {', '.join(fields)}" if fields else f"{part} has values and no fields"
+        raise ValueError(f"{path} is no field that can be searched; {known}")
+    if meant := [name for name in having if name in _listed(listed, part)]:
+        return meant
+    raise ValueError(
+        f"{path} is a field of {' and '.join(having)}, which {part} does not list; "
+        f"list {having[0]!r} there, or leave {path} out"
+    )
+
+
+def _field_value(path: str, value: Any, adapters: list[TypeAdapter[Any]]) -> Any:
+    """Returns the value as all kinds accept it. Raises ValueError where one refuses it."""
     try:
-        return member.replace(**changes)
-    except ValidationError:
-        return None
+        first, *_ = [adapter.validate_python(value) for adapter in adapters]
+        return first
+    except ValidationError as error:
+        if value == _NONE:
+            return _field_value(path, None, adapters)
+        raise ValueError(f"{path}={value!r}: {_in_words(error)}") from None
 
 
-def _once(strategies: Iterator[Strategy | None], patience: int | None = None) -> Iterator[Strategy]:
-    """Those that are points, without repeats; ends after ``patience`` that were nothing new, one after another."""
-    seen: set[str] = set()
-    idle = 0
-    for strategy in strategies:
-        fingerprint = strategy.fingerprint() if strategy is not None else None
-        if strategy is not None and fingerprint is not None and fingerprint not in seen:
-            seen.add(fingerprint)
-            idle = 0
-            yield strategy
-        elif patience is not None and (idle := idle + 1) >= patience:
-            return
+def _part_value(part: str, value: Any) -> Any:
+    """Returns a kind, a member or a number. Raises ValueError for other values."""
+    classes = _classes_of(part)
+    if isinstance(value, str) and ":" in value and _extensible(part):
+        # A class of a user's own by its import path, with its fields' defaults.
+        value = {"kind": value}
+    if isinstance(value, str) and classes:
+        if value not in classes:
+            raise ValueError(f"{part}={value!r} is no kind of {part}; use one of {', '.join(classes)}")
+        return value
+    try:
+        return _adapter(Strategy, part).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{part}={value!r}: {_in_words(error)}") from None
+
+
+def _in_words(error: ValidationError) -> str:
+    return "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors(include_url=False))

@@ -1,160 +1,256 @@
-"""Tunes from end to end: prune, simulate, time, and say why."""
+"""Tuning from end to end: search, time where there is a clock, and give a reason for each field of the pick."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Any
 
-from moesys.config import Strategy
-from moesys.tuner.costs import Costs, Told
-from moesys.tuner.deadline import Deadline, OutOfTimeError
-from moesys.tuner.default_space import default_space
-from moesys.tuner.journal import Journal
-from moesys.tuner.lookahead import Lookahead
-from moesys.tuner.result import Draws, Tuned, choices_of
+from moesys.config import Declared, Strategy
+from moesys.config.experiment import Source
+from moesys.tuner.costs import Costs, Session
 from moesys.tuner.search import Search, SearchResult
-from moesys.tuner.search_bounds import SearchBounds
-from moesys.tuner.setting import Setting
-from moesys.tuner.space import Space
-from moesys.tuner.step_costs import Fidelity
-from moesys.tuner.timing import Clock, Rounds
-from moesys.tuner.workload import Plans, Workload
+from moesys.tuner.space import PARTS, SearchBounds, Space, default_space
+from moesys.tuner.timing import Clock, Rounds, TimedStrategy, TimingResult
+from moesys.tuner.workload import Fidelity, OutOfTimeError, Plans, Setting, Workload, value_words
 
-# Strategies of the recipe that are timed whatever the cost model thinks of them, the baseline aside.
+# Number of the experiment's strategies that are timed in any case, besides the baseline.
 _STARTS_TIMED = 3
-# Of the time, how much the search has where clocks follow, and where only further draws of the fastest do.
+# The search's share of the time where clocks follow, and where only further draws of the fastest follow.
 _SEARCH_SHARE_BEFORE_CLOCKS, _SEARCH_SHARE = 0.4, 0.85
-# How many of the fastest are drawn again, and how many steps a seed.
+# Number of the fastest strategies that are drawn again, and the number of steps per seed.
 _DRAWN, _DRAWN_STEPS = 3, 2
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One field of the strategy, a dotted path as in TOML.
+
+    next_best: the best other value of the space. costs: the relative increase of a simulated step with it, 0.02 for
+    2 %; a lower bound where ``at_least``. Both are None where no other value of the space goes with the other
+    fields, or ``not_seen``, where the time was over before other values were looked at.
+    """
+
+    field: str
+    value: str
+    next_best: str | None = None
+    costs: float | None = None
+    at_least: bool = False
+    not_seen: bool = False
+
+    def __str__(self) -> str:
+        if self.not_seen:
+            return "others were not looked at: the time was over"
+        if self.next_best is None or self.costs is None:
+            return "no other value goes with the rest"
+        if abs(self.costs) < 5e-5:
+            return f"{self.next_best} is as fast, simulated"
+        if self.costs < 0:
+            return f"{self.next_best} would save {-100 * self.costs:.2f} %, simulated; the clock chose otherwise"
+        least = "at least " if self.at_least else ""
+        return f"{self.next_best} would cost {least}{100 * self.costs:.2f} %, simulated"
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Simulated milliseconds of the same steps under a strategy and under the baseline, by draw. A draw is a seed, or
+    one step where there is one seed only.
+    """
+
+    strategy: Strategy
+    own_ms: dict[int, list[float]] = field(hash=False)
+    baseline_ms: dict[int, list[float]] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The pick of a tuning, called ``tuned``, and the reasons for it.
+
+    decided_by: the kind of time by which the pick is the fastest. speedup: the baseline's time divided by the pick's,
+    both of that kind. timing: None where nothing was timed. draws: intervals of the fastest strategies in the cost
+    model. not_seen: what the tuning was doing when its time was over; "" where it ended by itself.
+    """
+
+    strategy: Strategy
+    baseline: Strategy
+    decided_by: Source
+    speedup: float
+    choices: tuple[Choice, ...]
+    space: Space
+    search: SearchResult
+    timing: TimingResult | None
+    draws: tuple[Draws, ...] = ()
+
+    @property
+    def not_seen(self) -> str:
+        return self.search.not_seen
+
+    def to_toml(self) -> str:
+        """Returns the strategy as a file, with the reason for each field as a comment."""
+        counted = f"{self.search.num_points} of {self.space.num_combinations} combinations looked at"
+        trials = f", {self.timing.num_trials} timed trials" if self.timing else ""
+        head = (
+            f"# Found by moesys tune: {counted}{trials}.\n"
+            f"# Decided by {self.decided_by} times: {self.speedup:.3f} x as fast as {self.baseline.name!r}.\n"
+            "# Beside a field: the best other value that was tried, and what it would cost.\n"
+        )
+        head += f"# Stopped when the time was over, while {self.not_seen}.\n" if self.not_seen else ""
+        reasons = {choice.field: str(choice) for choice in self.choices}
+        return head + "\n".join(_commented(self.strategy.to_toml(), reasons)) + "\n"
 
 
 def tune_workload(
     workload: Workload,
     strategies: Sequence[Strategy],
+    session: Session,
     *,
-    journal: Journal,
-    told: Told,
     space: Space | None = None,
     bounds: SearchBounds | None = None,
     mega_kernels: bool = True,
     clock: Clock | None = None,
     draw_seeds: Sequence[int] = (),
-    deadline: Deadline | None = None,
-    lookahead: Lookahead | None = None,
 ) -> Tuned:
-    """The fastest strategy found. ``strategies``: where the search starts, the baseline first. ``workload`` is of the
-    seeds that the cost model looks at.
+    """Returns the fastest strategy found. The search begins with ``strategies``; the first is the baseline.
 
-    space: None for ``default_space``, with ``MegaKernel`` if ``mega_kernels``. clock: with one, the best are timed at
-    last, and clocks decide; simulated and measured times are never in one ranking. draw_seeds: on which the fastest are
-    simulated once more, for intervals. deadline: of all of it; the search has the part that those do not need.
-    lookahead: of the same workload; what is found does not depend on it.
+    space: None for ``default_space``, with ``MegaKernel`` if ``mega_kernels``. clock: times the best strategies at the
+    end and decides; simulated and measured times are never in one ranking. draw_seeds: seeds on which the fastest are
+    simulated once more, for intervals. The search gets the part of the session's time that clocks and draws do not
+    need.
 
-    Raises ValueError where the space has no point or nothing of it can be simulated, where the baseline cannot, or its
-    trials fail.
+    Raises ValueError where the space has no point, where nothing of it or not the baseline can be simulated, or where
+    the baseline's trials fail.
     """
-    bounds, deadline = bounds or SearchBounds(), deadline or Deadline()
-    plans, model, cluster = Plans(workload), workload.model, workload.cluster
-    memory_gb = bounds.memory_gb or cluster.memory_gb
-    layers = plans.steps(strategies[0], workload.seeds[0], 1)[0][0].layers
-    setting = Setting(model, cluster.replace(memory_gb=memory_gb), len(layers), bounds.model_layers, workload.recompute)
+    bounds, plans = bounds or SearchBounds(), Plans(workload, session.deadline)
+    cluster = workload.cluster.replace(memory_gb=bounds.memory_gb or workload.cluster.memory_gb)
+    layers = plans.first_layers(strategies[0])
+    setting = Setting(workload.model, cluster, len(layers), bounds.model_layers, workload.recompute)
     starts = [setting.plainest(strategy).replace(name=strategy.name) for strategy in strategies]
     if space is None:
-        tokens_per_rank = layers[0].load.total // (model.top_k * cluster.num_ranks)
+        tokens_per_rank = layers[0].load.total // (workload.model.top_k * cluster.num_ranks)
         space = default_space(setting, tokens_per_rank, mega_kernels=mega_kernels)
-    until = deadline.part(_SEARCH_SHARE if clock is None else _SEARCH_SHARE_BEFORE_CLOCKS)
-    costs = Costs(plans, journal, setting, like=starts[0], told=told, deadline=until, lookahead=lookahead)
-    search = Search(space, starts, costs, budget=bounds.budget, seed=bounds.seed)
-    found = search.run()
+    costs = Costs(plans, setting, session, starts)
+    plans.deadline = session.deadline.part(_SEARCH_SHARE if clock is None else _SEARCH_SHARE_BEFORE_CLOCKS)
+    search = Search(space, costs, budget=bounds.budget, seed=bounds.seed)
+    found, timing = search.run(), None
+    plans.deadline = session.deadline
     if clock is None:
         if found.baseline is None:
+            refused = costs.refused.get(starts[0].fingerprint())
             raise ValueError(
-                f"the cost model does not run the baseline, strategy {starts[0].name!r}: "
-                f"{search.refused[starts[0].fingerprint()][1]}; put another one first"
-                if starts[0].fingerprint() in search.refused
+                f"the cost model does not run the baseline, strategy {starts[0].name!r}: {refused[1]}; "
+                "put another one first"
+                if refused
                 else f"the time was over while {found.not_seen}, before the baseline was simulated; give more minutes"
             )
-        pick, speedup, timing = found.ranking[0].strategy, found.baseline.ms / found.ranking[0].ms, None
+        pick, speedup = found.ranking[0].strategy, found.baseline.ms / found.ranking[0].ms
     else:
-        if lookahead:
-            lookahead.rest(deadline)
-        rounds = Rounds(
-            clock,
-            journal,
-            starts[0],
-            [one for one in promising(found, starts) if costs.fits(one)],
-            search.by_glance,
-            seed=bounds.seed,
-            first_seed=workload.seeds[0],
-            told=told,
-        )
-        timing = rounds.run()
-        # The baseline is timed whether it fits or not.
-        best = next((timed for timed in timing.ranking if costs.fits(timed.strategy)), None)
-        if best is None:
-            raise ValueError(
-                f"nothing that fits into {memory_gb} GB was timed to the end, "
-                f"{next((f'such as {strategy.name}: {reason}' for strategy, reason in timing.failed), 'nor begun')}; "
-                "raise timed, or memory_gb"
-            )
+        costs.rest()
+        candidates = [one for one in _promising(found, starts) if costs.fits(one)]
+        rounds = Rounds(clock, session, starts[0], seed=bounds.seed, first_seed=workload.seeds[0])
+        timing = rounds.run(candidates, search.by_glance)
+        best = _best_that_fits(timing, costs)
         pick, speedup = best.strategy, 1 / best.ratio
-        costs.deadline = deadline
-        with suppress(OutOfTimeError):
-            found = search.around(pick, found)
-    pick_ms = next((one.ms for one in found.ranking if one.strategy.fingerprint() == pick.fingerprint()), None)
-    costs.deadline = deadline
+        found = search.around(pick, found)
     return Tuned(
         strategy=pick.replace(name="tuned"),
         baseline=starts[0],
         decided_by="simulated" if timing is None else "measured",
         speedup=speedup,
-        choices=choices_of(pick, space, found, pick_ms),
+        choices=_choices_of(pick, space, found),
         space=space,
         search=found,
         timing=timing,
         draws=_draws(costs, found, draw_seeds),
-        not_seen=found.not_seen,
     )
 
 
-def _draws(costs: Costs, found: SearchResult, seeds: Sequence[int]) -> tuple[Draws, ...]:
-    """Of the fastest and the baseline, on further seeds as far as there is time."""
-    if found.baseline is None:
-        return ()
-    fidelity = Fidelity(tuple(seeds), min(_DRAWN_STEPS, costs.plans.workload.num_steps))
-    baseline, shown = found.baseline.strategy, [one.strategy for one in found.ranking[:_DRAWN]]
-    if seeds:
-        costs.told.stage(f"drawing {len(seeds)} seeds for the fastest {len(shown)} and the baseline", 1 + len(shown))
-        with suppress(OutOfTimeError):
-            drawn_again = _distinct([baseline, *shown])
-            costs.expect(drawn_again, fidelity, never_pruned={one.fingerprint() for one in drawn_again})
-            for strategy in drawn_again:
-                costs.of(strategy, fidelity, prune=False)
-    of_baseline = costs.steps.all_steps_ms(baseline)
-    drawn = [
-        Draws.of(strategy, costs.steps.all_steps_ms(strategy), of_baseline)
-        for strategy in shown
-        if strategy != baseline
-    ]
-    return tuple(draws for draws in drawn if len(draws.own_ms) > 1)
-
-
-def promising(found: SearchResult, starts: Sequence[Strategy]) -> list[Strategy]:
-    """In which order to time: some of the starts; then the fastest of each kind of sharding and overlap by turns, as a
-    model that is wrong about a kind is wrong about all of it; points that cannot be simulated last of their kind.
+def _promising(found: SearchResult, starts: Sequence[Strategy]) -> list[Strategy]:
+    """Returns strategies in the order in which to time them: some of the starts; then the fastest of each kind of
+    sharding and overlap in turn, because a model that is wrong about a kind is wrong about all of it. Points that
+    cannot be simulated are last of their kind.
     """
     kinds: dict[tuple[str, str], list[Strategy]] = {}
     # Neighbours of the pick were refused last.
     refused = [strategy for strategy, _ in reversed(found.refused)]
     for strategy in [*(one.strategy for one in found.ranking), *refused]:
         kinds.setdefault((strategy.sharding.kind, strategy.overlap.kind), []).append(strategy)
-    by_turns = [strategy for turn in zip_longest(*kinds.values()) for strategy in turn if strategy is not None]
-    return _distinct([*starts[1 : 1 + _STARTS_TIMED], *by_turns])
+    in_turn = [strategy for turn in zip_longest(*kinds.values()) for strategy in turn if strategy is not None]
+    return [*starts[1 : 1 + _STARTS_TIMED], *in_turn]
 
 
-def _distinct(strategies: Iterable[Strategy]) -> list[Strategy]:
-    by_fingerprint: dict[str, Strategy] = {}
-    for strategy in strategies:
-        by_fingerprint.setdefault(strategy.fingerprint(), strategy)
-    return list(by_fingerprint.values())
+def _best_that_fits(timing: TimingResult, costs: Costs) -> TimedStrategy:
+    # The baseline is timed whether it fits or not.
+    if (best := next((timed for timed in timing.ranking if costs.fits(timed.strategy)), None)) is not None:
+        return best
+    example = next((f"such as {strategy.name}: {reason}" for strategy, reason in timing.failed), "nor begun")
+    raise ValueError(
+        f"nothing that fits into {costs.setting.cluster.memory_gb} GB was timed to the end, {example}; "
+        "raise timed, or memory_gb"
+    )
+
+
+def _draws(costs: Costs, found: SearchResult, seeds: Sequence[int]) -> tuple[Draws, ...]:
+    """Simulates the fastest strategies and the baseline on further seeds, as far as there is time."""
+    if found.baseline is None:
+        return ()
+    baseline, shown = found.baseline.strategy, [one.strategy for one in found.ranking[:_DRAWN]]
+    if seeds:
+        fidelity = Fidelity(tuple(seeds), min(_DRAWN_STEPS, costs.plans.workload.num_steps))
+        words = f"drawing {len(seeds)} seeds for the fastest {len(shown)} and the baseline"
+        costs.session.observer.stage(words, 1 + len(shown))
+        with suppress(OutOfTimeError):
+            for _ in costs.look([baseline, *shown], fidelity, prune=False):
+                pass
+    drawn = [_draws_of(strategy, baseline, costs.steps_ms) for strategy in shown if strategy != baseline]
+    return tuple(draws for draws in drawn if len(draws.own_ms) > 1)
+
+
+def _draws_of(strategy: Strategy, baseline: Strategy, steps_ms: dict[str, dict[int, list[float]]]) -> Draws:
+    """Returns the steps that both have been simulated on."""
+    own, other = steps_ms[strategy.fingerprint()], steps_ms[baseline.fingerprint()]
+    lengths = {seed: min(len(own[seed]), len(other[seed])) for seed in own if seed in other}
+    own_ms, baseline_ms = ({seed: ms[seed][:most] for seed, most in lengths.items()} for ms in (own, other))
+    if len(lengths) == 1:
+        (seed,) = lengths
+        own_ms, baseline_ms = ({step: [ms] for step, ms in enumerate(of[seed])} for of in (own_ms, baseline_ms))
+    return Draws(strategy, own_ms, baseline_ms)
+
+
+# --- the reasons ------------------------------------------------------------------------------------------------------
+
+
+def _choices_of(pick: Strategy, space: Space, search: SearchResult) -> tuple[Choice, ...]:
+    """Returns a choice for every field that the space has values for."""
+    pick_ms = next((one.ms for one in search.ranking if one.strategy.fingerprint() == pick.fingerprint()), None)
+    values: dict[str, Any] = {}
+    for name in ("sharding", "overlap"):
+        part: Declared = getattr(pick, name)
+        kind = values[f"{name}.kind"] = getattr(part, "kind", "")
+        values |= {f"{name}.{field}": getattr(part, field) for field in space.choices(name, kind)}
+    values |= {name: getattr(pick, name) for name in PARTS if name not in ("sharding", "overlap")}
+    found = []
+    for path, value in values.items():
+        alternative = search.alternatives.get(path)
+        if alternative is None or pick_ms is None:
+            found.append(Choice(path, value_words(value), not_seen=bool(search.not_seen)))
+        else:
+            next_best, costs = value_words(alternative.neighbour.value), alternative.ms / pick_ms - 1
+            found.append(Choice(path, value_words(value), next_best, costs, alternative.at_least))
+    return tuple(found)
+
+
+def _commented(toml: str, reasons: dict[str, str]) -> Iterator[str]:
+    """Yields lines of TOML with the reason behind the line of a field or of a table. A field that is None, which TOML
+    cannot express, gets a line of its own in its table.
+    """
+    table, lines = "", []
+    for line in toml.splitlines():
+        table = line.strip("[]") if line.startswith("[") else table
+        lines.append((line, table if line.startswith("[") else f"{table}.{line.partition('=')[0].strip()}".lstrip(".")))
+    absent = sorted(reasons.keys() - {path for _, path in lines})
+    for line, path in lines:
+        yield f"{line}  # {reasons[path]}" if path in reasons else line
+        if line.startswith("["):
+            yield from (f"# {name} is none: {reasons[name]}" for name in absent if name.startswith(f"{path}."))

@@ -1,30 +1,64 @@
-"""Plans a workload for many strategies: those that plan alike share their plans.
+"""The workload that a tuner plans and simulates, and the setting that decides which strategies can be told apart.
 
-Layouts and splits depend on slots, balance, predictor and split, and neither on how experts travel nor on what runs
-beside what. Planning takes most of the time, so each placement is walked once.
+Layouts and splits depend on slots, balance, predictor and split, but neither on how experts travel nor on the overlap.
+Planning takes most of the time, so all strategies that plan alike share one placement, which is planned once.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
+from moesys.balance.even_split import EvenSplit
 from moesys.balance.plan import LayerPlan, StepPlan
-from moesys.config import ClusterSpec, Fsep, ModelShape, Sequential, Strategy
-from moesys.load import LoadMatrix
+from moesys.balance.static import Static
+from moesys.config import ClusterSpec, Declared, Ep, Fsep, Last, ModelShape, Strategy
+from moesys.config.overlap import Sequential
+from moesys.limits import out_of_memory
 
-# Plans of so many bytes are remembered, those used last.
+# Bytes of plans that are kept; the plans that were used last stay.
 MOST_BYTES = 2**30
-
+# The first look simulates this number of steps, and each further look this multiple of the look before.
+_FIRST_STEPS, _MORE = 2, 4
 
 # The plans of a step's micro-batches.
 Step = tuple[StepPlan, ...]
 
 
+class OutOfTimeError(Exception):
+    """The time limit is over. Everything that was found until then is in the journal."""
+
+
+class Deadline:
+    """A limit of ``minutes`` from now on; None: no limit."""
+
+    def __init__(self, minutes: float | None = None) -> None:
+        self._until_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
+
+    def part(self, share: float) -> Deadline:
+        """Returns a deadline after this share of the time that is left."""
+        sooner = Deadline()
+        if self._until_s < math.inf:
+            now_s = time.monotonic()
+            sooner._until_s = now_s + share * (self._until_s - now_s)
+        return sooner
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._until_s
+
+    def check(self) -> None:
+        """Raises OutOfTimeError when it is over."""
+        if self.is_over:
+            raise OutOfTimeError
+
+
 class Workload(Protocol):
-    """What the lab knows of an experiment."""
+    """An experiment's routing, as the caller provides it. It can be pickled and hashed."""
 
     def __hash__(self) -> int: ...
 
@@ -43,64 +77,151 @@ class Workload(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """Timed steps that each seed has."""
+        """Number of timed steps of each seed."""
 
     def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
-        """The timed steps, planned from history as in training. Raises ValueError where that cannot be."""
+        """Plans the timed steps from history, as in training. Raises ValueError where that is impossible."""
 
     def step_ms(self, step: Step) -> float:
-        """Simulated. Raises ValueError for what the cost model does not know."""
+        """Simulates a step. Raises ValueError for a step that the cost model does not support."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """The part of a workload that a cost is the mean of: the first ``num_steps`` timed steps of ``seeds``."""
+
+    seeds: tuple[int, ...]
+    num_steps: int
+
+    def __str__(self) -> str:
+        seeds = ", ".join(map(str, self.seeds))
+        return f"{self.num_steps} steps of seed{'s' * (len(self.seeds) > 1)} {seeds}"
+
+
+def ladder(workload: Workload) -> tuple[Fidelity, ...]:
+    """Returns the looks of a search, from two steps of the first seed to all timed steps of all seeds."""
+    first, steps = workload.seeds[:1], [_FIRST_STEPS]
+    while steps[-1] * _MORE < workload.num_steps:
+        steps.append(steps[-1] * _MORE)
+    looks = [Fidelity(first, num_steps) for num_steps in steps if num_steps < workload.num_steps]
+    looks.append(Fidelity(first, workload.num_steps))
+    return (*looks, Fidelity(workload.seeds, workload.num_steps)) if len(workload.seeds) > 1 else tuple(looks)
 
 
 def layers_of(step: Step) -> list[LayerPlan]:
-    """All layers of all micro-batches."""
+    """Returns the plans of all layers of all micro-batches."""
     return [plan for micro_batch in step for plan in micro_batch.layers]
 
 
 @dataclass
 class _Walk:
-    """Steps of one placement and seed as far as anybody has asked for them."""
+    """The steps of one placement and seed that have been planned so far."""
 
     rest: Iterator[Step]
     steps: list[Step] = field(default_factory=list)
     num_bytes: int = 0
 
-    def first(self, num_steps: int) -> list[Step]:
-        while len(self.steps) < num_steps:
-            # What comes before does not change a step's time, and would be kept with it.
-            step = tuple(replace(micro_batch, previous=None) for micro_batch in next(self.rest))
-            self.steps.append(step)
-            self.num_bytes += sum(plan.tokens.entries.nbytes + plan.load.tokens_RE.nbytes for plan in layers_of(step))
-        return self.steps[:num_steps]
-
 
 class Plans:
-    """Steps of ``workload`` under any strategy."""
+    """Steps of ``workload`` under any strategy. Planning raises OutOfTimeError when the ``deadline`` is over."""
 
-    def __init__(self, workload: Workload, most_bytes: int = MOST_BYTES) -> None:
-        self.workload, self._most_bytes = workload, most_bytes
+    def __init__(self, workload: Workload, deadline: Deadline, most_bytes: int = MOST_BYTES) -> None:
+        self.workload, self.deadline, self._most_bytes = workload, deadline, most_bytes
         self._walks: OrderedDict[tuple[str, int], _Walk] = OrderedDict()
-        self._loads: dict[int, list[tuple[LoadMatrix, ...]]] = {}
 
     def steps(self, strategy: Strategy, seed: int, num_steps: int) -> list[Step]:
-        """The first timed steps. Raises ValueError where they cannot be planned."""
-        placement = self.placement(strategy)
+        """Returns the first timed steps. Raises ValueError where they cannot be planned."""
+        slots_R = strategy.slots(self.workload.model, self.workload.cluster)
+        placement = strategy.replace(name="placement", sharding=Fsep(slots_per_rank=slots_R), overlap=Sequential())
         key = (placement.fingerprint(), seed)
         walk = self._walks.pop(key, None) or _Walk(self.workload.walk(placement, seed))
-        steps = walk.first(num_steps)
+        while len(walk.steps) < num_steps:
+            self.deadline.check()
+            # The history does not change a step's time, and would be kept with it.
+            step = tuple(replace(micro_batch, previous=None) for micro_batch in next(walk.rest))
+            walk.steps.append(step)
+            walk.num_bytes += sum(plan.tokens.entries.nbytes + plan.load.tokens_RE.nbytes for plan in layers_of(step))
         self._walks[key] = walk
         while len(self._walks) > 1 and sum(walk.num_bytes for walk in self._walks.values()) > self._most_bytes:
             self._walks.popitem(last=False)
-        return [tuple(replace(micro_batch, strategy=strategy) for micro_batch in step) for step in steps]
+        return [
+            tuple(replace(micro_batch, strategy=strategy) for micro_batch in step) for step in walk.steps[:num_steps]
+        ]
 
-    def loads(self, like: Strategy, seed: int, num_steps: int) -> list[tuple[LoadMatrix, ...]]:
-        """What routers want in those steps, by micro-batch and layer: the same under every strategy, so any will do."""
-        if len(self._loads.get(seed, ())) < num_steps:
-            steps = self.steps(like, seed, num_steps)
-            self._loads[seed] = [tuple(plan.load for plan in layers_of(step)) for step in steps]
-        return self._loads[seed][:num_steps]
+    def first_layers(self, strategy: Strategy) -> tuple[LayerPlan, ...]:
+        """Returns the layers of the first micro-batch."""
+        return self.steps(strategy, self.workload.seeds[0], 1)[0][0].layers
 
-    def placement(self, strategy: Strategy) -> Strategy:
-        """The strategy that plans as this one does and is plain in all else."""
-        slots_R = strategy.slots(self.workload.model, self.workload.cluster)
-        return strategy.replace(name="placement", sharding=Fsep(slots_per_rank=slots_R), overlap=Sequential())
+
+@dataclass(frozen=True)
+class Setting:
+    """The model, cluster and number of layers, which decide which strategies differ and which would run.
+
+    model_layers: layers of the whole model, whose memory counts; None: ``num_layers``. recompute: only one layer's rows
+    are kept for backward.
+    """
+
+    model: ModelShape
+    cluster: ClusterSpec
+    num_layers: int
+    model_layers: int | None = None
+    recompute: bool = False
+
+    def out_of_memory(self, strategy: Strategy, tokens_per_rank: int) -> str:
+        """Returns why a rank cannot hold what the strategy needs, or "" if no reason is known."""
+        num_layers = self.model_layers or self.num_layers
+        return out_of_memory(strategy, self.model, self.cluster, num_layers, tokens_per_rank, recompute=self.recompute)
+
+    def point(self, **parts: Any) -> Strategy | None:
+        """Returns the plainest strategy with these fields, named after them, or None where there is none."""
+        try:
+            strategy = Strategy(name="point", **parts)
+            strategy.early_slots(self.model, self.cluster)
+        except ValueError:
+            return None
+        return self.plainest(strategy)
+
+    def plainest(self, strategy: Strategy) -> Strategy:
+        """Resets fields that have no effect in this setting, so that equal computations are equal strategies."""
+        changes: dict[str, Any] = {}
+        sharding, overlap = strategy.sharding, strategy.overlap
+        if isinstance(strategy.balance, Static):
+            changes |= {"predictor": Last(), "replan_every": 1, "lag": 1}
+        if sum(strategy.slots(self.model, self.cluster)) == self.model.num_experts:
+            # Every expert has one holder, and all splits send its rows there.
+            changes["split"] = EvenSplit()
+        one_node = self.cluster.num_nodes == 1 or max(self.cluster.node_sizes) == 1
+        if isinstance(sharding, Ep) and one_node:
+            changes["sharding"] = sharding.replace(lend="flat")
+        if isinstance(sharding, Fsep):
+            flat = {"restore": "flat", "reshard": "flat"} if one_node else {}
+            ahead = min(sharding.prefetch_layers, self.num_layers - 1)
+            changes["sharding"] = sharding.replace(prefetch_layers=ahead, **flat)
+        if self.cluster.num_nodes == 1 and not overlap.reaches_memory:
+            # No row crosses to another node.
+            changes["overlap"] = overlap.replace(node_dispatch="direct", combine="ordered")
+        plain = strategy.replace(**changes)
+        return plain.replace(name=_name_of(plain))
+
+
+def _name_of(strategy: Strategy) -> str:
+    """Returns a name that lists the fields whose value is not the default."""
+    predictor = [] if isinstance(strategy.balance, Static) else [strategy.predictor]
+    parts = [strategy.sharding, strategy.balance, *predictor, strategy.split, strategy.overlap]
+    shown = [value_words(part) for part in parts]
+    shown += [f"replan {strategy.replan_every}"] * (strategy.replan_every > 1)
+    shown += [f"lag {strategy.lag}"] * (strategy.lag != 1)
+    shown += [f"late {strategy.late_slots}"] * (strategy.late_slots > 0)
+    return " + ".join(shown)
+
+
+def value_words(value: Any) -> str:
+    """Returns a field's value as tables and comments show it."""
+    if not isinstance(value, Declared):
+        return "none" if value is None else str(value)
+    fields = {name: info for name, info in type(value).model_fields.items() if name != "kind"}
+    changed = [
+        f"{name}={given}" for name, info in fields.items() if (given := getattr(value, name)) != info.get_default()
+    ]
+    kind: str = getattr(value, "kind", "")
+    return f"{kind}({', '.join(changed)})" if changed else kind

@@ -10,9 +10,15 @@ import numpy as np
 import pytest
 from balance_cases import zipf_load
 
-from moesys.balance.layouts import plan_layout, plan_layouts
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, CpSat, Eplb, FlexMoe, FlowSplit, Greedy, Laer, Static
+from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.eplb import Eplb
+from moesys.balance.flex_moe import FlexMoe
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.laer import Laer
+from moesys.balance.planners import plan_layout, plan_layouts, split_tokens
+from moesys.balance.static import Static
+from moesys.config import ClusterSpec
 from moesys.load import LoadMatrix
 
 CLUSTER = ClusterSpec(num_nodes=3, ranks_per_node=(4, 3, 5))

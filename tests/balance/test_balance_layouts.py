@@ -7,11 +7,13 @@ import pytest
 from balance_cases import instances, zipf_load
 from hypothesis import given, settings
 
-from moesys.balance.baselines.eplb import heaviest_replicated
-from moesys.balance.baselines.laer import BYTES_PER_TOKEN, laer_seconds, proportional_replicas
-from moesys.balance.layouts import plan_layout
+from moesys.balance.eplb import Eplb, heaviest_replicated
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.laer import BYTES_PER_TOKEN, Laer, laer_seconds, proportional_replicas
+from moesys.balance.planners import plan_layout
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.config import ClusterSpec, Ep, Eplb, Greedy, Laer, ModelShape, Static, Strategy
+from moesys.balance.static import Static
+from moesys.config import ClusterSpec, Ep, ModelShape, Strategy
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix
 

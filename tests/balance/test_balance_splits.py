@@ -9,10 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
+from moesys.balance.eplb import Eplb
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
-from moesys.balance.layouts import plan_layout
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, Eplb, EvenSplit, FlowSplit, Greedy, Laer, Proportional
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.laer import Laer
+from moesys.balance.planners import plan_layout, split_tokens
+from moesys.balance.proportional_split import Proportional
+from moesys.config import ClusterSpec
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 

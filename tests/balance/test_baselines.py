@@ -9,8 +9,11 @@ from balance_cases import instances, layouts, zipf_load
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moesys.balance.layouts import plan_layout
-from moesys.config import ClusterSpec, Eplb, FlexMoe, Static
+from moesys.balance.eplb import Eplb
+from moesys.balance.flex_moe import FlexMoe
+from moesys.balance.planners import plan_layout
+from moesys.balance.static import Static
+from moesys.config import ClusterSpec
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 

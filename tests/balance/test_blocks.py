@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import moesys as ms
 from moesys.balance.blocks import by_blocks
 from moesys.layout import TokenPlan
-from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
+from moesys.overlap.exact_sum import BlockSums
 
 
 def drawn_plan(seed: int) -> TokenPlan:

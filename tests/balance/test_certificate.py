@@ -10,14 +10,16 @@ from balance_cases import instances, layouts, zipf_load
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from moesys.balance.baselines.eplb import heaviest_replicated
 from moesys.balance.certificate import certify, greatest_bound
 from moesys.balance.cp_sat.components import fill_components, least_by_components
+from moesys.balance.eplb import heaviest_replicated
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load, tight_set
-from moesys.balance.layouts import plan_layout
-from moesys.balance.splits import split_tokens
+from moesys.balance.planners import plan_layout, split_tokens
+from moesys.balance.static import Static
 from moesys.balance.topology import domains_of
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Static
+from moesys.config import ClusterSpec
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 

@@ -7,12 +7,13 @@ import pytest
 from balance_cases import instances, zipf_load
 from hypothesis import given, settings
 
-from moesys.balance.cp_sat.cp_sat import solve_cp_sat
+from moesys.balance.cp_sat.cp_sat import CpSat, solve_cp_sat
+from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
-from moesys.balance.layouts import plan_layout
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, CpSat, FlowSplit, Greedy
+from moesys.config import ClusterSpec
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 

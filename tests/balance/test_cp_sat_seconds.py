@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 import moesys as ms
 from moesys.balance.cp_sat.cp_sat import solve_by_seconds
-from moesys.balance.layouts import plan_layout
+from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.seconds_certificate import certify_seconds, plan_seconds
-from moesys.balance.splits import split_tokens
 
 WIDE = ms.ModelShape(hidden_size=64, intermediate_size=8, num_experts=4, top_k=1, dtype="bfloat16")
 BRIEF = ms.CpSat(deterministic_time=0.5)

@@ -10,10 +10,15 @@ from flow_reference import split_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moesys.balance.eplb import Eplb
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
-from moesys.balance.layouts import plan_layout
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, Eplb, EvenSplit, FlowSplit, Greedy, Laer, Proportional
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.laer import Laer
+from moesys.balance.planners import plan_layout, split_tokens
+from moesys.balance.proportional_split import Proportional
+from moesys.config import ClusterSpec
 from moesys.kernels.split.flow import split
 from moesys.kernels.split.tables import entries_of
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
@@ -25,7 +30,7 @@ TWO_NODES = ClusterSpec(num_nodes=2, ranks_per_node=2)
 
 
 def assert_is_the_hosts(split, load, layout, cluster, turn=0):
-    tables = split_tables(layout, cluster, FlowSplit(), "cpu")
+    tables = split_tables(layout, cluster, "cpu")
     plan = split(torch.tensor(load.tokens_RE), tables, turn)
     assert plan.converged
     expected = split_tokens(load, layout, cluster, FlowSplit(), turn)
@@ -170,7 +175,7 @@ def test_the_wildest_loads_converge_too():
 def test_too_few_phases_show_and_lose_no_token():
     cluster, load = ClusterSpec(num_nodes=4, ranks_per_node=8), zipf_load(32, 128, exponent=1.0)
     layout = plan_layout(zipf_load(32, 128, exponent=0.5), cluster, Eplb(), 5)
-    tables = split_tables(layout, cluster, FlowSplit(), "cpu")
+    tables = split_tables(layout, cluster, "cpu")
     least, expected = min_max_load(load, layout), split_tokens(load, layout, cluster, FlowSplit())
     converged = []
     for phases in (1, 2, 4, 64):
@@ -196,7 +201,7 @@ SMALL = ExpertLayout([[0, 1], [0, 2], [1, 3], [3, 0]], num_experts=4)
 )
 def test_what_the_host_alone_can_do_is_refused(cluster, config, message):
     with pytest.raises(ValueError, match=message):
-        split_tables(SMALL, cluster, config, "cpu")
+        device_split(SMALL, cluster, config, "cpu")
 
 
 def assert_shares_are_the_hosts(config, load, layout, cluster, turn):

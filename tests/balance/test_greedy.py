@@ -9,13 +9,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
+from moesys.balance.eplb import Eplb
+from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
-from moesys.balance.greedy.greedy import _Planner
-from moesys.balance.greedy.relabelling import num_moves, relabelled, relabelled_inside
-from moesys.balance.layouts import plan_layout
+from moesys.balance.greedy.greedy import Greedy, _Planner
+from moesys.balance.greedy.numbering import num_moves, relabelled, relabelled_inside
+from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
+from moesys.balance.static import Static
+from moesys.config import ClusterSpec
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix
 

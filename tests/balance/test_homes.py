@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys.balance.greedy.pinned import pin_homes
+from moesys.balance.greedy.builders import pin_homes
 from moesys.balance.homes import Homes, planned_homes
-from moesys.balance.layouts import plan_layout
+from moesys.balance.planners import plan_layout
 from moesys.config import presets
 from moesys.layout import owner_of_experts
 

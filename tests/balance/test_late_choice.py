@@ -11,11 +11,13 @@ from balance_cases import instances
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moesys.balance.eplb import Eplb
+from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.late_slots import fill_late_slots
-from moesys.balance.layouts import plan_layout
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, Ep, Eplb, FlowSplit, Fsep, Greedy, ModelShape
+from moesys.balance.planners import plan_layout, split_tokens
+from moesys.config import ClusterSpec, Ep, Fsep, ModelShape
 from moesys.cost import expert_seconds, restore_bytes, transfer_seconds
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix

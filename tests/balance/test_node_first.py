@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys.balance.greedy.node_first import deal_to_nodes, level
-from moesys.balance.layouts import plan_layout
+from moesys.balance.greedy.builders import deal_to_nodes, level
 from moesys.balance.plan import StepPlan, plan_layer
+from moesys.balance.planners import plan_layout
 from moesys.config import presets
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulate

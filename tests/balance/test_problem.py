@@ -9,8 +9,14 @@ from balance_cases import instances, layouts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moesys.balance.layouts import plan_layout
-from moesys.config import ClusterSpec, CpSat, Eplb, FlexMoe, Greedy, Laer, Static
+from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.eplb import Eplb
+from moesys.balance.flex_moe import FlexMoe
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.laer import Laer
+from moesys.balance.planners import plan_layout
+from moesys.balance.static import Static
+from moesys.config import ClusterSpec
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix
 

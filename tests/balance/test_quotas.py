@@ -8,12 +8,15 @@ import quota_planners
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesys.balance.layouts import plan_layout
+from moesys.balance.faster_moe import FasterMoe
+from moesys.balance.llep import Llep
+from moesys.balance.moon_ep import MoonEp
 from moesys.balance.plan import plan_layer
+from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.quotas import plan_quotas
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, Ep, FasterMoe, Llep, ModelShape, MoonEp, Quotas, Strategy, UltraEp
+from moesys.balance.quotas import Quotas
+from moesys.balance.ultra_ep import UltraEp
+from moesys.config import ClusterSpec, Ep, ModelShape, Strategy
 from moesys.load import LoadMatrix
 
 
@@ -60,7 +63,7 @@ def check_layout(problem, plan):
 @settings(max_examples=150, deadline=None)
 @given(problem=problems(spare="homes"))
 def test_moon_ep(problem):
-    plan = plan_quotas(problem, MoonEp())
+    plan = MoonEp().token_plan(problem)
     check_layout(problem, plan)
     assert as_dict(plan) == quota_planners.moon_ep(problem.load.tokens_RE.tolist())
     assert plan.tokens_R.max() - plan.tokens_R.min() <= 1
@@ -77,7 +80,7 @@ def test_moon_ep(problem):
     skip=st.sampled_from([0, 130]),
 )
 def test_llep(problem, alpha, min_tokens, skip):
-    plan = plan_quotas(problem, Llep(alpha=alpha / 100, min_tokens=min_tokens, skip_below=skip / 100))
+    plan = Llep(alpha=alpha / 100, min_tokens=min_tokens, skip_below=skip / 100).token_plan(problem)
     check_layout(problem, plan)
     tokens_RE = problem.load.tokens_RE.tolist()
     assert as_dict(plan) == quota_planners.llep(tokens_RE, alpha, min_tokens, skip, problem.slots_R)
@@ -86,7 +89,7 @@ def test_llep(problem, alpha, min_tokens, skip):
 @settings(max_examples=50, deadline=None)
 @given(problem=problems(spare=12))
 def test_llep_with_all_slots_keeps_its_cap(problem):
-    plan = plan_quotas(problem, Llep(min_tokens=1, skip_below=0))
+    plan = Llep(min_tokens=1, skip_below=0).token_plan(problem)
     R, total = problem.load.num_ranks, problem.load.total
     if total >= R:
         # Of total // R; what does not divide has to go somewhere.
@@ -96,7 +99,7 @@ def test_llep_with_all_slots_keeps_its_cap(problem):
 @settings(max_examples=150, deadline=None)
 @given(problem=problems(), tolerance=st.sampled_from([0, 1, 20]), min_tokens=st.sampled_from([1, 4, 1024]))
 def test_ultra_ep(problem, tolerance, min_tokens):
-    plan = plan_quotas(problem, UltraEp(tolerance=tolerance / 100, min_tokens=min_tokens))
+    plan = UltraEp(tolerance=tolerance / 100, min_tokens=min_tokens).token_plan(problem)
     check_layout(problem, plan)
     domain = problem.cluster.domain_of_rank
     domains = [[r for r, each in enumerate(domain) if each == d] for d in sorted(set(domain))]
@@ -109,7 +112,7 @@ def test_ultra_ep(problem, tolerance, min_tokens):
 @settings(max_examples=100, deadline=None)
 @given(problem=problems(), gb_per_s=st.sampled_from([6.25, 1e3, 1e5, 1e9]))
 def test_faster_moe(problem, gb_per_s):
-    plan = plan_quotas(problem, FasterMoe(gb_per_s=gb_per_s))
+    plan = FasterMoe(gb_per_s=gb_per_s).token_plan(problem)
     check_layout(problem, plan)
     net, d, alpha = gb_per_s * 1e9, 2048, 2
     price = 3 * (4 * alpha * d**2 / 11.5e12) + 4 * (d * 4 / net)
@@ -120,7 +123,7 @@ def test_faster_moe(problem, gb_per_s):
 @pytest.mark.parametrize(("most", "shadowed"), [(767, False), (768, True)])
 def test_by_faster_moes_defaults_a_shadow_pays_from_768_tokens_on(most, shadowed):
     load = LoadMatrix([[most + 10, 10], [0, 0]])
-    plan = plan_quotas(PlanningProblem.of_layout(load, ClusterSpec(ranks_per_node=2), 2), FasterMoe())
+    plan = FasterMoe().token_plan(PlanningProblem.of_layout(load, ClusterSpec(ranks_per_node=2), 2))
     assert (0 in plan.layout.experts_of(1)) == shadowed
 
 
@@ -178,5 +181,5 @@ def test_a_split_knows_no_quotas_without_their_planner():
 def test_many_tokens_are_planned_without_counting_them():
     load = LoadMatrix(np.array([[2**30, 1, 5, 7]] * 4))
     for config in (MoonEp(), Llep(), UltraEp(), FasterMoe()):
-        plan = plan_quotas(PlanningProblem.of_layout(load, ClusterSpec(ranks_per_node=4), 4), config)
+        plan = config.token_plan(PlanningProblem.of_layout(load, ClusterSpec(ranks_per_node=4), 4))
         assert plan.tokens_R.sum() == load.total

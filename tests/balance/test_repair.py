@@ -6,15 +6,17 @@ from balance_cases import instances
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moesys.balance.flow.max_load import min_max_load
-from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
-from moesys.balance.flow.replica_table import list_replicas
+from moesys.balance.eplb import Eplb
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.flow.max_load import min_max_flow, min_max_load, new_flow
+from moesys.balance.flow.token_routes import list_replicas
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
-from moesys.balance.greedy.relabelling import num_moves
+from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.greedy.robust_cost import NO_LIMIT, Scenarios
-from moesys.balance.layouts import plan_layout
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
+from moesys.balance.planners import plan_layout, split_tokens
+from moesys.balance.static import Static
+from moesys.config import ClusterSpec
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix
 

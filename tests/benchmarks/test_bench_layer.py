@@ -17,7 +17,7 @@ from benchmarks.__main__ import app
 from moesys.config import ModelShape
 from moesys.lab.runs.stopwatch import Spread, interleave
 from moesys.moe.layer import MoELayer
-from moesys.overlap.block_sums import BlockSums
+from moesys.overlap.exact_sum import BlockSums
 
 SOFTMAX = ModelShape(hidden_size=64, intermediate_size=48, num_experts=8, top_k=2)
 TINY = (

@@ -17,7 +17,7 @@ from benchmarks.kernels.drawn_layer import Size
 from benchmarks.mega import mega_contest as contest
 from benchmarks.mega.mega_contest import SEQUENTIAL, STAND_ALONE, WHOLE, link_ms, rows_of
 from benchmarks.mega.ranks_layer import draw_layer
-from moesys.config import MegaKernel
+from moesys.config.overlap import MegaKernel
 
 CPU = torch.device("cpu")
 TINY = Size("tiny", 6, 16, 16, 2, 1)

@@ -17,9 +17,8 @@ from benchmarks.__main__ import app
 from benchmarks.harness.contest import Case, Contestant, EqualBits, Outcome, hold, of_all_ranks
 from moesys.config import ClusterSpec
 from moesys.lab.runs.stopwatch import Spread
-from moesys.lab.show import reports
-from moesys.lab.show.reports import Report, publish
-from moesys.lab.show.sheets import Column, Sheet, markdown_table, written_columns
+from moesys.lab.show import tables
+from moesys.lab.show.tables import Column, Report, Sheet, markdown_table, publish, written_columns
 
 
 def megabytes(num_bytes: int) -> str:
@@ -54,7 +53,7 @@ def test_a_table_follows_from_its_rows() -> None:
     """Columns in which nobody has anything to say are left out."""
     assert markdown_table(Sheet("", ROWS)).splitlines() == [
         "| link | lost % | bytes | MB | us | up, ms | down, ms |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| :-- | --: | --: | --: | --: | --: | --: |",
         "| a\\|b | 25 | 1,500,000 | 1.5 | 2.0 [1.4, 2.6] | 1.00 |  |",
         "| c | 25 | 20 | 0.0 |  |  | 2.00 |",
     ]
@@ -67,7 +66,7 @@ def test_a_report_is_written_whatever_becomes_of_its_reader(tmp_path: Path, monk
     def closed(*_: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(reports, "print_full", closed)
+    monkeypatch.setattr(tables, "print_full", closed)
     data = {"rows": ROWS, "cluster": ClusterSpec(ranks_per_node=3)}
     report = Report("sent", "What was sent", "measured", [Sheet("MEASURED: sent", ROWS, ["a note"])], data=data)
     with pytest.raises(BrokenPipeError):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from experiments.published.drawn_steps import Planning
+from experiments.published.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from experiments.published.laer_setup import planner_strategy
 from moesys.config import presets
-from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.traces import generate
 
 NUM_NODES, RANKS_PER_NODE, NUM_GROUPS = 4, 8, 4

@@ -15,7 +15,10 @@ from plan_cases import plan_lines
 from step_cases import step_lines
 from table_cases import table_files
 
+import moesys
+
 FILES = Path(__file__).with_name("files")
+STUB = Path(moesys.__file__).with_suffix(".pyi")
 
 
 def golden_files(folder: Path) -> Iterator[tuple[str, str]]:
@@ -25,10 +28,19 @@ def golden_files(folder: Path) -> Iterator[tuple[str, str]]:
     yield from table_files(folder)
 
 
+def stub() -> str:
+    """Returns what type checkers see of the package: the public names, and where each of them is defined."""
+    imports = [f"from {module} import {name} as {name}" for name, module in moesys._MODULE_OF.items()]
+    imports += [f"from {module.rpartition('.')[0]} import {name} as {name}" for name, module in moesys._MODULES.items()]
+    names = "".join(f'    "{name}",\n' for name in moesys.__all__)
+    return "\n".join(sorted(imports)) + f"\n\n__all__ = [\n{names}]\n"
+
+
 def main() -> None:
     # a terminal's width would cut tables
     os.environ.pop("COLUMNS", None)
     FILES.mkdir(exist_ok=True)
+    STUB.write_text(stub())
     with TemporaryDirectory() as folder:
         for name, text in golden_files(Path(folder)):
             there = (FILES / name).read_text() if (FILES / name).exists() else ""

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import pytest
+from make import STUB, stub
 from plan_cases import plan_lines
 from step_cases import step_lines
 from table_cases import table_files
@@ -76,3 +77,7 @@ def test_tables_of_recorded_experiments_are_golden(tmp_path: Path):
 )
 def test_golden_lines_are_compared_to_12_digits(line: str, golden: str, is_same: bool):
     assert same(line, golden) is is_same
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    assert STUB.read_text() == stub()

@@ -14,8 +14,8 @@ from gpu_ranks import GpuRank
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moesys.config import MegaKernel, ModelShape, Strategy
-from moesys.config.overlap import Overlap
+from moesys.config import ModelShape, Strategy
+from moesys.config.overlap import MegaKernel, Overlap
 from moesys.moe.layer import MoELayer
 from moesys.overlap.experts_triton import TritonExperts
 

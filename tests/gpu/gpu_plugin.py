@@ -25,13 +25,12 @@ import pytest
 import torch
 from gpu_ranks import Check, GpuRank, outcome_of_torchrun, outcomes_here
 
+from moesys.files import write_whole
 from moesys.lab.ranks.pool import RankError
 from moesys.lab.ranks.process import Outcome
-from moesys.lab.ranks.process_start import joins, writes
-from moesys.lab.ranks.torchrun_ranks import TorchrunRanks
-from moesys.lab.show.reports import Report, publish, to_markdown, write
-from moesys.lab.show.sheets import Column, Sheet
-from moesys.whole_file import write_whole
+from moesys.lab.ranks.process_start import writes
+from moesys.lab.ranks.torchrun_ranks import TorchrunRanks, joins
+from moesys.lab.show.tables import Column, Report, Sheet, publish, to_markdown, write
 
 State = Literal["passed", "failed", "skipped", "not run yet"]
 

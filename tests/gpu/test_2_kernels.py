@@ -25,12 +25,13 @@ from benchmarks.kernels.checks import (
 )
 from benchmarks.kernels.drawn_layer import SIZES, Layer, Size, draw_layer, relative_errors
 from benchmarks.kernels.kernels_contest import IN_INTERPRETER, ON_GPU, TOY
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Proportional
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.planners import split_tokens
+from moesys.balance.proportional_split import Proportional
+from moesys.config import ClusterSpec
 from moesys.config.split import Split
 from moesys.kernels.experts.activation_gradient import activation_gradient, activation_gradient_reference
-from moesys.kernels.experts.combine import combine, combine_reference
-from moesys.kernels.experts.gather import gather_rows, gather_rows_reference
 from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference
 from moesys.kernels.experts.tile_config import ShapeClass
 from moesys.kernels.experts.tile_tuner import blocks_of
@@ -41,6 +42,7 @@ from moesys.kernels.experts.tiles import (
     tile_table,
     tile_table_reference,
 )
+from moesys.kernels.experts.token_rows import combine, combine_reference, gather_rows, gather_rows_reference
 from moesys.kernels.experts.up import up, up_reference
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient, weight_gradient_reference
 from moesys.kernels.routing.routing import route, route_reference

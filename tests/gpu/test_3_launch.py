@@ -10,7 +10,7 @@ from gpu_ranks import GpuRank
 from benchmarks.kernels.checks import different, graph_replayed, ours_on
 from benchmarks.kernels.drawn_layer import draw_layer
 from benchmarks.kernels.kernels_contest import ON_GPU
-from moesys.config import Sequential
+from moesys.config.overlap import Sequential
 
 pytestmark = pytest.mark.gpu(layer="launch", after=("experts",))
 

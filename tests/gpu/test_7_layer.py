@@ -22,8 +22,7 @@ from torch import Tensor
 
 from benchmarks.harness.contest import differing, in_words
 from moesys.collectives import CollectiveError
-from moesys.config import MegaKernel, Pipelined, Sequential
-from moesys.config.overlap import Overlap
+from moesys.config.overlap import MegaKernel, Overlap, Pipelined, Sequential
 from moesys.kernels.symmetric.signals import PeerTimeoutError
 
 pytestmark = pytest.mark.gpu(layer="layer", ranks="together")

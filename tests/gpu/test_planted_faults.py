@@ -24,10 +24,11 @@ from gpu_ranks import GpuRank
 from torch import Tensor
 from typer.main import get_command
 
-from benchmarks.__main__ import app
+from benchmarks.__main__ import app as benchmarks_app
 from benchmarks.kernels.checks import Verdict
+from moesys.__main__ import app as moesys_app
 from moesys.kernels.experts import experts
-from moesys.overlap import single_rank
+from moesys.overlap import experts_triton
 
 CPU = torch.device("cpu")
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -144,7 +145,7 @@ def test_offsets_that_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_step_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(single_rank, "experts_forward", waits(single_rank.experts_forward))
+    monkeypatch.setattr(experts_triton, "experts_forward", waits(experts_triton.experts_forward))
     with pytest.raises(RuntimeError, match=r"moesys\.planted calls item, which waits for the device"):
         launch.test_no_waiting(here())
 
@@ -271,7 +272,7 @@ def test_a_graph_that_is_replayed_on_old_data(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_a_benchmark_that_fails(check: Callable[[GpuRank], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check fails, and the words that it ran are a command of the benchmarks, with options that exist."""
+    """The check fails, and the words that it ran are a command, with options that exist."""
     ran: list[list[str]] = []
 
     def run(command: list[str], **kwargs: Any) -> Any:
@@ -282,8 +283,8 @@ def test_a_benchmark_that_fails(check: Callable[[GpuRank], str], monkeypatch: py
     with pytest.raises(AssertionError, match=r"ended with code 1:\s+planted"):
         check(GPU)
     _, _, package, name, *options = ran[0]
-    assert package == "benchmarks"
-    command = get_command(app).commands[name]  # type: ignore[attr-defined]
+    group: Any = get_command({"benchmarks": benchmarks_app, "moesys": moesys_app}[package])
+    command = group.get_command(group.make_context(package, [name]), name)
     monkeypatch.setattr("moesys.lab.commands.options.TemporaryFile", lambda **kwargs: SimpleNamespace(close=bool))
     monkeypatch.setattr(Path, "is_dir", lambda path: path == Path("/nowhere"))
     command.make_context(name, list(options))

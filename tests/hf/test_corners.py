@@ -17,9 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.moe.expert_form import ExpertForm
 from moesys.moe.experts import experts_of
-from moesys.moe.outside import OutsideExperts
+from moesys.moe.masters import ExpertForm, OutsideExperts
 
 EXPERTS = 8
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import moesys as ms
-from moesys.hf import strategy_experts
+from moesys.hf import expert_parallel
 from moesys.lab.ranks.pool import LocalRanks, RankError
 from moesys.moe.experts import experts_of
 
@@ -213,11 +213,11 @@ def test_ranks_of_a_mesh_may_be_in_any_order(ranks: LocalRanks, tmp_path: Path) 
 
 def trained_with_late_gradients(strategies: list[ms.Strategy], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     """What each strategy makes, and how many layers' gradients came late."""
-    found, add = [], strategy_experts.add_late
+    found, add = [], expert_parallel.add_late
     for strategy in strategies:
         with pytest.MonkeyPatch.context() as patched:
             late: list[int] = []
-            patched.setattr(strategy_experts, "add_late", lambda *args, late=late: (late.append(1), add(*args)))
+            patched.setattr(expert_parallel, "add_late", lambda *args, late=late: (late.append(1), add(*args)))
             found.append(trained("qwen3_moe", strategy, sizes) | {"late": len(late)})
     return found
 

@@ -13,7 +13,7 @@ from test_trainer import GREEDY, Rows
 from transformers import TrainerCallback, TrainingArguments
 
 import moesys as ms
-from moesys.hf import resumable_trainer
+from moesys.hf import trainer
 from moesys.lab.ranks.pool import LocalRanks, RankError
 from moesys.moe.experts import experts_of
 
@@ -146,4 +146,4 @@ def test_a_checkpoint_that_was_not_written_to_its_end_says_so(tmp_path: Path, st
     if state is not None:
         (tmp_path / "trainer_state.json").write_text(state, encoding="utf-8")
     with pytest.raises(ValueError, match=r"training or trainer_state\.json in it is missing or torn"):
-        resumable_trainer._training_folder(str(tmp_path))
+        trainer._training_folder(str(tmp_path))

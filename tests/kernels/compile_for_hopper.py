@@ -21,7 +21,7 @@ from benchmarks.kernels.aot import POINTS, Compiled, compile_mega, compile_size
 from benchmarks.kernels.drawn_layer import SIZES
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import PINNED
-from moesys.lab.show.sheets import plain
+from moesys.lab.show.tables import plain
 
 # 3.6 cannot specialise epilogues that split a tile.
 SPECIALISES = not triton.__version__.startswith("3.6.")

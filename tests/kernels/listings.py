@@ -9,10 +9,11 @@ import json
 import torch
 
 from moesys.kernels.experts import ahead_of_time
-from moesys.kernels.mega.exchange import publish, regions
-from moesys.kernels.symmetric.copies import Copy, start_copies
+from moesys.kernels.mega.arguments import publish
+from moesys.kernels.mega.exchange import regions
 from moesys.kernels.symmetric.counts import count_regions, receive_counts
 from moesys.kernels.symmetric.heap import Heap
+from moesys.kernels.symmetric.pulls import Copy, start_copies
 
 # More than a warp has threads.
 RANKS, EXPERTS = 64, 256

@@ -18,7 +18,7 @@ from triton.runtime.jit import KernelInterface
 import moesys as ms
 from moesys.kernels.launch import kernel, on_its_device
 from moesys.moe.experts import Experts
-from moesys.overlap.chunked import ChunkedExecutor
+from moesys.overlap.alone import AloneRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +93,7 @@ def test_layers_compute_where_their_tokens_are(current: list[int], monkeypatch: 
     ran_on = []
 
     def noting(direction: str) -> Any:
-        usual = getattr(ChunkedExecutor, direction)
+        usual = getattr(AloneRun, direction)
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             ran_on.append((direction, current[0]))
@@ -102,7 +102,7 @@ def test_layers_compute_where_their_tokens_are(current: list[int], monkeypatch: 
         return noted
 
     for direction in ("forward", "backward"):
-        monkeypatch.setattr(ChunkedExecutor, direction, noting(direction))
+        monkeypatch.setattr(AloneRun, direction, noting(direction))
     # Tokens here are on the CPU, and only what asks for their device is told of another one.
     monkeypatch.setattr(torch.cuda, "device_of", lambda _: torch.cuda.device(1))
     experts(x_TH, torch.tensor([[0, 1], [1, 2], [3, 0]]), torch.rand(3, 2)).sum().backward()

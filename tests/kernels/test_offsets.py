@@ -18,10 +18,10 @@ from moesys.kernels.experts.activation_gradient import (
     activation_gradient,
     activation_gradient_reference,
 )
-from moesys.kernels.experts.combine import combine, combine_reference
 from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, Tiles
+from moesys.kernels.experts.token_rows import combine, combine_reference
 from moesys.kernels.experts.up import up, up_reference
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient, weight_gradient_reference
 from moesys.kernels.routing.routing import Routing

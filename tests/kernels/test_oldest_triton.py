@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moesys.config import MegaKernel
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.tile_config import ShapeClass
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.mega import point

@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moesys.kernels.experts.experts import moe_experts
 from moesys.kernels.routing.routing import route
 from moesys.moe.token_blocks import TokenBlocks
-from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
-from moesys.overlap.held_experts import ExpertGradients
-from moesys.overlap.single_rank import SingleRankExecutor
+from moesys.overlap.exact_sum import BlockSums
+from moesys.overlap.executor import ExpertGradients
+from moesys.overlap.experts_triton import SingleRankRun
 
 T, H, I, E, K = 9, 32, 16, 4, 2
 # Whatever of a tensor needs its numbers on the host.
@@ -99,7 +99,7 @@ def test_nor_do_sums_that_show_no_layout() -> None:
         stacked = staticmethod(lambda: (gate_up, down))
 
     sums = BlockSums(16, tuple(range(E)), routing.first_G1.diff(), channel, None)
-    executor = SingleRankExecutor(routing, sums)
+    executor = SingleRankRun(routing, sums)
     y_TH, saved = executor.forward(x_TH, weight_TK, Held)
     executor.backward(y_TH, saved, Held, gradients)
     weight_EH = gate_up[0].clone().requires_grad_()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from moesys.config import ClusterSpec, CpSat, FlowSplit, Fsep, Greedy, ModelShape, Pipelined, Strategy
+from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.experiment import Experiment
+from moesys.config.overlap import Pipelined
 from moesys.config.workload import Generated, Training
 
 EP = Strategy(name="ep")

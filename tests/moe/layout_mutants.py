@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from moesys.balance import blocks
-from moesys.kernels.experts.block_gradient import RowBlocks
-from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.experts.weight_gradient import RowBlocks, weight_gradient
 from moesys.layout import TokenPlan
-from moesys.moe import gradients, token_blocks, token_kernels
-from moesys.moe.expert_store import ExpertStore
-from moesys.overlap import experts_cpu, experts_triton, mega_executor, single_rank
-from moesys.overlap.block_sums import BlockSums
+from moesys.moe import gradients, token_blocks
+from moesys.moe.store import ExpertStore
+from moesys.overlap import experts_cpu, experts_triton, mega_executor
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.exact_sum import BlockSums
 
 
 def _float_sum(total: Tensor, addend: Tensor, grid: float) -> None:
@@ -70,8 +69,8 @@ def _one_product_of_tokens(dy_TB: Tensor, x_TA: Tensor, num_tokens: int, grid: T
     return token_gradient(dy_TB, x_TA, max(num_tokens, len(x_TA)), grid)
 
 
-EXECUTORS = (experts_triton, single_rank, mega_executor)
-agreed_blocks, token_gradient = single_rank.agreed_blocks, token_kernels.token_gradient
+EXECUTORS = (experts_triton, mega_executor)
+agreed_blocks, token_gradient = experts_triton.agreed_blocks, experts_triton.token_gradient
 agree, new_gradients, all_reduce = BlockSums.agree, ExpertStore.new_gradients, Channel.all_reduce
 
 # A mutant: what takes whose place.
@@ -95,7 +94,7 @@ KERNEL_MUTANTS: dict[str, list[tuple[object, str, Callable[..., Any]]]] = {
     "all rows of a slot in one float32 sum": [(module, "block_gradient", _one_product) for module in EXECUTORS],
     "blocks are cut elsewhere": [(module, "agreed_blocks", _other_blocks) for module in EXECUTORS],
     "MegaKernels send stretches by rank": [(mega_executor, "lists_by_replica", _by_rank)],
-    "all tokens of a rank in one float32 sum": [(token_kernels, "token_gradient", _one_product_of_tokens)],
+    "all tokens of a rank in one float32 sum": [(experts_triton, "token_gradient", _one_product_of_tokens)],
 }
 # Of all homes.
 COMMON_MUTANTS = (

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.moe import shards
+from moesys.moe import store
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import local_part
 from moesys.overlap.experts_triton import TritonExperts
@@ -45,13 +45,13 @@ class Casts:
     """How often all experts were cast."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.number, usual = 0, shards._copy
+        self.number, usual = 0, store._copy
 
         def counted(*args: Any) -> None:
             self.number += 1
             usual(*args)
 
-        patch.setattr(shards, "_copy", counted)
+        patch.setattr(store, "_copy", counted)
 
     def taken(self) -> int:
         number, self.number = self.number, 0

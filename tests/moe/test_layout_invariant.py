@@ -13,8 +13,8 @@ from torch import Tensor
 import moesys as ms
 from moesys.balance.layout_schedule import PlanEvent
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.moe.expert_parameters import DTYPES
-from moesys.moe.routed_experts import _in_dtypes
+from moesys.moe.call import _in_dtypes
+from moesys.moe.masters import DTYPES
 from moesys.overlap.experts_triton import TritonExperts
 
 # Others, in slices: MOESYS_LAYOUT_CASES=200:10000.

@@ -19,8 +19,9 @@ from torch import Tensor
 
 import moesys as ms
 from moesys.kernels.cpu.page_pool import PagePool
-from moesys.moe.expert_form import ExpertForm
-from moesys.moe.shards import Restored
+from moesys.moe.masters import DTYPES, ExpertForm
+from moesys.moe.store import RestoredExperts
+from moesys.overlap.chunked import ChunkedExecutor
 from moesys.overlap.experts_triton import TritonExperts
 
 SHAPE = ms.ModelShape(
@@ -44,10 +45,9 @@ WAITS = ["bincount", "nonzero", "unique", "masked_select", "tensor", "as_tensor"
 
 
 class ThroughRoutes(TritonExperts):
-    """Kernels by ``ChunkedExecutor``, which plans on the host."""
+    """Kernels by ``ChunkedExecutor``, whose plans hosts make."""
 
-    def alone(self, expert_TK: Tensor, num_experts: int) -> None:
-        pass
+    by_tables = False
 
 
 @contextmanager
@@ -88,6 +88,8 @@ def stack(strategy: ms.Strategy, dtype: str, compute: TritonExperts) -> Stack:
     model = Stack(SHAPE.replace(dtype=dtype), strategy, num_layers=2)
     for layer in model.moe:
         layer.experts.expert_compute = compute
+        if isinstance(compute, ThroughRoutes):
+            layer.experts._executors[compute] = ChunkedExecutor(layer.experts.context, compute)
     return model
 
 
@@ -141,6 +143,22 @@ def test_the_host_never_waits_and_no_bit_changes(
 def test_the_host_waits_where_it_plans() -> None:
     with host_never_waits(), pytest.raises(AssertionError, match=r"in moesys\.(moe\.planners|overlap)"):
         train(stack(EP, "float32", ThroughRoutes()), [5])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "strategy", [EP, LAER, EP.replace(reduction=ms.LayoutInvariant())], ids=["ep", "laer", "invariant"]
+)
+def test_the_short_way_on_a_cpu_has_the_bits_of_routes(strategy: ms.Strategy, dtype: str) -> None:
+    results = []
+    for through_routes in (False, True):
+        model = Stack(SHAPE.replace(dtype=dtype), strategy, num_layers=2)
+        for layer in model.moe if through_routes else ():
+            compute = layer.experts.computed_by(DTYPES[dtype], "cpu")
+            layer.experts._executors[compute] = ChunkedExecutor(layer.experts.context, compute)
+        results.append(train(model, [32, 0, 64], checkpointed=strategy is LAER))
+    for place, (found, expected) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(found, expected), place
 
 
 def layers(strategy: ms.Strategy = EP) -> tuple[ms.MoELayer, ms.MoELayer]:
@@ -227,7 +245,7 @@ def test_experts_that_lie_apart_are_put_together(num_lent: int) -> None:
     master_P, *lent = torch.randn(1 + num_lent, shape.expert_parameters)
     form = ExpertForm.of(shape)
     parts = [form.weights(part_P) for part_P in [*(lent_P.bfloat16() for lent_P in lent), master_P] if lent]
-    restored = Restored(form, torch.bfloat16, PagePool(), torch.device("cpu"), lambda: parts, None).wait()
+    restored = RestoredExperts(form, torch.bfloat16, PagePool(), torch.device("cpu"), parts)
     stacked = restored.stacked()
     assert stacked.gate_up.shape == (len(parts), 2 * shape.intermediate_size, shape.hidden_size)
     for slot in range(len(restored)):

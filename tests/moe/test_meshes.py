@@ -17,8 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks, RankError
-from moesys.moe.expert_form import ExpertForm
-from moesys.moe.outside import OutsideExperts
+from moesys.moe.masters import ExpertForm, OutsideExperts
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=8, top_k=2)
 GREEDY: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.moe.expert_form import ExpertForm, Part
-from moesys.moe.outside import OutsideExperts
-from moesys.overlap.experts_on_device import ExpertFunction
+from moesys.moe.masters import ExpertForm, OutsideExperts, Part
+from moesys.overlap.experts_cpu import ExpertFunction
 
 H, I, E, K = 24, 16, 6, 2
 SHAPE = ms.ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K)

@@ -21,11 +21,11 @@ from harness import Stack
 from torch.futures import Future
 
 import moesys as ms
+from benchmarks.harness.paced_link import PacedLink
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.runtime import MoERuntime
-from moesys.overlap.comm import channel, messages
-from moesys.overlap.comm.messages import Messages
-from moesys.overlap.comm.paced_link import PacedLink
+from moesys.overlap.comm import channel
+from moesys.overlap.comm.channel import Messages
 from moesys.timeline import Span, Timeline
 
 SHAPE = ms.ModelShape(hidden_size=64, intermediate_size=128, num_experts=4, top_k=2)
@@ -74,7 +74,7 @@ class HeldTransfer:
 def held_transfers(runtime: MoERuntime) -> Iterator[None]:
     """All-to-alls are held, and experts compute until those that are in flight have arrived."""
     transfers: list[HeldTransfer] = []
-    send, span = messages.exchange, runtime.recorder.span
+    send, span = channel.exchange, runtime.recorder.span
 
     def held(*arguments: Any, **options: Any) -> HeldTransfer:
         transfers.append(HeldTransfer(send(*arguments, **options)))

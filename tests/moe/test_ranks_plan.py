@@ -36,7 +36,7 @@ PLANNED = FSEP.replace(name="planned", balance=ms.Greedy(), replan_every=2, pred
 # What reads a kernel's words on the CPU alone, where it has ended; on a GPU a copy of them is looked at later.
 ON_THE_CPU = ("raise_if_given_up", "_raise_if_found")
 # Experts and their gradients, which no plan of tokens is about, are brought by tables that the host makes of layouts.
-OF_LAYOUTS = ("moesys.moe.pulled_experts", "moesys.kernels.symmetric.copies")
+OF_LAYOUTS = ("moesys.moe.pulled_experts", "moesys.kernels.symmetric.pulls")
 # Goes by pinned memory on a GPU; what it reads is counted.
 COPIES = "moesys.kernels.host_copies"
 

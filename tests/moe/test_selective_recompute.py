@@ -26,7 +26,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.overlap.chunked import ChunkedExecutor
+from moesys.overlap.alone import AloneRun
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=3, n_shared_experts=1)
 CLUSTER = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
@@ -148,8 +148,8 @@ def test_a_layer_that_saves_nothing_is_computed(wide: int, teacher: bool) -> Non
 @pytest.mark.parametrize("block", BLOCKS)
 def test_on_one_rank(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     again: list[int] = []
-    forward = ChunkedExecutor.forward
-    monkeypatch.setattr(ChunkedExecutor, "forward", lambda *args: (again.append(1), forward(*args))[1])
+    forward = AloneRun.forward
+    monkeypatch.setattr(AloneRun, "forward", lambda *args: (again.append(1), forward(*args))[1])
     kept, _ = gradients(STRATEGIES["ep"], block, "kept")
     assert len(again) == 1
     bits, _ = gradients(STRATEGIES["ep"], block, "plain")

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.overlap.experts_cpu import CpuExperts
-from moesys.overlap.experts_on_device import experts_on_device
+from moesys.overlap.experts_cpu import CpuExperts, experts_on_device
 from moesys.overlap.experts_triton import TritonExperts
 
 # float32 sums in another order; bfloat16 rounds h, dh and the weighted activation to 8 bits on either way.

@@ -9,7 +9,7 @@ import numpy as np
 
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
-from moesys.simulator.mega.tile_order import RASTER, WHOLE, BoolArray, OrderedTiles, TileSizes
+from moesys.simulator.mega.tiles import RASTER, WHOLE, BoolArray, OrderedTiles, TileSizes
 
 
 def rows_of_groups(plan: TokenPlan, rank: int) -> tuple[IntArray, IntArray]:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from task_order import mixed, needed_fetches, numbers_in_groups, rows_of_groups, swept, tiles_of_rank
 
-from moesys.config import ClusterSpec, MegaKernel, ModelShape
+from moesys.config import ClusterSpec, ModelShape
+from moesys.config.overlap import MegaKernel
 from moesys.cost import FloatArray
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
@@ -30,14 +31,13 @@ from moesys.simulator.mega.queues import (
     WEIGHT_GRADIENTS,
     Exchanged,
     Launch,
+    Machine,
     Pairs,
     Queues,
     RunsOfKind,
     joined,
 )
-from moesys.simulator.mega.task_runs import Machine
-from moesys.simulator.mega.task_seconds import Products, TaskSeconds
-from moesys.simulator.mega.tile_order import RASTER, WHOLE, BoolArray, parts_of
+from moesys.simulator.mega.tiles import RASTER, WHOLE, BoolArray, Products, TaskSeconds, parts_of
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from moesys.kernels.mega.exchange import regions
 from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.symmetric import signals
 from moesys.kernels.symmetric.heap import Heap
+from moesys.overlap.executor import ExpertGradients
 from moesys.overlap.experts_triton import ACTIVATION
-from moesys.overlap.held_experts import ExpertGradients
-from moesys.overlap.mega_executor import MegaExecutor, replicas_of, tokens_by_replica
+from moesys.overlap.mega_executor import MegaKernelRun, replicas_of, tokens_by_replica
 
 CASE = Case(5, 2, 64, 32, "bfloat16", (16, 16), 3, ())
 POINTS = (ms.MegaKernel(), ms.MegaKernel(fused="none", deduplicate=True, granularity="expert"))
@@ -34,7 +34,7 @@ def run(point: ms.MegaKernel, seen: list[tuple[str, str, bool]]) -> None:
     drawn, cpu = Drawn(CASE), torch.device("cpu")
     heap = Heap.virtual(regions(16, 2, 64, torch.bfloat16, 2, 99), 2, cpu)[0]
     memory = MegaMemory(heap, lambda: seen.append(("met", "", True)))
-    executor = MegaExecutor(
+    executor = MegaKernelRun(
         drawn.expert_RTK[0].clone(),
         CASE.num_experts,
         tokens_by_replica(drawn.plan, cpu),
@@ -70,14 +70,14 @@ def main() -> None:
         return bool(ahead)
 
     ahead: list[int] = []
-    compile_ = MegaExecutor._compile
+    compile_ = MegaKernelRun._compile
 
     def noted(*args: Any) -> None:
         ahead.append(1)
         compile_(*args)
         ahead.clear()
 
-    MegaExecutor._compile = noted  # type: ignore[method-assign]
+    MegaKernelRun._compile = noted  # type: ignore[method-assign]
     signals.raise_if_given_up = lambda heap: None
     for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         setattr(place, name, zeroed(getattr(place, name)))

@@ -12,21 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moesys as ms
-from moesys.balance.splits import split_tokens
+from moesys.balance.planners import split_tokens
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
 from moesys.kernels.experts.tile_tuner import ShapeClass, blocks_of
 from moesys.kernels.routing.routing import route
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.overlap.chunked import ChunkedExecutor
+from moesys.overlap.chunked import ChunkedRun
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.device_split import device_split
-from moesys.overlap.executor import Saved
+from moesys.overlap.executor import ExpertGradients, ExpertWeights, Saved
 from moesys.overlap.experts_triton import ACTIVATION, TritonExperts
-from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
-from moesys.overlap.mega_executor import MegaExecutor, MegaHome, plan_mega, plan_mega_later, replicas_of
+from moesys.overlap.mega_executor import MegaHome, MegaKernelRun, plan_mega, plan_mega_later, replicas_of
 from moesys.overlap.routes import build_routes, held_experts
 
 CPU = torch.device("cpu")
@@ -89,8 +88,8 @@ class Weights:
     def __len__(self) -> int:
         return len(self.gate_up)
 
-    def __getitem__(self, slot: int) -> ExpertWeights:
-        return ExpertWeights(self.gate_up[slot], self.down[slot])
+    def by_slot(self) -> list[ExpertWeights]:
+        return [ExpertWeights(*matrices) for matrices in zip(self.gate_up, self.down, strict=True)]
 
 
 Results = dict[str, Tensor]
@@ -186,7 +185,7 @@ def by_sequential(drawn: Drawn, rank: int) -> Results:
     routes = build_routes(drawn.expert_RTK[rank], counts_CRE, drawn.plan, rank, 1)
     group = dist.group.WORLD if drawn.case.num_ranks > 1 else None
     channel = Channel(group, (0,) * drawn.case.num_ranks, Recorder(0), Meter())
-    executor = ChunkedExecutor(ms.Sequential(), routes, channel, TritonExperts(), PagePool())
+    executor = ChunkedRun(ms.Sequential(), routes, channel, TritonExperts(), PagePool())
     weights, gradients, weight_TK = drawn.weights(rank), drawn.new_gradients(rank), drawn.weight_RTK[rank]
     y_TH, saved = executor.forward(drawn.x_RTH[rank], weight_TK, lambda: weights)
     dx_TH, dweight_TK = executor.backward(drawn.dy_RTH[rank], saved, lambda: weights, gradients)
@@ -220,12 +219,12 @@ class MegaRun:
         self.drawn, self.rank, self.home = drawn, rank, home
         self.weights, self.weight_TK = drawn.weights(rank), drawn.weight_RTK[rank]
 
-    def forward(self, point: ms.MegaKernel) -> tuple[MegaExecutor, Tensor, Saved]:
+    def forward(self, point: ms.MegaKernel) -> tuple[MegaKernelRun, Tensor, Saved]:
         self._be_late("forward")
         executor = self.plan(point)
         return executor, *executor.forward(self.drawn.x_RTH[self.rank], self.weight_TK, self._experts)
 
-    def plan(self, point: ms.MegaKernel) -> MegaExecutor:
+    def plan(self, point: ms.MegaKernel) -> MegaKernelRun:
         """By the host, or, where ``most_tokens`` are declared, by the forward to come."""
         case, layout = self.drawn.case, self.drawn.layout
         expert_TK = self.drawn.expert_RTK[self.rank]
@@ -235,7 +234,7 @@ class MegaRun:
         split, replicas = device_split(layout, case.cluster, case.split, CPU), replicas_of(layout, self.rank, CPU)
         return plan_mega_later(point, case.model, self.home, expert_TK, split, replicas, case.turn)[0]
 
-    def backward(self, executor: MegaExecutor, y_TH: Tensor, saved: Saved) -> Results:
+    def backward(self, executor: MegaKernelRun, y_TH: Tensor, saved: Saved) -> Results:
         self._be_late("backward")
         gradients, dy_TH = self.drawn.new_gradients(self.rank), self.drawn.dy_RTH[self.rank]
         dx_TH, dweight_TK = executor.backward(dy_TH, saved, self._experts, gradients)

@@ -12,9 +12,8 @@ from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrang
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts
 from moesys.kernels.symmetric.heap import Heap
-from moesys.overlap.device_split import PendingPlan, device_split
+from moesys.overlap.device_split import PendingPlan, RowLimit, device_split
 from moesys.overlap.mega_executor import replicas_of, tokens_by_replica
-from moesys.overlap.row_limit import RowLimit
 
 BLOCK_ROWS = 16
 CASE = Case(5, 2, 4, 4, "float32", (35, 0, 19), 3, (), split=ms.FlowSplit(), turn=1)

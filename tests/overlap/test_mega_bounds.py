@@ -12,8 +12,8 @@ import torch
 import moesys as ms
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
+from moesys.overlap.device_split import room_for_rows
 from moesys.overlap.mega_executor import MegaHome, plan_mega, require_rows, symmetric_bytes
-from moesys.overlap.row_limit import room_for_rows
 
 # Every token of four ranks wants experts 0 and 1, which rank 0 holds.
 SKEWED = np.array([[8, 8, 0, 0]] * 4)

@@ -20,10 +20,10 @@ from moesys.kernels.mega.arguments import MegaMemory, announce
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.symmetric.heap import Heap
-from moesys.kernels.symmetric.signals import PeerTimeoutError, Watch
+from moesys.kernels.symmetric.signals import PeerTimeoutError, TimeoutWatch
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.experts_triton import ACTIVATION
-from moesys.overlap.mega_executor import MegaExecutor, replicas_of, tokens_by_replica
+from moesys.overlap.mega_executor import MegaKernelRun, replicas_of, tokens_by_replica
 from moesys.torch_private import default_store
 
 TIMEOUT_S = 5.0
@@ -50,14 +50,14 @@ class DyingRun(MegaRun):
 def noted_outputs() -> Iterator[list[Sequence[Tensor]]]:
     """What each direction makes, also one that raises."""
     outputs: list[Sequence[Tensor]] = []
-    note = Watch.note
+    note = TimeoutWatch.note
 
-    def keep(watch: Watch, made: Sequence[Tensor]) -> None:
+    def keep(watch: TimeoutWatch, made: Sequence[Tensor]) -> None:
         outputs.append(made)
         note(watch, made)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Watch, "note", keep)
+        patch.setattr(TimeoutWatch, "note", keep)
         yield outputs
 
 
@@ -155,7 +155,7 @@ def test_who_gave_up_tells_nobody_that_rows_have_come(point: ms.MegaKernel) -> N
     wanted = regions(9, 2, drawn.case.hidden, torch.float32, 3, 99)
     first, waiting, _ = (MegaMemory(heap) for heap in Heap.virtual(wanted, 3, "cpu", timeout_s=0.05))
     announce(first, drawn.expert_RTK[0], drawn.case.num_experts, {"x": drawn.x_RTH[0]})
-    executor = MegaExecutor(
+    executor = MegaKernelRun(
         drawn.expert_RTK[1],
         drawn.case.num_experts,
         tokens_by_replica(drawn.plan, CPU),

@@ -11,8 +11,7 @@ from mega_case import Case, Drawn, MegaRun, new_home
 import moesys as ms
 from moesys.collectives import RankMismatchError
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.overlap.device_split import split_tables
-from moesys.overlap.row_limit import RowLimit, room_for_rows
+from moesys.overlap.device_split import RowLimit, room_for_rows, split_tables
 
 # The experts of four ranks, of which the first holds one more; each source sends so many tokens to each replica.
 LAYOUT = ms.ExpertLayout(np.array([[0, 1], [1, 2], [3, -1], [4, -1]]), 5)
@@ -23,7 +22,7 @@ MEMBERS = [8, 10, 12, 14]
 
 
 def test_a_plan_is_kept_if_it_fits_and_else_none_is():
-    tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), ms.FlowSplit(), "cpu")
+    tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), "cpu")
     limit = RowLimit(torch.device("cpu"), MEMBERS)
     counted = torch.tensor([[5, 7], [5, 4], [5, 5], [5, 2]]), 5
     assert torch.equal(limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, *counted), TOKENS_RP)
@@ -56,7 +55,7 @@ def test_a_plan_is_kept_if_it_fits_and_else_none_is():
 def test_no_token_travels_where_counts_do_not_belong_together(
     origin: tuple[int, int], error: type[Exception] | None, words: str
 ) -> None:
-    tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), ms.FlowSplit(), "cpu")
+    tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), "cpu")
     limit = RowLimit(torch.device("cpu"), MEMBERS)
     origin_R2 = torch.tensor([[5, 7], origin, [5, 5], [5, 2]])
     kept_RP = limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, origin_R2, 5)

@@ -10,12 +10,12 @@ import torch
 
 from benchmarks.kernels.drawn_layer import Size
 from benchmarks.mega.ranks_layer import MegaRun, draw_layer, regions_of
-from moesys.config import MegaKernel
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.mega.exchange import Replicas, combine_flags, exchange, first_rows, ordered_tiles
 from moesys.kernels.symmetric import signals
 from moesys.kernels.symmetric.heap import Heap
-from moesys.kernels.symmetric.signals import PeerTimeoutError, Watch, raise_if_given_up
+from moesys.kernels.symmetric.signals import PeerTimeoutError, TimeoutWatch, raise_if_given_up
 from moesys.overlap.stages import at_once, side_by_side
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_tables_of_an_exchange_never_wait_for_the_device():
 
 @pytest.fixture
 def gpu_heap(monkeypatch):
-    """A heap of a GPU as far as a ``Watch`` looks; ``arrive`` lets its copies reach the host."""
+    """A heap of a GPU as far as a ``TimeoutWatch`` looks; ``arrive`` lets its copies reach the host."""
     heap, peer = Heap.virtual({}, 2, "cpu", timeout_s=5.0)
     copies, waited = [], []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: _Pinned(tensor, copies))
@@ -127,7 +127,7 @@ class _Pinned:
 
 
 def test_the_host_hears_of_a_wait_in_vain_without_waiting_itself(gpu_heap):
-    watch = Watch(gpu_heap)
+    watch = TimeoutWatch(gpu_heap)
     watch.note([])
     gpu_heap.arrive()
     watch.look()
@@ -144,7 +144,7 @@ def test_the_host_hears_of_a_wait_in_vain_without_waiting_itself(gpu_heap):
 
 
 def test_whoever_asks_waits(gpu_heap):
-    watch = Watch(gpu_heap)
+    watch = TimeoutWatch(gpu_heap)
     watch.wait()
     # Rank 1 has told.
     gpu_heap.own("abort")[:] = 2

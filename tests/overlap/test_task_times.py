@@ -15,7 +15,7 @@ import torch.distributed as dist
 import moesys as ms
 from moesys.kernels.mega.task_times import TaskTimes
 from moesys.lab.show.chrome_trace import write_chrome_trace
-from moesys.moe.shards import Restored
+from moesys.moe.store import RestoredExperts
 from moesys.overlap.comm.record import Record, Recorder, stage
 from moesys.overlap.routes import held_experts
 from moesys.timeline import Timeline
@@ -51,8 +51,8 @@ def step(overlap: ms.MegaKernel, num_experts: int, record_spans: bool, late_s: f
     generator = torch.Generator().manual_seed(rank)
     x_TH = torch.randn(TOKENS[rank], H, generator=generator, requires_grad=True)
     with pytest.MonkeyPatch.context() as patch:
-        stacked = Restored.stacked
-        patch.setattr(Restored, "stacked", lambda self: (time.sleep(late_s * rank), stacked(self))[1])
+        stacked = RestoredExperts.stacked
+        patch.setattr(RestoredExperts, "stacked", lambda self: (time.sleep(late_s * rank), stacked(self))[1])
         y_TH = layer(x_TH)
         y_TH.backward(torch.randn(y_TH.shape, generator=generator))
     records = [record for read in runtime.recorder._later for record in read()]

@@ -23,7 +23,7 @@ from moesys.kernels.mega.task_times import KINDS as KERNEL_KINDS
 from moesys.kernels.mega.task_times import TaskTimes
 from moesys.overlap.experts_triton import ACTIVATION
 from moesys.simulator.mega.queues import KINDS, WEIGHT_GRADIENTS
-from moesys.simulator.mega.tile_order import RASTER, WHOLE, TileSizes
+from moesys.simulator.mega.tiles import RASTER, WHOLE, TileSizes
 
 SIZES = {"tile_rows": 16, "tile_columns": 32, "fetch_rows": 16, "sum_tokens": 16}
 POINTS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moesys.simulator.mega.events import run_all
-from moesys.simulator.mega.task_runs import Gates, Launches, Machine, Runs, Table
+from moesys.simulator.mega.queues import Gates, Launches, Machine, Runs, Table
 
 
 def test_ranks_see_the_flag_of_another_rank_a_flags_time_later():

@@ -18,7 +18,7 @@ from moesys.layout import TokenPlan
 from moesys.simulator.mega.blocks import queues_of_blocks
 from moesys.simulator.mega.layer_pass import publish_seconds
 from moesys.simulator.mega.queues import PRODUCT
-from moesys.simulator.mega.task_seconds import TaskSeconds
+from moesys.simulator.mega.tiles import TaskSeconds
 from moesys.simulator.mega.units import QUIET, Coarseness
 from moesys.simulator.step_program import run_step
 

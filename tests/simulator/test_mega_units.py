@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesys.simulator.mega.task_runs import number_in_rank
+from moesys.simulator.mega.queues import number_in_rank
 from moesys.simulator.mega.units import meetings
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tuner_cases import CLUSTERS, EP, MODEL, SMALL, costs_of, drawn
+from tuner_cases import CLUSTERS, EP, MODEL, SMALL, cost, costs_of, drawn, session_of
 
 from moesys.config import Strategy
 from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
-from moesys.tuner.costs import ladder
-from moesys.tuner.deadline import Deadline
 from moesys.tuner.journal import Journal
 from moesys.tuner.search import Search
+from moesys.tuner.workload import Deadline, ladder
 
 
 class Clock(Deadline):
@@ -30,15 +29,15 @@ class Clock(Deadline):
 
 
 def in_time(workload, journal: Journal, questions: int):
-    costs = costs_of(workload, journal, deadline=Clock(questions))
-    return costs, Search(SMALL, [EP], costs, budget=12, seed=0).run
+    costs = costs_of(workload, session_of(journal, Clock(questions)))
+    return costs, Search(SMALL, costs, budget=12, seed=0).run
 
 
 def test_a_search_that_time_stops_answers_with_the_best_so_far_and_goes_on_later():
     workload = SimulatedWorkload.of(
         MODEL, CLUSTERS["even"], Generated(num_layers=2, tokens_per_rank=512, steps=6), (0, 1)
     )
-    whole = Search(SMALL, [EP], costs_of(workload), budget=12, seed=0).run()
+    whole = Search(SMALL, costs_of(workload), budget=12, seed=0).run()
     assert whole.not_seen == ""
     assert str(whole.of) == "6 steps of seeds 0, 1"
     journal, best_ms, looks = Journal(None, {}), [], []
@@ -46,7 +45,7 @@ def test_a_search_that_time_stops_answers_with_the_best_so_far_and_goes_on_later
         costs, run = in_time(workload, journal, questions)
         found = run()
         assert found.baseline.strategy == EP
-        assert all(costs.journal.find(one.strategy.fingerprint(), str(found.of)) for one in found.ranking)
+        assert all(costs.session.journal.find(one.strategy.fingerprint(), str(found.of)) for one in found.ranking)
         looks.append(found.of)
         best_ms.append(exact_ms(workload, found.ranking[0].strategy))
         if not found.not_seen:
@@ -75,17 +74,17 @@ def test_a_step_is_simulated_once_however_often_it_is_part_of_a_mean():
             seen.append(step[0].strategy.fingerprint())
             return workload.step_ms(step)
 
-    costs = costs_of(workload, like=EP)
+    costs = costs_of(workload)
     costs.plans.workload = Counting()
     for fidelity in ladder(workload):
-        costs.of(EP, fidelity)
+        cost(costs, EP, fidelity)
     assert len(seen) == 9
-    assert {seed: len(ms) for seed, ms in costs.steps.all_steps_ms(EP).items()} == {0: 9}
+    assert {seed: len(ms) for seed, ms in costs.steps_ms[EP.fingerprint()].items()} == {0: 9}
     # Of a journal alone too.
-    again = costs_of(workload, costs.journal)
-    again.of(EP, ladder(workload)[-1])
-    assert again.steps.all_steps_ms(EP) == costs.steps.all_steps_ms(EP)
+    again = costs_of(workload, session_of(costs.session.journal))
+    cost(again, EP, ladder(workload)[-1])
+    assert again.steps_ms[EP.fingerprint()] == costs.steps_ms[EP.fingerprint()]
 
 
 def exact_ms(workload, strategy: Strategy) -> float:
-    return costs_of(workload).of(strategy, ladder(workload)[-1], prune=False).ms
+    return cost(costs_of(workload), strategy, ladder(workload)[-1], prune=False).ms

@@ -10,23 +10,13 @@ import pytest
 from pydantic import ValidationError
 from tuner_cases import CLUSTERS, EP, MODEL, SPACE, changed, memory_of
 
-from moesys.config import (
-    ClusterSpec,
-    EvenSplit,
-    FlowSplit,
-    Fsep,
-    Greedy,
-    Last,
-    MegaKernel,
-    Pipelined,
-    Sequential,
-    Strategy,
-    WindowMean,
-)
-from moesys.tuner.default_space import default_space
-from moesys.tuner.setting import Setting
-from moesys.tuner.space import Space
-from moesys.tuner.space_paths import PARTS
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.config import ClusterSpec, Fsep, Last, Strategy, WindowMean
+from moesys.config.overlap import MegaKernel, Pipelined, Sequential
+from moesys.tuner.space import PARTS, Space, default_space
+from moesys.tuner.workload import Setting
 
 CLUSTER = CLUSTERS["even"]
 SETTING = Setting(MODEL, CLUSTER, num_layers=2)
@@ -190,7 +180,7 @@ def test_every_field_of_a_union_can_be_searched_or_has_a_reason():
         ("overlap", MegaKernel()),
         ("overlap", Pipelined(chunks=2)),
     ):
-        searched = set(space.searched_fields(part, member.kind))
+        searched = set(space.choices(part, member.kind))
         assert searched == set(type(member).model_fields) - not_speed - {"kind"}
     assert set(PARTS) == set(Strategy.model_fields) - {"name", "reduction"}
 

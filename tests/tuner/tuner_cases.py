@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from moesys.config import ClusterSpec, ModelShape, Strategy, WindowMean
 from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.limits import RankMemory, rank_memory
-from moesys.tuner.costs import Costs, ladder
+from moesys.tuner.costs import Costs, Helpers, Session
 from moesys.tuner.journal import Entry, Journal
-from moesys.tuner.setting import Setting
 from moesys.tuner.space import Space
-from moesys.tuner.workload import Plans
+from moesys.tuner.workload import Deadline, Fidelity, Plans, Setting, ladder
 
 EP = Strategy(name="ep")
 MODEL = ModelShape(hidden_size=256, intermediate_size=512, num_experts=8, top_k=2, dtype="bfloat16")
@@ -80,8 +81,8 @@ def memory_of(strategy: Strategy, setting: Setting, tokens_per_rank: int, recomp
     )
 
 
-class Told:
-    """Keeps what it is told."""
+class Observed:
+    """Keeps the stages and entries of a tuning."""
 
     def __init__(self) -> None:
         self.stages: list[str] = []
@@ -94,17 +95,31 @@ class Told:
         self.entries.append(entry)
 
 
-def costs_of(workload: SimulatedWorkload, journal: Journal | None = None, **changes) -> Costs:
-    fields = {"setting": setting_of(workload), "like": EP, "told": Told()}
-    return Costs(Plans(workload), journal or Journal(None, {}), **fields | changes)
+def session_of(
+    journal: Journal | None = None, deadline: Deadline | None = None, helpers: Helpers | None = None
+) -> Session:
+    return Session(journal or Journal(None, {}), Observed(), deadline or Deadline(), helpers)
+
+
+def costs_of(
+    workload: SimulatedWorkload,
+    session: Session | None = None,
+    starts: Sequence[Strategy] = (EP,),
+    setting: Setting | None = None,
+) -> Costs:
+    session = session or session_of()
+    return Costs(Plans(workload, session.deadline), setting or setting_of(workload), session, starts)
+
+
+def cost(costs: Costs, strategy: Strategy, fidelity: Fidelity, prune: bool = True) -> Entry:
+    (entry,) = costs.look([strategy], fidelity, prune=prune)
+    return entry
 
 
 def exhausted(workload: SimulatedWorkload, space: Space) -> dict[str, float]:
     """Milliseconds of every point on all of the workload, by fingerprint."""
-    costs, whole = costs_of(workload), ladder(workload)[-1]
     found = {}
-    for point in space.points(setting_of(workload)):
-        entry = costs.of(point, whole, prune=False)
+    for entry in costs_of(workload).look(space.points(setting_of(workload)), ladder(workload)[-1], prune=False):
         assert entry.ms is not None, entry.reason
         found[entry.fingerprint] = entry.ms
     return found

@@ -20,11 +20,11 @@ import pytest
 from weak_cases import WeakCase, run_once
 
 from moesys.kernels.mega import arguments, exchange, mega_combine, mega_dispatch, push_rows, task_queue
-from moesys.kernels.symmetric import copies, counts, ordered_sum, pulls, signals
+from moesys.kernels.symmetric import counts, ordered_sum, pulls, signals
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
 
-MODULES = (signals, counts, pulls, copies, ordered_sum, exchange, arguments, task_queue, mega_dispatch, push_rows)
+MODULES = (signals, counts, pulls, ordered_sum, exchange, arguments, task_queue, mega_dispatch, push_rows)
 MODULES = (*MODULES, mega_combine)
 BARRIER = ("barrier", "tl.debug_barrier()", "None")
 # What is removed, from what, by what.

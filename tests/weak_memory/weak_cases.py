@@ -18,8 +18,7 @@ from side_streams import SideStream
 from torch import Tensor
 
 import moesys as ms
-from moesys.kernels.mega.arguments import MegaMemory
-from moesys.kernels.mega.exchange import publish
+from moesys.kernels.mega.arguments import MegaMemory, publish
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import TIMEOUT_S, Heap
 from moesys.kernels.symmetric.ordered_sum import ordered_sum

@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-from ortools.graph.python.linear_sum_assignment import SimpleLinearSumAssignment
+from pydantic import Field
 
 from moesys.balance.certificate import greatest_bound
 from moesys.balance.cp_sat.components import MOST_EXPERTS, fill_components, least_by_components
-from moesys.balance.cp_sat.cp_sat_model import solve
-from moesys.balance.cp_sat.cp_sat_problem import CpSatProblem, filled_up
+from moesys.balance.cp_sat.cp_sat_model import CpSatProblem, filled_up, solve
 from moesys.balance.cp_sat.cp_sat_seconds import SecondsPlan, least_seconds
 from moesys.balance.flow.max_load import min_max_load, tight_set
-from moesys.balance.greedy.greedy import greedy_layout
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.config import CpSat, Greedy
+from moesys.config.balance import Balance, MinReplicas, ReplicasWithin
 from moesys.layout import ExpertLayout
 
 # ranks × experts up to which all ranks are planned at once, up to which planning some of them anew still helps, and
@@ -53,11 +52,20 @@ class CpSatPlan:
     status: Literal["optimal", "balanced", "feasible"]
 
 
-def cp_sat_layout(problem: PlanningProblem, config: CpSat) -> ExpertLayout:
-    """Returns the layout of ``solve_cp_sat``; of ``solve_by_seconds`` where model and sharding are known."""
-    if problem.model is not None and problem.sharding is not None:
-        return solve_by_seconds(problem, config).layout
-    return solve_cp_sat(problem, config).layout
+class CpSat(Balance):
+    """OR-Tools CP-SAT on the joint placement and split, hinted by ``Greedy`` and never worse than it; R × E <= 4096."""
+
+    kind: Literal["cp_sat"] = "cp_sat"
+    is_compiled: ClassVar[bool] = True
+    deterministic_time: float = Field(2.0, gt=0, description="CP-SAT's work limit, in its deterministic seconds")
+    min_replicas: MinReplicas = 1
+    replicas_within: ReplicasWithin = "cluster"
+
+    def layout(self, problem: PlanningProblem) -> ExpertLayout:
+        """Returns the layout of ``solve_cp_sat``; of ``solve_by_seconds`` where model and sharding are known."""
+        if problem.model is not None and problem.sharding is not None:
+            return solve_by_seconds(problem, self).layout
+        return solve_cp_sat(problem, self).layout
 
 
 def solve_by_seconds(planning: PlanningProblem, config: CpSat) -> SecondsPlan:
@@ -69,8 +77,8 @@ def solve_by_seconds(planning: PlanningProblem, config: CpSat) -> SecondsPlan:
     time = config.deterministic_time
     whole = planning.load.num_ranks * planning.load.num_experts <= SOLVED_WHOLE
     by_counts = solve_cp_sat(planning, config.replace(deterministic_time=time / 2) if whole else config).layout
-    start = greedy_layout(planning, _as_greedy(config))
-    problem = CpSatProblem.of(planning, config)
+    start = _as_greedy(config).layout(planning)
+    problem = CpSatProblem.of(planning, config.min_replicas, config.replicas_within)
     return least_seconds(problem, [start, by_counts], whole, time / 2)
 
 
@@ -104,8 +112,8 @@ def solve_cp_sat(planning: PlanningProblem, config: CpSat) -> CpSatPlan:
             "matter, or use balance=Greedy()"
         )
     # Without a model Greedy counts tokens, as this does.
-    start = greedy_layout(replace(planning, model=None), _as_greedy(config))
-    problem = CpSatProblem.of(planning, config)
+    start = _as_greedy(config).layout(replace(planning, model=None))
+    problem = CpSatProblem.of(planning, config.min_replicas, config.replicas_within)
     bound, layout = _by_bounds(problem, start)
     time = config.deterministic_time
     if min_max_load(load, layout) > bound:
@@ -145,6 +153,8 @@ def _relabelled(problem: CpSatProblem, layout: ExpertLayout) -> ExpertLayout:
     """
     assigned_RE, node_R = problem.assigned(layout), np.asarray(problem.node_R)
     at_home_NR = np.minimum(problem.supply_NE[:, None], assigned_RE[None]).sum(axis=2)
+    from ortools.graph.python.linear_sum_assignment import SimpleLinearSumAssignment
+
     assignment = SimpleLinearSumAssignment()
     for row, rank in np.ndindex(layout.num_ranks, layout.num_ranks):
         if problem.usable_R[row] == problem.usable_R[rank]:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesys.balance.cp_sat.cp_sat_model import solve
-from moesys.balance.cp_sat.cp_sat_problem import CpSatProblem
-from moesys.balance.flow.flow_split import flow_split
+from moesys.balance.cp_sat.cp_sat_model import CpSatProblem, solve
+from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.step_cost import Prices, crosses_once, prices_of
 from moesys.balance.seconds_certificate import elements_from_outside, plan_seconds
 from moesys.balance.topology import nodes_of
-from moesys.config import FlowSplit, Fsep
+from moesys.config import Fsep
 from moesys.cost import GRADIENT_BYTES, restores_per_step
 from moesys.layout import ExpertLayout
 
@@ -47,7 +46,7 @@ def least_seconds(problem: CpSatProblem, candidates: list[ExpertLayout], whole: 
 
     def cost(layout: ExpertLayout) -> float:
         planning = problem.planning
-        plan = flow_split(planning.over(layout), FlowSplit(max_inter_node="seconds"))
+        plan = FlowSplit(max_inter_node="seconds").split(planning.over(layout))
         assert planning.model is not None
         assert planning.sharding is not None
         return plan_seconds(

@@ -2,60 +2,229 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
-from moesys.balance.flow.local_first import local_first
-from moesys.balance.flow.min_cost_flow import min_cost_flow
+from moesys.balance.flow.max_load import min_max_flow, new_flow
 from moesys.balance.flow.min_cost_push import min_cost_push
-from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
-from moesys.balance.flow.replica_table import group_by_node, list_replicas
 from moesys.balance.flow.step_cost import crosses_once, prices_of, split_cost
-from moesys.balance.flow.token_routes import route_tokens
+from moesys.balance.flow.token_routes import group_by_node, list_replicas, route_tokens
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import blocks_of_nodes, levels_of, link_domains_of, nodes_of, tokens_by_node
-from moesys.compiled import compiled
-from moesys.config import ClusterSpec, FlowSplit
+from moesys.compiled import borrowing, compiled
+from moesys.config import ClusterSpec
+from moesys.config.split import Split
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moesys.kernels.split.tables import SplitTables
+
+
+class Assignment(NamedTuple):
+    """Tokens of the replicas of a ``ReplicaTable`` and its ``NodeGroups``; all int64.
+
+    ``tokens_P``: what each replica gets; ``here_G``: what a group's replicas get; ``supply_G``: what the sources on the
+    group's node have for its expert; ``load_R``: tokens of each rank, of all experts.
+    """
+
+    tokens_P: IntArray
+    here_G: IntArray
+    supply_G: IntArray
+    load_R: IntArray
+
+
+@compiled
+def local_first(tokens_RE, supply_NE, tokens_E, node_R, table, groups, turn):  # type: ignore[no-untyped-def]
+    """Returns the ``Assignment`` with every token at home.
+
+    A rank keeps its own tokens of what it holds; what else its node has is shared evenly by the node's replicas, and
+    what comes from nodes without one by all. Remainders begin at replica ``turn``.
+    """
+    num_ranks, num_experts = tokens_RE.shape
+    num_replicas, num_groups = groups.group_P.size, groups.expert_G.size
+    tokens_P, load_R = np.empty(num_replicas, np.int64), np.zeros(num_ranks, np.int64)
+    here_G, supply_G = np.zeros(num_groups, np.int64), np.empty(num_groups, np.int64)
+    for expert in range(num_experts):
+        if groups.first_E[expert] == groups.first_E[expert + 1]:
+            tokens_P[table.first_E[expert]] = tokens_E[expert]
+            continue
+        away = tokens_E[expert]
+        for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
+            first, end = np.int64(groups.first_G[group]), np.int64(groups.end_G[group])
+            left = supply_G[group] = supply_NE[node_R[table.rank_P[first]], expert]
+            away -= left
+            for replica in range(first, end):
+                tokens_P[replica] = tokens_RE[table.rank_P[replica], expert]
+                left -= tokens_P[replica]
+            _share_evenly(left, first, end, turn, tokens_P)
+        _share_evenly(away, table.first_E[expert], table.first_E[expert + 1], turn, tokens_P)
+    for replica in range(num_replicas):
+        if groups.group_P[replica] >= 0:
+            here_G[groups.group_P[replica]] += tokens_P[replica]
+        load_R[table.rank_P[replica]] += tokens_P[replica]
+    return Assignment(tokens_P, here_G, supply_G, load_R)
+
+
+@borrowing
+def _share_evenly(tokens, first, end, turn, tokens_P):  # type: ignore[no-untyped-def]
+    if not tokens:
+        return
+    each, left = tokens // (end - first), tokens % (end - first)
+    for index in range(end - first):
+        tokens_P[first + index] += each + ((index - turn) % (end - first) < left)
+
+
+def min_cost_flow(load: LoadMatrix, layout: ExpertLayout, node_of_rank: tuple[int, ...], limit: int) -> IntArray:
+    """Tokens [R, E] of each expert for each rank, at most ``limit`` a rank: the fewest between nodes, and of those the
+    fewest that leave their rank. ``limit`` must be one that some split keeps.
+    """
+    holds_RE = layout.replicas_RE > 0
+    assigned_RE = np.where(holds_RE, load.tokens_E, 0)
+    shared = np.flatnonzero((holds_RE.sum(axis=0) > 1) & (load.tokens_E > 0))
+    if not shared.size:
+        return assigned_RE
+    assigned_RE[:, shared] = 0
+    room_R = limit - assigned_RE.sum(axis=1)
+    assigned_RE[:, shared] = _cheapest_assignment(
+        load.tokens_RE[:, shared], holds_RE[:, shared], room_R, np.asarray(node_of_rank)
+    )
+    return assigned_RE
+
+
+def _cheapest_assignment(tokens_RE: IntArray, holds_RE: np.ndarray, room_R: IntArray, node_R: IntArray) -> IntArray:
+    """Tokens [R, E] of each expert for each rank, at most ``room_R`` a rank, for the least traffic.
+
+    A minimum-cost flow over sources taken together by node. From (expert e, node n) tokens go
+
+    - to a holder d on n: as many as source d itself has for nothing, more for 1 each (they leave their rank);
+    - to the exchange of e, for more than all that could be saved inside nodes, and from it to any holder.
+
+    That the first tokens are d's own is exact although sources are not told apart: ``route_tokens`` gives d its own
+    first.
+    """
+    num_ranks, num_experts = tokens_RE.shape
+    num_nodes = int(node_R[-1]) + 1
+    supply_EN = np.zeros((num_experts, num_nodes), dtype=np.int64)
+    np.add.at(supply_EN.T, node_R, tokens_RE)
+    tokens_E = supply_EN.sum(axis=1)
+
+    num_groups = num_experts * num_nodes
+    first_rank, first_exchange = num_groups, num_groups + num_ranks
+    sink = first_exchange + num_experts
+    # a cycle through the residual graph meets a vertex once, so it saves less than this inside nodes
+    between_nodes = sink + 1
+
+    expert, rank = np.nonzero(holds_RE.T)
+    group = expert * num_nodes + node_R[rank]
+    own = tokens_RE[rank, expert]
+    away = supply_EN[expert, node_R[rank]] - own
+    arcs = [
+        (group, first_rank + rank, own, 0),
+        (group, first_rank + rank, away, 1),
+        (first_rank + np.arange(num_ranks), np.full(num_ranks, sink), room_R, 0),
+    ]
+    if num_nodes > 1:
+        groups = np.arange(num_groups)
+        arcs.append((groups, first_exchange + groups // num_nodes, supply_EN.ravel(), between_nodes))
+        arcs.append((first_exchange + expert, first_rank + rank, tokens_E[expert], 0))
+    tail, head, capacity = (np.concatenate([arc[field] for arc in arcs]) for field in range(3))
+    cost = np.concatenate([np.full(len(arc[0]), arc[3]) for arc in arcs])
+    used = capacity > 0
+
+    from ortools.graph.python.min_cost_flow import SimpleMinCostFlow
+
+    graph = SimpleMinCostFlow()
+    numbers = graph.add_arcs_with_capacity_and_unit_cost(
+        tail[used].astype(np.int32), head[used].astype(np.int32), capacity[used], cost[used]
+    )
+    graph.set_nodes_supplies(np.arange(num_groups, dtype=np.int32), supply_EN.ravel())
+    graph.set_node_supply(sink, -int(tokens_E.sum()))
+    status = graph.solve()
+    assert status == SimpleMinCostFlow.OPTIMAL, f"minimum-cost flow ended with {status}"
+    flow = np.zeros(len(tail), dtype=np.int64)
+    flow[used] = graph.flows(numbers)
+
+    assigned_RE = np.zeros((num_ranks, num_experts), dtype=np.int64)
+    num_holders = len(expert)
+    assigned_RE[rank, expert] = flow[:num_holders] + flow[num_holders : 2 * num_holders]
+    if num_nodes > 1:
+        assigned_RE[rank, expert] += flow[-num_holders:]
+    return assigned_RE
+
 
 NO_CAP = -1
 # Limits on the busiest rank, over the least there is, that are tried where seconds choose, in percent.
 LIMITS_PERCENT = (101, 102, 105, 110, 120, 140)
 
 
-def flow_split(problem: PlanningProblem, config: FlowSplit) -> TokenPlan:
-    """Returns, of all plans whose busiest rank has ``min_max_load``, one with few tokens between nodes; with
-    ``traffic="exact"`` one with the fewest, and of those the fewest that leave their rank at all.
+class FlowSplit(Split):
+    """Exact: the least maximum load that the layout allows, then little traffic between nodes."""
 
-    ``max_inter_node`` caps the share of tokens between nodes: then the busiest rank has the least load with which the
-    pushed tokens keep the cap, or, where no load does, reach the least traffic there is. ``"seconds"`` tries several
-    limits on that load, from the least to none, and takes the one that costs a step the least (``step_cost``); raises
-    ValueError where the model is not known. ``turn`` rotates remainders. Integers throughout: equal arguments give
-    equal bytes.
-    """
-    load, layout, cluster, turn = problem.load, problem.layout_in_force, problem.cluster, problem.turn
-    node_R = link_domains_of(cluster)
-    level_LR = levels_of(cluster, nodes_of(cluster))
-    if crosses_once(problem.overlap, cluster):
-        level_LR = np.concatenate([level_LR, blocks_of_nodes(node_R)])
-    if config.max_inter_node == "seconds":
-        if problem.model is None:
-            raise ValueError("max_inter_node='seconds' is of a layer's shape; give model, or use a share or None")
-        prices = prices_of(problem.model, cluster, load.total, problem.overlap, problem.units_per_token)
-        if config.traffic == "fast":
-            entries = split_by_cost(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, prices)
+    kind: Literal["flow"] = "flow"
+    traffic: Literal["fast", "exact"] = Field("fast", description="traffic almost the least, or the least there is")
+    max_inter_node: Annotated[float, Field(ge=0, le=1)] | Literal["seconds"] | None = Field(
+        None,
+        description="share of the routed tokens that may leave their node, before balance; None: any; seconds: what "
+        "takes a step the fewest",
+    )
+
+    @property
+    def on_device(self) -> bool:
+        return self.traffic == "fast" and self.max_inter_node is None
+
+    def device_split(
+        self, tables: SplitTables, layout: ExpertLayout, cluster: ClusterSpec
+    ) -> Callable[[Tensor, int], Tensor]:
+        if self.traffic != "fast":
+            raise ValueError(
+                f"traffic={self.traffic!r} is solved on the host only; use traffic='fast', or split_tokens"
+            )
+        if self.max_inter_node is not None:
+            raise ValueError(
+                f"max_inter_node={self.max_inter_node} takes a search over limits, which runs on the host only; "
+                "use max_inter_node=None, or split_tokens"
+            )
+        from moesys.kernels.split.flow import split
+
+        return lambda tokens_RE, turn: split(tokens_RE, tables, turn).tokens_RP
+
+    def split(self, problem: PlanningProblem) -> TokenPlan:
+        """Returns, of all plans whose busiest rank has ``min_max_load``, one with few tokens between nodes; with
+        ``traffic="exact"`` one with the fewest, and of those the fewest that leave their rank at all.
+
+        ``max_inter_node`` caps the share of tokens between nodes: then the busiest rank has the least load with which
+        the pushed tokens keep the cap, or, where no load does, reach the least traffic there is. ``"seconds"`` tries
+        several limits on that load, from the least to none, and takes the one that costs a step the least
+        (``step_cost``); raises ValueError where the model is not known. ``turn`` rotates remainders. Integers
+        throughout: equal arguments give equal bytes.
+        """
+        load, layout, cluster, turn = problem.load, problem.layout_in_force, problem.cluster, problem.turn
+        node_R = link_domains_of(cluster)
+        level_LR = levels_of(cluster, nodes_of(cluster))
+        if crosses_once(problem.overlap, cluster):
+            level_LR = np.concatenate([level_LR, blocks_of_nodes(node_R)])
+        if self.max_inter_node == "seconds":
+            if problem.model is None:
+                raise ValueError("max_inter_node='seconds' is of a layer's shape; give model, or use a share or None")
+            prices = prices_of(problem.model, cluster, load.total, problem.overlap, problem.units_per_token)
+            if self.traffic == "fast":
+                entries = split_by_cost(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, prices)
+                return TokenPlan.by_construction(entries, load, layout)
+            limit = cheapest_limit(load.tokens_RE, layout.expert_RS, node_R, turn, prices)
+            return _exact(load, layout, cluster, limit, level_LR)
+        cap = NO_CAP if self.max_inter_node is None else int(Fraction(str(self.max_inter_node)) * load.total)
+        if self.traffic == "fast":
+            entries = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
             return TokenPlan.by_construction(entries, load, layout)
-        limit = cheapest_limit(load.tokens_RE, layout.expert_RS, node_R, turn, prices)
+        limit = least_limit(load.tokens_RE, layout.expert_RS, node_R, turn, cap)
         return _exact(load, layout, cluster, limit, level_LR)
-    cap = NO_CAP if config.max_inter_node is None else int(Fraction(str(config.max_inter_node)) * load.total)
-    if config.traffic == "fast":
-        entries = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
-        return TokenPlan.by_construction(entries, load, layout)
-    limit = least_limit(load.tokens_RE, layout.expert_RS, node_R, turn, cap)
-    return _exact(load, layout, cluster, limit, level_LR)
 
 
 def _exact(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, limit: int, level_LR: IntArray) -> TokenPlan:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moesys.balance.flow.replica_table import Indices
+from moesys.balance.flow.token_routes import Indices
 from moesys.compiled import borrowing, compiled, inlined
 from moesys.load import IntArray
 

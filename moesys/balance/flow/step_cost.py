@@ -31,7 +31,6 @@ from moesys.cost import (
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
 from moesys.row_traffic import parts_of_bytes
-from moesys.schedule import num_chunks
 
 # What the dearest token costs at most, and all tokens together: a sum of several steps still fits.
 DEAREST, ALL_TOKENS = 1 << 20, 1 << 58
@@ -85,7 +84,7 @@ def prices_of(
     once = np.array([model.top_k if crosses_once(overlap, cluster) else 0])
     # as if tokens were everywhere alike, and wanted experts everywhere alike
     leaving = num_tokens / units_per_token / cluster.num_ranks * (1 - 1 / cluster.num_nodes)
-    parts = np.array([parts_of_bytes(leaving * row_bytes, num_chunks(overlap)) if overlap and once[0] else 1])
+    parts = np.array([parts_of_bytes(leaving * row_bytes, overlap.chunks) if overlap and once[0] else 1])
     return Prices(unit, row_1, inside_1, nics_1, nics_R, no_experts_2C, np.zeros(1, np.int64), once, parts)
 
 

@@ -7,28 +7,31 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
+from typing import ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
 
 from moesys.balance.flow.flow_split import least_crossing
 from moesys.balance.flow.step_cost import crosses_once
 from moesys.balance.greedy.builders import Builders, Built
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
-from moesys.balance.greedy.numbering import Numbers
-from moesys.balance.greedy.relabelling import num_moves, relabelled, relabelled_inside
+from moesys.balance.greedy.numbering import Numbers, num_moves, relabelled, relabelled_inside
 from moesys.balance.greedy.replica_constraints import check_replicas
 from moesys.balance.greedy.robust_cost import (
     MILLION,
+    MUCH_DRIFT,
     NO_LIMIT,
     Scenarios,
+    StepJudge,
     draw_scenarios,
     robust_cost,
 )
-from moesys.balance.greedy.step_judge import MUCH_DRIFT, StepJudge
 from moesys.balance.late_slots import Prices, fetch_prices
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import domains_of
-from moesys.config import Ep, Greedy
+from moesys.config import Ep
+from moesys.config.balance import Balance, MinReplicas, ReplicasWithin, unfit_moves
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 
@@ -57,30 +60,83 @@ GROUPS = (2, 4, 8)
 REPAIR_EFFORT = 16
 
 
-def greedy_layout(problem: PlanningProblem, config: Greedy) -> ExpertLayout:
-    """Returns a layout on which ``FlowSplit`` reaches the mean, on this load and as nearly as can be on later ones, and
-    few tokens leave their node.
+class Greedy(Balance):
+    """Ours: replicas on distinct ranks, spread over nodes, improved by local search; anytime and monotone in its work.
 
-    Layouts are constructed (``construction``) over the whole cluster; where every node can hold every expert, node by
-    node for what its own ranks send; and, where the model is known, over nodes that first choose their experts
-    (``node_first``), and with every expert's replicas spread (``spread``). The best by its robust cost
-    (``robust_cost``) and its traffic between nodes is improved by local search (``local_search``); where the model is
-    known, that which costs a step the least (``step_cost``) on loads that ``drift`` as much as this one will. Every
-    usable slot is filled, no expert twice on a rank; under ``replicas_within`` every slot that an expert of its part
-    can use. Where it is known what it takes to bring experts to their slots, ranks use fewer as long as that is less.
-
-    Near the layout in force two more are looked for: itself with the few replicas moved that the load needs elsewhere,
-    and one built anew in which whole experts stay. A layout that moves replicas must earn them: ``move_tokens`` each,
-    and four hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. One in force
-    that has duplicates or free slots is completed first, and one that breaks ``min_replicas`` or ``replicas_within`` is
-    replaced, whatever ``max_moves`` says. More ``effort`` than 1, without one in force and where counts decide, never
-    gives a worse layout by this measure. Integers decide, so equal arguments give equal bytes, but for a deadline.
-    Without a layout in force nothing depends on how experts, or ranks of a node, are numbered.
+    With ``deadline_ms`` two ranks may plan differently. Their layouts still agree, for one rank plans and broadcasts,
+    but runs do not repeat bit by bit.
     """
-    check_replicas(problem, config)
-    planner = _Planner(problem, config)
-    fresh = planner.best(planner.numbers.empty())
-    return planner.numbers.named((fresh if problem.layout is None else planner.earned(fresh, problem.layout)).expert_RS)
+
+    kind: Literal["greedy"] = "greedy"
+    is_compiled: ClassVar[bool] = True
+    effort: int = Field(1, ge=0, description="multiples of the default work, in iterations and never by a clock")
+    min_replicas: MinReplicas = 1
+    replicas_within: ReplicasWithin = "cluster"
+    max_moves: int | None = Field(
+        None, ge=0, description="replicas that may differ from the previous layout; None: all"
+    )
+    move_tokens: int = Field(
+        0, ge=0, description="what a moved replica costs, in tokens of the busiest rank over a plan's life"
+    )
+    drift: float = Field(
+        0.02, ge=0, le=1, description="share of experts' popularity that is drawn anew until a plan is used"
+    )
+    deadline_ms: float | None = Field(
+        None, gt=0, description="the search ends after so much time; then runs do not repeat bit by bit"
+    )
+
+    def unfit_for_lag_0(self) -> str:
+        if self.deadline_ms is not None:
+            return (
+                f"deadline_ms={self.deadline_ms} ends the search by a clock, but with lag=0 every rank plans "
+                "for itself and all must plan the same; use deadline_ms=None and effort, or lag=1"
+            )
+        if self.max_moves is not None:
+            return unfit_moves(self, self.max_moves)
+        if self.move_tokens:
+            return (
+                f"balance=Greedy(move_tokens={self.move_tokens}) is what a move from the layout before has to "
+                "earn, but with lag=0 every layout is planned on its own counts alone; use move_tokens=0, or lag=1"
+            )
+        return ""
+
+    def without_clock(self) -> Greedy:
+        return self if self.deadline_ms is None else self.replace(deadline_ms=None)
+
+    def with_moves_priced(self, units_per_token: int, replan_every: int) -> Greedy:
+        """Returns the planner with ``move_tokens`` in units of the load, of which a plan serves ``replan_every``."""
+        if not self.move_tokens:
+            return self
+        return self.replace(move_tokens=-(-self.move_tokens * units_per_token // replan_every))
+
+    def layout(self, problem: PlanningProblem) -> ExpertLayout:
+        """Returns a layout on which ``FlowSplit`` reaches the mean, on this load and as nearly as can be on later ones,
+        and few tokens leave their node.
+
+        Layouts are constructed (``construction``) over the whole cluster; where every node can hold every expert, node
+        by node for what its own ranks send; and, where the model is known, over nodes that first choose their experts
+        (``node_first``), and with every expert's replicas spread (``spread``). The best by its robust cost
+        (``robust_cost``) and its traffic between nodes is improved by local search (``local_search``); where the model
+        is known, that which costs a step the least (``step_cost``) on loads that ``drift`` as much as this one will.
+        Every usable slot is filled, no expert twice on a rank; under ``replicas_within`` every slot that an expert of
+        its part can use. Where it is known what it takes to bring experts to their slots, ranks use fewer as long as
+        that is less.
+
+        Near the layout in force two more are looked for: itself with the few replicas moved that the load needs
+        elsewhere, and one built anew in which whole experts stay. A layout that moves replicas must earn them:
+        ``move_tokens`` each, and four hundredths of the mean for all of them. A new one is relabelled so that it moves
+        the fewest. One in force that has duplicates or free slots is completed first, and one that breaks
+        ``min_replicas`` or ``replicas_within`` is replaced, whatever ``max_moves`` says. More ``effort`` than 1,
+        without one in force and where counts decide, never gives a worse layout by this measure. Integers decide, so
+        equal arguments give equal bytes, but for a deadline. Without a layout in force nothing depends on how experts,
+        or ranks of a node, are numbered.
+        """
+        check_replicas(problem, self.min_replicas, self.replicas_within)
+        planner = _Planner(problem, self)
+        fresh = planner.best(planner.numbers.empty())
+        return planner.numbers.named(
+            (fresh if problem.layout is None else planner.earned(fresh, problem.layout)).expert_RS
+        )
 
 
 def _cost(draft: _Draft) -> int:

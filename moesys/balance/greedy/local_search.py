@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
-from moesys.balance.flow.replica_table import list_replicas
+from moesys.balance.flow.max_load import min_max_flow, new_flow
+from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.greedy.robust_cost import NO_LIMIT, mixed_bits, robust_cost
 from moesys.compiled import borrowing, compiled
 from moesys.load import IntArray

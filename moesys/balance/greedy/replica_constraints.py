@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.replicas import experts_with_room
-from moesys.balance.topology import domains_of
-from moesys.config import Greedy
+from moesys.balance.topology import domains_of, experts_with_room
+from moesys.config import Within
 from moesys.load import IntArray
 
 
-def check_replicas(problem: PlanningProblem, config: Greedy) -> None:
-    """Raises ValueError where not all experts at once can have their replicas on distinct ranks of one place each."""
+def check_replicas(problem: PlanningProblem, wanted: int, within: Within) -> None:
+    """Raises ValueError where not all experts at once can have ``wanted`` replicas, each expert on distinct ranks of
+    one place ``within`` the cluster.
+    """
     cluster, slots_R, num_experts = problem.cluster, problem.slots_R, problem.load.num_experts
-    wanted, within = config.min_replicas, config.replicas_within
     if wanted == 1 and within == "cluster":
         return  # slots are enough
     slots_by_place: dict[int, list[int]] = {}

@@ -38,7 +38,7 @@ class PagePool:
         self._mapped_bytes = self._idle_bytes = self._peak_lent_bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised, like ``torch.empty``."""
+        """Returns an uninitialised tensor, like ``torch.empty``."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or num_bytes < FROM_BYTES:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -50,7 +50,7 @@ class PagePool:
         return torch.from_numpy(array).view(dtype).view(shape)
 
     def empty_like(self, tensor: Tensor) -> Tensor:
-        """Uninitialised, contiguous, with the shape, dtype and device of ``tensor``."""
+        """Returns an uninitialised contiguous tensor with the shape, dtype and device of ``tensor``."""
         return self.empty(tuple(tensor.shape), tensor.dtype, tensor.device)
 
     def _take(self, num_bytes: int) -> mmap.mmap:
@@ -86,7 +86,7 @@ class Scratch:
         self._buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised; it takes the place of what ``name`` gave before."""
+        """Returns an uninitialised tensor, in the memory of the last one of that ``name``."""
         size = math.prod(shape)
         if name not in self._buffers or self._buffers[name].numel() < size:
             # The old one first: its pages may come to use elsewhere.
@@ -100,7 +100,7 @@ class Scratch:
 
 
 def _map(num_bytes: int) -> mmap.mmap:
-    """Zeroed private pages, huge ones where Linux has them."""
+    """Returns zeroed private pages, huge ones where Linux has them."""
     grain = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else GRAIN_BYTES
     pages = mmap.mmap(-1, -(-num_bytes // grain) * grain, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

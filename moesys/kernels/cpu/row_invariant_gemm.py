@@ -47,13 +47,14 @@ class RowRule:
 
     @staticmethod
     def all_of(rules: list[RowRule]) -> RowRule:
-        """One rule that keeps them all."""
+        """Returns one rule that keeps all ``rules``."""
         tiles = [rule.tile_rows for rule in rules if rule.tile_rows is not None]
         return RowRule(max(rule.min_rows for rule in rules), min(tiles) if tiles else None)
 
 
 def row_rule(contraction: int, columns: int, dtype: torch.dtype, transposed: bool, device_type: str) -> RowRule:
-    """The rule for x [m, contraction] @ w [contraction, columns]; ``transposed``: w is a transposed contiguous matrix.
+    """Returns the rule for x [m, contraction] @ w [contraction, columns]; ``transposed``: w is a transposed contiguous
+    matrix.
 
     On the CPU it is probed, with torch's current number of threads, which is part of the numerics class.
     """
@@ -92,7 +93,7 @@ def _probe(contraction: int, columns: int, dtype: torch.dtype, transposed: bool,
 def _trial(
     rows: int, contraction: int, columns: int, dtype: torch.dtype, transposed: bool, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, w and x @ w."""
+    """Returns x, w and x @ w."""
     x_MK, weight_KN = _cancelling(rows, contraction, columns, seed)
     x_MK, weight_KN = x_MK.to(dtype), weight_KN.to(dtype)
     weight_KN = weight_KN.t().contiguous().t() if transposed else weight_KN
@@ -104,7 +105,7 @@ def _trial(
 def _is_safe(
     count: int, trials: Sequence[tuple[Tensor, Tensor, Tensor]], placements: Sequence[tuple[int, int, int]]
 ) -> bool:
-    """Whether calls of ``count`` rows give the same bits as one call of all rows."""
+    """Returns whether calls of ``count`` rows give the same bits as one call of all rows."""
     for x_MK, weight_KN, expected_MN in trials:
         for first_row, x_shift, out_shift in placements:
             rows = slice(first_row, first_row + count)
@@ -116,13 +117,14 @@ def _is_safe(
 
 
 def _shifted(rows_NK: Tensor, elements: int) -> Tensor:
-    """A copy that begins so many elements behind an aligned address."""
+    """Returns a copy that begins ``offset`` elements behind an aligned address."""
     buffer = torch.zeros(rows_NK.numel() + elements, dtype=rows_NK.dtype)
     return buffer[elements:].view(rows_NK.shape).copy_(rows_NK)
 
 
 def _cancelling(rows: int, contraction: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
-    """x [rows, contraction] and w [contraction, columns] whose products, of very different sizes, cancel in pairs.
+    """Returns x [rows, contraction] and w [contraction, columns] whose products, of very different sizes, cancel in
+    pairs.
 
     What remains of x @ w is mostly rounding error, so that any other order of summation shows. Ordinary numbers would
     hide it from 16-bit outputs, whose rounding is coarser than the difference.
@@ -138,7 +140,7 @@ def _cancelling(rows: int, contraction: int, columns: int, seed: int) -> tuple[T
 
 
 def matmul_rows(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, rule: RowRule) -> None:
-    """``out_MN = x_MK @ weight_NKᵀ`` by ``rule``; the caller has padded x to ``rule.min_rows`` rows."""
+    """Writes ``out_MN = x_MK @ weight_NKᵀ`` by ``rule``; the caller has padded x to ``rule.min_rows`` rows."""
     if rule.tile_rows is None:
         _multiply(x_MK, weight_NK, out_MN)
         return
@@ -152,7 +154,7 @@ def matmul_rows(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, rule: RowRule) 
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether it lies as allocations do."""
+    """Returns whether a tensor begins at an address that allocations have."""
     return tensor.data_ptr() % ALIGNMENT_BYTES == 0
 
 
@@ -164,7 +166,7 @@ def aligned(rows: Tensor) -> Tensor:
 
 
 def _multiply(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor) -> None:
-    """``out = x @ weightᵀ``.
+    """Writes ``out = x @ weightᵀ``.
 
     float32 on the CPU goes to oneDNN where the weight is large, as torch's own 16-bit products do: beside MKL, to which
     torch sends it, it is 5 to 15 % faster with hundreds of rows, and treats rows alike from the second on. But it takes

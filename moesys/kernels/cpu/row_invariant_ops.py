@@ -1,7 +1,12 @@
-"""Functions of rows whose bits do not depend on how many rows share the call: any torch code that works on each row by
-itself, forward and backward, computed *wide*: in float32, or in float64 where rows are float64.
+"""Functions of rows whose bits do not depend on how many rows share the call, computed *wide*: in float32, or in
+float64 where rows are float64.
 
-N rows; A and B any widths.
+SwiGLU with the routing weight is written out, from operations that give an element the same bits anywhere: torch's own
+silu and sigmoid take another code path for the last elements of an array than for the rest, while ``exp`` and plain
+arithmetic do not (``tests/kernels`` checks it). ``row_function`` makes such a function of any torch code that works on
+each row by itself.
+
+N rows; A and B any widths; I expert width.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ from torch import Tensor
 TAIL_ELEMENTS = 64
 # ... and from so many elements on it cuts an array between threads, which gives it more ends.
 THREADED_ELEMENTS = 1 << 15
+# Rows go through in blocks of about so many elements, whose intermediate results stay in a core's cache.
+BLOCK_ELEMENTS = 1 << 18
 
 
 class RowFunction(NamedTuple):
@@ -34,7 +41,7 @@ class RowFunction(NamedTuple):
 
 
 def by_rows(function: Callable[[Tensor], Tensor], x_NA: Tensor, out_NB: Tensor) -> None:
-    """``out = function(x)``, computed wide by any torch code that works on each row by itself.
+    """Writes ``out = function(x)``, computed wide by any torch code that works on each row by itself.
 
     A row's bits depend on no other row: rows go through in blocks with padding, so that a block's end, which torch
     computes in another way, holds no row that counts.
@@ -52,7 +59,7 @@ def by_rows_backward(
     wy_NB: Tensor,
     gradients: ParameterGradients,
 ) -> Tensor:
-    """Gradients of ``weight * function(x)`` by autograd, as ``swiglu_backward`` gives those of SwiGLU.
+    """Computes the gradients of ``weight * function(x)`` by autograd, as ``swiglu_backward`` gives those of SwiGLU.
 
     Writes ``dx`` [N, A] and ``wy = weight * function(x)`` [N, B], which may lie on the inputs, adds those of the
     function's parameters to ``gradients``, and returns dL/dweight [N], wide.
@@ -84,7 +91,7 @@ def row_function(function: Callable[[Tensor], Tensor], gradients: ParameterGradi
 
 
 def _padded_blocks(x_NA: Tensor, out_width: int) -> Iterator[tuple[slice, int]]:
-    """Blocks of rows, and how many rows are to be put behind each so that its end is none of its own."""
+    """Returns blocks of rows, and how many rows to add behind each so that none of its own is at the end."""
     width, narrow = max(x_NA.shape[1], out_width), min(x_NA.shape[1], out_width)
     if x_NA.device.type != "cpu":
         return ((block, 0) for block in row_blocks(len(x_NA), len(x_NA)))
@@ -93,7 +100,7 @@ def _padded_blocks(x_NA: Tensor, out_width: int) -> Iterator[tuple[slice, int]]:
 
 
 def _wide(rows_NA: Tensor, padding: int) -> Tensor:
-    """A wide copy with so many copies of the first row behind it."""
+    """Returns a wide copy with ``padding`` copies of the first row behind it."""
     wide = rows_NA.new_empty(
         (len(rows_NA) + padding, rows_NA.shape[1]), dtype=torch.promote_types(rows_NA.dtype, torch.float32)
     )
@@ -112,7 +119,7 @@ class ParameterGradients:
         self._sums = [torch.zeros_like(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in self._gradients]
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """None is for parameters that were not used."""
+        """Adds gradients; None stands for a parameter that was not used."""
         for total, gradient in zip(self._sums, gradients, strict=True):
             if gradient is not None:
                 total += gradient
@@ -123,6 +130,81 @@ class ParameterGradients:
 
 
 def row_blocks(num_rows: int, rows_per_block: int) -> Iterator[slice]:
-    """Where they begin and end; where there are rows, at least one each."""
+    """Returns blocks of at most ``rows_per_block`` rows, and of at least one."""
     step = max(1, rows_per_block)
     return (slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step))
+
+
+def swiglu(h_N2I: Tensor, out_NI: Tensor) -> None:
+    """Writes ``out = silu(gate) * up`` for ``h = [gate | up]``; reads 2·N·I elements and writes N·I of ``h``'s
+    dtype.
+    """
+    for h, out in zip(*_blocks(h_N2I, out_NI), strict=True):
+        gate, up = h.float().chunk(2, dim=1)
+        silu = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        torch.neg(gate, out=silu).exp_().add_(1)
+        torch.div(gate, silu, out=silu).mul_(up)
+        if silu is not out:
+            out.copy_(silu)
+
+
+def swiglu_reference(h_N2I: Tensor) -> Tensor:
+    """Returns the same in plain torch."""
+    gate, up = h_N2I.float().chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up).to(h_N2I.dtype)
+
+
+def swiglu_backward(h_N2I: Tensor, da_NI: Tensor, weight_N: Tensor, dh_N2I: Tensor, wa_NI: Tensor) -> Tensor:
+    """Computes the gradients of ``weight * swiglu(h)`` for ``da = dL/d(weighted activation)``, not yet weighted.
+
+    Writes ``dh`` [N, 2I] and ``wa = weight * swiglu(h)`` [N, I], the operand of the down projection's weight gradient;
+    returns dL/dweight float32 [N], the sum of ``da * swiglu(h)`` over I. Nothing but ``h`` is needed from forward
+    (SonicMoE's dataflow). ``weight_N`` is float32. ``da`` is overwritten where it is float32.
+    """
+    dweight_N = torch.empty_like(weight_N)
+    for block in zip(*_blocks(h_N2I, da_NI, weight_N, dh_N2I, wa_NI, dweight_N), strict=True):
+        _swiglu_backward_block(*block)
+    return dweight_N
+
+
+def _swiglu_backward_block(
+    h_N2I: Tensor, da_NI: Tensor, weight_N: Tensor, dh_N2I: Tensor, wa_NI: Tensor, dweight_N: Tensor
+) -> None:
+    gate, up = h_N2I.float().chunk(2, dim=1)
+    da, weight_N1 = da_NI.float(), weight_N[:, None]
+    sigmoid = torch.neg(gate).exp_().add_(1).reciprocal_()
+    silu = gate * sigmoid
+    activation = silu * up
+    torch.sum(da * activation, dim=1, out=dweight_N)
+    _multiply(activation, weight_N1, wa_NI)
+    weighted = da.mul_(weight_N1)
+    dgate, dup = dh_N2I.chunk(2, dim=1)
+    # d silu/d gate = sigmoid + silu * (1 - sigmoid)
+    slope = (1 - sigmoid).mul_(silu).add_(sigmoid)
+    _multiply(silu, weighted, dup)
+    _multiply(slope, weighted.mul_(up), dgate)
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Returns the tensors [N, ...] cut into the same blocks of rows, whose size the width of the first one decides."""
+    rows = max(1, BLOCK_ELEMENTS // max(1, tensors[0].shape[1]))
+    return (tensor.split(rows) for tensor in tensors)
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Writes ``out = left * right`` of float32 factors; a product that must be rounded overwrites ``left``."""
+    if out.dtype == torch.float32:
+        torch.mul(left, right, out=out)
+    else:
+        out.copy_(left.mul_(right))
+
+
+def swiglu_backward_reference(h_N2I: Tensor, da_NI: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the same by autograd: (dh, weighted activation, dweight)."""
+    h = h_N2I.detach().float().requires_grad_()
+    weight = weight_N.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        gate, up = h.chunk(2, dim=1)
+        wa = weight[:, None] * (torch.nn.functional.silu(gate) * up)
+        dh, dweight = torch.autograd.grad(wa, (h, weight), da_NI.float())
+    return dh.to(h_N2I.dtype), wa.detach().to(h_N2I.dtype), dweight

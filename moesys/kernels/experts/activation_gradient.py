@@ -19,17 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED, slope_one, slopes, slopes_reference
-from moesys.kernels.experts.descriptors import (
+from moesys.kernels.experts.numerics import dot, rounded
+from moesys.kernels.experts.products import (
+    left_step,
     matrices_by_tma,
     readable_by_tma,
+    rows_by_matrix,
     rows_by_tma,
     run_with_descriptors,
 )
-from moesys.kernels.experts.gather import gather_rows
-from moesys.kernels.experts.numerics import dot, rounded
-from moesys.kernels.experts.products import left_step, rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, require_contiguous, require_matrices, rows_of_tile, tile_of
+from moesys.kernels.experts.token_rows import gather_rows
 from moesys.kernels.launch import kernel
 from moesys.kernels.routing.routing import Routing
 
@@ -50,7 +51,7 @@ def activation_gradient(
     activation: str,
     block: TileConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``y[t] += weight · down · activation(h)``, for every row, and its weighted activation.
+    """Returns the gradients of ``y[t] += weight · down · activation(h)``, for every row, and its weighted activation.
 
     For row p of token t with routing weight w, group g and ``a = activation(h[p])``, all in float32:
 
@@ -112,7 +113,7 @@ def activation_gradient_reference(
     matrix_G: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in plain torch; rows behind the last group are zeros."""
+    """Returns the same in plain torch; rows behind the last group are zeros."""
     P, U = h_PU.shape
     I = down_EHI.shape[2]
     dh_PU, wa_PI = h_PU.new_zeros(P, U), h_PU.new_zeros(P, I)
@@ -213,7 +214,7 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
 def store_gradients(  # type: ignore[no-untyped-def]
     da, first_column, weight, num_rows, pointers, sizes: tl.constexpr
 ):
-    """All that follows from ``da`` [rows, columns]; ``pointers``: ``GradientRows``, to the first of its rows.
+    """Stores all that follows from ``da`` [rows, columns]; ``pointers``: ``GradientRows``, to the first of its rows.
 
     A tile is halved until it is as wide as one partial sum, since what a whole one needs does not fit in registers.
     """
@@ -255,7 +256,7 @@ def store_gradients(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _halves(x):  # type: ignore[no-untyped-def]
-    """Left and right half of the columns of ``x`` [rows, columns]."""
+    """Returns the left and the right half of the columns of ``x`` [rows, columns]."""
     return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
 
 
@@ -273,7 +274,7 @@ def _row_sums(x):  # type: ignore[no-untyped-def]
 def _add_partials(  # type: ignore[no-untyped-def]
     partial_ptr, row_ptr, dweight_ptr, num_entries, N: tl.constexpr, block_entries: tl.constexpr
 ):
-    """Sum over N for the row of every entry, in order; 0 for an entry without one."""
+    """Adds up the partial sums of every entry's row, in order; 0 for an entry without a row."""
     entry = tl.program_id(0) * block_entries + tl.arange(0, block_entries)
     row = tl.load(row_ptr + entry, mask=entry < num_entries, other=-1)
     total = sum_of_partials(partial_ptr, row, row >= 0, N)
@@ -282,7 +283,7 @@ def _add_partials(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sum_of_partials(partial_ptr, row, mask, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each of these rows the sum over N, in order."""
+    """Returns the sum over N of each of these rows, in order."""
     first = partial_ptr + row.to(tl.int64) * N
     total = tl.zeros([row.shape[0]], dtype=tl.float32)
     for n in range(N):

@@ -40,7 +40,7 @@ INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
 
 @triton.jit
 def activate(gate, up, activation: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Activation of float32 ``gate`` and ``up``."""
+    """Returns the activation of float32 ``gate`` and ``up``."""
     tl.static_assert(activation == "swiglu" or activation == "geglu", "not a gated activation")
     if activation == "swiglu":
         return gate * _sigmoid(gate) * up
@@ -50,7 +50,7 @@ def activate(gate, up, activation: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def activate_one(h, activation: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Activation of float32 ``h`` without a gate."""
+    """Returns the activation of float32 ``h`` without a gate."""
     tl.static_assert(activation == "gelu" or activation == "relu2", "not an ungated activation")
     if activation == "gelu":
         return h * _normal_below(h)
@@ -61,7 +61,7 @@ def activate_one(h, activation: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def slopes(gate, up, activation: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(value, slope along ``gate``, slope along ``up``) of a gated activation."""
+    """Returns (value, slope along ``gate``, slope along ``up``) of a gated activation."""
     tl.static_assert(activation == "swiglu" or activation == "geglu", "not a gated activation")
     if activation == "swiglu":
         sigmoid = _sigmoid(gate)
@@ -76,7 +76,7 @@ def slopes(gate, up, activation: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def slope_one(h, activation: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(value, slope) of an activation without a gate."""
+    """Returns (value, slope) of an activation without a gate."""
     tl.static_assert(activation == "gelu" or activation == "relu2", "not an ungated activation")
     if activation == "gelu":
         below = _normal_below(h)
@@ -98,13 +98,13 @@ def _sigmoid(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _normal_below(x):  # type: ignore[no-untyped-def]
-    """Φ(x)."""
+    """Returns Φ(x)."""
     return 0.5 * (1 + tl.erf(x * SQRT_HALF))
 
 
 @triton.jit
 def _normal_density(x):  # type: ignore[no-untyped-def]
-    """Φ'(x)."""
+    """Returns Φ'(x)."""
     return INVERSE_SQRT_2PI * tl.exp(-0.5 * x * x)
 
 
@@ -115,7 +115,7 @@ def _positive(x):  # type: ignore[no-untyped-def]
 
 
 def activation_reference(h: Tensor, activation: str) -> Tensor:
-    """Activation of rows [..., U], computed in float32, in the dtype of ``h``: [..., I]."""
+    """Returns the activation of rows [..., U], computed in float32, in the dtype of ``h``: [..., I]."""
     if GATED[activation]:
         gate, up = h.float().chunk(2, dim=-1)
         curve = torch.nn.functional.silu if activation == "swiglu" else torch.nn.functional.gelu
@@ -126,7 +126,7 @@ def activation_reference(h: Tensor, activation: str) -> Tensor:
 
 
 def slopes_reference(h: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """(activation [..., I], its slopes along every element of ``h`` [..., U]), float32, by autograd."""
+    """Returns (activation [..., I], its slopes along every element of ``h`` [..., U]), float32, by autograd."""
     h = h.detach().float().requires_grad_()
     with torch.enable_grad():
         a = activation_reference(h, activation)

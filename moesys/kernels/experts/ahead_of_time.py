@@ -58,7 +58,7 @@ class MachineCode:
 
 @contextmanager
 def compiling(target: GPUTarget = HOPPER) -> Iterator[list[MachineCode]]:
-    """Launches compile and do not run; gives the list to which each appends its ``MachineCode``.
+    """Has launches compile and not run; gives the list to which each appends its ``MachineCode``.
 
     Raises RuntimeError in a process where Triton interprets.
     """
@@ -101,7 +101,7 @@ class _AbsentDriver:
 
 
 def read_machine_code(compiled: Any) -> MachineCode:
-    """From what ``triton.compile`` returned, by the disassembler that comes with Triton."""
+    """Reads what ``triton.compile`` returned, by the disassembler that comes with Triton."""
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
@@ -126,7 +126,7 @@ def read_machine_code(compiled: Any) -> MachineCode:
 
 
 def _widths(instruction: str, listing: str) -> tuple[int, ...]:
-    """Bytes that these instructions move: 4 unless they say how many bits, each number once."""
+    """Returns the bytes that these instructions move, each number once: 4 unless an instruction names its bits."""
     bits = {re.search(r"\.[US]?(8|16|64|128)\b", of) for of in re.findall(rf"\b{instruction}(\.\S*)", listing)}
     return tuple(sorted({int(found.group(1)) // 8 if found else 4 for found in bits}))
 

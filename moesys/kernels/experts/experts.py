@@ -17,12 +17,12 @@ from torch import Tensor
 
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
+from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
@@ -67,7 +67,7 @@ class ExpertMatrices(NamedTuple):
 def experts_forward(
     x_TH: Tensor, routing: Routing, weight_TK: Tensor, experts: ExpertMatrices, blocks: TileConfigs
 ) -> tuple[Tensor, Kept]:
-    """Output [T, H] in x's dtype.
+    """Returns the output [T, H] in x's dtype.
 
     ``routing``: the rows of each group (slot) that choices of tokens go to (``routing.route``); a choice that it drops
     adds nothing. ``weight_TK`` float32.
@@ -107,8 +107,8 @@ def experts_backward(
     matrix_dtype: torch.dtype | None = torch.float32,
     out: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> Gradients:
-    """All gradients; those of the matrices in ``matrix_dtype``, or none of them. ``out``: where those of gate_up and
-    down are written, in place of new tensors (``weight_gradient``).
+    """Returns all gradients; those of the matrices in ``matrix_dtype``, or none of them. ``out``: where those of
+    gate_up and down are written, in place of new tensors (``weight_gradient``).
     """
     routing, K = kept.routing, weight_TK.shape[1]
     dh_PU, wa_PI, dweight_TK, tiles = hidden_gradients(dy_TH, weight_TK, experts, kept, blocks)
@@ -127,7 +127,7 @@ def experts_backward(
 def hidden_gradients(
     dy_TH: Tensor, weight_TK: Tensor, experts: ExpertMatrices, kept: Kept, blocks: TileConfigs
 ) -> HiddenGradients:
-    """The first half of ``experts_backward``, which has no sum over rows."""
+    """Computes the first half of ``experts_backward``, which has no sum over rows."""
     routing, block = kept.routing, blocks.activation_gradient
     tiles = RowTiles(routing.first_G1, len(routing.entry_P))
     groups = RowGroups(routing.first_G1, tiles.of(block), experts.matrix_G)
@@ -163,7 +163,7 @@ def moe_experts(
     activation: str = "swiglu",
     blocks: TileConfigs | None = None,
 ) -> Tensor:
-    """Σ_k weight · expert(x), differentiable in x, the routing weights and both matrices.
+    """Returns Σ_k weight · expert(x), differentiable in x, the routing weights and both matrices.
 
     Args:
         x_TH: float32, float16 or bfloat16, like the matrices.
@@ -290,7 +290,7 @@ def _blocks(given: str, x_TH: Tensor, down_EHI: Tensor, num_rows: int, activatio
 
 
 def _each_its_own(gate_up_EUH: Tensor, down_EHI: Tensor, activation: str) -> ExpertMatrices:
-    """Every expert in the group of its number."""
+    """Returns the matrices with each expert in the group of its number."""
     matrix_E = torch.arange(down_EHI.shape[0], dtype=torch.int32, device=down_EHI.device)
     return ExpertMatrices(gate_up_EUH.contiguous(), down_EHI.contiguous(), matrix_E, activation)
 

@@ -57,7 +57,9 @@ class Operands:
             self._route(0.0)
 
     def skewed(self) -> Operands:
-        """The same tensors, which may fill a third of a GPU's memory, under a routing of large and small experts."""
+        """Returns the same tensors, which may fill a third of a GPU's memory, under a routing of large and small
+        experts.
+        """
         other = copy(self)
         other._route(SKEW)
         return other
@@ -69,7 +71,7 @@ class Operands:
         self.order_E = groups_by_size(self.routing.first_G1)
 
     def tiles(self, block: TileConfig) -> Tiles:
-        """Of the routing; tables without values on the meta device."""
+        """Returns the tiles of the routing; tables without values on the meta device."""
         if self.device != META:
             return tile_table(self.routing.first_G1, self.num_rows, block.rows)
         most = triton.cdiv(self.num_rows, block.rows) + self.shape.experts
@@ -77,7 +79,7 @@ class Operands:
         return Tiles(group_M, row_M, count_1, block.rows)
 
     def launch(self, op: str, block: TileConfig, tiles: Tiles) -> None:
-        """``op`` once; "weight_gradient" is both matrices'."""
+        """Launches ``op`` once; "weight_gradient" computes the gradients of both matrices."""
         routing, matrix_E = self.routing, self.matrix_E
         first, K, activation = routing.first_G1, self.shape.top_k, self.shape.activation
         groups = OrderedGroups(routing.entry_P, first, self.order_E)
@@ -123,7 +125,7 @@ class GemmTimer:
         return taken_ms
 
     def _compiles(self, op: str, block: TileConfig) -> bool:
-        """Whether all kernels of ``op`` compile and none spills."""
+        """Returns whether all kernels of ``op`` compile and none spills."""
         try:
             with warnings.catch_warnings(), compiling(triton.runtime.driver.active.get_current_target()) as found:
                 warnings.simplefilter("ignore", UserWarning)
@@ -134,7 +136,9 @@ class GemmTimer:
         return not any(code.spills or code.stack_bytes for code in found)
 
     def _time(self, operands: Operands, op: str, blocks: Sequence[TileConfig]) -> list[list[float]]:
-        """Milliseconds of each block in each repetition after the first; none for a block that does not run."""
+        """Returns the milliseconds of each block in each repetition after the first; none for a block that does not
+        run.
+        """
         samples_ms: list[list[float]] = [[] for _ in blocks]
         tiles = [operands.tiles(block) for block in blocks]
         failed: set[int] = set()

@@ -14,14 +14,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.descriptors import (
+from moesys.kernels.experts.numerics import dot, rounded
+from moesys.kernels.experts.products import (
     matrices_by_tma,
     readable_by_tma,
+    rows_by_matrix,
     rows_by_tma,
     run_with_descriptors,
 )
-from moesys.kernels.experts.numerics import dot, rounded
-from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, Tiles, require_contiguous, require_matrices, rows_of_tile, tile_of
 from moesys.kernels.launch import kernel
@@ -37,7 +37,7 @@ def grouped_gemm(
     *,
     transposed: bool,
 ) -> Tensor:
-    """out [P, N]: row p is ``rows[p] @ matrices[matrix_G[g]]`` for the group g that it lies in.
+    """Returns out [P, N]: row p is ``rows[p] @ matrices[matrix_G[g]]`` for the group g that it lies in.
 
     ``matrices`` are [E, L, N], or [E, N, L] where they are ``transposed`` for the product; each is contiguous, and
     between two of them may be a gap. Sums are float32 and rounded
@@ -46,7 +46,7 @@ def grouped_gemm(
 
     Reads P·L elements of the rows for each column of tiles and L·N of matrices for each row of them, less what the L2
     cache keeps; writes P·N. ``block.operands`` but for "pointers": rows and matrices come by TMA where it can read
-    them (``descriptors.readable_by_tma``).
+    them (``products.readable_by_tma``).
 
     Source: the grouped GEMM of MegaBlocks (arXiv:2211.15841), over tiles instead of blocks of a sparse matrix.
     """
@@ -126,7 +126,7 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
 def grouped_gemm_reference(
     rows_PL: Tensor, matrices: Tensor, first_G1: Tensor, matrix_G: Tensor, *, transposed: bool
 ) -> Tensor:
-    """The same in plain torch, in the dtype of the rows; rows behind the last group's are zero."""
+    """Returns the same in plain torch, in the dtype of the rows; rows behind the last group's are zero."""
     matrices_ELN = matrices.mT if transposed else matrices
     out_PN = rows_PL.new_zeros(len(rows_PL), matrices_ELN.shape[2])
     first = first_G1.tolist()

@@ -16,7 +16,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def dot(left, right, total):  # type: ignore[no-untyped-def]
-    """``total`` + ``left`` [M, K] @ ``right`` [K, N] in float32. M and N change no element's bits."""
+    """Returns ``total`` + ``left`` [M, K] @ ``right`` [K, N] in float32. M and N change no element's bits."""
     if INTERPRETED:
         return total + tl.sum(left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :], axis=1)
     else:
@@ -25,7 +25,7 @@ def dot(left, right, total):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 ``x`` in ``dtype``, to the nearest, ties to even."""
+    """Returns float32 ``x`` in ``dtype``, to the nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         even = bits + 0x7FFF + ((bits >> 16) & 1)

@@ -1,17 +1,27 @@
-"""Tiles of products of rows that lie one behind the other, with operands read through pointers.
+"""Products of tiles of rows that lie one behind the other, with operands read through pointers or by TMA.
 
 The order in which a row's products are summed depends on the contraction width of a step and on nothing else. Grouped
 GEMMs and MegaKernels multiply here, so that both give the same bits.
+
+TMA reads tiles by tensor descriptors, which kernels make themselves: where warps are specialised, Triton splits tiles
+between two groups of warps, and descriptors with them. Descriptors from the host stay whole, which Triton 3.9 refuses
+and Triton 3.6 compiles into loads that write behind their buffers.
 """
 
 from __future__ import annotations
 
+import contextvars
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moesys.kernels.experts.numerics import dot
+
+TMA_BYTES = 16
 
 
 class Side(NamedTuple):
@@ -33,7 +43,7 @@ class Gather(NamedTuple):
 def rows_by_matrix(  # type: ignore[no-untyped-def]
     left_row, matrix, column, L: tl.constexpr, N: tl.constexpr, transposed: tl.constexpr, tiling: tl.constexpr
 ):
-    """float32 [rows, tiling.columns], from ``column`` on: ``left_row`` [rows, 1] points to rows of L elements,
+    """Returns float32 [rows, tiling.columns], from ``column`` on: ``left_row`` [rows, 1] points to rows of L elements,
     ``matrix`` to [L, N], or to [N, L] where it is ``transposed`` for the product.
     """
     step = tl.arange(0, tiling.contraction)
@@ -56,9 +66,9 @@ def rows_by_matrix(  # type: ignore[no-untyped-def]
 def rows_by_tiles(  # type: ignore[no-untyped-def]
     left_row, right_tile, right_step: tl.constexpr, column_mask, L: tl.constexpr, tiling: tl.constexpr
 ):
-    """float32 [rows, columns]: ``left_row`` as above, ``right_tile`` [contraction, columns] points to the first step's
-    part of a matrix, ``right_step`` elements before the next one's. ``column_mask`` is None where every column may be
-    read.
+    """Returns float32 [rows, columns]: ``left_row`` as above, ``right_tile`` [contraction, columns] points to the first
+    step's part of a matrix, ``right_step`` elements before the next one's. ``column_mask`` is None where every column
+    may be read.
     """
     in_contraction = tl.arange(0, tiling.contraction)
     whole: tl.constexpr = L % tiling.contraction == 0
@@ -97,8 +107,8 @@ def left_step(  # type: ignore[no-untyped-def]
 def columns_by_columns(  # type: ignore[no-untyped-def]
     left, right, first, end, entry_ptr, gather: tl.constexpr, tiling: tl.constexpr
 ):
-    """float32 [left columns, right columns]: the sum over rows ``first`` to ``end`` of the outer products of the
-    columns of both ``Side``. Row p of the side that is gathered is its row ``entry[p] // top_k``; none is where
+    """Returns float32 [left columns, right columns]: the sum over rows ``first`` to ``end`` of the outer products of
+    the columns of both ``Side``. Row p of the side that is gathered is its row ``entry[p] // top_k``; none is where
     ``entry_ptr`` is None.
     """
     gathers: tl.constexpr = entry_ptr is not None
@@ -122,8 +132,8 @@ def columns_by_columns(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def outer_step(left, right, row, inside, token, gather: tl.constexpr, tiling: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The columns of both ``Side`` in the rows from ``row`` on, [tiling.contraction, columns] each, zeros where a row
-    is not ``inside``. ``token``: which row the gathered side has, None where none is.
+    """Returns the columns of both ``Side`` in the rows from ``row`` on, [tiling.contraction, columns] each, zeros where
+    a row is not ``inside``. ``token``: which row the gathered side has, None where none is.
     """
     step = tl.arange(0, tiling.contraction)
     gathers: tl.constexpr = token is not None
@@ -143,8 +153,65 @@ def outer_step(left, right, row, inside, token, gather: tl.constexpr, tiling: tl
 
 @triton.jit
 def _rows(ptr, row, step, token, width, gathered: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the rows of one step begin."""
+    """Returns pointers to the first elements of the rows of one step."""
     if gathered:
         return ptr + (token * width)[:, None]
     else:
         return ptr + tl.cast(row, tl.int64) * width + (step * width)[:, None]
+
+
+def readable_by_tma(*tensors: Tensor) -> bool:
+    """Returns whether TMA can read all tensors: two-byte elements, not empty, addresses and strides multiples of 16
+    bytes.
+    """
+    return all(
+        tensor.element_size() == 2
+        and tensor.numel() > 0
+        and tensor.data_ptr() % TMA_BYTES == 0
+        and all(2 * stride % TMA_BYTES == 0 for stride in tensor.stride()[:-1])
+        for tensor in tensors
+    )
+
+
+def run_with_descriptors(launch: Callable[[], object], device: torch.device) -> None:
+    """Calls ``launch``, whose kernels may make descriptors: they lie in memory of torch's on ``device``.
+
+    Triton has one allocator a context for this, so a context of its own changes nobody's.
+    """
+
+    def allocate(num_bytes: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.int8, device=device)
+
+    context = contextvars.copy_context()
+    context.run(triton.set_allocator, allocate)
+    context.run(launch)
+
+
+@triton.jit
+def matrices_by_tma(  # type: ignore[no-untyped-def]
+    ptr, E, stride: tl.constexpr, rows: tl.constexpr, width: tl.constexpr, box_rows: tl.constexpr,
+    box_width: tl.constexpr,
+):  # fmt: skip
+    """Returns a descriptor of [E, rows, width], ``stride`` elements from matrix to matrix, that gives [1, box_rows,
+    box_width], zeros beyond an edge.
+    """
+    return tl.make_tensor_descriptor(ptr, [E, rows, width], [stride, width, 1], [1, box_rows, box_width])
+
+
+@triton.jit
+def halves_by_tma(  # type: ignore[no-untyped-def]
+    ptr, E, stride: tl.constexpr, halves: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
+    box_rows: tl.constexpr, box_width: tl.constexpr,
+):  # fmt: skip
+    """Returns a descriptor of [E, halves, rows, width] that gives the same [box_rows, box_width] of all halves of a
+    matrix.
+    """
+    return tl.make_tensor_descriptor(
+        ptr, [E, halves, rows, width], [stride, rows * width, width, 1], [1, halves, box_rows, box_width]
+    )
+
+
+@triton.jit
+def rows_by_tma(ptr, P, width: tl.constexpr, box_rows: tl.constexpr, box_width: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns a descriptor of [P, width] that gives [box_rows, box_width], zeros beyond an edge."""
+    return tl.make_tensor_descriptor(ptr, [P, width], [width, 1], [box_rows, box_width])

@@ -32,15 +32,15 @@ NUM_REGISTERS, MOST_REGISTERS, THREADS_OF_WARP = 65536, 255, 32
 
 
 def all_registers(warps: int) -> dict[str, int]:
-    """For launches of at most one program a multiprocessor, which may have all registers that there are: left to
+    """Returns the option that gives all registers to a launch of at most one program per multiprocessor: left to
     itself, the assembler spills to make room for more programs than come.
     """
     return {"maxnreg": min(MOST_REGISTERS, NUM_REGISTERS // (THREADS_OF_WARP * warps))}
 
 
 def usual_programs(device: torch.device) -> int:
-    """How many are resident where nothing else is said: one a multiprocessor, but for those that ``SPARED`` leaves to
-    others' kernels. Programs that find none free would do their share when all the others have done theirs.
+    """Returns how many programs are resident by default: one per multiprocessor, except for those that ``SPARED``
+    leaves to others' kernels. Programs that find none free would do their share when all the others have done theirs.
 
     Raises ValueError where it is no number of them.
     """
@@ -102,11 +102,11 @@ class TileConfig:
             )
 
     def num_programs(self, device: torch.device) -> int:
-        """Resident programs on ``device``."""
+        """Returns the number of resident programs on ``device``."""
         return self.programs or usual_programs(device)
 
     def options(self, operands: Operands | None = None) -> dict[str, Any]:
-        """What every grouped GEMM's kernel takes of it; ``operands`` in place of its own."""
+        """Returns the options of a grouped GEMM's launch; ``operands`` replaces those of the configuration."""
         return {
             "tiling": self.tiling._replace(operands=operands or self.operands),
             "num_warps": self.warps,
@@ -116,7 +116,7 @@ class TileConfig:
 
     @property
     def tiling(self) -> Tiling:
-        """What kernels are told of it."""
+        """Returns the constants that kernels are compiled for."""
         return Tiling(self.rows, self.columns, self.contraction, self.raster, self.stages, self.operands)
 
 
@@ -134,7 +134,7 @@ class TileConfigs:
 
     @staticmethod
     def all_of(block: TileConfig) -> TileConfigs:
-        """The same for every one."""
+        """Returns the same configuration for every GEMM."""
         return TileConfigs(block, block, block, block, block)
 
     def require_warpgroups(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -184,7 +184,7 @@ class ShapeClass:
 
     @staticmethod
     def of(x_TH: Tensor, down_EHI: Tensor, num_rows: int, activation: str) -> ShapeClass:
-        """Of ``num_rows`` = T·K rows of x."""
+        """Returns the class of ``num_rows`` = T·K rows of x."""
         E, H, I = down_EHI.shape
         nearest = 1 << max(0, round(math.log2(max(1, num_rows) / max(1, E))))
         top_k = max(1, num_rows // max(1, len(x_TH)))
@@ -192,5 +192,5 @@ class ShapeClass:
 
     @property
     def key(self) -> str:
-        """A name for files: one a class."""
+        """Returns a name for files, one for each class."""
         return "-".join(str(value) for value in asdict(self).values())

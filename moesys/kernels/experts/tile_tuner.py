@@ -1,14 +1,19 @@
-"""The tuner: the fastest blocks of a layer on this GPU, found when asked for, kept on disk, and never changed silently.
+"""The tile tuner: which tile configurations a grouped GEMM may have, and the fastest of them on this GPU.
 
-What a layer uses, the first that there is: blocks that its caller gives; the file that ``MOESYS_BLOCKS`` names; what
-``tune_blocks`` has found for the shape class on such a GPU with these versions; the model's choice (``tile_space``).
-Nothing is tuned in a step of training. No choice changes a bit (``tile_space``).
+``candidates`` lists what fits a Hopper GPU, likely fast ones first, ranked by a small model. ``tune_blocks`` finds the
+fastest when it is asked for, and keeps it on disk. A layer uses the first that there is of: blocks that its caller
+gives; the file that ``MOESYS_BLOCKS`` names; what ``tune_blocks`` has found for the shape class on such a GPU with
+these versions; the model's choice. Nothing is tuned in a step of training.
+
+Contraction is fixed by the dtype, and no tile is narrower than a partial sum of the routing weight's gradient, so that
+no choice changes a bit.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,20 +22,164 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
 
-from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
-from moesys.kernels.experts.tile_space import HOPPER, MULTIPROCESSORS, OPS, blocks_for, candidates
+from moesys.kernels.experts.activations import GATED
+from moesys.kernels.experts.tile_config import (
+    OPERAND_BYTES,
+    SPECIALISED_WARPS,
+    Operands,
+    ShapeClass,
+    TileConfig,
+    TileConfigs,
+)
 
+OPS = ("up", "down", "activation_gradient", "input_gradient", "weight_gradient")
+# Of each way that operands come, which the model tells apart least; so at most twelve.
+MOST_OF_A_WAY = 4
+# float32 has no tensor-core product here, and its operands take twice the shared memory.
+SINGLE = TileConfig(rows=64, columns=64, contraction=32, warps=8, stages=3)
+
+CONTRACTION = 64
+MOST_SHARED_BYTES = 232_448
+# An epilogue and barriers take these bytes beside the stages (``python -m benchmarks kernels --aot``).
+EPILOGUE_BYTES = 33 << 10
+# Of a thread's 255 registers, as many sums leave room for addresses and the epilogue; two groups of warps multiply.
+MOST_SUMS = 128
+THREADS_THAT_MULTIPLY = 256
+
+# Compute capability, times ten, of the GPUs whose machine code was read for that. Later ones hold sums elsewhere, and
+# what Triton makes of a weight gradient's spills with as many.
+HOPPER = 90
+
+# An H100's, as a tuner's model needs them: a multiprocessor's products and what it reads through the L2 cache.
+MULTIPROCESSORS = 132
+FLOPS_PER_US = 6.0e6
+L2_BYTES_PER_US = 8.0e4
+# All of memory, for a copy in expert order.
+MEMORY_BYTES_PER_US = 3.0e6
+START_US = 1.0
 PINNED = "MOESYS_BLOCKS"
 CACHE = "MOESYS_CACHE"
 # The interpreter's time goes by elements; small tiles waste few.
 INTERPRETED = TileConfig(rows=32, columns=32, contraction=32)
-
 # Milliseconds of each block for an op, None for one that does not compile, spills, or does not run.
 Timer = Callable[[str, Sequence[TileConfig]], Sequence[float | None]]
+
+
+class Gemm(NamedTuple):
+    """One product of every expert: [rows, contraction] by [contraction, columns]; ``halves``: the matrices that a tile
+    of columns has parts of; ``by_rows``: whether rows, and not the contraction, are the expert's tokens.
+    """
+
+    rows: int
+    columns: int
+    contraction: int
+    halves: int = 1
+    by_rows: bool = True
+
+
+def gemm_of(op: str, shape: ShapeClass) -> Gemm:
+    """Returns the GEMM of ``op``, one of ``OPS``; the larger one of both weight gradients."""
+    halves = 2 if GATED[shape.activation] else 1
+    H, I, n = shape.hidden, shape.width, shape.rows_of_expert
+    match op:
+        case "up":
+            return Gemm(n, I, H, halves)
+        case "down":
+            return Gemm(n, H, I)
+        case "activation_gradient":
+            return Gemm(n, I, H)
+        case "input_gradient":
+            return Gemm(n, H, halves * I)
+        case "weight_gradient":
+            return Gemm(halves * I, H, n, by_rows=False)
+    raise ValueError(f"op={op!r} is not known; use one of {', '.join(OPS)}")
+
+
+def candidates(
+    op: str, shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS, capability: int = HOPPER
+) -> list[TileConfig]:
+    """Returns configurations that fit, at most ``MOST_OF_A_WAY`` of each way, ordered by ``model_us``; of equal ones
+    pointers first.
+    """
+    if shape.dtype == "float32":
+        return [SINGLE]
+    gemm = gemm_of(op, shape)
+    found: list[TileConfig] = []
+    for block in sorted(
+        (block for block in _all_blocks(op) if _fits(block, op, shape.activation, gemm, capability)),
+        key=lambda block: model_us(block, gemm, shape, multiprocessors),
+    ):
+        if sum(other.operands == block.operands for other in found) < MOST_OF_A_WAY:
+            found.append(block)
+    return found
+
+
+# Every forward and backward of an untuned layer asks for its blocks.
+@lru_cache(maxsize=1024)
+def blocks_for(shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS, capability: int = HOPPER) -> TileConfigs:
+    """Returns the first candidate of each op, which is used if nothing was tuned."""
+    return TileConfigs(**{op: candidates(op, shape, multiprocessors, capability)[0] for op in OPS})
+
+
+def _all_blocks(op: str) -> Sequence[TileConfig]:
+    ways: tuple[Operands, ...] = ("pointers", "tma", "specialised") if op != "weight_gradient" else ("pointers",)
+    found = []
+    for operands in ways:
+        for rows, columns in ((128, 256), (128, 128), (256, 128), (128, 64), (64, 256), (64, 128)):
+            if operands == "specialised" and rows < 128:
+                # Each of the two groups of warps needs 64 rows.
+                continue
+            warps = SPECIALISED_WARPS if operands == "specialised" else 8
+            for stages in (4, 3):
+                found.append(TileConfig(rows, columns, CONTRACTION, warps, stages, operands=operands))
+    return found
+
+
+def _fits(block: TileConfig, op: str, activation: str, gemm: Gemm, capability: int) -> bool:
+    """Returns whether shared memory and registers suffice, and no tile is wider than the padded matrix."""
+    columns = gemm.halves * block.columns
+    shared_bytes = block.stages * (block.rows + columns) * CONTRACTION * OPERAND_BYTES + EPILOGUE_BYTES
+    sums = block.rows * columns // THREADS_THAT_MULTIPLY
+    too_wide = block.columns > 2 * max(gemm.columns, 64) or block.rows > 2 * max(gemm.rows, 64)
+    return shared_bytes <= MOST_SHARED_BYTES and sums <= _most_sums(block, op, activation, capability) and not too_wide
+
+
+def _most_sums(block: TileConfig, op: str, activation: str, capability: int) -> int:
+    """Sums of a thread beside which the epilogue fits, as read off compiled kernels."""
+    if op == "weight_gradient" and capability > HOPPER:
+        return MOST_SUMS // 2
+    fused = op in ("up", "activation_gradient")
+    if fused and activation == "gelu":
+        return MOST_SUMS // 2
+    if fused and (block.rows == 256 or (op == "activation_gradient" and block.operands == "specialised")):
+        return MOST_SUMS // 2
+    return MOST_SUMS
+
+
+def model_us(block: TileConfig, gemm: Gemm, shape: ShapeClass, multiprocessors: int) -> float:
+    """Returns the microseconds of one GEMM over all experts: waves of tiles, each as long as its products or its reads.
+
+    Experts' rows are taken as even but for where they end: a group of n rows has n / rows + ½ tiles.
+    """
+    row_tiles = gemm.rows / block.rows + 0.5 if gemm.by_rows else math.ceil(gemm.rows / block.rows)
+    tiles = shape.experts * max(1.0, row_tiles) * math.ceil(gemm.columns / block.columns)
+    steps = math.ceil(gemm.contraction / CONTRACTION)
+    columns = gemm.halves * block.columns
+    step_flops = 2 * block.rows * columns * CONTRACTION
+    step_bytes = (block.rows + columns) * CONTRACTION * OPERAND_BYTES
+    # A deeper pipeline hides what is left of the latency; the first fill is not hidden.
+    step_us = max(step_flops / FLOPS_PER_US, step_bytes / L2_BYTES_PER_US)
+    store_us = block.rows * columns * OPERAND_BYTES / L2_BYTES_PER_US
+    fill_us = (1 + 1 / block.stages) * START_US
+    copy_us = 0.0
+    if block.operands == "specialised" and gemm.by_rows and gemm.contraction == shape.hidden:
+        copy_us = 2 * shape.experts * gemm.rows * shape.hidden * OPERAND_BYTES / MEMORY_BYTES_PER_US
+    return math.ceil(tiles / multiprocessors) * (steps * step_us + store_us + fill_us) + copy_us
 
 
 @dataclass(frozen=True)
@@ -43,13 +192,13 @@ class Gpu:
 
     @staticmethod
     def of(device: torch.device) -> Gpu:
-        """Of a CUDA device."""
+        """Returns the GPU of a CUDA device."""
         properties = torch.cuda.get_device_properties(device)
         return Gpu(properties.name, properties.multi_processor_count, capability_of(device))
 
 
 def capability_of(device: torch.device) -> int:
-    """As in ``sm_90``; that of a Hopper GPU where there is none."""
+    """Returns the number in ``sm_90`` and the like; that of a Hopper GPU if there is no GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return HOPPER
     major, minor = torch.cuda.get_device_capability(device)
@@ -57,8 +206,8 @@ def capability_of(device: torch.device) -> int:
 
 
 def blocks_of(shape: ShapeClass, device: torch.device, capability: int = HOPPER) -> TileConfigs:
-    """What a layer uses whose caller gives no blocks. ``capability``: of the GPU that ``device`` stands for, if it is
-    none.
+    """Returns the blocks of a layer whose caller gives none. ``capability``: of the GPU that ``device`` stands for, if
+    it is none.
 
     Raises ValueError where ``MOESYS_BLOCKS`` names a file without blocks, or with some that would change bits.
     """
@@ -75,7 +224,7 @@ def blocks_of(shape: ShapeClass, device: torch.device, capability: int = HOPPER)
 
 
 def read_blocks(path: Path) -> TileConfigs:
-    """Configurations from a JSON file. Raises ValueError, which names it."""
+    """Returns configurations from a JSON file. Raises a ValueError that names it."""
     try:
         return TileConfigs.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -83,7 +232,7 @@ def read_blocks(path: Path) -> TileConfigs:
 
 
 def tune_blocks(shape: ShapeClass, timer: Timer, gpu: Gpu) -> TileConfigs:
-    """The fastest candidate of each op by ``timer``, one op after another; kept for ``blocks_of``.
+    """Returns the fastest candidate of each op by ``timer``, one op after another, and keeps them for ``blocks_of``.
 
     Of equally fast ones the model's favourite, which is also what an op gets all of whose candidates failed. Raises
     OSError, before anything is timed, where nothing can be kept.
@@ -105,8 +254,8 @@ def tune_blocks(shape: ShapeClass, timer: Timer, gpu: Gpu) -> TileConfigs:
 
 
 def cache_file(gpu: Gpu) -> Path:
-    """In the folder that ``MOESYS_CACHE`` names, else the user's: one file for a GPU, its number of multiprocessors and
-    the versions of torch, Triton and moesys. Raises OSError where neither is known.
+    """Returns a file in the folder that ``MOESYS_CACHE`` names, else in the user's cache: one file for a GPU, its
+    number of multiprocessors and the versions of torch, Triton and moesys. Raises OSError if neither folder is known.
     """
     name = f"blocks-{gpu.name}-{gpu.multiprocessors}-{_versions()}"
     return _folder() / (re.sub(r"[^\w.+-]", "_", name) + ".json")
@@ -124,7 +273,7 @@ def _folder() -> Path:
 
 @cache
 def _versions() -> str:
-    """Read from disk once, as every forward and backward asks for blocks."""
+    """Returns the versions, read from disk once, because every forward and backward asks for blocks."""
     try:
         moesys = version("moesys")
     except PackageNotFoundError:
@@ -146,7 +295,7 @@ def _read(path: Path, changed_ns: int) -> Mapping[str, TileConfigs]:
 
 
 def _parse(path: Path) -> Mapping[str, TileConfigs]:
-    """Configurations by shape class; none where the file is damaged, which the next tuning writes anew."""
+    """Returns configurations by shape class; none if the file is damaged, which the next tuning replaces."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {key: TileConfigs.from_json(json.dumps(blocks)) for key, blocks in found.items()}
@@ -172,7 +321,7 @@ def _keep(path: Path, found: Mapping[str, TileConfigs]) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process at a time."""
+    """Lets one process at a time run the block."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

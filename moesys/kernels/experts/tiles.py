@@ -63,7 +63,7 @@ def require_matrices(**tensors: Tensor) -> None:
 
 
 def tile_table(first_G1: Tensor, num_rows: int, block_rows: int) -> Tiles:
-    """``Tiles`` of groups that begin at ``first_G1`` int32 [G + 1]; ``num_rows``: P, at least ``first_G1[G]``.
+    """Returns ``Tiles`` of groups that begin at ``first_G1`` int32 [G + 1]; ``num_rows``: P, at least ``first_G1[G]``.
 
     One kernel that does not wait for the host and is not compiled anew for other counts. Each of its programs reads all
     of ``first_G1`` and writes the tiles of a few groups: 2·M + 1 int32 in all, -1 behind the tiles in use. Largest
@@ -82,7 +82,7 @@ def tile_table(first_G1: Tensor, num_rows: int, block_rows: int) -> Tiles:
 
 @triton.jit
 def _rows_of(first_G1, group, num_groups):  # type: ignore[no-untyped-def]
-    """Each group's first row and number of rows; 0, 0 behind the last group."""
+    """Returns each group's first row and number of rows; 0, 0 behind the last group."""
     inside = group < num_groups
     first_row = tl.load(first_G1 + group, mask=inside, other=0)
     return first_row, tl.load(first_G1 + group + 1, mask=inside, other=0) - first_row
@@ -90,7 +90,7 @@ def _rows_of(first_G1, group, num_groups):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _is_before(other, other_rows, group, rows):  # type: ignore[no-untyped-def]
-    """[groups, others]: whether the other group is the larger one, or of equal ones the lower."""
+    """Returns [groups, others]: whether the other group is the larger one, or of equal ones the lower."""
     larger = other_rows[None, :] > rows[:, None]
     return larger | ((other_rows[None, :] == rows[:, None]) & (other[None, :] < group[:, None]))
 
@@ -106,8 +106,8 @@ def _write_tiles(  # type: ignore[no-untyped-def]
     COMPARED: tl.constexpr,
     WRITTEN: tl.constexpr,
 ):
-    """A few groups a program. A group's first tile is the number of tiles of all groups that come before it, so no
-    program needs the order itself.
+    """Writes the tiles of a few groups per program. A group's first tile is the number of tiles of all groups that come
+    before it, so no program needs the order itself.
     """
     group = tl.program_id(0) * OWN + tl.arange(0, OWN)
     first_row, rows = _rows_of(first_G1, group, num_groups)
@@ -142,14 +142,16 @@ class RowTiles:
         self._tiles: dict[int, Tiles] = {}
 
     def of(self, block: TileConfig) -> Tiles:
-        """The table for ``block.rows``, made when it is first asked for."""
+        """Returns the table for ``block.rows``, made when it is first asked for."""
         if block.rows not in self._tiles:
             self._tiles[block.rows] = tile_table(self._first_G1, self._num_rows, block.rows)
         return self._tiles[block.rows]
 
 
 def tile_table_reference(first_G1: Tensor, num_rows: int, block_rows: int) -> Tiles:
-    """``Tiles`` of groups that begin at ``first_G1`` int32 [G + 1]; ``num_rows``: P, at least ``first_G1[G]``."""
+    """Returns ``Tiles`` of groups that begin at ``first_G1`` int32 [G + 1]; ``num_rows``: P, at least
+    ``first_G1[G]``.
+    """
     first = first_G1.tolist()
     num_groups = len(first) - 1
     most = -(-num_rows // block_rows) + num_groups
@@ -162,7 +164,7 @@ def tile_table_reference(first_G1: Tensor, num_rows: int, block_rows: int) -> Ti
 
 
 def groups_by_size(first_G1: Tensor) -> Tensor:
-    """int32 [G]: the groups that begin at ``first_G1`` int32 [G + 1], largest first, of equal ones the lower.
+    """Returns int32 [G]: the groups that begin at ``first_G1`` int32 [G + 1], largest first, of equal ones the lower.
 
     The order of ``Tiles`` for work that is one task a group, whatever its size. One kernel that does not wait for the
     host.
@@ -178,7 +180,7 @@ def groups_by_size(first_G1: Tensor) -> Tensor:
 def _write_groups(  # type: ignore[no-untyped-def]
     first_G1, group_G, num_groups, OWN: tl.constexpr, COMPARED: tl.constexpr
 ):
-    """A few groups a program. A group's place is the number of groups that come before it."""
+    """Writes the places of a few groups per program. A group's place is the number of groups that come before it."""
     group = tl.program_id(0) * OWN + tl.arange(0, OWN)
     rows = _rows_of(first_G1, group, num_groups)[1]
     place = tl.zeros([OWN], tl.int32)
@@ -191,7 +193,7 @@ def _write_groups(  # type: ignore[no-untyped-def]
 
 
 def groups_by_size_reference(first_G1: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """Returns the same in plain torch."""
     return (first_G1[1:] - first_G1[:-1]).argsort(descending=True, stable=True).int()
 
 
@@ -206,7 +208,7 @@ def rows_of_tile(groups, row_tile, block_rows: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def tile_of(task, num_row_tiles, num_column_tiles, raster: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(row tile, column tile) of a task: ``raster`` row tiles at a time sweep all column tiles."""
+    """Returns (row tile, column tile) of a task: ``raster`` row tiles at a time sweep all column tiles."""
     tasks_of_sweep = raster * num_column_tiles
     first_row_tile = task // tasks_of_sweep * raster
     row_tiles = tl.minimum(num_row_tiles - first_row_tile, raster)

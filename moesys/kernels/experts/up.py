@@ -14,12 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED, activate, activate_one, activation_reference
-from moesys.kernels.experts.descriptors import halves_by_tma, readable_by_tma, rows_by_tma, run_with_descriptors
-from moesys.kernels.experts.gather import gather_rows
 from moesys.kernels.experts.numerics import dot, rounded
-from moesys.kernels.experts.products import left_step, rows_by_tiles
+from moesys.kernels.experts.products import (
+    halves_by_tma,
+    left_step,
+    readable_by_tma,
+    rows_by_tiles,
+    rows_by_tma,
+    run_with_descriptors,
+)
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, Tiles, require_contiguous, require_matrices, rows_of_tile, tile_of
+from moesys.kernels.experts.token_rows import gather_rows
 from moesys.kernels.launch import kernel
 from moesys.kernels.routing.routing import Routing
 
@@ -34,7 +40,7 @@ def up(
     activation: str,
     block: TileConfig,
 ) -> tuple[Tensor, Tensor]:
-    """(h [P, U], a [P, I]): row p of h is ``gate_up[matrix_G[g]] @ x[entry_P[p] // K]``, a its activation.
+    """Returns (h [P, U], a [P, I]): row p of h is ``gate_up[matrix_G[g]] @ x[entry_P[p] // K]``, a its activation.
 
     The gather is part of the product, no gathered copy of x is written. Sums are float32; h is rounded once to the
     dtype of x (float32, float16 or bfloat16, that of the weights too), and a is the activation, in float32, of the
@@ -137,8 +143,8 @@ def _up(  # type: ignore[no-untyped-def]
 def rows_by_halves(  # type: ignore[no-untyped-def]
     left_row, matrix, column, H: tl.constexpr, I: tl.constexpr, halves: tl.constexpr, tiling: tl.constexpr
 ):
-    """float32 [rows, halves · tiling.columns] of h, from ``column`` of each half on; ``left_row`` [rows, 1] points to
-    rows of x, ``matrix`` to [halves · I, H].
+    """Returns float32 [rows, halves · tiling.columns] of h, from ``column`` of each half on; ``left_row`` [rows, 1]
+    points to rows of x, ``matrix`` to [halves · I, H].
     """
     # Of the matrix' rows that a tile needs, those of the gate and those of up lie I apart. Those that it lacks are the
     # last one.
@@ -179,7 +185,7 @@ def store_activations(  # type: ignore[no-untyped-def]
 def up_reference(
     x_TH: Tensor, gate_up_EUH: Tensor, routing: Routing, matrix_G: Tensor, top_k: int, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, in the dtype of x; rows behind the last group's are zero."""
+    """Returns the same in plain torch, in the dtype of x; rows behind the last group's are zero."""
     x_PH = x_TH[routing.entry_P.clamp_min(0).long() // top_k]
     h_PU = x_TH.new_zeros(len(x_PH), gate_up_EUH.shape[1])
     first = routing.first_G1.tolist()

@@ -1,15 +1,22 @@
 """Gradients of the experts' matrices: for every group, the sum over its rows of an outer product.
 
-One program at a time owns one tile of one group's matrix and adds the group's rows in their order, so the sum does not
-depend on which program does it, on how many there are, or on the size of the tile; only on ``block.contraction``, which
-says how many rows one product takes. One side of the product is not stored by rows: it is read from its token, whose
-index is loaded in the loop (ScatterMoE, arXiv 2403.08245, reads so without a permuted copy).
+``weight_gradient``: one program at a time owns one tile of one group's matrix and adds the group's rows in their order,
+so the sum does not depend on which program does it, on how many there are, or on the size of the tile; only on
+``block.contraction``, which says how many rows one product takes. One side of the product is not stored by rows: it is
+read from its token, whose index is loaded in the loop (ScatterMoE, arXiv 2403.08245, reads so without a permuted copy).
+
+``block_gradient``: the bits show neither which ranks had an expert's rows, nor how many (``balance.blocks`` cuts rows,
+``overlap.exact_sum`` has the grid). A group's rows are cut into blocks. A block's outer products are summed in float32,
+as ``weight_gradient`` sums those of a group; that sum is rounded to a multiple of the expert's grid, which is so coarse
+that float64 adds blocks exactly. So the sum of several ranks' totals in float64 is the total of all blocks, in any
+order.
 
 G groups, P rows in order of groups, T tokens, L and R the widths of both sides.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -18,11 +25,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.numerics import rounded
-from moesys.kernels.experts.products import Gather, Side, columns_by_columns
+from moesys.kernels.experts.numerics import dot, rounded
+from moesys.kernels.experts.products import Gather, Side, columns_by_columns, outer_step
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import require_contiguous, tile_of
+from moesys.kernels.experts.tiles import require_contiguous, require_matrices, tile_of
 from moesys.kernels.launch import kernel
+
+# Of a tile: 256 threads have three registers for each of its sums, and 255 in all. 128 columns spill.
+MOST_ROWS, MOST_COLUMNS = 128, 64
+# Adding it to a float64 and taking it away again rounds to a multiple of 1, half to even.
+ROUNDING = tl.constexpr(1.5 * 2.0**52)
 
 
 class OrderedGroups(NamedTuple):
@@ -48,7 +60,8 @@ def weight_gradient(
     dtype: torch.dtype = torch.float32,
     out_GLR: Tensor | None = None,
 ) -> Tensor:
-    """``out[g] = Σ_p left[p]ᵀ · right[p]`` over the rows p of group g, in order; summed in float32, rounded once.
+    """Returns ``out[g] = Σ_p left[p]ᵀ · right[p]`` over the rows p of group g, in order; summed in float32, rounded
+    once.
 
     The side that is ``gathered`` is [T, width], and its row p is ``side[entry_P[p] // top_k]``; the other is
     [P, width]. For the up projection: left = dh [P, U], right = x [T, H]. For the down projection: left = dy [T, H],
@@ -98,7 +111,7 @@ def weight_gradient_reference(
     gathered: Literal["left", "right"],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The same in plain torch."""
+    """Returns the same in plain torch."""
     left_PL, right_PR = by_rows(left, right, entry_P, top_k, gathered)
     first = first_G1.tolist()
     groups = [slice(*bounds) for bounds in pairwise(first)]
@@ -108,7 +121,7 @@ def weight_gradient_reference(
 def by_rows(
     left: Tensor, right: Tensor, entry_P: Tensor, top_k: int, gathered: Literal["left", "right"]
 ) -> tuple[Tensor, Tensor]:
-    """Both sides, [P, L] and [P, R]."""
+    """Returns both sides by rows, [P, L] and [P, R]."""
     token_P = (entry_P // top_k).clamp_min(0)
     return (left[token_P], right) if gathered == "left" else (left, right[token_P])
 
@@ -151,7 +164,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
 def store_outer_product(  # type: ignore[no-untyped-def]
     product, entry_ptr, first_ptr, group, tile, gather: tl.constexpr, tiling: tl.constexpr
 ):
-    """A tile, numbered along both sides, of one group's matrix. ``entry_ptr``: see ``columns_by_columns``."""
+    """Stores a tile, numbered along both sides, of one group's matrix. ``entry_ptr``: see ``columns_by_columns``."""
     first, end = tl.load(first_ptr + group), tl.load(first_ptr + group + 1)
     on_left = tile[0] * tiling.rows + tl.arange(0, tiling.rows)
     on_right = tile[1] * tiling.columns + tl.arange(0, tiling.columns)
@@ -163,3 +176,168 @@ def store_outer_product(  # type: ignore[no-untyped-def]
         rounded(total, product.out.dtype.element_ty),
         mask=(on_left < product.L)[:, None] & (on_right < product.R)[None, :],
     )
+
+
+class RowBlocks(NamedTuple):
+    """How sums over rows are made. ``rows``: of a block; a group's last one has up to half of them less or more, or is
+    its only one. ``grid_G`` float64: a power
+    of two, on which a group's blocks add up to less than 2⁵¹; NaN for a group whose sums are to be NaN.
+    """
+
+    rows: int
+    grid_G: Tensor
+
+
+def block_gradient(
+    left: Tensor,
+    right: Tensor,
+    groups: OrderedGroups,
+    top_k: int,
+    gathered: Literal["left", "right"],
+    blocks: RowBlocks,
+    tile: TileConfig,
+    out_GLR: Tensor | None = None,
+) -> Tensor:
+    """Returns ``out[g] = Σ_b round(Σ_p left[p]ᵀ · right[p])`` over the blocks b of group g and the rows p of a block,
+    float64.
+
+    Sides are those of ``weight_gradient``. Inner sums are float32 and in order, ``round`` goes to the nearest multiple
+    of the group's grid, and outer sums are exact. Reads what ``weight_gradient`` reads, and writes 8·G·L·R bytes.
+
+    Args:
+        tile: its ``contraction`` is part of the bits, as ``blocks.rows`` is; it is cut down to what fits.
+        out_GLR: where it is written, in place of a new tensor: float64, each matrix contiguous.
+
+    Returns:
+        [G, L, R], zeros for a group without rows. What is infinite or NaN is so as in any sum.
+    """
+    require_contiguous(left=left, right=right, grid_G=blocks.grid_G)
+    num_groups, L, R = len(groups.first_G1) - 1, left.shape[1], right.shape[1]
+    if out_GLR is None:
+        out_GLR = torch.empty((num_groups, L, R), dtype=torch.float64, device=left.device)
+    require_matrices(out_GLR=out_GLR)
+    tile = cut_to_fit(tile)
+    num_tiles = num_groups * triton.cdiv(L, tile.rows) * triton.cdiv(R, tile.columns)
+    _block_gradient[(min(num_tiles, tile.num_programs(left.device)),)](
+        left,
+        right,
+        groups,
+        blocks.grid_G,
+        out_GLR,
+        num_tiles,
+        BlockSizes(L, R, out_GLR.stride(0), blocks.rows, Gather(gathered == "left", top_k)),
+        **tile.options(),
+    )
+    return out_GLR
+
+
+def cut_to_fit(tile: TileConfig) -> TileConfig:
+    """Returns the tile, or as much of it as totals leave registers for."""
+    return replace(tile, rows=min(tile.rows, MOST_ROWS), columns=min(tile.columns, MOST_COLUMNS))
+
+
+def block_gradient_reference(
+    left: Tensor,
+    right: Tensor,
+    groups: OrderedGroups,
+    top_k: int,
+    gathered: Literal["left", "right"],
+    blocks: RowBlocks,
+) -> Tensor:
+    """Returns the same in plain torch."""
+    left_PL, right_PR = by_rows(left, right, groups.entry_P, top_k, gathered)
+    grids, totals = blocks.grid_G.tolist(), []
+    for group, (first, end) in enumerate(pairwise(groups.first_G1.tolist())):
+        total_LR = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
+        num_blocks = max((2 * (end - first) + blocks.rows) // (2 * blocks.rows), int(end > first))
+        stops = [first + blocks.rows * number for number in range(num_blocks)] + [end]
+        for row, stop in pairwise(stops):
+            rows = slice(row, stop)
+            sum_LR = (left_PL[rows].float().t() @ right_PR[rows].float()).double()
+            total_LR += sum_LR.div_(grids[group]).round_().mul_(grids[group])
+        totals.append(total_LR)
+    return torch.stack(totals)
+
+
+class BlockSizes(NamedTuple):
+    """What the kernel is compiled for; ``matrix_stride``: elements between two matrices of the result."""
+
+    L: int
+    R: int
+    matrix_stride: int
+    block_rows: int
+    gather: Gather
+
+
+@kernel(do_not_specialize=["num_tiles"])
+def _block_gradient(  # type: ignore[no-untyped-def]
+    left_ptr, right_ptr, groups, grid_ptr, out_ptr, num_tiles, sizes: tl.constexpr, tiling: tl.constexpr
+):
+    tiles_along_L: tl.constexpr = (sizes.L + tiling.rows - 1) // tiling.rows
+    tiles_along_R: tl.constexpr = (sizes.R + tiling.columns - 1) // tiling.columns
+    for task in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        group = tl.load(groups.order_G + task // (tiles_along_L * tiles_along_R))
+        tile = tile_of(task % (tiles_along_L * tiles_along_R), tiles_along_L, tiles_along_R, tiling.raster)
+        product = OuterProduct(left_ptr, right_ptr, out_ptr, sizes.L, sizes.R, sizes.matrix_stride)
+        store_block_sums(product, grid_ptr, groups.entry_P, groups.first_G1, group, tile, sizes, tiling)
+
+
+@triton.jit
+def store_block_sums(  # type: ignore[no-untyped-def]
+    product, grid_ptr, entry_ptr, first_ptr, group, tile, sizes: tl.constexpr, tiling: tl.constexpr
+):
+    """Stores a tile, numbered along both sides, of one group's matrix. ``entry_ptr``: see ``columns_by_columns``;
+    ``sizes`` has ``block_rows`` and ``gather``.
+    """
+    on_left = tile[0] * tiling.rows + tl.arange(0, tiling.rows)
+    on_right = tile[1] * tiling.columns + tl.arange(0, tiling.columns)
+    left, right = Side(product.left, on_left, product.L), Side(product.right, on_right, product.R)
+    first, end = tl.load(first_ptr + group), tl.load(first_ptr + group + 1)
+    shift = tl.load(grid_ptr + group) * ROUNDING
+    total = _sum_of_blocks(left, right, first, end, shift, entry_ptr, sizes, tiling)
+    out_matrix = product.out + tl.cast(group, tl.int64) * product.matrix_stride
+    tl.store(
+        out_matrix + (on_left.to(tl.int64) * product.R)[:, None] + on_right[None, :],
+        total,
+        mask=(on_left < product.L)[:, None] & (on_right < product.R)[None, :],
+    )
+
+
+@triton.jit
+def _sum_of_blocks(  # type: ignore[no-untyped-def]
+    left, right, first, end, shift, entry_ptr, sizes: tl.constexpr, tiling: tl.constexpr
+):
+    """Returns float64 [left columns, right columns]: the sum over blocks of rows ``first`` to ``end``, each rounded by
+    adding ``shift``. One loop over the steps of all blocks, so that the next block's rows are on their way while one is
+    added.
+    """
+    block_rows: tl.constexpr = sizes.block_rows
+    steps: tl.constexpr = (block_rows + tiling.contraction - 1) // tiling.contraction
+    gathers: tl.constexpr = entry_ptr is not None
+    # Triton 3.6 would pass on the tuple's fields as Python's own.
+    gather: tl.constexpr = sizes.gather
+    in_step = tl.arange(0, tiling.contraction)
+    # What is left behind whole blocks, if less than half of one, belongs to the last (``balance.blocks``).
+    last = tl.maximum((2 * (end - first) + block_rows) // (2 * block_rows) - 1, 0)
+    last_steps = (end - first - last * block_rows + tiling.contraction - 1) // tiling.contraction
+    total = tl.zeros((left.columns.shape[0], right.columns.shape[0]), tl.float64)
+    part = tl.zeros((left.columns.shape[0], right.columns.shape[0]), tl.float32)
+    if gathers:
+        # One step ahead, as in ``columns_by_columns``.
+        next_entry = tl.load(entry_ptr + first + in_step, mask=in_step < end - first, other=0)
+    for number in tl.range(0, last * steps + last_steps, num_stages=tiling.stages):
+        block = tl.minimum(number // steps, last)
+        row = first + block * block_rows + (number - block * steps) * tiling.contraction
+        stop = tl.where(block < last, first + (block + 1) * block_rows, end)
+        token = None
+        if gathers:
+            token = (next_entry // gather.top_k).to(tl.int64)
+            next_block = tl.minimum((number + 1) // steps, last)
+            next_row = first + next_block * block_rows + (number + 1 - next_block * steps) * tiling.contraction
+            next_entry = tl.load(entry_ptr + next_row + in_step, mask=in_step < end - next_row, other=0)
+        left_rows, right_rows = outer_step(left, right, row, in_step < stop - row, token, gather, tiling)
+        part = dot(left_rows.trans(), right_rows, part)
+        if row + tiling.contraction >= stop:
+            total += (part.to(tl.float64) + shift) - shift
+            part = tl.zeros((left.columns.shape[0], right.columns.shape[0]), tl.float32)
+    return total

@@ -13,24 +13,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.launch import kernel
 from moesys.kernels.mega.exchange import (
     Exchange,
     Flags,
-    OrderedTiles,
     Replicas,
+    TileSequence,
     combine_flags,
     exchange,
     first_rows,
     ordered_tiles,
-    publish,
-    pull_choices,
 )
 from moesys.kernels.mega.point import MegaPoint
 from moesys.kernels.mega.task_times import TaskTimes
 from moesys.kernels.routing.routing import Routing, route
 from moesys.kernels.symmetric.counts import Origin, send_counts
-from moesys.kernels.symmetric.heap import Heap, require_no_capture
-from moesys.kernels.symmetric.signals import Watch, raise_flag
+from moesys.kernels.symmetric.heap import RANK, Heap, at, require_no_capture
+from moesys.kernels.symmetric.signals import PUBLISH, TimeoutWatch, raise_flag, wait
+
+# Rows of a program that pulls choices.
+PULLED = 128
 
 
 class OwnFlags(NamedTuple):
@@ -86,7 +88,7 @@ class MegaMemory:
     """
 
     def __init__(self, heap: Heap, meet: Callable[[], object] = lambda: None) -> None:
-        self.heap, self.watch, self.meet = heap, Watch(heap), meet
+        self.heap, self.watch, self.meet = heap, TimeoutWatch(heap), meet
         # Points for which all kernels have been compiled.
         self.compiled: set[Hashable] = set()
         self.times: TaskTimes | None = None
@@ -99,7 +101,7 @@ class MegaMemory:
         self._outgrown: list[Tensor] = []
 
     def require(self, fetches: int, groups: int, row_tiles: int, column_tiles: int) -> None:
-        """Room for so many flags, of which new ones are behind every epoch, as zeros.
+        """Makes room for this many flags; new ones are zeros, which is behind every epoch.
 
         Raises RuntimeError where that takes new memory while a CUDA graph is captured.
         """
@@ -118,7 +120,7 @@ class MegaMemory:
                 self.flags = self.flags._replace(**{name: self._zeros(max(size, 2 * len(old)))})
 
     def launch(self, name: str, most_tasks: int) -> MegaLaunch:
-        """For the next launch, of at most so many tasks."""
+        """Returns the arguments of the next launch, of at most ``most_tasks`` tasks."""
         heap = self.heap
         return MegaLaunch(
             world=heap.world,
@@ -143,7 +145,7 @@ class MegaRows(NamedTuple):
     """
 
     exchange: Exchange
-    tiles: OrderedTiles
+    tiles: TileSequence
     flags: Flags
     entry_N: Tensor
     first_row_N: Tensor | None
@@ -192,6 +194,91 @@ def arrange(
     return MegaRows(table, tiles, flags, entry_N, first_row_N, first_tile_N, matrix_G, top_k)
 
 
+def publish(heap: Heap, epoch_1: Tensor, filled: Mapping[str, Tensor]) -> None:
+    """Puts ``filled`` into this rank's regions and begins the next epoch for all ranks. ``epoch_1`` int32 [1]."""
+    for name, values in filled.items():
+        region = heap.own(name).view(-1)
+        region[: values.numel()].copy_(values.reshape(-1))
+    _publish[(1,)](
+        heap.world, heap.offset("published"), epoch_1, heap.num_ranks, RANKS=triton.next_power_of_2(heap.num_ranks)
+    )
+
+
+@kernel
+def _publish(world, published, epoch_ptr, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    epoch = tl.load(epoch_ptr) + 1
+    # All threads have read it before one counts it on: each raises some of the flags.
+    tl.debug_barrier()
+    tl.store(epoch_ptr, epoch)
+    peer = tl.arange(0, RANKS)
+    flag = at(world, tl.minimum(peer, num_ranks - 1), published, tl.int32) + tl.load(world + RANK)
+    raise_flag(flag, epoch, peer < num_ranks)
+
+
+@triton.jit
+def wait_for_sources(world, published, epoch, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Waits until every rank has published this epoch."""
+    peer = tl.arange(0, RANKS)
+    flag = at(world, tl.load(world + RANK), published, tl.int32) + tl.minimum(peer, num_ranks - 1)
+    wait(flag, peer < num_ranks, epoch, peer, -1, peer, PUBLISH, world)
+
+
+def pull_choices(
+    heap: Heap, epoch_1: Tensor, exchange: Exchange, top_k: int, all_choices: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns (entry_N, position_NK or None): the choice t·K + k that each row is at its source, -1 behind the last
+    row; and the places of all choices of that token in its source's list. Waits for all sources.
+    """
+    num_rows = len(exchange.source_N)
+    entry_N = torch.empty_like(exchange.source_N)
+    position_NK = entry_N.new_empty(num_rows, top_k) if all_choices else None
+    published, entries, positions = (heap.offset(region) for region in ("published", "entry", "position"))
+    pulls = ChoicePulls(published, entries, positions, entry_N, position_NK, heap.num_ranks)
+    _pull_choices[(triton.cdiv(num_rows, PULLED),)](
+        heap.world,
+        epoch_1,
+        exchange,
+        pulls,
+        num_rows,
+        RANKS=triton.next_power_of_2(heap.num_ranks),
+        K=top_k,
+        ROWS=PULLED,
+    )
+    return entry_N, position_NK
+
+
+class ChoicePulls(NamedTuple):
+    """Where sources' regions begin, in bytes, what is written (``pull_choices``), and from how many ranks it comes."""
+
+    published: int
+    entries: int
+    positions: int
+    entry_N: Tensor
+    position_NK: Tensor | None
+    num_ranks: int
+
+
+@kernel(do_not_specialize=["num_rows"])
+def _pull_choices(  # type: ignore[no-untyped-def]
+    world, epoch_ptr, table, pulls, num_rows, RANKS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
+):
+    wait_for_sources(world, pulls.published, tl.load(epoch_ptr), pulls.num_ranks, RANKS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    source = tl.load(table.source_N + row, mask=row < num_rows, other=-1)
+    kept = source >= 0
+    source = tl.maximum(source, 0)
+    place = tl.load(table.place_N + row, mask=kept, other=0)
+    entry = tl.load(at(world, source, pulls.entries, tl.int32) + place, mask=kept, other=0)
+    # A source that was given up may have said otherwise before: no row is to come from outside of its region.
+    entry = tl.where(kept, tl.maximum(entry, 0), -1)
+    tl.store(pulls.entry_N + row, entry, mask=row < num_rows)
+    if pulls.position_NK is not None:
+        first = at(world, source, pulls.positions, tl.int32) + tl.maximum(entry, 0) // K * K
+        for k in range(K):
+            position = tl.load(first + k, mask=kept, other=-1)
+            tl.store(pulls.position_NK + row.to(tl.int64) * K + k, position, mask=row < num_rows)
+
+
 @triton.jit
 def raise_or_count(  # type: ignore[no-untyped-def]
     flags, fetch, group, of_group, epoch, came, experts: tl.constexpr
@@ -210,7 +297,7 @@ def raise_or_count(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def is_last(count_ptr, of):  # type: ignore[no-untyped-def]
-    """Whether ``of`` programs have come here now; what the others stored before is seen by the last."""
+    """Returns whether this is the last of ``of`` programs to call it, which then sees what the others stored before."""
     tl.debug_barrier()
     last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == of - 1
     if last:

@@ -4,9 +4,12 @@ A source lists its choices in order of (expert, token, choice) (``routing.route`
 rank), so the plan cuts that list into one piece a replica, one behind the other, which is all that a destination needs
 to find its rows. An expert's rows lie there in order of (source, token, choice).
 
+Each kernel makes all tables of a kind in one launch, as on small tables every operator of torch costs as much as a
+kernel. Programs need nothing of each other: what lies before a block, a tile or a choice, each sums up for itself.
+Nothing here waits for the device.
+
 R ranks, P replicas in all, G groups of this rank (its own replicas), B = G·R + 1 blocks (of a group and a source, and
-one behind the last), T tokens of this rank, K choices of each, N rows here, M row tiles. Nothing here waits for the
-device.
+one behind the last), T tokens of this rank, K choices of each, N rows here, M row tiles.
 """
 
 from __future__ import annotations
@@ -22,13 +25,15 @@ from torch import Tensor
 
 from moesys.kernels.experts.tiles import Tiles
 from moesys.kernels.launch import kernel
-from moesys.kernels.mega.tables import CHOICES, COMPARED, SUMMED, WRITTEN, make_exchange, make_flags, make_tiles
-from moesys.kernels.symmetric.heap import RANK, Heap, Region, at
-from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, wait
+from moesys.kernels.symmetric.heap import Region
 
 TileOrder = Literal["largest_first", "slots"]
-# Rows of a program that pulls choices.
-PULLED = 128
+# Choices of a program, replicas that they are compared with at once, blocks and groups that are summed at once, and
+# rows and tiles that are written at once.
+CHOICES = 128
+COMPARED = 32
+SUMMED = 256
+WRITTEN = 256
 # Longer than any list.
 LINE = 1 << 40
 
@@ -47,8 +52,8 @@ class Replicas(NamedTuple):
 def regions(
     tokens: int, top_k: int, hidden: int, dtype: torch.dtype, num_ranks: int, num_flags: int
 ) -> Mapping[str, Region]:
-    """What ranks share: T·H elements that are pulled, as many that backward pulls beside them, T·K·H that are pushed,
-    and a few numbers for each choice.
+    """Returns the regions that ranks share: T·H elements that are pulled, as many that backward pulls beside them,
+    T·K·H that are pushed, and a few numbers for each choice.
 
     One of each is enough. A peer writes into this rank's staging, and this rank into what peers pull, only in an epoch
     that this rank has published, and it publishes the next one when its combine of the last is done: by then every row
@@ -69,7 +74,9 @@ def regions(
 
 
 def most_flags(tokens: int, top_k: int, num_replicas: int, block_rows: int, column_tiles: int) -> int:
-    """A source's flags: each replica's piece of its list reaches into at most two tiles more than it could fill."""
+    """Returns the number of a source's flags: each replica's piece of its list reaches into at most two tiles more than
+    it could fill.
+    """
     return (tokens * top_k // block_rows + 2 * num_replicas) * column_tiles
 
 
@@ -109,7 +116,8 @@ def exchange(
     num_rows: int,
     list_RP: Tensor | None = None,
 ) -> Exchange:
-    """Tables of ``rank`` for the plan ``tokens_RP`` int64; ``position_TK``: each choice's place in its list, or -1.
+    """Returns the tables of ``rank`` for the plan ``tokens_RP`` int64; ``position_TK``: each choice's place in its
+    list, or -1.
 
     ``num_rows``: N, at least the rows that come here. ``list_RP`` int64: where what a source sends to a replica begins
     in its list; None: one replica behind the other. One launch.
@@ -130,7 +138,7 @@ def exchange(
         row_TK=empty(position_TK.shape),
     )
     sizes = (num_ranks, num_replicas, num_groups, num_rows, position_TK.numel())
-    make_exchange[(num_blocks + triton.cdiv(position_TK.numel(), CHOICES),)](
+    _make_exchange[(num_blocks + triton.cdiv(position_TK.numel(), CHOICES),)](
         tokens_RP, position_TK, found, rank, *sizes, CHOICES, COMPARED, SUMMED, WRITTEN
     )
     return found
@@ -148,8 +156,8 @@ class Flags(NamedTuple):
 
 
 def combine_flags(exchange: Exchange, rank: int, block_rows: int, of_experts: bool) -> Flags:
-    """A source numbers the tiles that its pieces reach into, replica by replica, and every destination knows how; or
-    has one flag a replica. One launch.
+    """Returns the flags of all tiles: a source numbers the tiles that its pieces reach into, replica by replica, as
+    every destination does; or it has one flag per replica. Takes one launch.
     """
     (num_ranks, num_replicas), num_groups = exchange.tokens_RP.shape, len(exchange.replicas.own_G)
     replica_TK, num_blocks = exchange.replica_TK, len(exchange.block_first_B)
@@ -157,11 +165,11 @@ def combine_flags(exchange: Exchange, rank: int, block_rows: int, of_experts: bo
     flags = Flags(torch.empty_like(exchange.block_first_B), flag_TK)
     choices = 0 if of_experts else triton.cdiv(replica_TK.numel(), CHOICES)
     sizes = (num_ranks, num_replicas, num_groups, replica_TK.numel())
-    make_flags[(num_blocks + choices,)](exchange, flags, rank, *sizes, block_rows, of_experts, CHOICES, COMPARED)
+    _make_flags[(num_blocks + choices,)](exchange, flags, rank, *sizes, block_rows, of_experts, CHOICES, COMPARED)
     return flags
 
 
-class OrderedTiles(NamedTuple):
+class TileSequence(NamedTuple):
     """``tiles``, those of a group in turns; of each group the number of its first, int64 [G]; of each tile the number
     of the first tile behind its group, int32 [M], M behind the last; of each tile the number that it would have if
     those of a group came as they lie, int64 [M].
@@ -173,8 +181,8 @@ class OrderedTiles(NamedTuple):
     lies_M: Tensor
 
 
-def ordered_tiles(exchange: Exchange, rank: int, block_rows: int, order: TileOrder) -> OrderedTiles:
-    """Row tiles of ``rank`` with groups in this order.
+def ordered_tiles(exchange: Exchange, rank: int, block_rows: int, order: TileOrder) -> TileSequence:
+    """Returns the row tiles of ``rank`` with groups in this order.
 
     Rows of a group lie source by source, so ranks that took tiles as they lie would all pull from the same source, and
     push to it. A rank begins with the tile in which its own rows begin, goes round from there to the one before it, and
@@ -187,8 +195,8 @@ def ordered_tiles(exchange: Exchange, rank: int, block_rows: int, order: TileOrd
         torch.empty(size, dtype=torch.int32, device=device) for size in (most, most, most, 1)
     )
     first_tile_G, lies_M = (torch.empty(size, dtype=torch.int64, device=device) for size in (num_groups, most))
-    found = OrderedTiles(Tiles(group_M, row_M, count_1, block_rows), first_tile_G, group_end_M, lies_M)
-    make_tiles[(max(num_groups, 1),)](
+    found = TileSequence(Tiles(group_M, row_M, count_1, block_rows), first_tile_G, group_end_M, lies_M)
+    _make_tiles[(max(num_groups, 1),)](
         exchange,
         found,
         rank,
@@ -203,94 +211,9 @@ def ordered_tiles(exchange: Exchange, rank: int, block_rows: int, order: TileOrd
     return found
 
 
-def publish(heap: Heap, epoch_1: Tensor, filled: Mapping[str, Tensor]) -> None:
-    """Puts ``filled`` into this rank's regions and begins the next epoch for all ranks. ``epoch_1`` int32 [1]."""
-    for name, values in filled.items():
-        region = heap.own(name).view(-1)
-        region[: values.numel()].copy_(values.reshape(-1))
-    _publish[(1,)](
-        heap.world, heap.offset("published"), epoch_1, heap.num_ranks, RANKS=triton.next_power_of_2(heap.num_ranks)
-    )
-
-
-@kernel
-def _publish(world, published, epoch_ptr, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    epoch = tl.load(epoch_ptr) + 1
-    # All threads have read it before one counts it on: each raises some of the flags.
-    tl.debug_barrier()
-    tl.store(epoch_ptr, epoch)
-    peer = tl.arange(0, RANKS)
-    flag = at(world, tl.minimum(peer, num_ranks - 1), published, tl.int32) + tl.load(world + RANK)
-    raise_flag(flag, epoch, peer < num_ranks)
-
-
-@triton.jit
-def wait_for_sources(world, published, epoch, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Until every rank has published this epoch."""
-    peer = tl.arange(0, RANKS)
-    flag = at(world, tl.load(world + RANK), published, tl.int32) + tl.minimum(peer, num_ranks - 1)
-    wait(flag, peer < num_ranks, epoch, peer, -1, peer, PUBLISH, world)
-
-
-def pull_choices(
-    heap: Heap, epoch_1: Tensor, exchange: Exchange, top_k: int, all_choices: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(entry_N, position_NK or None): the choice t·K + k that each row is at its source, -1 behind the last row; and
-    the places of all choices of that token in its source's list. Waits for all sources.
-    """
-    num_rows = len(exchange.source_N)
-    entry_N = torch.empty_like(exchange.source_N)
-    position_NK = entry_N.new_empty(num_rows, top_k) if all_choices else None
-    published, entries, positions = (heap.offset(region) for region in ("published", "entry", "position"))
-    pulls = ChoicePulls(published, entries, positions, entry_N, position_NK, heap.num_ranks)
-    _pull_choices[(triton.cdiv(num_rows, PULLED),)](
-        heap.world,
-        epoch_1,
-        exchange,
-        pulls,
-        num_rows,
-        RANKS=triton.next_power_of_2(heap.num_ranks),
-        K=top_k,
-        ROWS=PULLED,
-    )
-    return entry_N, position_NK
-
-
-class ChoicePulls(NamedTuple):
-    """Where sources' regions begin, in bytes, what is written (``pull_choices``), and from how many ranks it comes."""
-
-    published: int
-    entries: int
-    positions: int
-    entry_N: Tensor
-    position_NK: Tensor | None
-    num_ranks: int
-
-
-@kernel(do_not_specialize=["num_rows"])
-def _pull_choices(  # type: ignore[no-untyped-def]
-    world, epoch_ptr, table, pulls, num_rows, RANKS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
-):
-    wait_for_sources(world, pulls.published, tl.load(epoch_ptr), pulls.num_ranks, RANKS)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    source = tl.load(table.source_N + row, mask=row < num_rows, other=-1)
-    kept = source >= 0
-    source = tl.maximum(source, 0)
-    place = tl.load(table.place_N + row, mask=kept, other=0)
-    entry = tl.load(at(world, source, pulls.entries, tl.int32) + place, mask=kept, other=0)
-    # A source that was given up may have said otherwise before: no row is to come from outside of its region.
-    entry = tl.where(kept, tl.maximum(entry, 0), -1)
-    tl.store(pulls.entry_N + row, entry, mask=row < num_rows)
-    if pulls.position_NK is not None:
-        first = at(world, source, pulls.positions, tl.int32) + tl.maximum(entry, 0) // K * K
-        for k in range(K):
-            position = tl.load(first + k, mask=kept, other=-1)
-            tl.store(pulls.position_NK + row.to(tl.int64) * K + k, position, mask=row < num_rows)
-
-
-def first_rows(exchange: Exchange, position_NK: Tensor, tiles: OrderedTiles) -> tuple[Tensor, Tensor]:
-    """int32 [N] both: the row of another group that brings the same token of the same source here in the earliest tile,
-    and that tile; -1 where no earlier group has it.
+def first_rows(exchange: Exchange, position_NK: Tensor, tiles: TileSequence) -> tuple[Tensor, Tensor]:
+    """Returns int32 [N] both: the row of another group that brings the same token of the same source here in the
+    earliest tile, and that tile; -1 where no earlier group has it.
     """
     num_ranks, num_replicas = exchange.tokens_RP.shape
     device, own_G = position_NK.device, exchange.replicas.own_G
@@ -330,3 +253,195 @@ def first_rows(exchange: Exchange, position_NK: Tensor, tiles: OrderedTiles) -> 
     earlier_N = (exchange.source_N >= 0) & (tile_N < tiles.first_tile_G[own_group_N])
     first_row_N = torch.where(earlier_N, row_NK.gather(1, k_N[:, None])[:, 0], -1)
     return first_row_N.int(), torch.where(earlier_N, tile_N, -1).int()
+
+
+# --- kernels --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rows_before(tokens_RP, source, replica, inside, num_replicas):  # type: ignore[no-untyped-def]
+    """Returns how many of these replicas' rows come from sources before this one."""
+    rows = tl.zeros_like(replica).to(tl.int64)
+    for earlier in range(source):
+        rows += tl.load(tokens_RP + earlier * num_replicas + replica, mask=inside, other=0)
+    return rows
+
+
+@kernel(do_not_specialize=["rank", "num_replicas", "num_groups", "num_rows", "num_choices"])
+def _make_exchange(  # type: ignore[no-untyped-def]
+    tokens_RP, position_TK, found, rank, num_ranks, num_replicas, num_groups, num_rows, num_choices,
+    CHOICES: tl.constexpr, COMPARED: tl.constexpr, SUMMED: tl.constexpr, WRITTEN: tl.constexpr,
+):  # fmt: skip
+    """Fills ``found``, the ``Exchange``: one program per block, and then one per ``CHOICES`` choices."""
+    num_blocks = num_groups * num_ranks + 1
+    if tl.program_id(0) < num_blocks:
+        _fill_block(tokens_RP, found, tl.program_id(0), num_blocks, num_ranks, num_replicas, num_rows, SUMMED, WRITTEN)
+    else:
+        choice = (tl.program_id(0) - num_blocks) * CHOICES + tl.arange(0, CHOICES)
+        inside = choice < num_choices
+        position = tl.load(position_TK + choice, mask=inside, other=-1).to(tl.int64)
+        found_replica = tl.zeros([CHOICES], tl.int64)
+        ahead = tl.zeros([CHOICES], tl.int64)
+        listed = tl.full([], 0, tl.int64)
+        for start in range(0, num_replicas, COMPARED):
+            replica = start + tl.arange(0, COMPARED)
+            real = replica < num_replicas
+            tokens = tl.load(tokens_RP + rank * num_replicas + replica, mask=real, other=0)
+            begin = listed + tl.cumsum(tokens, 0) - tokens
+            if found.list_RP is not None:
+                begin = tl.load(found.list_RP + rank * num_replicas + replica, mask=real, other=0)
+            hit = (begin[None, :] <= position[:, None]) & (position[:, None] < (begin + tokens)[None, :])
+            before = _rows_before(tokens_RP, rank, replica, real, num_replicas)
+            found_replica += tl.sum(tl.where(hit, replica[None, :] + 1, 0), 1)
+            ahead += tl.sum(tl.where(hit, (before - begin)[None, :], 0), 1)
+            listed += tl.sum(tokens, 0)
+        kept = found_replica > 0
+        tl.store(found.replica_TK + choice, (found_replica - 1).to(tl.int32), mask=inside)
+        tl.store(found.row_TK + choice, tl.where(kept, position + ahead, -1).to(tl.int32), mask=inside)
+
+
+@triton.jit
+def _fill_block(  # type: ignore[no-untyped-def]
+    tokens_RP, found, own, num_blocks, num_ranks, num_replicas, num_rows, SUMMED: tl.constexpr, WRITTEN: tl.constexpr
+):
+    """Stores where a block begins, and the rows in it; the one behind the last has none. All share the rows behind the
+    end.
+    """
+    own_G = found.replicas.own_G
+    source, is_last = own % num_ranks, own == num_blocks - 1
+    replica = tl.load(own_G + own // num_ranks, mask=own < num_blocks - 1, other=0)
+    first, total, listed = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
+    for start in range(0, num_blocks - 1, SUMMED):
+        block = start + tl.arange(0, SUMMED)
+        inside = block < num_blocks - 1
+        of = tl.load(own_G + block // num_ranks, mask=inside, other=0)
+        rows = tl.load(tokens_RP + (block % num_ranks) * num_replicas + of, mask=inside, other=0)
+        first += tl.sum(tl.where(block < own, rows, 0), 0)
+        total += tl.sum(rows, 0)
+    if found.list_RP is None:
+        for start in range(0, num_replicas, SUMMED):
+            earlier = start + tl.arange(0, SUMMED)
+            listed += tl.sum(tl.load(tokens_RP + source * num_replicas + earlier, mask=earlier < replica, other=0), 0)
+    else:
+        listed = tl.load(found.list_RP + source * num_replicas + replica, mask=own < num_blocks - 1, other=0)
+    rows = tl.load(tokens_RP + source * num_replicas + replica, mask=own < num_blocks - 1, other=0)
+    tl.store(found.block_first_B + own, first.to(tl.int32))
+    tl.store(found.block_rows_B + own, rows.to(tl.int32))
+    if (source == 0) | is_last:
+        tl.store(found.first_G1 + own // num_ranks, first.to(tl.int32))
+    for start in range(0, rows, WRITTEN):
+        row = start + tl.arange(0, WRITTEN)
+        inside = (row < rows) & (first + row < num_rows)
+        tl.store(found.source_N + first + row, source, mask=inside)
+        tl.store(found.place_N + first + row, (listed + row).to(tl.int32), mask=inside)
+    for start in range(total + own * WRITTEN, num_rows, num_blocks * WRITTEN):
+        row = start + tl.arange(0, WRITTEN)
+        tl.store(found.source_N + row, -1, mask=row < num_rows)
+        tl.store(found.place_N + row, -1, mask=row < num_rows)
+
+
+@kernel(do_not_specialize=["rank", "num_replicas", "num_groups", "num_choices"])
+def _make_flags(  # type: ignore[no-untyped-def]
+    exchange, flags, rank, num_ranks, num_replicas, num_groups, num_choices, block_rows: tl.constexpr,
+    of_experts: tl.constexpr, CHOICES: tl.constexpr, COMPARED: tl.constexpr,
+):  # fmt: skip
+    """Fills ``flags``: one program per block, and then, for flags of tiles, one per ``CHOICES`` choices."""
+    own, num_blocks = tl.program_id(0), num_groups * num_ranks + 1
+    if own < num_blocks:
+        _flag_block(exchange, flags, own, num_blocks, num_ranks, num_replicas, block_rows, of_experts, COMPARED)
+    else:
+        choice = (own - num_blocks) * CHOICES + tl.arange(0, CHOICES)
+        inside = choice < num_choices
+        replica = tl.load(exchange.replica_TK + choice, mask=inside, other=-1).to(tl.int64)
+        row = tl.load(exchange.row_TK + choice, mask=inside, other=0)
+        first = _first_flags(exchange.tokens_RP, rank, replica, num_replicas, block_rows, COMPARED)
+        flag = tl.where(replica >= 0, first + row // block_rows, -1)
+        tl.store(flags.flag_TK + choice, flag.to(tl.int32), mask=inside)
+
+
+@triton.jit
+def _flag_block(  # type: ignore[no-untyped-def]
+    exchange, flags, own, num_blocks, num_ranks, num_replicas, block_rows: tl.constexpr, of_experts: tl.constexpr,
+    COMPARED: tl.constexpr,
+):  # fmt: skip
+    """Stores the flag of a block's tile 0, or of its expert; 0 for the block behind the last."""
+    block = own + tl.arange(0, 1)
+    inside = block < num_blocks - 1
+    replica = tl.load(exchange.replicas.own_G + block // num_ranks, mask=inside, other=0)
+    if of_experts:
+        first = replica
+    else:
+        first = _first_flags(exchange.tokens_RP, own % num_ranks, replica, num_replicas, block_rows, COMPARED)
+    tl.store(flags.first_B + block, tl.where(inside, first, 0).to(tl.int32))
+
+
+@triton.jit
+def _first_flags(  # type: ignore[no-untyped-def]
+    tokens_RP, source, wanted, num_replicas, block_rows: tl.constexpr, COMPARED: tl.constexpr
+):
+    """Returns the flags, at a source, of tile 0 of the ``wanted`` replicas. Each replica has one flag for each tile
+    that its rows reach into.
+    """
+    first = tl.zeros_like(wanted).to(tl.int64)
+    flags = tl.full([], 0, tl.int64)
+    for start in range(0, num_replicas, COMPARED):
+        replica = start + tl.arange(0, COMPARED)
+        real = replica < num_replicas
+        tokens = tl.load(tokens_RP + source * num_replicas + replica, mask=real, other=0)
+        before = _rows_before(tokens_RP, source, replica, real, num_replicas)
+        first_tile = before // block_rows
+        touched = tl.where(tokens > 0, (before + tokens - 1) // block_rows + 1 - first_tile, 0)
+        at = flags + tl.cumsum(touched, 0) - touched - first_tile
+        first += tl.sum(tl.where(replica[None, :] == wanted[:, None], at[None, :], 0), 1)
+        flags += tl.sum(touched, 0)
+    return first
+
+
+@kernel(do_not_specialize=["rank", "num_groups", "most"])
+def _make_tiles(  # type: ignore[no-untyped-def]
+    exchange, tiles, rank, num_ranks, num_groups, most, block_rows: tl.constexpr, largest_first: tl.constexpr,
+    SUMMED: tl.constexpr, WRITTEN: tl.constexpr,
+):  # fmt: skip
+    """Fills ``tiles``, the ``TileSequence``: one program per group, or one if there is no group."""
+    own = tl.program_id(0)
+    real = own < num_groups
+    own_first = tl.load(exchange.first_G1 + own, mask=real, other=0)
+    own_rows = tl.load(exchange.first_G1 + own + 1, mask=real, other=0) - own_first
+    first = 0
+    count = 0
+    for start in range(0, num_groups, SUMMED):
+        group = start + tl.arange(0, SUMMED)
+        inside = group < num_groups
+        begin = tl.load(exchange.first_G1 + group, mask=inside, other=0)
+        rows = tl.load(exchange.first_G1 + group + 1, mask=inside, other=0) - begin
+        number = tl.cdiv(rows, block_rows)
+        before = group < own
+        if largest_first:
+            before = (rows > own_rows) | ((rows == own_rows) & before)
+        first += tl.sum(tl.where(before, number, 0), 0)
+        count += tl.sum(number, 0)
+    number = tl.cdiv(own_rows, block_rows)
+    at_source = tl.load(exchange.block_first_B + own * num_ranks + rank, mask=real, other=0)
+    begin = (at_source - own_first) // block_rows
+    for start in range(0, number, WRITTEN):
+        tile = start + tl.arange(0, WRITTEN)
+        inside = tile < number
+        # Of the parts of the round, one tile each in turn.
+        part = tile % num_ranks
+        in_round = part * (number // num_ranks) + tl.minimum(part, number % num_ranks) + tile // num_ranks
+        lies = (begin + in_round) % number
+        tl.store(tiles.tiles.group_M + first + tile, own, mask=inside)
+        tl.store(tiles.tiles.row_M + first + tile, own_first + lies * block_rows, mask=inside)
+        tl.store(tiles.group_end_M + first + tile, first + number, mask=inside)
+        tl.store(tiles.lies_M + first + tile, (first + lies).to(tl.int64), mask=inside)
+    if real:
+        tl.store(tiles.first_tile_G + own, tl.cast(first, tl.int64))
+    for start in range(count + own * WRITTEN, most, tl.num_programs(0) * WRITTEN):
+        tile = start + tl.arange(0, WRITTEN)
+        inside = tile < most
+        tl.store(tiles.tiles.group_M + tile, -1, mask=inside)
+        tl.store(tiles.tiles.row_M + tile, -1, mask=inside)
+        tl.store(tiles.group_end_M + tile, most, mask=inside)
+        tl.store(tiles.lies_M + tile, tile.to(tl.int64), mask=inside)
+    if own == 0:
+        tl.store(tiles.tiles.count_1, count)

@@ -28,7 +28,7 @@ from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
 from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
 from moesys.kernels.mega.push_rows import (
-    Homes,
+    RowHomes,
     RowTile,
     Task,
     push_dweights,
@@ -61,7 +61,7 @@ class WeightGradients(NamedTuple):
     ddown_GHI: Tensor
 
 
-class Combined(NamedTuple):
+class CombineRows(NamedTuple):
     """Rows that are multiplied, the matrices, and what becomes of the product's rows.
 
     ``out_NH``: where they lie until tasks of their own push them, None without such tasks; ``out_TH``: their sums.
@@ -129,7 +129,7 @@ def down_combine(
     block: TileConfig,
     point: MegaPoint,
 ) -> Tensor:
-    """y [T, H]: each token's rows by ``down``, wherever they are, times its routing weights (float32)."""
+    """Returns y [T, H]: each token's rows by ``down``, wherever they are, times its routing weights (float32)."""
     data = _combined(memory, rows, a_NI, down, point)._replace(weight_TK=weight_TK)
     _launch(memory, rows, data, True, None, block, block, point)
     return data.out_TH
@@ -145,7 +145,7 @@ def input_gradient_combine(
     blocks: TileConfigs,
     point: MegaPoint,
 ) -> tuple[Tensor, Tensor]:
-    """(dx [T, H], dweight float32 [T, K]); writes ``gradients`` where there are any."""
+    """Returns (dx [T, H], dweight float32 [T, K]); writes ``gradients`` where there are any."""
     heap = memory.heap
     data = _combined(memory, rows, dh_NU, gate_up, point)._replace(partial_NS=partial_NS)
     _launch(memory, rows, data, False, gradients, blocks.input_gradient, blocks.weight_gradient, point)
@@ -155,16 +155,16 @@ def input_gradient_combine(
     return data.out_TH, torch.where(rows.exchange.replica_TK >= 0, dweight_TK, 0.0)
 
 
-def _combined(memory: MegaMemory, rows: MegaRows, rows_NL: Tensor, matrices: Tensor, point: MegaPoint) -> Combined:
+def _combined(memory: MegaMemory, rows: MegaRows, rows_NL: Tensor, matrices: Tensor, point: MegaPoint) -> CombineRows:
     H, T = memory.heap.layout.regions["x"].shape[1], len(rows.exchange.replica_TK)
     out_NH = rows_NL.new_empty(len(rows_NL), H) if point.combine_share > 0 or not fuses(point, "combine") else None
-    return Combined(rows_NL, matrices, out_NH, rows_NL.new_empty(T, H))
+    return CombineRows(rows_NL, matrices, out_NH, rows_NL.new_empty(T, H))
 
 
 def _launch(
     memory: MegaMemory,
     rows: MegaRows,
-    data: Combined,
+    data: CombineRows,
     transposed: bool,
     gradients: WeightGradients | None,
     block: TileConfig,
@@ -279,8 +279,10 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                     source = tl.load(table.source_N + row + in_rows, mask=kept, other=0)
                     entry = tl.load(rows.entry_N + row + in_rows, mask=kept, other=0)
                     if data.partial_NS is not None:
-                        push_dweights(launch, data.partial_NS, row, Homes(kept, source, entry), sizes.num_sums)
-                    pushed = push_rows(launch, data, Task(task, number, epoch), tile, Homes(kept, source, entry), sizes)
+                        push_dweights(launch, data.partial_NS, row, RowHomes(kept, source, entry), sizes.num_sums)
+                    pushed = push_rows(
+                        launch, data, Task(task, number, epoch), tile, RowHomes(kept, source, entry), sizes
+                    )
                     # Not before, as rows that are still to be computed hold no link.
                     row_bytes: tl.constexpr = H * dtype.primitive_bitwidth // 8
                     arrive(
@@ -314,7 +316,9 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                         push_tile(out, staging + entry.to(tl.int64) * H, column, kept, H, sizes.push_columns)
                         if data.partial_NS is not None:  # noqa: SIM102, as one of these is known when it is compiled
                             if column_tile == 0:
-                                push_dweights(launch, data.partial_NS, row, Homes(kept, source, entry), sizes.num_sums)
+                                push_dweights(
+                                    launch, data.partial_NS, row, RowHomes(kept, source, entry), sizes.num_sums
+                                )
                         arrive(launch.pace, through)
                         raise_at_sources(launch, rows, epoch, tile, column_tile, came, sizes)
         else:
@@ -337,7 +341,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
 def _outer_product(  # type: ignore[no-untyped-def]
     times_ptr, task, gradients, first_ptr, num_groups, sizes: tl.constexpr
 ):
-    """A tile of one group's gradient of ``gate_up`` or of ``down``."""
+    """Stores a tile of one group's gradient of ``gate_up`` or of ``down``."""
     U: tl.constexpr = sizes.U
     H: tl.constexpr = sizes.H
     I: tl.constexpr = sizes.I

@@ -28,7 +28,7 @@ from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.up import rows_by_halves, store_activations
 from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, raise_or_count
-from moesys.kernels.mega.exchange import OrderedTiles
+from moesys.kernels.mega.exchange import TileSequence
 from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
 from moesys.kernels.mega.push_rows import Task
 from moesys.kernels.mega.task_queue import leave, mixed_task, take
@@ -38,7 +38,7 @@ from moesys.kernels.symmetric.pacing import arrive, set_off
 from moesys.kernels.symmetric.signals import DISPATCH, PUBLISH, all_came, wait
 
 
-class Dispatched(NamedTuple):
+class DispatchRows(NamedTuple):
     """The matrices, and rows of this rank in order of groups.
 
     ``rows_NH``: those that are pulled. ``wide_NU``, ``narrow_NI``: h and its activation; backward, the gradient of h
@@ -79,11 +79,13 @@ class DispatchSizes(NamedTuple):
 def dispatch_up(
     memory: MegaMemory, rows: MegaRows, gate_up: Tensor, activation: str, block: TileConfig, point: MegaPoint
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x [N, H], h [N, U], a [N, I]) of the rows that come here, from region ``x`` of every rank; see ``up``."""
+    """Returns (x [N, H], h [N, U], a [N, I]) of the rows that come here, from region ``x`` of every rank; see
+    ``up``.
+    """
     _, U, H = gate_up.shape
     widths = (H, U, U // 2 if GATED[activation] else U)
     x_NH, h_NU, a_NI = (gate_up.new_empty(len(rows.entry_N), width) for width in widths)
-    _launch(memory, rows, Dispatched(x_NH, gate_up, h_NU, a_NI), activation, block, point)
+    _launch(memory, rows, DispatchRows(x_NH, gate_up, h_NU, a_NI), activation, block, point)
     return x_NH, h_NU, a_NI
 
 
@@ -97,9 +99,9 @@ def dispatch_activation_gradient(
     point: MegaPoint,
     x_again: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """(dy [N, H], dh [N, U], weighted a [N, I], partial sums float32 [N, ⌈I / 32⌉] of the routing weights' gradients),
-    from regions ``x`` and ``weight`` of every rank; see ``activation_gradient``. Last, rows [N, H] of region
-    ``x_again``, which are pulled beside those of dy, or None.
+    """Returns (dy [N, H], dh [N, U], weighted a [N, I], partial sums float32 [N, ⌈I / 32⌉] of the routing weights'
+    gradients), from regions ``x`` and ``weight`` of every rank; see ``activation_gradient``. Last, rows [N, H] of
+    region ``x_again``, which are pulled beside those of dy, or None.
     """
     _, H, I = down.shape
     N = len(rows.entry_N)
@@ -108,13 +110,13 @@ def dispatch_activation_gradient(
     num_sums = triton.cdiv(I, min(SUM_COLUMNS, block.columns))
     partial_NS = torch.empty(N, num_sums, dtype=torch.float32, device=down.device)
     x_NH = torch.empty_like(dy_NH) if x_again else None
-    data = Dispatched(dy_NH, down, dh_NU, wa_NI, h_NU, weight_N, partial_NS, x_NH)
+    data = DispatchRows(dy_NH, down, dh_NU, wa_NI, h_NU, weight_N, partial_NS, x_NH)
     _launch(memory, rows, data, activation, block, point)
     return dy_NH, dh_NU, wa_NI, partial_NS, x_NH
 
 
 def _launch(
-    memory: MegaMemory, rows: MegaRows, data: Dispatched, activation: str, block: TileConfig, point: MegaPoint
+    memory: MegaMemory, rows: MegaRows, data: DispatchRows, activation: str, block: TileConfig, point: MegaPoint
 ) -> None:
     tiles, I = rows.tiles.tiles, data.narrow_NI.shape[1]
     tiles.require(block)
@@ -150,8 +152,8 @@ def _launch(
         )
 
 
-def _needed_tiles(tiles: OrderedTiles, raster: int) -> Tensor:
-    """How many row tiles must have been fetched before each sweep where it waits for whole experts, int32 [sweeps]."""
+def _needed_tiles(tiles: TileSequence, raster: int) -> Tensor:
+    """Returns how many row tiles must be fetched before each sweep if it waits for whole experts, int32 [sweeps]."""
     ends_M = tiles.group_end_M
     last_of_sweep = (torch.arange(0, len(ends_M), raster, device=ends_M.device) + raster - 1).clamp(max=len(ends_M) - 1)
     return ends_M[last_of_sweep].contiguous()
@@ -234,8 +236,8 @@ def _mega_dispatch(  # type: ignore[no-untyped-def]
 def _fetch(  # type: ignore[no-untyped-def]
     launch, task, came, rows, data, sizes: tl.constexpr, tile_rows: tl.constexpr
 ):
-    """Some rows of a row tile come here: from their sources, or, if an earlier tile has the same token, from there.
-    ``came``: whether the tables are true.
+    """Fetches some rows of a row tile from their sources, or from an earlier tile that has the same token. ``came``:
+    whether the tables are valid.
     """
     H: tl.constexpr = sizes.H
     fetch_rows: tl.constexpr = sizes.fetch_rows

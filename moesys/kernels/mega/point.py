@@ -11,8 +11,7 @@ from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import THREADS_OF_WARP, TileConfig, TileConfigs, all_registers
-from moesys.kernels.experts.tile_space import HOPPER, SINGLE
-from moesys.kernels.experts.tile_tuner import INTERPRETED, capability_of
+from moesys.kernels.experts.tile_tuner import HOPPER, INTERPRETED, SINGLE, capability_of
 from moesys.kernels.mega.exchange import TileOrder
 from moesys.kernels.mega.task_queue import WHOLE
 
@@ -74,7 +73,7 @@ class MegaPoint(Protocol):
 
 
 def fuses(point: MegaPoint, side: Literal["dispatch", "combine"]) -> bool:
-    """Whether ``side`` is one launch with its product."""
+    """Returns whether ``side`` is one launch with its product."""
     return point.fused in ("both", side)
 
 
@@ -106,8 +105,8 @@ def blocks_at(
 
 
 def columns_at_once(num_rows: int, rows_NH: Tensor, block: TileConfig) -> int:
-    """How many columns of so many rows a program copies at a time: of each of its threads eight loads are on their way
-    before it stores what the first has brought, as memory of a peer is a microsecond away.
+    """Returns how many columns of ``num_rows`` rows a program copies at a time: eight loads of each thread are under
+    way before it stores what the first has brought, as memory of a peer is a microsecond away.
     """
     size = rows_NH.element_size()
     columns = FLIGHT_BYTES * THREADS_OF_WARP * block.warps // (num_rows * size)
@@ -115,10 +114,10 @@ def columns_at_once(num_rows: int, rows_NH: Tensor, block: TileConfig) -> int:
 
 
 def parts_of(share: float) -> int:
-    """A share of the tasks as kernels are told it."""
+    """Returns a share of the tasks in units of 1 / ``WHOLE``."""
     return round(share * WHOLE.value)
 
 
 def launch_options(block: TileConfig) -> dict[str, Any]:
-    """What a launch takes of ``block``: its one program on a multiprocessor has all registers."""
+    """Returns the options of a launch of ``block``, whose one program per multiprocessor has all registers."""
     return block.options() | all_registers(block.warps)

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from moesys.kernels.experts.activation_gradient import sum_of_partials
-from moesys.kernels.experts.combine import plus_term
 from moesys.kernels.experts.numerics import rounded
+from moesys.kernels.experts.token_rows import plus_term
 from moesys.kernels.mega.arguments import is_last
 from moesys.kernels.mega.task_times import PUSH, SUM, task_is_ready
 from moesys.kernels.symmetric.heap import RANK, at
@@ -33,7 +33,7 @@ class RowTile(NamedTuple):
     of_group: Any
 
 
-class Homes(NamedTuple):
+class RowHomes(NamedTuple):
     """Where the rows of a tile go in a kernel: which are ``kept``, the ``source`` of each and the ``entry`` there."""
 
     kept: Any
@@ -51,7 +51,9 @@ class Task(NamedTuple):
 
 @triton.jit
 def push_tile(out, home_row, column, kept, H: tl.constexpr, push_columns: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile goes home from registers; halved until it is ``push_columns`` wide, as its addresses take two each."""
+    """Pushes a tile home from registers, halved until it is ``push_columns`` wide: its addresses take two registers
+    each.
+    """
     if out.shape[1] > push_columns:
         left, right = out.reshape(out.shape[0], 2, out.shape[1] // 2).permute(0, 2, 1).split()
         push_tile(left, home_row, column, kept, H, push_columns)
@@ -65,7 +67,7 @@ def push_tile(out, home_row, column, kept, H: tl.constexpr, push_columns: tl.con
 def push_rows(  # type: ignore[no-untyped-def]
     launch, data, task, tile, homes, sizes: tl.constexpr
 ):
-    """The finished rows of a tile go home. Returns whether they were finished."""
+    """Pushes the finished rows of a tile home. Returns whether they were finished."""
     H: tl.constexpr = sizes.H
     came = True
     for column_tile in range(sizes.num_column_tiles):
@@ -90,7 +92,7 @@ def push_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def push_dweights(launch, partial_ptr, row, homes, num_sums: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The routing weights' gradients of a tile's rows go home: partial sums, added in order."""
+    """Pushes the routing weights' gradients of a tile's rows home: their partial sums, added in order."""
     total = sum_of_partials(partial_ptr, row + tl.arange(0, homes.kept.shape[0]), homes.kept, num_sums)
     dweights = at(launch.world, homes.source, launch.offsets.dweight, tl.float32)
     tl.store(dweights + homes.entry, total, mask=homes.kept)
@@ -128,7 +130,7 @@ def raise_at_sources(  # type: ignore[no-untyped-def]
 def sum_rows(  # type: ignore[no-untyped-def]
     launch, rows, data, task, num_tokens, sizes: tl.constexpr, block_columns: tl.constexpr
 ):
-    """Some columns of some tokens: their rows, when they have come home, in the order of their choices."""
+    """Sums some columns of some tokens, once their rows have come home, in the order of their choices."""
     H: tl.constexpr = sizes.H
     K: tl.constexpr = sizes.K
     CHOICES: tl.constexpr = sizes.CHOICES

@@ -19,13 +19,13 @@ WHOLE = tl.constexpr(1024)
 
 @triton.jit
 def take(queue_ptr):  # type: ignore[no-untyped-def]
-    """The number of this program's next task; ``queue_ptr`` int32 [2], zeros between launches."""
+    """Returns the number of this program's next task; ``queue_ptr`` int32 [2], zeros between launches."""
     return tl.atomic_add(queue_ptr, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def leave(queue_ptr):  # type: ignore[no-untyped-def]
-    """The last program of a launch puts the queue back to zeros."""
+    """Puts the queue back to zeros if this is the last program of a launch."""
     if tl.atomic_add(queue_ptr + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(queue_ptr, 0)
         tl.store(queue_ptr + 1, 0)
@@ -35,7 +35,7 @@ def leave(queue_ptr):  # type: ignore[no-untyped-def]
 def mixed_task(  # type: ignore[no-untyped-def]
     task, num_fetches, num_work, fetches_of_sweep, work_of_sweep, needed_ptr, share: tl.constexpr
 ):
-    """(is it work, its number among its kind) of the queue's ``task``.
+    """Returns (is it work, its number among its kind) of the queue's ``task``.
 
     Before each work task come the fetches that its sweep needs, and at least so many that ``share`` / ``WHOLE`` of all
     tasks until then are fetches. A share of 0 brings what is needed just before it is, ``WHOLE`` all before any work.

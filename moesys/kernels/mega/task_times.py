@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.launch import kernel
-from moesys.kernels.symmetric.clock import now_ns
+from moesys.kernels.symmetric.signals import now_ns
 
 # What a task is, by number; 0 for one that was not there.
 KINDS = ("", "fetch", "product", "push", "sum", "outer_product")
@@ -50,13 +50,13 @@ class TaskTimes:
         self._launches: list[tuple[str, Tensor]] = []
 
     def of_launch(self, name: str, most_tasks: int, device: torch.device) -> Tensor:
-        """Memory for the next launch's records, int64 [most_tasks, WORDS]."""
+        """Returns memory for the next launch's records, int64 [most_tasks, WORDS]."""
         records = torch.zeros(most_tasks, WORDS.value, dtype=torch.int64, device=device)
         self._launches.append((name, records))
         return records
 
     def read(self) -> list[TaskTime]:
-        """What has been recorded since the last time, by launch and number. Waits for the device."""
+        """Returns what has been recorded since the last time, by launch and number. Waits for the device."""
         launches, self._launches = self._launches, []
         found = []
         offset_ns = _clock_offset_ns(launches[0][1].device) if launches else 0
@@ -69,7 +69,7 @@ class TaskTimes:
 
 
 def _clock_offset_ns(device: torch.device) -> int:
-    """What the host's clock is ahead of the device's, to a few microseconds: the interpreter's is the host's."""
+    """Returns how far the host's clock is ahead of the device's, to a few microseconds; 0 in the interpreter."""
     if device.type != "cuda":
         return 0
     found = torch.zeros(1, dtype=torch.int64, device=device)
@@ -91,7 +91,7 @@ def _read_clock(out_ptr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def begin_task(times_ptr, task):  # type: ignore[no-untyped-def]
-    """A program has taken ``task``; ``times_ptr`` int64 [tasks, WORDS], or None for no records."""
+    """Records that a program has taken ``task``; ``times_ptr`` int64 [tasks, WORDS], or None for no records."""
     if times_ptr is not None:
         record = times_ptr + tl.cast(task, tl.int64) * WORDS
         tl.store(record + PROGRAM, tl.program_id(0))
@@ -100,7 +100,7 @@ def begin_task(times_ptr, task):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def task_is_ready(times_ptr, task, kind: tl.constexpr, group):  # type: ignore[no-untyped-def]
-    """It has waited for what it needs."""
+    """Records that the task has what it waited for."""
     if times_ptr is not None:
         record = times_ptr + tl.cast(task, tl.int64) * WORDS
         tl.store(record + KIND, kind)
@@ -110,7 +110,7 @@ def task_is_ready(times_ptr, task, kind: tl.constexpr, group):  # type: ignore[n
 
 @triton.jit
 def end_task(times_ptr, task):  # type: ignore[no-untyped-def]
-    """All of the program's threads are through with it."""
+    """Records the end of the task, once all threads of the program have finished it."""
     if times_ptr is not None:
         tl.debug_barrier()
         tl.store(times_ptr + tl.cast(task, tl.int64) * WORDS + END, now_ns())

@@ -38,7 +38,7 @@ class Routing(NamedTuple):
 
 
 def route(group_TK: Tensor, num_groups: int) -> Routing:
-    """The rows of the choices ``group_TK``, int32 or int64 [T, K]; what is not in 0..G-1 is dropped.
+    """Returns the rows of the choices ``group_TK``, int32 or int64 [T, K]; what is not in 0..G-1 is dropped.
 
     One fill and four kernels, none of which waits for the host; no count makes Triton compile anew. The choices are
     read twice. In int32: 3·P written and P read, as ``row_TK`` holds ranks before it holds rows; G + 1 written twice
@@ -74,7 +74,7 @@ def route(group_TK: Tensor, num_groups: int) -> Routing:
 
 @triton.jit
 def _groups_of(group_P, choice, num_choices, num_groups):  # type: ignore[no-untyped-def]
-    """Each choice's group, int32; -1 where it is dropped or behind the last."""
+    """Returns each choice's group, int32; -1 where it is dropped or behind the last."""
     group = tl.load(group_P + choice, mask=choice < num_choices, other=-1)
     # Compared before it is narrowed: an int64 may be in 0..G-1 by its lower half alone.
     return tl.where((group >= 0) & (group < num_groups), group, -1).to(tl.int32)
@@ -84,7 +84,7 @@ def _groups_of(group_P, choice, num_choices, num_groups):  # type: ignore[no-unt
 def _rank_in_blocks(  # type: ignore[no-untyped-def]
     group_P, rank_P, count_GB, num_choices, num_groups, num_blocks, BLOCK: tl.constexpr
 ):
-    """One block a program: how many of its earlier choices have a choice's group; how many choices each group has."""
+    """Counts, one block per program, how many earlier choices have a choice's group, and the choices of each group."""
     block = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     choice = block * BLOCK + place
@@ -101,7 +101,7 @@ def _rank_in_blocks(  # type: ignore[no-untyped-def]
 
 @kernel(do_not_specialize=["num_blocks"])
 def _scan_blocks(count_GB, first_G1, num_blocks, SCANNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One group a program: counts become how many rows all blocks before have; the group's rows go to
+    """Replaces, one group per program, counts by the number of rows of all blocks before; stores the group's rows in
     ``first_G1[group + 1]``.
     """
     group = tl.program_id(0)
@@ -117,7 +117,7 @@ def _scan_blocks(count_GB, first_G1, num_blocks, SCANNED: tl.constexpr):  # type
 
 @kernel(do_not_specialize=["num_groups"])
 def _scan_groups(first_G1, num_groups, SCANNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program: counts of rows behind the first element become first rows."""
+    """Replaces, in one program, counts of rows behind the first element by first rows."""
     tl.store(first_G1, 0)
     total = 0
     for start in range(0, num_groups, SCANNED):
@@ -131,7 +131,7 @@ def _scan_groups(first_G1, num_groups, SCANNED: tl.constexpr):  # type: ignore[n
 def _place(  # type: ignore[no-untyped-def]
     group_P, routing, before_GB, num_choices, num_groups, num_blocks, BLOCK: tl.constexpr
 ):
-    """One block a program: ranks in ``row_TK`` become rows, and rows learn their choice."""
+    """Replaces, one block per program, ranks in ``row_TK`` by rows, and stores the choice of each row."""
     block = tl.program_id(0)
     choice = block * BLOCK + tl.arange(0, BLOCK)
     group = _groups_of(group_P, choice, num_choices, num_groups)
@@ -147,7 +147,7 @@ def _place(  # type: ignore[no-untyped-def]
 
 
 def route_reference(group_TK: Tensor, num_groups: int) -> Routing:
-    """``Routing`` of ``group_TK``, int32 or int64 [T, K]; what is not in 0..G-1 is dropped."""
+    """Returns ``Routing`` of ``group_TK``, int32 or int64 [T, K]; what is not in 0..G-1 is dropped."""
     group_P = group_TK.reshape(-1).long()
     kept_P = (group_P >= 0) & (group_P < num_groups)
     key_P = torch.where(kept_P, group_P, num_groups)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def topk_by_index(scores: Tensor, k: int) -> Tensor:
-    """The columns of each row's k largest scores, largest first, equal scores by the lower column.
+    """Returns the columns of each row's k largest scores, largest first, equal scores by the lower column.
 
     ``torch.topk`` leaves the order of equal scores to the device, and routers do tie: at zero weights, after
     underflow, between groups. Scores and column are packed into one int64 key that no two columns share, so any

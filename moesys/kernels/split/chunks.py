@@ -69,8 +69,8 @@ def cut(
 
 @triton.jit
 def _piece(first_RL, tokens_RP, tables, source, replica, inside, num_replicas, width, copies, num_chunks):  # type: ignore[no-untyped-def]
-    """Of these replicas' pieces in the list of ``source``: where they begin in their experts' parts, where they end,
-    and the place in ``first_RL`` of their experts' first chunk.
+    """Returns where these replicas' pieces in the list of ``source`` begin and end in their experts' parts, and the
+    place in ``first_RL`` of their experts' first chunk.
     """
     source = tl.cast(source, tl.int64)
     expert = tl.load(tables.expert_P + replica, mask=inside, other=0)
@@ -85,7 +85,7 @@ def _piece(first_RL, tokens_RP, tables, source, replica, inside, num_replicas, w
 
 @triton.jit
 def _block(begin, end, first, chunk, inside):  # type: ignore[no-untyped-def]
-    """Of pieces the rows in a chunk, and where these begin in the list."""
+    """Returns the rows of pieces in a chunk, and where these begin in the list."""
     part = tl.load(first, mask=inside, other=0).to(tl.int64)
     from_row = tl.load(first + chunk, mask=inside, other=0).to(tl.int64)
     to_row = tl.load(first + chunk + 1, mask=inside, other=0).to(tl.int64)
@@ -100,7 +100,7 @@ def _cut(  # type: ignore[no-untyped-def]
     first_RL, tokens_RP, tables, found, num_ranks, num_replicas, num_chunks, width, own, own_first, own_number, copies,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """A program a peer: what goes there and what comes from there."""
+    """Cuts, one peer per program, what goes there and what comes from there."""
     peer = tl.program_id(0)
     lane = tl.arange(0, LANES)
     peer_first = tl.load(tables.first_R1 + peer)
@@ -141,7 +141,7 @@ class SentRows(NamedTuple):
 
 
 def sent_rows(entry_N: Tensor, found: Cut, tables: SplitTables, top_k: int) -> SentRows:
-    """Tables of what this rank sends. ``entry_N`` int32: its list. One launch."""
+    """Returns tables of what this rank sends. ``entry_N`` int32: its list. One launch."""
     row_N, token_N, home_N, by_destination_N = (entry_N.new_empty(len(entry_N), dtype=torch.int64) for _ in range(4))
     rows = SentRows(row_N, token_N, home_N.view(-1, top_k), by_destination_N)
     num_chunks, num_replicas = found.sent_CQ.shape
@@ -156,7 +156,7 @@ def _sent(  # type: ignore[no-untyped-def]
     entry_N, found, tables, rows, num_blocks, num_replicas, K: tl.constexpr, SUMMED: tl.constexpr,
     COPIED: tl.constexpr,
 ):  # fmt: skip
-    """A program a block of this source."""
+    """Fills the tables of one block of this source per program."""
     own = tl.program_id(0)
     own_chunk = own // num_replicas
     own_rank = tl.load(tables.rank_P + tl.load(tables.by_rank_P + own % num_replicas))
@@ -201,7 +201,7 @@ class ArrivedRows(NamedTuple):
 
 
 def arrived_rows(arriving_CRG: Tensor, num_rows: int) -> ArrivedRows:
-    """Tables of what comes here, ``num_rows`` = M rows. One launch."""
+    """Returns tables of what comes here, ``num_rows`` = M rows. One launch."""
     C, R, G = arriving_CRG.shape
     gather_M, return_M, by_source_M, order_row_M, order_arrival_M = (arriving_CRG.new_empty(num_rows) for _ in range(5))
     first_CG1, first_G1 = (arriving_CRG.new_empty(*size, G + 1, dtype=torch.int32) for size in ((C,), ()))
@@ -216,7 +216,7 @@ def arrived_rows(arriving_CRG: Tensor, num_rows: int) -> ArrivedRows:
 def _arrived(  # type: ignore[no-untyped-def]
     arriving_CRG, rows, num_chunks, num_ranks, num_groups, SUMMED: tl.constexpr, COPIED: tl.constexpr
 ):
-    """A program a block that comes here."""
+    """Fills the tables of one arriving block per program."""
     own, num_blocks = tl.program_id(0), num_chunks * num_ranks * num_groups
     c, r, g = own // (num_ranks * num_groups), own // num_groups % num_ranks, own % num_groups
     zero = tl.full([], 0, tl.int64)

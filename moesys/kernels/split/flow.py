@@ -25,8 +25,7 @@ from torch import Tensor
 
 from moesys.kernels.experts.tile_config import all_registers
 from moesys.kernels.launch import kernel
-from moesys.kernels.split.sources import fill_quotas, lanes_of, sum_before, sum_of
-from moesys.kernels.split.tables import SplitTables
+from moesys.kernels.split.tables import SplitTables, fill_quotas, lanes_of, sum_before, sum_of
 
 # A bound that costs nothing: ordinary loads of 64 ranks take 10 to 30, the wildest that were tried no more than 64.
 PHASES = 1024
@@ -52,7 +51,7 @@ class TensorPlan(NamedTuple):
 
 
 def split(tokens_RE: Tensor, tables: SplitTables, turn: int | Tensor = 0, phases: int = PHASES) -> TensorPlan:
-    """The split of ``tokens_RE``, int64 [R, E], over the replicas of ``tables``.
+    """Returns the split of ``tokens_RE``, int64 [R, E], over the replicas of ``tables``.
 
     ``turn``, the number of the micro-batch or a tensor there of it, rotates remainders. ``phases``: so many at most;
     the kernel ends when nothing is left to push. Nothing waits for the host, and no count makes Triton compile anew;
@@ -92,13 +91,13 @@ class AtHome(NamedTuple):
 
 @triton.jit
 def _serve(amount, wish, first):  # type: ignore[no-untyped-def]
-    """What each lane gets: lanes from ``first`` on in turn what they wish, while some of the amount is left."""
+    """Returns what each lane gets: lanes from ``first`` on in turn what they wish, while some of the amount is left."""
     return tl.minimum(tl.maximum(amount - sum_before(wish, first), 0), wish)
 
 
 @triton.jit
 def _share(amount, place, size, turn):  # type: ignore[no-untyped-def]
-    """Of an amount in ``size`` equal shares, the one at ``place``; remainders begin at place ``turn``."""
+    """Returns the share at ``place`` of an amount in ``size`` equal shares; remainders begin at place ``turn``."""
     # The remainder of a negative number is negative here.
     behind = ((place - turn) % size + size) % size
     return amount // size + (behind < amount % size).to(tl.int64)
@@ -106,7 +105,7 @@ def _share(amount, place, size, turn):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _least(values, lane, first, last, widest):  # type: ignore[no-untyped-def]
-    """Of the values from lane ``first`` to lane ``last``, at most ``widest`` of them, the least."""
+    """Returns the least of the values from lane ``first`` to lane ``last``, at most ``widest`` of them."""
     reach = 1
     while reach < widest:
         values = tl.minimum(values, tl.gather(values, tl.minimum(lane + reach, last), 0))
@@ -118,7 +117,8 @@ def _least(values, lane, first, last, widest):  # type: ignore[no-untyped-def]
 def _share_out(  # type: ignore[no-untyped-def]
     tokens_RE, turn_1, turn, tables, home, num_ranks, num_experts, LANES: tl.constexpr
 ):
-    """One expert a program, one rank a lane: each replica's tokens with every token at home, and what its node has.
+    """Finds, one expert per program and one rank per lane, each replica's tokens with every token at home, and those
+    that its node has.
 
     A rank keeps its own tokens of what it holds; what else its node has is shared evenly by the node's replicas, and
     what comes from nodes without one by all.
@@ -150,7 +150,8 @@ def _share_out(  # type: ignore[no-untyped-def]
 def _push(  # type: ignore[no-untyped-def]
     home, tables, quota_P, limit_1, converged_1, num_replicas, phases, LANES: tl.constexpr
 ):
-    """One program, one replica a lane: quotas with the least load of the busiest rank, then little traffic.
+    """Finds, in one program with one replica per lane, quotas with the least load of the busiest rank, then little
+    traffic.
 
     A lane has its rank's load, and its group's tokens here and supply. Lanes without a replica are ranks, groups and
     experts by themselves, without tokens.

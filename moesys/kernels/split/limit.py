@@ -38,7 +38,7 @@ def keep_within(
 def _keep(  # type: ignore[no-untyped-def]
     tokens_RP, tables, kept_RP, found_9, origin_R2, room, choices, call, num_replicas, LANES: tl.constexpr
 ):
-    """A program a source, each of which looks at the whole plan."""
+    """Keeps the plan of one source per program; each program reads the whole plan."""
     own, num_ranks = tl.program_id(0), tl.num_programs(0)
     replica = tl.arange(0, LANES)
     inside = replica < num_replicas

@@ -1,7 +1,11 @@
-"""Index tables of a layout, by which the splits on a device find replicas: made on the host, once a layout.
+"""Index tables of a layout, by which the splits on a device find replicas, and how the quotas of replicas are filled.
 
 A *replica* is an expert on a rank that holds it, by expert, then rank; a second slot of a rank for the same expert is
-none. A *group* is an expert's replicas on one node. R ranks, E experts, P replicas, L levels of parts of the cluster.
+none. A *group* is an expert's replicas on one node. The host makes the tables once for each layout. ``fill_quotas``
+says how much each source sends to each replica, with the fewest tokens on wires: a lane has a rank, and what lanes need
+of each other goes through prefix sums and gathers inside the program.
+
+R ranks, E experts, P replicas, L levels of parts of the cluster.
 """
 
 from __future__ import annotations
@@ -11,11 +15,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.host_copies import to_device
+from moesys.kernels.launch import kernel
 
 IntArray = npt.NDArray[np.int64]
+# The fewest lanes of a program, those that a warp gets, and the most warps.
+FEWEST_LANES = 32
+LANES_OF_WARP = 64
+MOST_WARPS = 32
 
 
 class SplitTables(NamedTuple):
@@ -49,7 +60,7 @@ class SplitTables(NamedTuple):
 def tables_of(
     expert_RS: IntArray, num_experts: int, node_R: IntArray, part_LR: IntArray, device: torch.device | str
 ) -> SplitTables:
-    """The tables of ``expert_RS`` [R, S], the expert in every slot, -1 for none; every expert has a slot.
+    """Returns the tables of ``expert_RS`` [R, S], the expert in every slot, -1 for none; every expert has a slot.
 
     ``node_R``: each rank's node; ``part_LR``: its part of the cluster at each level between ranks and everything, the
     finest first. Neither falls from one rank to the next.
@@ -95,5 +106,86 @@ def entries_of(tokens_RP: Tensor, tables: SplitTables) -> Tensor:
 
 
 def _ends_of(of_N: IntArray) -> tuple[IntArray, IntArray]:
-    """The first and the last place of the value at each place; values never fall."""
+    """Returns the first and the last place of the value at each place; values never fall."""
     return np.searchsorted(of_N, of_N), np.searchsorted(of_N, of_N, side="right") - 1
+
+
+def fill_quotas(tokens_RE: Tensor, quota_P: Tensor, tables: SplitTables) -> Tensor:
+    """Returns ``tokens_RP`` int64: what each source of ``tokens_RE`` int64 [R, E] sends to each replica, so that it
+    gets its quota; those of an expert sum to its tokens. A launch, for which nothing waits.
+    """
+    num_ranks, num_experts = tokens_RE.shape
+    num_replicas = len(quota_P)
+    tokens_RP = tokens_RE.new_empty(num_ranks, num_replicas)
+    _fill_quotas[(num_replicas,)](
+        tokens_RE,
+        quota_P,
+        tables,
+        tokens_RP,
+        num_ranks,
+        num_experts,
+        len(tables.part_first_LR),
+        **lanes_of(num_ranks),
+    )
+    return tokens_RP
+
+
+def lanes_of(number: int) -> dict[str, int]:
+    """Returns the launch options of a program with at least ``number`` lanes, two of them per thread."""
+    lanes = max(FEWEST_LANES, triton.next_power_of_2(number))
+    return {"LANES": lanes, "num_warps": min(MOST_WARPS, max(1, lanes // LANES_OF_WARP))}
+
+
+@triton.jit
+def sum_of(values, first, last):  # type: ignore[no-untyped-def]
+    """Returns the sum of the values from lane ``first`` to lane ``last``."""
+    up_to = tl.cumsum(values, 0)
+    return tl.gather(up_to, last, 0) - tl.gather(up_to - values, first, 0)
+
+
+@triton.jit
+def sum_before(values, first):  # type: ignore[no-untyped-def]
+    """Returns the sum of the values from lane ``first`` up to the own lane, which does not count."""
+    before = tl.cumsum(values, 0) - values
+    return before - tl.gather(before, first, 0)
+
+
+@kernel(do_not_specialize=["num_ranks", "num_experts", "num_levels"])
+def _fill_quotas(  # type: ignore[no-untyped-def]
+    tokens_RE,
+    quota_P,
+    tables,
+    tokens_RP,
+    num_ranks,
+    num_experts,
+    num_levels,
+    LANES: tl.constexpr,
+):
+    """Finds, one replica per program and one source per lane, what each source sends to the replica.
+
+    In each part of the cluster, an expert's sources lie on a line one after another, each as long as its tokens, and so
+    do its replicas: what a source sends to a replica is where the two overlap. Finest parts come first.
+    """
+    replica = tl.program_id(0).to(tl.int64)
+    expert, own_rank = tl.load(tables.expert_P + replica).to(tl.int64), tl.load(tables.rank_P + replica)
+    rank = tl.arange(0, LANES)
+    inside = rank < num_ranks
+    own = rank == own_rank
+    supply = tl.load(tokens_RE + rank.to(tl.int64) * num_experts + expert, mask=inside, other=0)
+    holder = tl.load(tables.replica_ER + expert * num_ranks + rank, mask=inside, other=-1)
+    demand = tl.load(quota_P + holder, mask=holder >= 0, other=0)
+    sent = tl.zeros([LANES], tl.int64)
+    for level in range(num_levels):
+        first = tl.load(tables.part_first_LR + level * num_ranks + rank, mask=inside, other=rank)
+        last = tl.load(tables.part_last_LR + level * num_ranks + rank, mask=inside, other=rank)
+        begin, begin_demand = sum_before(supply, first), sum_before(demand, first)
+        end, end_demand = begin + supply, begin_demand + demand
+        own_first = tl.sum(tl.where(own, first, 0), 0)
+        own_begin, own_end = tl.sum(tl.where(own, begin_demand, 0), 0), tl.sum(tl.where(own, end_demand, 0), 0)
+        overlap = tl.maximum(tl.minimum(end, own_end) - tl.maximum(begin, own_begin), 0)
+        sent += tl.where(first == own_first, overlap, 0)
+        # The shorter line of a part is used up, the longer one as far as that reaches.
+        length, length_demand = tl.gather(end, last, 0), tl.gather(end_demand, last, 0)
+        supply = tl.minimum(supply, tl.maximum(end - length_demand, 0))
+        demand = tl.minimum(demand, tl.maximum(end_demand - length, 0))
+    tl.store(tokens_RP + rank.to(tl.int64) * tl.num_programs(0) + replica, sent, mask=inside)

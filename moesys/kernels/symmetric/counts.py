@@ -1,6 +1,6 @@
 """Counts of all ranks' choices, through the symmetric heap: what a plan on the device is made from.
 
-A rank writes its row into every peer's table and then publishes its epoch (``exchange.publish``): one flag says that
+A rank writes its row into every peer's table and then publishes its epoch (``arguments.publish``): one flag says that
 its tokens may be pulled and that its counts are there, so counts cost no wait between ranks of their own.
 
 There are two tables, used in turn, as a fast rank may be one exchange ahead: its flag is enough to let it go on, and
@@ -50,7 +50,7 @@ class ReceivedCounts(NamedTuple):
 
 
 def count_regions(num_ranks: int, num_experts: int) -> Mapping[str, Region]:
-    """What ranks share: both tables."""
+    """Returns the regions that ranks share: both tables."""
     return {"counts": Region((2, num_ranks, num_experts + 2), torch.int64)}
 
 
@@ -75,7 +75,7 @@ def send_counts(heap: Heap, exchanges_R: Tensor, first_E1: Tensor, origin: Origi
 def _send(  # type: ignore[no-untyped-def]
     world, counts, exchanges_R, first_E1, call, choices, num_ranks, num_experts, num_columns, BLOCK: tl.constexpr
 ):
-    """A program a peer."""
+    """Sends the counts to one peer per program."""
     peer = tl.program_id(0)
     table = tl.load(exchanges_R + peer) % 2
     row = (table * num_ranks + tl.load(world + RANK)) * num_columns
@@ -119,7 +119,7 @@ class CountOffsets(NamedTuple):
 def _receive(  # type: ignore[no-untyped-def]
     world, offsets, epoch_ptr, exchanges_R, tokens_RE, origin_R2, num_experts, num_columns, BLOCK: tl.constexpr
 ):
-    """A program a source, which counts the exchange for itself."""
+    """Receives the counts of one source per program, which also counts the exchange."""
     source, num_ranks = tl.program_id(0), tl.num_programs(0)
     own, epoch = tl.load(world + RANK), tl.load(epoch_ptr)
     peer = source + tl.arange(0, 1)

@@ -18,7 +18,7 @@ P2P_NATIVE_ATOMICS = 3
 
 @cache
 def cuda_driver() -> ctypes.CDLL | None:
-    """libcuda, None where there is none."""
+    """Returns libcuda, or None if there is none."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -26,8 +26,8 @@ def cuda_driver() -> ctypes.CDLL | None:
 
 
 def copy_engines(device: torch.device) -> EngineCopy | None:
-    """What has copy engines of ``device`` move bytes: CuPy's runtime where it is installed, else the driver; None where
-    there is neither.
+    """Returns the function that has copy engines of ``device`` move bytes: of CuPy's runtime if it is installed, else
+    of the driver; None if there is neither.
     """
     if device.type != "cuda":
         return None
@@ -53,13 +53,14 @@ def _copy_by_driver(driver: ctypes.CDLL, destination: int, source: int, num_byte
 
 
 def gpu_address(device: torch.device) -> str:
-    """What a GPU is called by all processes of its host."""
+    """Returns the name that all processes of a host have for a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def lacks_atomics(device: torch.device, peer: str) -> bool:
-    """Whether the driver says that atomics of ``device`` do not reach the memory of the GPU at that ``gpu_address``:
-    flags of MegaKernels are atomics. Not known of a GPU that this process does not see, nor without a driver.
+    """Returns whether the driver says that atomics of ``device`` do not reach the memory of the GPU at that
+    ``gpu_address``: flags of MegaKernels are atomics. Not known of a GPU that this process does not see, nor without a
+    driver.
     """
     driver, found = cuda_driver(), ctypes.c_int()
     if driver is None:

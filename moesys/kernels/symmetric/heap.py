@@ -66,7 +66,7 @@ class ArenaLayout:
 
     @staticmethod
     def of(regions: Mapping[str, Region]) -> ArenaLayout:
-        """These regions behind those of ``signals``."""
+        """Returns the layout of these regions behind those of ``signals``."""
         together = {name: Region(*region) for name, region in (*SIGNALS.items(), *regions.items())}
         offset, end = {}, 0
         for name, region in together.items():
@@ -101,16 +101,16 @@ class Heap:
         return Heap(layout, rank, len(bases), timeout_s, arena, world, tuple(mapped))
 
     def on_meta(self) -> Heap:
-        """One like this that has no memory, for which kernels are compiled."""
+        """Returns a heap like this one without memory, for which kernels are compiled."""
         regions = {name: region for name, region in self.layout.regions.items() if name not in SIGNALS}
         return Heap.virtual(regions, self.num_ranks, "meta", self.timeout_s)[self.rank]
 
     def offset(self, region: str) -> int:
-        """Bytes from the beginning of every arena."""
+        """Returns the offset of a region in bytes from the beginning of every arena."""
         return self.layout.offset[region]
 
     def own(self, region: str) -> Tensor:
-        """This rank's part, for torch's operators."""
+        """Returns this rank's part of a region, for torch's operators."""
         found, start = self.layout.regions[region], self.layout.offset[region]
         return self.arena[start : start + found.num_bytes].view(found.dtype).view(found.shape)
 
@@ -118,7 +118,7 @@ class Heap:
     def virtual(
         regions: Mapping[str, Region], num_ranks: int, device: torch.device | str, timeout_s: float = TIMEOUT_S
     ) -> list[Heap]:
-        """Of ranks that are streams of one process on one device; one rank alone has no peers."""
+        """Returns the heaps of ranks that are streams of one process on one device; one rank alone has no peers."""
         layout = ArenaLayout.of(regions)
         arenas = [torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
         bases = [arena.data_ptr() for arena in arenas]
@@ -131,7 +131,9 @@ class Heap:
         device: torch.device,
         timeout_s: float = TIMEOUT_S,
     ) -> Heap:
-        """Of the ranks of ``group``, wherever they are; None is one rank alone. Collective."""
+        """Returns this rank's heap among the ranks of ``group``, wherever they are; None is one rank alone. A
+        collective.
+        """
         if group is None:
             return Heap.virtual(regions, 1, device, timeout_s)[0]
         if device.type == "cpu":
@@ -142,7 +144,7 @@ class Heap:
     def between_processes(
         regions: Mapping[str, Region], group: dist.ProcessGroup, timeout_s: float = TIMEOUT_S
     ) -> Heap:
-        """Of the CPU processes of ``group`` on one machine. Collective.
+        """Returns this rank's heap among the CPU processes of ``group`` on one machine. A collective.
 
         Raises OSError where the memory cannot be had or a peer's is not on this machine.
         """
@@ -165,8 +167,8 @@ class Heap:
     def between_gpus(
         regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, timeout_s: float = TIMEOUT_S
     ) -> Heap:
-        """Of the GPUs of ``group``, on one host, which reach each other by NVLink, or by PCIe that carries atomics.
-        Collective.
+        """Returns this rank's heap among the GPUs of ``group``, on one host, which reach each other by NVLink, or by
+        PCIe that carries atomics. A collective.
 
         Several ranks may share a GPU if ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` is set before torch is used.
         Raises RuntimeError, on all ranks alike, where GPUs do not reach each other so; and where torch cannot map a
@@ -182,7 +184,7 @@ class Heap:
 
 
 def _require_reach(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Before torch maps anything: it may wait in vain, or map what flags do not reach."""
+    """Checks, before torch maps anything, that it would not wait in vain, or map memory that flags do not reach."""
     num_ranks = dist.get_world_size(group)
     places: list[tuple[str, str]] = [("", "")] * num_ranks
     dist.all_gather_object(places, (platform.node(), gpu_address(device)), group=group)
@@ -200,7 +202,7 @@ def _require_reach(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def require_no_capture(what: str) -> None:
-    """Before ``what`` is replaced by more of it: raises RuntimeError while a CUDA graph is captured."""
+    """Raises RuntimeError while a CUDA graph is captured. To be called before ``what`` is replaced by a larger one."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{what} would have to grow while a CUDA graph is captured; run a micro-batch of this size once, on all "
@@ -209,7 +211,7 @@ def require_no_capture(what: str) -> None:
 
 
 def _new_shared_memory(num_bytes: int) -> tuple[Path, Tensor]:
-    """A file in memory where the system has such a folder, else one that the system may keep in memory."""
+    """Returns a file in memory if the system has such a folder, else one that the system may keep in memory."""
     folder = SHARED_FOLDER if SHARED_FOLDER.is_dir() else None
     descriptor, name = tempfile.mkstemp(prefix="moesys-heap-", dir=folder)
     try:
@@ -237,7 +239,7 @@ def _map(path: Path) -> Tensor:
 
 @triton.jit
 def at(world, rank, offset, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a region begins on a rank, or on each of a tensor of ranks."""
+    """Returns a pointer to a region on a rank, or on each of a tensor of ranks."""
     base = tl.load(world + BASES + rank).to(tl.pointer_type(dtype))
     # Regions are aligned, and arenas more so: without the hint a compiler would move one element at a time. It keeps a
     # hint about a sum of a pointer, and forgets one about what is made a pointer.

@@ -20,7 +20,7 @@ WARPS = 4
 
 
 def ordered_sum(parts_NP: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
-    """[num_rows, P] in the dtype of the parts; rows without parts are zeros."""
+    """Returns the sums [num_rows, P] in the dtype of the parts; rows without parts are zeros."""
     num_columns = parts_NP.shape[1]
     out_EP = torch.empty(num_rows, num_columns, dtype=parts_NP.dtype, device=parts_NP.device)
     if not out_EP.numel():
@@ -56,7 +56,7 @@ def _ordered_sum(parts_ptr, order_ptr, first_ptr, out_ptr, part_stride, num_colu
 
 
 def ordered_sum_reference(parts_NP: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
-    """Part by part."""
+    """Returns the sums, added part by part."""
     total = parts_NP.new_full((num_rows, parts_NP.shape[1]), -0.0)
     for part, row in zip(parts_NP, row_N.tolist(), strict=True):
         total[row] += part

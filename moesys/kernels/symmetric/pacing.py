@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.launch import kernel
-from moesys.kernels.symmetric.clock import nap, now_ns
+from moesys.kernels.symmetric.signals import nap, now_ns
 
 # Places in a link.
 FREE_AT, BYTES_PER_MS = tl.constexpr(0), tl.constexpr(1)
@@ -25,13 +25,13 @@ NS_PER_MS = tl.constexpr(1_000_000)
 
 
 def paced_link(gb_per_s: float, device: torch.device) -> Tensor:
-    """int64 [2]: when what has set off will be through, in ns of the device's clock; 10^6 times ``gb_per_s``."""
+    """Returns int64 [2]: when the link will be free, in ns of the device's clock; and 10^6 times ``gb_per_s``."""
     return torch.tensor([0, round(gb_per_s * NS_PER_MS.value)], dtype=torch.int64, device=device)
 
 
 @triton.jit
 def set_off(link_ptr, away, row_bytes):  # type: ignore[no-untyped-def]
-    """When those rows that are ``away``, of so many bytes each, will be through if they set off now."""
+    """Returns when the rows that are ``away``, of ``row_bytes`` each, will have passed the link if they set off now."""
     if link_ptr is None:
         return 0
     else:
@@ -49,7 +49,7 @@ def set_off(link_ptr, away, row_bytes):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def arrive(link_ptr, through):  # type: ignore[no-untyped-def]
-    """Waits until then."""
+    """Waits until the time ``through``."""
     if link_ptr is not None:
         at_ns = now_ns()
         while at_ns < through:
@@ -60,8 +60,8 @@ def arrive(link_ptr, through):  # type: ignore[no-untyped-def]
 
 @contextmanager
 def paced_copies(link: Tensor | None, num_bytes: int) -> Iterator[None]:
-    """For copies that no kernel of ours makes, on one stream: what is behind them begins no sooner than they would be
-    through.
+    """Paces copies on one stream that no kernel of ours makes: what follows begins no sooner than they would have
+    passed the link.
     """
     if link is not None:
         _set_off[(1,)](link, num_bytes)

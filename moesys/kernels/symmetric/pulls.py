@@ -1,10 +1,15 @@
-"""What every rank shares, and its peers pull: parts of experts, and gradients of them, beside the MegaKernels.
+"""Parts of experts, and gradients of them, that every rank shares and its peers pull, beside the MegaKernels.
 
-A pull is announced by all ranks in the same order. Each copies what it shares into its arena and says so; then, on a
-stream of its own, it waits for its peers' word, copies what it wants from their arenas (``copies``), and says that it
-has it. Arenas hold what was shared last and the time before, so two pulls are under way at most: before the third, a
-rank makes its first one come before all that it launches behind it. So a rank that waits until its peers have pulled
-waits for nothing that they have still to launch.
+A pull is announced by all ranks in the same order. Each rank copies what it shares into its arena and raises a flag;
+then, on a stream of its own, it waits for its peers' flags, copies what it wants from their arenas, and raises a flag
+that it has it. Arenas hold what was shared last and the time before, so two pulls are under way at most: before the
+third, a rank makes its first one come before all that it launches behind it. So a rank that waits until its peers have
+pulled waits for nothing that they have still to launch.
+
+Copies go by address (``start_copies``), between memory that this rank can reach: its own, and arenas of peers
+(``heap``). On NVIDIA's GPUs they are asynchronous copies of CuPy's runtime or the driver, which copy engines carry out
+beside the multiprocessors. Elsewhere programs move 16 bytes per thread at a time where both addresses allow it, else 4,
+else one.
 
 R ranks.
 """
@@ -21,13 +26,81 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.launch import kernel
-from moesys.kernels.symmetric.copies import Copy, start_copies
+from moesys.kernels.symmetric.cuda_driver import copy_engines
 from moesys.kernels.symmetric.heap import BASES, RANK, Heap, Region, at, require_no_capture
-from moesys.kernels.symmetric.signals import PUBLISH, PULL, Watch, raise_flag, wait
+from moesys.kernels.symmetric.signals import PUBLISH, PULL, TimeoutWatch, raise_flag, wait
 
+# Words of 4 bytes that a program moves at a time: 16 bytes for each of 128 threads, eight times, all on their way
+# before the first is stored; so many programs have half a megabyte on its way.
+BLOCK_WORDS = 4096
+PROGRAMS = 1 if INTERPRETED.value else 32
+WARPS = 4
 # How often a rank may share before peers have pulled the first time.
 DEPTH = 2
+
+
+class Copy(NamedTuple):
+    """``num_bytes`` from address ``source`` to address ``destination``; they do not overlap."""
+
+    destination: int
+    source: int
+    num_bytes: int
+
+
+def start_copies(copies: Sequence[Copy], device: torch.device, programs: int = PROGRAMS) -> None:
+    """Starts copies on the current stream of ``device``. ``programs``: how many move bytes if no copy engine does."""
+    engine_copy = copy_engines(device)
+    if engine_copy is not None:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        with torch.cuda.device(device):
+            for copy in copies:
+                if copy.num_bytes:
+                    engine_copy(*copy, stream)
+    elif copies:
+        copies_C3 = torch.tensor(copies, dtype=torch.int64, pin_memory=device.type == "cuda")
+        _copy[(programs,)](copies_C3.to(device, non_blocking=True), len(copies), BLOCK=BLOCK_WORDS, num_warps=WARPS)
+
+
+@kernel(do_not_specialize=["num_copies"])
+def _copy(copies_ptr, num_copies, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    for number in range(num_copies):
+        destination = tl.load(copies_ptr + number * 3)
+        source = tl.load(copies_ptr + number * 3 + 1)
+        num_bytes = tl.load(copies_ptr + number * 3 + 2)
+        apart = destination ^ source
+        if apart % 16 == 0:
+            _copy_words(destination, source, num_bytes, 16, BLOCK)
+        elif apart % 4 == 0:
+            _copy_words(destination, source, num_bytes, 4, BLOCK)
+        else:
+            _copy_bytes(destination, source, num_bytes, BLOCK)
+
+
+@triton.jit
+def _copy_words(destination, source, num_bytes, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copies between addresses that are a multiple of ``width`` bytes apart."""
+    head = tl.minimum((width - destination % width) % width, num_bytes)
+    # Hints are for what is computed here: a compiler forgets those of arguments.
+    words = tl.multiple_of((num_bytes - head) // width * (width // 4), width // 4)
+    to = tl.multiple_of((destination + head).to(tl.pointer_type(tl.int32)), width)
+    came = tl.multiple_of((source + head).to(tl.pointer_type(tl.int32)), width)
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, words, tl.num_programs(0) * BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        tl.store(to + word, tl.load(came + word, mask=word < words), mask=word < words)
+    behind = head + words * 4
+    _copy_bytes(destination, source, head, BLOCK)
+    _copy_bytes(destination + behind, source + behind, num_bytes - behind, BLOCK)
+
+
+@triton.jit
+def _copy_bytes(destination, source, num_bytes, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    to = destination.to(tl.pointer_type(tl.uint8))
+    came = source.to(tl.pointer_type(tl.uint8))
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, num_bytes, tl.num_programs(0) * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        tl.store(to + place, tl.load(came + place, mask=place < num_bytes), mask=place < num_bytes)
 
 
 class Wanted(NamedTuple):
@@ -54,7 +127,7 @@ class PullRing:
     """One rank's side of all pulls over one heap with ``pull_regions``. ``stream``: of its own, on a GPU."""
 
     def __init__(self, heap: Heap) -> None:
-        self._heap, self._watch = heap, Watch(heap)
+        self._heap, self._watch = heap, TimeoutWatch(heap)
         self._bases = heap.world[BASES.value :].tolist()
         self._device = heap.arena.device
         # Before what else is ready, as a layer waits for it.
@@ -64,7 +137,7 @@ class PullRing:
 
     @property
     def num_bytes(self) -> int:
-        """The most that a rank can share at once."""
+        """Returns the most bytes that a rank can share at once."""
         return self._heap.layout.regions["shared"].shape[1]
 
     @property
@@ -72,8 +145,8 @@ class PullRing:
         return self._heap.layout.num_bytes
 
     def start(self, shared: Tensor, wanted: Sequence[Wanted], into: Tensor) -> Pull:
-        """``shared``: contiguous; ``into``: what all destinations are parts of, which becomes NaN if the pull is given
-        up. All ranks start the same pulls in the same order.
+        """Starts a pull. ``shared``: contiguous; ``into``: all destinations are parts of it; it becomes NaN if the pull
+        is given up. All ranks start the same pulls in the same order.
 
         Raises ``PeerTimeoutError`` where the host knows by now that one was given up before, ValueError where more is
         shared than there is room for.
@@ -102,7 +175,7 @@ class PullRing:
         return pull
 
     def settle(self, pull: Pull) -> None:
-        """This pull, and all before it, come before what is launched from now on."""
+        """Has what is launched from now on wait for this pull and all before it."""
         while self._pending and self._pending[0].epoch <= pull.epoch:
             first = self._pending.popleft()
             if first.done is None:
@@ -111,7 +184,7 @@ class PullRing:
                 torch.cuda.current_stream(self._device).wait_event(first.done)
 
     def drain(self) -> None:
-        """Settle all, and wait for the device."""
+        """Settles all pulls, and waits for the device."""
         if self._pending:
             self.settle(self._pending[-1])
         if self.stream is not None:
@@ -152,12 +225,12 @@ class PullRings:
 
     @property
     def num_bytes(self) -> int:
-        """Of all arenas that this rank has here."""
+        """Returns the bytes of all arenas of this rank."""
         return sum(ring.arena_bytes for ring in self._rings.values())
 
     def ring(self, name: str, num_bytes: int, device: torch.device, timeout_s: float) -> PullRing:
-        """Where a rank can share so many bytes; a new one's waits are given up after ``timeout_s``. Collective: all
-        ranks ask for the same.
+        """Returns the ring ``name``, grown to ``num_bytes`` per rank if needed. Waits on a new ring time out after
+        ``timeout_s`` seconds. A collective: all ranks ask for the same.
         """
         ring = self._rings.get(name)
         if ring is None or ring.num_bytes < num_bytes:
@@ -170,7 +243,7 @@ class PullRings:
 
 
 def pull_regions(num_bytes: int, num_ranks: int) -> Mapping[str, Region]:
-    """Room for what a rank shares at once, a multiple of 16 bytes, ``DEPTH`` times; flags that hold epochs."""
+    """Returns the regions of what a rank shares at once, a multiple of 16 bytes, ``DEPTH`` times, and of flags."""
     return {
         "shared": Region((DEPTH, -(-num_bytes // 16) * 16), torch.uint8),
         "published": Region((num_ranks,), torch.int32),
@@ -180,7 +253,9 @@ def pull_regions(num_bytes: int, num_ranks: int) -> Mapping[str, Region]:
 
 @kernel(do_not_specialize=["epoch"])
 def _await_all(world, flags, epoch, num_ranks, stage: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Until every rank has told this one ``epoch``. Nothing follows, so the barrier is more than is needed."""
+    """Waits until every rank has raised its flag for ``epoch``. Nothing follows, so the barrier is more than is
+    needed.
+    """
     peer = tl.arange(0, RANKS)
     flag = at(world, tl.load(world + RANK), flags, tl.int32) + tl.minimum(peer, num_ranks - 1)
     wait(flag, peer < num_ranks, epoch, peer, -1, peer, stage, world)

@@ -6,30 +6,70 @@ has waited for it (release and acquire at system scope, by atomics that Triton h
 
 Nobody waits for ever. A program that gives up writes down for whom and for what it waited, and tells all ranks; from
 then on every wait returns at once, so that all kernels end, and ``raise_if_given_up`` says on each what was written.
-What was made without what was waited for raises no flag: a rank whose waits all ended well has what it should have, and
-one that has not fills its outputs with NaN.
+Results computed without what was waited for raise no flag: a rank whose waits all ended well has what it should have,
+and one that has not fills its outputs with NaN.
+
+Waits end by the clock that kernels see. What the host gives to the interpreter is called in branches that are never
+compiled.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
+import triton.language as tl  # the interpreter looks for it where a function comes from
 from torch import Tensor
+from triton.language.extra.cuda import globaltimer
 
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.launch import kernel
-from moesys.kernels.symmetric.clock import agreed_ns, nap
-from moesys.kernels.symmetric.heap import ABORT, NUM_RANKS, RANK, REPORT, REPORT_WORDS, TIMEOUT_NS, Heap, at
+from moesys.kernels.symmetric.heap import ABORT, NUM_RANKS, RANK, REPORT, REPORT_WORDS, SEEN_NS, TIMEOUT_NS, Heap, at
 
+# Ranks that are interpreted share cores, and leave them to each other while they wait.
+INTERPRETED_POLL_S = 5e-4
 # Programs that fill outputs with NaN.
 SPOILERS = 32
 # What is waited for, by number.
 STAGES = ("publish", "dispatch", "combine", "pull")
 PUBLISH, DISPATCH, COMBINE, PULL = (tl.constexpr(stage) for stage in range(len(STAGES)))
+
+
+def host_ns() -> int:
+    """Returns the value of ``now_ns`` in the interpreter."""
+    return time.perf_counter_ns()
+
+
+def nap() -> None:
+    """Sleeps, in the interpreter alone, so that ranks that wait leave the cores to each other."""
+    time.sleep(INTERPRETED_POLL_S)
+
+
+host_ns.__triton_builtin__ = True  # type: ignore[attr-defined]
+nap.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
+@triton.jit
+def now_ns():  # type: ignore[no-untyped-def]
+    """Returns the nanoseconds of a clock that all GPUs of a node share, or all processes of a machine in the
+    interpreter.
+    """
+    if INTERPRETED:
+        return host_ns()
+    else:
+        return globaltimer()
+
+
+@triton.jit
+def agreed_ns(world):  # type: ignore[no-untyped-def]
+    """Returns a time on which all threads of a program agree: the latest that this rank had asked for before. They meet
+    at barriers, so none may leave a loop by a clock that it alone has read.
+    """
+    seen = at(world, tl.load(world + RANK), SEEN_NS, tl.int64)
+    return tl.atomic_max(seen, tl.cast(now_ns(), tl.int64), sem="relaxed", scope="gpu")
 
 
 class PeerTimeoutError(RuntimeError):
@@ -61,7 +101,7 @@ def raise_if_given_up(heap: Heap) -> None:
 
 @kernel(do_not_specialize=["rank"])
 def _read_report(world, rank, out_ptr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """All but the first word, which chooses who writes. A peer's too: it lies in that rank's arena."""
+    """Reads all but the first word, which chooses who writes. It may be a peer's, which lies in that rank's arena."""
     # It may have told after all waits of this rank, so that none has acquired what it wrote.
     tl.atomic_add(at(world, tl.load(world + RANK), ABORT, tl.int32), 0, sem="acquire", scope="sys")
     tl.debug_barrier()
@@ -97,7 +137,7 @@ def _spoil(world, outputs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
                     tl.store(first + column, float("nan"), mask=column < output.length)
 
 
-class Watch:
+class TimeoutWatch:
     """Tells the host of kernels that gave up, without making it wait for those that run.
 
     On a GPU every direction ends with a copy of what peers say into memory of the host, and whoever looks there sees
@@ -110,8 +150,8 @@ class Watch:
         self._abort_1 = torch.zeros(1, dtype=torch.int32).pin_memory() if heap.arena.is_cuda else None
 
     def note(self, outputs: Sequence[Tensor]) -> None:
-        """At the end of a direction: where it was given up, its ``outputs``, whose first dimension alone may have gaps,
-        become NaN. On the CPU raises ``PeerTimeoutError`` at once.
+        """Ends a direction: if it was given up, its ``outputs``, whose first dimension alone may have gaps, become NaN.
+        On the CPU raises ``PeerTimeoutError`` at once.
         """
         spoil_if_given_up(self._heap, outputs)
         if self._heap.arena.is_meta:
@@ -135,7 +175,7 @@ class Watch:
 
 @triton.jit
 def raise_flag(flag, epoch, mask=None):  # type: ignore[no-untyped-def]
-    """A flag, or all of a tensor of pointers, after everything that this program has stored."""
+    """Raises a flag, or all flags of a tensor of pointers, after everything that this program has stored."""
     # For all its threads; callers that stored nothing, or by the thread that raises, would not need it.
     tl.debug_barrier()
     tl.atomic_xchg(flag, epoch, mask=mask, sem="release", scope="sys")
@@ -143,8 +183,8 @@ def raise_flag(flag, epoch, mask=None):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def wait(flag, mask, epoch, peer, expert, index, stage: tl.constexpr, world):  # type: ignore[no-untyped-def]
-    """Until all flags of a tensor of pointers into this rank's memory are at ``epoch``; ``peer``, ``expert`` and
-    ``index`` of each are what is reported of it. What is stored behind them may be read afterwards.
+    """Waits until all flags of a tensor of pointers into this rank's memory are at ``epoch``; ``peer``, ``expert`` and
+    ``index`` of each are reported if it is given up. What was stored before they were raised may be read afterwards.
 
     Returns whether they are: what is made without raises no flag.
     """
@@ -174,7 +214,7 @@ def wait(flag, mask, epoch, peer, expert, index, stage: tl.constexpr, world):  #
 
 @triton.jit
 def all_came(world):  # type: ignore[no-untyped-def]
-    """Whether everything came that launches before this one waited for."""
+    """Returns whether everything came that launches before this one waited for."""
     # Acquire is more than is needed: outputs of what was given up are overwritten, not read.
     return tl.atomic_add(at(world, tl.load(world + RANK), ABORT, tl.int32), 0, sem="acquire", scope="sys") == 0
 
@@ -186,7 +226,9 @@ def _poll(flag, mask, epoch):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _give_up(found, epoch, peer, expert, index, stage: tl.constexpr, world):  # type: ignore[no-untyped-def]
-    """The first program of a rank that gives up writes its report, and then tells all ranks whose it is."""
+    """Writes the report if this is the first program of its rank that gives up, and then tells all ranks whose
+    it is.
+    """
     own = tl.load(world + RANK).to(tl.int32)
     report = at(world, own, REPORT, tl.int32)
     # It only chooses one program of this rank: acquire, release and other GPUs are more than is needed.

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, DType, EvenSplit, ModelShape
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.planners import split_tokens
+from moesys.config import ClusterSpec, DType, ModelShape
 from moesys.cost import ExpertPass, attention_rate, elementwise_seconds, pass_seconds
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.moe.expert_parameters import DTYPES
-from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
-from moesys.overlap.experts_on_device import experts_on_device
-from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
+from moesys.moe.masters import DTYPES
+from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertGradients, ExpertWeights, Workplace
+from moesys.overlap.experts_cpu import experts_on_device
 from moesys.overlap.routes import build_routes, chunk_counts
 
 # "backward" computes the gradients of inputs and weights; "input_gradients" computes those of inputs alone, as a layer
@@ -147,6 +147,9 @@ class StackedExperts(list[ExpertWeights]):
         super().__init__(map(ExpertWeights, gate_up_SUH, down_SHI))
         self._stacked = ExpertWeights(gate_up_SUH, down_SHI)
 
+    def by_slot(self) -> StackedExperts:
+        return self
+
     def stacked(self) -> ExpertWeights:
         return self._stacked
 
@@ -184,7 +187,7 @@ class AttentionCase:
 
     def flops(self, of: Pass) -> int:
         """Returns the flops of the scores within the mask and of the sums of values that they weight
-        (``simulator.model.layer_operations``). Backward computes the scores again, and two products for each of these
+        (``simulator.model.model_cost``). Backward computes the scores again, and two products for each of these
         two.
         """
         forward = 4 * self.num_heads * self.head_dim * (self.seq_len * (self.seq_len + 1) // 2)

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 import triton.language as tl
 
-from moesys.config import DType, MegaKernel, ModelShape
+from moesys.config import DType, ModelShape
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.heap import RANK, TIMEOUT_S, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, raise_if_given_up, wait
 from moesys.lab.calibrate.cases import ExpertCase, Pool, layers_of, one_rank_plan
 from moesys.lab.calibrate.timings import Effort, seconds_of, timed
 from moesys.lab.ranks.devices import rank_device
-from moesys.overlap.held_experts import ExpertGradients
+from moesys.overlap.executor import ExpertGradients
 from moesys.overlap.mega_executor import MegaHome, plan_mega
 
 POINTS = {"apart": MegaKernel(fused="none", overlap_weight_gradients=False), "fused": MegaKernel()}

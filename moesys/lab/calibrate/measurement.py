@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,12 @@ from moesys.config import ClusterSpec, DType
 from moesys.cost import link_seconds
 from moesys.lab.calibrate import timings
 from moesys.lab.calibrate.cases import GRIDS, Case, Grid, Pass
-from moesys.lab.calibrate.results import Figure, Link, Timing
 from moesys.lab.calibrate.timings import Effort
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import cpu_name
 from moesys.lab.runs.stopwatch import Spread
-from moesys.simulator.model.end_of_step import update_bytes
+from moesys.lab.show.tables import Column
+from moesys.simulator.model.simulate_model import update_bytes
 
 T = TypeVar("T")
 
@@ -47,6 +47,81 @@ FITS: dict[str, dict[str, tuple[Pass, ...]]] = {
 }
 
 
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def four_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def _errors(errors: Sequence[float]) -> str:
+    sizes = np.abs(errors)
+    return f"{np.median(sizes):.0%}, {sizes.max():.0%}" if len(sizes) else ""
+
+
+MEDIAN = Column("ms", lambda ms: four_digits(ms.median))
+RANGE = (
+    Column("p20 to p80", lambda spread: f"{four_digits(spread.p20)} to {four_digits(spread.p80)}"),
+    Column("n", lambda spread: str(spread.n)),
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One field of the ``ClusterSpec``. how: the measurement, or the reason why there is none.
+
+    spread: of samples in the field's unit. errors: of the fit, predicted divided by measured, less 1. held_out: the
+    same for cases that the field was not fitted to.
+    """
+
+    field: Annotated[str, Column("field")]
+    value: float
+    how: Annotated[str, Column("from")]
+    spread: Annotated[Spread | None, *RANGE] = None
+    errors: Annotated[Sequence[float], Column("fit: median, worst error", _errors)] = ()
+    held_out: Annotated[Sequence[float], Column("held out: median, worst", _errors)] = ()
+    measured: bool = True
+
+    @property
+    def figure(self) -> Annotated[str, Column("figure", after="field")]:
+        return four_digits(self.value) if self.measured else "n/a"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One pass of one case, or messages of one size, and the time predicted with the fitted fields."""
+
+    work: Annotated[str, Column("work")]
+    size: Annotated[str, Column("size")]
+    held_out: Annotated[bool, Column("fit", lambda held_out: "held out" if held_out else "")]
+    ms: Annotated[Spread, MEDIAN, *RANGE]
+    predicted_ms: Annotated[float, Column("predicted, ms", four_digits)]
+    flops: int | None = None
+
+    @property
+    def tflops(self) -> Annotated[float | None, Column("TFLOP/s", four_digits, after="ms")]:
+        return self.flops and self.flops / self.ms.median / 1e9
+
+    @property
+    def error(self) -> Annotated[float, Column("error", "+.0%")]:
+        return self.predicted_ms / self.ms.median - 1
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """All-to-alls inside nodes, between nodes, or between two ranks, and the line through their times.
+
+    messages: by the bytes of the busiest link, as the cost model counts them. peer_gb_per_s: the rate at which a rank
+    sends to each peer, by the largest messages.
+    """
+
+    name: str
+    latency_us: float
+    gb_per_s: float
+    peer_gb_per_s: float
+    messages: list[Timing]
+
+
 @dataclass
 class Calibration:
     """A calibration, in progress or complete. cluster: with all fields measured so far. samples_s: all seconds, by name
@@ -61,7 +136,7 @@ class Calibration:
     cluster: ClusterSpec
     figures: list[Figure] = field(default_factory=list)
     passes: list[Timing] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)
+    links: list[MeasuredLink] = field(default_factory=list)
     samples_s: dict[str, Any] = field(default_factory=dict)
 
     def run(self, what: str, fn: Callable[..., T], *args: Any) -> list[T]:
@@ -231,7 +306,7 @@ def _near(cluster: ClusterSpec) -> npt.NDArray[np.bool_]:
     return (node_R[:, None] == node_R) & ~np.eye(len(node_R), dtype=bool)
 
 
-def _measure_link(found: Calibration, name: str, peers_RR: npt.NDArray[np.bool_]) -> Link | None:
+def _measure_link(found: Calibration, name: str, peers_RR: npt.NDArray[np.bool_]) -> MeasuredLink | None:
     """Measures all-to-alls between these peers, if there are any; each ends when it has ended on the slowest rank."""
     if not peers_RR.any():
         return None
@@ -245,7 +320,7 @@ def _measure_link(found: Calibration, name: str, peers_RR: npt.NDArray[np.bool_]
         Timing(name, f"{busiest * size:,} bytes", False, spread, 1e-3 * latency_us + 1e-6 * busiest * size / gb_per_s)
         for size, spread in ms.items()
     ]
-    found.links.append(Link(name, latency_us, gb_per_s, 1e-6 * max(ms) / ms[max(ms)].median, messages))
+    found.links.append(MeasuredLink(name, latency_us, gb_per_s, 1e-6 * max(ms) / ms[max(ms)].median, messages))
     return found.links[-1]
 
 

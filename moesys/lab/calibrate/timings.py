@@ -20,7 +20,7 @@ import torch.distributed as dist
 from moesys.config import BYTES_PER_GB, DType
 from moesys.lab.calibrate.cases import Case, ExpertCase, ExpertPasses, Pass, Pool
 from moesys.lab.ranks.devices import rank_device
-from moesys.overlap.comm.messages import Messages, exchange
+from moesys.overlap.comm.channel import Messages, exchange
 
 # The most calls of a window, however short it is.
 MOST_CALLS = 10_000

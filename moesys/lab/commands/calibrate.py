@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 
+from moesys.files import write_whole
 from moesys.lab.calibrate.cases import GRIDS
-from moesys.lab.calibrate.measurement import PARTS, Calibration, calibrate
-from moesys.lab.calibrate.results import four_digits
+from moesys.lab.calibrate.measurement import PARTS, Calibration, calibrate, four_digits
 from moesys.lab.calibrate.timings import Effort
 from moesys.lab.commands.options import refusing
 from moesys.lab.ranks.process_start import joins, writes
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import machine_line
-from moesys.lab.show.reports import Report, publish, write
-from moesys.lab.show.sheets import Sheet
 from moesys.lab.show.steps import steps_told
-from moesys.whole_file import write_whole
+from moesys.lab.show.tables import Report, Sheet, publish, write
 
 MOST_LOCAL_RANKS = 8
 

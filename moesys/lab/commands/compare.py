@@ -6,12 +6,11 @@ import io
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
@@ -20,9 +19,8 @@ from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
 from moesys.lab.runs.records import RunFolder, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
-from moesys.lab.show.console import print_full
-from moesys.lab.show.formats import format_comparison
-from moesys.lab.show.tables import comparison_table, figure
+from moesys.lab.show.comparisons import comparison_sheet, format_comparison
+from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, terminal_table
 
 
 def compare(runs: Sequence[Path | str]) -> list[Comparison]:
@@ -58,7 +56,7 @@ def compare_folders(folders: Sequence[Path], form: Format = "table", metric: str
         if metric is None:
             _print(comparison, form, of_group)
         else:
-            print_full(_metric_table(comparison, metric))
+            print_sheet(_metric_sheet(comparison, metric))
     return max(_told_unequal(comparison, group) for group, comparison in zip(groups, comparisons, strict=True))
 
 
@@ -100,35 +98,44 @@ def _told_unequal(comparison: Comparison, folders: Sequence[RunFolder]) -> int:
 def _print(comparison: Comparison, form: Format, environments: Sequence[Environment]) -> None:
     machine = environments[0].machine_line if environments else ""
     if form == "table":
-        print_full(*comparison_table(comparison, machine))
+        print_sheet(comparison_sheet(comparison, machine))
     else:
         print(format_comparison(comparison, form, machine), end="")
 
 
 def _save_table(comparison: Comparison, environments: Sequence[Environment], folder: Path) -> None:
     """``table.txt`` and ``table.svg`` in the run folder."""
-    table, notes = comparison_table(comparison, environments[0].machine_line if environments else "")
+    sheet = comparison_sheet(comparison, environments[0].machine_line if environments else "")
     with (folder / "table.txt").open("w", encoding="utf-8") as file:
-        print_full(table, notes, file)
+        print_sheet(sheet, file)
     console = Console(file=io.StringIO(), record=True, width=160)
-    console.print(table)
-    for note in notes:
+    console.print(terminal_table(sheet))
+    for note in sheet.notes:
         console.print(note, highlight=False, markup=False)
     console.save_svg(str(folder / "table.svg"), title=comparison.experiment.name)
 
 
-def _metric_table(comparison: Comparison, metric: str) -> Table:
+@dataclass(frozen=True)
+class MetricRow:
+    """One metric of one strategy, over all samples of all seeds; the median is that of the seeds' medians."""
+
+    strategy: Annotated[str, Column("strategy", align="left")]
+    median: Annotated[float | None, Column("median", figure)]
+    lowest: Annotated[float | None, Column("lowest", figure)]
+    highest: Annotated[float | None, Column("highest", figure)]
+    seeds: Annotated[int, Column("seeds")]
+
+
+def _metric_sheet(comparison: Comparison, metric: str) -> Sheet:
     unit = next((row.units[metric] for row in comparison.rows if metric in row.units), "")
     title = f"{comparison.source.upper()}: {comparison.experiment.name}, {metric}{f' ({unit})' if unit else ''}"
-    table = Table("strategy", title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("median", "lowest", "highest", "seeds"):
-        table.add_column(column, justify="right")
+    rows = []
     for row in comparison.rows:
-        values = [value for of_seed in row.samples.get(metric, {}).values() for value in of_seed]
-        median = row.median(metric)
-        cells = [figure(value) for value in (median, min(values), max(values))] if median is not None else [""] * 3
-        table.add_row(Text(row.name), *cells, str(len(row.samples.get(metric, {}))))
-    return table
+        by_seed = row.samples.get(metric, {})
+        values = [value for of_seed in by_seed.values() for value in of_seed]
+        ends = min(values, default=None), max(values, default=None)
+        rows.append(MetricRow(row.name, row.median(metric), *ends, len(by_seed)))
+    return Sheet(title, rows)
 
 
 # --- several folders in one table ---------------------------------------------------------------------------------

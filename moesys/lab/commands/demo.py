@@ -19,21 +19,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import StepPlan
 from moesys.balance.replay import replay_steps
-from moesys.config import (
-    Ep,
-    FlowSplit,
-    Fsep,
-    Greedy,
-    LayoutInvariant,
-    Ordered,
-    Pipelined,
-    Strategy,
-    presets,
-)
+from moesys.config import Ep, Fsep, LayoutInvariant, Ordered, Strategy, presets
 from moesys.config.experiment import Experiment
-from moesys.config.hub_config import read_config
+from moesys.config.hub import read_config
+from moesys.config.overlap import Pipelined
 from moesys.config.reduction import Reduction
 from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands import refused

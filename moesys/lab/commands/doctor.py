@@ -22,7 +22,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from moesys.lab.show.console import print_full
+from moesys.lab.show.tables import print_full
 
 State = Literal["ok", "slow", "missing", "broken"]
 

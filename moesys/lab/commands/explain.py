@@ -11,7 +11,7 @@ from moesys.lab.commands.declarations import strategy_in, strategy_of
 from moesys.lab.explanation.explanation import explain
 from moesys.lab.explanation.step_explanation import explanation_tree
 from moesys.lab.runs.experiment_files import load_experiment
-from moesys.lab.show.console import print_full
+from moesys.lab.show.tables import print_full
 
 
 def explain_command(

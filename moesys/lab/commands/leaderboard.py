@@ -14,9 +14,9 @@ from pathlib import Path
 from moesys.config import ModelShape, ModelSpec
 from moesys.config.layer_spec import MoeMlp
 from moesys.lab.commands.declarations import cluster_of, predictor_of
-from moesys.lab.leaderboard.pages import write_pages
 from moesys.lab.leaderboard.planners import GROUPS, PlannerGroup, named_planner
-from moesys.lab.leaderboard.results import FILE, results
+from moesys.lab.leaderboard.ranking import write_pages
+from moesys.lab.leaderboard.scores import FILE, results
 from moesys.lab.leaderboard.workloads import SCORED, TOKENS_PER_RANK, WARM_UP, RoutingSetting, recorded_in, settings
 from moesys.lab.runs.records import take_lock
 from moesys.lab.runs.stopwatch import machine_line

@@ -11,18 +11,19 @@ from rich.text import Text
 from rich.tree import Tree
 
 from moesys.balance.certificate import Certificate, certify
-from moesys.balance.greedy.relabelling import num_moves
-from moesys.balance.layouts import plan_layout
+from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.plan import LayerPlan
-from moesys.balance.splits import split_tokens
-from moesys.config import Balance, ClusterSpec, CpSat, Greedy, Split
+from moesys.balance.planners import plan_layout, split_tokens
+from moesys.config import Balance, ClusterSpec, Split
+from moesys.files import write_whole
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import balance_of, cluster_of, split_of
-from moesys.lab.show.console import print_full
+from moesys.lab.show.tables import print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.traces import load_trace
-from moesys.whole_file import write_whole
 
 MOST_RANKS_SHOWN = 128
 MOST_EXPERTS_SHOWN = 16

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moesys.files import write_whole
 from moesys.lab.commands import refused
 from moesys.lab.runs.watched_run import read_watched_run
-from moesys.lab.show.watch_page import watch_page
-from moesys.whole_file import write_whole
+from moesys.lab.show.pages import watch_page
 
 
 def report_command(folder: Path, out: Path | None = None) -> int:

@@ -15,8 +15,7 @@ import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
 
-from moesys.balance.plan import StepPlan
-from moesys.balance.row_limits import why_not
+from moesys.balance.plan import StepPlan, why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Measured, Replay, Workload
@@ -25,9 +24,9 @@ from moesys.lab.commands.declarations import cluster_of, strategy_in
 from moesys.lab.runs.experiment_files import in_words, load_experiment
 from moesys.lab.runs.trials import drawn_like, rest_of, timed_steps
 from moesys.lab.show.chrome_trace import write_chrome_trace
-from moesys.lab.show.console import print_full
 from moesys.lab.show.figures import timeline_chart
-from moesys.lab.show.simulated_steps import StepDraws, StepFigures, step_table
+from moesys.lab.show.simulated_steps import StepDraws, StepFigures, step_sheet
+from moesys.lab.show.tables import print_sheet
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation
 from moesys.simulator.step_program import simulation
@@ -77,7 +76,7 @@ def simulate_command(
                 found.append(StepDraws(of_strategy, tuple(figures)))
             # Before the table is printed, whose reader may stop before its end.
             files = [] if out is None else [_write(of, out / stem, name) for stem, of in _by_stem(firsts).items()]
-        print_full(*step_table(f"SIMULATED: {name}, {shape}", found, words))
+        print_sheet(step_sheet(f"SIMULATED: {name}, {shape}", found, words))
         for paths in files:
             print("written to " + ", ".join(map(str, paths)))
     except (ValueError, OSError) as error:

@@ -14,18 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from moesys.config import BYTES_PER_GB, ModelSpec, Strategy, presets
-from moesys.config.model_run import ModelRun
-from moesys.config.parallelism import Parallelism
+from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
+from moesys.files import write_whole
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import cluster_of, strategy_of
 from moesys.lab.runs.experiment_files import in_words
-from moesys.lab.show.console import print_full
 from moesys.lab.show.figures import memory_chart
-from moesys.lab.show.tables import figure
+from moesys.lab.show.tables import figure, print_full
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
-from moesys.whole_file import write_whole
 
 # What ``--parallel`` calls fields of ``Parallelism``.
 SHORT = {"tp": "tensor", "cp": "context", "pp": "pipeline", "vp": "virtual_stages", "ep": "expert"}

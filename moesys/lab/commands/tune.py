@@ -10,8 +10,8 @@ from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import space_of
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.experiment_files import load_experiment
-from moesys.lab.show.console import print_full
-from moesys.tuner.search_bounds import SearchBounds
+from moesys.lab.show.tables import print_sheet
+from moesys.tuner.space import SearchBounds
 
 
 class TuneOptions(TypedDict, total=False):
@@ -47,15 +47,11 @@ def tune_file(
             print("stopped: what was found out is in the journal; the same command goes on from there", file=sys.stderr)
         return 130
     if speaks:
-        from moesys.lab.show.tune_tables import choices_table, draws_table, measured_table, simulated_table
+        from moesys.lab.show.tune_tables import tune_sheets
 
         tuned = result.tuned
-        print_full(*simulated_table(tuned, experiment.name))
-        if tuned.draws:
-            print_full(*draws_table(tuned, experiment.name))
-        if tuned.timing is not None:
-            print_full(*measured_table(tuned, experiment.name))
-        print_full(choices_table(tuned))
+        for sheet in tune_sheets(tuned, experiment.name):
+            print_sheet(sheet)
         print(
             f"Decided by {tuned.decided_by} times: {tuned.speedup:.3f} x as fast as {tuned.baseline.name}.\n"
             f"The strategy and its reasons: {result.path / 'tuned.toml'}\n"

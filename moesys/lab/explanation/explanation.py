@@ -1,37 +1,43 @@
-"""Explains one step's plan: what is wanted, what moved, who goes where, who waits for what.
+"""Explains the plan of one step: the load, what moved, who sends tokens to whom, and who waits for what.
 
-Every figure is read off the objects that a trial in the cost model uses: the layouts and token plans of ``replay``, the
-bytes of ``cost``, the timeline of ``simulation``. So all times are a cost model's.
+All figures come from the objects that a simulated trial uses: the layouts and token plans of ``replay``, the bytes of
+``cost``, and the computing and waiting of ``simulation``. So all times are simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
+from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.max_load import min_max_load
-from moesys.balance.plan import LayerPlan, StepPlan
+from moesys.balance.plan import LayerPlan, StepPlan, why_not
+from moesys.balance.planners import split_tokens
 from moesys.balance.predictors import window
 from moesys.balance.replay import Replan, Replayed, replay_layer
-from moesys.balance.row_limits import why_not
 from moesys.balance.seconds_certificate import certify_seconds
-from moesys.balance.splits import split_tokens
-from moesys.config import EvenSplit, Oracle, Strategy
+from moesys.config import Fsep, ModelShape, Oracle, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Measured, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
-from moesys.lab.explanation.layer_explanation import ExpertChange, LayerExplanation, LayoutChange, Traffic
-from moesys.lab.explanation.mega_memory import mega_memory
-from moesys.lab.explanation.rank_times import RankTimes
-from moesys.lab.explanation.step_explanation import PathPlace, StepExplanation
+from moesys.lab.explanation.step_explanation import (
+    ExpertChange,
+    LayerExplanation,
+    LayoutChange,
+    MegaMemory,
+    PathPlace,
+    StepExplanation,
+    Traffic,
+)
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 from moesys.row_traffic import row_traffic
 from moesys.simulator.critical_path import by_place
-from moesys.simulator.simulation import exposed_ms
+from moesys.simulator.simulation import Simulation, critical_rank, exposed_ms
 from moesys.simulator.step_program import simulation
 from moesys.traces import Trace
 
@@ -39,11 +45,12 @@ from moesys.traces import Trace
 def explain(
     strategy: Strategy, experiment: Experiment, *, micro_batch: int | None = None, model_layers: int | None = None
 ) -> StepExplanation:
-    """The plan of ``strategy`` for one micro-batch of the experiment's first seed; for the last one by default.
+    """Explains the plan of ``strategy`` for one micro-batch of the experiment's first seed, by default the last one.
 
-    ``model_layers``: of the whole model, whose memory counts; None: those of the workload. Layouts follow from the
-    micro-batches before. What training wants is known only once it runs: its load is drawn.
-    Raises ValueError for a micro-batch that the workload has not, and a strategy that does not fit the experiment.
+    ``model_layers``: the number of layers of the whole model, which counts for memory; by default that of the workload.
+    Layouts follow from the micro-batches before. The load of a training is known only once it runs, so it is drawn.
+    Raises ValueError for a micro-batch that the workload does not have, and for a strategy that does not fit the
+    experiment.
     """
     trace, routing = _routing(experiment)
     if micro_batch is None:
@@ -63,7 +70,7 @@ def explain(
     rest = rest_of(experiment.workload)
     simulated = simulation([step], rest)
     timeline = simulated.timeline
-    times = RankTimes(timeline, cluster.num_ranks)
+    critical_ms, mean_ms = _spent_ms(simulated, simulated.spent_R)
     return StepExplanation(
         experiment=experiment.name,
         strategy=strategy,
@@ -74,20 +81,31 @@ def explain(
         num_micro_batches=trace.num_micro_batches,
         step_ms=timeline.length_us / 1000,
         exposed_ms=exposed_ms(timeline),
-        critical_rank=times.critical_rank,
-        critical_ms=times.critical_ms(),
-        mean_ms=times.mean_ms(),
+        critical_rank=critical_rank(timeline),
+        critical_ms=critical_ms,
+        mean_ms=mean_ms,
         critical_path=[
             PathPlace(where, 1000 * seconds, share) for where, seconds, share in by_place(simulated.critical_path)
         ],
-        layers=tuple(_explain_layer(layer, step, walk, times) for layer, walk in enumerate(walks)),
-        mega=mega_memory(strategy, model, plans),
+        layers=tuple(_explain_layer(layer, step, walk, simulated) for layer, walk in enumerate(walks)),
+        mega=_mega_memory(strategy, model, plans),
         would_not_run=why_not([step], num_layers=model_layers, recompute=rest.recompute != "none"),
     )
 
 
+def _spent_ms(simulated: Simulation, layers: Iterable[int | None]) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the milliseconds of these layers by kind, of the rank that computes longest and the mean over ranks."""
+    spent_R: dict[str, FloatArray] = defaultdict(lambda: np.zeros(simulated.cluster.num_ranks))
+    for layer in layers:
+        for kind, seconds_R in simulated.spent_R.get(layer, {}).items():
+            spent_R[kind] += seconds_R
+    rank = critical_rank(simulated.timeline)
+    critical_ms = {kind: 1e3 * float(seconds_R[rank]) for kind, seconds_R in spent_R.items() if seconds_R[rank] > 0}
+    return critical_ms, {kind: 1e3 * float(of_R.mean()) for kind, of_R in spent_R.items() if of_R.any()}
+
+
 def _routing(experiment: Experiment) -> tuple[Trace, str]:
-    """What routers want, and where that comes from, in words."""
+    """Returns what the routers want, and a description of where that comes from."""
     workload = experiment.workload
     if isinstance(workload, Replay):
         drawn: Replay | Generated = workload
@@ -104,7 +122,7 @@ def _routing(experiment: Experiment) -> tuple[Trace, str]:
 
 
 def _newest_change(walk: Sequence[Replayed]) -> tuple[LayoutChange | None, int]:
-    """The newest plan that moved anything, and how many came into force after it that moved nothing."""
+    """Returns the newest plan that moved anything, and the number of later plans that moved nothing."""
     num_kept = 0
     for one in reversed(walk):
         if one.replan is None:
@@ -135,7 +153,7 @@ def _changed(one: Replayed, replan: Replan) -> LayoutChange:
 
 
 def _moved(before: ExpertLayout, after: ExpertLayout, tokens_E: IntArray) -> Iterator[ExpertChange]:
-    """Experts that are held by other ranks than before, or another number of times; most tokens first."""
+    """Yields the experts that other ranks hold than before, or another number of times; most tokens first."""
     more_RE = after.replicas_RE - before.replicas_RE
     changed = np.flatnonzero(more_RE.any(axis=0))
     for expert in changed[np.argsort(-tokens_E[changed], kind="stable")].tolist():
@@ -152,7 +170,7 @@ def _moved(before: ExpertLayout, after: ExpertLayout, tokens_E: IntArray) -> Ite
 # --- a layer ----------------------------------------------------------------------------------------------------
 
 
-def _explain_layer(layer: int, step: StepPlan, walk: Sequence[Replayed], times: RankTimes) -> LayerExplanation:
+def _explain_layer(layer: int, step: StepPlan, walk: Sequence[Replayed], simulated: Simulation) -> LayerExplanation:
     plan, cluster = step.layers[layer], step.cluster
     load, layout, tokens = plan.load, plan.layout, plan.tokens
     change, num_kept = _newest_change(walk)
@@ -162,6 +180,7 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[Replayed], times: 
     busiest = int(tokens.tokens_R.argmax())
     busiest_E = np.zeros(load.num_experts, dtype=np.int64)
     np.add.at(busiest_E, expert[destination == busiest], count[destination == busiest])
+    critical_ms, mean_ms = _spent_ms(simulated, [layer])
     least = min_max_load(load, layout) * load.num_ranks / load.total if load.total else 1.0
     return LayerExplanation(
         layer=layer,
@@ -183,8 +202,8 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[Replayed], times: 
             expert: int(busiest_E[expert]) for expert in np.argsort(-busiest_E, kind="stable").tolist()[:8]
         },
         traffic=_traffic(plan, step),
-        critical_ms=times.critical_ms(layer),
-        mean_ms=times.mean_ms(layer),
+        critical_ms=critical_ms,
+        mean_ms=mean_ms,
     )
 
 
@@ -193,7 +212,7 @@ def _late_experts(layout: ExpertLayout, late_slots: int) -> list[list[int]]:
     return [row[row != EMPTY].tolist() for row in late_RL]
 
 
-# Stages that bring rows to their experts, and home.
+# The stages that bring rows to their experts, and those that bring the results back.
 _WAYS = (("dispatch", "spread"), ("combine", "send_sums"))
 
 
@@ -224,3 +243,42 @@ def _traffic(plan: LayerPlan, step: StepPlan) -> list[Traffic]:
         *late,
         traffic("reshard", 1, *reshard_bytes(plan.layout, model, cluster, sharding)),
     ]
+
+
+# --- memory ---
+
+
+def _mega_memory(strategy: Strategy, model: ModelShape, plans: tuple[LayerPlan, ...]) -> MegaMemory | None:
+    """Returns the memory that a ``MegaKernel`` takes for these layers; None for other overlaps."""
+    overlap = strategy.overlap
+    if not overlap.reaches_memory:
+        return None
+    # Not at the top: these modules import Triton.
+    from moesys.moe.pulled_experts import ring_bytes
+    from moesys.overlap.device_split import room_for_rows
+    from moesys.overlap.mega_executor import symmetric_bytes
+
+    on_device = strategy.plans_on_device
+    num_ranks, num_slots = plans[0].layout.expert_RS.shape
+    most_tokens = max(int(plan.load.tokens_RE.sum(1).max()) for plan in plans) // model.top_k
+    if on_device and overlap.most_tokens is not None:
+        most_tokens = overlap.most_tokens
+    num_replicas = max(int((plan.layout.replicas_RE > 0).sum()) for plan in plans)
+    num_rows = max(int(plan.tokens.tokens_R.max()) for plan in plans)
+    most_rows = room_for_rows(overlap, most_tokens, model.top_k, num_ranks)
+    held_rows = most_rows if on_device else num_rows
+    hidden, width, size = model.hidden_size, model.intermediate_size, model.bytes_per_element
+    waiting = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
+    # MoELayer decides in the same way: what is restored node by node is sent.
+    pulls = num_ranks > 1 and isinstance(strategy.sharding, Fsep) and strategy.sharding.flat
+    return MegaMemory(
+        symmetric_bytes(overlap, model, most_tokens, num_ranks, num_replicas),
+        ring_bytes(model, num_ranks, num_slots, strategy.reduction.gradient_bytes) if pulls else 0,
+        num_rows,
+        most_rows,
+        held_rows,
+        # Forward keeps h and perhaps x. Backward adds dy, dh and the weighted activations, x if it was not kept, and dx
+        # if it waits for a task that pushes it.
+        kept_bytes=held_rows * (hidden * overlap.keep_x + 2 * width) * size,
+        backward_bytes=held_rows * (hidden * (1 + waiting + (not overlap.keep_x)) + 3 * width) * size,
+    )

@@ -1,29 +1,144 @@
-"""Shows one step that was explained: as a tree for the terminal, or as JSON."""
+"""One explained step: what is known of it, and how it is shown, as a tree for the terminal or as JSON."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from io import StringIO
 
+import numpy as np
+from rich import box
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from moesys.config import ClusterSpec, Fsep, MegaKernel, Pipelined, Strategy
-from moesys.lab.explanation.layer_explanation import LayerExplanation
-from moesys.lab.explanation.layer_tree import layer_branch, layers_table
-from moesys.lab.explanation.mega_memory import MegaMemory
-from moesys.lab.explanation.tree_words import add_head, add_line, counted, ms_table
-from moesys.lab.show.console import print_full
-from moesys.lab.show.tables import figure
+from moesys.balance.seconds_certificate import SecondsCertificate
+from moesys.config import ClusterSpec, Fsep, Strategy
+from moesys.lab.show.tables import counted, figure, print_full
+from moesys.simulator.simulation import COMPUTED_KINDS
 
 MOST_PLACES = 5
+MOST_SHOWN = 12
 BYTES_PER_GB = 1e9
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class ExpertChange:
+    """An expert whose replicas moved. ``load_over_mean``: its tokens divided by the mean, in the load planned for."""
+
+    expert: int
+    replicas_before: int
+    replicas_after: int
+    gained_ranks: list[int]
+    lost_ranks: list[int]
+    load_over_mean: float
+
+
+@dataclass(frozen=True)
+class LayoutChange:
+    """The newest plan that moved anything, against the layout that it replaced.
+
+    since: the first micro-batch that used it. history: the first and the last micro-batch that it was planned on; with
+    ``Oracle``, the one to come.
+    max_over_mean_before, max_over_mean_after: tokens of the busiest rank divided by the mean, on the load that it was
+    planned for.
+    """
+
+    since: int
+    history: tuple[int, int]
+    max_over_mean_before: float
+    max_over_mean_after: float
+    experts: list[ExpertChange]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All-to-alls of one kind: the bytes of one over all ranks, by kind of link; their number per step; and the
+    milliseconds of one that shares its links with no other.
+    """
+
+    kind: str
+    intra_node_bytes: int
+    inter_node_bytes: int
+    times: int
+    alone_ms: float
+
+
+@dataclass(frozen=True)
+class LayerExplanation:
+    """One layer: its load, what moved in its layout, its token split, its bytes and its times.
+
+    tokens_E: tokens of each expert. experts_R: the experts in each rank's slots; late_experts_R: those in late slots.
+    change: None if the layout is still the first one. num_kept: the number of plans after it that moved nothing.
+    tokens_R: tokens that each rank computes. busiest_rank: the rank with most; busiest_tokens: by its heaviest experts.
+    max_over_mean: over ranks; under ``EvenSplit``; and the least that any split over this layout reaches.
+    seconds: the time of a sequential step of this plan, and a lower bound for all plans.
+    on_rank, within_node, between_nodes: tokens whose expert is on their own rank, on another of its node, elsewhere.
+    mean_ms, critical_ms: the layer's part of those of ``StepExplanation``.
+    """
+
+    layer: int
+    tokens_E: list[int]
+    experts_R: list[list[int]]
+    late_experts_R: list[list[int]]
+    change: LayoutChange | None
+    num_kept: int
+    tokens_R: list[int]
+    max_over_mean: float
+    even_max_over_mean: float
+    least_max_over_mean: float
+    seconds: SecondsCertificate
+    on_rank: int
+    within_node: int
+    between_nodes: int
+    busiest_rank: int
+    busiest_tokens: dict[int, int]
+    traffic: list[Traffic]
+    critical_ms: dict[str, float]
+    mean_ms: dict[str, float]
+
+    @property
+    def expert_max_over_mean(self) -> float:
+        return max(self.tokens_E) / np.mean(self.tokens_E).item() if any(self.tokens_E) else 1.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.tokens_E)
+
+    def hottest(self, count: int) -> list[int]:
+        """Returns the experts with most tokens, the lower of equals first."""
+        return sorted(range(len(self.tokens_E)), key=lambda expert: (-self.tokens_E[expert], expert))[:count]
+
+    @property
+    def starved(self) -> list[int]:
+        """Returns the experts without tokens."""
+        return [expert for expert, tokens in enumerate(self.tokens_E) if not tokens]
+
+
+@dataclass(frozen=True)
+class MegaMemory:
+    """The memory of a rank of a linked model under a ``MegaKernel``, in bytes.
+
+    symmetric_bytes: the arena that peers reach, shared by all layers. pulled_bytes: the regions from which peers pull
+    experts and gradients, shared by all layers; 0 if those are sent or stay. num_rows: rows of the busiest rank in any
+    layer, of ``most_rows`` that ``rows_cap`` allows. held_rows: rows for which memory is held, ``most_rows`` if devices
+    plan. kept_bytes: held from forward to backward, per layer. backward_bytes: further memory during backward.
+    """
+
+    symmetric_bytes: int
+    pulled_bytes: int
+    num_rows: int
+    most_rows: int
+    held_rows: int
+    kept_bytes: int
+    backward_bytes: int
 
 
 @dataclass(frozen=True)
 class PathPlace:
-    """A place on the critical path, such as ``node 2's NIC in``, and how much of the path is there."""
+    """A place on the critical path, such as ``node 2's NIC in``, and its share of the path."""
 
     where: str
     ms: float
@@ -34,14 +149,14 @@ class PathPlace:
 class StepExplanation:
     """One micro-batch through all layers, forward and backward.
 
-    routing: where the load comes from. micro_batch: of 0..num_micro_batches-1, warm-up included.
+    routing: the source of the load. micro_batch: one of 0..num_micro_batches-1, warm-up included.
     critical_ms, mean_ms: milliseconds of the rank that computes longest, and the mean over ranks: of computing by kind
-        (``COMPUTED_KINDS``) and of waiting by what for (``dispatch``, ``combine``, ``restore``,
-        ``reshard``, ``slower ranks``). They add up to ``step_ms``.
-    exposed_ms: all waiting, a mean over ranks.
-    critical_path: what sets the step's length, most milliseconds first; they add up to ``step_ms``.
-    mega: of a ``MegaKernel``, else None.
-    would_not_run: what stands against it on such a cluster; empty where nothing does.
+        (``COMPUTED_KINDS``), and of waiting by what was waited for, as in ``Simulation.waited_R``. They add up to
+        ``step_ms``.
+    exposed_ms: all waiting, the mean over ranks.
+    critical_path: the places that determine the step's length, most milliseconds first; they add up to ``step_ms``.
+    mega: the memory of a ``MegaKernel``; None for other overlaps.
+    would_not_run: the reasons why it would not run on such a cluster, if there are any.
     """
 
     experiment: str
@@ -72,9 +187,9 @@ class StepExplanation:
 
 
 def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> Tree:
-    """All layers in one table, then one in detail, by default the one whose ranks are loaded least evenly.
+    """Draws all layers in one table and one of them in detail, by default the one with the least balanced ranks.
 
-    Raises ValueError for a layer that is not there.
+    Raises ValueError for a layer that does not exist.
     """
     layers = explanation.layers
     if layer is None:
@@ -86,20 +201,20 @@ def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> 
         f"of 0 to {explanation.num_micro_batches - 1}, seed {explanation.seed}"
     )
     tree = Tree(Text(title, style="bold"), guide_style="dim")
-    add_line(tree, "load", explanation.routing)
-    add_line(tree, "cluster", _cluster_words(explanation.cluster))
+    _add_line(tree, "load", explanation.routing)
+    _add_line(tree, "cluster", _cluster_words(explanation.cluster))
     for reason in explanation.would_not_run:
-        add_line(tree, "would not run", reason)
-    schedule = add_head(tree, "schedule")
+        _add_line(tree, "would not run", reason)
+    schedule = _add_head(tree, "schedule")
     for words in _schedule_words(explanation.strategy, explanation.cluster.num_nodes):
         schedule.add(Text(words))
     if explanation.mega is not None:
-        memory = add_head(tree, "memory of a rank")
+        memory = _add_head(tree, "memory of a rank")
         for words in _memory_words(explanation.mega):
             memory.add(Text(words))
     _time_branch(tree, explanation)
-    add_head(tree, counted(len(layers), "layer")).add(layers_table(layers))
-    layer_branch(tree, layers[layer], explanation.strategy, explanation.critical_rank)
+    _add_head(tree, counted(len(layers), "layer")).add(_layers_table(layers))
+    _layer_branch(tree, layers[layer], explanation.strategy, explanation.critical_rank)
     return tree
 
 
@@ -114,12 +229,9 @@ def _cluster_words(cluster: ClusterSpec) -> str:
 
 def _schedule_words(strategy: Strategy, num_nodes: int) -> list[str]:
     overlap, sharding = strategy.overlap, strategy.sharding
-    if isinstance(overlap, Pipelined):
-        words = [f"tokens in {counted(overlap.chunks, 'chunk')}, the next arriving and the last going home behind one"]
-    elif isinstance(overlap, MegaKernel):
-        words = [*_mega_words(overlap), _planning_words(strategy)]
-    else:
-        words = ["dispatch, experts and combine one after another"]
+    words = overlap.words()
+    if overlap.reaches_memory:
+        words.append(_planning_words(strategy))
     if overlap.crosses_once(num_nodes):
         home = "one partial sum a node comes home" if overlap.sums_by_node(num_nodes) else "every row comes home"
         words.append(f"a token crosses to a node once and spreads inside; {home}")
@@ -147,40 +259,12 @@ def _schedule_words(strategy: Strategy, num_nodes: int) -> list[str]:
     return words
 
 
-def _mega_words(overlap: MegaKernel) -> list[str]:
-    """In the order in which a rank's programs take tasks from their queue."""
-    share, order = overlap.dispatch_share, overlap.tile_order.replace("_", " ")
-    if overlap.fused in ("both", "dispatch"):
-        pulls = "all pulls first" if share == 1 else f"at least {share:.0%} of the first tasks pull rows"
-        words = [f"dispatch and the first product in one kernel: {pulls}, the others are tiles, {order}"]
-    else:
-        words = [f"dispatch in a kernel of its own, then the first product's tiles, {order}"]
-    if overlap.fused in ("both", "combine"):
-        share = overlap.combine_share
-        pushes = f"at most {share:.0%} of the tasks push rows home" if share else "tiles push their rows home"
-        words.append(f"the second product and combine in one kernel: {pushes}, then sums of what came home")
-    else:
-        words.append("the second product's tiles, pushes and sums in kernels of their own, one after another")
-    if overlap.overlap_weight_gradients:
-        share = overlap.reduce_share
-        sums = f"among them at most {share:.0%} sums" if share else "before the sums"
-        words.append(f"backward: tiles of weight gradients between pushes and sums, {sums}")
-    else:
-        words.append("backward: weight gradients when all else is done")
-    if not overlap.keep_x:
-        words.append("backward pulls rows of x again beside those of dy")
-    words.append(f"flags of each {overlap.granularity}" + ", a token pulled once a rank" * overlap.deduplicate)
-    return words
-
-
 def _planning_words(strategy: Strategy) -> str:
-    """Where ranks plan a micro-batch, and why."""
-    overlap = strategy.overlap
+    """Describes where ranks plan a micro-batch, and why."""
     if strategy.plans_on_device:
         return "planned on the devices, from counts that travel with the tokens' flag: no host waits"
     if not strategy.split.on_device:
         return "planned on the hosts, which wait for all counts: devices keep no cap and know no exact traffic"
-    assert isinstance(overlap, MegaKernel)
     return "planned on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan"
 
 
@@ -196,17 +280,173 @@ def _memory_words(memory: MegaMemory) -> list[str]:
     ]
 
 
-# --- the step -----------------------------------------------------------------------------------------------------
-
-
 def _time_branch(tree: Tree, explanation: StepExplanation) -> None:
-    branch = add_head(
+    branch = _add_head(
         tree, f"step {figure(explanation.step_ms)} ms, of which {figure(explanation.exposed_ms)} ms exposed (mean)"
     )
-    branch.add(ms_table(explanation.critical_rank, explanation.critical_ms, explanation.mean_ms))
-    path = add_head(tree, "critical path: what the step waited for, from its start to its end")
+    branch.add(_ms_table(explanation.critical_rank, explanation.critical_ms, explanation.mean_ms))
+    path = _add_head(tree, "critical path: what the step waited for, from its start to its end")
     for place in explanation.critical_path[:MOST_PLACES]:
-        add_line(path, place.where, f"{100 * place.share:.0f} % of the step ({figure(place.ms)} ms)")
+        _add_line(path, place.where, f"{100 * place.share:.0f} % of the step ({figure(place.ms)} ms)")
     if rest := explanation.critical_path[MOST_PLACES:]:
         share = sum(place.share for place in rest)
-        add_line(path, counted(len(rest), "other place"), f"{100 * share:.0f} %")
+        _add_line(path, counted(len(rest), "other place"), f"{100 * share:.0f} %")
+
+
+# --- layers ---
+
+
+def _layers_table(layers: Iterable[LayerExplanation]) -> Table:
+    table = _new_table(
+        *("layer", "experts max/mean", "replicas moved", "ranks, even split", "ranks, this split", "ranks, least"),
+        *("leave rank %", "leave node %", "busiest rank", "wait ms (mean)"),
+    )
+    for layer in layers:
+        shares = (layer.within_node + layer.between_nodes, layer.between_nodes)
+        table.add_row(
+            str(layer.layer),
+            f"{layer.expert_max_over_mean:.2f}",
+            _moved_cell(layer),
+            *(f"{value:.3f}" for value in (layer.even_max_over_mean, layer.max_over_mean, layer.least_max_over_mean)),
+            *(f"{100 * share / max(1, layer.num_tokens):.1f}" for share in shares),
+            str(layer.busiest_rank),
+            figure(_waiting(layer.mean_ms)),
+        )
+    return table
+
+
+def _moved_cell(layer: LayerExplanation) -> str:
+    if layer.change is None:
+        return ""
+    return f"{sum(len(moved.gained_ranks) for moved in layer.change.experts)} at {layer.change.since}"
+
+
+def _waiting(ms: dict[str, float]) -> float:
+    return sum(value for kind, value in ms.items() if kind not in COMPUTED_KINDS)
+
+
+def _layer_branch(tree: Tree, layer: LayerExplanation, strategy: Strategy, critical_rank: int) -> None:
+    branch = _add_head(tree, f"layer {layer.layer}")
+    _load_branch(branch, layer)
+    _layout_branch(branch, layer, strategy)
+    _split_branch(branch, layer)
+    _add_head(branch, "bytes of one all-to-all").add(_traffic_table(layer.traffic))
+    times = _add_head(branch, "the layer's share of the step")
+    times.add(_ms_table(critical_rank, layer.critical_ms, layer.mean_ms))
+
+
+def _load_branch(branch: Tree, layer: LayerExplanation) -> None:
+    load = _add_head(
+        branch, f"load: {layer.num_tokens} tokens routed, experts max/mean {layer.expert_max_over_mean:.2f}"
+    )
+    mean = layer.num_tokens / len(layer.tokens_E)
+    hottest = [
+        f"expert {expert} {layer.tokens_E[expert]} ({layer.tokens_E[expert] / mean:.2f} × the mean)"
+        for expert in layer.hottest(3)
+        if layer.tokens_E[expert]
+    ]
+    _add_line(load, "hottest", ", ".join(hottest) or "none, for there are no tokens")
+    _add_line(load, "without tokens", _listed("expert", layer.starved))
+
+
+def _layout_branch(branch: Tree, layer: LayerExplanation, strategy: Strategy) -> None:
+    if strategy.lag == 0:
+        _add_line(branch, "layout", f"planned by {strategy.balance.kind} on this micro-batch's own counts")
+        return
+    if strategy.late_slots:
+        late = [f"expert {e} on rank {rank}" for rank, experts in enumerate(layer.late_experts_R) for e in experts]
+        _add_line(branch, "late slots", ", ".join(late) or "nothing that pays")
+    change = layer.change
+    kept = f"; {counted(layer.num_kept, 'newer plan')} moved nothing" if layer.num_kept else ""
+    if change is None:
+        still = ", and for ever" if strategy.balance.kind == "static" else kept
+        _add_line(branch, "layout", f"the first one, made before any load was known{still}")
+        return
+    first, last = change.history
+    history = f"micro-batch {first}" if first == last else f"micro-batches {first} to {last}"
+    layout = _add_head(
+        branch,
+        f"layout: planned by {strategy.balance.kind} on {history} ({strategy.predictor.kind}), "
+        f"in use since {change.since}{kept}",
+    )
+    _add_line(
+        layout,
+        "why",
+        f"on the load it was planned for, ranks max/mean is {change.max_over_mean_after:.3f}; "
+        f"the one before would give {change.max_over_mean_before:.3f}",
+    )
+    for moved in change.experts[:MOST_SHOWN]:
+        _add_line(layout, f"expert {moved.expert}", _moved_words(moved))
+    if (more := len(change.experts) - MOST_SHOWN) > 0:
+        layout.add(Text(f"and {counted(more, 'expert')} with fewer tokens; --json names them"))
+
+
+def _moved_words(moved: ExpertChange) -> str:
+    before, after = moved.replicas_before, moved.replicas_after
+    replicas = f"{before} -> {after} replicas" if before != after else f"{counted(after, 'replica')} as before"
+    ranks = [f"new on {_listed('rank', moved.gained_ranks)}"] if moved.gained_ranks else []
+    ranks += [f"gone from {_listed('rank', moved.lost_ranks)}"] if moved.lost_ranks else []
+    return f"{replicas}, it has {moved.load_over_mean:.2f} × the mean load; {', '.join(ranks)}"
+
+
+def _split_branch(branch: Tree, layer: LayerExplanation) -> None:
+    split = _add_head(
+        branch,
+        f"split: ranks max/mean {layer.max_over_mean:.3f}, by an even split {layer.even_max_over_mean:.3f}, "
+        f"least over this layout {layer.least_max_over_mean:.3f}",
+    )
+    for name, tokens in (
+        ("stay on their rank", layer.on_rank),
+        ("leave the rank, not the node", layer.within_node),
+        ("leave the node", layer.between_nodes),
+    ):
+        _add_line(split, name, f"{tokens} tokens ({100 * tokens / max(1, layer.num_tokens):.1f} %)")
+    _add_line(split, "seconds", str(layer.seconds))
+    rank = layer.busiest_rank
+    experts = ", ".join(f"expert {expert} {tokens}" for expert, tokens in layer.busiest_tokens.items() if tokens)
+    _add_line(split, "busiest", f"rank {rank} with {layer.tokens_R[rank]} tokens: {experts or 'none'}")
+
+
+def _traffic_table(traffic: Iterable[Traffic]) -> Table:
+    table = _new_table("all-to-all", "intra node MiB", "inter node MiB", "times a step", "ms, links to itself")
+    for one in traffic:
+        mib = (figure(count / MIB) for count in (one.intra_node_bytes, one.inter_node_bytes))
+        table.add_row(one.kind, *mib, str(one.times), figure(one.alone_ms))
+    return table
+
+
+# --- branches and tables ---
+
+
+def _add_head(tree: Tree, words: str) -> Tree:
+    return tree.add(Text(words, style="bold"))
+
+
+def _add_line(tree: Tree, name: str, words: str) -> None:
+    tree.add(Text.assemble((f"{name}: ", "cyan"), words))
+
+
+def _new_table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table
+
+
+def _listed(noun: str, numbers: list[int]) -> str:
+    if not numbers:
+        return "none"
+    shown = ", ".join(map(str, numbers[:MOST_SHOWN]))
+    more = f" and {len(numbers) - MOST_SHOWN} more" if len(numbers) > MOST_SHOWN else ""
+    return f"{noun}{'s' * (len(numbers) > 1)} {shown}{more}"
+
+
+def _ms_table(critical_rank: int, critical_ms: dict[str, float], mean_ms: dict[str, float]) -> Table:
+    table = _new_table("ms", f"rank {critical_rank}, which computes longest", "mean over ranks")
+    for kind in sorted({**critical_ms, **mean_ms}, key=lambda kind: -mean_ms.get(kind, 0.0)):
+        table.add_row(_kind_words(kind), *(figure(ms.get(kind, 0.0)) for ms in (critical_ms, mean_ms)))
+    return table
+
+
+def _kind_words(kind: str) -> str:
+    return f"computes {kind.replace('_', ' ')}" if kind in COMPUTED_KINDS else f"waits for {kind}"

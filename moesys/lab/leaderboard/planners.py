@@ -11,19 +11,26 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from moesys import config
-from moesys.balance.cp_sat.cp_sat import SOLVED_WHOLE
-from moesys.config import Balance, ClusterSpec, ModelShape, Predictor, Split, Strategy
+from moesys.balance.cp_sat.cp_sat import SOLVED_WHOLE, CpSat
+from moesys.balance.eplb import Eplb
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.faster_moe import FasterMoe
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.proportional_split import Proportional
+from moesys.balance.quotas import Quotas
+from moesys.config import Balance, ClusterSpec, Ep, Fsep, Last, ModelShape, Predictor, Split, Strategy
 from moesys.lab.runs.experiment_files import import_named, in_words
 
-_FLOWS: tuple[Split, ...] = (config.FlowSplit(), config.FlowSplit(max_inter_node="seconds"))
-_SPLITS: tuple[Split, ...] = (config.EvenSplit(), config.Proportional(), *_FLOWS)
-_EPLBS = (config.Eplb(), config.Eplb(hierarchical=True, num_groups=8))
-_LAYOUTS: tuple[Balance, ...] = (config.Static(), *_EPLBS, config.Laer(), config.FlexMoe(), config.Greedy())
+_FLOWS: tuple[Split, ...] = (FlowSplit(), FlowSplit(max_inter_node="seconds"))
+_SPLITS: tuple[Split, ...] = (EvenSplit(), Proportional(), *_FLOWS)
+# All planners of moesys take part, also those that are still to come.
+_PLANNERS = tuple(planner() for planner in Balance.kinds().values() if planner is not CpSat)
+_ON_COUNTS = tuple(planner for planner in _PLANNERS if planner.has_quotas)
+_LAYOUTS = (*(planner for planner in _PLANNERS if not planner.has_quotas), Eplb(hierarchical=True, num_groups=8))
 # CP-SAT takes part only where it solves the whole problem and no rank waits for its plan: otherwise it takes seconds.
-_CP_SAT = config.CpSat(deterministic_time=0.2)
-_LAST = config.Last()
-_ON_COUNTS: tuple[Balance, ...] = (config.MoonEp(), config.Llep(), config.UltraEp(), config.FasterMoe())
+_CP_SAT = CpSat(deterministic_time=0.2)
+_LAST = Last()
 
 
 def member_words(member: Balance | Split | Predictor) -> str:
@@ -45,7 +52,7 @@ class PlannerPair:
         return f"{member_words(self.balance)} + {member_words(self.split)}"
 
 
-OURS = PlannerPair(config.Greedy(), _FLOWS[1])
+OURS = PlannerPair(Greedy(), _FLOWS[1])
 
 
 def _pairs(balances: Sequence[Balance], splits: Sequence[Split]) -> tuple[PlannerPair, ...]:
@@ -77,7 +84,7 @@ class PlannerGroup:
     def strategy(self, pair: PlannerPair, model: ModelShape, cluster: ClusterSpec) -> Strategy:
         """Returns the strategy of a pair. Raises ValueError if the pair cannot run under the group's conditions."""
         placements = model.num_experts * cluster.num_ranks
-        if isinstance(pair.balance, config.CpSat) and placements > SOLVED_WHOLE:
+        if isinstance(pair.balance, CpSat) and placements > SOLVED_WHOLE:
             raise ValueError(
                 f"{placements} placements (ranks x experts) are more than the {SOLVED_WHOLE} that CP-SAT solves as one "
                 "problem; beyond them its plans take seconds"
@@ -85,7 +92,7 @@ class PlannerGroup:
         slots = self.slots(model, cluster)
         return Strategy(
             name=pair.name,
-            sharding=config.Fsep(slots_per_rank=slots) if self.lag else config.Ep(slots_per_rank=slots),
+            sharding=Fsep(slots_per_rank=slots) if self.lag else Ep(slots_per_rank=slots),
             balance=self._informed(pair.balance, cluster),
             predictor=self.predictor,
             split=pair.split,
@@ -95,14 +102,14 @@ class PlannerGroup:
 
     def _informed(self, balance: Balance, cluster: ClusterSpec) -> Balance:
         """Sets what a planner may know beforehand: the cluster's speeds, and that no load drifts with ``lag=0``."""
-        if isinstance(balance, config.FasterMoe):
+        if isinstance(balance, FasterMoe):
             gb_per_s = cluster.inter_node_gb_per_s * cluster.num_nodes / cluster.num_ranks
             return balance.replace(gb_per_s=gb_per_s, tflops=cluster.expert_tflops)
-        return balance.replace(drift=0.0) if isinstance(balance, config.Greedy) and self.lag == 0 else balance
+        return balance.replace(drift=0.0) if isinstance(balance, Greedy) and self.lag == 0 else balance
 
     def with_planners(self, added: Sequence[Balance | Split]) -> PlannerGroup:
         """Adds layout planners, each with every split of the group, and splits, each with every layout planner."""
-        splits = tuple(dict.fromkeys(pair.split for pair in self.pairs if not isinstance(pair.split, config.Quotas)))
+        splits = tuple(dict.fromkeys(pair.split for pair in self.pairs if not pair.split.follows_planner))
         balances = tuple(dict.fromkeys(pair.balance for pair in self.pairs if pair.split in splits))
         new_balances = [member for member in added if isinstance(member, Balance)]
         new_splits = [member for member in added if isinstance(member, Split)]
@@ -126,7 +133,7 @@ GROUPS = (
         "planned on current counts",
         "layouts are planned on the counts of the same micro-batch, before any token is sent; experts are owned by "
         "ranks and lent to others",
-        _pairs(_ON_COUNTS, (config.Quotas(),)) + _pairs(_LAYOUTS, (config.EvenSplit(), *_FLOWS)),
+        _pairs(_ON_COUNTS, (Quotas(),)) + _pairs(_LAYOUTS, (EvenSplit(), *_FLOWS)),
         lag=0,
     ),
 )

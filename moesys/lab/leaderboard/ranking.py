@@ -1,8 +1,8 @@
-"""Ranks planners by their slowdown: the planner's simulated seconds divided by those of the fastest one.
+"""Ranks planners by their slowdown and writes the pages of the leaderboard.
 
-The slowdown in a setting and sample divides the planner's mean over scored micro-batches by the least such mean in the
-group. Geometric means are taken over the settings of a workload, then over workloads, so that each workload weighs the
-same.
+The slowdown in a setting and sample is the planner's mean of simulated seconds over the scored micro-batches, divided
+by the least such mean in the group. Geometric means are taken over the settings of a workload, then over workloads, so
+that each workload weighs the same.
 """
 
 from __future__ import annotations
@@ -10,13 +10,27 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
+from html import escape
 from math import inf
+from pathlib import Path
 from typing import Annotated, TypeVar
 
-from moesys.lab.leaderboard.results import PlannerResult
-from moesys.lab.runs.statistics import PairedRatio, paired_ratio
-from moesys.lab.show.sheets import Column
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from moesys.files import write_whole
+from moesys.lab.leaderboard.planners import OURS, PlannerGroup
+from moesys.lab.leaderboard.scores import PlannerResult
+from moesys.lab.leaderboard.workloads import RoutingSetting
+from moesys.lab.runs.statistics import PairedRatio, paired_ratio
+from moesys.lab.show.figures import OKABE_ITO
+from moesys.lab.show.pages import PAGE_STYLE, inline_svg, page, sheet_section
+from moesys.lab.show.tables import Column, Report, Sheet, print_sheet, write
+
+TITLE = "SIMULATED: a leaderboard of planners"
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 BySample = dict[int, float]
@@ -159,3 +173,92 @@ def _grouped(items: Sequence[Item], key: Callable[[Item], Key]) -> dict[Key, lis
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
+
+
+# --- pages ---
+
+
+def write_pages(
+    folder: Path,
+    scored_in: Sequence[RoutingSetting],
+    groups: Sequence[PlannerGroup],
+    found: Sequence[PlannerResult],
+    introduction: Sequence[str],
+) -> list[Path]:
+    """Writes ``found`` as a page of Markdown and one of HTML, prints each group's ranking, and returns the pages."""
+    markdown, html = folder / "leaderboard.md", folder / "leaderboard.html"
+    parts = [_tables_and_figure(group, [one for one in found if one.group == group.name]) for group in groups]
+    workloads = Sheet("Workloads", _workloads(scored_in))
+    sheets = [workloads, *(sheet for tables, _ in parts for sheet in tables)]
+    write(Report("leaderboard", TITLE, "simulated", sheets, introduction=introduction), page=markdown)
+    write_whole(html, _html(introduction, workloads, parts))
+    for tables, _ in parts:
+        print_sheet(replace(tables[0], without=("by_workload", "cannot"), notes=()))
+    return [markdown, html]
+
+
+def _tables_and_figure(group: PlannerGroup, found: Sequence[PlannerResult]) -> tuple[list[Sheet], str]:
+    """Returns the tables of one group that have rows, the ranking first, and its figure as SVG."""
+    ranked, lost = ranking(found), lost_settings(found, OURS.name)
+    count = f"{len(lost)} of {len({one.setting for one in found})} settings"
+    sheets = [Sheet(f"SIMULATED: {group.name}", ranked, [f"{group.about}."])]
+    if lost:
+        sheets.append(Sheet(f"{group.name}: {OURS.name} is not the fastest in {count}", lost))
+    placed = [one for one in ranked if one.slowdown]
+    return sheets, inline_svg(ranking_figure(group.name, placed)) if placed else ""
+
+
+@dataclass(frozen=True)
+class WorkloadRow:
+    name: Annotated[str, Column("workload")]
+    about: Annotated[str, Column("routing")]
+    where: Annotated[str, Column("models and clusters")]
+
+
+def _workloads(scored_in: Sequence[RoutingSetting]) -> list[WorkloadRow]:
+    about = {one.routing.name: one.routing.about for one in scored_in}
+    where: dict[str, list[str]] = {name: [] for name in about}
+    for one in scored_in:
+        where[one.routing.name].append(f"{one.model_name} on {one.cluster_name}")
+    return [WorkloadRow(name, about[name], "; ".join(where[name])) for name in about]
+
+
+def _html(words: Sequence[str], workloads: Sheet, parts: Sequence[tuple[list[Sheet], str]]) -> str:
+    head = f"<h1>{escape(TITLE)}, {date.today().isoformat()}</h1>"
+    body = [head, *(f'<p class="note">{escape(paragraph)}</p>' for paragraph in words), sheet_section(workloads)]
+    for tables, figure in parts:
+        body += [figure, *map(sheet_section, tables)]
+    return page(TITLE, body)
+
+
+def ranking_figure(group: str, ranked: Sequence[RankedPlanner]) -> Figure:
+    """Draws planners by place: slowdown with intervals, and slowdown by workload."""
+    workloads = list(ranked[0].by_workload)
+    ratio_PW = np.array([[one.by_workload[name] for name in workloads] for one in ranked])
+    with mpl.rc_context(PAGE_STYLE):
+        figure = Figure(figsize=(13, 0.24 * len(ranked) + 2.4), layout="constrained")
+        dots, cells = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.1))
+        for row, one in enumerate(ranked):
+            if (ratio := one.slowdown) is None:
+                continue
+            if ratio.low is not None and ratio.high is not None:
+                dots.plot((ratio.low, ratio.high), (row, row), color=OKABE_ITO[0], linewidth=1.2)
+            dots.plot(ratio.estimate, row, "o", color=OKABE_ITO[0], markersize=4)
+        dots.set_xscale("log")
+        # By default a logarithmic axis writes powers of ten.
+        dots.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 1.2, 1.5, 2, 3, 5)))
+        dots.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        dots.xaxis.set_minor_formatter(NullFormatter())
+        dots.grid(axis="x", linewidth=0.3)
+        dots.set_yticks(range(len(ranked)), [one.planner for one in ranked])
+        dots.set(xlabel="slowdown, geometric mean", ylim=(len(ranked) - 0.5, -0.5), title=f"SIMULATED: {group}")
+        # Cells beyond 2.0 have one colour, or one slow planner would make all others look alike.
+        at = range(len(workloads)), range(len(ranked))
+        cells.pcolormesh(*at, ratio_PW, shading="nearest", cmap="cividis_r", vmin=1, vmax=2.0)
+        for (row, column), value in np.ndenumerate(ratio_PW):
+            colour = "white" if value > 1.55 else "black"
+            cells.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+        cells.set_xticks(range(len(workloads)), workloads, rotation=25, ha="right")
+        cells.set_title("slowdown by workload")
+        cells.tick_params(axis="y", length=0)
+    return figure

@@ -1,6 +1,7 @@
 """Scores planners in one setting: simulated seconds, balance and more on micro-batches that the planners have not seen.
 
 Layouts follow from history as in training, micro-batch by micro-batch; with ``lag=0`` they are planned on the counts.
+Results are kept as one line of JSON per planner, setting and seed, so that a crash loses one at most.
 """
 
 from __future__ import annotations
@@ -9,22 +10,32 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 
-from moesys.balance.greedy.relabelling import num_moves
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.balance.predictors import measured_drift
 from moesys.balance.replay import replay_layer
-from moesys.config import BYTES_PER_GB, Greedy, Strategy
+from moesys.config import BYTES_PER_GB, Strategy
 from moesys.cost import restore_bytes
+from moesys.journal import Journal
 from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
-from moesys.lab.leaderboard.workloads import RoutingSetting
+from moesys.lab.leaderboard.workloads import SCORED, RoutingSetting
 from moesys.lab.runs.experiment_files import in_words
+from moesys.lab.show.steps import steps_told
 from moesys.layout import ExpertLayout
 from moesys.limits import rank_memory
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulate
 
+FILE = "results.jsonl"
+# Packages on which no planned or simulated number depends, except for these files of the leaderboard.
+_WITHOUT_INFLUENCE = {"kernels", "overlap", "moe", "hf", "tuner", "lab"}
+_WITH_INFLUENCE = {"lab/leaderboard/planners.py", "lab/leaderboard/scores.py"}
 # A step has two equal layers and its time is halved, so that waits between layers are included.
 NUM_LAYERS = 2
 
@@ -160,3 +171,86 @@ class _Meter:
         held = strategy.replace(sharding=strategy.sharding.replace(slots_per_rank=filled), late_slots=0)
         most_tokens = -(-int(plan.tokens.tokens_R.max()) // model.top_k)
         scores.memory_gb.append(rank_memory(held, model, cluster, 1, most_tokens).gb)
+
+
+# --- results that are kept ---
+
+
+@dataclass(frozen=True)
+class PlannerResult:
+    """A line: one pair of planners in one group, setting and sample. ``key`` is a digest of all that the scores depend
+    on.
+    """
+
+    key: str
+    group: str
+    workload: str
+    model: str
+    cluster: str
+    slots: int
+    planner: str
+    sample: int
+    scores: PlannerScores
+
+    @property
+    def setting(self) -> tuple[str, str, str]:
+        return self.workload, self.model, self.cluster
+
+
+def results(
+    settings: Sequence[RoutingSetting], groups: Sequence[PlannerGroup], num_samples: int, folder: Path
+) -> list[PlannerResult]:
+    """Returns the results of all planners in all settings, and scores those that ``folder`` has no line of. It goes
+    sample by sample, so that an unfinished leaderboard has all settings. The caller locks the folder.
+
+    Raises ValueError, before anything is scored, for a sample that a trace does not have.
+    """
+    journal = result_journal(folder)
+    known, found = {result.key: result for result in journal.read()}, []
+    rounds = [(one, sample, _digest(one, sample)) for sample in range(num_samples) for one in settings]
+    with steps_told("leaderboard", len(rounds)) as tell:
+        for setting, sample, routing in rounds:
+            tell(f"{setting.name}, seed {sample}")
+            names = setting.routing.name, setting.model_name, setting.cluster_name
+            for group in groups:
+                slots = group.slots(setting.model, setting.cluster)
+                keys = {pair: _key(setting, group, pair, routing) for pair in group.pairs}
+                for balance in dict.fromkeys(pair.balance for pair in group.pairs):
+                    missing = [pair for pair in keys if pair.balance == balance and keys[pair] not in known]
+                    for pair, scores in score(setting, group, missing, sample) if missing else ():
+                        result = PlannerResult(keys[pair], group.name, *names, slots, pair.name, sample, scores)
+                        journal.append(result)
+                        known[result.key] = result
+                found += [known[key] for key in keys.values()]
+    return found
+
+
+def result_journal(folder: Path) -> Journal[PlannerResult]:
+    """Returns the journal of a leaderboard's folder."""
+    repair = "delete the line to score it again, or use another folder"
+    return Journal(folder / FILE, PlannerResult, "a result", repair, schema=1)
+
+
+def _digest(setting: RoutingSetting, sample: int) -> str:
+    tokens_SRE = setting.tokens_SRE(sample)
+    routing = sha256(repr(tokens_SRE.shape).encode() + tokens_SRE.astype("<i8").tobytes()).hexdigest()
+    return f"{setting.name}, {sample}: {routing}"
+
+
+def _key(setting: RoutingSetting, group: PlannerGroup, pair: PlannerPair, routing: str) -> str:
+    """Covers the source of a user's planner, and of the parts of moesys that numbers depend on."""
+    parts = setting.model, setting.cluster, pair.balance, pair.split
+    slots = group.slots(setting.model, setting.cluster)
+    rules = repr((group.name, slots, group.lag, group.late_slots, group.predictor, setting.warm_up, SCORED))
+    words = (routing, rules, *(part.fingerprint() for part in parts), _digest_of_moesys())
+    return sha256("\n".join(words).encode()).hexdigest()[:24]
+
+
+@cache
+def _digest_of_moesys() -> str:
+    root, digest = Path(__file__).parents[2], sha256()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if name.split("/")[0] not in _WITHOUT_INFLUENCE or name in _WITH_INFLUENCE:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from moesys.files import write_whole
 from moesys.lab.ranks.process_start import LOOPBACK
 from moesys.lab.runs.experiment_files import in_words
-from moesys.whole_file import write_whole
 
 _PACKAGES = ("torch", "numpy", "scipy", "ortools", "triton")
 _VARIABLES = ("OMP_", "MKL_", "OPENBLAS_", "TORCH_", "CUDA_", "NCCL_", "GLOO_")

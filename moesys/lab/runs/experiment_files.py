@@ -28,8 +28,7 @@ from pydantic import ValidationError
 
 from moesys.config import Balance, Split
 from moesys.config.experiment import Experiment
-from moesys.config.member import RECORDED, Member
-from moesys.config.own_code import importable, module_of_text, run_module
+from moesys.config.member import RECORDED, Member, importable, module_of_text, run_module
 
 # Of a file whose own name is that of another module.
 _MODULE = "moesys_experiment_file"

@@ -281,7 +281,7 @@ def _backend_of(workload: Measured, ranks_of_host: int) -> str:
 
 
 def _warm_up(strategies: Iterable[Strategy]) -> None:
-    from moesys.balance.warm_up import warm_up
+    from moesys.balance.planners import warm_up
 
     for strategy in strategies:
         warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))

@@ -19,9 +19,9 @@ from pydantic import ConfigDict
 
 from moesys.config import Declared, Strategy
 from moesys.config.experiment import Experiment, Source
+from moesys.files import write_whole
 from moesys.journal import Journal
 from moesys.lab.runs.experiment_files import recorded_experiment
-from moesys.whole_file import write_whole
 
 _EXPERIMENT, _RECORDS, _LOCK = "experiment.json", "records.jsonl", ".lock"
 # JSON has no number for an infinite loss or NaN: it is written as a string.

@@ -102,7 +102,7 @@ def run_simulated(
     tick: Callable[[], None] = lambda: None,
 ) -> Measurement:
     """Simulates the steps of the workload's routing, as a pure function of everything but ``tick``."""
-    from moesys.balance.row_limits import why_not
+    from moesys.balance.plan import why_not
 
     rest = rest_of(workload)
     against: tuple[str, ...] = ()

@@ -7,36 +7,30 @@ from __future__ import annotations
 
 import shutil
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from moesys.balance.plan import StepPlan
+from moesys.balance.planners import warm_up
 from moesys.balance.replay import replay_steps
-from moesys.balance.warm_up import warm_up
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training
+from moesys.files import write_whole
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 from moesys.lab.runs.places import Place, TrialError, no_tick, num_workers, place_for, simulating_workers
 from moesys.lab.runs.records import setting_fingerprint, take_lock
 from moesys.lab.runs.trials import Measurement, rest_of, routing_of
 from moesys.simulator.step_program import simulation
 from moesys.traces import save_trace
-from moesys.tuner.costs import Told
-from moesys.tuner.deadline import Deadline, OutOfTimeError
+from moesys.tuner.costs import Observer, Session
 from moesys.tuner.journal import Entry, Journal
-from moesys.tuner.lookahead import Lookahead
-from moesys.tuner.result import Tuned
-from moesys.tuner.search_bounds import SearchBounds
-from moesys.tuner.setting import Setting
-from moesys.tuner.space import Space
+from moesys.tuner.space import SearchBounds, Space
 from moesys.tuner.timing import MOST_TRIALS, Clock, TrialFailedError
-from moesys.tuner.tune import tune_workload
-from moesys.tuner.workload import Step
-from moesys.whole_file import write_whole
+from moesys.tuner.tune import Tuned, tune_workload
+from moesys.tuner.workload import Deadline, OutOfTimeError, Setting, Step
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
 # Of the micro-batches of a training's own routing, those that planners only see.
@@ -65,14 +59,14 @@ def tune(
     timed: int | None = None,
     threads: int = 1,
     fresh: bool = False,
-    told: Told | None = None,
+    told: Observer | None = None,
 ) -> TuneResult:
     """The fastest strategy for ``experiment`` that a search of ``space`` finds. Its own strategies are where the search
     starts, and the first of them is the baseline.
 
-    space: by default one that is made from model, cluster and memory (``tuner.default_space``). bounds: how far to
-    search in the cost model; by default ``SearchBounds()``. timed: trials on real ranks, at most 30; by default 30 of a
-    training, whose times are measured, and none of other workloads, which only the cost model runs.
+    space: by default one that is made from model, cluster and memory (``tuner.space.default_space``). bounds: how far
+    to search in the cost model; by default ``SearchBounds()``. timed: trials on real ranks, at most 30; by default 30
+    of a training, whose times are measured, and none of other workloads, which only the cost model runs.
 
     The same call in the same folder goes on where it was stopped, by a kill or by ``bounds.minutes``; ``fresh`` begins
     anew. Under torchrun every rank calls this and gets the same result. A script that calls this needs
@@ -93,21 +87,16 @@ def tune(
                 folder = opened.enter_context(closing(_Folder(experiment, Path(out), fresh, threads, bounds.seeds)))
                 ranks = _Ranks(place, experiment)
                 workload = folder.workload(ranks)
-                lookahead = None
-                if jobs > 1:
-                    lookahead = Lookahead(opened.enter_context(closing(simulating_workers(jobs, warm_up))), workload)
+                helpers = opened.enter_context(closing(simulating_workers(jobs, warm_up))) if jobs > 1 else None
                 tuned = tune_workload(
-                    replace(workload, tick=deadline.check),
+                    workload,
                     experiment.strategies,
-                    journal=folder.journal,
-                    told=told or Silence(),
+                    Session(folder.journal, told or Silence(), deadline, helpers),
                     space=space,
                     bounds=bounds,
                     mega_kernels=not trains,
-                    clock=Clock(ranks.step_ms, timed, deadline) if timed else None,
+                    clock=Clock(ranks.step_ms, timed) if timed else None,
                     draw_seeds=_draw_seeds(experiment),
-                    deadline=deadline,
-                    lookahead=lookahead,
                 )
                 result = folder.keep(tuned)
         except OutOfTimeError:
@@ -210,8 +199,6 @@ class SimulatedWorkload:
     workload: Replay | Generated
     seeds: tuple[int, ...]
     num_steps: int
-    # Called after each micro-batch that was planned; may raise.
-    tick: Callable[[], None] = no_tick
 
     @classmethod
     def of(
@@ -227,15 +214,10 @@ class SimulatedWorkload:
 
     def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
         routing = routing_of(self.workload, self.model, self.cluster, seed)
-        every = self._ticking(replay_steps(strategy, self.model, self.cluster, routing.tokens_SLRE))
+        every = replay_steps(strategy, self.model, self.cluster, routing.tokens_SLRE)
         timed = islice(every, self.workload.warmup, None)
         while step := tuple(islice(timed, self.workload.micro_batches)):
             yield step
-
-    def _ticking(self, every: Iterator[StepPlan]) -> Iterator[StepPlan]:
-        for micro_batch in every:
-            self.tick()
-            yield micro_batch
 
     def step_ms(self, step: Step) -> float:
         return 1000 * simulation(step, rest_of(self.workload)).length_seconds

@@ -23,7 +23,6 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from moesys.config import BYTES_PER_GB
 from moesys.config.experiment import Source
 from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio
-from moesys.lab.show.kind_colours import kind_colours
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
 from moesys.timeline import Span, Timeline
@@ -40,6 +39,17 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+# What ranks do most has one colour in all figures; other kinds take the spare ones.
+_KIND_COLOURS = {
+    "experts": "#0072B2",
+    "weight_gradients": "#56B4E9",
+    "dispatch": "#E69F00",
+    "combine": "#D55E00",
+    "restore": "#009E73",
+    "reshard": "#CC79A7",
+    "counts": "#F0E442",
+}
+_SPARE_COLOURS = ("#999999", "#444444", "#7B4173", "#8C6D31", "#637939", "#9C9EDE")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
 # Counts are written where a digit has so much of a cell's width, and a row so much of the map's height.
 _DIGIT_INCHES, _ROW_INCHES = 0.07, 0.2
@@ -106,43 +116,50 @@ def load_heat_map(
 def timeline_chart(
     timeline: Timeline, path_stem: Path, *, name: str, ranks: Sequence[int] | None = None, max_ranks: int = 8
 ) -> list[Path]:
-    """Spans of ranks over time: each rank's lanes one under another, computation above its communication.
+    """Draws the spans of ranks over time and writes the figure; see ``draw_timeline``."""
+    with mpl.rc_context(STYLE):
+        return _save(draw_timeline(timeline, name=name, ranks=ranks, max_ranks=max_ranks), path_stem)
 
-    Of more than ``max_ranks`` ranks only some are drawn, evenly chosen, and the one that ends last in any case;
-    ``ranks`` chooses others.
+
+def draw_timeline(timeline: Timeline, *, name: str, ranks: Sequence[int] | None = None, max_ranks: int = 8) -> Figure:
+    """Draws the spans of ranks over time in matplotlib's current style: the lanes of each rank one below another,
+    computation above communication.
+
+    If there are more than ``max_ranks`` ranks, only some are drawn, evenly chosen, with the one that ends last among
+    them; ``ranks`` chooses others.
     """
     if not timeline.spans:
         raise ValueError("the timeline has no spans; record or simulate a step first")
     all_ranks = sorted({span.rank for span in timeline.spans})
     chosen = list(ranks) if ranks is not None else _some_ranks(timeline, all_ranks, max_ranks)
     spans = [span for span in timeline.spans if span.rank in set(chosen)]
-    rows = {row: index for index, row in enumerate(_lanes(spans, chosen))}
+    rows = {row: index for index, row in enumerate(lanes_of(spans, chosen))}
     kinds = list(dict.fromkeys(span.kind for lane in _lanes_in_order(spans) for span in spans if span.lane == lane))
-    colours = kind_colours(kinds)
+    spare = iter(_SPARE_COLOURS * len(kinds))
+    colours = {kind: _KIND_COLOURS.get(kind) or next(spare) for kind in kinds}
     zero_us = min(span.start_us for span in timeline.spans)
     short_us = _SHORT_SPAN_SHARE * timeline.length_us
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(10, 0.2 * len(rows) + 1.7), layout="constrained")
-        axes = figure.subplots()
-        for (rank, lane), row in rows.items():
-            on_lane = [span for span in spans if (span.rank, span.lane) == (rank, lane)]
-            axes.broken_barh(
-                [((span.start_us - zero_us) / 1e3, span.duration_us / 1e3) for span in on_lane],
-                (row - 0.4, 0.8),
-                facecolors=[colours[span.kind] for span in on_lane],
-                edgecolors=[colours[span.kind] if span.duration_us < short_us else "white" for span in on_lane],
-                linewidth=0.3,
-            )
-        _label_lanes(axes, list(rows))
-        shown = f"{len(chosen)} of {len(all_ranks)} ranks" if len(chosen) < len(all_ranks) else f"{len(chosen)} ranks"
-        axes.set(xlabel="ms", xlim=(0, timeline.length_us / 1e3 or 1), ylim=(len(rows) - 0.4, -0.6))
-        axes.set_title(f"{timeline.source.upper()}: {name}, {shown}")
-        figure.legend(
-            handles=[Patch(color=colour, label=kind.replace("_", " ")) for kind, colour in colours.items()],
-            loc="outside lower center",
-            ncols=math.ceil(len(colours) / math.ceil(len(colours) / _LEGEND_COLUMNS)),
+    figure = Figure(figsize=(10, 0.2 * len(rows) + 1.7), layout="constrained")
+    axes = figure.subplots()
+    for (rank, lane), row in rows.items():
+        on_lane = [span for span in spans if (span.rank, span.lane) == (rank, lane)]
+        axes.broken_barh(
+            [((span.start_us - zero_us) / 1e3, span.duration_us / 1e3) for span in on_lane],
+            (row - 0.4, 0.8),
+            facecolors=[colours[span.kind] for span in on_lane],
+            edgecolors=[colours[span.kind] if span.duration_us < short_us else "white" for span in on_lane],
+            linewidth=0.3,
         )
-        return _save(figure, path_stem)
+    _label_lanes(axes, list(rows))
+    shown = f"{len(chosen)} of {len(all_ranks)} ranks" if len(chosen) < len(all_ranks) else f"{len(chosen)} ranks"
+    axes.set(xlabel="ms", xlim=(0, timeline.length_us / 1e3 or 1), ylim=(len(rows) - 0.4, -0.6))
+    axes.set_title(f"{timeline.source.upper()}: {name}, {shown}")
+    figure.legend(
+        handles=[Patch(color=colour, label=kind.replace("_", " ")) for kind, colour in colours.items()],
+        loc="outside lower center",
+        ncols=math.ceil(len(colours) / math.ceil(len(colours) / _LEGEND_COLUMNS)),
+    )
+    return figure
 
 
 def speedup_chart(
@@ -292,8 +309,8 @@ def _some_ranks(timeline: Timeline, all_ranks: list[int], count: int) -> list[in
     return evenly
 
 
-def _lanes(spans: Sequence[Span], ranks: Sequence[int]) -> list[tuple[int, str]]:
-    """(rank, lane) from top to bottom."""
+def lanes_of(spans: Sequence[Span], ranks: Sequence[int]) -> list[tuple[int, str]]:
+    """Returns each (rank, lane) that has spans, from top to bottom."""
     there = {(span.rank, span.lane) for span in spans}
     return [(rank, lane) for rank in ranks for lane in _lanes_in_order(spans) if (rank, lane) in there]
 
@@ -311,7 +328,7 @@ def _label_lanes(axes: Axes, rows: list[tuple[int, str]]) -> None:
     for rank in dict.fromkeys(rank for rank, _ in rows):
         of_rank = [index for index, row in enumerate(rows) if row[0] == rank]
         if of_rank[0]:
-            axes.axhline(of_rank[0] - 0.5, color="black", linewidth=0.5)
+            axes.axhline(of_rank[0] - 0.5, color=mpl.rcParams["axes.edgecolor"], linewidth=0.5)
         axes.annotate(
             f"rank {rank}",
             (1.01, (of_rank[0] + of_rank[-1]) / 2),

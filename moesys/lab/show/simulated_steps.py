@@ -1,26 +1,23 @@
-"""Shows simulated steps, a row a strategy: how long, what is exposed, what they hang on, and how far draws differ."""
+"""The table of simulated steps, one row per strategy: times, exposed communication, critical path, and the spread over
+draws of the routing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from moesys.balance.plan import StepPlan
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.show.tables import figure, ratio_words
+from moesys.lab.show.comparisons import ratio_words
+from moesys.lab.show.tables import Column, Sheet, figure
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.simulation import Simulation, exposed_ms
 
 TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
-COLUMNS = (
-    *("step ms", "speed-up", "load max/mean", "experts ms", "other ms", "exposed ms"),
-    *("tokens ms", "restore ms", "waiting ms"),
-)
 LEGEND = (
     "Means over ranks, but for the step. exposed = tokens + restore + waiting: a rank computes nothing meanwhile.",
     "tokens: until rows have come; restore: until experts have, or gradients; waiting: for slower ranks.",
@@ -30,8 +27,8 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Of one step of one draw: milliseconds, means over ranks but for the step's own. ``path``: shares of its critical
-    path by place. ``would_not_run``: what stands against it.
+    """One step of one draw: milliseconds, means over ranks except for the step's own. ``path``: shares of the critical
+    path by place. ``would_not_run``: the reasons why it would not run, if there are any.
     """
 
     step_ms: float
@@ -71,38 +68,53 @@ class StepFigures:
 
 @dataclass(frozen=True)
 class StepDraws:
-    """Steps of one strategy, a draw each."""
+    """Steps of one strategy, one per draw."""
 
     name: str
     draws: tuple[StepFigures, ...]
 
-    def mean(self, figure_of: str) -> float:
-        return float(np.mean([getattr(draw, figure_of) for draw in self.draws]))
-
     @property
     def would_not_run(self) -> tuple[str, ...]:
-        """Of the first draw against which anything stands."""
+        """The reasons of the first draw that has any."""
         return next((draw.would_not_run for draw in self.draws if draw.would_not_run), ())
 
-    @property
-    def by_draw(self) -> dict[int, list[float]]:
-        """For ``paired_ratio``."""
-        return {number: [draw.step_ms] for number, draw in enumerate(self.draws)}
+
+@dataclass(frozen=True)
+class SimulatedStrategy:
+    """A row of the table. Columns without an interval are means over draws."""
+
+    strategy: Annotated[str, Column("strategy", align="left")]
+    step_ms: Annotated[str, Column("step\nms")]
+    speedup: Annotated[str, Column("speed-up", align="right")]
+    max_over_mean: Annotated[float, Column("load\nmax/mean", ".2f")]
+    experts_ms: Annotated[float, Column("experts\nms", figure)]
+    other_ms: Annotated[float, Column("other\nms", figure)]
+    exposed_ms: Annotated[float, Column("exposed\nms", figure)]
+    tokens_ms: Annotated[float, Column("tokens\nms", figure)]
+    restore_ms: Annotated[float, Column("restore\nms", figure)]
+    waiting_ms: Annotated[float, Column("waiting\nms", figure)]
+    critical_path: Annotated[str, Column("critical path", align="left", wraps=True)]
 
 
-def step_table(title: str, of_strategies: Sequence[StepDraws], draws: str) -> tuple[Table, list[str]]:
-    """The table and its legend. ``draws``: what a draw is, in words."""
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("strategy", no_wrap=True)
-    for column in COLUMNS:
-        table.add_column(Text(column.replace(" ", "\n", 1)), justify="right", no_wrap=True)
-    table.add_column("critical path")
-    # Of what would run, where anything would.
+_MEANS = ("max_over_mean", "experts_ms", "other_ms", "exposed_ms", "tokens_ms", "restore_ms", "waiting_ms")
+
+
+def step_sheet(title: str, of_strategies: Sequence[StepDraws], draws: str) -> Sheet:
+    """Returns the table and its legend. ``draws`` describes what a draw is."""
+    # The first strategy that would run, or the first one if none would.
     baseline = min(of_strategies, key=lambda of: bool(of.would_not_run))
-    for of in of_strategies:
-        table.add_row(*map(Text, _cells(of, baseline)))
+    rows = [
+        SimulatedStrategy(
+            strategy=of.name,
+            step_ms=_spread([draw.step_ms for draw in of.draws]),
+            speedup=_speedup(of, baseline),
+            critical_path=_path_words(of),
+            **{name: float(np.mean([getattr(draw, name) for draw in of.draws])) for name in _MEANS},
+        )
+        for of in of_strategies
+    ]
     against = [f"{of.name} would not run: {reason}." for of in of_strategies for reason in of.would_not_run]
-    return table, [*LEGEND, *_draw_words(of_strategies, draws), *against]
+    return Sheet(title, rows, [*LEGEND, *_draw_words(of_strategies, draws), *against])
 
 
 def _draw_words(of_strategies: Sequence[StepDraws], draws: str) -> Iterator[str]:
@@ -113,26 +125,6 @@ def _draw_words(of_strategies: Sequence[StepDraws], draws: str) -> Iterator[str]
         )
 
 
-def _cells(of: StepDraws, baseline: StepDraws) -> Iterator[str]:
-    yield of.name
-    yield _spread([draw.step_ms for draw in of.draws])
-    if of.would_not_run:
-        yield "would not run"
-    elif of is baseline:
-        yield "1.00"
-    else:
-        yield _speedup(of, baseline)
-    yield f"{of.mean('max_over_mean'):.2f}"
-    for name in ("experts_ms", "other_ms", "exposed_ms", "tokens_ms", "restore_ms", "waiting_ms"):
-        yield figure(of.mean(name))
-    shares = {where: 0.0 for draw in of.draws for where in draw.path}
-    for draw in of.draws:
-        for where, share in draw.path.items():
-            shares[where] += share / len(of.draws)
-    most = sorted(shares.items(), key=lambda place: -place[1])[:3]
-    yield ", ".join(f"{where} {100 * share:.0f} %" for where, share in most)
-
-
 def _spread(values: Sequence[float]) -> str:
     if len(values) == 1:
         return figure(values[0])
@@ -141,10 +133,25 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _speedup(of: StepDraws, baseline: StepDraws) -> str:
-    """Of as many draws as both have. Nothing where a step takes no time."""
+    """Compares the draws that both have. Returns "" if a step takes no time."""
+    if of.would_not_run:
+        return "would not run"
+    if of is baseline:
+        return "1.00"
     if not all(draw.step_ms for draw in (*of.draws, *baseline.draws)):
         return ""
-    ratio = paired_ratio(baseline.by_draw, of.by_draw)
+    own_ms, baseline_ms = ({place: [draw.step_ms] for place, draw in enumerate(one.draws)} for one in (of, baseline))
+    ratio = paired_ratio(baseline_ms, own_ms)
     if ratio is None:
         return ""
     return f"{ratio.estimate:.2f}" if ratio.n == 1 else ratio_words(ratio)
+
+
+def _path_words(of: StepDraws) -> str:
+    """Describes the three places with the largest mean shares of the critical path."""
+    shares = {where: 0.0 for draw in of.draws for where in draw.path}
+    for draw in of.draws:
+        for where, share in draw.path.items():
+            shares[where] += share / len(of.draws)
+    most = sorted(shares.items(), key=lambda place: -place[1])[:3]
+    return ", ".join(f"{where} {100 * share:.0f} %" for where, share in most)

@@ -1,30 +1,61 @@
-"""Shows a tuning in tables: what was fastest by which kind of time, and why each field has its value."""
+"""The tables of a tuning: the fastest strategies by each kind of time, and the reason for the value of each field."""
 
 from __future__ import annotations
 
 import statistics
-
-from rich import box
-from rich.table import Table
-from rich.text import Text
+from dataclasses import dataclass
+from typing import Annotated
 
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.show.tables import figure, ratio_words
-from moesys.tuner.result import Tuned
+from moesys.lab.show.comparisons import ratio_words
+from moesys.lab.show.tables import Column, Sheet, figure
+from moesys.tuner.tune import Tuned
 
 MOST_SHOWN = 8
 
 
-def simulated_table(tuned: Tuned, name: str) -> tuple[Table, list[str]]:
-    """The fastest points in the cost model and the baseline, on all of the workload."""
-    table = _table(f"SIMULATED: {name}, tuning", "strategy", "step ms", "speed-up")
+@dataclass(frozen=True)
+class TunedStrategy:
+    """A row: a strategy, its step time and its speed-up, over several draws or timed trials if it has such."""
+
+    strategy: Annotated[str, Column("strategy", align="left")]
+    ms: Annotated[float, Column("step ms", figure)]
+    speedup: Annotated[str | None, Column("speed-up", align="right")] = None
+    paired: Annotated[str | None, Column("speed-up [95 %]", align="right")] = None
+    num_draws: Annotated[int | None, Column("draws")] = None
+    num_trials: Annotated[int | None, Column("trials")] = None
+
+
+@dataclass(frozen=True)
+class ChosenField:
+    """A row: a field of the chosen strategy."""
+
+    field: Annotated[str, Column("field", align="left")]
+    value: Annotated[str, Column("value", align="left", wraps=True)]
+    why: Annotated[str, Column("why", align="left", wraps=True)]
+
+
+def tune_sheets(tuned: Tuned, name: str) -> list[Sheet]:
+    """Returns the tables of a tuning of the experiment ``name``."""
+    sheets = [_simulated(tuned, name)]
+    if tuned.draws:
+        sheets.append(_drawn(tuned, name))
+    if tuned.timing is not None:
+        sheets.append(_measured(tuned, name))
+    chosen = [ChosenField(choice.field, choice.value, str(choice)) for choice in tuned.choices]
+    return [*sheets, Sheet("The pick, field by field", chosen)]
+
+
+def _simulated(tuned: Tuned, name: str) -> Sheet:
+    """Shows the fastest points of the cost model and the baseline, over the whole workload."""
     baseline = tuned.search.baseline
     shown = list(tuned.search.ranking[:MOST_SHOWN])
-    # It is shown where it is slow or too large as well.
+    # The baseline is shown even if it is slow or too large.
     shown += [baseline] if baseline is not None and baseline not in shown else []
+    rows = []
     for one in shown:
         ratio = "" if baseline is None else f"{baseline.ms / one.ms:.3f}"
-        _row(table, one.strategy.name, figure(one.ms), "baseline" if one == baseline else ratio)
+        rows.append(TunedStrategy(one.strategy.name, one.ms, "baseline" if one == baseline else ratio))
     notes = [
         f"{tuned.search.num_points} of {tuned.space.num_combinations} combinations were looked at in the cost model; "
         f"speed-up is over {tuned.baseline.name}."
@@ -42,58 +73,35 @@ def simulated_table(tuned: Tuned, name: str) -> tuple[Table, list[str]]:
             f"{len(tuned.search.refused)} points would not run, or cannot be simulated, such as {strategy.name}: "
             f"{reason}"
         )
-    return table, notes
+    return Sheet(f"SIMULATED: {name}, tuning", rows, notes)
 
 
-def draws_table(tuned: Tuned, name: str) -> tuple[Table, list[str]]:
-    """The fastest in the cost model against the baseline, draw by draw. Raises ValueError without draws."""
-    table = _table(
-        f"SIMULATED: {name}, the fastest on further draws", "strategy", "step ms", "speed-up [95 %]", "draws"
-    )
+def _drawn(tuned: Tuned, name: str) -> Sheet:
+    """Compares the fastest points of the cost model with the baseline, draw by draw."""
+    rows = []
     for draws in tuned.draws:
         ratio = paired_ratio(draws.baseline_ms, draws.own_ms)
         if ratio is None:
             raise ValueError(f"{draws.strategy.name} and the baseline share no draw")
         mean_ms = statistics.fmean(statistics.fmean(ms) for ms in draws.own_ms.values())
-        _row(table, draws.strategy.name, figure(mean_ms), ratio_words(ratio), str(ratio.n))
+        rows.append(TunedStrategy(draws.strategy.name, mean_ms, paired=ratio_words(ratio), num_draws=ratio.n))
     seeds = "seeds" if tuned.search.baseline and len(tuned.search.of.seeds) > 1 else "seeds, or steps of the only one"
-    return table, [f"A draw: {seeds}. Paired with {tuned.baseline.name}'s; Student's t on logarithms."]
+    notes = [f"A draw: {seeds}. Paired with {tuned.baseline.name}'s; Student's t on logarithms."]
+    return Sheet(f"SIMULATED: {name}, the fastest on further draws", rows, notes)
 
 
-def measured_table(tuned: Tuned, name: str) -> tuple[Table, list[str]]:
-    """Those of the last round of timed trials. Raises ValueError where nothing was timed."""
-    if tuned.timing is None:
-        raise ValueError("nothing was timed")
-    table = _table(f"MEASURED: {name}, tuning", "strategy", "step ms", "speed-up", "trials")
+def _measured(tuned: Tuned, name: str) -> Sheet:
+    """Shows the strategies of the last round of timed trials."""
+    assert tuned.timing is not None
+    rows = []
     for timed in tuned.timing.ranking:
         ratio = "baseline" if timed.strategy == tuned.baseline else f"{1 / timed.ratio:.3f}"
         median_ms = statistics.median(timed.ms_by_seed.values())
-        _row(table, timed.strategy.name, figure(median_ms), ratio, str(len(timed.ms_by_seed)))
+        rows.append(TunedStrategy(timed.strategy.name, median_ms, ratio, num_trials=len(timed.ms_by_seed)))
     notes = [
         f"{tuned.timing.num_trials} timed trials in all. A trial's time is the median of its steps, a step's that of "
         f"its slowest rank. Speed-up: over {tuned.baseline.name} on the same seeds, geometric mean; of so few trials "
         "it is an estimate, which moesys run with more seeds tests."
     ]
     notes += [f"Failed: {strategy.name}: {reason}" for strategy, reason in tuned.timing.failed]
-    return table, notes
-
-
-def choices_table(tuned: Tuned) -> Table:
-    """The pick, field by field."""
-    table = _table("The pick, field by field", "field", "value", "why")
-    for choice in tuned.choices:
-        _row(table, choice.field, choice.value, str(choice))
-    return table
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column(first)
-    for column in others:
-        table.add_column(column, justify="left" if column in ("value", "why") else "right")
-    return table
-
-
-def _row(table: Table, *cells: str) -> None:
-    # Text, because in a string rich would take brackets for its markup.
-    table.add_row(*(Text(cell) for cell in cells))
+    return Sheet(f"MEASURED: {name}, tuning", rows, notes)

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import Training
 from moesys.lab.train.text import generator_of, load_text
+from moesys.moe.call import recompute
 from moesys.moe.gradients import sync_gradients
 from moesys.moe.layer import MoELayer
-from moesys.moe.recompute import recompute
 from moesys.moe.router import router_loss
 from moesys.moe.runtime import MoERuntime, link
 

@@ -17,7 +17,7 @@ from moesys.config import ClusterSpec, Strategy
 from moesys.config.workload import ModelTraining
 from moesys.hf.parallelize import parallelize
 from moesys.lab.train.text import load_files
-from moesys.moe.expert_parameters import DTYPES
+from moesys.moe.masters import DTYPES
 from moesys.moe.runtime import MoERuntime
 
 _WEIGHTS = ("*.safetensors*", "pytorch_model*.bin*")

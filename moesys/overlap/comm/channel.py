@@ -9,22 +9,97 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Self, TypeVar
+from functools import partial
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from moesys.collectives import FAILURE_GRACE_S, guarded
 from moesys.kernels.host_copies import HostCopy, to_device
 from moesys.overlap.comm import frames
+from moesys.overlap.comm.background import BackgroundThread
 from moesys.overlap.comm.frames import NO_LAYER, VALUES, Header, Identity, Position
 from moesys.overlap.comm.heartbeat import Heartbeat
-from moesys.overlap.comm.messages import Messages, exchange
-from moesys.overlap.comm.paced_link import PacedLink, PacedTransfer
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.torch_private import group_timeout_s
+
+
+class Messages:
+    """Messages under way: a ``dist.Work`` as far as channels need one.
+
+    ``get_future`` has a thread wait for them, so that their end is known when it comes; ``is_completed`` is for those
+    who have called it. Either gives the first error of any message.
+    """
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+        self._future: Future[None] | None = None
+
+    def wait(self) -> bool:
+        if self._future is not None:
+            self._future.wait()
+        else:
+            self._wait_for_all()
+        return True
+
+    def get_future(self) -> Future[None]:
+        if self._future is None:
+            self._future = Future()
+            BackgroundThread("moesys-messages", partial(self._settle, self._future)).start()
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._future is not None and self._future.done()
+
+    def _wait_for_all(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def _settle(self, future: Future[None]) -> None:
+        try:
+            self._wait_for_all()
+        except RuntimeError as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        else:
+            future.set_result(None)
+
+
+def exchange(
+    received: Tensor,
+    sent: Tensor,
+    out_counts: Sequence[int],
+    in_counts: Sequence[int],
+    group: dist.ProcessGroup,
+    tag: int = 1 << 30,
+) -> dist.Work | Messages:
+    """Starts an all-to-all: ``in_counts`` [R] rows of ``sent`` go to each rank in rank order, and ``received`` gets
+    ``out_counts`` [R] by source. By messages where gloo moves what lies on the CPU, else by the backend's own.
+
+    Messages with the same ``tag`` keep their order between two ranks, and never match messages with another tag. Each
+    rank turns to its peers in an order of its own, so that no rank is everyone's first; ranks that have nothing for
+    each other do not wait for each other.
+    """
+    # Of a GPU's memory gloo moves only what collectives are given.
+    if dist.get_backend(group) != "gloo" or sent.device.type != "cpu":
+        work = dist.all_to_all_single(received, sent, list(out_counts), list(in_counts), group=group, async_op=True)
+        assert work is not None
+        return work
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    received_R, sent_R = received.split(list(out_counts)), sent.split(list(in_counts))
+    others = [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
+    works = [
+        dist.irecv(received_R[peer], group=group, group_src=peer, tag=tag)
+        for peer in reversed(others)
+        if out_counts[peer]
+    ]
+    works += [dist.isend(sent_R[peer], group=group, group_dst=peer, tag=tag) for peer in others if in_counts[peer]]
+    received_R[rank].copy_(sent_R[rank])
+    return Messages([work for work in works if work is not None])
+
 
 # Messages that nobody has waited for are kept for this many calls: the call that failed, and the call after it.
 KEPT_CALLS = 2
@@ -32,12 +107,27 @@ KEPT_CALLS = 2
 T = TypeVar("T")
 
 
+class AsyncWork(Protocol):
+    """What channels need of a ``dist.Work``, or of what stands for one."""
+
+    def wait(self) -> Any:
+        """Blocks until it is done."""
+
+    def get_future(self) -> Any:
+        """Returns a future that ends when it does."""
+
+
+class PacingLink(Protocol):
+    """A link over which all-to-alls travel at its pace, for benchmarks."""
+
+    def carry(self, work: AsyncWork, num_bytes: int) -> AsyncWork:
+        """Returns ``work``, which is under way, as it is over this link."""
+
+
 class Transfer:
     """A collective in flight. ``wait`` blocks until it is done, and counts how long that took as exposed time."""
 
-    def __init__(
-        self, channel: Channel, lane: str, detail: str, work: dist.Work | Messages | PacedTransfer | None
-    ) -> None:
+    def __init__(self, channel: Channel, lane: str, detail: str, work: AsyncWork | None) -> None:
         self._channel, self._lane, self._detail, self._work = channel, lane, detail, work
         self._start = channel.recorder.clock.now() if channel.recorder.enabled else None
         self._unrecorded = threading.Lock()
@@ -110,7 +200,7 @@ class Channel:
         self._unread: deque[tuple[HostCopy, torch.device]] = deque()
         self.failure_grace_s = FAILURE_GRACE_S
         self.heartbeat: Heartbeat | None = None
-        self.link: PacedLink | None = None
+        self.link: PacingLink | None = None
 
     def tagged(self, generation: int) -> Self:
         """Returns a channel whose messages belong to one call; it shares everything else with this channel."""

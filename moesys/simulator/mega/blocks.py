@@ -30,8 +30,7 @@ from moesys.simulator.mega.queues import (
     RunsOfKind,
     joined,
 )
-from moesys.simulator.mega.task_seconds import TaskSeconds
-from moesys.simulator.mega.tile_order import RASTER, WHOLE, OrderedTiles, parts_of
+from moesys.simulator.mega.tiles import RASTER, WHOLE, OrderedTiles, TaskSeconds, parts_of
 from moesys.simulator.mega.units import Coarseness, Groups, Mixture, Units, meetings, sums
 
 # Parts that a sweep is taken in of B's columns, where its tiles are not taken together. In one, tiles that push to the

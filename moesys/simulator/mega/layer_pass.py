@@ -11,16 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.config import ClusterSpec, MegaKernel, ModelShape
+from moesys.config import ClusterSpec, ModelShape
+from moesys.config.overlap import MegaKernel
 from moesys.cost import FloatArray, gather_seconds
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
 from moesys.simulator.mega.blocks import queues_of_blocks
 from moesys.simulator.mega.events import Times, run_all
-from moesys.simulator.mega.queues import FETCH, OUTER_PRODUCT, PRODUCT, PUSH, SUM, Queues
-from moesys.simulator.mega.task_runs import Machine, Runs
-from moesys.simulator.mega.task_seconds import TaskSeconds
-from moesys.simulator.mega.tile_order import BoolArray
+from moesys.simulator.mega.queues import FETCH, OUTER_PRODUCT, PRODUCT, PUSH, SUM, Machine, Queues, Runs
+from moesys.simulator.mega.tiles import BoolArray, TaskSeconds
 from moesys.simulator.mega.units import Coarseness
 
 

@@ -16,9 +16,8 @@ from moesys.config import ClusterSpec
 from moesys.cost import FloatArray
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
-from moesys.simulator.mega.task_runs import number_in_rank
-from moesys.simulator.mega.task_seconds import TaskSeconds
-from moesys.simulator.mega.tile_order import RASTER, WHOLE, OrderedTiles
+from moesys.simulator.mega.queues import number_in_rank
+from moesys.simulator.mega.tiles import RASTER, WHOLE, OrderedTiles, TaskSeconds
 
 # Up to so many ranks nothing is taken together. Up to more, no fewer row tiles of the busiest rank than these: together
 # they are up to a sixth off, and alone they simulate nearly as fast; nor what few programs do, where each counts.

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from moesys.config import BYTES_PER_GB, MegaKernel
-from moesys.config.model_run import ModelRun
-from moesys.config.parallelism import LayerRecompute
+from moesys.config import BYTES_PER_GB
+from moesys.config.model_run import LayerRecompute, ModelRun
 from moesys.limits import pulls_again, rank_memory
 from moesys.simulator.model.exchanges import Ring
 from moesys.simulator.model.operations import Operations
@@ -104,7 +103,7 @@ def _slot_bytes(run: ModelRun, moe_layers: int) -> float:
 
 def _row_bytes(run: ModelRun, row_factor: float) -> float:
     """Of one layer: rows sent, rows that have come, and as many results; what MegaKernels' peers reach."""
-    if isinstance(run.strategy.overlap, MegaKernel):
+    if run.strategy.overlap.reaches_memory:
         return rank_memory(run.strategy, run.shape, run.expert_cluster, 1, run.tokens_per_rank).shared_bytes
     rows = run.tokens_per_rank * run.shape.top_k
     return 2.0 * (rows + rows * row_factor) * run.shape.row_bytes

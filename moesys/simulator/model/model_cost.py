@@ -21,18 +21,14 @@ H hidden, E experts, K top-k, I expert width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-from moesys.config import ModelSpec
-from moesys.config.parallelism import LayerRecompute
-from moesys.simulator.model.layer_operations import (
-    Scores,
-    Sizes,
-    embedding_operation,
-    head_operations,
-    layer_operations,
-)
-from moesys.simulator.model.operations import Operations
+from moesys.config import DenseMlp, Gqa, LayerSpec, Mla, ModelSpec, MoeMlp
+from moesys.config.layer_spec import Product
+from moesys.config.model_run import LayerRecompute
+from moesys.simulator.model.operations import Operation, Operations, Part
 
 
 @dataclass(frozen=True)
@@ -95,3 +91,260 @@ def model_flops_per_token(model: ModelSpec, seq_len: int) -> float:
     2204.02311, appendix B). Megatron-Bridge counts the same but for the router, and S/2 pairs a token.
     """
     return 3 * count_model(model, seq_len).flops / seq_len
+
+
+Scores = Literal["flash", "eager"]
+_WORD = 4
+_TOKEN_ID = 8
+_SCALED_TOGETHER = 32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of what a token and a sequence of S tokens have."""
+
+    model: ModelSpec
+    seq_len: int
+    fp8: bool
+    fp8_rows: bool
+    scores: Scores
+
+    def rows(self, rows: int, width: int, fp8: bool = False) -> int:
+        """Bytes of ``rows`` a token, in the model's dtype or in float8 with scales."""
+        element_bytes = self.model.bytes_per_element
+        row = width + -(-width // _SCALED_TOGETHER) if fp8 else width * element_bytes
+        return self.seq_len * rows * row
+
+    def narrowed(self, rows: int, width: int, came: bool = False) -> int:
+        """Bytes read and written to narrow rows of an operand: once along rows, for the product, and once along
+        columns, for the gradient of weights. Of rows that ``came`` narrow the second only.
+        """
+        narrow = self.rows(rows, width, fp8=True)
+        return 2 * narrow if came else self.rows(rows, width) + 2 * narrow
+
+    def words(self, count: int) -> int:
+        """Bytes of so many float32 or int32 a token."""
+        return self.seq_len * count * _WORD
+
+    def pairs(self, window: int | None) -> int:
+        """Pairs of query and key of which scores are computed."""
+        S = self.seq_len
+        if self.scores == "eager":
+            return S * S
+        seen = S if window is None else min(window, S)
+        return seen * (seen + 1) // 2 + (S - seen) * seen
+
+
+def _product(
+    name: str,
+    part: Part,
+    product: Product,
+    operand: str,
+    sizes: Sizes,
+    *,
+    rows: int = 1,
+    copies: int = 1,
+    narrow: bool = True,
+    came: Literal["rows", "gradients"] | None = None,
+    runs_again: bool = True,
+) -> Operation:
+    """A product with weights of ``rows`` a token; of ``copies`` of the weights each row meets one. ``narrow``: in
+    float8 where the model's products are. ``came``: what is in float8 already.
+    """
+    flops = sizes.seq_len * rows * product.flops
+    fp8 = sizes.fp8 and narrow
+    casts = [
+        sizes.narrowed(rows, width, sizes.fp8_rows and came == which) if fp8 else 0
+        for which, width in (("rows", product.inputs), ("gradients", product.outputs))
+    ]
+    return Operation(
+        name,
+        part,
+        parameters=copies * product.parameters,
+        flops=flops,
+        input_gradient_flops=flops,
+        weight_gradient_flops=flops,
+        forward_bytes=casts[0],
+        backward_bytes=casts[1],
+        # In float8 an operand is another tensor than the one that others read.
+        saved={f"{operand}_fp8" if fp8 else operand: sizes.rows(rows, product.inputs, fp8)},
+        fp8=fp8,
+        runs_again=runs_again,
+    )
+
+
+def _norm(name: str, width: int, tensor: str, sizes: Sizes, weights: int | None = None, groups: int = 1) -> Operation:
+    """RMSNorm of rows of ``width``, in ``groups`` by themselves."""
+    return Operation(
+        name,
+        "norms",
+        parameters=width if weights is None else weights,
+        forward_bytes=2 * sizes.rows(1, width),
+        backward_bytes=3 * sizes.rows(1, width),
+        saved={tensor: sizes.rows(1, width), f"{name}_statistics": sizes.words(groups)},
+    )
+
+
+def _residual(name: str, sizes: Sizes) -> Operation:
+    moved = 3 * sizes.rows(1, sizes.model.hidden_size)
+    return Operation(name, "residuals", forward_bytes=moved, backward_bytes=moved, runs_again=False)
+
+
+def layer_operations(layer: LayerSpec, sizes: Sizes) -> Iterator[Operation]:
+    """Yields a layer's operations."""
+    H = sizes.model.hidden_size
+    yield _norm("attention_norm", H, "layer_input", sizes)
+    yield from _attention(layer.attention, sizes)
+    yield _residual("attention_residual", sizes)
+    yield _norm("mlp_norm", H, "mlp_input", sizes)
+    if isinstance(layer.mlp, MoeMlp):
+        yield from _experts(layer.mlp, sizes)
+    else:
+        yield from _dense("dense", "dense_mlp", layer.mlp, sizes)
+    yield _residual("mlp_residual", sizes)
+
+
+def _attention(attention: Gqa | Mla, sizes: Sizes) -> Iterator[Operation]:
+    heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    match attention:
+        case Gqa():
+            yield from _gqa_rows(attention, sizes)
+        case Mla():
+            yield from _mla_rows(attention, sizes)
+    pairs = sizes.pairs(attention.window)
+    query_key, value = (2 * heads * width * pairs for width in (attention.qk_head_dim, attention.v_head_dim))
+    yield Operation(
+        "scores",
+        "attention_scores",
+        parameters=attention.sinks * heads,
+        flops=query_key + value,
+        # A flash kernel makes the scores again.
+        input_gradient_flops=(3 if sizes.scores == "flash" else 2) * query_key + 2 * value,
+        saved={
+            "queries": sizes.rows(heads, attention.qk_head_dim),
+            "keys": sizes.rows(kv_heads, attention.qk_head_dim),
+            "values": sizes.rows(kv_heads, attention.v_head_dim),
+            "attention_output": sizes.rows(heads, attention.v_head_dim),
+            "attention_statistics": sizes.words(heads),
+        },
+    )
+    output = attention.products(sizes.model.hidden_size)["output"]
+    yield _product("output", "attention_projections", output, "attention_output", sizes, runs_again=False)
+
+
+def _gqa_rows(attention: Gqa, sizes: Sizes) -> Iterator[Operation]:
+    """Queries, keys and values."""
+    qkv = attention.products(sizes.model.hidden_size)["qkv"]
+    yield _product("qkv", "attention_projections", qkv, "attention_rows", sizes)
+    heads = attention.num_heads + attention.num_kv_heads
+    width = heads * attention.head_dim
+    if attention.qk_norm is not None:
+        groups = heads if attention.qk_norm == "head" else 2
+        yield _norm("qk_norm", width, "unnormed_queries_keys", sizes, sum(attention.norm_widths), groups)
+    yield _rotary(2 * width, sizes)
+
+
+def _mla_rows(attention: Mla, sizes: Sizes) -> Iterator[Operation]:
+    """Queries, keys and values, by their latents."""
+    for name, product in attention.products(sizes.model.hidden_size).items():
+        if name == "output":
+            continue
+        operand = "attention_rows"
+        if name.endswith("_up"):
+            latent, operand = name.replace("up", "latent"), f"{name}_rows"
+            yield _norm(f"{latent}_norm", product.inputs, latent, sizes)
+        yield _product(name, "attention_projections", product, operand, sizes)
+    # The position of queries in place; keys are put together, with one part for all heads.
+    heads, rope = attention.num_heads, attention.qk_rope_head_dim
+    yield _rotary(2 * heads * rope + rope + heads * (attention.qk_nope_head_dim + attention.qk_head_dim), sizes)
+
+
+def _rotary(moved: int, sizes: Sizes) -> Operation:
+    """``moved`` elements a token, read and written."""
+    num_bytes = sizes.rows(1, moved)
+    return Operation("rotary", "rotary", forward_bytes=num_bytes, backward_bytes=num_bytes)
+
+
+def _activation(name: str, part: Part, up: Product, down: Product, sizes: Sizes, rows: int = 1) -> Operation:
+    read, written = sizes.rows(rows, up.outputs), sizes.rows(rows, down.inputs)
+    return Operation(
+        f"{name}_activation",
+        part,
+        forward_bytes=read + written,
+        backward_bytes=2 * read + written,
+        saved={f"{name}_up": read},
+    )
+
+
+def _dense(name: str, part: Part, mlp: DenseMlp, sizes: Sizes, down_again: bool = False) -> Iterator[Operation]:
+    up, down = mlp.products(sizes.model.hidden_size).values()
+    yield _product(f"{name}_up", part, up, "mlp_rows", sizes)
+    yield _activation(name, part, up, down, sizes)
+    yield _product(f"{name}_down", part, down, f"{name}_activated", sizes, runs_again=down_again)
+
+
+def _experts(mlp: MoeMlp, sizes: Sizes) -> Iterator[Operation]:
+    H, E, K = mlp.shape.hidden_size, mlp.shape.num_experts, mlp.shape.top_k
+    up, down = mlp.expert_products.values()
+    yield _product("router", "router", mlp.router, "mlp_rows", sizes, narrow=False)
+    yield Operation(
+        "choice",
+        "router",
+        forward_bytes=sizes.words(2 * E + 3 * K),
+        backward_bytes=sizes.words(2 * E + 2 * K),
+        # Of each choice its expert, its weight, and where its row went.
+        saved={"router_probabilities": sizes.words(E), "choices": sizes.words(3 * K)},
+    )
+    sent = sizes.rows(K, H, sizes.fp8_rows)
+    home = sizes.rows(K + 1, H)
+    yield Operation("dispatch", "dispatch", forward_bytes=sizes.rows(K, H) + sent, backward_bytes=home, sent_bytes=sent)
+    yield _product("expert_up", "experts", up, "expert_rows", sizes, rows=K, copies=E, came="rows")
+    yield _activation("expert", "experts", up, down, sizes, rows=K)
+    # The weights' gradient needs no output of an expert: it is the activation times the gradient of the activation.
+    yield _product(
+        "expert_down", "experts", down, "expert_activated", sizes, rows=K, copies=E, came="gradients", runs_again=False
+    )
+    if mlp.shared is not None:
+        yield from _dense("shared", "shared_experts", mlp.shared, sizes, down_again=mlp.shared_gate)
+    if mlp.shared_gate:
+        yield _product("shared_gate", "shared_experts", Product(H, 1), "mlp_rows", sizes, narrow=False)
+        yield Operation(
+            "shared_scale",
+            "shared_experts",
+            forward_bytes=2 * sizes.rows(1, H),
+            backward_bytes=3 * sizes.rows(1, H),
+            saved={"shared_output": sizes.rows(1, H), "shared_scale": sizes.words(1)},
+            runs_again=False,
+        )
+    beside = sizes.rows(1, H) if mlp.shared is not None else 0
+    yield Operation(
+        "combine",
+        "combine",
+        forward_bytes=home + beside,
+        backward_bytes=home,
+        sent_bytes=sizes.rows(K, H),
+        runs_again=False,
+    )
+
+
+def embedding_operation(sizes: Sizes) -> Operation:
+    """Returns the embedding's one operation."""
+    row = sizes.rows(1, sizes.model.hidden_size)
+    return Operation(
+        "embedding",
+        "embedding",
+        parameters=sizes.model.embedding_parameters,
+        forward_bytes=2 * row,
+        backward_bytes=3 * row,
+        saved={"token_ids": sizes.seq_len * _TOKEN_ID},
+    )
+
+
+def head_operations(sizes: Sizes) -> Iterator[Operation]:
+    """Yields the operations behind the last layer."""
+    H, V = sizes.model.hidden_size, sizes.model.vocab_size
+    yield _norm("head_norm", H, "head_input", sizes)
+    held = 0 if sizes.model.tied_embeddings else 1
+    yield _product("head", "head", Product(H, V), "head_rows", sizes, copies=held, narrow=False)
+    logits = sizes.rows(1, V)
+    yield Operation("loss", "head", forward_bytes=2 * logits, saved={"logits": logits})

@@ -10,10 +10,10 @@ import numpy as np
 
 from moesys.config import MoeMlp
 from moesys.config.model_run import ModelRun
+from moesys.simulator.model.exchanges import place_pairs
 from moesys.simulator.model.memory import StageMemory
 from moesys.simulator.model.model_cost import model_flops_per_token
 from moesys.simulator.model.pipeline import PartSeconds, PipelineRun, run_pipeline
-from moesys.simulator.model.placement import place_pairs
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-from moesys.config.parallelism import LayerRecompute
+from moesys.config.model_run import LayerRecompute
 
 Part = Literal[
     "embedding",

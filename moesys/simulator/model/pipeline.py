@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from moesys.config.parallelism import PipelineSchedule
+from moesys.config.model_run import PipelineSchedule
 
 Pass = Literal["forward", "backward", "weight_gradients"]
 

@@ -8,22 +8,26 @@ for each other at the end of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice, pairwise
+from math import inf
+from operator import itemgetter
 
 import numpy as np
 
-from moesys.balance.plan import LayerPlan
-from moesys.balance.row_limits import out_of_rows
+from moesys.balance.plan import LayerPlan, out_of_rows, plan_layer
+from moesys.balance.replay import Moment, replay_layer
 from moesys.config.model_run import ModelRun
-from moesys.cost import row_product_seconds
-from moesys.simulator.model.drawn_plans import Routing, drawn_plans, num_draws
-from moesys.simulator.model.end_of_step import EndOfStep
-from moesys.simulator.model.memory import stage_memory
+from moesys.config.workload import Generated
+from moesys.cost import optimizer_seconds, row_product_seconds
+from moesys.load import IntArray, LoadMatrix
+from moesys.simulator.model.exchanges import Ring, passes_of_sum
+from moesys.simulator.model.memory import MASTER_BYTES, MOMENT_BYTES, stage_memory
 from moesys.simulator.model.model_step import DrawnStep, ModelStep, SimulatedPart, run_parts
-from moesys.simulator.model.parts import split_evenly
 from moesys.simulator.model.simulated_part import WAITS, simulate_part
 from moesys.simulator.model.units import Units
+from moesys.traces import Trace, generate
 
 Told = Callable[[str], None]
 
@@ -108,3 +112,193 @@ def _ends(pipeline_s: Sequence[float], behind: Sequence[dict[str, float]]) -> li
     meeting = max((before[stage] for stage in tied), default=0.0)
     started = [max(end, meeting) if stage in tied else end for stage, end in enumerate(before)]
     return [end + each["tied embeddings"] + each["optimizer"] for end, each in zip(started, behind, strict=True)]
+
+
+def split_evenly(costs: Sequence[float], num_parts: int) -> list[range]:
+    """Returns neighbouring layers for each part, at least one, so that the costliest part costs least, and of all such
+    splits the most even: that with the least sum of squares, as a stage of an interleaved pipeline has several parts.
+    """
+    if not 1 <= num_parts <= len(costs):
+        raise ValueError(f"num_parts={num_parts} does not fit {len(costs)} layers; use 1 to {len(costs)}")
+    until = [0.0, *accumulate(costs)]
+    most, _ = _best(until, num_parts, max)
+    # Sums over the same layers differ in their last bits.
+    limit = most * (1 + 1e-12)
+    _, bounds = _best(until, num_parts, lambda squares, cost: squares + cost * cost if cost <= limit else inf)
+    return [range(first, end) for first, end in pairwise(bounds)]
+
+
+def _best(
+    until: Sequence[float], num_parts: int, with_part: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """Returns the least value of a split, which ``with_part`` makes of the value without its last part and that part's
+    cost, and the split: where its parts begin, and the end. ``until``: costs of all layers before each.
+    """
+    layers = len(until) - 1
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
+    for part in range(1, num_parts + 1):
+        best = {
+            # Of equals the first: where the parts before hold most.
+            end: min(
+                (
+                    (with_part(value, until[end] - until[first]), [*bounds, end])
+                    for first, (value, bounds) in reversed(best.items())
+                    if first < end
+                ),
+                key=itemgetter(0),
+            )
+            for end in range(part, layers - (num_parts - part) + 1)
+        }
+    return best[layers]
+
+
+Routing = Generated | Trace | Sequence[LayerPlan] | None
+
+
+def num_draws(routing: Routing, draws: int) -> int:
+    """Returns how many there are, if ``draws`` are asked for."""
+    match routing:
+        case Generated():
+            return draws
+        case Trace():
+            return min(draws, routing.num_micro_batches)
+    return 1
+
+
+def drawn_plans(run: ModelRun, routing: Routing, draws: int, seed: int) -> Iterator[dict[int, LayerPlan]]:
+    """Yields, for each draw, the plan of each layer with experts. ``simulate_model`` says what ``routing`` is."""
+    layers = run.model.moe_layers
+    match routing:
+        case None:
+            plan = plan_layer(run.strategy, run.shape, run.expert_cluster, LoadMatrix(_even(run)))
+            yield dict.fromkeys(layers, plan)
+        case Generated():
+            for draw in range(draws):
+                trace = _generated(run, routing, seed + draw)
+                yield from _replayed(run, trace, [Moment(routing.warmup, routing.warmup)])
+        case Trace():
+            _check_trace(run, routing)
+            # All of them, as layouts depend on those before.
+            past = routing.num_micro_batches - num_draws(routing, draws)
+            yield from islice(_replayed(run, routing, None), past, None)
+        case _:
+            _check_plans(run, routing)
+            yield dict(zip(layers, routing, strict=True))
+
+
+def _generated(run: ModelRun, routing: Generated, seed: int) -> Trace:
+    own = {"num_layers": len(run.model.moe_layers), "tokens_per_rank": run.tokens_per_rank}
+    routing = routing.replace(**own, steps=1, micro_batches=1)
+    return generate(routing, run.expert_cluster.num_ranks, run.shape.num_experts, run.shape.top_k, seed)
+
+
+def _replayed(run: ModelRun, trace: Trace, moments: Sequence[Moment] | None) -> Iterator[dict[int, LayerPlan]]:
+    """Yields the plans of micro-batches at ``moments``, or of all, each with the layouts that history led to."""
+    walks = [
+        replay_layer(run.strategy, run.shape, run.expert_cluster, tokens_SRE, layer=place, moments=moments)
+        for place, tokens_SRE in enumerate(trace.tokens_SLRE.swapaxes(0, 1))
+    ]
+    for replayed in zip(*walks, strict=True):
+        yield {layer: each.plan for layer, each in zip(run.model.moe_layers, replayed, strict=True)}
+
+
+def _check_trace(run: ModelRun, trace: Trace) -> None:
+    """Raises ValueError where the trace is of another model or of other ranks."""
+    L, R, E = len(run.model.moe_layers), run.expert_cluster.num_ranks, run.shape.num_experts
+    for of, count, wanted, way_out in (
+        ("layers", trace.num_layers, L, "give a trace of this model"),
+        ("experts", trace.num_experts, E, "give a trace of this model"),
+        ("source ranks", trace.num_ranks, R, f"use trace.fold({R}) for a multiple of them"),
+    ):
+        if count != wanted:
+            raise ValueError(f"routing has {count} {of}, and the run {wanted} with experts in a group; {way_out}")
+    counted_SLR, tokens = trace.tokens_SLRE.sum(axis=-1), run.tokens_per_rank
+    if (counted_SLR != tokens * run.shape.top_k).any():
+        raise ValueError(
+            f"routing has {counted_SLR.min()} to {counted_SLR.max()} choices of a rank, and the run's {tokens} tokens "
+            f"have {tokens * run.shape.top_k}; use trace.scaled({tokens})"
+        )
+
+
+def _check_plans(run: ModelRun, plans: Sequence[LayerPlan]) -> None:
+    """Raises ValueError where plans are of another model or of other ranks."""
+    if len(plans) != (layers := len(run.model.moe_layers)):
+        raise ValueError(f"routing has plans of {len(plans)} layers, and the run {layers} with experts; give as many")
+    wanted = (run.expert_cluster.num_ranks, run.shape.num_experts)
+    for place, plan in enumerate(plans):
+        if (found := plan.load.tokens_RE.shape) != wanted:
+            raise ValueError(
+                f"routing[{place}] is a plan of {found[0]} ranks and {found[1]} experts, and the run has {wanted[0]} "
+                f"and {wanted[1]}; give plans of this model on these ranks"
+            )
+
+
+def _even(run: ModelRun) -> IntArray:
+    """Returns counts [R, E] of which none is more than one above another, of a rank as of an expert."""
+    R, E = run.expert_cluster.num_ranks, run.shape.num_experts
+    each, left = divmod(run.tokens_per_rank * run.shape.top_k, E)
+    turn_RE = (np.arange(E) - left * np.arange(R)[:, None]) % E
+    return each + (turn_RE < left).astype(np.int64)
+
+
+# Of a parameter, read and written beside master and moments: its gradient, and the copy in the compute dtype.
+_GRADIENT_AND_COPY_BYTES = 4 + 2
+
+
+def update_bytes(optimizer: str) -> int:
+    """Returns the bytes of a parameter that its update reads and writes."""
+    return 2 * (MASTER_BYTES + MOMENT_BYTES[optimizer]) + _GRADIENT_AND_COPY_BYTES
+
+
+@dataclass(frozen=True)
+class EndOfStep:
+    """Of all stages of ``run``."""
+
+    run: ModelRun
+    units: Units
+
+    def seconds(self, chunks: Sequence[range], parts: Sequence[SimulatedPart]) -> dict[str, float]:
+        """Returns what a stage still takes, by what it is: gradients hide behind the backward of the last micro-batch,
+        and parameters behind the forward of the first, bucket by bucket, as far as links are idle there.
+        """
+        run, parallel = self.run, self.run.parallelism
+        units = self.units.of_stage(chunks)
+        experts = sum(unit.operations.of("experts").parameters for unit in units) / run.groups.expert
+        dense = sum(unit.parameters for unit in units) / parallel.tensor
+        sharded, travelled = parallel.dense != "replicated", parallel.dense == "full"
+        # Of links inside domains, and of NICs.
+        summed, gathered, updated = np.zeros(2), np.zeros(2), 0.0
+        for ring, parameters, done in ((Ring.of_dense(run), dense, travelled), (Ring.of_experts(run), experts, False)):
+            updated += parameters / (ring.size if sharded else 1)
+            if done:
+                continue
+            gradients_s = np.array(ring.busy_seconds(parameters * run.gradient_bytes, run.cluster))
+            summed += gradients_s * (passes_of_sum(run) if sharded else 2)
+            if sharded:
+                gathered += ring.busy_seconds(parameters * run.model.bytes_per_element, run.cluster)
+        # Gradients of the layer that comes last have nothing to hide behind, nor have parameters of the first.
+        layers = sum(map(len, chunks))
+        hidden = (layers - 1) / layers
+        forward, backward = np.zeros(2), np.zeros(2)
+        for part in parts:
+            forward += [max(0.0, part.seconds.forward - link.forward) for link in part.busy]
+            backward += [max(0.0, part.seconds.backward - link.backward) for link in part.busy]
+        shown_s = [float((summed - hidden * backward).max()), float((gathered - hidden * forward).max())]
+        return {
+            "gradients and parameters": sum(max(0.0, each) for each in shown_s),
+            "tied embeddings": self._tied_seconds(chunks),
+            "optimizer": optimizer_seconds(updated * update_bytes(run.optimizer), run.cluster),
+        }
+
+    def _tied_seconds(self, chunks: Sequence[range]) -> float:
+        """Returns those of the first and the last stage to sum gradients of tied embeddings, once their data-parallel
+        ranks have (``finalize_model_grads`` of Megatron-Core).
+        """
+        run, parallel = self.run, self.run.parallelism
+        at_end = chunks[0].start == 0 or chunks[-1].stop == len(self.units.layers)
+        if not run.model.tied_embeddings or parallel.pipeline == 1 or not at_end:
+            return 0.0
+        held = self.units.embedding.parameters / parallel.tensor
+        if parallel.dense == "full":
+            held /= Ring.of_dense(run).size
+        return 2 * Ring.of_ends(run).seconds(held * run.gradient_bytes, run.cluster)

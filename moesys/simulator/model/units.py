@@ -2,6 +2,11 @@
 
 They are what FSDP2 gathers at once in transformers' models (``base_model_fsdp_plan``). The head's stay from forward
 until backward; tied to the embedding, where one rank has both, so does the embedding.
+
+``rest_seconds`` times what a rank does besides the routed experts. Each operation takes its flops at the rate of its
+products or its bytes at the memory's rate, and a launch. Tensor and context groups share them evenly. What tensor
+groups exchange (sequence parallelism, arXiv 2205.05198, section 4.2.2: an all-gather before and a reduce-scatter after
+attention and each dense MLP) is never hidden, and keys and values travel around a context group during the scores.
 """
 
 from __future__ import annotations
@@ -9,11 +14,119 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from moesys.config import Gqa, ModelSpec
-from moesys.config.model_run import ModelRun
+from moesys.config import ClusterSpec, Gqa, ModelSpec
+from moesys.config.model_run import LayerRecompute, ModelRun
+from moesys.cost import attention_rate, elementwise_seconds, product_rate
+from moesys.simulator.model.exchanges import place_groups
 from moesys.simulator.model.model_cost import count_model
-from moesys.simulator.model.operations import Operations
-from moesys.simulator.model.rest_seconds import RestSeconds, rest_seconds
+from moesys.simulator.model.operations import Operation, Operations, Part
+
+# Exchanges of a tensor group that run again: a gather, and what sums behind it where all runs again.
+_SENT_AGAIN: dict[LayerRecompute, int] = {"none": 0, "selective": 1, "full": 2}
+# What ``simulator.step_program`` times.
+ROUTED: frozenset[Part] = frozenset({"dispatch", "experts", "combine"})
+# Parts that a tensor group shares by weights, an exchange before and one behind each.
+_SHARED_BY_WEIGHTS: tuple[tuple[Part, ...], ...] = (("attention_projections",), ("shared_experts", "dense_mlp"))
+
+
+@dataclass(frozen=True)
+class RestSeconds:
+    """Of one layer and micro-batch on a rank. ``again``: what runs once more in backward. ``weight_gradients``: of
+    ``backward``, what may come later.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    again: float = 0.0
+    weight_gradients: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.again
+
+    def __add__(self, other: RestSeconds) -> RestSeconds:
+        return RestSeconds(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.again + other.again,
+            self.weight_gradients + other.weight_gradients,
+        )
+
+
+def rest_seconds(operations: Operations, run: ModelRun) -> RestSeconds:
+    """Returns the seconds of those operations that are not of routed experts."""
+    rest = Operations(operations.seq_len, tuple(each for each in operations.operations if each.part not in ROUTED))
+    again = rest.again(run.parallelism.recompute)
+    sent_s, exposed_s = _tensor_seconds(rest, run), _context_seconds(rest, run)
+    computed = _computed(rest, run)
+    return RestSeconds(
+        forward=computed.forward + 2 * sent_s + exposed_s,
+        # Gradients go the way back; what weights' gradients read is gathered behind those of inputs.
+        backward=computed.backward + 2 * sent_s + 2 * exposed_s,
+        again=_computed(again, run).forward
+        + _SENT_AGAIN[run.parallelism.recompute] * sent_s
+        + (exposed_s if again.operations else 0.0),
+        weight_gradients=computed.weight_gradients,
+    )
+
+
+def _computed(operations: Operations, run: ModelRun) -> RestSeconds:
+    cluster = run.cluster
+    share = run.micro_batch / (run.parallelism.tensor * run.parallelism.context)
+    launch_s = cluster.launch_us * 1e-6
+    found = RestSeconds()
+    for each in operations.operations:
+        rate, gradient_rate = (_rate(each, cluster, backward) for backward in (False, True))
+        weights_s = share * each.weight_gradient_flops / gradient_rate
+        products_s = share * each.input_gradient_flops / gradient_rate
+        inputs_s = products_s + elementwise_seconds(share * each.backward_bytes, cluster, backward=True)
+        moved_s = elementwise_seconds(share * each.forward_bytes, cluster, backward=False)
+        found += RestSeconds(
+            forward=share * each.flops / rate + moved_s + launch_s,
+            backward=inputs_s + weights_s + each.backward_kernels * launch_s,
+            weight_gradients=weights_s,
+        )
+    return found
+
+
+def _rate(operation: Operation, cluster: ClusterSpec, backward: bool) -> float:
+    """Flops a second."""
+    if operation.part == "attention_scores":
+        return attention_rate(cluster, backward)
+    if operation.fp8 and cluster.fp8_tflops:
+        return cluster.fp8_tflops * 1e12
+    return product_rate(cluster, backward)
+
+
+def _tensor_seconds(operations: Operations, run: ModelRun) -> float:
+    """Of all gathers before what a tensor group shares; reduce-scatters behind it take as long."""
+    size, cluster = run.parallelism.tensor, run.cluster
+    shared = sum(bool(operations.of(*parts).operations) for parts in _SHARED_BY_WEIGHTS)
+    if size == 1 or not shared:
+        return 0.0
+    received = run.tokens_per_rank * (size - 1) * run.model.hidden_size * run.model.bytes_per_element
+    return shared * (received / _neighbour_rate(size, cluster) + cluster.intra_node_us * 1e-6)
+
+
+def _context_seconds(operations: Operations, run: ModelRun) -> float:
+    """Of keys and values that go round, what the scores do not hide."""
+    size, cluster = run.parallelism.context, run.cluster
+    scores = operations.of("attention_scores")
+    if size == 1 or not scores.operations:
+        return 0.0
+    saved = scores.saved()
+    own = (saved["keys"] + saved["values"]) * run.micro_batch / (size * run.parallelism.tensor)
+    moved_s = (size - 1) * own / _neighbour_rate(size * run.parallelism.tensor, cluster)
+    return max(0.0, moved_s - _computed(scores, run).forward)
+
+
+def _neighbour_rate(size: int, cluster: ClusterSpec) -> float:
+    """Returns bytes a second between neighbours in groups of ``size`` neighbouring ranks: of a rank's link where each
+    lies in one domain, else of its share of the NICs.
+    """
+    if not place_groups(size, 1, cluster).on_nics:
+        return cluster.intra_node_gb_per_s * 1e9
+    return cluster.inter_node_gb_per_s * 1e9 / cluster.node_sizes[0]
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from benchmarks.shaped.layers import CHUNKS, MOST_TOKENS, SOME_TOKENS, chosen_ex
 from benchmarks.shaped.processor_shares import lacks_shares
 from moesys.config import ModelShape
 from moesys.lab.calibrate.measurement import fit_line
-from moesys.lab.show.reports import to_json, to_markdown
-from moesys.lab.show.sheets import Sheet, written_columns
+from moesys.lab.show.tables import Sheet, to_json, to_markdown, written_columns
 
 LACKS = lacks_hosts()
 

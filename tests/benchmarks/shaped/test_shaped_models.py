@@ -21,8 +21,8 @@ from moesys.config.workload import Generated
 from moesys.lab.calibrate.cases import CPU_GRID
 from moesys.lab.calibrate.measurement import calibrate
 from moesys.lab.calibrate.timings import Effort
-from moesys.lab.show.reports import to_markdown
-from moesys.simulator.model.drawn_plans import drawn_plans
+from moesys.lab.show.tables import to_markdown
+from moesys.simulator.model.simulate_model import drawn_plans
 
 LACKS = lacks_hosts()
 CASE = model_case("qwen3-moe", 2, 200.0, 0.0)

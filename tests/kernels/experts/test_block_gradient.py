@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moesys.kernels.experts.block_gradient import RowBlocks, block_gradient, block_gradient_reference
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import groups_by_size_reference
-from moesys.kernels.experts.weight_gradient import OrderedGroups
+from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, block_gradient, block_gradient_reference
 from moesys.overlap.exact_sum import add_on_grid, grid_of
 
 TILE = TileConfig(rows=16, columns=32, contraction=16)

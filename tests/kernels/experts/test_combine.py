@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesys.kernels.experts import combine as module
-from moesys.kernels.experts.combine import combine, combine_reference
+from moesys.kernels.experts import token_rows
+from moesys.kernels.experts.token_rows import combine, combine_reference
 from moesys.kernels.routing.routing import route_reference
 
 # Each case says which edge it is: (T, K, G, H, probability that a choice is dropped).
@@ -88,5 +88,5 @@ def test_columns_of_a_program_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     y_PH, row_TK, weight_TK = operands(6, 3, 5, 70, 0.2, torch.bfloat16)
     together = combine(y_PH, row_TK, weight_TK, torch.bfloat16)
     for columns in (16, 64):
-        monkeypatch.setattr(module, "MOST_COLUMNS", columns)
+        monkeypatch.setattr(token_rows, "MOST_COLUMNS", columns)
         assert torch.equal(combine(y_PH, row_TK, weight_TK, torch.bfloat16), together)

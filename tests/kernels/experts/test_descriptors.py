@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.runtime import _allocation
 
-from moesys.kernels.experts.descriptors import readable_by_tma, run_with_descriptors
+from moesys.kernels.experts.products import readable_by_tma, run_with_descriptors
 from moesys.kernels.experts.tile_config import TileConfig
 
 HALF = torch.zeros(4, 16, dtype=torch.float16)

@@ -10,7 +10,7 @@ from benchmarks.__main__ import app
 from moesys.kernels.experts import gemm_timer
 from moesys.kernels.experts.gemm_timer import META, GemmTimer, Operands
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
-from moesys.kernels.experts.tile_space import OPS
+from moesys.kernels.experts.tile_tuner import OPS
 
 SHAPE = ShapeClass(32, 16, 4, 2, "swiglu", "float16", 8)
 CPU = torch.device("cpu")

@@ -16,8 +16,19 @@ import torch
 from moesys.kernels.experts import tile_tuner
 from moesys.kernels.experts.experts import moe_experts
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
-from moesys.kernels.experts.tile_space import CONTRACTION, MOST_SHARED_BYTES, OPS, blocks_for, candidates
-from moesys.kernels.experts.tile_tuner import INTERPRETED, Gpu, _cached, blocks_of, cache_file, tune_blocks
+from moesys.kernels.experts.tile_tuner import (
+    CONTRACTION,
+    INTERPRETED,
+    MOST_SHARED_BYTES,
+    OPS,
+    Gpu,
+    _cached,
+    blocks_for,
+    blocks_of,
+    cache_file,
+    candidates,
+    tune_blocks,
+)
 
 SHAPE = ShapeClass(2048, 768, 128, 8, "swiglu", "bfloat16", 2048)
 SHAPES = {

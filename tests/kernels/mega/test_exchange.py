@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moesys.kernels.mega.arguments import pull_choices
 from moesys.kernels.mega.exchange import (
     Exchange,
     Replicas,
@@ -23,7 +24,6 @@ from moesys.kernels.mega.exchange import (
     first_rows,
     most_flags,
     ordered_tiles,
-    pull_choices,
     regions,
 )
 from moesys.kernels.routing.routing import route

@@ -13,9 +13,8 @@ from moesys.kernels.mega.exchange import most_flags, regions
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts
 from moesys.kernels.symmetric.heap import Heap
 from moesys.layout import ExpertLayout
-from moesys.overlap.device_split import device_split
+from moesys.overlap.device_split import RowLimit, device_split
 from moesys.overlap.mega_executor import replicas_of
-from moesys.overlap.row_limit import RowLimit
 
 # Rows and choices themselves, which travel however it was planned.
 PAYLOAD = ("copy_", "_publish", "_pull_choices")

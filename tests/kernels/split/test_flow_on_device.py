@@ -12,7 +12,7 @@ import torch
 from flow_reference import split_reference
 from torch import Tensor
 
-from moesys.kernels.split import sources
+from moesys.kernels.split import tables as split_module
 from moesys.kernels.split.flow import TensorPlan, split
 from moesys.kernels.split.tables import SplitTables, entries_of, tables_of
 
@@ -87,7 +87,7 @@ def test_more_lanes_than_one_warp_has(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens_RE = skewed(2, 9, 6)
     plan = split(tokens_RE, found)
     assert_same(plan, split_reference(tokens_RE, found))
-    monkeypatch.setattr(sources, "FEWEST_LANES", 128)
+    monkeypatch.setattr(split_module, "FEWEST_LANES", 128)
     assert_same(split(tokens_RE, found), plan)
 
 

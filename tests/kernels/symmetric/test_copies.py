@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moesys.kernels.symmetric import cuda_driver
-from moesys.kernels.symmetric.copies import BLOCK_WORDS, Copy, start_copies
+from moesys.kernels.symmetric.pulls import BLOCK_WORDS, Copy, start_copies
 
 CPU = torch.device("cpu")
 UNTOUCHED = 255

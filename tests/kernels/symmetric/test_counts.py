@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moesys.kernels.mega.exchange import publish, regions
+from moesys.kernels.mega.arguments import publish
+from moesys.kernels.mega.exchange import regions
 from moesys.kernels.symmetric.counts import BLOCK_EXPERTS, Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.signals import PeerTimeoutError, raise_if_given_up

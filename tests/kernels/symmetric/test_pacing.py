@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-import moesys.kernels.symmetric.clock
+import moesys.kernels.symmetric.signals
 from moesys.kernels.symmetric import pacing
-from moesys.kernels.symmetric.clock import now_ns
 from moesys.kernels.symmetric.pacing import arrive, paced_copies, paced_link, set_off
+from moesys.kernels.symmetric.signals import now_ns
 
 CPU = torch.device("cpu")
 # 20 KB on a link of 2 MB/s: 10 ms.
@@ -28,7 +28,7 @@ def clock(monkeypatch):
     def nap():
         clock.ns += POLL_NS
 
-    monkeypatch.setattr(moesys.kernels.symmetric.clock, "host_ns", lambda: clock.ns)
+    monkeypatch.setattr(moesys.kernels.symmetric.signals, "host_ns", lambda: clock.ns)
     monkeypatch.setattr(pacing, "nap", nap)
     return clock
 

@@ -38,7 +38,7 @@ from moesys.lab.commands import options
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import start_ranks
-from moesys.lab.show import reports
+from moesys.lab.show import tables
 
 TINY = Grid(
     dtype="float32",
@@ -495,7 +495,7 @@ def test_what_was_measured_is_written_before_it_is_printed(monkeypatch):
 
     known = KnownRanks(KNOWN.replace(ranks_per_node=2))
     monkeypatch.setattr(command, "start_ranks", lambda *_, **__: (known, known.cluster))
-    monkeypatch.setattr(reports, "print_full", stops)
+    monkeypatch.setattr(tables, "print_full", stops)
     with pytest.raises(BrokenPipeError):
         command.calibrate_command(2, json_path=Path("samples.json"), out=Path("here.toml"))
     assert "cluster" in json.loads(Path("samples.json").read_text())

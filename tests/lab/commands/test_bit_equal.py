@@ -14,7 +14,7 @@ import moesys as ms
 from moesys.__main__ import app
 from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, compare_records
 from moesys.lab.runs.records import Record, RunFolder
-from moesys.lab.show.tables import comparison_sheet
+from moesys.lab.show.comparisons import comparison_sheet
 
 STEPS = 2 * JUDGED_STEPS
 LOSSES = [5.0 - step / 8 for step in range(STEPS)]
@@ -40,8 +40,7 @@ def records(of: ms.Experiment, step: int | None = None) -> list[Record]:
 
 
 def agreement_cells(comparison: Comparison) -> list[str]:
-    sheet = comparison_sheet(comparison)
-    return [row[sheet.columns.index("agreement")] for row in sheet.rows]
+    return [row.agreement for row in comparison_sheet(comparison).rows]
 
 
 @pytest.mark.parametrize("step", [0, JUDGED_STEPS - 1, STEPS - 2])

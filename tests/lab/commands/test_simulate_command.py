@@ -17,17 +17,20 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from moesys.__main__ import app
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import StepPlan, plan_layer
 from moesys.balance.replay import replay_steps
-from moesys.config import ClusterSpec, Fsep, Greedy, MegaKernel, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.experiment import Experiment
+from moesys.config.overlap import MegaKernel
 from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.commands.explain import explain_command
 from moesys.lab.commands.simulate import simulate_command
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import rest_of, routing_of, run_simulated
 from moesys.lab.show.chrome_trace import write_chrome_trace
-from moesys.lab.show.tables import figure, ratio_words
+from moesys.lab.show.comparisons import ratio_words
+from moesys.lab.show.tables import figure
 from moesys.load import LoadMatrix
 from moesys.simulator.critical_path import PathPart, by_place
 from moesys.simulator.step_program import simulation
@@ -211,8 +214,8 @@ def test_a_reader_who_has_enough_is_no_error_and_a_full_disk_is_one(tmp_path, mo
     def fails(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    for command in (simulate_command, explain_command):
-        monkeypatch.setattr(sys.modules[command.__module__], "print_full", fails)
+    for command, prints in ((simulate_command, "print_sheet"), (explain_command, "print_full")):
+        monkeypatch.setattr(sys.modules[command.__module__], prints, fails)
         number = errno.ENOSPC
         assert command(file) == 2
         assert "Error: [Errno 28] No space left on device" in capsys.readouterr().err

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from test_explanation import CLUSTER, FSEP, MODEL, declared
 
-from moesys.config import Ep, FlowSplit, Fsep, MegaKernel
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.config import Ep, Fsep
+from moesys.config.overlap import MegaKernel
 from moesys.lab.explanation.explanation import explain
 from moesys.moe.pulled_experts import ring_bytes
 

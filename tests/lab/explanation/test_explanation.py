@@ -8,30 +8,23 @@ import numpy as np
 import pytest
 from lab_cases import experiment
 
-from moesys.balance.layouts import plan_layout
-from moesys.balance.splits import split_tokens
-from moesys.config import (
-    ClusterSpec,
-    Ep,
-    Eplb,
-    EvenSplit,
-    FlowSplit,
-    Fsep,
-    Greedy,
-    ModelShape,
-    Pipelined,
-    Strategy,
-    WindowMean,
-)
+from moesys.balance.eplb import Eplb
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.planners import plan_layout, split_tokens
+from moesys.balance.replay import replay_steps
+from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Strategy, WindowMean
 from moesys.config.experiment import Experiment
+from moesys.config.overlap import Pipelined
 from moesys.config.workload import Generated, Replay, Training
+from moesys.cost import link_load
 from moesys.lab.explanation.explanation import explain
-from moesys.lab.explanation.rank_times import RankTimes
 from moesys.lab.explanation.step_explanation import explanation_tree
 from moesys.lab.runs.trials import run_simulated
 from moesys.load import LoadMatrix
-from moesys.simulator.lanes import SLOWER_RANKS
-from moesys.timeline import Span, Timeline
+from moesys.simulator.lanes import SLOWER_RANKS, Lanes
+from moesys.simulator.step_program import simulation
 from moesys.traces import Trace, generate, save_trace
 
 MODEL = ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
@@ -170,30 +163,32 @@ def test_the_optimizer_is_of_no_layer(strategy):
     assert "computes optimizer" in str(step)
 
 
-def test_a_wait_belongs_to_the_all_to_all_that_ended_it():
-    """Rank 0 from 0 to 10: dispatch and the longer restore, then experts, then slower rank 1, then combine; all the
-    while, what layer 1 needs is on its way and holds up nobody.
-    """
-    spans = []
-    for rank, end in ((0, 15.0), (1, 20.0)):
-        spans += [
-            Span(rank, "dispatch", 0, 4, "dispatch", "layer 0 forward 0"),
-            Span(rank, "restore", 2, 10, "restore", "layer 0"),
-            Span(rank, "restore", 10, 40, "restore", "layer 1"),
-            Span(rank, "compute", 10, end, "experts", "layer 0 forward 0"),
-            Span(rank, "combine", 20, 22, "combine", "layer 0 forward 0"),
-            Span(rank, "compute", 22, 23, "experts", "layer 1 forward 0"),
-        ]
-    times = RankTimes(Timeline(tuple(spans), "simulated"), num_ranks=3)
-    assert times.critical_rank == 1
-    assert times.critical_ms(0) == pytest.approx(
-        {"experts": 0.010, "dispatch": 0.002, "restore": 0.008, "combine": 0.002}
-    )
-    of_both = {"experts": 0.015, "dispatch": 0.004, "restore": 0.016, "combine": 0.004, SLOWER_RANKS: 0.005}
-    assert times.mean_ms(0) == pytest.approx({kind: ms / 3 for kind, ms in of_both.items()})
-    # Until the step ends with layer 1's restore; rank 2 has nothing to do, in no layer.
-    assert times.mean_ms(1) == pytest.approx({"experts": 0.002 / 3, "restore": 0.034 / 3})
-    assert times.mean_ms()[SLOWER_RANKS] == pytest.approx((0.005 + 0.040) / 3)
+@pytest.mark.parametrize("strategy", [LENT, FSEP, SLOW], ids=lambda strategy: strategy.name)
+def test_times_are_those_that_the_simulator_counted(strategy):
+    step, trace = explain(strategy, declared(strategy)), generate(DRAWN, 4, 6, 2, seed=0)
+    *_, last = replay_steps(strategy, MODEL, CLUSTER, trace.tokens_SLRE)
+    simulated = simulation([last])
+    waited_ms = {kind: 1e3 * seconds_R.mean() for kind, seconds_R in simulated.waited_R.items()}
+    computed_ms = {kind: 1e3 * seconds_R.mean() for kind, seconds_R in simulated.computed_R.items()}
+    for kind, ms in {**waited_ms, **computed_ms}.items():
+        if kind != SLOWER_RANKS:
+            assert step.mean_ms.get(kind, 0.0) == pytest.approx(ms)
+    # Ranks that are through before the last one wait for it.
+    assert step.mean_ms.get(SLOWER_RANKS, 0.0) >= waited_ms[SLOWER_RANKS] * (1 - 1e-9)
+
+
+def test_a_wait_counts_in_the_layer_that_waits_for_what_has_begun_or_for_slower_ranks():
+    lanes = Lanes(CLUSTER, copy_share=0.0)
+    lanes.layer = 0
+    lanes.compute(np.array([1.0, 2.0, 3.0, 3.0]), "experts", "layer 0")
+    bytes_RR = 1e9 * (1 - np.eye(4))
+    transfer = lanes.send("tokens", "dispatch", link_load(bytes_RR, CLUSTER), "layer 0")
+    lanes.layer = 1
+    lanes.wait(transfer)
+    assert lanes.spent_R[0] == {"experts": pytest.approx([1, 2, 3, 3])}
+    assert lanes.spent_R[1][SLOWER_RANKS] == pytest.approx([2, 1, 0, 0])
+    assert lanes.spent_R[1]["dispatch"] == pytest.approx(lanes.now_R - 3)
+    assert (lanes.now_R > 3).all()
 
 
 # --- what moved ---------------------------------------------------------------------------------------------------

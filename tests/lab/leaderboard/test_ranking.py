@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moesys.lab.leaderboard.ranking import lost_settings, ranking
-from moesys.lab.leaderboard.results import PlannerResult
-from moesys.lab.leaderboard.scores import PlannerScores
+from moesys.lab.leaderboard.scores import PlannerResult, PlannerScores
 
 
 def result(planner: str, workload: str, cluster: str, sample: int, ms: float, cannot: str = "") -> PlannerResult:

@@ -9,7 +9,7 @@ import pytest
 from lab_cases import EP, FSEP, FSEP_WIDE, MODEL, experiment, record, records, simulated
 
 from moesys.lab.runs.comparison import agreement, compare_records
-from moesys.lab.show.tables import comparison_sheet
+from moesys.lab.show.comparisons import comparison_sheet
 
 MS = {"ep": 10.0, "fsep": 8.0, FSEP_WIDE.name: 5.0}
 THREE = {"strategies": (EP, FSEP, FSEP_WIDE), "seeds": tuple(range(8))}
@@ -35,9 +35,9 @@ def test_what_would_not_run_comes_last_and_is_never_the_best():
     assert comparison.best == {"fsep"}
     assert compare_records(of, of_all).best == {FSEP_WIDE.name}
     sheet = comparison_sheet(comparison)
-    assert [row[sheet.columns.index("would run")] for row in sheet.rows] == ["yes", "yes", "no"]
-    assert f"Would not run: {FSEP_WIDE.name}: no room." in sheet.legend
-    assert "would run" not in comparison_sheet(compare_records(of, of_all)).columns
+    assert [row.would_run for row in sheet.rows] == ["yes", "yes", "no"]
+    assert f"Would not run: {FSEP_WIDE.name}: no room." in sheet.notes
+    assert {row.would_run for row in comparison_sheet(compare_records(of, of_all)).rows} == {""}
 
 
 def test_a_slow_seed_is_slow_for_all_and_changes_no_ratio():

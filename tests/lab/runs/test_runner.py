@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from runner_cases import EP, FSEP, partly_failing, simulation, training
 
-from moesys.balance.layouts import plan_layout
-from moesys.config import ClusterSpec, Static
+from moesys.balance.planners import plan_layout
+from moesys.balance.static import Static
+from moesys.config import ClusterSpec
 from moesys.config.workload import Replay
 from moesys.lab.commands.compare import compare
 from moesys.lab.ranks.pool import LocalRanks

@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.layout_schedule import LayoutSchedule
-from moesys.config import ClusterSpec, Ep, FlowSplit, Fsep, Greedy, MegaKernel, ModelShape, Pipelined, Strategy
+from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Strategy
+from moesys.config.overlap import MegaKernel, Pipelined
 from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.runs.trials import METRICS, run_measured, run_simulated
 from moesys.traces import Trace, save_trace

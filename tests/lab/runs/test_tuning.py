@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import pytest
 from runner_cases import EP, FSEP, simulation, training
 
-from moesys.config import Fsep, MegaKernel, Strategy
+from moesys.config import Fsep, Strategy
 from moesys.config.experiment import Experiment
+from moesys.config.overlap import MegaKernel
 from moesys.config.workload import Generated, Replay
 from moesys.lab.commands.explain import explain_command
 from moesys.lab.commands.run import run_file
@@ -26,11 +27,10 @@ from moesys.lab.runs import environment
 from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.trials import run_simulated
 from moesys.lab.runs.tuning import tune
-from moesys.lab.show.tune_tables import draws_table
+from moesys.lab.show.tune_tables import tune_sheets
 from moesys.traces import generate, save_trace
-from moesys.tuner import deadline
-from moesys.tuner.search_bounds import SearchBounds
-from moesys.tuner.space import Space
+from moesys.tuner import workload as tuner_workload
+from moesys.tuner.space import SearchBounds, Space
 
 SPACE = Space(
     {
@@ -189,8 +189,7 @@ import torch.distributed as dist
 from moesys.lab.runs import places
 from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.tuning import tune
-from moesys.tuner.search_bounds import SearchBounds
-from moesys.tuner.space import Space
+from moesys.tuner.space import SearchBounds, Space
 
 measured = places.run_measured
 
@@ -285,7 +284,8 @@ def test_mega_kernels_are_simulated_with_the_others(tmp_path):
         | {"overlap": ("sequential", MegaKernel(rows_cap=4.0))}
     )
     found = tune(simulation(), space, SearchBounds(20), out=tmp_path).tuned.search
-    assert {one.strategy.overlap.kind for one in found.ranking} >= {"sequential", "mega_kernel"}
+    simulated = [entry for entry in journal_of(tmp_path) if entry["stage"] == "simulated"]
+    assert {entry["strategy"]["overlap"]["kind"] for entry in simulated} >= {"sequential", "mega_kernel"}
     assert found.refused == ()
 
 
@@ -355,7 +355,7 @@ def test_a_space_that_is_none_is_told(tmp_path, capsys, name, text, reason):
 def test_a_limit_of_minutes_holds_and_the_same_call_goes_on(tmp_path, monkeypatch):
     seconds = count()
     # A second passes from question to question.
-    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(tuner_workload, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     found = []
     for _ in range(40):
         found.append(tune(simulation(), SPACE, SearchBounds(6, minutes=1), out=tmp_path))
@@ -376,10 +376,10 @@ def test_what_is_found_has_intervals_over_draws(tmp_path):
     for draws in tuned.draws:
         assert set(draws.own_ms) == set(draws.baseline_ms) == {0, 1, 2, 3}
         assert {len(draws.own_ms[seed]) for seed in draws.own_ms} == {len(ms) for ms in draws.baseline_ms.values()}
-    table, notes = draws_table(tuned, "x")
-    assert table.row_count == len(tuned.draws)
-    assert "[" in str(table.columns[2]._cells[0])
-    assert "seeds" in notes[0]
+    drawn = tune_sheets(tuned, "x")[1]
+    assert len(drawn.rows) == len(tuned.draws)
+    assert all("[" in row.paired for row in drawn.rows)
+    assert "seeds" in drawn.notes[0]
 
 
 def test_memory_is_that_of_the_cluster_unless_it_is_said_and_of_the_whole_model(tmp_path):

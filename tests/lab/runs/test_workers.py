@@ -26,7 +26,7 @@ from moesys.lab.runs.places import SimulatedTrials
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import QuietProgress, run
 from moesys.lab.runs.tuning import tune
-from moesys.tuner.search_bounds import SearchBounds
+from moesys.tuner.space import SearchBounds
 
 WAITING = FSEP.replace(name="waiting", balance=Waiting(seconds=0.2))
 DYING = FSEP.replace(name="dying", balance=Dying())

@@ -11,8 +11,10 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import plan_layer
-from moesys.config import ClusterSpec, Greedy, ModelShape, Static
+from moesys.balance.static import Static
+from moesys.config import ClusterSpec, ModelShape
 from moesys.config.presets import laer
 from moesys.lab.runs.statistics import PairedRatio
 from moesys.lab.show import figures

@@ -19,9 +19,8 @@ from rich.console import Console
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.records import Samples, setting_fingerprint
 from moesys.lab.runs.statistics import PairedRatio
-from moesys.lab.show.console import print_full
-from moesys.lab.show.formats import format_comparison, to_csv, to_json, to_latex, to_markdown
-from moesys.lab.show.tables import comparison_sheet, comparison_table, figure, ratio_words
+from moesys.lab.show.comparisons import comparison_sheet, format_comparison, ratio_words
+from moesys.lab.show.tables import figure, print_sheet, terminal_table, written_columns
 
 MS = {"ep": 10.0, "fsep": 8.0, FSEP_WIDE.name: 5.0}
 
@@ -33,13 +32,14 @@ def measured(**changes) -> Comparison:
 
 def printed(comparison: Comparison) -> str:
     file = io.StringIO()
-    print_full(*comparison_table(comparison, "a machine"), file=file)
+    print_sheet(comparison_sheet(comparison, "a machine"), file)
     return file.getvalue()
 
 
 def cells(comparison: Comparison, name: str) -> dict[str, str]:
-    sheet = comparison_sheet(comparison)
-    return next(dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows if row[0] == name)
+    columns = written_columns(comparison_sheet(comparison))
+    place = columns[0].cells.index(name)
+    return {" ".join(column.header.split()): column.cells[place] for column in columns}
 
 
 def test_the_title_says_measured_or_simulated():
@@ -106,7 +106,7 @@ def test_where_numbers_differ_no_speed_is_shown():
 
 
 def legend(comparison: Comparison, machine: str = "") -> list[str]:
-    return comparison_table(comparison, machine)[1]
+    return list(comparison_sheet(comparison, machine).notes)
 
 
 def test_the_legend_names_source_machine_fingerprint_and_seeds():
@@ -169,7 +169,9 @@ def test_figures_keep_four_digits(value, words):
 
 def test_the_best_row_is_bold_green_on_a_terminal():
     file = io.StringIO()
-    Console(file=file, force_terminal=True, width=200, color_system="standard").print(comparison_table(measured())[0])
+    Console(file=file, force_terminal=True, width=200, color_system="standard").print(
+        terminal_table(comparison_sheet(measured()))
+    )
     green = [line for line in file.getvalue().splitlines() if "\x1b[1;32m" in line]
     assert len(green) == 1
     assert FSEP_WIDE.name in green[0]
@@ -179,7 +181,7 @@ def test_a_pipe_gets_the_full_width():
     code = (
         "from test_tables import *; name = 'a-strategy-with-a-name-as-long-as-' + 'x' * 60\n"
         "of = experiment(strategies=(EP, FSEP.replace(name=name)))\n"
-        "print_full(*comparison_table(compare_records(of, records(of, {'ep': 10.0, name: 8.0}))))"
+        "print_sheet(comparison_sheet(compare_records(of, records(of, {'ep': 10.0, name: 8.0}))))"
     )
     here = Path(__file__).parent
     env = {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]), "PYTHONIOENCODING": "utf-8"}
@@ -200,7 +202,7 @@ def test_brackets_in_names_are_no_markup():
 
 
 def test_markdown_keeps_names_and_cells_apart():
-    text = to_markdown(measured(), "two cores")
+    text = format_comparison(measured(), "markdown", "two cores")
     head, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
     assert head.startswith("| strategy | step ms | speed-up [95 %] |")
     assert rule.count("|") == head.count("|")
@@ -212,7 +214,7 @@ def test_markdown_keeps_names_and_cells_apart():
 
 def test_csv_has_one_row_a_strategy_with_unrounded_figures():
     comparison = measured()
-    rows = list(csv.DictReader(io.StringIO(to_csv(comparison))))
+    rows = list(csv.DictReader(io.StringIO(format_comparison(comparison, "csv"))))
     assert [row["strategy"] for row in rows] == ["ep", FSEP_WIDE.name, "fsep"]
     assert float(rows[1]["median step_ms (ms)"]) == comparison.rows[1].median("step_ms")
     assert float(rows[1]["speedup"]) == comparison.rows[1].speedup.estimate
@@ -224,7 +226,7 @@ def test_csv_has_one_row_a_strategy_with_unrounded_figures():
 def test_latex_escapes_what_tex_would_read():
     odd = FSEP.replace(name=r"[a] 50% $x_1 #2 {b} ~^\ & more")
     of = experiment(strategies=(EP, odd))
-    text = to_latex(compare_records(of, records(of, {"ep": 10.0, odd.name: 8.0})))
+    text = format_comparison(compare_records(of, records(of, {"ep": 10.0, odd.name: 8.0})), "latex")
     assert r"{[}a{]} 50\% \$x\_1 \#2 \{b\} $\sim$\textasciicircum{}\textbackslash{} \& more & " in text
     head = r"strategy & step ms & speed-up {[}95 \%{]} & exposed ms & load max/mean & loss at end & n & agreement \\"
     assert head in text
@@ -235,7 +237,7 @@ def test_latex_escapes_what_tex_would_read():
 
 def test_json_holds_every_sample_and_the_experiment():
     comparison = measured()
-    fields = json.loads(to_json(comparison, "two cores"))
+    fields = json.loads(format_comparison(comparison, "json", "two cores"))
     assert fields["source"] == "measured"
     assert fields["best"] == [FSEP_WIDE.name]
     assert fields["experiment"] == comparison.experiment.model_dump(mode="json")
@@ -248,7 +250,7 @@ def test_json_holds_every_sample_and_the_experiment():
 def test_json_holds_losses_that_are_no_numbers():
     of = experiment()
     some = [replace(each, losses=[math.nan, math.inf]) for each in records(of, MS)]
-    text = to_json(compare_records(of, some))
+    text = format_comparison(compare_records(of, some), "json")
     fields = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert fields["rows"][0]["losses_by_seed"]["0"] == ["NaN", "Infinity"]
 

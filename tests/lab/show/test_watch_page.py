@@ -15,20 +15,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 from watch_cases import layer_line, step_line, write_lines, write_run
 
 from moesys.__main__ import app
 from moesys.lab.runs.watched_run import read_watched_run
-from moesys.lab.show.step_bins import Bins
-from moesys.lab.show.watch_page import watch_page
+from moesys.lab.show import pages
+from moesys.lab.show.pages import Bins, heat_map, watch_page
 from moesys.step_lines import write_spans
 from moesys.timeline import Span, Timeline
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None
 )
-CELL = re.compile(r'<rect class="cell (\w+)" x="(\d+)" y="(\d+)"[^>]*><title>([^<]*)</title></rect>')
+HINT = re.compile(
+    r'<rect class="hint" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"><title>([^<]*)</title></rect>'
+)
 
 
 def section(page: str, title: str) -> str:
@@ -58,62 +61,94 @@ class WellFormed(HTMLParser):
 def assert_whole_and_alone(page: str) -> None:
     """Well-formed, and nothing in it comes from elsewhere."""
     parser = WellFormed()
-    parser.feed(page)
+    parser.feed(re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL))
     parser.close()
     assert parser.open == []
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ET.fromstring(svg)
-    assert not re.search(r"https?:|//|\bsrc=|\bhref=|@import|url\(|<script|\bnan\b|\binf\b", page)
+    # The names of XML's vocabularies are no addresses, and figures refer only to their own parts and pixels.
+    text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    assert not re.search(r"https?:|\bsrc=|@import|<script|\bnan\b|\binf\b", text)
+    assert all(of.startswith(("#", "data:image/png;base64,")) for of in re.findall(r'href="([^"]*)"', text))
+    assert all(of.startswith("#") for of in re.findall(r"url\(([^)]*)\)", text))
 
 
-def test_every_step_and_layer_is_a_cell_with_its_value(tmp_path: Path) -> None:
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures of a page, in its order."""
+    figures: list[Figure] = []
+    write = pages.inline_svg
+    monkeypatch.setattr(pages, "inline_svg", lambda figure, hints=(): figures.append(figure) or write(figure, hints))
+    return figures
+
+
+def test_every_step_and_layer_is_a_cell_with_its_value(tmp_path: Path, drawn: list[Figure]) -> None:
     page = page_of(write_run(tmp_path, num_steps=20, num_layers=3, num_ranks=2))
     assert_whole_and_alone(page)
-    cells = CELL.findall(section(page, "Load by layer over steps"))
-    assert [(int(x), int(y)) for _, x, y, _ in cells] == [(step, layer) for layer in range(3) for step in range(20)]
-    loads = [layer_line(int(y), int(x)).load_p50 for _, x, y, _ in cells]
+    cells = HINT.findall(section(page, "Load by layer over steps"))
+    loads_LS = np.array([[layer_line(layer, step).load_p50 for step in range(20)] for layer in range(3)])
     assert [title for *_, title in cells] == [
-        f"layer {y}, step {x}: {load:.4g}" for (_, x, y, _), load in zip(cells, loads, strict=True)
+        f"layer {layer}, step {step}: {load:.4g}" for (layer, step), load in np.ndenumerate(loads_LS)
     ]
-    levels = [int(colour.removeprefix("h")) for colour, *_ in cells]
-    assert [level for _, level in sorted(zip(loads, levels, strict=True))] == sorted(levels)
-    assert {min(levels), max(levels)} == {0, 15}
+    x, y, width, height = (
+        np.array([list(map(float, place)) for *place, _ in cells]).reshape(3, 20, 4).transpose(2, 0, 1)
+    )
+    assert x[:, 1:] == pytest.approx((x + width)[:, :-1], abs=0.1)
+    assert y[1:] == pytest.approx((y + height)[:-1], abs=0.1)
+    axes, bar = drawn[1].axes
+    (mesh,) = axes.collections
+    assert np.asarray(mesh.get_array()) == pytest.approx(loads_LS)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["layer 0", "layer 1", "layer 2"]
+    assert axes.yaxis_inverted()
+    assert (mesh.get_clim()[0], bar.get_ylabel()) == (1.0, "load max/mean")
 
 
-def test_long_runs_are_binned_and_no_step_is_lost(tmp_path: Path) -> None:
+def test_a_layer_that_did_not_run_has_an_empty_cell_and_small_differences_look_small(drawn: list[Figure]) -> None:
+    columns = np.arange(4), ["1", "2", "3"]
+    text = heat_map(np.array([[1.0, np.nan, 1.01]]), ["a"], columns, (1.0, 1.2), ("step", "load"))
+    mesh = drawn[0].axes[0].collections[0]
+    assert mesh.get_array().mask.tolist() == [[False, True, False]]
+    assert mesh.get_clim() == (1.0, 1.2)
+    assert [title for *_, title in HINT.findall(text)] == ["a, 1: 1", "a, 2: none", "a, 3: 1.01"]
+
+
+def test_long_runs_are_binned_and_no_step_is_lost(tmp_path: Path, drawn: list[Figure]) -> None:
     num_steps = 1003
     page = page_of(write_run(tmp_path, num_steps=num_steps, num_layers=2))
-    cells = CELL.findall(section(page, "Load by layer over steps"))
+    assert len(page) < 400_000
+    cells = HINT.findall(section(page, "Load by layer over steps"))
     assert len(cells) == 2 * 160
     seen = []
-    for _, _, layer, title in cells:
-        first, last, value = re.fullmatch(r"layer \d, steps (\d+)–(\d+): (.+)", title).groups()
+    for *_, title in cells:
+        layer, first, last, value = re.fullmatch(r"layer (\d), steps (\d+)–(\d+): (.+)", title).groups()
         steps = range(int(first), int(last) + 1)
         seen += [(int(layer), step) for step in steps]
         assert float(value) == pytest.approx(np.mean([layer_line(int(layer), s).load_p50 for s in steps]), rel=1e-3)
     assert seen == [(layer, step) for layer in range(2) for step in range(num_steps)]
-    hits = re.findall(
-        r'class="hit"[^>]*><title>steps (\d+)–(\d+): loss (\S+) \((\S+) to (\S+)\)', section(page, "loss")
-    )
-    assert len(hits) == 160
-    for first, last, *shown in hits:
+    hints = re.findall(r"<title>steps (\d+)–(\d+): loss (\S+) \((\S+) to (\S+)\)", section(page, "loss"))
+    assert len(hints) == 160
+    for first, last, *shown in hints:
         high, low = (5 / (1 + int(step) / 10) for step in (first, last))
         assert [float(shown[1]), float(shown[2])] == pytest.approx([low, high], rel=1e-3)
         assert low <= float(shown[0]) * 1.001
         assert float(shown[0]) * 0.999 <= high
+    (axes,) = drawn[0].axes
+    assert axes.lines[0].get_ydata() == pytest.approx([float(mean) for _, _, mean, *_ in hints], rel=1e-3)
+    band = axes.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((5 / (1 + 1002 / 10), 5))
 
 
-def test_the_curve_goes_through_the_losses(tmp_path: Path) -> None:
-    """Higher losses stand higher, by as much; a step without a finite one has no point."""
+def test_the_curve_goes_through_the_losses(tmp_path: Path, drawn: list[Figure]) -> None:
+    """A step without a finite loss has no point."""
     losses = [4.0, 3.0, math.nan, 2.0]
     write_lines(tmp_path, [step_line(step, [0], loss=loss) for step, loss in enumerate(losses)])
-    drawn = section(page_of(tmp_path), "loss")
-    (points,) = re.findall(r'<polyline class="curve c0" points="([^"]*)"', drawn)
-    (x0, y0), (x1, y1), (x3, y3) = (map(float, point.split(",")) for point in points.split())
-    assert x3 - x1 == pytest.approx(2 * (x1 - x0), abs=0.2)
-    assert y1 - y0 == pytest.approx(y3 - y1, abs=0.2)
-    assert y0 < y1
-    assert "step 2: loss none" in drawn
+    text = section(page_of(tmp_path), "loss")
+    (axes,) = drawn[0].axes
+    assert np.array_equal(axes.lines[0].get_ydata(), losses, equal_nan=True)
+    assert axes.lines[0].get_xdata().tolist() == [0, 1, 2, 3]
+    assert axes.get_ylabel() == "loss"
+    assert ">loss</text>" in text
+    assert "step 2: loss none" in text
 
 
 def test_the_table_has_a_row_for_each_layer(tmp_path: Path) -> None:
@@ -140,11 +175,11 @@ def test_experts_layers_and_events_are_shown(tmp_path: Path) -> None:
     write_lines(tmp_path, [step_line(0, [0, 1]), step_line(1, [0], events=["plan <due> at 1 & late"])])
     page = page_of(tmp_path)
     assert_whole_and_alone(page)
-    experts = [title for *_, title in CELL.findall(section(page, "Tokens of experts by layer"))]
+    experts = [title for *_, title in HINT.findall(section(page, "Tokens of experts by layer"))]
     assert experts[:4] == [f"layer 0, expert {expert}: {expert / 1.5:.4g}" for expert in range(4)]
     assert len(experts) == 8
-    cells = CELL.findall(section(page, "Load by layer over steps"))
-    assert cells[3] == ("empty", "1", "1", "layer 1, step 1: none")
+    cells = [title for *_, title in HINT.findall(section(page, "Load by layer over steps"))]
+    assert cells[3] == "layer 1, step 1: none"
     assert "plan <due> at 1 & late" in unescape(section(page, "Events"))
 
 
@@ -159,11 +194,12 @@ def test_spans_are_drawn_where_there_are_some(tmp_path: Path) -> None:
         write_spans(Timeline(spans, "measured"), tmp_path, rank)
     page = page_of(tmp_path)
     assert_whole_and_alone(page)
-    drawn = re.findall(
-        r'class="span" x="(\S+)" y="(\S+)" width="(\S+)".*?<title>(.*?)</title>', section(page, "Timeline")
-    )
-    assert [title for *_, title in drawn].count("rank 1, compute: experts, 2 ms") == 1
-    width_of = {title: float(width) for _, _, width, title in drawn}
+    drawn = section(page, "Timeline")
+    texts = re.findall(r">([^<>]+)</text>", drawn)
+    assert {"rank 0", "rank 1", "compute", "dispatch", "experts", "ms"} <= set(texts)
+    hints = HINT.findall(drawn)
+    assert [title for *_, title in hints].count("rank 1, compute: experts, 2 ms") == 1
+    width_of = {title: float(width) for _, _, width, _, title in hints}
     assert width_of["rank 0, compute: experts, 2 ms"] == pytest.approx(
         2 * width_of["rank 0, dispatch: dispatch c 0, 1 ms"], rel=1e-3
     )
@@ -173,7 +209,7 @@ def test_spans_are_drawn_where_there_are_some(tmp_path: Path) -> None:
 def test_pages_of_any_size_are_whole(tmp_path: Path, num_steps: int, num_layers: int) -> None:
     page = page_of(write_run(tmp_path, num_steps, num_layers))
     assert_whole_and_alone(page)
-    assert len(CELL.findall(section(page, "Load by layer over steps"))) == num_steps * num_layers
+    assert len(HINT.findall(section(page, "Load by layer over steps"))) == num_steps * num_layers
 
 
 def test_a_run_without_layers_or_finite_losses_has_a_page(tmp_path: Path) -> None:
@@ -185,9 +221,9 @@ def test_a_run_without_layers_or_finite_losses_has_a_page(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("num_steps", [1, 159, 160, 161, 100_000])
 def test_bins_hold_every_step_once(num_steps: int) -> None:
-    bins = Bins.of(np.arange(num_steps), 160)
+    bins = Bins.of(np.arange(num_steps))
     sizes = np.diff(np.append(bins.first_B, num_steps))
-    assert len(bins) == min(num_steps, 160)
+    assert len(sizes) == min(num_steps, 160)
     assert sizes.sum() == num_steps
     assert sizes.max() - sizes.min() <= 1
 
@@ -211,24 +247,26 @@ PROBE = """<script>
 const of = (selector) => [...document.querySelectorAll(selector)];
 const box = (element) => element.getBoundingClientRect();
 const section = (title) => of("section").find((found) => found.querySelector("h2").textContent === title);
-const cells = [...section("Load by layer over steps").querySelectorAll(".cell")];
-const inside = of("svg text, svg rect").every((element) => {
+const svgs = of("svg");
+const inside = of("svg text").every((element) => {
   const a = box(element), b = box(element.ownerSVGElement);
   return a.left >= b.left - 1 && a.right <= b.right + 1 && a.top >= b.top - 1 && a.bottom <= b.bottom + 1;
 });
+const map = section("Load by layer over steps").querySelector("image");
 const answer = {
-  cells: cells.length,
-  area: cells.reduce((sum, cell) => sum + box(cell).width * box(cell).height, 0),
-  spread: (box(cells.at(-1)).right - box(cells[0]).left) * (box(cells.at(-1)).bottom - box(cells[0]).top),
-  colours: new Set(cells.map((cell) => getComputedStyle(cell).fill)).size,
+  svgs: svgs.length,
+  wide: svgs.every((svg) => box(svg).width > 700 && box(svg).height > 80),
+  map: [box(map).width, box(map).height],
+  text: getComputedStyle(of("svg text")[0]).fill,
   paper: getComputedStyle(document.body).backgroundColor,
   ink: getComputedStyle(document.body).color,
   inside: inside,
   scrolls: document.documentElement.scrollWidth > document.documentElement.clientWidth,
-  requests: performance.getEntriesByType("resource").length,
-  hovered: (() => { const b = box(cells[7]);
-    scrollTo(0, b.top + scrollY - 100); const now = box(cells[7]);
+  hints: map.ownerSVGElement.querySelectorAll(".hint").length,
+  hinted: (() => { const hint = map.ownerSVGElement.querySelectorAll(".hint")[7];
+    scrollTo(0, box(hint).top + scrollY - 100); const now = box(hint);
     return document.elementFromPoint(now.left + now.width / 2, now.top + now.height / 2).textContent; })(),
+  requests: performance.getEntriesByType("resource").filter((found) => !found.name.startsWith("data:")).length,
 };
 const output = document.createElement("output");
 output.textContent = JSON.stringify(answer);
@@ -256,14 +294,14 @@ def shown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_a_browser_draws_the_page(shown: dict[str, Any]) -> None:
-    assert shown["cells"] == 12 * 160
-    assert 8 <= shown["colours"] <= 16
-    # Cells fill their map, without gaps and without lying on one another.
-    assert shown["area"] == pytest.approx(shown["spread"], rel=1e-3)
+    assert shown["svgs"] == 7
+    assert shown["wide"]
+    assert min(shown["map"]) > 100
     assert shown["inside"]
     assert not shown["scrolls"]
     assert shown["requests"] == 0
-    assert shown["hovered"].startswith("layer 0, steps ")
+    assert shown["hints"] == 12 * 160
+    assert shown["hinted"].startswith("layer 0, steps ")
 
 
 def test_ink_stands_out_from_the_paper(shown: dict[str, Any]) -> None:
@@ -271,4 +309,5 @@ def test_ink_stands_out_from_the_paper(shown: dict[str, Any]) -> None:
         return sum(map(int, re.findall(r"\d+", colour)[:3])) / 765
 
     paper, ink = brightness(shown["paper"]), brightness(shown["ink"])
+    assert shown["text"] == shown["ink"], "figures have the page's colour of text"
     assert (paper > 0.9 and ink < 0.2) if shown["scheme"] == "light" else (paper < 0.2 and ink > 0.8)

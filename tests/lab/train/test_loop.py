@@ -209,17 +209,16 @@ def test_entropy_is_one_for_even_tokens_and_zero_for_one_expert() -> None:
 # --- what is left when it ends --------------------------------------------------------------------------------
 
 
-def left_behind(before: list[threading.Thread]) -> list[str]:
-    """Threads, process groups and models of trainings that are over; ``before`` them there were these threads."""
+def alive() -> dict[int, object]:
+    """Returns threads, process groups and models by ``id``; other tests on the same ranks may have left some."""
     gc.collect()
-    left = [thread.name for thread in threading.enumerate() if thread not in before]
-    left += [type(thing).__name__ for thing in gc.get_objects() if type(thing) in (LanguageModel, ms.MoELayer)]
-    groups = dist.distributed_c10d._world.pg_map
-    return left + [str(group) for group in groups if group is not dist.group.WORLD]
+    models = [thing for thing in gc.get_objects() if type(thing) in (LanguageModel, ms.MoELayer)]
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    return {id(thing): thing for thing in (*threading.enumerate(), *models, *groups)}
 
 
 def end_in_every_way(strategy: ms.Strategy) -> list[str]:
-    before = threading.enumerate()
+    before = alive()
     list(start(strategy))
     with closing(start(strategy)) as training:
         list(islice(training, 2))
@@ -227,7 +226,7 @@ def end_in_every_way(strategy: ms.Strategy) -> list[str]:
         patch.setattr(loop, "clip_grad_norm_", fail)
         with pytest.raises(ArithmeticError):
             list(start(strategy))
-    return left_behind(before)
+    return [f"{type(thing).__name__} {thing}" for key, thing in alive().items() if key not in before]
 
 
 def fail(*_: object) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 import moesys as ms
-from moesys.config.hub_config import model_names, read_config
+from moesys.config.hub import model_names, read_config
 from moesys.lab.ranks.pool import LocalRanks, RankError
 from moesys.lab.train.loop import train
 from moesys.lab.train.text import load_text

@@ -14,8 +14,7 @@ from moesys.config import Fsep, ModelShape
 from moesys.moe.pulled_experts import PulledExperts
 from moesys.overlap.comm import channel as channels
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.clock import Clock
-from moesys.overlap.comm.record import Meter, Recorder
+from moesys.overlap.comm.record import Clock, Meter, Recorder
 
 
 class Gpu:
@@ -48,7 +47,7 @@ class Gpu:
                 return end.at_ms - self.at_ms
 
         patch.setattr(torch.cuda, "Event", Event)
-        patch.setattr("moesys.overlap.comm.clock.torch.cuda.device", lambda _: nullcontext())
+        patch.setattr("moesys.overlap.comm.record.torch.cuda.device", lambda _: nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 
     def does(self, ms: float) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moesys.lab.ranks.pool import LocalRanks, RankError
-from moesys.overlap.comm.messages import Messages, exchange
+from moesys.overlap.comm.channel import Messages, exchange
 
 
 def counts_of(seed: int, num_ranks: int) -> torch.Tensor:

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.paced_link import PacedLink
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.comm.channel import Channel, Transfer
-from moesys.overlap.comm.paced_link import PacedLink
 from moesys.overlap.comm.record import Meter, Recorder
 
 

@@ -12,8 +12,7 @@ import moesys as ms
 from moesys.balance.plan import LayerPlan
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
-from moesys.simulator.model.drawn_plans import drawn_plans
-from moesys.simulator.model.simulate_model import simulate_model
+from moesys.simulator.model.simulate_model import drawn_plans, simulate_model
 from moesys.traces import Trace, generate
 
 MODEL = ms.ModelSpec.from_config("deepseek-v3-small")

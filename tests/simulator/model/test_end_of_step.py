@@ -7,13 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys.config.model_run import ModelRun
-from moesys.config.parallelism import Parallelism
-from moesys.simulator.model.end_of_step import EndOfStep
+from moesys.config.model_run import ModelRun, Parallelism
 from moesys.simulator.model.exchanges import Ring
 from moesys.simulator.model.model_step import SimulatedPart
 from moesys.simulator.model.pipeline import PartSeconds
-from moesys.simulator.model.simulate_model import simulate_model
+from moesys.simulator.model.simulate_model import EndOfStep, simulate_model
 from moesys.simulator.model.units import Units
 
 SMALL = ms.ModelSpec.from_config("qwen3-moe-small")

@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 import moesys as ms
-from moesys.config.hub_config import published_names, read_config
-from moesys.config.parallelism import LayerRecompute
+from moesys.config.hub import published_names, read_config
+from moesys.config.model_run import LayerRecompute
 from moesys.simulator.model.model_cost import ModelCost, count_model, model_flops_per_token
 from moesys.simulator.model.operations import Operations
 

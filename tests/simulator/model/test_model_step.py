@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys.config.model_run import ModelRun
-from moesys.config.parallelism import Parallelism
+from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
 from moesys.cost import row_product_seconds
 from moesys.simulator.model.model_cost import count_model
 from moesys.simulator.model.model_step import ModelStep
-from moesys.simulator.model.parts import split_evenly
-from moesys.simulator.model.simulate_model import simulate_model
+from moesys.simulator.model.simulate_model import simulate_model, split_evenly
 
 SMALL = ms.ModelSpec.from_config("qwen3-moe-small")
 DENSE_FIRST = ms.ModelSpec.from_config("deepseek-v3-small")

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys.config.model_run import ModelRun
-from moesys.config.parallelism import Parallelism
+from moesys.config.model_run import ModelRun, Parallelism
 from moesys.cost import LinkLoad
 from moesys.simulator.model.exchanges import Ring
 from moesys.simulator.model.simulate_model import simulate_model

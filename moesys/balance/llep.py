@@ -1,0 +1,86 @@
+"""LLEP: a rank keeps its experts' tokens up to a cap, and spills the rest to the least loaded (arXiv 2601.17111)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.quotas import QuotaPlanner, borrowed_plan, cut_in_order, spare_slots
+from moesys.layout import TokenPlan, owner_of_experts
+
+
+class Llep(QuotaPlanner):
+    """LLEP (arXiv 2601.17111) as a baseline: experts at home up to a cap, the rest to the least loaded ranks; for
+    ``lag=0``.
+    """
+
+    kind: Literal["llep"] = "llep"
+    alpha: float = Field(1.0, ge=1, description="cap of a rank, in means")
+    min_tokens: int = Field(
+        1024, ge=1, description="the least chunk that a copy is made for, but the last of an expert"
+    )
+    skip_below: float = Field(1.3, ge=0, description="all stay at home where experts' max/mean is less")
+
+    def token_plan(self, problem: PlanningProblem) -> TokenPlan:
+        """Treats experts from the most tokens down, at a tie the lower one first.
+
+        A rank's load is what it was given plus all tokens of experts at home that are still to come. An expert keeps at
+        home what the cap, ``alpha`` times total // R or, where that is 0, the total, leaves room for. The rest goes in
+        chunks to the least loaded other rank, at a tie the lower one, as much as its room takes; a chunk of fewer than
+        ``min_tokens`` is made only if it is the last. What nobody takes goes to the least loaded of the others, above
+        its cap. Where the hottest expert has less than ``skip_below`` times the mean of experts, all stay at home. An
+        expert's tokens, by source rank and position, are cut in the order of its parts, home first.
+
+        Source: the paper, and SalesforceAIResearch/LeastLoadedEP, llep/gpt_oss_llep.py. They differ: here are the
+        paper's ``alpha`` of 1 (code: 1.1), its ``skip_below`` of 1.3 on experts (code: off, and on ranks) and its
+        sorting of ranks after every chunk, also where nothing stays at home (code: once); the whole cap is the code's.
+        The original borrows without limit. Here a rank without a free slot is passed over, and what finds no slot at
+        all stays at home: with a slot for every expert it is the original.
+        """
+        load, alone = problem.load, problem.load.num_ranks == 1
+        home_E, tokens_E = owner_of_experts(load.num_experts, load.num_ranks), load.tokens_E.tolist()
+        free_R = spare_slots(problem)
+        cap = int(Fraction(str(self.alpha)) * (load.total // load.num_ranks)) or load.total
+        load_R = np.bincount(home_E, weights=tokens_E, minlength=load.num_ranks).astype(np.int64)
+        quota_RE = np.zeros((load.num_ranks, load.num_experts), dtype=np.int64)
+        hottest, skip_below = max(tokens_E), Fraction(str(self.skip_below))
+        skip = alone or hottest * load.num_experts < skip_below * load.total
+        parts_E: list[list[tuple[int, int]]] = [[] for _ in tokens_E]
+
+        def give(expert: int, rank: int, tokens: int) -> None:
+            if rank != home_E[expert] and not quota_RE[rank, expert]:
+                free_R[rank] -= 1
+            load_R[rank] += tokens
+            quota_RE[rank, expert] += tokens
+            parts_E[expert].append((rank, tokens))
+
+        for expert in sorted(range(load.num_experts), key=lambda expert: -tokens_E[expert]):
+            home, tokens = home_E[expert], tokens_E[expert]
+            load_R[home] -= tokens
+            stays = tokens if skip else min(tokens, max(0, cap - int(load_R[home])))
+            if stays:
+                give(expert, home, stays)
+            rest = tokens - stays
+            while rest:
+                others = _least_loaded(load_R.tolist(), (r for r in range(load.num_ranks) if r != home))
+                others = [rank for rank in others if free_R[rank] or quota_RE[rank, expert]]
+                chunks = {rank: min(rest, cap - int(load_R[rank])) for rank in others}
+                takes = [rank for rank in others if chunks[rank] > 0 and chunks[rank] >= min(self.min_tokens, rest)]
+                rank, chunk = (takes[0], chunks[takes[0]]) if takes else ([*others, home][0], rest)
+                give(expert, rank, chunk)
+                rest -= chunk
+        rows = (
+            row
+            for expert, parts in enumerate(parts_E)
+            for row in cut_in_order(expert, load.tokens_RE[:, expert].tolist(), parts)
+        )
+        return borrowed_plan(problem, quota_RE, rows)
+
+
+def _least_loaded(load_R: list[int], ranks: Iterable[int]) -> list[int]:
+    return sorted(ranks, key=lambda rank: load_R[rank])

@@ -1,0 +1,147 @@
+"""UltraEP: experts at home, and the least threshold of load that a greedy reaches with the slots (arXiv 2606.04101)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.quotas import QuotaPlanner, Row, borrowed_plan, spare_slots
+from moesys.layout import TokenPlan, owner_of_experts
+from moesys.load import IntArray
+
+PROBES = 4
+RETRIES = 2
+
+
+class UltraEp(QuotaPlanner):
+    """UltraEP (arXiv 2606.04101) as a baseline: experts at home, copies inside a domain, the least threshold that a
+    greedy reaches; for ``lag=0``.
+    """
+
+    kind: Literal["ultra_ep"] = "ultra_ep"
+    tolerance: float = Field(0.01, ge=0, description="above the mean, of the first threshold tried")
+    min_tokens: int = Field(1024, ge=1, description="the least piece, where a threshold has to be searched for")
+
+    def token_plan(self, problem: PlanningProblem) -> TokenPlan:
+        """Plans each domain of the cluster by itself: copies stay where the fastest links are.
+
+        *Greedy* for a threshold: ranks from the most tokens down, and the experts at home of each likewise, at ties the
+        lower first. While a rank has more than the threshold, it gives as much of an expert as it must, as the receiver
+        has room for below the threshold, and as leaves the home one token; to the rank with most room that has a free
+        slot and no copy of it. A piece below the least piece is not given, and the next expert is tried.
+
+        *Search*: with the mean, rounded up, times 1 + ``tolerance``, and twice with a hundredth of the busiest rank
+        more, where the least piece is the rank's need over the ranks that could take some. If all fail, the least
+        threshold from the mean, rounded up, to the busiest rank, with ``min_tokens`` as the least piece.
+
+        *Sources*: a rank that holds an expert computes its own tokens up to its quota. Each source spreads what it has
+        left over what is left of quotas, in proportion, by floors and largest remainders, at ties to the lower rank.
+        Every source rounds for itself, so that a rank may end some tokens off its quota.
+
+        Source: Dots-Infra/UltraEP v1.0.0, csrc/kernels/placement.cu and README. The kernel's search probes four
+        thresholds at a time with warps, and the greedy need not be monotone; our reading keeps the range above the
+        greatest probe that fails below the least that does not. Where no threshold is feasible everything stays at
+        home.
+        """
+        load = problem.load
+        home_E, tokens_E = owner_of_experts(load.num_experts, load.num_ranks), load.tokens_E
+        spare_R = spare_slots(problem)
+        quota_RE = np.zeros((load.num_ranks, load.num_experts), dtype=np.int64)
+        quota_RE[home_E, range(load.num_experts)] = tokens_E
+        domain_R = np.array(problem.cluster.domain_of_rank)
+        for domain in range(domain_R[-1] + 1):
+            _Domain(np.flatnonzero(domain_R == domain).tolist(), quota_RE, spare_R, self).level()
+        rows = (
+            row
+            for expert in range(load.num_experts)
+            for row in _by_source(expert, load.tokens_RE[:, expert].tolist(), quota_RE[:, expert].tolist())
+        )
+        return borrowed_plan(problem, quota_RE, rows)
+
+
+class _Domain:
+    """The ranks of a domain, whose part of ``quota_RE`` is all at home before ``level``."""
+
+    def __init__(self, ranks: list[int], quota_RE: IntArray, spare_R: list[int], config: UltraEp) -> None:
+        self.ranks, self.quota_RE, self.spare_R, self.config = ranks, quota_RE, spare_R, config
+        self.load_R = quota_RE.sum(axis=1).tolist()
+
+    def level(self) -> None:
+        loads = [self.load_R[rank] for rank in self.ranks]
+        lowest, highest = -(-sum(loads) // len(loads)), max(loads)
+        threshold = -int(-(lowest * (1 + Fraction(str(self.config.tolerance)))) // 1)
+        found = None
+        for _ in range(1 + RETRIES):
+            found = self._greedy(threshold, None)
+            if found is not None:
+                break
+            threshold += max(1, -(-highest // 100))
+        if found is None:
+            found = self._search(lowest, highest)
+        for giver, receiver, expert, tokens in found:
+            self.quota_RE[giver, expert] -= tokens
+            self.quota_RE[receiver, expert] += tokens
+
+    def _search(self, lowest: int, highest: int) -> list[Row]:
+        """Moves of the least threshold that is found. At the highest there is nothing to do."""
+        if (found := self._greedy(lowest, self.config.min_tokens)) is not None:
+            return found
+        low, high, best = lowest + 1, highest, list[Row]()
+        while low < high:
+            probes = sorted({low + (high - low) * part // (PROBES + 1) for part in range(1, PROBES + 1)})
+            for probe in probes:
+                if (found := self._greedy(probe, self.config.min_tokens)) is not None:
+                    high, best = probe, found
+                    break
+                low = probe + 1
+        return best
+
+    def _greedy(self, threshold: int, least_piece: int | None) -> list[Row] | None:
+        """Moves (giver, receiver, expert, tokens) after which no rank has more than the threshold; None: it fails."""
+        room_R = {rank: max(threshold - self.load_R[rank], 0) for rank in self.ranks}
+        free_R = {rank: self.spare_R[rank] for rank in self.ranks}
+        moves: list[Row] = []
+        for giver in sorted(self.ranks, key=lambda rank: -self.load_R[rank]):
+            need = max(self.load_R[giver] - threshold, 0)
+            at_home = np.flatnonzero(self.quota_RE[giver]).tolist()
+            for expert in sorted(at_home, key=lambda expert: -self.quota_RE[giver, expert]):
+                left, holders = int(self.quota_RE[giver, expert]) - 1, {giver}
+                while need:
+                    takers = [r for r in self.ranks if room_R[r] and free_R[r] and r not in holders]
+                    if not takers:
+                        break
+                    receiver = max(takers, key=lambda rank: (room_R[rank], -rank))
+                    piece = min(need, room_R[receiver], left)
+                    least = -(-need // len(takers)) if least_piece is None else least_piece
+                    if piece < max(least, 1):
+                        break
+                    moves.append((giver, receiver, expert, piece))
+                    holders.add(receiver)
+                    free_R[receiver] -= 1
+                    room_R[receiver] -= piece
+                    left -= piece
+                    need -= piece
+            if need:
+                return None
+        return moves
+
+
+def _by_source(expert: int, tokens_R: list[int], quota_R: list[int]) -> Iterator[Row]:
+    kept_R = [min(tokens, quota) for tokens, quota in zip(tokens_R, quota_R, strict=True)]
+    room_R = [quota - kept for quota, kept in zip(quota_R, kept_R, strict=True)]
+    total = sum(room_R)
+    for source, (tokens, kept) in enumerate(zip(tokens_R, kept_R, strict=True)):
+        yield source, expert, source, kept
+        rest = tokens - kept
+        if not rest:
+            continue
+        shares = [divmod(rest * room, total) for room in room_R]
+        left = rest - sum(floor for floor, _ in shares)
+        largest = sorted(range(len(shares)), key=lambda rank: -shares[rank][1])[:left]
+        for rank, (floor, _) in enumerate(shares):
+            yield source, expert, rank, floor + (rank in largest)

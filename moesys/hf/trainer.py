@@ -1,0 +1,186 @@
+"""Extensions of transformers' ``Trainer``: a callback that watches layers, and a trainer that resumes shared models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from moesys.files import whole_folder
+from moesys.moe.runtime import PlanningState
+from moesys.moe.watch import Watch
+from moesys.step_lines import StepLine
+
+# The values that the trainer logs of a step, besides its speed.
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+# The folder in a checkpoint's folder that lies beside the weights in the format of the hub.
+FOLDER = "training"
+# State is stored by names of parameters, so that the optimizer may have other groups when it is loaded.
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class WatchCallback(TrainerCallback):
+    """A ``Watch`` of the model that a ``Trainer`` trains: ``Trainer(..., callbacks=[ms.hf.WatchCallback(folder)])``.
+
+    Arguments are those of ``Watch``. A step's line has loss, grad_norm, learning_rate and eval_loss where the trainer
+    logged them since the line before (``logging_steps``). It is written when the next step begins, or training ends.
+    ``report_with`` has the trainer log what layers did.
+
+    Raises ValueError at the beginning of training, where the model has no experts under a strategy.
+    """
+
+    def __init__(self, folder: Path | str, *, every: int = 1, tensorboard: bool = False) -> None:
+        self.folder, self.every, self.tensorboard = folder, every, tensorboard
+        self._watch: Watch | None = None
+        self._line: StepLine | None = None
+        self._logged: dict[str, float] = {}
+        self._reports = False
+
+    def report_with(self, trainer: Trainer) -> None:
+        """Adds ``moe_load_p95`` and other values of all layers together (``StepLine.of_all_layers``) to what
+        ``trainer`` logs of a step with its loss: to its ``log_history``, and wherever ``report_to`` says.
+
+        The callback becomes the first one, because those of ``report_to`` are called before all that a user adds.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.insert(0, self)
+        self._reports = True
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        model: nn.Module = others["model"]
+        # An earlier training may have raised an error.
+        self._close()
+        self._watch = Watch(model, self.folder, every=self.every, tensorboard=self.tensorboard)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._write()
+        if self._watch is not None:
+            self._watch.begin()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._watch is not None:
+            self._line = self._watch.measure(state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **others: Any,
+    ) -> None:
+        logs: dict[str, float] = others.get("logs") or {}
+        if self._reports and self._line is not None and "loss" in logs:
+            of_layers = {f"moe_{name}": value for name, value in self._line.of_all_layers().items()}
+            logs |= of_layers
+            # This is a copy of what is logged, which was made before.
+            state.log_history[-1] |= of_layers
+        self._logged |= {name: value for name, value in logs.items() if name in LOGGED}
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._close()
+
+    def _write(self) -> None:
+        if self._watch is not None and self._line is not None:
+            self._watch.write(self._line, **self._logged)
+            self._line, self._logged = None, {}
+
+    def _close(self) -> None:
+        self._write()
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None
+
+
+class ResumableTrainer(Trainer):
+    """A ``Trainer`` whose checkpoints have model, optimizer, schedule, random numbers and what planning has learnt, for
+    models of ``from_pretrained(distributed_config=...)``: ``train(resume_from_checkpoint=...)`` goes on from them.
+
+    Of other trainers make one by ``class Mine(ms.hf.ResumableTrainer, SFTTrainer): pass``. Each rank writes and reads
+    its own part, into ``checkpoint-N/training``, of a file system that all ranks share; the checkpoint may be resumed
+    on other numbers of ranks and groups, where planning begins anew. ``TrainingArguments`` needs
+    ``save_only_model=True``: ``Trainer`` refuses these models without, and what it leaves out is written here.
+    """
+
+    # None only before training.
+    model: Any
+    lr_scheduler: Any
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        checkpoint = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        state = {
+            "model": get_model_state_dict(self.model),
+            "optimizer": self._optimizer_state(),
+            "scheduler": self.lr_scheduler.state_dict(),
+            "planning": PlanningState(self.model).state_dict(),
+        }
+        with whole_folder(checkpoint / FOLDER) as new:
+            dcp.save(state, checkpoint_id=str(new))
+        self._save_scaler(str(checkpoint))
+        self._save_rng_state(str(checkpoint))
+        # Last, as it removes older checkpoints.
+        super()._save_checkpoint(model, trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        state = {"model": get_model_state_dict(self.model)}
+        dcp.load(state, checkpoint_id=_training_folder(resume_from_checkpoint))
+        set_model_state_dict(self.model, state["model"])
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = _training_folder(checkpoint)
+        state = {"optimizer": self._optimizer_state(), "scheduler": self.lr_scheduler.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(self.model, self._torch_optimizer(), state["optimizer"], options=BY_NAME)
+        self.lr_scheduler.load_state_dict(state["scheduler"])
+        # What other groups of ranks have learnt has other names, and is left out.
+        planning = {"planning": PlanningState(self.model)}
+        dcp.load(planning, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self._torch_optimizer(), options=BY_NAME)
+
+    def _torch_optimizer(self) -> Any:
+        """Returns the optimizer without what accelerate wraps around it."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+
+def _training_folder(checkpoint: str) -> str:
+    folder = Path(checkpoint) / FOLDER
+    if not (folder.is_dir() and _has_state(checkpoint)):
+        raise ValueError(
+            f"{checkpoint} is not of a ResumableTrainer, or was not written to its end: {FOLDER} or "
+            f"{TRAINER_STATE_NAME} in it is missing or torn; "
+            "resume from an earlier one, or begin anew from its weights by from_pretrained"
+        )
+    return str(folder)
+
+
+def _has_state(checkpoint: str) -> bool:
+    """Returns whether the file that ``Trainer`` writes last is there and complete."""
+    try:
+        json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,252 @@
+"""Tables of comparisons, for terminals and as Markdown, CSV, JSON and LaTeX: what is measured, what is simulated, and
+what is significant.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+import pydantic_core
+
+from moesys.config.workload import Measured, Training
+from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, Row
+from moesys.lab.runs.records import setting_fingerprint
+from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
+from moesys.lab.show.tables import Column, Sheet, counted, escaped, figure, latex_table, markdown_table
+
+Format = Literal["markdown", "csv", "json", "latex"]
+COMPARISON_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class ComparedStrategy:
+    """A row of the table of a comparison. Metrics are medians over seeds of each seed's median."""
+
+    strategy: Annotated[str, Column("strategy", align="left")]
+    step_ms: Annotated[float | None, Column("step\nms", figure)]
+    speedup: Annotated[str, Column("speed-up\n[95 %]", align="right")]
+    exposed_ms: Annotated[float | None, Column("exposed\nms", figure)]
+    load_max_over_mean: Annotated[float | None, Column("load\nmax/mean", ".2f")]
+    restored_mib: Annotated[float | None, Column("restored\nMiB", figure)]
+    plan_ms: Annotated[float | None, Column("plan\nms", figure)]
+    inter_node_share: Annotated[float | None, Column("between\nnodes %", ".1f", 100)]
+    final_loss: Annotated[float | None, Column("loss\nat end", ".4f")]
+    would_run: Annotated[str, Column("would\nrun", align="right")]
+    n: Annotated[str, Column("n")]
+    agreement: Annotated[str, Column("agreement", align="right")]
+
+
+_METRICS = ("step_ms", "exposed_ms", "load_max_over_mean", "restored_mib", "plan_ms", "inter_node_share")
+
+
+def comparison_sheet(comparison: Comparison, machine: str = "") -> Sheet:
+    """Returns the table and its legend; ``machine`` describes in one line what the numbers were measured on."""
+    rows = [
+        ComparedStrategy(
+            strategy=row.name,
+            speedup=_speedup_cell(row, comparison),
+            final_loss=row.final_loss,
+            would_run=_runs_cell(row, comparison),
+            n=_n_cell(row),
+            agreement=_agreement_cell(row, comparison),
+            **{metric: row.median(metric) for metric in _METRICS},
+        )
+        for row in comparison.rows
+    ]
+    best = [place for place, row in enumerate(comparison.rows) if row.name in comparison.best]
+    title = f"{comparison.source.upper()}: {comparison.experiment.name}"
+    return Sheet(title, rows, _legend(comparison, machine), best=best)
+
+
+def format_comparison(comparison: Comparison, form: Format, machine: str = "") -> str:
+    """Returns the whole text, with a newline at the end; ``machine`` as in ``comparison_sheet``."""
+    sheet = comparison_sheet(comparison, machine)
+    match form:
+        case "markdown":
+            notes = [f"- {escaped(note)}" for note in sheet.notes]
+            return "\n".join([f"### {escaped(sheet.title)}", "", markdown_table(sheet), "", *notes]) + "\n"
+        case "csv":
+            return _csv(comparison)
+        case "json":
+            return _json(comparison, machine)
+        case "latex":
+            return latex_table(sheet)
+
+
+# --- cells and legend -------------------------------------------------------------------------------------------------
+
+
+def _n_cell(row: Row) -> str:
+    """Counts the seeds that ended well; fewer may be paired with those of the baseline."""
+    notes = [f"{row.speedup.n} paired"] if row.speedup is not None and row.speedup.n != row.n else []
+    notes += [f"{len(row.failed)} failed"] if row.failed else []
+    return f"{row.n}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _runs_cell(row: Row, comparison: Comparison) -> str:
+    """Returns "" if all strategies would run."""
+    if not any(of.would_not_run for of in comparison.rows):
+        return ""
+    return "no" if row.would_not_run else "yes"
+
+
+def _speedup_cell(row: Row, comparison: Comparison) -> str:
+    if row is comparison.baseline:
+        return "baseline"
+    if row.agreement is not None and not row.agreement.holds:
+        return "differs"
+    return "" if row.speedup is None else ratio_words(row.speedup)
+
+
+def ratio_words(ratio: PairedRatio) -> str:
+    """Returns ``1.23 [1.10, 1.38]``, after ``~`` if the interval contains 1, else after ``?`` if seeds are too few."""
+    if ratio.low is None or ratio.high is None:
+        return f"? {ratio.estimate:.2f}"
+    mark = "~ " if ratio.holds_one else "? " if ratio.n < MIN_SEEDS else ""
+    return f"{mark}{ratio.estimate:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def _agreement_cell(row: Row, comparison: Comparison) -> str:
+    if comparison.source == "simulated":
+        return "n/a"
+    if row is comparison.baseline:
+        return "reference"
+    if row.agreement is None:
+        return "unknown"
+    agreement = row.agreement
+    if agreement.exact:
+        return "bit-equal" if agreement.holds else f"PARTS at step {agreement.steps_within}"
+    if agreement.holds and agreement.steps_left:
+        return f"for {agreement.steps_within} of {agreement.num_steps} steps"
+    return "bit-equal" if agreement.bit_equal else f"{agreement.difference:.1e}"
+
+
+def _legend(comparison: Comparison, machine: str) -> list[str]:
+    experiment, baseline = comparison.experiment, comparison.baseline.name
+    lines = [
+        f"Speed-up: {baseline}'s step time over its own, above 1 is faster; the geometric mean over seeds, paired by "
+        "seed, and its 95 % interval (Student's t on logarithms). ~: the interval contains 1."
+    ]
+    ratios = [row.speedup for row in comparison.rows if row.speedup is not None]
+    if any(ratio.n < MIN_SEEDS for ratio in ratios):
+        lines.append(f"?: too few seeds to tell; from {MIN_SEEDS} on chance alone becomes unlikely enough.")
+    if any(row.repeat for row in comparison.rows):
+        lines.append(f"{baseline} (again): the same strategy run twice; how far it is from 1 is noise and drift.")
+    lines.append(f"Other columns: medians over a seed's steps, then over n seeds ({_sample_words(comparison)}).")
+    agreements = [row.agreement for row in comparison.rows if row.agreement is not None]
+    if any(agreement.exact for agreement in agreements):
+        lines.append(
+            f"Agreement: every loss must have the bits of {baseline}'s, same seed, same step, of strategies with its "
+            "LayoutInvariant reduction. Where one has not, that is an error, and no speed is shown."
+        )
+    if tolerance := max((agreement.tolerance for agreement in agreements), default=0.0):
+        lines.append(
+            f"Agreement: the largest relative difference of a loss from {baseline}'s, same seed, same step. "
+            f"Above {tolerance:g} ({experiment.model.dtype}) within the first {JUDGED_STEPS} steps the numbers differ, "
+            "and no speed is shown."
+        )
+        if any(row.agreement and row.agreement.holds and row.agreement.steps_left for row in comparison.rows):
+            lines.append(
+                "For some steps: after those a loss is further off, as when a rounding sends a token to another expert."
+            )
+    starved = {row.name: sum(map(sum, row.samples.get("starved_experts", {}).values())) for row in comparison.rows}
+    if any(starved.values()):
+        names = ", ".join(name for name, count in starved.items() if count)
+        lines.append(f"Experts without a single token in some step: {names}. Their router may be collapsing.")
+    lines += [f"Would not run: {row.name}: {row.would_not_run}." for row in comparison.rows if row.would_not_run]
+    lines += [
+        f"Failed: {row.name}, seed {seed}: {error}" for row in comparison.rows for seed, error in row.failed.items()
+    ]
+    return [*lines, _source_words(comparison, machine)]
+
+
+def _sample_words(comparison: Comparison) -> str:
+    experiment, seeds = comparison.experiment, comparison.experiment.seeds
+    steps = getattr(experiment.workload, "steps", None)
+    unit = "steps" if isinstance(experiment.workload, Measured) else "micro-batches"
+    asked = f"{len(seeds)} asked for"
+    return f"{asked}, {steps} {unit} each" if steps else asked
+
+
+def _source_words(comparison: Comparison, machine: str) -> str:
+    experiment = comparison.experiment
+    cluster = experiment.cluster
+    ranks = f"{counted(cluster.num_ranks, 'rank')} of {counted(cluster.num_nodes, 'node')}"
+    if comparison.source == "measured":
+        how = f"Measured by the clock on {ranks}{f': {machine}' if machine else ''}."
+        if isinstance(experiment.workload, Training) and experiment.workload.interpret:
+            how += " Kernels ran in Triton's interpreter, whose times say nothing of a GPU's: only agreement counts."
+    else:
+        named = f" ({cluster.name})" if cluster.name else ""
+        how = f"Simulated: a cost model's times for {ranks}{named}, no clock's."
+    return f"{how} Fingerprint {setting_fingerprint(experiment)} of model, cluster and workload."
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def _csv(comparison: Comparison) -> str:
+    """Returns one line per row with unrounded numbers: the median of each metric, and all fields of the speed-up."""
+    units = {metric: unit for row in comparison.rows for metric, unit in row.units.items()}
+    text = io.StringIO()
+    rows = [_csv_fields(row, comparison, units) for row in comparison.rows]
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _json(comparison: Comparison, machine: str) -> str:
+    """Returns everything: the experiment with all defaults, and the statistics, samples and losses of each row.
+
+    A number that JSON cannot hold is the string "NaN", "Infinity" or "-Infinity".
+    """
+    fields = {
+        "schema": COMPARISON_SCHEMA,
+        "source": comparison.source,
+        "fingerprint": setting_fingerprint(comparison.experiment),
+        "machine": machine,
+        "environments": comparison.environments,
+        "baseline": comparison.baseline.name,
+        "best": sorted(comparison.best),
+        "rows": [_json_fields(row) for row in comparison.rows],
+        "experiment": comparison.experiment.model_dump(mode="json"),
+    }
+    return pydantic_core.to_json(fields, indent=1, inf_nan_mode="strings").decode() + "\n"
+
+
+def _csv_fields(row: Row, comparison: Comparison, units: dict[str, str]) -> dict[str, Any]:
+    ratio, agreement = row.speedup, row.agreement
+    return {
+        "strategy": row.name,
+        "source": comparison.source,
+        "n seeds": row.n,
+        "failed seeds": len(row.failed),
+        "speedup": ratio and ratio.estimate,
+        "speedup low 95 %": ratio and ratio.low,
+        "speedup high 95 %": ratio and ratio.high,
+        "speedup p": ratio and ratio.p,
+        "verdict": ratio and ratio.verdict,
+        "loss at end (nats a token)": row.final_loss,
+        "largest relative difference of a loss": agreement and agreement.difference,
+        "numbers agree": agreement and agreement.holds,
+        **{f"median {metric}{f' ({unit})' if unit else ''}": row.median(metric) for metric, unit in units.items()},
+    }
+
+
+def _json_fields(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "strategy": row.strategy.model_dump(mode="json"),
+        "n": row.n,
+        "failed": row.failed,
+        "speedup": row.speedup and {**asdict(row.speedup), "verdict": row.speedup.verdict},
+        "agreement": row.agreement and {**asdict(row.agreement), "bit_equal": row.agreement.bit_equal},
+        "samples": {
+            metric: {"unit": row.units[metric], "values_by_seed": by_seed} for metric, by_seed in row.samples.items()
+        },
+        "losses_by_seed": row.losses,
+    }

@@ -1,0 +1,398 @@
+"""Pages of HTML in one file that needs no other, for light and dark: their parts, and the page of a watched training.
+
+S steps, B bins of steps, L layers.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+import numpy.typing as npt
+from matplotlib.collections import QuadMesh
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Affine2D
+
+from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
+from moesys.lab.show.figures import OKABE_ITO, STYLE, draw_timeline, lanes_of
+from moesys.lab.show.tables import Sheet, written_columns
+from moesys.load import IntArray
+from moesys.timeline import Timeline
+
+# The colour of texts and axes in figures, in whose place the page's own colour of text is written.
+_INK = "#010203"
+PAGE_STYLE: dict[Any, Any] = STYLE | {
+    "svg.fonttype": "none",
+    "savefig.transparent": True,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
+}
+_CSS = """
+:root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --soft: #5b6570; --line: #d9dee4; }
+@media (prefers-color-scheme: dark) { :root { --paper: #14181d; --ink: #e6e9ec; --soft: #9aa4ae; --line: #2c333b; } }
+body { font: 15px/1.45 system-ui, sans-serif; background: var(--paper); color: var(--ink); margin: 2rem auto;
+  max-width: 1000px; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .3rem; }
+p { margin: .3rem 0; } .note, .none { color: var(--soft); font-size: .87rem; }
+dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .6rem; margin: 1rem 0; }
+dt { color: var(--soft); font-size: .8rem; } dd { margin: 0; font-size: 1.05rem; overflow-wrap: anywhere; }
+section { overflow-x: auto; } figure { margin: 0; }
+.hint { fill: transparent; } .hint:hover { fill: var(--soft); fill-opacity: .2; }
+svg { display: block; width: 100%; min-width: 720px; height: auto; color: var(--ink); }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
+th, td { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line); }
+th { color: var(--soft); font-weight: normal; vertical-align: bottom; } .left { text-align: left; }
+"""
+# Inches.
+_WIDTH, _CURVE_HEIGHT = 9.6, 2.2
+# Above this quantile of its values a heat map has one colour, or a single peak would leave all others alike.
+_HEAT_CAP = 0.98
+_MOST_BINS, _MOST_DOTS, _MOST_EVENTS, _MOST_SPANS = 160, 60, 200, 3000
+
+
+# --- parts of pages ---------------------------------------------------------------------------------------------------
+
+
+def page(title: str, parts: Sequence[str]) -> str:
+    """Returns the whole file. ``parts`` are its body, in HTML."""
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    lines = ["<!DOCTYPE html>", f'<html lang="en"><head>{head}<style>{_CSS}</style></head>', "<body>"]
+    return "\n".join([*lines, *parts, "</body></html>", ""])
+
+
+def section(title: str, content: str, note: str = "") -> str:
+    """Returns a part of a page: a heading, a note if there is one, and content in HTML."""
+    said = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>{said}{content}</section>"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], name: str, left: Iterable[int] = ()) -> str:
+    """Returns a table in HTML. ``left``: the indices of the columns that are aligned on the left."""
+    marks = [' class="left"' if index in set(left) else "" for index in range(len(columns))]
+    head = "".join(f"<th{mark}>{escape(column)}</th>" for mark, column in zip(marks, columns, strict=True))
+    lines = ("".join(f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, row, strict=True)) for row in rows)
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<table id="{escape(name)}"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
+
+
+def sheet_section(sheet: Sheet) -> str:
+    """Returns a table with its title and its notes."""
+    columns = written_columns(sheet)
+    rows = zip(*(column.cells for column in columns), strict=True)
+    left = [index for index, column in enumerate(columns) if column.align == "left"]
+    drawn = table([column.header for column in columns], rows, sheet.title.replace(" ", "-"), left)
+    return section(sheet.title, drawn, " ".join(sheet.notes))
+
+
+class Hint(NamedTuple):
+    """A rectangle of a figure's first axes, in the units of its data, and the text that the pointer shows on it."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    text: str
+
+
+def inline_svg(figure: Figure, hints: Iterable[Hint] = ()) -> str:
+    """Returns a figure drawn with ``PAGE_STYLE`` as part of a page: equal figures give equal bytes, and nothing in it
+    refers to other files.
+    """
+    text = io.StringIO()
+    with mpl.rc_context(PAGE_STYLE):
+        figure.savefig(text, format="svg", dpi=144, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    svg = text.getvalue()
+    head, end, _ = svg[svg.index("<svg") :].replace(_INK, "currentColor").rpartition("</svg>")
+    return f"<figure>{head}{''.join(_hint_rectangles(figure, hints))}{end}</figure>"
+
+
+def _hint_rectangles(figure: Figure, hints: Iterable[Hint]) -> Iterator[str]:
+    width, height = 72 * figure.get_size_inches()
+    to_page = figure.axes[0].transData + figure.transFigure.inverted()
+    to_page += Affine2D().scale(width, -height).translate(0, height)
+    for hint in hints:
+        (x0, x1), (y0, y1) = np.sort(to_page.transform(np.transpose([hint.x, hint.y])), axis=0).T
+        place = f'x="{x0:.1f}" y="{y0:.1f}" width="{x1 - x0:.2f}" height="{y1 - y0:.2f}"'
+        yield f'<rect class="hint" {place}><title>{escape(hint.text)}</title></rect>'
+
+
+# --- the page of a watched training -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Bins:
+    """Bins of consecutive steps, so that a hundred thousand steps fit on a page. ``first_B``: where each begins."""
+
+    steps_S: IntArray
+    first_B: IntArray
+
+    @classmethod
+    def of(cls, steps_S: IntArray, most: int = _MOST_BINS) -> Bins:
+        """Returns at most ``most`` bins, whose lengths differ by at most one."""
+        num_bins = min(most, len(steps_S))
+        return cls(steps_S, np.arange(num_bins) * len(steps_S) // num_bins)
+
+    @property
+    def single(self) -> bool:
+        """Whether every step has a bin of its own."""
+        return len(self.first_B) == len(self.steps_S)
+
+    @property
+    def edges(self) -> IntArray:
+        """The first step of each bin, and the one after the last."""
+        return np.append(self.steps_S[self.first_B], self.steps_S[-1] + 1)
+
+    @property
+    def labels(self) -> list[str]:
+        """The name of each bin, such as ``step 7`` or ``steps 11–20``."""
+        last_B = np.append(self.first_B[1:], len(self.steps_S)) - 1
+        ends = zip(self.steps_S[self.first_B].tolist(), self.steps_S[last_B].tolist(), strict=True)
+        return [f"step {first}" if first == last else f"steps {first}–{last}" for first, last in ends]
+
+    def mean(self, values: FloatArray) -> FloatArray:
+        """Returns the mean of each bin, along axis 0, of values that are finite."""
+        counts = np.add.reduceat(np.isfinite(values).astype(float), self.first_B)
+        sums = np.add.reduceat(np.where(np.isfinite(values), values, 0.0), self.first_B)
+        return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+    def range(self, values: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Returns the least and the largest finite value of each bin."""
+        finite = np.where(np.isfinite(values), values, np.nan)
+        return np.fmin.reduceat(finite, self.first_B), np.fmax.reduceat(finite, self.first_B)
+
+
+def watch_page(run: WatchedRun) -> str:
+    """Returns the page of a watched training: its numbers over steps, by layer, and its events."""
+    bins = Bins.of(run.steps_S)
+    parts = [f"<h1>MEASURED: {escape(run.folder.resolve().name)}</h1>", _facts(run)]
+    first = sorted(run.numbers, key=lambda name: (name != "loss", name))
+    parts += [section(name, curves(bins, {name: run.numbers[name]}, name)) for name in first]
+    parts += _loads(run, bins)
+    parts.append(section("By layer", _layer_table(run), _LAYER_NOTE))
+    parts += _times(run, bins)
+    parts.append(
+        section("Events", _events(run), "Departures from the plan: from one on, bits are not an undisturbed run's.")
+    )
+    if run.timeline is not None and run.timeline.spans:
+        newest = sorted(run.timeline.spans, key=lambda span: span.start_us)[-_MOST_SPANS:]
+        num_older = len(run.timeline.spans) - len(newest)
+        note = f"The newest spans; {num_older} before them are not drawn." if num_older else ""
+        drawn = timeline(Timeline(newest, run.timeline.source), run.folder.resolve().name)
+        parts.append(section("Timeline", drawn, note))
+    return page(run.folder.resolve().name, parts)
+
+
+def _facts(run: WatchedRun) -> str:
+    ended = datetime.fromtimestamp(run.time_s_S[-1], UTC)
+    losses = run.numbers.get("loss", np.zeros(0))
+    losses = losses[np.isfinite(losses)]
+    facts = {
+        "steps written": f"{len(run.steps_S)}, from {run.steps_S[0]} to {run.steps_S[-1]}",
+        "newest step (UTC)": f"{ended:%Y-%m-%d %H:%M:%S}",
+        "ranks": str(run.num_ranks),
+        "MoE layers": str(len(run.layers)),
+        "newest loss": _number(losses[-1]) if len(losses) else "none written",
+        "load max/mean, median": _number(_median(run.load_p50_SL)),
+        "step, median ms": _number(_median(run.step_ms_S)),
+        "events": str(len(run.events)),
+    }
+    said = (f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in facts.items())
+    return f"<dl>{''.join(said)}</dl>"
+
+
+def _loads(run: WatchedRun, bins: Bins) -> list[str]:
+    if not run.layers:
+        return []
+    rows = [f"layer {layer}" for layer in run.layers]
+    note = (
+        "The busiest rank's tokens over the mean: 1 is balanced. A row is a layer, a cell the median of a step's "
+        "micro-batches" + ("." if bins.single else ", a mean over its steps.")
+    )
+    drawn = heat_map(
+        bins.mean(run.load_p50_SL).T, rows, (bins.edges, bins.labels), (1.0, 1.2), ("step", "load max/mean")
+    )
+    parts = [section("Load by layer over steps", drawn, note)]
+    over_layers = {
+        "p50, mean over layers": _of_steps(np.nanmean, run.load_p50_SL),
+        "p95, worst layer": _of_steps(np.nanmax, run.load_p95_SL),
+    }
+    parts.append(section("Load over steps", curves(bins, over_layers, "load max/mean")))
+    if run.tokens_E:
+        experts = max(len(tokens_E) for tokens_E in run.tokens_E.values())
+        share_LE = np.full((len(run.tokens_E), experts), np.nan)
+        for row, tokens_E in enumerate(run.tokens_E.values()):
+            share_LE[row, : len(tokens_E)] = tokens_E / max(tokens_E.mean(), 1e-300)
+        rows = [f"layer {layer}" for layer in run.tokens_E]
+        note = f"Tokens over the layer's mean, in the newest {min(NEWEST_STEPS, len(run.steps_S))} steps."
+        of_experts = np.arange(experts + 1) - 0.5, [f"expert {expert}" for expert in range(experts)]
+        drawn = heat_map(share_LE, rows, of_experts, (0.0, 2.0), ("expert", "tokens over the mean"))
+        parts.append(section("Tokens of experts by layer", drawn, note))
+    return parts
+
+
+_LAYER_NOTE = (
+    "Load: the busiest rank's tokens over the mean. p50 is the median over steps of the median of a step's "
+    "micro-batches, p95 the 95th percentile over steps of theirs. The others are means over steps; milliseconds are "
+    "means over ranks too."
+)
+
+
+def _layer_table(run: WatchedRun) -> str:
+    columns = {
+        "layer": [str(layer) for layer in run.layers],
+        "load p50": _by_layer(run.load_p50_SL, np.median),
+        "load p95": _by_layer(run.load_p95_SL, lambda values: np.quantile(values, 0.95)),
+        "worst load": _by_layer(run.load_max_SL, np.max),
+        "experts without tokens": _by_layer(run.experts_without_tokens_SL, np.mean),
+        "experts without tokens, most": _by_layer(run.experts_without_tokens_SL, np.max),
+        "exposed ms": _by_layer(run.exposed_ms_SL, np.mean),
+        "exposed ms, worst rank": _by_layer(run.worst_exposed_ms_SL, np.mean),
+        "planning ms": _by_layer(run.plan_ms_SL, np.mean),
+        "restored MiB, all ranks": _by_layer(run.restored_mib_SL, np.mean),
+    }
+    return table(list(columns), zip(*columns.values(), strict=True), "layers")
+
+
+def _times(run: WatchedRun, bins: Bins) -> list[str]:
+    parts = [section("Length of steps", curves(bins, {"step": run.step_ms_S}, "ms"))]
+    if run.layers:
+        exposed = {
+            "mean of ranks": _of_steps(np.nansum, run.exposed_ms_SL),
+            "worst rank of each layer": _of_steps(np.nansum, run.worst_exposed_ms_SL),
+        }
+        note = "A rank blocked by communication, added up over layers."
+        parts.append(section("Exposed communication", curves(bins, exposed, "ms a step"), note))
+        restored = {"restored": _of_steps(np.nansum, run.restored_mib_SL)}
+        note = "Received to have experts, over layers and ranks."
+        parts.append(section("Restored experts", curves(bins, restored, "MiB a step"), note))
+    return parts
+
+
+def _events(run: WatchedRun) -> str:
+    if not run.events:
+        return '<p class="none">none</p>'
+    rows = [(str(step), str(e.layer), str(e.micro_batch), e.what) for step, e in reversed(run.events[-_MOST_EVENTS:])]
+    left_out = len(run.events) - len(rows)
+    note = f'<p class="note">The newest {len(rows)}; {left_out} before them are not shown.</p>' if left_out else ""
+    return note + table(["step", "layer", "micro-batch", "what"], rows, "events", left=[3])
+
+
+# --- figures of the page ----------------------------------------------------------------------------------------------
+
+
+def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str) -> str:
+    """Draws curves by their names: means over bins, with a band from the least to the largest step if a bin has
+    several. Steps without a finite value are left out.
+    """
+    if not any(np.isfinite(values).any() for values in values_S.values()):
+        return '<p class="none">no finite number was written</p>'
+    at_B, edges, texts = bins.mean(bins.steps_S.astype(float)), bins.edges.tolist(), [list[str]() for _ in bins.labels]
+    with mpl.rc_context(PAGE_STYLE):
+        figure = Figure(figsize=(_WIDTH, _CURVE_HEIGHT), layout="constrained")
+        axes = figure.subplots()
+        for (name, values), colour in zip(values_S.items(), (OKABE_ITO[0], OKABE_ITO[3]), strict=False):
+            mean_B, (low_B, high_B) = bins.mean(values), bins.range(values)
+            if not bins.single:
+                axes.fill_between(at_B, low_B, high_B, color=colour, alpha=0.2, linewidth=0)
+            marker = "." if len(at_B) <= _MOST_DOTS else ""
+            axes.plot(at_B, mean_B, color=colour, linewidth=1.4, marker=marker, label=name)
+            for place, words in enumerate(texts):
+                ends = "" if bins.single else f" ({_number(low_B[place])} to {_number(high_B[place])})"
+                words.append(f"{name} {_number(mean_B[place])}{ends}")
+        axes.set(xlabel="step", ylabel=unit, xlim=(edges[0] - 0.5, edges[-1] - 0.5))
+        axes.grid(axis="y", linewidth=0.3)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if len(values_S) > 1:
+            axes.legend()
+    hints = [
+        Hint((first - 0.5, after - 0.5), axes.get_ylim(), f"{label}: {'; '.join(words)}")
+        for (first, after), label, words in zip(pairwise(edges), bins.labels, texts, strict=True)
+    ]
+    return inline_svg(figure, hints)
+
+
+def heat_map(
+    values_LB: FloatArray,
+    rows: Sequence[str],
+    columns: tuple[npt.NDArray[Any], Sequence[str]],
+    scale: tuple[float, float],
+    what: tuple[str, str],
+) -> str:
+    """Draws a cell for each row and column, coloured by its value; a nan leaves its cell empty.
+
+    ``columns``: where they begin and the last one ends, and their names. ``scale``: the value of the first colour, and
+    the least value that the last colour may have, so that small differences look small. ``what``: names the horizontal
+    axis and the values.
+    """
+    (floor, top), (edges, labels) = scale, columns
+    known = values_LB[np.isfinite(values_LB)]
+    if len(known):
+        top = max(top, float(np.quantile(known, _HEAT_CAP)))
+    height = min(0.3 * len(rows), max(0.1 * len(rows), 5.0))
+    every = math.ceil(len(rows) * 0.16 / height)
+    with mpl.rc_context(PAGE_STYLE):
+        figure = Figure(figsize=(_WIDTH, height + 0.7), layout="constrained")
+        axes = figure.subplots()
+        shown_LB = np.ma.masked_invalid(values_LB)
+        # As pixels, because a path for each cell would be long.
+        mesh = axes.pcolormesh(
+            edges, np.arange(len(rows) + 1), shown_LB, cmap="cividis_r", vmin=floor, vmax=top, rasterized=True
+        )
+        axes.set(xlabel=what[0], ylim=(len(rows), 0))
+        axes.set_yticks(np.arange(0, len(rows), every) + 0.5, rows[::every])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        beyond = "max" if len(known) and known.max() > top else "neither"
+        bar = figure.colorbar(mesh, ax=axes, label=what[1], extend=beyond, pad=0.01, fraction=0.05)
+        for steps in bar.ax.findobj(QuadMesh):
+            steps.set_rasterized(True)
+    ends = edges.tolist()
+    hints = [
+        Hint((ends[column], ends[column + 1]), (row, row + 1), f"{rows[row]}, {labels[column]}: {_number(value)}")
+        for (row, column), value in np.ndenumerate(values_LB)
+    ]
+    return inline_svg(figure, hints)
+
+
+def timeline(spans: Timeline, name: str) -> str:
+    """Draws the spans of all ranks over time."""
+    ranks = sorted({span.rank for span in spans.spans})
+    with mpl.rc_context(PAGE_STYLE):
+        figure = draw_timeline(spans, name=name, ranks=ranks)
+    row_of = {lane: row for row, lane in enumerate(lanes_of(spans.spans, ranks))}
+    zero_us = min(span.start_us for span in spans.spans)
+    hints = []
+    for span in spans.spans:
+        row = row_of[span.rank, span.lane]
+        what = f"rank {span.rank}, {span.lane}: {span.kind} {span.detail}".rstrip()
+        x = (span.start_us - zero_us) / 1e3, (span.end_us - zero_us) / 1e3
+        hints.append(Hint(x, (row - 0.4, row + 0.4), f"{what}, {_number(span.duration_us / 1e3)} ms"))
+    return inline_svg(figure, hints)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if math.isfinite(value) else "none"
+
+
+def _by_layer(values_SL: FloatArray, reduce: Callable[[FloatArray], float]) -> list[str]:
+    """Reduces over the steps in which a layer ran."""
+    ran = (values_S[np.isfinite(values_S)] for values_S in values_SL.T)
+    return [_number(float(reduce(values)) if len(values) else float("nan")) for values in ran]
+
+
+def _of_steps(reduce: Callable[..., FloatArray], values_SL: FloatArray) -> FloatArray:
+    """Reduces over layers; a step in which no layer ran gives nan."""
+    reduced_S = np.full(len(values_SL), np.nan)
+    ran_S = np.isfinite(values_SL).any(axis=1)
+    reduced_S[ran_S] = reduce(values_SL[ran_S], axis=1)
+    return reduced_S
+
+
+def _median(values: FloatArray) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else float("nan")

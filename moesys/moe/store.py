@@ -1,0 +1,421 @@
+"""The store of a layer's experts: how they get from masters into slots, and how gradients get home.
+
+Both keep float32 masters of logical shape [E, P_e], which ``WholeExperts`` (EP) shards over experts and
+``ShardedExperts`` (FSEP) over all ranks, expert by expert: what a ``DTensor`` calls ``Shard(0)`` and ``Shard(1)``, so
+that distributed checkpoints reshard by themselves.
+
+Restoring gives a rank the experts its layout holds, in the compute dtype; resharding returns the gradients of its
+slots to the owners, who add them in rank order: in float32, or in float64, where no order shows (``LayoutInvariant``).
+
+R ranks, E experts, P_e parameters of an expert, D distinct experts held by this rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from moesys.balance.layout_schedule import LayoutSchedule
+from moesys.config import Fsep, LayoutInvariant, ModelShape, Sharding
+from moesys.kernels.cpu.page_pool import PagePool
+from moesys.kernels.host_copies import to_device
+from moesys.layout import ExpertLayout
+from moesys.moe.masters import ExpertForm, Masters
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.executor import ExpertWeights
+from moesys.overlap.routes import held_experts
+
+
+class RestoredExperts(Sequence[ExpertWeights]):
+    """The experts that a rank holds, by slot index, as a restore has brought them: stacked, flat [D, P] or part by
+    part, or one by one.
+
+    A rank's own are its masters, which their user casts on use; or, once ``keep_casts`` is set, they are cast here when
+    they are first asked for and stay so, for a backward that follows. ``kept``: casts of all masters, which other
+    micro-batches use too.
+    """
+
+    def __init__(
+        self, form: ExpertForm, dtype: torch.dtype, memory: PagePool, device: torch.device, brought: Brought
+    ) -> None:
+        self._form, self._dtype, self._memory, self._device = form, dtype, memory, device
+        if isinstance(brought, Tensor):
+            brought = form.weights(brought)
+        self._together: ExpertWeights | None = None
+        if isinstance(brought, ExpertWeights):
+            self._together = brought
+            brought = unstacked(brought)
+        self._experts = list(brought)
+        self.keep_casts = False
+        self.kept: KeptCasts | None = None
+
+    def __len__(self) -> int:
+        return len(self._experts)
+
+    def __getitem__(self, slot: int) -> ExpertWeights:  # type: ignore[override]
+        weights = self._experts[slot]
+        if self.keep_casts and weights.gate_up.dtype != self._dtype:
+            cast = self._form.weights(self._memory.empty((self._form.num_elements,), self._dtype, self._device))
+            _copy(weights, cast)
+            weights = self._experts[slot] = cast
+        return weights
+
+    def by_slot(self) -> Sequence[ExpertWeights]:
+        """Returns the experts by slot index, each to be cast by its user where it has another dtype."""
+        casts = self.keep_casts and any(weights.gate_up.dtype != self._dtype for weights in self._experts)
+        return self if casts else self._experts
+
+    def stacked(self) -> ExpertWeights:
+        """Returns all of them in the compute dtype, [D, 2I, H] and [D, H, I]: views of what was brought where it is one
+        tensor of that dtype, else of a copy, which is kept if it is a cast and ``keep_casts`` is set.
+        """
+        if self._together is not None and self._together.gate_up.dtype == self._dtype:
+            return self._together
+        kept = self.kept if self.keep_casts and self._together is not None else None
+        if kept is not None and (found := kept.find(self._dtype)) is not None:
+            self._together = found
+            return found
+        size = (len(self._experts), self._form.num_elements)
+        stacked = self._form.weights(self._memory.empty(size, self._dtype, self._device))
+        if self._together is not None:
+            _copy(self._together, stacked)
+        else:
+            for place, weights in zip(unstacked(stacked), self._experts, strict=True):
+                _copy(weights, place)
+        # Masters are float32: what has that dtype is no cast.
+        if self.keep_casts and self._dtype != torch.float32:
+            self._together = stacked
+            if kept is not None:
+                kept.keep(stacked)
+        return stacked
+
+
+class Restore:
+    """Experts on their way: a future. ``bring`` waits for them; ``spread``, if any, starts what is left to start."""
+
+    def __init__(self, bring: Callable[[], RestoredExperts], spread: Callable[[], None] | None = None) -> None:
+        self._bring: Callable[[], RestoredExperts] | None = bring
+        self._spread = spread
+        self._experts: RestoredExperts | None = None
+
+    def spread(self) -> Restore:
+        """Starts what is left to start, so that it does not queue behind the restores of other layers. A collective."""
+        if self._spread is not None:
+            self._spread()
+            self._spread = None
+        return self
+
+    def wait(self) -> RestoredExperts:
+        """Returns the experts when they are here."""
+        if self._experts is None:
+            self.spread()
+            assert self._bring is not None
+            # With it goes what travelled, of which experts were put together.
+            self._experts, self._bring = self._bring(), None
+        return self._experts
+
+
+# Distinct experts of each rank, [R], in the order of their slots.
+HeldByRank = list[tuple[int, ...]]
+
+# What a restore ends with: held experts stacked, flat [D, at least P] or part by part, or one by one.
+Brought = Tensor | ExpertWeights | Sequence[ExpertWeights]
+
+# What a return of gradients ends with: waits for them, and gives the masters'.
+Finish = Callable[[], tuple[Tensor, ...]]
+# What it goes on with: sends home what has not set off yet, from node to node or all of it. A collective.
+Cross = Callable[[], Finish]
+
+
+def index_of(values: Sequence[int], like: Tensor) -> Tensor:
+    """Returns ``values`` as an index of rows on the device of ``like``."""
+    return to_device(values, like.device)
+
+
+def unstacked(stacked: ExpertWeights) -> list[ExpertWeights]:
+    """Returns each expert of [D, ...]."""
+    parts = [part for part in stacked if part is not None]
+    return [ExpertWeights(*expert) for expert in zip(*parts, strict=True)]
+
+
+class ExpertShards(ABC):
+    """This rank's part of the masters' geometry. The masters themselves are passed in: one tensor, flat; or, where they
+    are of a ``form``, one for each of its parts.
+
+    ``memory``: where restored experts and slot gradients lie; the layers of a linked model share one.
+    """
+
+    shard_dim: Literal[0, 1]
+
+    def __init__(self, shape: ModelShape, rank: int, num_ranks: int, form: ExpertForm | None = None) -> None:
+        self.shape, self.rank, self.num_ranks = shape, rank, num_ranks
+        self.form, self.flat = form or ExpertForm.of(shape), form is None
+        self.memory = PagePool()
+        # The newest layout, what each rank holds of it, and whether that is just what it owns.
+        self._held: tuple[ExpertLayout | None, HeldByRank] = (None, [])
+        self._kept: tuple[HeldByRank | None, bool] = (None, False)
+
+    @abstractmethod
+    def initial(self, seed: int, layer_index: int) -> Tensor:
+        """This rank's float32 part of flat masters; at no time does it hold more than one expert besides."""
+
+    @abstractmethod
+    def keep(self, local: Tensor, expert: int, flat_P: Tensor) -> None:
+        """Write this rank's part of an expert, whose parameters are ``flat_P`` [P_e], into flat masters."""
+
+    @property
+    @abstractmethod
+    def master_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Those of this rank's masters."""
+
+    def keeps_all(self, held: HeldByRank) -> bool:
+        """Returns whether all ranks hold just what they own, so that nothing travels; the same on all of them."""
+        if self._kept[0] is not held:
+            self._kept = held, self._own_alone(held)
+        return self._kept[1]
+
+    def _own_alone(self, held: HeldByRank) -> bool:
+        return self.num_ranks == 1
+
+    @abstractmethod
+    def restore(
+        self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
+    ) -> Restore:
+        """Start bringing the experts that this rank is to hold, to be computed with in ``dtype``."""
+
+    @abstractmethod
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
+        """Start on the way home of slot gradients [D, padded_parameters]: what is summed inside nodes before it leaves
+        them. What goes home by itself sets off with the rest.
+        """
+
+    @property
+    @abstractmethod
+    def padded_parameters(self) -> int:
+        """Columns of a slot-gradient buffer: P, or R·s."""
+
+    def new_gradients(self, layout: ExpertLayout, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for slot gradients, [D, padded_parameters]."""
+        num_held = len(self.held_by_rank(layout)[self.rank])
+        return self.memory.empty((num_held, self.padded_parameters), dtype, device)
+
+    def restored(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        finish: Callable[[], Brought],
+        spread: Callable[[], None] | None = None,
+    ) -> Restore:
+        """Returns what ``restore`` returns. ``spread``, if any, starts a second phase; ``finish``, called after it,
+        waits and gives the held experts by slot.
+        """
+        return Restore(lambda: RestoredExperts(self.form, dtype, self.memory, device, finish()), spread)
+
+    def share_with(self, first: ExpertShards) -> None:
+        """Use the memory of ``first``, as the layers of a linked model do."""
+        self.memory = first.memory
+
+    def unshare(self) -> None:
+        """Have memory of one's own again."""
+        self.memory = PagePool()
+
+    def new(self, like: Tensor, *shape: int) -> Tensor:
+        """Memory of the dtype and device of ``like``."""
+        return self.memory.empty(shape, like.dtype, like.device)
+
+    def held_by_rank(self, layout: ExpertLayout) -> HeldByRank:
+        """Returns the distinct experts of each rank. The newest layout's are the same object every time."""
+        if self._held[0] is not layout:
+            self._held = layout, [held_experts(layout.experts_of(rank)) for rank in range(self.num_ranks)]
+        return self._held[1]
+
+
+def _copy(weights: ExpertWeights, into: ExpertWeights) -> None:
+    for place, tensor in zip(into, weights, strict=True):
+        if place is not None and tensor is not None:
+            place.copy_(tensor)
+
+
+def add_in_order(parts: Iterable[Tensor], rows: Sequence[int], total_NP: Tensor) -> Tensor:
+    """Returns ``total``, zeros and then ``total[rows[n]] += parts[n]`` for n = 0, 1, ... in that order."""
+    # So that the sum of one part is that part, zeros' signs too.
+    total_NP.fill_(-0.0)
+    for part, row in zip(parts, rows, strict=True):
+        total_NP[row] += part
+    return total_NP
+
+
+class KeptCasts:
+    """The newest cast of masters, as long as nothing can have changed them: while gradients are collected, and no
+    optimizer has made a step.
+
+    A tensor's version tells too little: fused optimizers leave it as it is, and so do those that go through lists of
+    DTensors. So nothing is kept of parameters that no optimizer of this process has stepped yet. A cast is dropped
+    before a step of any optimizer, and made anew where parameters have no gradient yet, as at the beginning of a step,
+    or where they, their storage or their versions are others (``state_of_masters``, that of ``Masters``). What writes
+    through ``.data`` beside their optimizer, while they have gradients, goes unseen.
+    """
+
+    def __init__(self, state_of_masters: Callable[[], tuple[int, ...] | None]) -> None:
+        self._state_of_masters = state_of_masters
+        self._kept: tuple[tuple[int, ...], ExpertWeights] | None = None
+        # The parameter, by its id, that an optimizer has stepped.
+        self._stepped: int | None = None
+        this = weakref.ref(self)
+
+        def before(*_: object) -> None:
+            if (kept := this()) is not None:
+                kept.drop()
+
+        def behind(optimizer: Optimizer, *_: object) -> None:
+            if (kept := this()) is not None:
+                kept.drop()
+                kept._note(optimizer)
+
+        for hook in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(behind)):
+            weakref.finalize(self, hook.remove)
+
+    def _note(self, optimizer: Optimizer) -> None:
+        state = self._state_of_masters()
+        if state is not None and any(id(of) == state[0] for group in optimizer.param_groups for of in group["params"]):
+            self._stepped = state[0]
+
+    def find(self, dtype: torch.dtype) -> ExpertWeights | None:
+        """Returns the cast to ``dtype``, stacked; None where it is to be made."""
+        state = self._state()
+        if self._kept is None or state != self._kept[0] or self._kept[1].gate_up.dtype != dtype:
+            return None
+        return self._kept[1]
+
+    def keep(self, cast: ExpertWeights) -> None:
+        """Keeps what was cast now, if anybody will be able to tell whether it is still right."""
+        state = self._state()
+        self._kept = None if state is None else (state, cast)
+
+    def drop(self) -> None:
+        """Forgets it, and gives its memory back."""
+        self._kept = None
+
+    def _state(self) -> tuple[int, ...] | None:
+        # What a graph has captured runs again when masters are others.
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return None
+        state = self._state_of_masters()
+        return state if state is not None and state[0] == self._stepped else None
+
+
+class ExpertStore:
+    """Restores experts for a call, or ahead of the coming one, and reshards their gradients.
+
+    ``shards`` is the geometry, ``masters`` has the parameters; ``schedule`` says which layout the coming micro-batch
+    has. ``channel``: where experts and their gradients travel; one of their own in a linked model.
+    """
+
+    def __init__(
+        self,
+        layer_index: int,
+        sharding: Sharding,
+        shards: ExpertShards,
+        masters: Masters,
+        schedule: LayoutSchedule,
+        channel: Channel,
+    ) -> None:
+        self.layer_index, self.shards, self.masters = layer_index, shards, masters
+        self.schedule, self.channel = schedule, channel
+        self.casts = KeptCasts(masters.state)
+        # EP keeps what it lent until backward: sending it twice would cost more than the memory is worth.
+        self.reshard_after_forward, self.prefetch_layers, self.delay_reshard = False, 0, False
+        if isinstance(sharding, Fsep):
+            self.reshard_after_forward = sharding.reshard_after_forward
+            self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
+        # What the layer computes in: its last call's dtype; None before the first.
+        self.dtype: torch.dtype | None = None
+        self._prefetched: tuple[tuple[ExpertLayout, int, torch.dtype | None], Restore] | None = None
+
+    def start_restore(self, layout: ExpertLayout, dtype: torch.dtype, generation: int) -> Restore:
+        """Starts bringing the experts of ``layout`` here, to be computed with in ``dtype``, by messages of
+        ``generation``. A collective.
+        """
+        return self._start(self.shards.held_by_rank(layout), dtype, generation, "")
+
+    def _start_late(self, early: Restore, layout: ExpertLayout, dtype: torch.dtype, generation: int) -> Restore:
+        """Starts bringing what ``layout`` has more than the settled one, whose experts are ``early``. A collective,
+        where it has more on any rank.
+        """
+        rank = self.shards.rank
+        settled, held = self.shards.held_by_rank(self.schedule.layout), self.shards.held_by_rank(layout)
+        if settled == held:
+            return early
+        missing = [
+            tuple(expert for expert in wanted if expert not in there)
+            for wanted, there in zip(held, settled, strict=True)
+        ]
+        late = self._start(missing, dtype, generation, " late")
+        late_experts = [expert for expert in held[rank] if expert not in settled[rank]]
+
+        def spread() -> None:
+            early.spread()
+            late.spread()
+
+        def finish() -> list[ExpertWeights]:
+            by_expert = dict(zip(settled[rank], early.wait(), strict=True))
+            by_expert |= zip(late_experts, late.wait(), strict=True)
+            return [by_expert[expert] for expert in held[rank]]
+
+        return self.shards.restored(dtype, self.masters.device, finish, spread)
+
+    def _start(self, held: HeldByRank, dtype: torch.dtype, generation: int, when: str) -> Restore:
+        shards, masters = self.shards, self.masters.local()
+        if shards.keeps_all(held):
+            brought = masters[0] if shards.flat else ExpertWeights(*masters)
+            return shards.restored(dtype, masters[0].device, lambda: brought)
+        name, channel = f"layer {self.layer_index}{when}", self.channel.tagged(generation)
+        return shards.restore(masters, dtype, held, channel, name)
+
+    def prefetch(self, pass_number: int, generation: int) -> None:
+        """Starts bringing the experts of the coming micro-batch that are settled, unless it is done already or masters
+        are not at hand. With ``lag=0`` none are.
+        """
+        if self.schedule.strategy.lag == 0:
+            return
+        if self.dtype is not None and not self._is_prefetched(pass_number) and self.masters.at_hand:
+            layout = self.schedule.layout
+            self._prefetched = (layout, pass_number, self.dtype), self.start_restore(layout, self.dtype, generation)
+
+    def take_prefetched(self, pass_number: int, layout: ExpertLayout, generation: int) -> Restore | None:
+        """Returns the experts of ``layout`` if those settled were brought ahead for this pass, and forgets them. Late
+        ones set off now: a collective, where there are some.
+        """
+        restored = None
+        if self._prefetched is not None and self.dtype is not None and self._is_prefetched(pass_number):
+            restored = self._start_late(self._prefetched[1], layout, self.dtype, generation)
+        self.drop_prefetched()
+        return restored
+
+    def drop_prefetched(self) -> None:
+        """Forgets what was brought ahead."""
+        self._prefetched = None
+
+    def _is_prefetched(self, pass_number: int) -> bool:
+        """Whether experts were brought ahead for this very pass: one that was broken off leaves some behind, which the
+        next optimizer step makes stale.
+        """
+        return self._prefetched is not None and self._prefetched[0] == (self.schedule.layout, pass_number, self.dtype)
+
+    def new_gradients(self, layout: ExpertLayout) -> Tensor:
+        """Returns memory for the gradients of the slots of ``layout``, [D, padded_parameters]: float64 where those of
+        several ranks are added up, and the order may not show.
+        """
+        invariant = isinstance(self.schedule.strategy.reduction, LayoutInvariant)
+        added = invariant and bool((layout.replicas_RE > 0).sum(axis=0).max() > 1)
+        return self.shards.new_gradients(layout, self.masters.device, torch.float64 if added else torch.float32)
+
+    def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout, generation: int) -> Cross:
+        """Starts on the way of slot gradients to their owners (``ExpertShards.reshard``). A collective."""
+        return self.shards.reshard(grads_DP, layout, self.channel.tagged(generation), f"layer {self.layer_index}")

@@ -1,0 +1,81 @@
+"""A search with worker processes: the same findings in the same order as in one process."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from tuner_cases import CLUSTERS, EP, SMALL, changed, costs_of, drawn, session_of, setting_of
+
+from moesys.balance.greedy.greedy import Greedy
+from moesys.config import Fsep, Strategy
+from moesys.config.overlap import MegaKernel
+from moesys.lab.ranks.workers import Workers
+from moesys.lab.runs import workers
+from moesys.lab.runs.tuning import SimulatedWorkload
+from moesys.tuner import costs as costs_module
+from moesys.tuner.search import Search
+
+FUSED = changed(SMALL, {"overlap": ("sequential", "mega_kernel")})
+
+
+@pytest.fixture(scope="module")
+def helpers():
+    with pytest.MonkeyPatch.context() as patch, closing(Workers(3)) as found:
+        patch.setattr(workers, "ALONE_S", 0.0)
+        found._alone_until_s = 0.0
+        yield found
+
+
+def several_seeds(cluster: str, **changes) -> SimulatedWorkload:
+    one = drawn(CLUSTERS[cluster], **changes)
+    return SimulatedWorkload.of(one.model, one.cluster, one.workload, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("workload", "space", "starts", "memory_gb"),
+    [
+        (several_seeds("slow ranks", skew=1.5), SMALL, [EP], None),
+        (
+            several_seeds("slow links", skew=0.5),
+            SMALL,
+            [EP, EP.replace(name="f", sharding=Fsep(slots_per_rank=4))],
+            None,
+        ),
+        (several_seeds("even", skew=2.0, micro_batches=2, steps=2), SMALL, [EP], 0.04),
+        # Plans with too many rows are refused on the way.
+        (
+            drawn(CLUSTERS["even"].replace(ranks_per_domain=4), skew=3.0),
+            FUSED,
+            [EP.replace(overlap=MegaKernel())],
+            None,
+        ),
+    ],
+    ids=["slow ranks", "slow links", "little memory", "refused"],
+)
+def test_the_journal_and_the_answer_are_those_of_one_process(helpers, workload, space, starts, memory_gb):
+    found = []
+    for processes in (None, helpers):
+        costs = costs_of(workload, session_of(helpers=processes), starts, setting_of(workload, memory_gb))
+        search = Search(space, costs, budget=16, seed=1)
+        result = search.run()
+        around = search.around(Strategy(name="p", sharding=Fsep(slots_per_rank=2), balance=Greedy()), result)
+        order = [one.fingerprint() for one in search.by_glance(starts[0])]
+        observer = costs.session.observer
+        told = [(entry.fingerprint, entry.of, entry.stage) for entry in observer.entries]
+        found.append((costs.session.journal.entries(), told, observer.stages, result, around, order))
+    alone, helped = found
+    for one, other in zip(alone, helped, strict=True):
+        assert one == other
+    stages = {entry.stage for entry in alone[0]}
+    assert stages >= {"simulated", "refused" if space is FUSED else "pruned"}
+
+
+def test_with_worker_processes_no_point_is_looked_at_here(helpers, monkeypatch):
+    def here(*arguments):
+        raise AssertionError(arguments)
+
+    workload = several_seeds("slow links")
+    monkeypatch.setattr(costs_module, "_look_at", here)
+    found = Search(SMALL, costs_of(workload, session_of(helpers=helpers)), budget=12, seed=0).run()
+    assert found.ranking
