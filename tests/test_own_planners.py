@@ -137,9 +137,7 @@ class WithQuotas(QuotaPlanner):
 
 
 def test_quotas_are_those_of_moesys() -> None:
-    with pytest.raises(
-        ValidationError, match=r"split=Quotas\(\) divides .* balance=WithQuotas\(\); use lag=0 and one of MoonEp"
-    ):
+    with pytest.raises(ValidationError, match=r"balance=WithQuotas\(\); use lag=0 and one of MoonEp\(\)"):
         ms.Strategy(name="own", sharding=ms.Ep(slots_per_rank=4), balance=WithQuotas(), split=ms.Quotas(), lag=0)
 
 
@@ -155,7 +153,8 @@ def test_classes_that_could_not_be_told_apart_are_refused() -> None:
             kind: str = "named"
             source_digest: str = ""
 
-    with pytest.raises(TypeError, match="class Tabled has a field table, which ms.Balance uses itself"):
+    taken = pytest.raises(TypeError, match=r"class Tabled has a field table, which ms\.Balance uses itself")
+    with pytest.warns(UserWarning, match="shadows an attribute"), taken:
 
         class Tabled(ms.Balance):
             table: int = 3

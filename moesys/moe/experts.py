@@ -380,17 +380,8 @@ class Experts(nn.Module):
             )
         if self.outside is not None:
             raise TypeError("a copy would read the parameters of the original; make other experts for other parameters")
-        connected = (
-            "token_channel",
-            "store",
-            "planner",
-            "link",
-            "context",
-            "_executors",
-            "_computes",
-            "load_log",
-            "followers",
-        )
+        connected = {"token_channel", "store", "planner", "link", "context", "load_log", "followers"}
+        connected |= {"_executors", "_computes"}
         return {name: value for name, value in self.__dict__.items() if name not in connected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
