@@ -180,9 +180,10 @@ def sent_by_layers(cluster: ms.ClusterSpec, layout: ms.ExpertLayout, sharding: m
         else:
             shards = ShardedExperts(SHAPE, rank, cluster.node_of_rank, sharding)
             local = torch.zeros(SHAPE.num_experts, len(shards.owned()))
-        channel = RecordingChannel()
-        shards.restore([local], torch.bfloat16, shards.held_by_rank(layout), channel, "").wait()  # type: ignore[arg-type]
-        gradients = torch.zeros(len(shards.held_by_rank(layout)[rank]), shards.padded_parameters)
+        channel, held = RecordingChannel(), shards.held_by_rank(layout)
+        if not shards.keeps_all(held):
+            shards.restore([local], torch.bfloat16, held, channel, "").wait()  # type: ignore[arg-type]
+        gradients = torch.zeros(len(held[rank]), shards.padded_parameters)
         shards.reshard(gradients, layout, channel, "")()  # type: ignore[arg-type]
         by_rank.append(channel.sent_bytes)
     sent = [np.array(rows, dtype=float) for rows in zip(*by_rank, strict=True)]

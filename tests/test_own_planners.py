@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 import moesys as ms
 from moesys.balance.planners import checked_layout, checked_split
+from moesys.balance.quotas import QuotaPlanner
 from moesys.config.member import RECORDED
 from moesys.lab.commands.compare import compare_folders
 from moesys.lab.commands.declarations import balance_of, split_of, strategy_of
@@ -130,6 +131,16 @@ def test_what_is_refused(fields: dict, message: str) -> None:
     assert "antigravity" not in sys.modules
 
 
+class WithQuotas(QuotaPlanner):
+    def token_plan(self, problem: ms.PlanningProblem) -> ms.TokenPlan:
+        raise AssertionError("nothing checks what it returns, so nothing calls it")
+
+
+def test_quotas_are_those_of_moesys() -> None:
+    with pytest.raises(ValidationError, match=r"balance=WithQuotas\(\); use lag=0 and one of MoonEp\(\)"):
+        ms.Strategy(name="own", sharding=ms.Ep(slots_per_rank=4), balance=WithQuotas(), split=ms.Quotas(), lag=0)
+
+
 def test_classes_that_could_not_be_told_apart_are_refused() -> None:
     with pytest.raises(TypeError, match="class Mine extends Greedy, which moesys plans by itself; extend Balance, and"):
 
@@ -141,6 +152,12 @@ def test_classes_that_could_not_be_told_apart_are_refused() -> None:
         class Named(ms.Split):
             kind: str = "named"
             source_digest: str = ""
+
+    taken = pytest.raises(TypeError, match=r"class Tabled has a field table, which ms\.Balance uses itself")
+    with pytest.warns(UserWarning, match="shadows an attribute"), taken:
+
+        class Tabled(ms.Balance):
+            table: int = 3
 
     class Idle(ms.Balance):
         pass

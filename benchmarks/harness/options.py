@@ -1,4 +1,4 @@
-"""What the commands of several benchmarks share: options, and names on the command line. Imports no torch."""
+"""Defines the options and names that the commands of several benchmarks share. This module imports no torch."""
 
 from __future__ import annotations
 

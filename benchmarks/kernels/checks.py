@@ -39,7 +39,7 @@ class Finding:
 
 
 class Verdict(NamedTuple):
-    """Whether a check holds, and details."""
+    """The result of a check: ``holds`` is True if it passed, and ``says`` gives the details."""
 
     holds: bool
     says: str

@@ -1,6 +1,6 @@
 """The kernels of one device compared with other implementations: all are checked first, then timed, on the same layers.
 
-What a contestant raises becomes a line of the report, which is written again after each layer.
+An exception that a contestant raises becomes a line of the report, which is written again after each layer.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Found:
 
     @property
     def holds(self) -> bool:
-        """Whether every check of moesys holds."""
+        """True if every check of moesys holds."""
         wrong = any(row.wrong for row in self.measured if row.contestant == OURS)
         return OURS not in self.absent and not wrong and all(finding.holds for finding in self.findings)
 
@@ -280,7 +280,8 @@ def measure_layer(
 ) -> tuple[list[Measured], list[Finding]]:
     """Checks and times all implementations, and returns their results in order and the checks of moesys.
 
-    What an implementation raises is part of its result. If the layer cannot be drawn, all of them are wrong.
+    An exception that an implementation raises is part of its result. If the layer cannot be drawn, all of them are
+    wrong.
     """
     where, dtype = f"{size.name}, {routing}", asked.dtype
     try:

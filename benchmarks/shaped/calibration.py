@@ -1,5 +1,5 @@
-"""What the simulator gets to know of hosts and links. Each figure is measured by itself: no step that is to be
-predicted is looked at.
+"""Measures what the simulator knows of hosts and links. Each figure is measured by itself; no step that is to be
+predicted contributes to it.
 
 - Links: all-to-alls of the sizes that steps have, for latency and bandwidth, and how much slower products are while
   messages move.
@@ -64,7 +64,9 @@ class LinkFigures:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the simulator gets. rest: the rest of a layer; None for models, whose layers are simulated as a whole."""
+    """The figures that the simulator uses. ``rest`` is the rest of a layer; it is None for models, whose layers are
+    simulated as a whole.
+    """
 
     cluster: ClusterSpec
     links: LinkFigures
@@ -108,7 +110,7 @@ def link_figures(ranks: Ranks, case: ShapedCase, repeats: int) -> LinkFigures:
     """Measures links that have the bandwidth of the case."""
     found_ms = exchanges_ms(ranks, case, repeats)
     latency_ms, ms_a_byte = fit_line(list(found_ms), list(found_ms.values()))
-    # What a link lets through at once after a pause is not its rate.
+    # After a pause, a link lets some bytes through at once; the fit must not take them for its rate.
     ms_a_byte = max(ms_a_byte, 8e-3 / case.mbit_per_s * case.ranks_per_host)
     inside_ms = None
     if case.ranks_per_host > 1:

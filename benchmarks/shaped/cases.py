@@ -63,7 +63,7 @@ class ShapedCase:
 
     @property
     def hosts(self) -> tuple[int, int, float]:
-        """What cases need to have in common to run on the same hosts: their number, ranks per host, and latency."""
+        """Returns the number of hosts, the ranks per host and the latency, which cases on the same hosts share."""
         return self.num_hosts, self.ranks_per_host, self.latency_us
 
     @property

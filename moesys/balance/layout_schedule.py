@@ -213,15 +213,19 @@ class LayoutSchedule:
         self.advance()
         if not self.follows_history:
             return
+        self.require_known_loads()
         if self._history is not None:
             self._unread.append(load)
-        elif self._tokens_SRE is None:
+        if self.micro_batch % self.strategy.replan_every == 0:
+            self._asked_for = due
+
+    def require_known_loads(self) -> None:
+        """Raises ValueError where ``Oracle()`` would plan for loads that nobody knows."""
+        if self.follows_history and self._history is None and self._tokens_SRE is None:
             raise ValueError(
                 "predictor=Oracle() plans for loads that are still to come, which only a replay knows; train inside of "
                 "ms.replay_routing, use workload=Replay(...) or Generated(...), or predictor=Adaptive()"
             )
-        if self.micro_batch % self.strategy.replan_every == 0:
-            self._asked_for = due
 
     def foresee(self, tokens_SRE: IntArray | None) -> None:
         """The loads of the micro-batches that come are known, or none is any more. For ``predictor=Oracle()``, which

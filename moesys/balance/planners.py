@@ -44,7 +44,7 @@ def plan_layout(
     does a planner of one's own that raises, or returns what is no layout for these ranks and slots.
     """
     problem = PlanningProblem.of_layout(load, cluster, slots_per_rank, model, previous, strategy, units_per_token)
-    layout: ExpertLayout = config.layout(problem) if config.kind in config.table else checked_layout(problem, config)
+    layout: ExpertLayout = config.layout(problem) if config.kind in Balance.table else checked_layout(problem, config)
     return layout
 
 
@@ -99,7 +99,7 @@ def split_tokens(
     model, for ``Quotas``, and where a split of one's own raises, or returns what does not send every token to a holder.
     """
     problem = PlanningProblem.of_split(load, layout, cluster, turn, model, overlap)
-    plan: TokenPlan = config.split(problem) if config.kind in config.table else checked_split(problem, config)
+    plan: TokenPlan = config.split(problem) if config.kind in Split.table else checked_split(problem, config)
     return plan
 
 

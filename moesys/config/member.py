@@ -223,6 +223,12 @@ class Member(Declared):
                 f"class {cls.__name__} has a field kind or source_digest, which say what class it is; give it another "
                 "name"
             )
+        used = vars(Member) | vars(_union_of(cls))
+        if taken := [field for field in cls.model_fields if field != "kind" and field in used]:
+            raise TypeError(
+                f"class {cls.__name__} has a field {taken[0]}, which ms.{_union_of(cls).__name__} uses itself; give it "
+                "another name"
+            )
         cls.own_code = OwnCode.of(cls, tuple(base.own_code for base in above if base.own_code is not None))
 
     @model_validator(mode="before")

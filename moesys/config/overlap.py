@@ -36,12 +36,11 @@ class _Messages(Declared):
             )
         return self
 
-    # What ``MegaKernel`` declares; that ranks read and write each other's memory, and what only then can be chosen.
+    # Values of the questions and fields of ``MegaKernel`` that code for every overlap reads: ranks do not access each
+    # other's memory, rows are kept until backward, and the CPU plans.
     reaches_memory: ClassVar[Literal[False]] = False
     keep_x: ClassVar[bool] = True
-    deduplicate: ClassVar[bool] = False
     most_tokens: ClassVar[None] = None
-    timeout_s: ClassVar[float | None] = None
 
     def executor(self, num_ranks: int, num_nodes: int, by_kernels: bool) -> str:
         """Returns the module and class that run micro-batches on these ranks; ``by_kernels``: GPU kernels compute."""

@@ -42,7 +42,8 @@ class Strategy(Declared):
                 f"sharding=Ep() keeps every expert on its owner rank, but balance={type(self.balance).__name__}() "
                 "moves experts; use balance=Static(), Ep(slots_per_rank=...) or Fsep(slots_per_rank=...)"
             )
-        if self.split.follows_planner and not (self.lag == 0 and self.balance.has_quotas):
+        has_quotas = self.balance.has_quotas and self.balance.own_code is None
+        if self.split.follows_planner and not (self.lag == 0 and has_quotas):
             with_quotas = ", ".join(f"{member.__name__}()" for member in Balance.kinds().values() if member.has_quotas)
             raise ValueError(
                 f"split=Quotas() divides the counts that a plan was made on, but lag={self.lag} and "

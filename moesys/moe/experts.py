@@ -106,8 +106,6 @@ class Experts(nn.Module):
         self.token_block: int | None = None
         # None: that of the device.
         self.expert_compute: ExpertCompute | None = None
-        # The ways to compute experts, by dtype, device and number of threads.
-        self._computes: dict[tuple[torch.dtype, str, int], ExpertCompute] = {}
         self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
         self._last_plan: LayerPlan | UnreadPlan | None = None
         # The numbers of the model's experts, int64 [E], where homes have moved.
@@ -123,6 +121,8 @@ class Experts(nn.Module):
         self._connect(Channel(self.group, nodes, recorder, self.meter, device.type, self.identity))
 
     def _connect(self, channel: Channel) -> None:
+        # The ways to compute experts, by dtype, device and number of threads, which depend on this machine.
+        self._computes: dict[tuple[torch.dtype, str, int], ExpertCompute] = {}
         """Makes what other ranks are met through."""
         self.token_channel = channel
         masters: Masters
@@ -380,7 +380,8 @@ class Experts(nn.Module):
             )
         if self.outside is not None:
             raise TypeError("a copy would read the parameters of the original; make other experts for other parameters")
-        connected = ("token_channel", "store", "planner", "link", "context", "_executors", "load_log", "followers")
+        connected = {"token_channel", "store", "planner", "link", "context", "load_log", "followers"}
+        connected |= {"_executors", "_computes"}
         return {name: value for name, value in self.__dict__.items() if name not in connected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -95,11 +95,14 @@ class Planner:
 
     def _alone(self, batch: MicroBatch, executor: Executor) -> BatchPlan:
         schedule, learning = self.schedule, batch.learning
+        if learning and schedule.due:
+            schedule.commit(schedule.ready(time.monotonic() + batch.timeout_s))
         run = executor.sort(batch.expert_TK, schedule.micro_batch)
         if batch.token_block is not None and learning:
             check_blocks([len(batch.expert_TK)], batch.token_block, self.channel.members)
         layout, turn, tokens_E = schedule.layout, schedule.micro_batch, run.tokens_E
         if learning:
+            schedule.require_known_loads()
             schedule.advance()
         plan = SingleRankPlan(self.strategy, self.shape, self.cluster, layout, turn, tokens_E)
         return BatchPlan(run, layout, plan, (lambda: tokens_E) if learning else None, run.check)

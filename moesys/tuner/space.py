@@ -321,6 +321,9 @@ def _classes_of(part: str) -> dict[str, type[Declared]]:
     return {member.model_fields["kind"].get_default(): member for member in members}
 
 
+_DEFAULT = Strategy(name="default")
+
+
 def _extensible(part: str) -> type[Member] | None:
     """Returns the union of a field that takes classes of a user's own."""
     declared = Strategy.model_fields[part].annotation
@@ -329,7 +332,7 @@ def _extensible(part: str) -> type[Member] | None:
 
 def _listed(listed: Values, part: str) -> tuple[Any, ...]:
     """Returns the listed kinds, members or numbers of a field, by default the strategy's default."""
-    default = Strategy.model_fields[part].get_default()
+    default = getattr(_DEFAULT, part)
     return listed.get(part, (getattr(default, "kind", default),))
 
 

@@ -370,6 +370,14 @@ def test_a_copy_goes_on_as_the_original_does(copied: Any, linked: bool, changes:
     assert twin.moe[1].experts.get_extra_state() == model.moe[1].experts.get_extra_state()
 
 
+def test_a_copy_computes_as_its_own_machine_does() -> None:
+    """Rules of rows are probed on a machine, and a pickled layer may be loaded on another one."""
+    model, optimizer = build(FSEP)
+    train(model, optimizer, range(1))
+    assert model.moe[0].experts._computes
+    assert not pickle.loads(pickle.dumps(model)).moe[0].experts._computes
+
+
 def test_a_linked_layer_cannot_be_copied() -> None:
     model, _ = build(FSEP)
     runtime = ms.link(model)

@@ -58,7 +58,7 @@ WRONG: dict[str, tuple[tuple[Any, Any, Any], type[Exception], str]] = {
         "the id -1, and the 4 experts of layer 0 have ids",
     ),
     "an id of E": ((X, IDS.clone().fill_(4), WEIGHTS), ValueError, "expert_TK of rank 0 has the id 4"),
-    "an id beyond 32 bits": ((X, IDS + 2**40, WEIGHTS), ValueError, "has the id 2147483647"),
+    "an id beyond 32 bits": ((X, IDS + 2**40, WEIGHTS), ValueError, "has the id 1099511627"),
 }
 
 

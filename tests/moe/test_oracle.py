@@ -155,7 +155,8 @@ def test_agrees_with_transformers(
         for name, gradient in wanted.items():
             assert relative(results[0]["gradients"][name], gradient) <= GRADIENT_TOLERANCE, (case.strategy.name, name)
         layouts = results[0]["layouts"]
-        if "moving" in case.strategy.name:
+        # One rank alone computes all experts under every layout, and plans none.
+        if "moving" in case.strategy.name and num_ranks > 1:
             assert layouts[0] != layouts[1] != layouts[2]
 
 

@@ -224,3 +224,8 @@ def test_memory_of_a_rank_by_hand():
     again = memory_of(EP.replace(overlap=MegaKernel(keep_x=False)), SETTING, tokens_per_rank=100)
     assert fused.row_bytes - again.row_bytes == SETTING.num_layers * 100 * 2 * 256 * 2
     assert fused.gradient_bytes == 0
+
+
+@pytest.mark.parametrize("part", ["balance", "split", "overlap", "predictor"])
+def test_a_part_that_is_not_listed_has_the_default_of_a_strategy(part: str):
+    assert Space({"sharding": ("ep",)}).values(part) == [getattr(EP, part)]
