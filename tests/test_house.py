@@ -26,7 +26,7 @@ class Budget(NamedTuple):
 # The files that lie in moesys/ itself, by the package of the design that they belong to.
 GROUND = (
     *("load", "layout", "timeline", "schedule", "cost", "row_traffic", "traces", "compiled"),
-    *("torch_private", "files", "step_lines", "collectives", "limits", "kinds"),
+    *("torch_private", "files", "step_lines", "collectives", "limits", "kinds", "journal"),
 )
 PACKAGES = {
     "moesys/config": ("config",),
@@ -38,12 +38,12 @@ PACKAGES = {
     "moesys/simulator": ("simulator",),
     "moesys/tuner": ("tuner",),
     "moesys, hosts": ("hf",),
-    "moesys/lab": ("lab", "train"),
+    "moesys/lab": ("lab",),
     "moesys, entry points": ("__init__", "__main__"),
 }
 BUDGETS = {
     "moesys/config": Budget(2_172, 19),
-    "moesys, ground files": Budget(1_597, 14),
+    "moesys, ground files": Budget(1_628, 15),
     "moesys/kernels": Budget(5_160, 50),
     "moesys/balance": Budget(5_424, 44),
     "moesys/overlap": Budget(3_036, 19),
@@ -51,13 +51,13 @@ BUDGETS = {
     "moesys/simulator": Budget(3_418, 25),
     "moesys/tuner": Budget(1_153, 9),
     "moesys, hosts": Budget(1_823, 11),
-    "moesys/lab": Budget(8_371, 79),
+    "moesys/lab": Budget(8_194, 67),
     "moesys, entry points": Budget(430, 2),
-    "benchmarks": Budget(4_069, 35),
+    "benchmarks": Budget(4_070, 35),
     "experiments": Budget(1_394, 15),
-    "tests": Budget(37_818, 293),
+    "tests": Budget(37_817, 293),
 }
-TOTAL = Budget(36_021, 292)
+TOTAL = Budget(35_875, 281)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

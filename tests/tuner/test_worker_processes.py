@@ -10,8 +10,8 @@ from tuner_cases import CLUSTERS, EP, SMALL, changed, costs_of, drawn, session_o
 from moesys.balance.greedy.greedy import Greedy
 from moesys.config import Fsep, Strategy
 from moesys.config.overlap import MegaKernel
+from moesys.lab.ranks import workers
 from moesys.lab.ranks.workers import Workers
-from moesys.lab.runs import workers
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.tuner import costs as costs_module
 from moesys.tuner.search import Search
