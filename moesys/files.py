@@ -1,37 +1,112 @@
-"""Files and folders that are replaced as a whole: a reader finds the old content or the new one, even after a crash.
+"""How moesys writes files and folders. Whatever it writes, except kernels' caches, goes through this module.
 
-Files of lines are appended to instead; a crash leaves at most their last line incomplete.
+- A file or folder that is replaced as a whole has its old content or its new one, on the disk, even after a crash.
+- Symbolic links are followed: what they name is replaced, and the link stays. What is there and is no regular file,
+  such as a device or a named pipe, is written into. A file keeps its mode, and one that is read-only is refused.
+- Files of lines are appended to, each line in one write that is checked. What a crash or a full disk tore is cut off.
+- A folder has one writer at a time; others are refused, with the name of the writer. What a killed writer left beside
+  a file or folder is removed by the next one.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import glob
+import io
 import os
+import re
+import secrets
 import shutil
+import socket
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from types import TracebackType
+from typing import BinaryIO, Self
+
+# Errors of folders in which no file can be made or renamed, although a file that is there may be written.
+_FIXED_NAMES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file that replaces ``path``, on the disk, when the block ends, unless it raises."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    """Opens a file whose content replaces that of ``path``, on the disk, when the block ends, unless it raises.
+
+    Where a file cannot be made beside ``path``, or ``path`` is a mount point, the content is written into ``path``
+    itself, and a crash may leave a part of it. Raises OSError for a folder, and for a file that is read-only.
+    """
+    mode = path.stat().st_mode if path.exists() else None
+    if mode is None or stat.S_ISREG(mode):
+        path = resolved(path)
+    if mode is not None and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, "the file is read-only", str(path))
+    new = _new_file_beside(path, mode)
+    if new is None:
+        buffer = io.BytesIO()
+        yield buffer
+        path.write_bytes(buffer.getbuffer())
+        return
+    beside, handle = new
     try:
-        with new.open("wb") as file:
+        with open(handle, "w+b") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
+            if mode is not None:
+                os.fchmod(handle, stat.S_IMODE(mode))
+            os.fsync(handle)
+            try:
+                beside.replace(path)
+            except OSError as error:
+                if mode is None or error.errno not in _FIXED_NAMES:
+                    raise
+                path.write_bytes(beside.read_bytes())
         sync_folder(path.parent)
     finally:
-        new.unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
+
+
+def _new_file_beside(path: Path, mode: int | None) -> tuple[Path, int] | None:
+    """Makes an empty file beside ``path``, locked, and removes those that killed writers left.
+
+    Returns its path and handle; None if ``path`` itself is to be written, as a device is.
+    """
+    if mode is not None and not stat.S_ISREG(mode):
+        return None
+    # A new name is longer than the old one, and file systems limit names to 255 bytes.
+    prefix = f".{os.fsencode(path.name)[:150].decode(errors='ignore')}."
+    for left in path.parent.glob(f"{glob.escape(prefix)}*"):
+        if re.fullmatch(r"\d+-[0-9a-f]{8}", left.name.removeprefix(prefix)):
+            with suppress(OSError), left.open("r+b") as file:
+                if _lock(file.fileno()):
+                    left.unlink()
+    while True:
+        new = path.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
+        try:
+            handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            if mode is None or error.errno not in _FIXED_NAMES:
+                raise
+            return None
+        # Another writer may have taken it for a leftover before it was locked.
+        if _lock(handle) is not False and os.fstat(handle).st_nlink:
+            return new, handle
+        os.close(handle)
 
 
 def write_whole(path: Path, text: str) -> None:
     """Writes ``text`` in UTF-8 as the content of ``path``."""
     with whole_file(path) as file:
         file.write(text.encode())
+
+
+def resolved(path: Path) -> Path:
+    """Returns ``path`` without symbolic links. Raises OSError for links that name each other."""
+    try:
+        return path.resolve()
+    except RuntimeError:
+        raise OSError(errno.ELOOP, "symbolic links name each other", str(path)) from None
 
 
 def sync_folder(folder: Path) -> None:
@@ -43,14 +118,94 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def append_line(path: Path, line: bytes, *, sync: bool = True) -> None:
+    """Appends ``line``, which ends with a newline, in one write, after it has cut off an incomplete line.
+
+    The line is on the disk when this returns, or with ``sync=False`` with the system. Raises OSError if not all of the
+    line was taken, and takes back the part that was.
+    """
+    is_new = not path.exists()
+    cut_torn_line(path)
+    with path.open("ab", buffering=0) as file:
+        if (written := file.write(line)) != len(line):
+            cut_torn_line(path)
+            raise OSError(errno.ENOSPC, f"took {written} of {len(line)} bytes, the disk may be full", str(path))
+        if sync:
+            os.fsync(file.fileno())
+    if sync and is_new:
+        sync_folder(path.parent)
+
+
 def cut_torn_line(path: Path) -> None:
-    """Cuts off what follows the last newline of ``path``, if that file exists."""
-    if not path.exists() or not (size := path.stat().st_size):
+    """Cuts off what follows the last newline of ``path``, if it is a file."""
+    if not path.is_file() or not (size := path.stat().st_size):
         return
     with path.open("r+b") as file:
         file.seek(size - 1)
         if file.read(1) != b"\n":
             file.truncate(path.read_bytes().rfind(b"\n") + 1)
+
+
+class FolderLock:
+    """The right to write a folder, which one process at a time has until it calls ``close`` or ends in whatever way.
+
+    It lies in a file, which names the process that has it.
+    """
+
+    def __init__(self, folder: Path, path: Path) -> None:
+        """Takes the lock of ``folder`` at ``path``. Raises ValueError if another process has it."""
+        self.folder, self._path = folder, path
+        while True:
+            self._file = path.open("a+", encoding="utf-8")
+            if _lock(self._file.fileno()) is False:
+                self._file.seek(0)
+                holder = self._file.read().strip() or "another process"
+                self._file.close()
+                raise ValueError(
+                    f"{folder} is being written by {holder}; wait until it ends, or use another name or out folder"
+                )
+            # The one who had it may have removed the file before this process locked it.
+            if self.is_there:
+                break
+            self._file.close()
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._file.flush()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file of the lock is still there: false once its folder is removed, or removed and made anew."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            return False
+
+    def remove(self) -> None:
+        """Removes the file of the lock and gives up the lock."""
+        self._path.unlink(missing_ok=True)
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _lock(handle: int) -> bool | None:
+    """Locks an open file. Returns False if another process has locked it, and None on file systems without locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 @contextmanager
@@ -59,24 +214,26 @@ def whole_folder(folder: Path | str) -> Iterator[Path]:
     ``with ms.whole_folder("checkpoint") as new: dcp.save(state, checkpoint_id=new)``.
 
     Where the block raises on any rank, or a process dies, ``folder`` stays what it was. This is a collective if there
-    is a process group, and then all ranks write to one file system. The new folder is made beside the old one, which
-    takes room there. A crash between the two renames at the end leaves the old one as ``.NAME.old``; the next call
-    restores it.
+    is a process group, and then all ranks write to one file system. The new folder is made beside the old one, or
+    beside the folder that a symbolic link names, and takes room there. A crash between the two renames at the end
+    leaves the old one as ``.NAME.old``; the next call restores it.
 
-    Raises FileNotFoundError on ranks that do not see the new folder, and RuntimeError where another rank failed.
+    Raises FileNotFoundError on ranks that do not see the new folder, ValueError while another process writes the same
+    folder, and RuntimeError where another rank failed.
     """
     # Imported here, because single files need no torch.
     import torch.distributed as dist
 
     from moesys.collectives import agreement
 
-    folder = Path(folder).absolute()
-    new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
     first, call = not dist.is_initialized() or dist.get_rank() == 0, "whole_folder()"
-    with agreement(call):
-        if first:
-            _begin(folder, new, old)
+    lock: FolderLock | None = None
     try:
+        with agreement(call):
+            folder = resolved(Path(folder).absolute())
+            new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
+            if first:
+                lock = _begin(folder, new, old)
         with agreement(call):
             if not new.is_dir():
                 raise FileNotFoundError(f"{new} is there on rank 0 alone; give a folder on a file system of all ranks")
@@ -85,17 +242,30 @@ def whole_folder(folder: Path | str) -> Iterator[Path]:
             if first:
                 _end(folder, new, old)
     finally:
-        if first:
+        if lock is not None:
             shutil.rmtree(new, ignore_errors=True)
+            lock.remove()
 
 
-def _begin(folder: Path, new: Path, old: Path) -> None:
-    if old.exists() and not folder.exists():
-        old.rename(folder)
-    for left in (new, old):
-        if left.exists():
-            shutil.rmtree(left)
-    new.mkdir(parents=True)
+def _begin(folder: Path, new: Path, old: Path) -> FolderLock:
+    """Takes the lock, restores the old folder where a crash left it aside, and makes the new one."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a file is where a folder is to be written", str(folder))
+    if folder.is_mount():
+        raise ValueError(f"{folder} is a mount point, which cannot be replaced as a whole; give a folder inside it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder, folder.with_name(f".{folder.name}.lock"))
+    try:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        for left in (new, old):
+            if left.exists():
+                shutil.rmtree(left)
+        new.mkdir()
+    except BaseException:
+        lock.remove()
+        raise
+    return lock
 
 
 def _end(folder: Path, new: Path, old: Path) -> None:
@@ -106,6 +276,7 @@ def _end(folder: Path, new: Path, old: Path) -> None:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     if folder.exists():
+        new.chmod(stat.S_IMODE(folder.stat().st_mode))
         folder.rename(old)
     new.rename(folder)
     sync_folder(folder.parent)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from moesys.files import cut_torn_line, whole_file, write_whole
+from moesys.files import FolderLock, cut_torn_line, whole_file, write_whole
 
 
 def test_text_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
@@ -47,3 +53,143 @@ def test_what_a_crash_tore_is_cut_off(tmp_path: Path, there: bytes, left: bytes)
 def test_no_file_has_no_torn_line(tmp_path: Path) -> None:
     cut_torn_line(tmp_path / "lines.jsonl")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_target_of_links_is_replaced_and_the_links_stay(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    target, link, far = tmp_path / "other" / "page.md", tmp_path / "link.md", tmp_path / "far.md"
+    link.symlink_to("other/page.md")
+    far.symlink_to(link)
+    for path, text in ((link, "one"), (far, "two")):
+        write_whole(path, text)
+        assert target.read_text() == text
+        assert link.is_symlink()
+        assert far.is_symlink()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["far.md", "link.md", "other", "page.md"]
+
+
+def test_links_that_name_each_other_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="symbolic links name each other"):
+        write_whole(tmp_path / "a", "text")
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o755])
+def test_the_mode_of_the_old_file_is_kept(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("old")
+    path.chmod(mode)
+    write_whole(path, "new")
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+def test_a_new_file_has_the_mode_that_the_process_gives_files(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    write_whole(tmp_path / "whole", "")
+    assert (tmp_path / "whole").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_named_pipe_is_written_into(tmp_path: Path) -> None:
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    write_whole(pipe, "text")
+    reader.join(20.0)
+    assert read == ["text"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout"])
+def test_a_device_is_written_into(path: str) -> None:
+    script = f"from pathlib import Path; from moesys.files import write_whole; write_whole(Path({path!r}), 'text')"
+    before = os.stat("/dev/null")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == ("text" if path == "/dev/stdout" else "")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    assert os.stat("/dev/null").st_rdev == before.st_rdev
+
+
+def test_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match="folder"):
+        write_whole(tmp_path / "folder", "text")
+
+
+def test_names_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    for path in (tmp_path / ("n" * 255), tmp_path / ("ü" * 127)):
+        write_whole(path, "text")
+        assert path.read_text() == "text"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+KILLED_WRITER = """
+import os, signal, sys
+from pathlib import Path
+from moesys.files import whole_file
+with whole_file(Path(sys.argv[1])) as file:
+    file.write(b"half")
+    file.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_others_write_is_not(tmp_path: Path) -> None:
+    path, user_s = tmp_path / "page.md", tmp_path / ".page.md.bak"
+    user_s.write_text("")
+    path.write_text("old")
+    done = subprocess.run([sys.executable, "-c", KILLED_WRITER, path], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 3
+    with whole_file(path) as other:
+        other.write(b"other")
+        assert len(list(tmp_path.iterdir())) == 3
+        write_whole(path, "new")
+        assert path.read_text() == "new"
+    assert path.read_text() == "other"
+    assert sorted(tmp_path.iterdir()) == sorted([path, user_s])
+
+
+# A limit on the size of files stands in for a full disk: it also takes a part of a line.
+FULL_DISK = r"""
+import resource, signal, sys
+from pathlib import Path
+from moesys.files import append_line, write_whole
+lines, page = Path(sys.argv[1], "lines"), Path(sys.argv[1], "page")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+page.write_text("old")
+append_line(lines, b"first\n")
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+for write in (lambda: append_line(lines, b"second\n"), lambda: write_whole(page, "x" * 11)):
+    try:
+        write()
+    except OSError:
+        print("refused")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+append_line(lines, b"third\n", sync=False)
+"""
+
+
+def test_a_full_disk_takes_whole_lines_and_files_or_none(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout == "refused\nrefused\n"
+    assert (tmp_path / "lines").read_text() == "first\nthird\n"
+    assert (tmp_path / "page").read_text() == "old"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_has_one_writer_who_is_named(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path, tmp_path / ".lock")
+    with pytest.raises(ValueError, match=rf"{tmp_path} is being written by process {os.getpid()} on .*; wait until"):
+        FolderLock(tmp_path, tmp_path / ".lock")
+    first.close()
+    with FolderLock(tmp_path, tmp_path / ".lock") as second:
+        assert second.is_there
+        (tmp_path / ".lock").unlink()
+        assert not second.is_there
+        with FolderLock(tmp_path, tmp_path / ".lock") as third:
+            assert third.is_there
+            assert not second.is_there

@@ -57,6 +57,43 @@ def test_a_crash_between_the_renames_is_put_right(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
+@pytest.mark.parametrize("target", ["{tmp_path}/disk/big", "disk/big"])
+def test_the_folder_that_a_link_names_is_replaced_each_time(tmp_path: Path, target: str) -> None:
+    (tmp_path / "disk" / "big").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(target.format(tmp_path=tmp_path))
+    for text in ("one", "two", "three"):
+        write(tmp_path / "link", text)
+        assert (tmp_path / "link").is_symlink()
+        assert content(tmp_path / "disk" / "big") == {"a": text.encode(), "inside/b": text.encode()}
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["big"]
+
+
+def test_the_mode_of_the_earlier_folder_is_kept(tmp_path: Path) -> None:
+    write(tmp_path / "folder", "one")
+    (tmp_path / "folder").chmod(0o700)
+    write(tmp_path / "folder", "two")
+    assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_second_writer_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    with ms.whole_folder(folder) as new:
+        (new / "a").write_text("first")
+        with pytest.raises(ValueError, match=f"{folder} is being written by process {os.getpid()}"):
+            write(folder, "second")
+        (new / "b").write_text("first")
+    assert content(folder) == {"a": b"first", "b": b"first"}
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="folder"):
+        write(tmp_path / "folder", "one")
+    assert (tmp_path / "folder").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 class Dying(DefaultSavePlanner):
     """Kills its process when it has written some tensors."""
 
@@ -122,4 +159,4 @@ def test_what_is_in_the_way_is_said_on_every_rank(ranks: LocalRanks, tmp_path: P
     (tmp_path / "file").write_text("")
     with pytest.raises(RankError, match="2 of 2 ranks failed") as error:
         ranks.run(fail_on, tmp_path / "file" / "folder", 0, num_ranks=2)
-    assert "rank 0 failed, and nothing is written: NotADirectoryError" in str(error.value)
+    assert "rank 0 failed, and nothing is written: FileExistsError" in str(error.value)
