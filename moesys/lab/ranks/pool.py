@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import socket
 import sys
 import threading
 import time
@@ -241,8 +242,7 @@ class LocalRanks:
     def _start(self, num_ranks: int) -> None:
         """Starts those of the first `num_ranks` processes that are not alive."""
         if self._store is None:
-            # Served by this process, so that it outlives every rank and its port ends with the pool.
-            self._store = dist.TCPStore(STORE_ADDRESS, 0, is_master=True, wait_for_workers=False)
+            self._store = _local_store()
         ensure_server(self._environment, self._preload)
         for rank in range(num_ranks):
             if rank in self._processes and self._processes[rank].is_dead():
@@ -299,3 +299,15 @@ class LocalRanks:
         except BaseException:
             kill_all(self._processes)
             raise
+
+
+def _local_store() -> dist.TCPStore:
+    """Returns a store that this process serves, so that it outlives every rank and its port ends with the pool.
+
+    By itself torch's store listens on all interfaces of the machine, where anybody may write into it.
+    """
+    listener = socket.create_server((STORE_ADDRESS, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    # The store closes it.
+    handle = listener.detach()
+    return dist.TCPStore(STORE_ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)

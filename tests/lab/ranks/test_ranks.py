@@ -347,3 +347,32 @@ if __name__ == "__main__":
 """
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert told == "['here'] None\n"
+
+
+def listening_addresses() -> list[str]:
+    """Returns the addresses, in hexadecimal, at which this process listens, by Linux's list of its sockets."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            # State 0A is "listen"; the tenth field is the inode.
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's list of sockets")
+def test_ranks_and_their_store_listen_on_loopback_only() -> None:
+    loopback = ("0100007F", "00000000000000000000000001000000")
+    with LocalRanks(2) as ranks:
+        ranks.run(sum_of_ranks, 0.0)
+        addresses = [
+            *listening_addresses(),
+            *(address for found in ranks.run(listening_addresses) for address in found),
+        ]
+    assert addresses
+    assert not [address for address in addresses if address not in loopback]
