@@ -47,7 +47,8 @@ class Trace:
 
     ``top_k``: experts a token goes to, so that a rank's counts in a layer sum to T·K. ``meta``: whatever says where the
     trace is from. ``iterations``: the number of each micro-batch in the run it is from, rising, where not every one was
-    recorded; 0 to S-1 if left out. Raises ValueError for negative counts and empty dimensions.
+    recorded; 0 to S-1 if left out. Raises ValueError for negative counts, empty dimensions, and counts that no router
+    makes: an expert that has more tokens of a rank than the rank has, which are its counts' sum divided by ``top_k``.
     """
 
     tokens_SLRE: IntArray
@@ -69,6 +70,7 @@ class Trace:
             raise ValueError(
                 f"top_k={self.top_k} does not fit {tokens_SLRE.shape[3]} experts; give the experts a token goes to"
             )
+        _check_shares(tokens_SLRE, self.top_k)
         iterations = tuple(map(int, self.iterations)) or tuple(range(len(tokens_SLRE)))
         if len(iterations) != len(tokens_SLRE):
             raise ValueError(
@@ -141,6 +143,19 @@ class Trace:
         short_SLR1 = np.where(total_SLR1 > 0, target, 0) - scaled_SLRE.sum(axis=-1, keepdims=True)
         place_SLRE = np.argsort(np.argsort(-remainder_SLRE, axis=-1, kind="stable"), axis=-1, kind="stable")
         return replace(self, tokens_SLRE=scaled_SLRE + (place_SLRE < short_SLR1))
+
+
+def _check_shares(tokens_SLRE: IntArray, top_k: int) -> None:
+    """Raises ValueError if an expert has more tokens of a rank than the rank has: a token names an expert once."""
+    tokens_SLR = tokens_SLRE.sum(axis=-1) // top_k
+    if (over := np.argwhere(tokens_SLRE.max(axis=-1) > tokens_SLR)).size:
+        s, layer, rank = over[0].tolist()
+        expert = int(tokens_SLRE[s, layer, rank].argmax())
+        raise ValueError(
+            f"tokens_SLRE{[s, layer, rank, expert]} = {tokens_SLRE[s, layer, rank, expert]}, but the "
+            f"{tokens_SLRE[s, layer, rank].sum()} routed tokens of rank {rank} are {tokens_SLR[s, layer, rank]} tokens "
+            f"of top_k={top_k} different experts; remove padding from what was counted, or give another top_k"
+        )
 
 
 # --- files --------------------------------------------------------------------------------------------------
@@ -335,6 +350,11 @@ def _megatron_rank(path: Path, num_experts: int) -> dict[tuple[int, _Layer], tup
 
 def _megatron_record(record: dict[str, Any], num_experts: int) -> tuple[tuple[int, _Layer], IntArray, int]:
     ids_TK = _whole_numbers(record["top_indices"])
+    if ids_TK.ndim == 1 and (not ids_TK.size or record.get("topk", 1) == 1):
+        # A rank without tokens, or top-1 without a dimension of its own.
+        ids_TK = ids_TK.reshape(-1, int(record.get("topk", 1)))
+    if ids_TK.ndim != 2:
+        raise ValueError(f"top_indices has shape {ids_TK.shape}, and [tokens, top-k] is two dimensions")
     if record["block"] not in ("decoder", "mtp"):
         raise ValueError(f"block={record['block']!r} is neither 'decoder' nor 'mtp'")
     layer = record["block"], int(record.get("mtp_idx", 0)), int(record["layer"])
@@ -370,13 +390,22 @@ def _whole_numbers(ids: Any) -> IntArray:
 
 
 def _counts_LE(ids_TLK: IntArray, num_experts: int) -> IntArray:
-    """Returns the tokens of each expert, int64 [L, E]; those with an id of -1 are left out."""
+    """Returns the tokens of each expert, int64 [L, E]; those whose ids are all -1 are left out."""
     if ids_TLK.size and not -1 <= ids_TLK.min() <= ids_TLK.max() < num_experts:
         raise ValueError(
             f"expert ids from {ids_TLK.min()} to {ids_TLK.max()} do not fit num_experts={num_experts}; give the "
             "model's own number"
         )
-    known = (ids_TK[(ids_TK >= 0).all(axis=1)] for ids_TK in ids_TLK.swapaxes(0, 1))
+    known_TL = (ids_TLK >= 0).any(axis=2)
+    ordered_TLK = np.sort(ids_TLK, axis=2)
+    wrong_TL = known_TL & ((ordered_TLK[..., :1] < 0).any(axis=2) | (np.diff(ordered_TLK, axis=2) == 0).any(axis=2))
+    if wrong_TL.any():
+        token, layer = np.argwhere(wrong_TL)[0].tolist()
+        raise ValueError(
+            f"token {token} of layer {layer} has experts {ids_TLK[token, layer].tolist()}, and a token's experts are "
+            "distinct; if it is padding, leave it out or give it ids of -1"
+        )
+    known = (ids_TK[known_T] for ids_TK, known_T in zip(ids_TLK.swapaxes(0, 1), known_TL.T, strict=True))
     return np.array([np.bincount(ids_TK.ravel(), minlength=num_experts) for ids_TK in known])
 
 

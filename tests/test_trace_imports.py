@@ -60,6 +60,17 @@ def test_layers_of_mtp_come_last_and_are_not_those_of_the_decoder(tmp_path: Path
     assert trace.tokens_SLRE[0, :, 0].tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
 
 
+def test_a_rank_without_tokens_counts_none(tmp_path: Path) -> None:
+    trace = megatron_trace(write_ranks(tmp_path, [record(0, 0, [[1, 2], [3, 1]])], [record(0, 0, [])]), num_experts=4)
+    assert trace.tokens_SLRE[0, 0].tolist() == [[0, 2, 1, 1], [0, 0, 0, 0]]
+
+
+def test_flat_ids_of_top_1_are_read(tmp_path: Path) -> None:
+    flat: Any = [3, 1, 1]
+    trace = megatron_trace(write_ranks(tmp_path, [record(0, 0, flat, topk=1)]), num_experts=4)
+    assert (trace.top_k, trace.tokens_SLRE[0, 0, 0].tolist()) == (1, [0, 2, 0, 1])
+
+
 def test_ten_ranks_keep_their_order(tmp_path: Path) -> None:
     ranks = [[record(0, 0, [[rank, 11]])] for rank in range(11)]
     trace = megatron_trace(write_ranks(tmp_path, *ranks), num_experts=12)
@@ -80,6 +91,13 @@ def test_ten_ranks_keep_their_order(tmp_path: Path) -> None:
         ([[record(0, 0, [[False, True]])]], "expert ids are bool; give whole numbers"),
         ([[record(0, 0, [[0, 2**70]])]], "router_trace_rank0.jsonl holds no routing"),
         ([[record(0, 0, [[0, 1]]) | {"block": None}]], "block=None is neither 'decoder' nor 'mtp'"),
+        (
+            [[record(0, 0, [[0, 1], [0, 0]])]],
+            "token 1 of layer 0 has experts [0, 0], and a token's experts are distinct",
+        ),
+        ([[record(0, 0, [[0, -1]])]], "token 0 of layer 0 has experts [0, -1]"),
+        ([[record(0, 0, [[[0, 1]]])]], "top_indices has shape (1, 1, 2), and [tokens, top-k] is two dimensions"),
+        ([[record(0, 0, [0, 1])]], "top_indices has shape (2,), and [tokens, top-k] is two dimensions"),
         ([[]], "has no records; give a trace with some"),
     ],
 )
@@ -138,6 +156,10 @@ def test_responses_of_vllm_are_counted(tmp_path: Path) -> None:
         ([FIRST, response(None, None)], "line 2 of {path} holds no routing: no routed_experts; start the server with"),
         ([FIRST, {"error": "busy"}], "line 2 of {path} has no choices"),
         ([response([[[0, 4], [0, 1]]])], "line 1 of {path} holds no routing: expert ids from 0 to 4 do not fit"),
+        (
+            [FIRST, response([[[0, 1], [0, 1]], [[0, 0], [0, 0]]])],
+            "line 2 of {path} holds no routing: token 1 of layer 0",
+        ),
         ([response(None, "?")], "line 1 of {path} holds no routing"),
         ([response(None, [[0, 1]])], "routed_experts has shape (1, 2), and [tokens, layers, top-k] is three"),
         ([FIRST, response(None, [[[0, 1]]])], "{path}: responses have different numbers of layers"),

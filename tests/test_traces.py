@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from moesys.config.workload import Generated
 from moesys.traces import Trace, generate, load_trace, save_trace
 
-TRACE = Trace(np.arange(4 * 2 * 2 * 3).reshape(4, 2, 2, 3), top_k=2, name="counted", meta={"from": "a test"})
+TRACE = Trace(100 + np.arange(4 * 2 * 2 * 3).reshape(4, 2, 2, 3), top_k=2, name="counted", meta={"from": "a test"})
 
 counts = hnp.arrays(np.int64, hnp.array_shapes(min_dims=4, max_dims=4, max_side=4), elements=st.integers(0, 10**6))
 
@@ -52,6 +52,12 @@ def test_a_trace_keeps_its_own_counts():
         ),
         ([[[[1, 0], [0, -2]]]], 1, "tokens_SLRE[0, 0, 1, 1] = -2; counts cannot be negative"),
         ([[[[1, 0]]]], 3, "top_k=3 does not fit 2 experts; give the experts a token goes to"),
+        (
+            [[[[2, 2]], [[4, 2]]]],
+            2,
+            "tokens_SLRE[0, 1, 0, 0] = 4, but the 6 routed tokens of rank 0 are 3 tokens of top_k=2 different experts; "
+            "remove padding from what was counted, or give another top_k",
+        ),
         ([[[[1, 0]]]], 0, "top_k=0 does not fit 2 experts; give the experts a token goes to"),
     ],
 )
@@ -95,7 +101,9 @@ def test_folding_more_than_there_is_says_how_much_there_is():
 
 @given(tokens_SLRE=counts, tokens_per_rank=st.integers(1, 10**5), data=st.data())
 def test_scaling_is_exact_and_keeps_proportions(tokens_SLRE, tokens_per_rank, data):
-    top_k = data.draw(st.integers(1, tokens_SLRE.shape[3]))
+    # Experts that each token could choose once.
+    most = (tokens_SLRE.sum(axis=-1) // np.maximum(tokens_SLRE.max(axis=-1), 1))[tokens_SLRE.any(axis=-1)]
+    top_k = data.draw(st.integers(1, int(most.min(initial=tokens_SLRE.shape[3]))))
     target = tokens_per_rank * top_k
     scaled_SLRE = Trace(tokens_SLRE, top_k).scaled(tokens_per_rank).tokens_SLRE
     total_SLR1 = tokens_SLRE.sum(axis=-1, keepdims=True)
@@ -117,7 +125,7 @@ def test_scaling_gives_the_lower_expert_an_equal_remainder():
 
 def test_scaling_to_nothing_and_beyond_int64_is_refused():
     assert_refuses(lambda: TRACE.scaled(0), "tokens_per_rank=0; scale to at least one token")
-    message = f"tokens_per_rank={2**60} with counts of 47 passes 2**62; use fewer tokens"
+    message = f"tokens_per_rank={2**60} with counts of 147 passes 2**62; use fewer tokens"
     assert_refuses(lambda: TRACE.scaled(2**60), message)
 
 
