@@ -1,4 +1,5 @@
-"""How moesys writes files and folders. Whatever it writes, except kernels' caches, goes through this module.
+"""How moesys writes files and folders, and reads what others wrote. Whatever it writes, except kernels' caches, goes
+through this module.
 
 - A file or folder that is replaced as a whole has its old content or its new one, on the disk, even after a crash.
 - Symbolic links are followed: what they name is replaced, and the link stays. What is there and is no regular file,
@@ -24,7 +25,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
+
+import pydantic_core
 
 # Errors of folders in which no file can be made or renamed, although a file that is there may be written.
 _FIXED_NAMES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
@@ -99,6 +102,16 @@ def write_whole(path: Path, text: str) -> None:
     """Writes ``text`` in UTF-8 as the content of ``path``."""
     with whole_file(path) as file:
         file.write(text.encode())
+
+
+def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file. Raises ValueError, which names the file, for what is not JSON or nested too
+    deeply, and OSError for a file that cannot be read.
+    """
+    try:
+        return pydantic_core.from_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
 
 
 def resolved(path: Path) -> Path:

@@ -20,17 +20,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pydantic_core
 
 from moesys.config.workload import Generated
 from moesys.files import whole_file
 from moesys.load import IntArray, frozen_int64
 
 FORMAT_VERSION = 1
+# Counts of a trace that is read: 2 GiB in memory.
+MOST_COUNTS = 2**28
 # Products of counts stay below this, so that scaling is exact in int64.
 LARGEST_PRODUCT = 2**62
 
@@ -183,15 +187,33 @@ def load_trace(path: str | Path) -> Trace:
         raise ValueError(f"{path} is no trace: it is not an .npz file; {way_out}")
     try:
         with np.load(path, allow_pickle=False) as file:
-            header, tokens_SLRE = json.loads(str(file["header"])), file["tokens_SLRE"]
-            iterations = tuple(file["iterations_S"].tolist()) if "iterations_S" in file else ()
-        if header["version"] != FORMAT_VERSION:
-            raise ValueError(f"its version is {header['version']}, this moesys reads {FORMAT_VERSION}")
-        return Trace(tokens_SLRE, header["top_k"], header["name"], header["meta"], iterations)
+            _check_size(file.zip)
+            header, tokens_SLRE = pydantic_core.from_json(str(file["header"])), file["tokens_SLRE"]
+            iterations_S = file["iterations_S"] if "iterations_S" in file else np.zeros(0, int)
+        version, top_k, name, meta = (header[field] for field in ("version", "top_k", "name", "meta"))
+        if version != FORMAT_VERSION:
+            raise ValueError(f"its version is {version}, this moesys reads {FORMAT_VERSION}")
+        texts = [name, *meta, *meta.values()]
+        if type(top_k) is not int or iterations_S.dtype.kind not in "iu" or not all(map(str.isprintable, texts)):
+            raise ValueError("its top_k or iterations are no whole numbers, or its name or meta no printable text")
+        return Trace(tokens_SLRE, top_k, name, meta, tuple(iterations_S.tolist()))
     except KeyError as error:
         raise ValueError(f"{path} is no trace: {error.args[0]}; {way_out}") from None
-    except (ValueError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, TypeError, AttributeError, OSError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is no trace: {error}; {way_out}") from None
+
+
+def _check_size(file: zipfile.ZipFile) -> None:
+    """Raises ValueError for arrays that take more memory than ``MOST_COUNTS``: a small file may unpack to anything."""
+    for member in file.infolist():
+        with file.open(member) as array:
+            major, _ = np.lib.format.read_magic(array)
+            read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(array)
+        if prod(shape) * max(dtype.itemsize, 8) > 8 * MOST_COUNTS:
+            raise ValueError(
+                f"its {member.filename} of shape {shape} has more than {MOST_COUNTS:,} counts; save fewer micro-batches"
+            )
 
 
 # --- generator ----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from moesys.hf.hub_files import HubFiles, HubNames, has_safetensors, skeleton, tied_names
+from moesys.hf.hub_files import HubFiles, HubNames, has_safetensors, read_config, skeleton, tied_names
 
 ALL = slice(None)
 
@@ -38,9 +38,7 @@ def check_checkpoint(folder: Path | str, config: Any = None) -> None:
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"folder is a {type(folder).__name__}; give the path of a folder as a str or Path")
     folder = Path(folder)
-    model, found = _model_and_sources(
-        folder, transformers.AutoConfig.from_pretrained(folder) if config is None else config
-    )
+    model, found = _model_and_sources(folder, read_config(folder / "config.json") if config is None else config)
     warn_of_others(folder, model, (each.name for each in found), "transformers ignores them")
 
 
@@ -68,8 +66,9 @@ def check_before_loading(config: Any) -> None:
 
 
 def _model_and_sources(folder: Path, config: Any) -> tuple[Any, list[Source]]:
-    model = skeleton(config)
-    return model, sources_of(model, HubFiles(folder), HubNames(model))
+    files = HubFiles(folder)
+    model = skeleton(config, len(files.file_of))
+    return model, sources_of(model, files, HubNames(model))
 
 
 @dataclass

@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
 from itertools import pairwise
+from math import prod
+from operator import gt
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import transformers
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -45,8 +47,10 @@ from moesys.hf.hub_files import (
     HubNames,
     NewHubFiles,
     has_safetensors,
+    inside,
     loading_dtype,
     other_files,
+    read_config,
     skeleton,
     tied_names,
 )
@@ -88,30 +92,32 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
     )
 
 
-def _config(place: Path) -> Any:
-    file = place / "config.json" if place.is_dir() else place
+def _model(place: Path, num_tensors: int) -> Any:
+    """Returns the model that config.json, ``place`` or in it, declares, on the meta device."""
+    file = inside(place, "config.json") if place.is_dir() else place
     if not file.exists():
         raise ValueError(f"{file} is not there; name the config.json of the model by --config")
-    config = transformers.AutoConfig.from_pretrained(file)
+    config = read_config(file)
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"{file} has quantization_config; load the model dequantized, by transformers, and save it before"
         )
-    return config
+    return skeleton(config, num_tensors)
 
 
 def _to_dcp(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
-    config = _config(config_at)
-    model = skeleton(config)
-    names, files = HubNames(model), HubFiles(source)
+    files = HubFiles(source)
+    model = _model(config_at, len(files.file_of))
+    names = HubNames(model)
     sources = sources_of(model, files, names)
     warn_of_others(source, model, (each.name for each in sources), KEPT)
     planner = _Pieces(model, names, files, sources, tick)
+    others = other_files(source)
     with whole_folder(out) as new:
-        for path in other_files(source):
+        for path in others:
             shutil.copy2(path, new)
         if config_at != source:
-            config.save_pretrained(new)
+            model.config.save_pretrained(new)
         with warnings.catch_warnings():
             # torch warns of one process, which is what is meant.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -185,9 +191,9 @@ def _common_dtype(source: Source, files: HubFiles, made: Tensor) -> torch.dtype:
 
 
 def _to_hub(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
-    config = _config(config_at)
-    model = skeleton(config)
-    names, stored = HubNames(model), _Stored(source)
+    stored = _Stored(source)
+    model = _model(config_at, stored.num_tensors)
+    names, config = HubNames(model), model.config
     layout, others = stored.layout(model), stored.others(model)
     config.dtype = loading_dtype(model, layout)
     config.architectures = [type(model).__name__]
@@ -198,9 +204,10 @@ def _to_hub(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
             "tensors; save it under another name"
         )
     files = NewHubFiles(in_files | others, max_shard_size="5GB")
+    beside = other_files(config_at) if config_at.is_dir() else []
     done, total = 0, sum(each.nbytes for each in (layout | others).values())
     with whole_folder(out) as new:
-        for path in other_files(config_at) if config_at.is_dir() else []:
+        for path in beside:
             shutil.copy2(path, new)
         config.save_pretrained(new)
         files.create(new)
@@ -227,25 +234,107 @@ def _by_expert(tensors: dict[str, Tensor], rows: range | None) -> Iterator[tuple
         yield expert, {name: each[index : index + 1] for name, each in tensors.items()}
 
 
+# What torch pickles into the metadata of a checkpoint, by module. Anything else could run code.
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, each in vars(torch).items() if isinstance(each, torch.dtype))},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads the metadata of a checkpoint and runs none of its code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _METADATA_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which torch does not write there")
+        return super().find_class(module, name)
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    """Returns the metadata of a distributed checkpoint. Raises ValueError, which names the file, for anything else."""
+    path = inside(folder, METADATA)
+    try:
+        with path.open("rb") as file:
+            found = _MetadataUnpickler(file).load()
+    # Damaged bytes make a pickle raise almost any error.
+    except Exception as error:
+        raise ValueError(
+            f"{path} is torn, or not the metadata of a checkpoint ({error}); save the checkpoint again, or do not use "
+            "it if you do not know its author"
+        ) from error
+    if reason := _metadata_fault(found):
+        raise ValueError(f"{path} is not the metadata of a checkpoint: {reason}; save the checkpoint again")
+    assert isinstance(found, Metadata)
+    return found
+
+
+def _metadata_fault(found: Any) -> str:
+    """Returns what contradicts itself in the metadata of a checkpoint; "" if it is whole."""
+    try:
+        if not isinstance(found, Metadata):
+            return f"it has a {type(found).__name__}"
+        for name, each in found.state_dict_metadata.items():
+            if isinstance(each, BytesStorageMetadata):
+                continue
+            for chunk in each.chunks:
+                ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+                if (
+                    min((0, *chunk.offsets, *chunk.sizes)) < 0
+                    or any(map(gt, ends, each.size))
+                    or len(ends) != len(each.size)
+                ):
+                    return f"{name} has a piece at {list(chunk.offsets)} of shape {list(chunk.sizes)}, outside of it"
+            # Ranks that have nothing of a tensor store an empty piece.
+            pieces = {tuple(chunk.offsets): prod(chunk.sizes) for chunk in each.chunks if prod(chunk.sizes)}
+            if sum(pieces.values()) != prod(each.size):
+                return f"the pieces of {name} have {sum(pieces.values())} of its {prod(each.size)} values"
+            if not isinstance(name, str) or not isinstance(each.properties.dtype, torch.dtype):
+                return f"{name} has dtype {each.properties.dtype}"
+        for index, info in found.storage_data.items():
+            if (
+                not isinstance(index, MetadataIndex)
+                or not isinstance(info.relative_path, str)
+                or min(info.offset, info.length) < 0
+            ):
+                return f"{index} lies at {info}"
+    except (AttributeError, TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 class _Stored:
     """The model in a distributed checkpoint, read part by part. Raises ValueError for one that is torn."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._metadata = _read_metadata(folder)
         self._reader = dcp.FileSystemReader(folder)
-        try:
-            self._metadata: Metadata = self._reader.read_metadata()
-        except (pickle.UnpicklingError, EOFError, AttributeError) as error:
-            raise ValueError(f"{folder / METADATA} is torn ({error}); save the checkpoint again") from error
         self._reader.set_up_storage_reader(self._metadata, True)
         for info in self._metadata.storage_data.values():
-            path = folder / info.relative_path
+            path = inside(folder, info.relative_path)
             size = path.stat().st_size if path.exists() else 0
             if size < info.offset + info.length:
                 raise ValueError(
                     f"{path} is torn or missing: it has {size} bytes, and {METADATA} says at least "
                     f"{info.offset + info.length}; take an earlier checkpoint, or copy this one again"
                 )
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._metadata.state_dict_metadata)
 
     def layout(self, model: Any) -> dict[str, Tensor]:
         """Returns the stored parameters and buffers of ``model``, without memory.
@@ -329,7 +418,14 @@ class _Stored:
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         found: Any = self._metadata.state_dict_metadata[key]
         items = create_read_items_for_chunk_list(key, found, [chunk])
-        self._reader.read_data(LoadPlan(items), _Into(tensor)).wait()
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(tensor)).wait()
+        # Damaged bytes make torch raise almost any error.
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ValueError(
+                f"{self._folder}: {name} cannot be read ({what}); take an earlier checkpoint, or copy this one again"
+            ) from error
         return tensor
 
 

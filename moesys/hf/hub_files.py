@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pydantic_core
 import torch
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -33,6 +34,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from moesys.files import read_json
 from moesys.hf.experts_module import DTYPES, ExpertsModule, is_experts
 
 INDEX = "model.safetensors.index.json"
@@ -59,19 +61,53 @@ DTYPE_OF = {
 NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
 
 
-def skeleton(config: Any) -> Any:
-    """Returns a model of the config's architecture, on the meta device. Raises ValueError for one that is not known."""
+def read_config(path: Path) -> Any:
+    """Returns the configuration in a config.json. Raises ValueError, which names the file, for anything else, and for
+    a model that has code of its own.
+    """
+    if not isinstance(read_json(path), dict):
+        raise ValueError(f"{path} is not a configuration: it has no fields; give the config.json of a model")
+    try:
+        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    # Values that are not checked make transformers raise almost any error.
+    except Exception as error:
+        raise ValueError(
+            f"{path} is not read by transformers {transformers.__version__}: {_in_a_line(error)}"
+        ) from error
+
+
+def skeleton(config: Any, num_tensors: int) -> Any:
+    """Returns a model of the config's architecture, on the meta device.
+
+    Raises ValueError for an architecture that transformers does not have, values of which it makes no model, and more
+    layers than ``num_tensors``, those of a checkpoint, can fill.
+    """
     architectures = config.architectures or []
     if architectures:
-        kind = getattr(transformers, architectures[0], None)
+        kind = getattr(transformers, str(architectures[0]), None)
     else:
         kind = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if kind is None:
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ValueError(
             f"config.json has architectures={architectures} and model_type={config.model_type!r}, a model that "
             f"transformers {transformers.__version__} does not have; take one that does, and no code of one's own"
         )
-    return without_memory(kind, config)
+    try:
+        if (num_layers := getattr(config.get_text_config(), "num_hidden_layers", 0)) <= num_tensors:
+            return without_memory(kind, config)
+    except Exception as error:
+        raise ValueError(
+            f"transformers {transformers.__version__} makes no {kind.__name__} of config.json: {_in_a_line(error)}; "
+            "give the model's own"
+        ) from error
+    raise ValueError(
+        f"config.json has num_hidden_layers={num_layers}, and the checkpoint {num_tensors} tensors; give the model's "
+        "own"
+    )
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def without_memory(kind: Any, config: Any, **options: Any) -> Any:
@@ -176,12 +212,25 @@ def _of_one(conversion: WeightTransform, expert: int) -> WeightTransform:
 
 
 def other_files(folder: Path) -> list[Path]:
-    """Returns the files of a folder that are not weights."""
-    return sorted(
-        path
-        for path in folder.iterdir()
+    """Returns the files of a folder that are not weights. Raises ValueError for a link out of the folder."""
+    return [
+        inside(folder, path.name)
+        for path in sorted(folder.iterdir())
         if path.is_file() and not path.name.endswith(WEIGHTS) and not path.name.startswith(".")
-    )
+    ]
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Returns the path of a file that a checkpoint in ``folder`` names. Raises ValueError for one outside of it.
+
+    The hub's cache has links from ``snapshots/REVISION`` to ``blobs``, which are followed.
+    """
+    path, whole = folder / name, folder.resolve()
+    found = path.resolve()
+    blobs = whole.parent.parent / "blobs"
+    if not (found.is_relative_to(whole) or (whole.parent.name == "snapshots" and found.parent == blobs)):
+        raise ValueError(f"{path} is outside of {folder}, at {found}; copy the file into the folder, or remove it")
+    return path
 
 
 class HubFiles:
@@ -222,12 +271,12 @@ def _paths(folder: Path) -> list[Path]:
     if not index.exists():
         if not (folder / SINGLE).exists():
             raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; is it a model's folder, and fully there?")
-        return [folder / SINGLE]
-    try:
-        named = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"{index} has no weight_map of tensors to files ({error}); fetch it again") from error
-    paths = sorted(folder / name for name in named)
+        return [inside(folder, SINGLE)]
+    content = read_json(inside(folder, INDEX))
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{index} has no weight_map of tensors to files; fetch it again")
+    paths = [inside(folder, name) for name in sorted(set(weight_map.values()))]
     for path in paths:
         if not path.exists():
             raise ValueError(f"{index} names {path.name}, which is not there; fetch it, or the whole folder, again")
@@ -238,17 +287,22 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        with path.open("rb") as file:
-            head = int.from_bytes(file.read(8), "little")
-            try:
-                header = json.loads(file.read(head)) if head <= path.stat().st_size else {}
-            except ValueError:
-                header = {}
-        ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
-        wanted = f", and its header says {8 + head + max(ends)}" if ends else ", and its header cannot be read"
+        says = "its header cannot be read" if (size := _size_by_header(path)) is None else f"its header says {size}"
         raise ValueError(
-            f"{path} is torn: it has {path.stat().st_size} bytes{wanted} ({error}); fetch or save it again"
+            f"{path} is torn: it has {path.stat().st_size} bytes, and {says} ({error}); fetch or save it again"
         ) from error
+
+
+def _size_by_header(path: Path) -> int | None:
+    """Returns the bytes that a safetensors file should have; None if its header cannot be read."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        try:
+            header = pydantic_core.from_json(file.read(length) if length <= path.stat().st_size else b"")
+            ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
+            return 8 + length + max(ends)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            return None
 
 
 @dataclass(frozen=True)

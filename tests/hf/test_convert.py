@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +224,10 @@ def narrow(state: dict[str, Tensor]) -> None:
     state[EXPERT.format(2, "up")] = state[EXPERT.format(2, "up")][1:].clone()
 
 
+def written(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
 WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing tensor": (
         changed(lambda state: state.pop(EXPERT.format(3, "gate"))),
@@ -258,6 +264,39 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "torn in its header": (
         lambda folder: os.truncate(folder / "model.safetensors", 100),
         r"model\.safetensors is torn: it has 100 bytes, and its header cannot be read",
+    ),
+    "no configuration": (written("config.json", "null"), r"config\.json is not a configuration: it has no fields"),
+    "a deep configuration": (
+        written("config.json", "[" * 10**5),
+        r"config\.json is not JSON: recursion limit",
+    ),
+    "no number of experts": (
+        config_says(num_experts=None, num_local_experts=None),
+        r"transformers \S+ makes no Qwen3MoeForCausalLM of config\.json: TypeError|config\.json is not read by ",
+    ),
+    "a model type of its own": (
+        written("config.json", '{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}'),
+        r"config\.json is not read by transformers \S+: ValueError",
+    ),
+    "too many layers": (
+        config_says(num_hidden_layers=10**9, layer_types=None),
+        r"config\.json has num_hidden_layers=1000000000, and the checkpoint \d+ tensors; give the model's own",
+    ),
+    "no model of architectures": (
+        config_says(architectures=["Trainer"]),
+        r"architectures=\['Trainer'\] and ",
+    ),
+    "no header": (
+        written("model.safetensors", "\x04\0\0\0\0\0\0\0null"),
+        r"model\.safetensors is torn: it has 12 bytes, and its header cannot be read",
+    ),
+    "an index of another folder": (
+        written("model.safetensors.index.json", '{"weight_map": {"a": "../../secret.safetensors"}}'),
+        r"secret\.safetensors is outside of .*hub, at .*; copy the file into the folder, or remove it",
+    ),
+    "an index of numbers": (
+        written("model.safetensors.index.json", '{"weight_map": {"a": 3}}'),
+        r"index\.json has no weight_map of tensors to files; fetch it again",
     ),
     "no code": (
         config_says(architectures=["MyMoe"]),
@@ -305,12 +344,63 @@ def test_from_pretrained_refuses_it_on_every_rank(ranks: LocalRanks, good: Path,
     assert re.match(r"2 of 2 ranks failed: ranks (0, 1|1, 0) raised ValueError", str(error.value))
 
 
+class RunsCode:
+    """An object whose pickle makes a folder when it is read."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return os.mkdir, ("code ran",)
+
+
+def metadata_with(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        found = pickle.loads((folder / ".metadata").read_bytes())
+        (folder / ".metadata").write_bytes(pickle.dumps(change(found)))
+
+    return write
+
+
+def without_pieces(found: Any) -> Any:
+    first = next(iter(found.state_dict_metadata))
+    found.state_dict_metadata[first].chunks.clear()
+    return found
+
+
+def elsewhere(found: Any, *paths: str) -> Any:
+    for info, path in zip(found.storage_data.values(), paths, strict=False):
+        info.relative_path = path
+    return found
+
+
 DISTRIBUTED: dict[str, tuple[Callable[[Path], None], str]] = {
     "torn": (
         tear("__0_0.distcp"),
         r"__0_0\.distcp is torn or missing: it has \d+ bytes, and \.metadata says at least \d+",
     ),
-    "torn metadata": (tear(".metadata"), r"\.metadata is torn \(.*\); save the checkpoint again"),
+    "torn metadata": (tear(".metadata"), r"\.metadata is torn, .* \(.*\); save the checkpoint again"),
+    "code in the metadata": (
+        metadata_with(lambda _: RunsCode()),
+        r"\.metadata is torn, or not .* \(it names \w+\.mkdir",
+    ),
+    "a class of torch's that runs code": (
+        metadata_with(lambda found: replace(found, planner_data=torch.nn.Linear)),
+        r"\.metadata .* \(it names torch\.nn\.modules\.linear\.Linear, which torch does not write there",
+    ),
+    "no metadata": (
+        metadata_with(lambda _: {"a": 1}),
+        r"\.metadata is not the metadata .*: it has a dict",
+    ),
+    "pieces missing": (
+        metadata_with(lambda found: without_pieces(found)),
+        r"the pieces of model\.\S+ have 0 of its \d+ values; save the checkpoint again",
+    ),
+    "a file elsewhere": (
+        metadata_with(lambda found: elsewhere(found, "../start/__0_0.distcp", "../secret")),
+        r"secret is outside of .*start",
+    ),
+    "a link out of it": (
+        lambda folder: (folder / "tokenizer.json").symlink_to("/etc/hostname"),
+        r"tokenizer\.json is outside of .*start, at /etc/hostname; copy the file into the folder, or remove it",
+    ),
     "no config": (lambda folder: (folder / "config.json").unlink(), r"config\.json is not there; name .* by --config"),
     "another config": (
         config_says(num_experts=6, num_local_experts=6),
@@ -331,6 +421,17 @@ def test_a_wrong_distributed_checkpoint_is_refused(good: Path, tmp_path: Path, w
     with pytest.raises(ValueError, match=message):
         quietly(tmp_path / "start", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["start"]
+
+
+def test_a_folder_of_the_hub_s_cache_is_read_through_its_links(good: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    shutil.copytree(good, blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert quietly(snapshot, tmp_path / "start") == "dcp"
+    assert (tmp_path / "start" / "config.json").read_bytes() == (good / "config.json").read_bytes()
+    assert not (tmp_path / "start" / "config.json").is_symlink()
 
 
 def test_the_command(good: Path, tmp_path: Path) -> None:
