@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -123,11 +123,6 @@ class Routes:
     num_arrivals: int
     num_rows: int
 
-    @property
-    def routes(self) -> Routes:
-        """These: hosts know them at once."""
-        return self
-
 
 @dataclass(frozen=True)
 class SortedRoutes:
@@ -151,21 +146,13 @@ class SortedRoutes:
         return ()
 
 
-class PlannedRoutes(Protocol):
-    """Routes that may be on their way to the host."""
-
-    @property
-    def routes(self) -> Routes:
-        """Waits for the routes and returns them."""
-
-
 def chunk_bounds(num_tokens: int, num_chunks: int) -> list[int]:
     """Returns the token boundaries of the chunks, C + 1 of them."""
     return [num_tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]
 
 
 def chunk_counts(expert_TK: Tensor, num_experts: int, num_chunks: int) -> Tensor:
-    """Counts the rows of each chunk for each expert, int64 [C, E]."""
+    """Returns the number of rows of each chunk for each expert, int64 [C, E]."""
     bounds = chunk_bounds(expert_TK.shape[0], num_chunks)
     return torch.stack([torch.bincount(expert_TK[a:b].reshape(-1), minlength=num_experts) for a, b in pairwise(bounds)])
 
@@ -345,16 +332,20 @@ def _joined(
     sent_CN, came_CN = entry_CN[:, entries.outgoing], entry_CN[:, entries.incoming]
     destinations = [np.repeat(entries.destination_N[entries.wire], sent[entries.wire]) for sent in sent_CN]
     sources = [np.repeat(entries.source_N[entries.arrival], came[entries.arrival]) for came in came_CN]
+    rows_S = np.bincount(entries.slot_N, weights=came_CN.sum(axis=0), minlength=num_slots).astype(np.int64)
     order: tuple[tuple[int, Tensor, Tensor], ...] = ()
     order_row_P = order_arrival_P = torch.empty(0, dtype=torch.int64, device=device)
     if len(chunks) > 1:
         row_CN, arrival_CN = map(np.array, zip(*starts, strict=True))
-        slots, rows, arrivals = _expert_order(entries.slot_N, entries.by_slot, came_CN, row_CN, arrival_CN)
-        order_row_P, order_arrival_P = _on(rows, device), _on(arrivals, device)
-        lengths = [length for _, length in slots]
-        by_slots = zip(slots, order_row_P.split(lengths), order_arrival_P.split(lengths), strict=True)
-        order = tuple((slot, rows, arrivals) for (slot, _), rows, arrivals in by_slots)
-    rows_S = np.bincount(entries.slot_N, weights=came_CN.sum(axis=0), minlength=num_slots)
+        # By (slot, source, chunk): incoming entries in slot order, and the chunks of each in turn.
+        by_slot = entries.by_slot
+        lengths = came_CN[:, by_slot].T.reshape(-1)
+        order_row_P, order_arrival_P = (
+            _on(ranges(starts_CN[:, by_slot].T.reshape(-1), lengths), device) for starts_CN in (row_CN, arrival_CN)
+        )
+        slots, rows_of_slots = np.flatnonzero(rows_S).tolist(), rows_S[rows_S > 0].tolist()
+        by_slots = zip(slots, order_row_P.split(rows_of_slots), order_arrival_P.split(rows_of_slots), strict=True)
+        order = tuple(by_slots)
     return Routes(
         chunks=tuple(chunks),
         send_token_N=_on(send_row_N // top_k, device),
@@ -405,7 +396,9 @@ def sort_rows(expert_TK: Tensor, num_experts: int, min_rows: int) -> SortedRoute
 
 
 def rows_by_chunk(tokens_CRE: IntArray, plan: TokenPlan) -> IntArray:
-    """Counts the rows of each chunk from each rank to each, int64 [C, R, R], by every rank's ``chunk_counts``."""
+    """Returns the number of rows of each chunk from each rank to each, int64 [C, R, R], from every rank's
+    ``chunk_counts``.
+    """
     source, expert, destination, tokens = plan.entries.T
     entry_CN = _entries_by_chunk(tokens_CRE, source, expert, tokens)
     num_chunks, num_ranks, _ = tokens_CRE.shape
@@ -416,7 +409,7 @@ def rows_by_chunk(tokens_CRE: IntArray, plan: TokenPlan) -> IntArray:
 
 
 def _slot_table(plan: TokenPlan, num_experts: int) -> IntArray:
-    """Slot index of each expert on each rank that holds it, [R, E], -1 elsewhere."""
+    """Returns the slot index of each expert on each rank that holds it, [R, E], -1 elsewhere."""
     slot_RE = np.full((plan.layout.num_ranks, num_experts), -1, dtype=np.int64)
     for rank in range(plan.layout.num_ranks):
         held = list(held_experts(plan.layout.experts_of(rank)))
@@ -425,7 +418,7 @@ def _slot_table(plan: TokenPlan, num_experts: int) -> IntArray:
 
 
 def _entries_by_chunk(tokens_CRE: IntArray, source: IntArray, expert: IntArray, tokens: IntArray) -> IntArray:
-    """Tokens of each plan entry in each chunk, [C, N].
+    """Returns the tokens of each plan entry in each chunk, [C, N].
 
     A source's rows for an expert form one line in (token, k) order. Chunks cut it by token, the plan cuts it by
     destination; an entry's share of a chunk is where the two intervals meet.
@@ -436,18 +429,6 @@ def _entries_by_chunk(tokens_CRE: IntArray, source: IntArray, expert: IntArray, 
     chunk_stop = np.cumsum(tokens_CRE[:, source, expert], axis=0)
     chunk_start = chunk_stop - tokens_CRE[:, source, expert]
     return np.maximum(0, np.minimum(start + tokens, chunk_stop) - np.maximum(start, chunk_start))
-
-
-def _expert_order(
-    slot_N: IntArray, by_slot: IntArray, came_CN: IntArray, row_CN: IntArray, arrival_CN: IntArray
-) -> tuple[list[tuple[int, int]], IntArray, IntArray]:
-    """The slots with rows, with how many; expert rows and arrivals by (slot, source, chunk): incoming entries in slot
-    order, and the chunks of each in turn.
-    """
-    rows_S = np.bincount(slot_N, weights=came_CN.sum(axis=0)).astype(np.int64)
-    lengths = came_CN[:, by_slot].T.reshape(-1)
-    rows, arrivals = (ranges(starts_CN[:, by_slot].T.reshape(-1), lengths) for starts_CN in (row_CN, arrival_CN))
-    return [(slot, int(rows_S[slot])) for slot in np.flatnonzero(rows_S).tolist()], rows, arrivals
 
 
 def exclusive(lengths: IntArray) -> IntArray:

@@ -112,7 +112,7 @@ def number_in_rank(rank: IntArray) -> IntArray:
     return np.arange(len(rank)) - np.repeat(size.cumsum() - size, size)
 
 
-# As ``kernels.mega.task_times`` calls them.
+# As ``kernels.mega.tasks`` calls them.
 KINDS = ("fetch", "product", "push", "sum", "outer_product")
 FETCH, PRODUCT, PUSH, SUM, OUTER_PRODUCT = range(len(KINDS))
 

@@ -1,6 +1,6 @@
 """Tiles of MegaKernels: how large they are, in which order programs take them, and how long each task takes.
 
-Sizes and order follow the same rules as the kernels' own (``kernels.mega.exchange``, ``kernels.mega.task_queue``), in
+Sizes and order follow the same rules as the kernels' own (``kernels.mega.exchange``, ``kernels.mega.tasks``), in
 numpy; a test compares both.
 
 A task takes seconds of a program for flops and for bytes of its own rank's memory. A program has an even part of its
