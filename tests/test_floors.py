@@ -57,7 +57,7 @@ FLOORS_IN = {
     ),
     "kernels": (
         {"torch_internals", "launch", "host_copies", "first_derivatives"},
-        {"cpu", "routing"},
+        {"cpu", "routing", "topk"},
         {"experts"},
         {"split", "symmetric"},
         {"mega"},

@@ -16,11 +16,11 @@ from tile_simulator import tile_pass
 
 import moesys as ms
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.mega import task_queue
+from moesys.kernels.mega import tasks
 from moesys.kernels.mega.exchange import Replicas, exchange, ordered_tiles
 from moesys.kernels.mega.point import blocks_at
-from moesys.kernels.mega.task_times import KINDS as KERNEL_KINDS
-from moesys.kernels.mega.task_times import TaskTimes
+from moesys.kernels.mega.tasks import KINDS as KERNEL_KINDS
+from moesys.kernels.mega.tasks import TaskTimes
 from moesys.overlap.experts_triton import ACTIVATION
 from moesys.simulator.mega.queues import KINDS, WEIGHT_GRADIENTS
 from moesys.simulator.mega.tiles import RASTER, WHOLE, TileSizes
@@ -97,7 +97,7 @@ def test_row_tiles_are_those_of_the_kernels(rows_GR, tile_rows, order):
 
 
 def test_kinds_and_shares_are_called_as_kernels_call_them():
-    assert task_queue.WHOLE.value == WHOLE
+    assert tasks.WHOLE.value == WHOLE
     assert TileConfig().raster == RASTER
     assert ("", *KINDS) == KERNEL_KINDS
 

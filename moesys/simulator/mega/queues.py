@@ -114,7 +114,7 @@ def number_in_rank(rank: IntArray) -> IntArray:
     return np.arange(len(rank)) - np.repeat(size.cumsum() - size, size)
 
 
-# The names that ``kernels.mega.task_times`` gives them.
+# The names that ``kernels.mega.tasks`` gives them.
 KINDS = ("fetch", "product", "push", "sum", "outer_product")
 FETCH, PRODUCT, PUSH, SUM, OUTER_PRODUCT = range(len(KINDS))
 

@@ -1,6 +1,6 @@
 """Tiles of MegaKernels: their sizes, the order in which programs take them, and the seconds of each task.
 
-Sizes and order follow the same rules as the kernels' own (``kernels.mega.exchange``, ``kernels.mega.task_queue``), in
+Sizes and order follow the same rules as the kernels' own (``kernels.mega.exchange``, ``kernels.mega.tasks``), in
 numpy; a test compares both.
 
 A task takes seconds of a program for flops and for bytes of its own rank's memory. Programs share their rank's matmul

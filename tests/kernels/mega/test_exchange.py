@@ -26,7 +26,7 @@ from moesys.kernels.mega.exchange import (
     ordered_tiles,
     regions,
 )
-from moesys.kernels.routing.routing import route
+from moesys.kernels.routing import route
 from moesys.kernels.symmetric.heap import Heap
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
