@@ -25,6 +25,33 @@ pytest_plugins = ["gpu_plugin"]
 pytest.register_assert_rewrite("hf_cases")
 
 
+# Tests that use ranks have a fixture that gives them; these files start ranks, workers or other programs themselves.
+PROCESSES: tuple[str, ...] = ()
+# Folders and files whose tests run kernels in Triton's interpreter.
+INTERPRETER: tuple[str, ...] = ()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Adds the markers ``ranks`` and ``interpreter``: what has neither, and is not slow, runs on every save."""
+    here = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(here).as_posix()
+        if path.startswith(PROCESSES) or any(map(_gives_ranks, _fixtures_of(item))):
+            item.add_marker(pytest.mark.ranks)
+        if path.startswith(INTERPRETER):
+            item.add_marker(pytest.mark.interpreter)
+
+
+def _fixtures_of(item: pytest.Item) -> list[Any]:
+    info = getattr(item, "_fixtureinfo", None)
+    return [] if info is None else [defined[-1] for defined in info.name2fixturedefs.values()]
+
+
+def _gives_ranks(fixture: Any) -> bool:
+    return "LocalRanks" in str(fixture.func.__annotations__.get("return", ""))
+
+
 def pytest_configure() -> None:
     torch.set_num_threads(1)
     # a terminal's width would cut tables, and workers of pytest-xdist inherit one
