@@ -26,9 +26,23 @@ pytest.register_assert_rewrite("hf_cases")
 
 
 # Tests that use ranks have a fixture that gives them; these files start ranks, workers or other programs themselves.
-PROCESSES: tuple[str, ...] = ()
-# Folders and files whose tests run kernels in Triton's interpreter.
-INTERPRETER: tuple[str, ...] = ()
+PROCESSES = (
+    *("balance/test_agreement", "benchmarks/shaped/", "benchmarks/test_bench_models", "gpu/test_gpu_plugin"),
+    *("gpu/test_planted_faults_of_ranks", "hf/test_train_your_model", "hf/test_watch_callback", "kernels/test_aot"),
+    *("kernels/test_listings", "kernels/test_oldest_triton", "kernels/test_promises", "lab/calibrate/test_calibrate"),
+    *("lab/commands/test_demo", "lab/ranks/", "lab/runs/test_bisect", "lab/runs/test_ends", "lab/runs/test_kill"),
+    *("lab/runs/test_record_routing", "lab/runs/test_runner", "lab/runs/test_slurm", "lab/runs/test_tuning"),
+    *("lab/runs/test_watched_run", "lab/runs/test_workers", "overlap/test_mega_compiles", "test_files_of_ranks"),
+    *("tuner/test_worker_processes",),
+)
+# Folders and files whose tests run kernels in Triton's interpreter, or compile them.
+INTERPRETER = (
+    *("balance/test_device_split", "benchmarks/test_bench_kernels", "benchmarks/test_bench_mega", "gpu/"),
+    *("kernels/experts/", "kernels/mega/", "kernels/routing/", "kernels/split/", "kernels/symmetric/", "kernels/test_"),
+    *("lab/calibrate/test_calibrate_timings", "moe/test_layout_invariant", "moe/test_local", "moe/test_mega_layer"),
+    *("moe/test_triton_experts", "overlap/test_device_routes", "overlap/test_mega", "overlap/test_row_limit"),
+    *("overlap/test_task_times", "overlap/test_tile_order", "overlap/test_waits", "weak_memory/"),
+)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""The property matrix: strategy x shape x ranks x dtype, each against a plain computation of the whole layer in float64.
+"""The property matrix: strategy x shape x ranks x dtype, each against the whole layer, computed plainly in float64.
 
 The plain computation uses no code of moesys: every expert computes every token, and most of that is multiplied by 0.
 It gives the output, the gradient of the tokens, and the gradients of router, experts and shared experts. The usual run
@@ -79,9 +79,7 @@ def _lent(slots: int, **options: Any) -> ms.Strategy:
 
 
 def _fsep(slots: int, sharding: dict[str, Any] | None = None, **options: Any) -> ms.Strategy:
-    return ms.Strategy(
-        name="fsep", sharding=ms.Fsep(slots_per_rank=slots, **(sharding or {})), **{**MOVING, **options}
-    )
+    return ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=slots, **(sharding or {})), **{**MOVING, **options})
 
 
 MOVING: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
@@ -232,9 +230,7 @@ def errors_of(case: Case, results: list[dict[str, Any]], tolerance: float) -> di
     return errors
 
 
-def whole_layer(
-    x: Tensor, state: dict[str, Tensor], shape: ms.ModelShape, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def whole_layer(x: Tensor, state: dict[str, Tensor], shape: ms.ModelShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Outputs of all tokens, and scores of all experts; the tokens and weights of experts are rounded to ``dtype``."""
     rounded = _Rounded.apply(x, dtype)
     weights = {name: _Rounded.apply(tensor, dtype) for name, tensor in state.items()}
