@@ -13,6 +13,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,7 +82,12 @@ def code_lines(source: str) -> int:
 
 
 def measured(files: list[Path]) -> Budget:
-    return Budget(sum(code_lines(path.read_text()) for path in files), len(files))
+    return Budget(sum(map(lines_of_file, files)), len(files))
+
+
+@cache
+def lines_of_file(path: Path) -> int:
+    return code_lines(path.read_text())
 
 
 def files_of(package: str) -> list[Path]:

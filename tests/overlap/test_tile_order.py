@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mega_case import Case, Drawn, MegaRun, new_home
 from task_order import numbers_in_groups, tiles_of_rank
@@ -69,6 +70,7 @@ def test_tiles_are_those_of_the_kernels_in_their_order(ranks):
             assert here == of_kernels[rank][place][backward]
 
 
+@settings(max_examples=200 if os.environ.get("MOESYS_SWEEP") == "1" else 8)
 @given(
     rows_GR=st.integers(1, 5).flatmap(lambda R: st.lists(st.lists(st.integers(0, 30), min_size=R, max_size=R))),
     tile_rows=st.sampled_from([1, 4, 16]),
