@@ -95,11 +95,11 @@ from moesys.moe.runtime import link as link
 from moesys.moe.watch import Watch as Watch
 from moesys.simulator.critical_path import PathPart as PathPart
 from moesys.simulator.model.model_cost import ModelCost as ModelCost
+from moesys.simulator.model.model_cost import Operation as Operation
+from moesys.simulator.model.model_cost import Operations as Operations
 from moesys.simulator.model.model_cost import count_model as count_model
 from moesys.simulator.model.model_cost import model_flops_per_token as model_flops_per_token
 from moesys.simulator.model.model_step import ModelStep as ModelStep
-from moesys.simulator.model.operations import Operation as Operation
-from moesys.simulator.model.operations import Operations as Operations
 from moesys.simulator.model.simulate_model import simulate_model as simulate_model
 from moesys.simulator.rest_of_step import RestOfStep as RestOfStep
 from moesys.simulator.simulation import Simulation as Simulation

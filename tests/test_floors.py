@@ -47,7 +47,7 @@ FLOORS_IN = {
     "config": (
         {"base"},
         {"member"},
-        {"model", "cluster", "sharding", "balance", "predictor", "split", "overlap", "reduction"},
+        {"model", "cluster", "sharding", "balance", "split", "overlap"},
         {"strategy", "layer_spec"},
         {"hub"},
         {"workload", "model_spec"},
@@ -57,7 +57,7 @@ FLOORS_IN = {
     ),
     "kernels": (
         {"torch_internals", "launch", "host_copies", "first_derivatives"},
-        {"cpu", "routing"},
+        {"cpu", "routing", "topk"},
         {"experts"},
         {"split", "symmetric"},
         {"mega"},

@@ -22,23 +22,29 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from benchmarks.kernels.ahead_of_time import HOPPER, MOST_SHARED_BYTES, MachineCode, compiling
 from benchmarks.kernels.drawn_layer import Size
 from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS, activation_gradient
-from moesys.kernels.experts.ahead_of_time import HOPPER, MOST_SHARED_BYTES, MachineCode, compiling
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowGroups, Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, block_gradient, cut_to_fit, weight_gradient
+from moesys.kernels.experts.weight_gradient import (
+    OrderedGroups,
+    RowBlocks,
+    WeightGradients,
+    cut_to_fit,
+    weight_gradient,
+)
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
 from moesys.kernels.mega.exchange import Exchange, Flags, Replicas, TileSequence, most_flags, regions
-from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
+from moesys.kernels.mega.mega_combine import down_combine, input_gradient_combine
 from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
 from moesys.kernels.mega.point import FLIGHT_BYTES, blocks_at, fuses
-from moesys.kernels.routing.routing import Routing, route
+from moesys.kernels.routing import SortedRouting, route
 from moesys.kernels.split.baselines import even_split, even_tables, proportional_split, proportional_tables
 from moesys.kernels.split.chunks import OwnReplicas, arrived_rows, cut, sent_rows
 from moesys.kernels.split.flow import split
@@ -199,7 +205,7 @@ def compile_size(
     P = T * K
 
     meta = partial(torch.empty, dtype=dtype, device="meta")
-    routing = Routing(*(meta(*shape, dtype=torch.int32) for shape in ((P,), (T, K), (E + 1,))))
+    routing = SortedRouting(*(meta(*shape, dtype=torch.int32) for shape in ((P,), (T, K), (E + 1,))))
     matrix_G = meta(E, dtype=torch.int32)
     gate_up, down_proj, x, a = meta(E, 2 * I, H), meta(E, H, I), meta(T, H), meta(P, I)
     blocks = blocks_of(ShapeClass.of(x, down_proj, P, ACTIVATION), x.device, target.arch)
@@ -243,10 +249,10 @@ def compile_size(
             lambda: grouped_gemm(h, gate_up, first, tiles(into), matrix_G, into, transposed=False),
         ),
         "gather_sum": (None, lambda: combine(meta(P, H), routing.row_TK, None, dtype)),
-        "dW2": (outer, lambda: weight_gradient(x, a, groups, K, "left", outer, torch.float32)),
-        "dW1": (outer, lambda: weight_gradient(h, x, groups, K, "right", outer, torch.float32)),
-        "dW2_blocks": (cut_to_fit(outer), lambda: block_gradient(x, a, groups, K, "left", row_blocks, outer)),
-        "dW1_blocks": (cut_to_fit(outer), lambda: block_gradient(h, x, groups, K, "right", row_blocks, outer)),
+        "dW2": (outer, lambda: weight_gradient(x, a, groups, K, "left", outer)),
+        "dW1": (outer, lambda: weight_gradient(h, x, groups, K, "right", outer)),
+        "dW2_blocks": (cut_to_fit(outer), lambda: weight_gradient(x, a, groups, K, "left", outer, blocks=row_blocks)),
+        "dW1_blocks": (cut_to_fit(outer), lambda: weight_gradient(h, x, groups, K, "right", outer, blocks=row_blocks)),
     }
     found = []
     for op, (block, launch) in ops.items():

@@ -17,7 +17,7 @@ from benchmarks.harness.contest import in_a_line
 from benchmarks.kernels.drawn_layer import Implementation, Layer, Results, Run, Size, draw_layer, relative_errors
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward, moe_experts
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
-from moesys.kernels.routing.routing import route
+from moesys.kernels.routing import route
 from moesys.lab.show.tables import Column
 
 # The largest ‖found - right‖ / ‖right‖ at which a contestant is timed.
@@ -85,9 +85,10 @@ def same_bits_in_other_blocks(layer: Layer) -> Verdict:
     matrix_G = torch.arange(layer.size.E, dtype=torch.int32, device=x_TH.device)
     matrices = ExpertMatrices(layer.gate_up_EUH, layer.down_EHI, matrix_G, "swiglu")
     routing = route(layer.expert_TK, layer.size.E)
-    y_TH, kept = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
-    gradients = experts_backward(layer.dy_TH, x_TH, weight_TK, matrices, kept, blocks, dtype)
-    differs = different((y_TH, *gradients), ours_on(layer).results())
+    y_TH, state = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
+    out = torch.empty_like(layer.gate_up_EUH), torch.empty_like(layer.down_EHI)
+    gradients = experts_backward(layer.dy_TH, x_TH, weight_TK, matrices, state, blocks, out)
+    differs = different((y_TH, *gradients, *out), ours_on(layer).results())
     says = f"{differs} differ" if differs else f"tiles of {blocks.up.rows}x{blocks.up.columns}"
     return Verdict(not differs, says)
 

@@ -13,7 +13,7 @@ import typer
 
 from benchmarks.harness.options import chosen
 from benchmarks.kernels.drawn_layer import SIZES, Size
-from moesys.kernels.experts.gemm_timer import GemmTimer
+from benchmarks.kernels.gemm_timer import GemmTimer
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import OPS, Gpu, blocks_for, cache_file, tune_blocks
 from moesys.lab.commands.options import ResultFile, refusing

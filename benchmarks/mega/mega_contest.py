@@ -30,6 +30,7 @@ from benchmarks.mega.ranks_layer import (
     regions_of,
     stand_alone_runs,
 )
+from benchmarks.mega.virtual_ranks import side_by_side
 from moesys.config.overlap import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
@@ -38,7 +39,6 @@ from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.stopwatch import Spread
 from moesys.lab.show.steps import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, publish
-from moesys.overlap.stages import side_by_side
 
 ON_GPU_RANKS, ON_GPU_BIT_RUNS = 4, 20
 TOY = Size("toy", 12, 32, 16, 4, 2)
@@ -118,7 +118,7 @@ def asked_for(
 
 
 def points_of(share: int) -> dict[str, MegaKernel]:
-    """Returns the points by name. With ``share`` programs per rank all programs are resident (``overlap.stages``)."""
+    """Returns the points by name. With ``share`` programs per rank all are resident (``overlap.mega_executor``)."""
     sequential = {name: UNFUSED.replace(programs=max(1, int(share * part))) for name, part in SHARES.items()}
     return sequential | {name: point.replace(programs=share) for name, point in POINTS.items()}
 

@@ -33,7 +33,7 @@ from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradien
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.mega.exchange import exchange, most_flags, regions
 from moesys.kernels.mega.point import blocks_at
-from moesys.kernels.routing.routing import Routing, route
+from moesys.kernels.routing import SortedRouting, route
 from moesys.kernels.symmetric.counts import count_regions
 from moesys.kernels.symmetric.heap import Region
 from moesys.kernels.symmetric.pacing import paced_copies
@@ -42,8 +42,7 @@ from moesys.load import LoadMatrix
 from moesys.overlap.device_split import PendingPlan, RowLimit, device_split, room_for_rows
 from moesys.overlap.executor import ExpertGradients, ExpertWeights
 from moesys.overlap.experts_triton import ACTIVATION
-from moesys.overlap.mega_executor import MegaKernelRun, replicas_of, tokens_by_replica
-from moesys.overlap.stages import Stages
+from moesys.overlap.mega_executor import MegaKernelRun, Stages, replicas_of, tokens_by_replica
 
 DIRECTIONS = ("forward", "backward")
 
@@ -233,7 +232,7 @@ class StandAloneRun:
         self._place_TK = torch.arange(T * K, dtype=torch.int32, device=device).view(T, K)
         self._top_k = K
         in_order_N = torch.arange(num_rows, dtype=torch.int32, device=device)
-        self._routing = Routing(in_order_N, in_order_N[:, None], table.first_G1)
+        self._routing = SortedRouting(in_order_N, in_order_N[:, None], table.first_G1)
         self._tiles = RowTiles(table.first_G1, num_rows)
         self._matrix_S = torch.arange(len(held), dtype=torch.int32, device=device)
         self._blocks = blocks_of(ShapeClass.of(layer.x_RTH[rank], self._down, num_rows, ACTIVATION), device)

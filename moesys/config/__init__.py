@@ -15,11 +15,20 @@ from moesys.config.model import ModelShape
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.model_spec import ModelSpec
 from moesys.config.overlap import Overlap
-from moesys.config.predictor import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
-from moesys.config.reduction import LayoutInvariant, Ordered, Reduction
 from moesys.config.sharding import Ep, Fsep, Sharding, SlotCount, SlotGigabytes
 from moesys.config.split import Split
-from moesys.config.strategy import Strategy
+from moesys.config.strategy import (
+    Adaptive,
+    Ema,
+    Last,
+    LayoutInvariant,
+    Oracle,
+    Ordered,
+    Predictor,
+    Reduction,
+    Strategy,
+    WindowMean,
+)
 
 __all__ = [
     "BYTES_PER_GB",

@@ -25,7 +25,7 @@ class Declared(BaseModel):
     display_fields: ClassVar[frozenset[str]] = frozenset({"name"})
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, validated as a whole."""
+        """Returns a copy with some fields changed, validated as a whole."""
         fields = {field: getattr(self, field) for field in type(self).model_fields}
         return type(self).model_validate(fields | changes)
 
@@ -37,7 +37,7 @@ class Declared(BaseModel):
         return cls.model_validate_json(text)
 
     def to_toml(self) -> str:
-        """TOML has no null, so fields that are ``None`` are left out; ``None`` is their default."""
+        """Returns the fields as TOML, without those that are None, which TOML cannot express: None is their default."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
     @classmethod
@@ -45,9 +45,9 @@ class Declared(BaseModel):
         return cls.model_validate(tomllib.loads(text))
 
     def fingerprint(self) -> str:
-        """64 hex digits: sha256 over all fields, defaults written out, display names left out.
+        """Returns 64 hex digits: the sha256 of all fields, defaults included, without display names.
 
-        Two declarations with one fingerprint describe the same computation, whatever they are called.
+        Two declarations with the same fingerprint describe the same computation, whatever they are called.
         """
         identity = {"schema": FINGERPRINT_SCHEMA, "type": type(self).__name__, "fields": self._identity()}
         return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -14,9 +14,8 @@ from pydantic import Field, model_validator
 from moesys.config.base import Declared
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
-from moesys.config.predictor import Oracle
-from moesys.config.strategy import Strategy
-from moesys.config.workload import Measured, ModelTraining, Replay, Training, Workload
+from moesys.config.strategy import Oracle, Strategy
+from moesys.config.workload import ModelTraining, RealTraining, Replay, Training, Workload
 
 Source = Literal["measured", "simulated"]
 
@@ -86,7 +85,7 @@ class Experiment(Declared):
                 strategy.slots(self.model, self.cluster)
             except ValueError as error:
                 raise ValueError(f"strategy {strategy.name!r}: {error}") from None
-            if isinstance(self.workload, Measured):
+            if isinstance(self.workload, RealTraining):
                 self._check_trains(strategy)
         if isinstance(self.workload, Training) and self.model.hidden_size % self.workload.num_heads:
             raise ValueError(
@@ -118,20 +117,20 @@ class Experiment(Declared):
     @property
     def source(self) -> Source:
         """Whether its numbers come from a clock or from the cost model."""
-        return "measured" if isinstance(self.workload, Measured) else "simulated"
+        return "measured" if isinstance(self.workload, RealTraining) else "simulated"
 
     @property
     def baseline(self) -> Strategy:
         return self.strategies[0]
 
     def trial(self, strategy: Strategy, seed: int, repeat: int = 0) -> Trial:
-        """A trial, whose identity is everything it computes and no display name."""
+        """Returns a trial. Its identity is made of everything that it computes, and of no display name."""
         parts = (strategy, self.model, self.cluster, self.workload)
         identity = "-".join([*(part.fingerprint()[:12] for part in parts), str(seed), *([f"r{repeat}"] * (repeat > 0))])
         return Trial(strategy, seed, identity, repeat)
 
     def trials(self) -> tuple[Trial, ...]:
-        """All trials in the order they run: seed by seed, strategies shuffled by the seed."""
+        """Returns all trials in the order in which they run: seed by seed, strategies shuffled by the seed."""
         trials: list[Trial] = []
         for seed in self.seeds:
             of_seed = [self.trial(strategy, seed) for strategy in self.strategies]

@@ -16,133 +16,8 @@ from moesys.config.base import DType
 from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
 from moesys.config.model import ModelShape
 
-# By model_type: configuration classes of transformers 5.23. What is None or False there is left out.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "mixtral": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_experts_per_tok": 2,
-        "num_local_experts": 8,
-    },
-    "qwen2_moe": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "decoder_sparse_step": 1,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "num_experts_per_tok": 4,
-        "num_experts": 60,
-        "norm_topk_prob": False,
-        "qkv_bias": True,
-    },
-    "qwen3_moe": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "sliding_window": 4096,
-        "decoder_sparse_step": 1,
-        "moe_intermediate_size": 768,
-        "num_experts_per_tok": 8,
-        "num_experts": 128,
-        "norm_topk_prob": False,
-    },
-    "olmoe": {
-        "vocab_size": 50304,
-        "hidden_size": 2048,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_experts_per_tok": 8,
-        "num_experts": 64,
-        "norm_topk_prob": False,
-    },
-    "deepseek_v2": {
-        "vocab_size": 102400,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "first_k_dense_replace": 0,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "routed_scaling_factor": 1.0,
-        "v_head_dim": 128,
-        "moe_intermediate_size": 1407,
-    },
-    "deepseek_v3": {
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "routed_scaling_factor": 2.5,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "qk_nope_head_dim": 128,
-        "n_group": 8,
-        "topk_group": 4,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-    },
-    "gpt_oss": {
-        "num_hidden_layers": 36,
-        "num_local_experts": 128,
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "head_dim": 64,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "sliding_window": 128,
-        "num_experts_per_tok": 4,
-        "attention_bias": True,
-    },
-    "glm4_moe": {
-        "vocab_size": 151552,
-        "hidden_size": 4096,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_routed_experts": 128,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-    },
-}
-
 # Configurations of another model_type that are one of these families.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
-
-
 NAMES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size",),
     # A model whose dense layers are wider names both.
@@ -153,6 +28,9 @@ NAMES: dict[str, tuple[str, ...]] = {
 _FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _PACKAGED = files("moesys.config") / "models"
 _PUBLISHED = _PACKAGED / "published"
+# By model_type: what the configuration classes of transformers 5.23 take for fields that are left out. What is None or
+# False there is left out here.
+_FAMILIES = _PACKAGED / "families"
 
 
 def model_names() -> list[str]:
@@ -165,6 +43,17 @@ def published_names() -> list[str]:
     huggingface.co's repository ``_name_or_path``.
     """
     return _names_in(_PUBLISHED)
+
+
+def family_names() -> list[str]:
+    """Returns the ``model_type`` of each family whose layers are known."""
+    return _names_in(_FAMILIES)
+
+
+def family_defaults(family: str) -> dict[str, Any]:
+    """Returns the fields of a family that transformers fills in."""
+    defaults: dict[str, Any] = json.loads((_FAMILIES / f"{family}.json").read_text(encoding="utf-8"))
+    return defaults
 
 
 def _names_in(folder: Traversable) -> list[str]:
@@ -285,17 +174,19 @@ class _Fields:
     def __init__(self, config: Mapping[str, Any]) -> None:
         model_type = config.get("model_type")
         self.family = SAME_AS.get(str(model_type), str(model_type))
-        if self.family not in DEFAULTS:
+        families = family_names()
+        if self.family not in families:
             way_out = (
                 "take that of the language model, which is its text_config"
                 if "text_config" in config
-                else f"known are {', '.join(sorted({*DEFAULTS, *SAME_AS}))}; or declare a ModelSpec, layer by layer"
+                else f"known are {', '.join(sorted({*families, *SAME_AS}))}; or declare a ModelSpec, layer by layer"
             )
             raise ValueError(f"the config.json has model_type={model_type!r}, whose layers are not known; {way_out}")
         # A field of several names that the file gives under one is not taken from the defaults under another.
         several = (NAMES["num_experts"], NAMES["top_k"])
         given = {name for names in several if not config.keys().isdisjoint(names) for name in names}
-        self.values = {name: value for name, value in DEFAULTS[self.family].items() if name not in given} | dict(config)
+        defaults = family_defaults(self.family)
+        self.values = {name: value for name, value in defaults.items() if name not in given} | dict(config)
         for name, allowed in _ONLY.items():
             if self.values.get(name) not in allowed:
                 raise self.wrong(name, f"and moesys knows models with {name}={allowed[0]!r} alone; declare a ModelSpec")

@@ -1,8 +1,8 @@
-"""Member: what a strategy chooses among, kinds of moesys' and classes of a person's own.
+"""Member: the base of planners and splits, built-in kinds and classes of a user's own.
 
-A kind of moesys' is a word. A class of one's own is named by its import path, and beside it stands what it was made of,
-``source_digest``. To read such a name imports nothing: the class is one that is there already, or it is refused. Of a
-record alone, which nobody runs, the name may be of a class that is not there.
+The kind of a built-in member is a word. A class of a user's own is named by its import path, beside which
+``source_digest`` identifies its source. Reading such a name imports nothing: if the class has not been imported, it is
+refused. Only a record, which is never run, may name a class that is not there.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _SCRIPTS = ("__main__", "__mp_main__")
 
 @dataclass(frozen=True)
 class OwnCode:
-    """A class of a person's own: the name and the file of its module, the text of that when the class was made, and the
-    class's name there. Path and text are empty where there is no file to find the class in.
+    """A class of a user's own: the name and the file of its module, the text of that file when the class was defined,
+    and the name of the class there. Path and text are empty if there is no file in which the class can be found.
     """
 
     module: str
@@ -80,13 +80,13 @@ class OwnCode:
         return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
 
     def is_that_of(self, other: OwnCode) -> bool:
-        """Whether both are one class under one name."""
+        """Returns whether both are the same class under the same name."""
         if self.import_path != other.import_path or not (self.path and other.path):
             return self is other
         return self.digest == other.digest
 
     def load(self) -> type:
-        """Makes the class from the text, in a module that nobody else sees."""
+        """Makes the class from the text, in a module that no other code can import."""
         module = module_of_text(self.module, self.path, self.text.encode())
         root = Path(self.path).resolve().parents[self.module.count(".") + (Path(self.path).stem == "__init__")]
         with importable(module, root):
@@ -99,7 +99,7 @@ class OwnCode:
 
 
 def _name_of(module: ModuleType) -> str:
-    """As others import it: a script is ``__main__`` only where it is run."""
+    """Returns the name by which others import the module. A script is ``__main__`` only where it is run."""
     if module.__name__ not in _SCRIPTS:
         return module.__name__
     return module.__spec__.name if module.__spec__ is not None else Path(str(module.__file__)).stem
@@ -154,7 +154,9 @@ def importable(module: ModuleType, folder: Path) -> Iterator[None]:
 
 
 def used_lines(text: str, name: str) -> str:
-    """The lines of ``text`` that define ``name`` at its top level, and of those that define what they name in turn."""
+    """Returns the lines of ``text`` that define ``name`` at its top level, and those that define what they name in
+    turn.
+    """
     statements, lines = ast.parse(text).body, text.splitlines()
     defining: dict[str, list[int]] = {}
     for index, statement in enumerate(statements):
@@ -176,7 +178,7 @@ def _lines_of(statement: ast.stmt, lines: list[str]) -> list[str]:
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
-    """Names that a statement gives a meaning. Those inside a function or a class are its own."""
+    """Yields the names that a statement binds at its own level, not inside a function or a class."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield statement.name
         return
@@ -197,8 +199,8 @@ RECORDED = {"recorded": True}
 class Member(Declared):
     """Base of ``Balance`` and ``Split``, each of which is the union of what extends it."""
 
-    # Of a union, in its own class: the field that it is for, the method of its members, class name and module of
-    # moesys' own by kind, and who stands for a class that is not there.
+    # The class of a union declares its field, the method of its members, the class name and module of each built-in
+    # kind, and the class that stands for one that is not there.
     union: ClassVar[str]
     method: ClassVar[str]
     table: ClassVar[dict[str, tuple[str, str]]]
@@ -263,19 +265,19 @@ class Member(Declared):
         return {"kind": fields.pop("kind"), "source_digest": self.own_code.digest, **fields}
 
     def __eq__(self, other: object) -> bool:
-        """A file that is read twice makes two classes, which are one."""
+        """Compares by source and fields: a file that is read twice defines two classes, which are equal."""
         if self.own_code is None or not isinstance(other, Member) or other.own_code is None:
             return super().__eq__(other)
         return self.own_code.is_that_of(other.own_code) and self.__dict__ == other.__dict__
 
     def _identity(self) -> dict[str, Any]:
-        """Of a class of one's own what it was made of too, and all of its fields."""
+        """Returns the fields that count; for a class of a user's own all fields, and the digest of its source."""
         if self.own_code is None and not isinstance(self, self.recorded):
             return super()._identity()
         return self.model_dump(mode="json")
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """A class of one's own travels with its text: who receives it need not find its file, nor as it was."""
+        """Pickles a class of a user's own with its text, so that the receiver does not need its file."""
         if self.own_code is None:
             return super().__reduce_ex__(protocol)
         return _empty, (_union_of(type(self)), self.own_code, self.own_code.digest), self.__getstate__()
@@ -296,7 +298,7 @@ class Member(Declared):
 
     @classmethod
     def own_class(cls, kind: str, digest: str | None = None) -> type[Member] | None:
-        """The newest class of a person's own of that import path, if one is there; with ``digest``, made of that."""
+        """Returns the newest class of a user's own with that import path, and with ``digest`` if given, or None."""
         found = None
         for member in _below(cls):
             code = member.own_code
@@ -370,7 +372,7 @@ def _below(member: type[Member]) -> Iterator[type[Member]]:
 
 
 def _empty(union: type[Member], code: OwnCode, digest: str) -> Member:
-    """An instance without fields, of the class that is there or is made now."""
+    """Returns an instance without fields, of the class that is there or is made now from its text."""
     own: Any = union.own_class(code.import_path, digest) or code.load()
     empty: Member = own.__new__(own)
     return empty

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
-from moesys.config.predictor import WindowMean
 from moesys.config.sharding import Fsep, SlotCount
-from moesys.config.strategy import Strategy
+from moesys.config.strategy import Strategy, WindowMean
 
 # huggingface.co/mistralai/Mixtral-8x7B-v0.1, config.json.
 MIXTRAL_8X7B = ModelShape(
@@ -103,7 +102,7 @@ def _nodes_of_8(num_nodes: int, name: str, **fields: float) -> ClusterSpec:
 
 
 def a100(num_nodes: int = 1) -> ClusterSpec:
-    """Nodes of 8 A100-80GB SXM with 4 NICs of 200 Gb/s, as LAER-MoE measured them (arXiv 2602.11686)."""
+    """Returns nodes of 8 A100-80GB SXM with 4 NICs of 200 Gb/s, as LAER-MoE measured them (arXiv 2602.11686)."""
     return _nodes_of_8(
         num_nodes,
         "A100-80GB",
@@ -141,20 +140,20 @@ def _hopper(num_nodes: int, name: str, **fields: float) -> ClusterSpec:
 
 
 def h800(num_nodes: int = 1) -> ClusterSpec:
-    """Nodes of 8 H800 SXM with 8 NICs of 400 Gb/s."""
+    """Returns nodes of 8 H800 SXM with 8 NICs of 400 Gb/s."""
     # [derived] DeepEP V1's 153 GB/s (docs/legacy.md, 2025) count rows that stay on their GPU, which are one in 8.
     return _hopper(num_nodes, "H800", intra_node_gb_per_s=134.0, expert_tflops=594.0)
 
 
 def h100(num_nodes: int = 1) -> ClusterSpec:
-    """Nodes of 8 H100 SXM with 8 NICs of 400 Gb/s."""
+    """Returns nodes of 8 H100 SXM with 8 NICs of 400 Gb/s."""
     # [measured] 370 of 450 GB/s: NCCL's developers (github.com/NVIDIA/nccl-tests issue 212, 2024). 594: SonicMoE (arXiv
     # 2512.14080, 2025), figure 14, 32768 tokens of 4096, 64 experts of 2048, top 4.
     return _hopper(num_nodes, "H100", intra_node_gb_per_s=370.0, expert_tflops=594.0)
 
 
 def h200(num_nodes: int = 1) -> ClusterSpec:
-    """Nodes of 8 H200 SXM with 8 NICs of 400 Gb/s: H100 with faster memory."""
+    """Returns nodes of 8 H200 SXM with 8 NICs of 400 Gb/s: H100 with faster memory."""
     # [measured] 613: Liger-Kernel's expert-parallel MoE (README of liger_cute_kernels, 2026), Mixtral's layer, one GPU.
     memory = {"memory_gb_per_s": 4800.0, "memory_gb": 141.0}
     return _hopper(num_nodes, "H200", intra_node_gb_per_s=370.0, expert_tflops=613.0, **memory)
@@ -180,7 +179,7 @@ _BLACKWELL = {
 
 
 def b200(num_nodes: int = 1) -> ClusterSpec:
-    """Nodes of 8 B200 SXM with 8 NICs of 400 Gb/s."""
+    """Returns nodes of 8 B200 SXM with 8 NICs of 400 Gb/s."""
     return _nodes_of_8(num_nodes, "B200", **_BLACKWELL)
 
 
@@ -199,13 +198,13 @@ def _nvl72(num_nodes: int, name: str, nics_gb_per_s: float, memory_gb: float) ->
 
 
 def gb200(num_nodes: int = 1) -> ClusterSpec:
-    """Trays of 4 GPUs with 4 NICs of 400 Gb/s, 18 of them in a rack, whose 72 GPUs NVLink joins: GB200 NVL72."""
+    """Returns trays of 4 GPUs with 4 NICs of 400 Gb/s, 18 in a rack, whose 72 GPUs NVLink joins: GB200 NVL72."""
     # [derived] as of the nodes of 8, for half as many NICs.
     return _nvl72(num_nodes, "GB200", nics_gb_per_s=180.0, memory_gb=186.0)
 
 
 def gb300(num_nodes: int = 1) -> ClusterSpec:
-    """Trays of 4 GPUs with 4 NICs of 800 Gb/s, 18 of them in a rack, whose 72 GPUs NVLink joins: GB300 NVL72."""
+    """Returns trays of 4 GPUs with 4 NICs of 800 Gb/s, 18 in a rack, whose 72 GPUs NVLink joins: GB300 NVL72."""
     # [derived] the same nine tenths of 4 ConnectX-8 (docs.nvidia.com, the same page).
     return _nvl72(num_nodes, "GB300", nics_gb_per_s=360.0, memory_gb=279.0)
 
@@ -217,8 +216,8 @@ Slots = SlotCount | tuple[SlotCount, ...]
 
 
 def cpu(ranks_per_node: int, num_nodes: int = 1) -> ClusterSpec:
-    """Ranks that are processes, a core each, and talk by gloo: about what they reach, for planners that weigh rows
-    against experts. ``moesys calibrate`` measures it.
+    """Returns ranks that are processes with one core each and communicate by gloo. The rates are rough, for planners
+    that weigh rows against experts; ``moesys calibrate`` measures them.
     """
     # [measured] 20 GFLOP/s on a part of a core of an EPYC (docs/measured/shaped-nodes_epyc-2-cores_2026-11-23.md).
     rates = {"intra_node_gb_per_s": 1.0, "inter_node_gb_per_s": 1.0, "expert_tflops": 0.05}
@@ -226,19 +225,19 @@ def cpu(ranks_per_node: int, num_nodes: int = 1) -> ClusterSpec:
 
 
 def ep() -> Strategy:
-    """Classic expert parallelism: experts stay on their owners, nothing overlaps (GShard, arXiv 2006.16668)."""
+    """Returns classic expert parallelism: experts stay on their owners, nothing overlaps (GShard, arXiv 2006.16668)."""
     return Strategy(name="ep")
 
 
 def fsep(slots_per_rank: Slots) -> Strategy:
-    """Fully sharded experts under a fixed layout (arXiv 2602.11686, section 4): LAER-MoE's own FSDP+EP baseline."""
+    """Returns fully sharded experts under a fixed layout (arXiv 2602.11686, section 4), LAER-MoE's FSDP+EP baseline."""
     return Strategy(name="fsep", sharding=Fsep(slots_per_rank=slots_per_rank))
 
 
 def laer(slots_per_rank: Slots) -> Strategy:
-    """LAER-MoE as published (arXiv 2602.11686): its planner on the last five micro-batches, even split, FSEP.
+    """Returns LAER-MoE as published (arXiv 2602.11686): its planner on the last five micro-batches, even split, FSEP.
 
-    Its experiments have 2 slots a rank for e8k2 and 4 for e16k4.
+    Its experiments have 2 slots per rank for e8k2 and 4 for e16k4.
     """
     return fsep(slots_per_rank).replace(
         name="laer", balance={"kind": "laer"}, predictor=WindowMean(steps=5), split={"kind": "even"}

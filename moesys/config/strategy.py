@@ -1,8 +1,12 @@
-"""A strategy: everything that decides how an MoE layer runs, and nothing that decides what it computes."""
+"""A strategy: everything that decides how an MoE layer runs, and nothing that decides what it computes.
+
+The predictor decides for which load a layout is planned; the reduction decides which bits must agree, and so how sums
+over rows and ranks are made. The other parts of a strategy have files of their own.
+"""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,10 +15,86 @@ from moesys.config.base import BYTES_PER_GB, Declared
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.overlap import Overlap, Sequential
-from moesys.config.predictor import Last, Predictor
-from moesys.config.reduction import LayoutInvariant, Ordered, Reduction
 from moesys.config.sharding import Ep, Sharding
 from moesys.config.split import Split
+
+
+class Last(Declared):
+    """The newest load."""
+
+    kind: Literal["last"] = "last"
+
+
+class WindowMean(Declared):
+    """The mean of the newest ``steps`` loads (LAER-MoE: 5)."""
+
+    kind: Literal["window_mean"] = "window_mean"
+    steps: int = Field(5, ge=1)
+
+
+class Ema(Declared):
+    """Exponential moving average: ``decay`` of the old, the rest of the newest."""
+
+    kind: Literal["ema"] = "ema"
+    decay: float = Field(0.7, ge=0, lt=1)
+
+
+class Adaptive(Declared):
+    """Of several predictors the one that was closest lately: each is tested on every load before it sees it."""
+
+    kind: Literal["adaptive"] = "adaptive"
+    candidates: tuple[Annotated[Last | WindowMean | Ema, Field(discriminator="kind")], ...] = Field(
+        (Last(), WindowMean(steps=5), Ema(decay=0.5), Ema(decay=0.9)), min_length=1
+    )
+    memory: int = Field(16, ge=1, description="loads over which an error is forgotten to 1/e")
+
+
+class Oracle(Declared):
+    """The load of the micro-batch that the plan will serve: what no predictor can beat.
+
+    In simulations, and in training where routing is replayed.
+    """
+
+    kind: Literal["oracle"] = "oracle"
+
+
+Predictor = Annotated[Last | WindowMean | Ema | Adaptive | Oracle, Field(discriminator="kind")]
+
+
+class Ordered(Declared):
+    """The same bits for every overlap: rows of an expert by (source rank, token, k), replicas by rank."""
+
+    kind: Literal["ordered"] = "ordered"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element of an expert's gradient, float32."""
+        return 4
+
+
+class LayoutInvariant(Declared):
+    """The same bits for every overlap, layout, split and sharding, and for any number of ranks.
+
+    The rows of an expert, by (source rank, token, k) over all ranks, are cut into blocks of ``block_rows`` (the last
+    one of half to one and a half of that), and splits give a block to one rank. A block's weight gradient is one
+    product; blocks are added in float64 on a grid so coarse that no addition rounds, so that no order shows. Bits are
+    those of a numerics class: CPUs have one, kernels another. A ``MegaKernel`` is planned by hosts
+    (``most_tokens=None``) and leaves weight gradients to launches of their own (``overlap_weight_gradients=False``).
+    """
+
+    kind: Literal["layout_invariant"] = "layout_invariant"
+    block_rows: int = Field(256, ge=16, le=65536, description="rows of an expert whose gradient is one product")
+    token_block: int = Field(
+        32, ge=32, multiple_of=32, description="of tokens that do not travel; every rank's are a multiple of it"
+    )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element of an expert's gradient: float64, as where ranks' are added; float32 where one rank has all."""
+        return 8
+
+
+Reduction = Annotated[Ordered | LayoutInvariant, Field(discriminator="kind")]
 
 
 class Strategy(Declared):
@@ -112,8 +192,8 @@ class Strategy(Declared):
         )
 
     def early_slots(self, model: ModelShape, cluster: ClusterSpec) -> tuple[int, ...]:
-        """Slots of each rank, [R], that are filled before the counts are known: all but ``late_slots``. A rank without
-        slots has no late ones either. Checked as ``slots``.
+        """Returns the slots of each rank, [R], that are filled before the counts are known: all but ``late_slots``. A
+        rank without slots has no late slots either. They are checked as ``slots`` are.
         """
         slots_R, E = self.slots(model, cluster), model.num_experts
         if not self.late_slots:
@@ -128,7 +208,7 @@ class Strategy(Declared):
         return early_R
 
     def slots(self, model: ModelShape, cluster: ClusterSpec) -> tuple[int, ...]:
-        """Slots of each rank, [R], checked against the model: every expert must find a slot.
+        """Returns the slots of each rank, [R], checked against the model: every expert must find a slot.
 
         ``Ep()`` has as many slots as a rank owns experts: ceil(E / R) in rank order, the last ranks fewer.
         ``slot_gb_per_rank`` has as many as its bytes hold experts in the compute dtype, and no rank more than E.

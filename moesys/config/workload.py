@@ -22,8 +22,8 @@ _SHARED = ("n_shared_experts", "shared_expert_intermediate_size")
 _REMOVED: dict[str, Any] = {"shaped_links": False, "cpus_per_host": None}
 
 
-class Measured(Declared):
-    """What all training on real ranks has in common."""
+class RealTraining(Declared):
+    """The fields that all training on real ranks has in common."""
 
     context: int = Field(128, ge=2, description="tokens of a sequence")
     batch: int = Field(4, ge=1, description="sequences of a rank in a micro-batch")
@@ -58,7 +58,7 @@ class Measured(Declared):
         return "selective" if self.recompute else "none"
 
 
-class Training(Measured):
+class Training(RealTraining):
     """Real training on real ranks: a byte-level language model on the source code of Python's standard library.
 
     Every rank is a data-parallel replica of embedding, attention and router; the ranks share the experts of each block.
@@ -78,7 +78,7 @@ class Training(Measured):
         return self
 
 
-class ModelTraining(Measured):
+class ModelTraining(RealTraining):
     """Real training of a model of transformers on real ranks, with what else it has sharded by FSDP2.
 
     ``model``: a config.json, a folder with one, or the name of a packaged one (``model_names()``). The weights are
@@ -111,7 +111,7 @@ class ModelTraining(Measured):
         return fields
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed, validated as a whole. Of another ``model`` the config.json is read."""
+        """Returns a copy with some fields changed, validated as a whole. Another ``model`` has its config.json read."""
         return super().replace(**({"config": ""} | changes if "model" in changes else changes))
 
     @model_validator(mode="after")
@@ -142,8 +142,8 @@ class ModelTraining(Measured):
         return "layers" if self.recompute and any(fields.get(name) for name in _SHARED) else super().recomputed
 
 
-class Simulated(Declared):
-    """What a workload of the cost model says of the rest of a step, which moves and computes the same under every
+class CostModelWorkload(Declared):
+    """The fields of all workloads of the cost model: the rest of a step, which moves and computes the same under every
     strategy.
     """
 
@@ -159,7 +159,7 @@ class Simulated(Declared):
     optimizer_ms: float = Field(0.0, ge=0, description="at the end of a step")
 
 
-class Replay(Simulated):
+class Replay(CostModelWorkload):
     """Recorded routing through the cost model: trace files of ``moesys.traces``.
 
     A trace of fewer ranks than the cluster has is folded: consecutive micro-batches become further source ranks.
@@ -171,7 +171,7 @@ class Replay(Simulated):
     tokens_per_rank: int | None = Field(None, ge=1, description="scale every rank to so many tokens; None: as recorded")
 
 
-class Generated(Simulated):
+class Generated(CostModelWorkload):
     """Drawn routing through the cost model, with a declared skew.
 
     ``skew`` is the standard deviation of the logarithm of expert popularity (log-normal), or the exponent (Zipf).

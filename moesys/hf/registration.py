@@ -25,9 +25,9 @@ from moesys.kernels.cpu.row_invariant_gemm import RowRule, projection_rule
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.kernels.experts.experts import moe_experts
 from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
-from moesys.kernels.routing.routing import route_reference
+from moesys.kernels.routing import route_reference
 from moesys.kernels.torch_internals import refuse_function_transforms
-from moesys.overlap.executor import Arrivals, BackwardInputs, Workplace
+from moesys.overlap.executor import Arrivals, BackwardInputs
 from moesys.overlap.experts_cpu import SWIGLU, CpuBackward, CpuExperts, CpuForward, Projection
 from moesys.overlap.routes import ChunkRows, SlotRows
 from moesys.torch_private import unseen_by_selective_checkpoints
@@ -195,16 +195,16 @@ class _Call:
             SWIGLU if as_kernel else row_function(experts.activation, self.others, self.up_width // I),
             None if experts.norm is None else row_function(experts.norm, self.others),
         )
-        self.at = Workplace(memory, Scratch(memory, device))
+        self.scratch = Scratch(memory, device)
 
     def forward(self, rows: ChunkRows, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Returns y [T, H] in x's dtype, and pre-activations [P, U]."""
-        h_PU = self.at.memory.empty((len(rows.gather_P), self.up_width), self.dtype, x_TH.device)
+        h_PU = self.scratch.memory.empty((len(rows.gather_P), self.up_width), self.dtype, x_TH.device)
         x = Arrivals(x_TH.to(self.dtype), _token_of_choice(weight_TK))
-        y_PH = CpuForward(self.compute, self.up, self.down, self.at, x, h_PU).experts(rows)
+        y_PH = CpuForward(self.compute, self.up, self.down, self.scratch, x, h_PU).experts(rows)
         weight_TK = self._weights(rows, weight_TK)
         y_TH = x_TH.new_empty(x_TH.shape)
-        self.compute.combine(y_PH, rows.return_M.view_as(weight_TK), weight_TK, y_TH, self.at.scratch)
+        self.compute.combine(y_PH, rows.return_M.view_as(weight_TK), weight_TK, y_TH, self.scratch)
         return y_TH, h_PU
 
     def backward(
@@ -214,12 +214,12 @@ class _Call:
         token_M = _token_of_choice(weight_TK)
         dy, x = Arrivals(dy_TH, token_M), Arrivals(x_TH.to(self.dtype), token_M)
         inputs = BackwardInputs(dy, x, h_PU, self._weights(rows, weight_TK).view(-1), None)
-        backward_pass = CpuBackward(self.compute, self.up, self.down, self.at, inputs, order=())
+        backward_pass = CpuBackward(self.compute, self.up, self.down, self.scratch, inputs, order=())
         dx_PH, dweight_M = backward_pass.experts(rows)
         backward_pass.weight_gradients()
         self.others.write()
         dx_TH = x_TH.new_empty(x_TH.shape)
-        self.compute.combine(dx_PH, rows.return_M.view_as(weight_TK), None, dx_TH, self.at.scratch)
+        self.compute.combine(dx_PH, rows.return_M.view_as(weight_TK), None, dx_TH, self.scratch)
         return dx_TH, dweight_M.view_as(weight_TK).to(weight_TK.dtype)
 
     def _weights(self, rows: ChunkRows, weight_TK: Tensor) -> Tensor:

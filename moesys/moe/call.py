@@ -24,7 +24,7 @@ from moesys.kernels.first_derivatives import InputGradients, first_derivatives_o
 from moesys.kernels.launch import on_its_device
 from moesys.moe.planners import BatchPlan
 from moesys.moe.store import Cross, ExpertStore, Finish, Restore, RestoredExperts
-from moesys.overlap.executor import Home, Saved
+from moesys.overlap.executor import Home, SavedTensors
 from moesys.torch_private import NO_BACKWARD, after_this_backward, checkpointed_region, current_backward, will_execute
 
 PLAN_TIMEOUT_S = 60.0
@@ -200,7 +200,7 @@ class RoutedExperts(torch.autograd.Function):
 
         with torch.autocast(dy_TH.device.type, enabled=False):
             call.restore()
-            saved = Saved(arrivals_MH, h_P2I, weight_TK)
+            saved = SavedTensors(arrivals_MH, h_P2I, weight_TK)
             dx_TH, dweight_TK = call.run.backward(dy_TH, saved, wait_for_experts, gradients)
         call.release()
         dmasters: list[Tensor | None] = [None] * len(masters)

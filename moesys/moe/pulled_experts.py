@@ -16,7 +16,7 @@ from torch import Tensor
 from moesys.config import Fsep, ModelShape
 from moesys.kernels.symmetric.heap import ArenaLayout
 from moesys.kernels.symmetric.ordered_sum import ordered_sum
-from moesys.kernels.symmetric.pulls import PullRing, PullRings, Wanted, pull_regions
+from moesys.kernels.symmetric.pulls import PullPart, PullRing, PullRings, pull_regions
 from moesys.layout import ExpertLayout
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.store import Cross, ExpertShards, Finish, HeldByRank, Restore, index_of
@@ -55,7 +55,7 @@ class PulledExperts(ShardedExperts):
         wire_Es = self.on_wire(masters, dtype)
         restored_DP = self.new(wire_Es, len(mine), self.padded_parameters)
         wanted = [
-            Wanted(restored_DP[slot, rank * s : (rank + 1) * s], rank, expert * s * wire_Es.itemsize)
+            PullPart(restored_DP[slot, rank * s : (rank + 1) * s], rank, expert * s * wire_Es.itemsize)
             for rank in self._ranks_from_next()
             for slot, expert in enumerate(mine)
         ]
@@ -77,7 +77,7 @@ class PulledExperts(ShardedExperts):
         received_No = self.new(grads_DP, len(expert_N), len(self.owned()))
         place = {(rank, slot): n for n, (rank, slot) in enumerate(_slots(held))}
         wanted = [
-            Wanted(received_No[place[rank, slot]], rank, (slot * self.num_ranks + self.rank) * s * grads_DP.itemsize)
+            PullPart(received_No[place[rank, slot]], rank, (slot * self.num_ranks + self.rank) * s * grads_DP.itemsize)
             for rank in self._ranks_from_next()
             for slot in range(len(held[rank]))
             if len(self.owned())
@@ -103,7 +103,7 @@ class PulledExperts(ShardedExperts):
         self,
         ring: PullRing,
         shared: Tensor,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[PullPart],
         into: Tensor,
         channel: Channel,
         lane: str,

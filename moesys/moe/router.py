@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moesys.config import ModelShape
-from moesys.kernels.routing.topk import topk_by_index
+from moesys.kernels.topk import topk_by_index
 from moesys.moe.arguments import require_module
 from moesys.moe.token_blocks import TokenBlocks
 from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints

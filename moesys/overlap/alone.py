@@ -8,7 +8,7 @@ T tokens, H hidden, I expert width, K top-k, P expert rows, E experts, all of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
@@ -23,9 +23,8 @@ from moesys.overlap.executor import (
     Executor,
     ExpertGradients,
     LayerContext,
-    Saved,
+    SavedTensors,
     WaitForExperts,
-    Workplace,
 )
 from moesys.overlap.experts_cpu import CpuExperts, CpuForward
 from moesys.overlap.routes import SortedRoutes, invalid_id, no_expert, sort_rows
@@ -45,10 +44,8 @@ class AloneExecutor(Executor):
                 raise no_expert(found, num_experts, channel.identity.layer)
             routes = sort_rows(expert_TK, num_experts, self.compute.min_rows)
             tokens_E = torch.from_numpy(routes.tokens_E)
-        run = AloneRun(layer, cast(CpuExperts, self.compute), routes, tokens_E)
-        if not self.sums_in_blocks:
-            return run
-        return replace(run, sums=layer.sums_alone(tokens_E.to(expert_TK.device), turn))
+        sums = layer.sums(tuple(range(num_experts)), routes.tokens_E, turn, expert_TK.device)
+        return AloneRun(layer, cast(CpuExperts, self.compute), routes, tokens_E, sums)
 
 
 @dataclass(frozen=True)
@@ -65,55 +62,53 @@ class AloneRun:
     # The host knows all errors.
     check = None
 
-    def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
+    def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, SavedTensors]:
         """Returns the output [T, H] in x's dtype, and what backward needs."""
-        at, y_TH = self._workplace(x_TH), self.layer.memory.empty_like(x_TH)
-        forward_pass, chunk = self._forward_pass(x_TH, wait_for_experts, at), self.routes.chunk
+        scratch, y_TH = Scratch(self.layer.memory, x_TH.device), self.layer.memory.empty_like(x_TH)
+        forward_pass, chunk = self._forward_pass(x_TH, wait_for_experts, scratch), self.routes.chunk
         recorder = self.layer.channel.recorder
         with recorder.span("compute", "experts", "forward 0"):
             y_PH = forward_pass.experts(chunk)
         with recorder.span("compute", "combine", "forward 0"):
-            self.compute.combine(y_PH, self._place_TK(weight_TK), weight_TK, y_TH, at.scratch)
-        return y_TH, Saved(x_TH, forward_pass.pre_activations(), weight_TK)
+            self.compute.combine(y_PH, self._place_TK(weight_TK), weight_TK, y_TH, scratch)
+        return y_TH, SavedTensors(x_TH, forward_pass.pre_activations(), weight_TK)
 
     def recompute(
         self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
-    ) -> tuple[Tensor | None, Saved]:
+    ) -> tuple[Tensor | None, SavedTensors]:
         """Returns what ``forward`` does, but no output that is not ``read``."""
         if read:
             return self.forward(x_TH, weight_TK, wait_for_experts)
-        forward_pass = self._forward_pass(x_TH, wait_for_experts, self._workplace(x_TH))
+        forward_pass = self._forward_pass(x_TH, wait_for_experts, Scratch(self.layer.memory, x_TH.device))
         with self.layer.channel.recorder.span("compute", "experts", "recomputation 0"):
             forward_pass.first_product(self.routes.chunk)
-        return None, Saved(x_TH, forward_pass.pre_activations(), weight_TK)
+        return None, SavedTensors(x_TH, forward_pass.pre_activations(), weight_TK)
 
     def backward(
-        self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
+        self, dy_TH: Tensor, saved: SavedTensors, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
     ) -> tuple[Tensor, Tensor]:
         """Returns (dx [T, H], dweight float32 [T, K]); weight gradients are written into ``gradients``, or not computed
         where that is None.
         """
-        at, weight_TK, recorder = self._workplace(dy_TH), saved.weight_TK, self.layer.channel.recorder
+        weight_TK, recorder = saved.weight_TK, self.layer.channel.recorder
+        scratch = Scratch(self.layer.memory, dy_TH.device)
         dx_TH = self.layer.memory.empty_like(dy_TH)
         dy, x = Arrivals(dy_TH, self._token_M), Arrivals(saved.arrivals_MH, self._token_M)
         sums = None if gradients is None else self.sums
         inputs = BackwardInputs(dy, x, saved.h_P2I, weight_TK.reshape(-1), gradients, sums)
-        backward_pass = self.compute.backward(self.routes, inputs, wait_for_experts(), at)
+        backward_pass = self.compute.backward(self.routes, inputs, wait_for_experts(), scratch)
         with recorder.span("compute", "experts", "backward 0"):
             dx_PH, dweight_M = backward_pass.experts(self.routes.chunk)
         with recorder.span("compute", "combine", "backward 0"):
-            self.compute.combine(dx_PH, self._place_TK(weight_TK), None, dx_TH, at.scratch)
+            self.compute.combine(dx_PH, self._place_TK(weight_TK), None, dx_TH, scratch)
         if gradients is not None:
             with recorder.span("compute", "weight_gradients", "backward"):
                 backward_pass.weight_gradients()
         return dx_TH, dweight_M.view_as(weight_TK)
 
-    def _forward_pass(self, x_TH: Tensor, wait_for_experts: WaitForExperts, at: Workplace) -> CpuForward:
+    def _forward_pass(self, x_TH: Tensor, wait_for_experts: WaitForExperts, scratch: Scratch) -> CpuForward:
         x = Arrivals(x_TH, self._token_M)
-        return self.compute.forward(self.routes, x, wait_for_experts(), at)
-
-    def _workplace(self, like: Tensor) -> Workplace:
-        return Workplace(self.layer.memory, Scratch(self.layer.memory, like.device))
+        return self.compute.forward(self.routes, x, wait_for_experts(), scratch)
 
     def _place_TK(self, weight_TK: Tensor) -> Tensor:
         return self.routes.chunk.return_M.view_as(weight_TK)

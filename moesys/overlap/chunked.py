@@ -10,7 +10,7 @@ ranks, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -38,18 +38,17 @@ from moesys.overlap.executor import (
     ForwardPass,
     HostPlan,
     LayerContext,
-    Saved,
+    SavedTensors,
     WaitForExperts,
-    Workplace,
 )
-from moesys.overlap.routes import PlannedRoutes, Routes, build_routes
+from moesys.overlap.routes import Routes, build_routes
 from moesys.schedule import Direction, Schedule, Stage, schedule_of
 
 Counts = tuple[int, ...]
 
 
 class Summands(NamedTuple):
-    """Rows [N, H], and of which of them each token is the sum, [T, K], with which weights, if any."""
+    """Rows [N, H], the places of the rows of which each token is the sum, [T, K], and their weights, if any."""
 
     rows_NH: Tensor
     place_TK: Tensor
@@ -57,21 +56,17 @@ class Summands(NamedTuple):
 
 
 class RowMessages:
-    """What travels in one direction: issued by a stage, waited for by those that need it. On one rank nothing does."""
+    """The messages of one direction: a stage issues each, and the stages that need it wait for it."""
 
     def __init__(
         self, routes: Routes, channel: Channel, memory: PagePool, source_TH: Tensor, direction: Direction
     ) -> None:
         self._routes, self._channel, self._memory, self._direction = routes, channel, memory, direction
-        self._alone = channel.num_ranks == 1
+        self._source_TH = source_TH
         self._under_way: dict[Stage, tuple[Transfer, ...]] = {}
-        # Rows of each chunk that are home, or on their way.
+        # Rows of each chunk that have come home, or are on their way.
         self._home: dict[int, Tensor] = {}
-        if self._alone:
-            self.arrivals = Arrivals(source_TH, routes.send_token_N)
-        else:
-            rows_MH = memory.empty((routes.num_arrivals, *source_TH.shape[1:]), source_TH.dtype, source_TH.device)
-            self.arrivals = Arrivals(rows_MH, None, source_TH, routes.send_token_N)
+        self.arrivals = Arrivals(self._new(routes.num_arrivals, source_TH))
 
     def wait(self, stages: Iterable[Stage]) -> None:
         """Waits for those of ``stages`` that are messages."""
@@ -80,23 +75,17 @@ class RowMessages:
                 transfer.wait()
 
     def put_in_place(self) -> None:
-        """Puts what has come in parts where it belongs; here nothing has."""
+        """Puts rows that have come in parts where they belong; messages of whole rows have no parts."""
 
     def dispatch(self, stage: Stage) -> None:
         """Sends a chunk's rows to their experts, where they are ``arrivals``."""
-        source, send_index = self.arrivals.source, self.arrivals.send_index
-        if source is None or send_index is None:
-            return
         chunk = self._routes.chunks[stage.chunk]
-        rows_NH = self._rows(source, send_index[slice(*chunk.sent)])
+        rows_NH = self._rows(self._source_TH, self._routes.send_token_N[slice(*chunk.sent)])
         here_MH = self.arrivals.rows[slice(*chunk.arrivals)]
         self._send(stage, here_MH, rows_NH, chunk.arrive_counts_R, chunk.send_counts_R)
 
     def combine(self, stage: Stage, rows_PH: Tensor) -> None:
         """Sends a chunk's expert rows home."""
-        if self._alone:
-            self._home[stage.chunk] = rows_PH
-            return
         chunk = self._routes.chunks[stage.chunk]
         home_NH = self._new(chunk.sent[1] - chunk.sent[0], rows_PH)
         self._send(stage, home_NH, self._rows(rows_PH, chunk.combine_M), chunk.send_counts_R, chunk.arrive_counts_R)
@@ -120,49 +109,37 @@ class RowMessages:
         """Returns the rows of a chunk that are home, once: what each token is the sum of. ``weight_TK``: the chunk's
         routing weights, where rows are to be weighted.
         """
-        chunk, home_NH = self._routes.chunks[stage.chunk], self._home.pop(stage.chunk)
-        # On one rank nothing has put the rows in wire order.
-        place_TK = chunk.return_M[chunk.home_TK] if self._alone else chunk.home_TK
-        return Summands(home_NH, place_TK, weight_TK)
+        return Summands(self._home.pop(stage.chunk), self._routes.chunks[stage.chunk].home_TK, weight_TK)
 
     # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
 
     def send_weights(self, stage: Stage, values: Tensor, *, home: bool) -> None:
         """Sends routing weights, in wire order, to the experts of their rows; or their gradients, by arrival, home."""
-        wire_order_N, arrival_order_M = self._routes.by_destination_N, self._routes.by_source_M
-        sent, self._arrives = (arrival_order_M, wire_order_N) if home else (wire_order_N, arrival_order_M)
-        self._weights = values if self._alone else self._exchange(stage, values[sent], home=home)
+        routes, chunks = self._routes, self._routes.chunks
+        sent_R = [sum(counts) for counts in zip(*(chunk.send_counts_R for chunk in chunks), strict=True)]
+        arrived_R = [sum(counts) for counts in zip(*(chunk.arrive_counts_R for chunk in chunks), strict=True)]
+        wire, arrival = (routes.by_destination_N, sent_R), (routes.by_source_M, arrived_R)
+        (sent, in_R), (self._arrives, out_R) = (arrival, wire) if home else (wire, arrival)
+        self._weights, lane = values.new_empty(sum(out_R)), "combine" if home else "dispatch"
+        transfer = self._channel.all_to_all(self._weights, values[sent], out_R, in_R, lane=lane, detail="weights")
+        self._under_way[stage] = (transfer,)
 
     def arrived_weights(self) -> Tensor:
         """Returns what was sent last: by arrival, [M]; or in wire order, [N], where it went home."""
-        if self._alone:
-            return self._weights
         return torch.empty_like(self._weights).index_copy_(0, self._arrives, self._weights)
-
-    def _exchange(self, stage: Stage, values: Tensor, *, home: bool) -> Tensor:
-        """Sends one number a row of all chunks to the experts or home. Returns what will have arrived."""
-        chunks = self._routes.chunks
-        sent_R = [sum(counts) for counts in zip(*(chunk.send_counts_R for chunk in chunks), strict=True)]
-        arrived_R = [sum(counts) for counts in zip(*(chunk.arrive_counts_R for chunk in chunks), strict=True)]
-        out_R, in_R = (sent_R, arrived_R) if home else (arrived_R, sent_R)
-        received = values.new_empty(sum(out_R))
-        lane = "combine" if home else "dispatch"
-        transfer = self._channel.all_to_all(received, values, out_R, in_R, lane=lane, detail="weights")
-        self._under_way[stage] = (transfer,)
-        return received
 
 
 @dataclass(frozen=True)
 class ChunkedRun:
     """Runs one micro-batch of one layer on one rank.
 
-    ``overlap``: whose schedule is run; ``planned`` has its chunks, and may be on its way to the host. ``compute``: how
-    experts are computed; routes are padded for it. ``memory``: where large tensors lie. ``sums``: of weight gradients,
-    where layouts may not show.
+    ``overlap``: whose schedule is run; ``planned``: returns the routes of its chunks, for which the host waits where
+    devices plan. ``compute``: how experts are computed; routes are padded for it. ``memory``: where large tensors lie.
+    ``sums``: how weight gradients are summed where layouts may not show.
     """
 
     overlap: Overlap
-    planned: PlannedRoutes
+    planned: Callable[[], Routes]
     channel: Channel
     compute: ExpertCompute
     memory: PagePool
@@ -171,9 +148,9 @@ class ChunkedRun:
     @property
     def routes(self) -> Routes:
         """The routes, for which the host waits once where devices plan: for how many rows go where."""
-        return self.planned.routes
+        return self.planned()
 
-    def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
+    def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, SavedTensors]:
         """Returns the output [T, H] in x's dtype, and what backward needs. ``wait_for_experts`` is called once, when
         the first chunk has arrived.
         """
@@ -182,13 +159,11 @@ class ChunkedRun:
 
     def recompute(
         self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
-    ) -> tuple[Tensor | None, Saved]:
+    ) -> tuple[Tensor | None, SavedTensors]:
         """Returns what ``forward`` does; where no rank reads the output, nothing travels home and it is None."""
-        if self.channel.num_ranks > 1:
-            # Ranks may differ in what they do behind the layer, and rows travel home for all or for none.
-            reads, at = to_device([read], x_TH.device), Position("recomputation", self.channel.generation)
-            read = bool(self.channel.all_gather(reads, lane="counts", at=at).any())
-        if read:
+        # Ranks may differ in what they do behind the layer, and rows travel home for all or for none.
+        reads, at = to_device([read], x_TH.device), Position("recomputation", self.channel.generation)
+        if self.channel.all_gather(reads, lane="counts", at=at).any():
             return self.forward(x_TH, weight_TK, wait_for_experts)
         return None, self._run_forward("recomputation", x_TH, weight_TK, wait_for_experts, None)
 
@@ -199,10 +174,10 @@ class ChunkedRun:
         weight_TK: Tensor,
         wait_for_experts: WaitForExperts,
         y_TH: Tensor | None,
-    ) -> Saved:
+    ) -> SavedTensors:
         """Writes the output into ``y_TH``, where anybody reads it."""
         messages = self._messages(x_TH, direction)
-        at = Workplace(self.memory, Scratch(self.memory, x_TH.device))
+        scratch = Scratch(self.memory, x_TH.device)
         forward_pass: ForwardPass
         for stage, earlier in self._schedule(direction).items():
             messages.wait(earlier)
@@ -212,7 +187,7 @@ class ChunkedRun:
                     messages.dispatch(stage)
                 case "wait_for_experts":
                     messages.put_in_place()
-                    forward_pass = self.compute.forward(self.routes, messages.arrivals, wait_for_experts(), at)
+                    forward_pass = self.compute.forward(self.routes, messages.arrivals, wait_for_experts(), scratch)
                 case "experts":
                     with self._span("experts", f"forward {stage.chunk}"):
                         y_PH = forward_pass.experts(chunk)
@@ -220,27 +195,26 @@ class ChunkedRun:
                     with self._span("experts", f"recomputation {stage.chunk}"):
                         forward_pass.first_product(chunk)
                 case "combine":
-                    self._combine(messages, stage, y_PH, at, weighted=True)
+                    self._combine(messages, stage, y_PH, scratch, weighted=True)
                 case "sum":
                     assert y_TH is not None
                     tokens = slice(*chunk.tokens)
                     summands = messages.take_home(stage, weight_TK[tokens])
                     with self._span("combine", f"forward {stage.chunk}"):
-                        self.compute.combine(*summands, y_TH[tokens], at.scratch)
+                        self.compute.combine(*summands, y_TH[tokens], scratch)
                 case _:
-                    self._cross_nodes(messages, stage, at, weight_TK)
-        return Saved(messages.arrivals.rows, forward_pass.pre_activations(), weight_TK)
+                    self._cross_nodes(messages, stage, scratch, weight_TK)
+        return SavedTensors(messages.arrivals.rows, forward_pass.pre_activations(), weight_TK)
 
     def backward(
-        self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
+        self, dy_TH: Tensor, saved: SavedTensors, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
     ) -> tuple[Tensor, Tensor]:
         """Returns (dx [T, H], dweight float32 [T, K]). Each held expert's weight gradients are written into
         ``gradients``, or not computed where that is None.
         """
         routes, weight_TK = self.routes, saved.weight_TK
         messages = self._messages(dy_TH, "backward")
-        saved_arrivals = Arrivals(saved.arrivals_MH, messages.arrivals.index)
-        at = Workplace(self.memory, Scratch(self.memory, dy_TH.device))
+        scratch = Scratch(self.memory, dy_TH.device)
         dx_TH, dweight_TK = self.memory.empty_like(dy_TH), torch.empty_like(weight_TK)
         backward_pass: BackwardPass
         for stage, earlier in self._schedule("backward").items():
@@ -255,19 +229,19 @@ class ChunkedRun:
                     messages.put_in_place()
                     weight_M = messages.arrived_weights()
                     dweight_M = torch.empty_like(weight_M)
-                    given = (messages.arrivals, saved_arrivals, saved.h_P2I, weight_M, gradients)
+                    given = (messages.arrivals, Arrivals(saved.arrivals_MH), saved.h_P2I, weight_M, gradients)
                     inputs = BackwardInputs(*given, self.sums if gradients is not None else None)
-                    backward_pass = self.compute.backward(routes, inputs, wait_for_experts(), at)
+                    backward_pass = self.compute.backward(routes, inputs, wait_for_experts(), scratch)
                 case "experts":
                     with self._span("experts", f"backward {stage.chunk}"):
                         dx_PH, dweight_M[slice(*chunk.arrivals)] = backward_pass.experts(chunk)
                 case "combine":
-                    self._combine(messages, stage, dx_PH, at, weighted=False)
+                    self._combine(messages, stage, dx_PH, scratch, weighted=False)
                 case "sum":
                     tokens = slice(*chunk.tokens)
                     summands = messages.take_home(stage, None)
                     with self._span("combine", f"backward {stage.chunk}"):
-                        self.compute.combine(*summands, dx_TH[tokens], at.scratch)
+                        self.compute.combine(*summands, dx_TH[tokens], scratch)
                 case "combine_dweights":
                     messages.send_weights(stage, dweight_M, home=True)
                 case "weight_gradients":
@@ -277,7 +251,7 @@ class ChunkedRun:
                 case "gather_dweights":
                     dweight_TK.view(-1)[routes.send_row_N] = messages.arrived_weights()
                 case _:
-                    self._cross_nodes(messages, stage, at, None)
+                    self._cross_nodes(messages, stage, scratch, None)
         return dx_TH, dweight_TK
 
     def _schedule(self, direction: Direction) -> Schedule:
@@ -286,12 +260,12 @@ class ChunkedRun:
     def _messages(self, source_TH: Tensor, direction: Direction) -> RowMessages:
         return RowMessages(self.routes, self.channel, self.memory, source_TH, direction)
 
-    def _combine(self, messages: Any, stage: Stage, rows_PH: Tensor, at: Workplace, *, weighted: bool) -> None:
-        """Sends a chunk's expert rows home. ``weighted``: whether sums of nodes are."""
+    def _combine(self, messages: Any, stage: Stage, rows_PH: Tensor, scratch: Scratch, *, weighted: bool) -> None:
+        """Sends a chunk's expert rows home. ``weighted``: whether sums that are made for other nodes are weighted."""
         messages.combine(stage, rows_PH)
 
-    def _cross_nodes(self, messages: Any, stage: Stage, at: Workplace, weight_TK: Tensor | None) -> None:
-        """Does a stage that only tokens have that cross to a node once; ``weight_TK`` in forward."""
+    def _cross_nodes(self, messages: Any, stage: Stage, scratch: Scratch, weight_TK: Tensor | None) -> None:
+        """Runs a stage that exists only where tokens cross to a node once; ``weight_TK`` is given in forward."""
         raise AssertionError(f"no stage of tokens in chunks: {stage}")
 
     def _span(self, kind: str, detail: str) -> AbstractContextManager[None]:
@@ -320,8 +294,8 @@ class ChunkedExecutor(Executor):
         channel = layer.channel.tagged(layer.channel.generation)
         tokens_CRE = np.ascontiguousarray(planned.tokens_RCE.swapaxes(0, 1))
         routes = build_routes(expert_TK, tokens_CRE, plan.tokens, channel.rank, self.compute.min_rows)
-        sums = layer.sums_of(plan, expert_TK.device) if self.sums_in_blocks else None
-        return ChunkedRun(layer.strategy.overlap, routes, channel, self.compute, layer.memory, sums)
+        sums = layer.sums_of(plan, expert_TK.device)
+        return ChunkedRun(layer.strategy.overlap, lambda: routes, channel, self.compute, layer.memory, sums)
 
     def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> DeviceLaunch:
         # Imported here, so that Triton is loaded only where it runs.
@@ -337,6 +311,6 @@ class ChunkedExecutor(Executor):
         _, split, own = self._tables
         at = replace(at, choices=expert_TK.numel())
         pending = route_on_device(expert_TK, self._chunk_T1, chunks, split, own, at.number, at, channel)
-        run = ChunkedRun(layer.strategy.overlap, pending, pending.channel, self.compute, layer.memory)
+        run = ChunkedRun(layer.strategy.overlap, lambda: pending.routes, pending.channel, self.compute, layer.memory)
         # No check is left: the host reads sizes and headers before it sends a message.
         return DeviceLaunch(run, pending.plan)

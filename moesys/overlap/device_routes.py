@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.host_copies import HostCopy
-from moesys.kernels.routing.routing import route
-from moesys.kernels.split.chunks import Cut, OwnReplicas, SentRows, arrived_rows, cut, sent_rows
+from moesys.kernels.routing import route
+from moesys.kernels.split.chunks import ChunkBlocks, OwnReplicas, SentRows, arrived_rows, cut, sent_rows
 from moesys.kernels.split.tables import entries_of
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
@@ -28,14 +28,14 @@ from moesys.overlap.routes import ChunkRoutes, Routes, chunk_bounds, no_expert
 
 
 def own_replicas(layout: ExpertLayout, rank: int) -> OwnReplicas:
-    """Those of ``rank``; duplicates on one rank are one."""
+    """Returns the replicas of ``rank``; duplicates on one rank are one."""
     holds_RE = layout.replicas_RE > 0
     held_R, copies_E = holds_RE.sum(axis=1), holds_RE.sum(axis=0)
     return OwnReplicas(rank, int(held_R[:rank].sum()), int(held_R[rank]), int(held_R.max()), int(copies_E.max()))
 
 
 def chunk_numbers(num_tokens: int, num_chunks: int, device: torch.device) -> Tensor:
-    """Of each token its chunk (``chunk_bounds``), int64 [T, 1]."""
+    """Returns the chunk of each token (``chunk_bounds``), int64 [T, 1]."""
     last_T1 = torch.arange(num_chunks - 1, num_chunks * (num_tokens + 1) - 1, num_chunks, device=device)[:, None]
     return last_T1.div(num_tokens, rounding_mode="floor")
 
@@ -90,15 +90,15 @@ class RoutedPlan:
         return self.tokens_RE.shape[1]
 
     def wanted_RE(self) -> Tensor:
-        """``tokens_RE``."""
+        """Returns ``tokens_RE``."""
         return self.tokens_RE
 
     def counts_RE(self) -> IntArray:
-        """``tokens_RE`` on the host, which has them when it has the sizes."""
+        """Returns ``tokens_RE`` on the host, which has them when it has the sizes."""
         return self.told.read()[-self.tokens_RE.numel() :].reshape(self.tokens_RE.shape)
 
     def entries(self) -> Tensor:
-        """Rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``. The host waits for it."""
+        """Returns rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``, for which it waits."""
         return entries_of(self.tokens_RP, self.split.tables)
 
 
@@ -109,14 +109,14 @@ class PendingRoutes:
     """
 
     plan: RoutedPlan
-    found: Cut
+    found: ChunkBlocks
     sent: SentRows
     channel: Channel
     headers: HostCopy
 
     @cached_property
     def routes(self) -> Routes:
-        """Those of ``build_routes``, padded to nothing. The host waits for the sizes, once.
+        """The routes as ``build_routes`` returns them, without padding. The host waits for the sizes, once.
 
         Raises ``RankMismatchError`` on all ranks if they are in different calls, and ValueError on all ranks if a
         choice of any rank names no expert.

@@ -11,8 +11,7 @@ from torch import Tensor
 from moesys.balance.topology import levels_of, link_domains_of, nodes_of
 from moesys.config import ClusterSpec, Split
 from moesys.config.overlap import MegaKernel
-from moesys.kernels.split.limit import keep_within
-from moesys.kernels.split.tables import IntArray, SplitTables, entries_of, tables_of
+from moesys.kernels.split.tables import IntArray, SplitTables, entries_of, keep_within, tables_of
 from moesys.kernels.symmetric.counts import ReceivedCounts
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.limits import too_many_rows, too_many_words
@@ -31,7 +30,7 @@ def require_rows(
 
 
 def room_for_rows(overlap: MegaKernel, most_tokens: int, top_k: int, num_ranks: int) -> int:
-    """Rows of a rank for which there is memory where devices plan; all that there may be are never too many."""
+    """Returns the number of rows for which a rank has memory where devices plan, at most all rows that there may be."""
     choices = most_tokens * top_k
     return min(int(overlap.rows_cap * choices), num_ranks * choices)
 
@@ -144,16 +143,16 @@ class PendingPlan:
         return self.limit.keep(self.tokens_RP, self.split.tables, *bounds)
 
     def wanted_RE(self) -> Tensor:
-        """``tokens_RE``, when forward has been launched."""
+        """Returns ``tokens_RE``, when forward has been launched."""
         assert self.tokens_RE is not None
         return self.tokens_RE
 
     def counts_RE(self) -> IntArray:
-        """``tokens_RE`` on the host, which waits for the device."""
+        """Returns ``tokens_RE`` on the host, which waits for the device."""
         return self.wanted_RE().cpu().numpy()
 
     def entries(self) -> Tensor:
-        """Rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``. The host waits for it."""
+        """Returns rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``, for which it waits."""
         assert self.tokens_RP is not None
         return entries_of(self.tokens_RP, self.split.tables)
 

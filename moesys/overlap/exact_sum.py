@@ -1,13 +1,12 @@
 """Sums without an order: addends are rounded to multiples of a grid, so coarse that float64 adds them exactly.
 
-A grid follows from a bound of the sum of all addends' sizes (``grid_of``), so whoever knows the same bound rounds the
+A grid follows from a bound of the sum of all addends' sizes (``grid_below``), so all that know the same bound round the
 same addend alike. J. Demmel and H. D. Nguyen, "Fast Reproducible Floating-Point Summation" (2013), section 3, pre-round
-so with bounds that come from the addends' largest.
+in the same way, with bounds that come from the largest addends.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,10 +17,8 @@ from torch import Tensor
 
 from moesys.compiled import borrowing
 from moesys.kernels.host_copies import to_device
-from moesys.layout import TokenPlan
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.frames import Position
-from moesys.overlap.routes import held_experts
 
 # Of the 53 bits of a float64: one for what rounding adds, and one for the sign of the last partial sum.
 GRID_BITS = 51
@@ -33,18 +30,11 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LEAST_EXPONENT = -1021
 
 
-def grid_of(bound: float) -> float:
-    """Returns the power of two on which addends are rounded whose sizes add up to ``bound`` at most: 2⁻⁵¹ to 2⁻⁵⁰ of
-    it. NaN for a bound that is none, and so are then all sums, as they are of one of 2¹⁰²¹ and more.
-    """
-    if not math.isfinite(bound):
-        return math.nan
-    _, exponent = math.frexp(bound)
-    return math.ldexp(1.0, max(exponent - GRID_BITS, _LEAST_EXPONENT))
-
-
 def grid_below(bound: Tensor) -> Tensor:
-    """Returns ``grid_of`` of each float64, which may be on a device; the host waits for none."""
+    """Returns, of each float64 in ``bound``, the power of two on which addends are rounded whose sizes add up to the
+    bound at most: 2⁻⁵¹ to 2⁻⁵⁰ of it. NaN for a bound that is not finite, and so are then all sums, as they are of one
+    of 2¹⁰²¹ and more. Bounds may be on a device, and the host does not wait for them.
+    """
     exponent = torch.frexp(bound).exponent - GRID_BITS
     grid = torch.ldexp(torch.ones_like(bound), exponent.clamp(min=_LEAST_EXPONENT))
     return torch.where(bound.isfinite(), grid, torch.nan)
@@ -116,11 +106,11 @@ def _add_on_grid(total_N, addend_N, rounder):  # type: ignore[no-untyped-def]
 
 @dataclass
 class BlockSums:
-    """Of one micro-batch of a layer, on one rank.
+    """How the weight gradients of one micro-batch of a layer are summed on one rank.
 
-    ``expert_S``: what its slots hold; ``rows_E`` int64: of each expert on all ranks, on the device that computes.
-    ``tell``: takes a sentence about experts whose sums cannot be made, if anybody does; on a GPU the host does not know
-    of them.
+    ``expert_S``: the experts in its slots; ``rows_E`` int64: the rows of each expert on all ranks, on the device that
+    computes. ``tell``: takes a sentence about experts whose sums cannot be made, or None; on a GPU the host does not
+    know of them.
     """
 
     block_rows: int
@@ -128,13 +118,6 @@ class BlockSums:
     rows_E: Tensor
     channel: Channel
     tell: Callable[[str], None] | None
-
-    @classmethod
-    def of(
-        cls, plan: TokenPlan, block_rows: int, channel: Channel, tell: Callable[[str], None], device: torch.device
-    ) -> BlockSums:
-        held = held_experts(plan.layout.experts_of(channel.rank))
-        return cls(block_rows, tuple(held), to_device(plan.load.tokens_E, device), channel, tell)
 
     def agree(self, largest_S5: Tensor) -> Tensor:
         """Returns the grids of the gradients of ``gate_up``, ``down`` and their biases in each slot, float64 [S, 4], on
@@ -157,7 +140,7 @@ class BlockSums:
         return grid_below(bound_E4)[held_S]
 
     def is_one_block(self, slot: int) -> bool:
-        """Whether there is nothing to add up: all rows of the slot's expert, on all ranks, are one block."""
+        """Returns whether all rows of the slot's expert, on all ranks, are one block, so that nothing is added up."""
         return len(self.blocks(int(self.rows_E[self.expert_S[slot]]))) <= 1
 
     def blocks(self, num_rows: int) -> list[slice]:

@@ -23,12 +23,13 @@ from torch import Tensor
 from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
+from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.frames import Position
 from moesys.overlap.exact_sum import BlockSums
-from moesys.overlap.routes import ChunkRoutes, Routes
+from moesys.overlap.routes import ChunkRoutes, Routes, held_experts
 
 
 class ExpertWeights(NamedTuple):
@@ -71,8 +72,8 @@ class ExpertGradients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What backward needs: arrived rows of x [M, H] (x itself on one rank, and where it is pulled again),
+class SavedTensors:
+    """The tensors that backward needs: arrived rows of x [M, H] (x itself on one rank, and where it is pulled again),
     pre-activations h [P, 2I], and routing weights float32 [T, K].
     """
 
@@ -87,20 +88,20 @@ WaitForExperts = Callable[[], HeldExperts]
 class MicroBatchRun(Protocol):
     """One micro-batch of one layer on one rank, for one routing: forward, recomputed or not, and then backward."""
 
-    def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
+    def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, SavedTensors]:
         """Returns the output [T, H] in x's dtype, of routing weights float32 [T, K]. ``wait_for_experts`` is called
         once, when they are needed.
         """
 
     def recompute(
         self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
-    ) -> tuple[Tensor | None, Saved]:
+    ) -> tuple[Tensor | None, SavedTensors]:
         """Returns what ``forward`` returns of the same arguments; None for the output where no rank says that it is
         ``read``. A collective: ranks may say different things.
         """
 
     def backward(
-        self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
+        self, dy_TH: Tensor, saved: SavedTensors, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
     ) -> tuple[Tensor, Tensor]:
         """Returns (dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into
         ``gradients``, or not computed where that is None.
@@ -171,21 +172,21 @@ class LayerContext:
 
     def sums_of(self, plan: LayerPlan, device: torch.device) -> BlockSums | None:
         """Returns how weight gradients are summed where layouts may not show; None where they may."""
-        reduction = self.strategy.reduction
-        if not isinstance(reduction, LayoutInvariant):
-            return None
-        channel = self.channel.tagged(self.channel.generation)
-        tell = partial(self.tell, micro_batch=plan.turn)
-        return BlockSums.of(plan.tokens, reduction.block_rows, channel, tell, device)
+        held = held_experts(plan.layout.experts_of(self.channel.rank))
+        return self.sums(held, plan.load.tokens_E, plan.turn, device)
 
-    def sums_alone(self, tokens_E: Tensor, turn: int) -> BlockSums | None:
-        """Returns ``sums_of`` one rank that has all experts; ``tokens_E``: the choices of each."""
+    def sums(
+        self, expert_S: tuple[int, ...], tokens_E: IntArray | Tensor, turn: int, device: torch.device
+    ) -> BlockSums | None:
+        """Returns ``sums_of`` a micro-batch, number ``turn``, from the experts in the slots of this rank, and the
+        choices of each expert on all ranks.
+        """
         reduction = self.strategy.reduction
         if not isinstance(reduction, LayoutInvariant):
             return None
-        all_experts = tuple(range(self.shape.num_experts))
-        tell = partial(self.tell, micro_batch=turn)
-        return BlockSums(reduction.block_rows, all_experts, tokens_E, self.channel, tell)
+        rows_E = tokens_E if isinstance(tokens_E, Tensor) else to_device(tokens_E, device)
+        channel = self.channel.tagged(self.channel.generation)
+        return BlockSums(reduction.block_rows, expert_S, rows_E, channel, partial(self.tell, micro_batch=turn))
 
 
 class SortedRun(MicroBatchRun, Protocol):
@@ -210,7 +211,6 @@ class Executor:
 
     def __init__(self, layer: LayerContext, compute: ExpertCompute) -> None:
         self.layer, self.compute = layer, compute
-        self.sums_in_blocks = isinstance(layer.strategy.reduction, LayoutInvariant)
 
     def sort(self, expert_TK: Tensor, turn: int) -> SortedRun:
         """Returns the run of a micro-batch, number ``turn``, on one rank. Raises ValueError for choices that name no
@@ -247,23 +247,14 @@ def executor_of(layer: LayerContext, compute: ExpertCompute) -> Executor:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Rows by arrival. On one rank nothing travels: arrivals are the source's rows themselves, through ``index``."""
+    """Rows by arrival. On one rank alone nothing travels: arrivals are the tokens' rows themselves, by ``index``."""
 
     rows: Tensor
-    index: Tensor | None
-    source: Tensor | None = None
-    send_index: Tensor | None = None
+    index: Tensor | None = None
 
     def place(self, arrival_N: Tensor) -> Tensor:
         """Returns which of ``rows`` these arrivals are."""
         return arrival_N if self.index is None else self.index[arrival_N]
-
-
-class Workplace(NamedTuple):
-    """Where the tensors of one pass lie: those that last, and those that are overwritten."""
-
-    memory: PagePool
-    scratch: Scratch
 
 
 class BackwardInputs(NamedTuple):
@@ -314,9 +305,11 @@ class ExpertCompute(Protocol):
     @property
     def by_tables(self) -> bool: ...
 
-    def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> ForwardPass: ...
+    def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, scratch: Scratch) -> ForwardPass: ...
 
-    def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> BackwardPass: ...
+    def backward(
+        self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, scratch: Scratch
+    ) -> BackwardPass: ...
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch

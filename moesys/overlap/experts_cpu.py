@@ -22,11 +22,14 @@ from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import NARROW, RowRule, aligned, is_aligned, matmul_rows, projection_rule
 from moesys.kernels.cpu.row_invariant_ops import RowFunction, swiglu, swiglu_backward
 from moesys.overlap.exact_sum import BlockSums, add_on_grid, largest_size, row_sizes
-from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertCompute, ExpertGradients, HeldExperts, Workplace
+from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertCompute, ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRows, Routes, SlotRows, SortedRoutes
 
 # Combine works on blocks of so many elements, which stay in a core's cache.
 COMBINE_ELEMENTS = 1 << 18
+
+# Weight gradients, in the order of ``BlockSums.agree``.
+KINDS = ("up", "down", "up bias", "down bias")
 
 SWIGLU = RowFunction(swiglu, swiglu_backward, halves=2)
 
@@ -58,23 +61,20 @@ class CpuExperts:
     activation: RowFunction = SWIGLU
     norm: RowFunction | None = None
     transposed: bool = False
+    by_tables = False
 
     @property
     def min_rows(self) -> int:
         return self.rule.min_rows
 
-    @property
-    def by_tables(self) -> bool:
-        return False
-
-    def forward(self, routes: Routes | SortedRoutes, x: Arrivals, weights: HeldExperts, at: Workplace) -> CpuForward:
+    def forward(self, routes: Routes | SortedRoutes, x: Arrivals, weights: HeldExperts, scratch: Scratch) -> CpuForward:
         experts = weights.by_slot()
         width = experts[0].gate_up.shape[int(self.transposed)] if len(experts) else 0
-        h_P2I = at.memory.empty((routes.num_rows, width), x.rows.dtype, x.rows.device)
-        return CpuForward(self, *_projections(weights, None, self.transposed), at, x, h_P2I)
+        h_P2I = scratch.memory.empty((routes.num_rows, width), x.rows.dtype, x.rows.device)
+        return CpuForward(self, *_projections(weights, None, self.transposed), scratch, x, h_P2I)
 
     def backward(
-        self, routes: Routes | SortedRoutes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace
+        self, routes: Routes | SortedRoutes, inputs: BackwardInputs, weights: HeldExperts, scratch: Scratch
     ) -> CpuBackward:
         projections = _projections(weights, inputs.gradients, self.transposed)
         order: Sequence[tuple[int, Tensor | slice, Tensor]] = routes.order
@@ -83,7 +83,7 @@ class CpuExperts:
         if sums is not None and not order:
             order = _order_of_one(routes.chunks[0])
             later = frozenset(slot for slot, _, _ in order if not sums.is_one_block(slot))
-        return CpuBackward(self, *projections, at, inputs, order, later)
+        return CpuBackward(self, *projections, scratch, inputs, order, later)
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
@@ -108,12 +108,12 @@ class CpuExperts:
 class _Pass:
     """What both directions do to the rows of neighbouring slots. Products have the dtype of pre-activations, h."""
 
-    def __init__(self, experts: CpuExperts, up: Projection, down: Projection, at: Workplace, h_PU: Tensor) -> None:
+    def __init__(self, experts: CpuExperts, up: Projection, down: Projection, scratch: Scratch, h_PU: Tensor) -> None:
         self.rule, self.activation, self.norm = experts.rule, experts.activation, experts.norm
-        self.up, self.down, self.at, self.scratch, self.h_PU = up, down, at, at.scratch, h_PU
+        self.up, self.down, self.scratch, self.h_PU = up, down, scratch, h_PU
 
     def _take(self, arrivals: Arrivals, arrival_N: Tensor, name: str) -> Tensor:
-        """Copies arrivals into scratch memory, where they last until the next ones of that name."""
+        """Gathers arrivals into scratch memory, where they last until the next ones of that name."""
         index = arrival_N if arrivals.index is None else arrivals.index[arrival_N]
         taken = self.scratch(name, (len(index), *arrivals.rows.shape[1:]), arrivals.rows.dtype)
         return torch.index_select(arrivals.rows, 0, index, out=taken)
@@ -121,7 +121,7 @@ class _Pass:
     def _new_rows(self, chunk: ChunkRows, arrivals: Arrivals) -> Tensor:
         """Returns [P, H] of a chunk, uninitialised but for rows that no slot has, which are zeros."""
         size = (chunk.num_rows, arrivals.rows.shape[1])
-        rows_PH = self.at.memory.empty(size, self.h_PU.dtype, self.h_PU.device)
+        rows_PH = self.scratch.memory.empty(size, self.h_PU.dtype, self.h_PU.device)
         rows_PH[sum(slot.padded for slot in chunk.slots) :] = 0
         return rows_PH
 
@@ -160,9 +160,9 @@ class CpuForward(_Pass):
     """``ForwardPass``, slot by slot; writes pre-activations into ``h_PU``."""
 
     def __init__(
-        self, experts: CpuExperts, up: Projection, down: Projection, at: Workplace, x: Arrivals, h_PU: Tensor
+        self, experts: CpuExperts, up: Projection, down: Projection, scratch: Scratch, x: Arrivals, h_PU: Tensor
     ) -> None:
-        super().__init__(experts, up, down, at, h_PU)
+        super().__init__(experts, up, down, scratch, h_PU)
         self.x = x
 
     def experts(self, chunk: ChunkRows) -> Tensor:
@@ -193,24 +193,24 @@ class CpuBackward(_Pass):
         experts: CpuExperts,
         up: Projection,
         down: Projection,
-        at: Workplace,
+        scratch: Scratch,
         inputs: BackwardInputs,
         order: Sequence[tuple[int, Tensor | slice, Tensor]],
         later: frozenset[int] = frozenset(),
     ) -> None:
-        super().__init__(experts, up, down, at, inputs.h_P2I)
+        super().__init__(experts, up, down, scratch, inputs.h_P2I)
         self.dy, self.x, self.weight_M, self.sums = inputs.dy, inputs.x, inputs.weight_M, inputs.sums
         self.order, self.later = order, later
-        wanted = (up.gradient, up.bias_gradient, down.gradient, down.bias_gradient)
-        self.gradients = [gradient for gradient in wanted if gradient is not None]
+        wanted = (up.gradient, down.gradient, up.bias_gradient, down.bias_gradient)
+        self.gradients = {kind: of for kind, of in zip(KINDS, wanted, strict=True) if of is not None}
         self.used_slots: set[int] = set()
         # With one chunk an expert's rows are all there at once, and what is no sum of blocks is not kept for later.
         kept_rows = len(self.h_PU) if later else 0
-        self.dh_PU = at.memory.empty((kept_rows, self.h_PU.shape[1]), self.h_PU.dtype, self.h_PU.device)
+        self.dh_PU = scratch.memory.empty((kept_rows, self.h_PU.shape[1]), self.h_PU.dtype, self.h_PU.device)
         width = self.h_PU.shape[1] // self.activation.halves
-        self.wa_PI = at.memory.empty((kept_rows, width), self.h_PU.dtype, self.h_PU.device)
-        # Of up, down and their biases, where blocks are added on one.
-        self.grids_S4: list[list[float]] = []
+        self.wa_PI = scratch.memory.empty((kept_rows, width), self.h_PU.dtype, self.h_PU.device)
+        # The grids of each slot's gradients, where blocks are added on one.
+        self.grids_S: list[dict[str, float]] = []
         # The largest dh and weighted activation of each row.
         self.sizes_2P = inputs.weight_M.new_zeros(2, 0 if self.sums is None else len(self.h_PU))
 
@@ -247,19 +247,20 @@ class CpuBackward(_Pass):
 
     def weight_gradients(self) -> None:
         if self.sums is not None:
-            self.grids_S4 = self.sums.agree(self._largest_of_slots(self.sums)).tolist()
+            grids_S4 = self.sums.agree(self._largest_of_slots(self.sums)).tolist()
+            self.grids_S = [dict(zip(KINDS, grids_4, strict=True)) for grids_4 in grids_S4]
         for slot, rows, places in self.order:
             if slot in self.later:
                 x_NH, dy_NH = self._take(self.x, places, "x"), self._take(self.dy, places, "dy")
                 dh_NU, wa_NI = self.dh_PU[rows], self.wa_PI[rows]
                 self._slot_gradients(slot, dh_NU, x_NH, dy_NH, wa_NI, self.weight_M[places])
             if self.sums is not None:
-                for gradient, grid in zip(self._gradients_of(slot), self.grids_S4[slot], strict=True):
-                    if gradient is not None and math.isnan(grid):
-                        gradient.fill_(math.nan)
-        for gradient in self.gradients:
+                for kind, gradient in self.gradients.items():
+                    if math.isnan(self.grids_S[slot][kind]):
+                        gradient[slot].fill_(math.nan)
+        for gradient in self.gradients.values():
             for slot in set(range(len(gradient))) - self.used_slots:
-                # Which changes no sum.
+                # Zeros of this sign change no sum.
                 gradient[slot].fill_(-0.0)
 
     def _largest_of_slots(self, sums: BlockSums) -> Tensor:
@@ -295,61 +296,38 @@ class CpuBackward(_Pass):
     def _slot_gradients(self, slot: int, *operands: Tensor) -> None:
         """Writes a slot's gradients, from its rows in expert order: dh, x, dy, weighted activations and weights."""
         self.used_slots.add(slot)
-        out = self._gradients_of(slot)
-        if self.sums is None or self.sums.is_one_block(slot):
-            self._write_gradients(*operands, *out)
-        else:
-            self._write_sums(self.sums, slot, operands, out)
+        for kind, gradient in self.gradients.items():
+            if self.sums is None or self.sums.is_one_block(slot):
+                self._write_gradient(kind, gradient[slot], *operands)
+            else:
+                self._write_sum(kind, gradient[slot], operands, self.sums.blocks(len(operands[0])), slot)
 
-    def _gradients_of(self, slot: int) -> list[Tensor | None]:
-        wanted = (self.up.gradient, self.down.gradient, self.up.bias_gradient, self.down.bias_gradient)
-        return [None if gradient is None else gradient[slot] for gradient in wanted]
-
-    def _write_sums(self, sums: BlockSums, slot: int, operands: Sequence[Tensor], out: Sequence[Tensor | None]) -> None:
-        """Writes a slot's gradients, which are added up block by block."""
+    def _write_sum(
+        self, kind: str, out: Tensor, operands: Sequence[Tensor], blocks: Sequence[slice], slot: int
+    ) -> None:
+        """Writes one gradient of a slot, which is added up block by block."""
         dh_NU, *_, weight_N = operands
         # Products in their own dtype, which spares a pass over them; sums of biases in the wide one.
-        dtypes = (dh_NU.dtype, dh_NU.dtype, weight_N.dtype, weight_N.dtype)
-        parts = [
-            None if of is None else self.scratch(f"part {n}", tuple(of.shape), dtypes[n]) for n, of in enumerate(out)
-        ]
-        totals = [
-            None if of is None else self.scratch(f"total {n}", tuple(of.shape), torch.float64)
-            for n, of in enumerate(out)
-        ]
-        for total in totals:
-            if total is not None:
-                total.zero_()
-        grids = self.grids_S4[slot]
-        for block in sums.blocks(len(operands[0])):
-            self._write_gradients(*(rows[block] for rows in operands), *parts)
-            for total, part, grid in zip(totals, parts, grids, strict=True):
-                if total is not None and part is not None:
-                    add_on_grid(total, part, grid)
-        for gradient, total in zip(out, totals, strict=True):
-            if gradient is not None and total is not None:
-                gradient.copy_(total)
+        dtype = weight_N.dtype if kind.endswith("bias") else dh_NU.dtype
+        part = self.scratch("part", tuple(out.shape), dtype)
+        total = self.scratch("total", tuple(out.shape), torch.float64).zero_()
+        for block in blocks:
+            self._write_gradient(kind, part, *(rows[block] for rows in operands))
+            add_on_grid(total, part, self.grids_S[slot][kind])
+        out.copy_(total)
 
-    def _write_gradients(
-        self,
-        dh_NU: Tensor,
-        x_NH: Tensor,
-        dy_NH: Tensor,
-        wa_NI: Tensor,
-        weight_N: Tensor,
-        up: Tensor | None,
-        down: Tensor | None,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
+    def _write_gradient(
+        self, kind: str, out: Tensor, dh_NU: Tensor, x_NH: Tensor, dy_NH: Tensor, wa_NI: Tensor, weight_N: Tensor
     ) -> None:
-        if up is not None:
-            self._write_product(self.up.transposed, dh_NU, x_NH, up)
-        if down is not None:
-            self._write_product(self.down.transposed, self.scratch.cast("cast dy", dy_NH, wa_NI.dtype), wa_NI, down)
-        if up_bias is not None:
-            up_bias.copy_(dh_NU.to(weight_N.dtype).sum(dim=0))
-        if down_bias is not None:
-            down_bias.copy_((dy_NH.to(weight_N.dtype) * weight_N[:, None]).sum(dim=0))
+        match kind:
+            case "up":
+                self._write_product(self.up.transposed, dh_NU, x_NH, out)
+            case "down":
+                self._write_product(self.down.transposed, self.scratch.cast("cast dy", dy_NH, wa_NI.dtype), wa_NI, out)
+            case "up bias":
+                out.copy_(dh_NU.to(weight_N.dtype).sum(dim=0))
+            case "down bias":
+                out.copy_((dy_NH.to(weight_N.dtype) * weight_N[:, None]).sum(dim=0))
 
     def _write_product(self, transposed: bool, dy_NB: Tensor, x_NA: Tensor, out: Tensor) -> None:
         """Writes ``dyᵀ @ x`` summed over rows in order, as the weight lies."""

@@ -1,20 +1,33 @@
 """Dispatch, experts and combine as two MegaKernels a direction: pulls, products and pushes overlap by themselves.
 
-The kernels are those of ``kernels.mega``; here is which is called when, and what
-is kept from forward to backward. Rows come in expert order at once, so that nothing is ever sorted anew, and every
-row is computed as ``experts_triton`` computes it: no point of the search space changes a bit.
+The kernels are those of ``kernels.mega``; this file says which is called when, and what is kept from forward to
+backward. Rows come in expert order at once, so that nothing is ever sorted anew, and every row is computed as
+``experts_triton`` computes it: no point of the search space changes a bit.
+
+A kernel that waits for a peer holds its multiprocessors, and virtual ranks share one GPU, where the peer may need them.
+Therefore a direction is a generator of *stages*. It pauses where a kernel behind must find something of all ranks, done
+or resident:
+
+- announced: from here on rows are pulled from peers, by kernels that fill the GPU;
+- fetched and multiplied: from here on programs wait for those of peers, which must be able to come beside them. So a
+  rank has no more programs than its share of the multiprocessors, of each of which one program may need all: what a
+  rank launches finds its own share free, whoever else waits. And all ranks launch the same kernels in this stage, as
+  one that is loaded first may have to wait for all that runs;
+- combined: what follows waits for nobody, and is launched when all that wait have whom they wait for.
+
+Ranks with a device each run through (``at_once``): while they wait, they keep nobody from coming.
 
 T tokens of this rank, H hidden, I expert width, K top-k, N rows here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,22 +38,22 @@ from moesys.collectives import guarded
 from moesys.config import ModelShape
 from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.numerics import INTERPRETED
-from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
+from moesys.kernels.experts.tile_config import TileConfigs
 from moesys.kernels.experts.tiles import groups_by_size
-from moesys.kernels.experts.weight_gradient import OrderedGroups, block_gradient, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, WeightGradients
 from moesys.kernels.host_copies import to_device
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange, publish
 from moesys.kernels.mega.exchange import Replicas, most_flags, regions
-from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
+from moesys.kernels.mega.mega_combine import down_combine, input_gradient_combine
 from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
 from moesys.kernels.mega.point import blocks_at
-from moesys.kernels.mega.task_times import TaskTime, TaskTimes
+from moesys.kernels.mega.tasks import TaskTime, TaskTimes
 from moesys.kernels.split.tables import IntArray
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts
 from moesys.kernels.symmetric.heap import ArenaLayout, Heap, require_no_capture
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.overlap.comm.frames import Position, call_bits
-from moesys.overlap.comm.record import Record, Recorder, stage
+from moesys.overlap.comm.record import Recorder, SpanRecord, stage
 from moesys.overlap.device_split import DeviceSplit, PendingPlan, RowLimit, device_split, require_rows, room_for_rows
 from moesys.overlap.exact_sum import BlockSums
 from moesys.overlap.executor import (
@@ -51,24 +64,35 @@ from moesys.overlap.executor import (
     HeldExperts,
     HostPlan,
     LayerContext,
-    Saved,
+    SavedTensors,
     WaitForExperts,
 )
-from moesys.overlap.experts_triton import ACTIVATION, agreed_blocks
+from moesys.overlap.experts_triton import ACTIVATION, write_weight_gradients
 from moesys.overlap.routes import held_experts
-from moesys.overlap.stages import Stages, at_once
+
+Result = TypeVar("Result")
+Stages = Generator[None, None, Result]
 
 
-def task_spans(tasks: Sequence[TaskTime], expert_G: Sequence[int]) -> Iterator[Record]:
-    """Of each task ``wait``, from when it was taken until it was ready, and then its kind, by when they began.
+def at_once(stages: Stages[Result]) -> Result:
+    """Returns what a direction of this rank returns, run on the current stream without a pause."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
 
-    ``expert_G``: the expert of each group of the rank.
+
+def task_spans(tasks: Sequence[TaskTime], expert_G: Sequence[int]) -> Iterator[SpanRecord]:
+    """Yields two spans of each task, by when they began: ``wait``, from when it was taken until it was ready, and then
+    its kind. ``expert_G``: the expert of each group of the rank.
     """
     for task in sorted(tasks, key=lambda task: task.start_us):
         lane = f"program {task.program:03d}"
         detail = task.launch if task.group < 0 else f"{task.launch}, expert {expert_G[task.group]}"
-        yield Record(lane, "wait", task.start_us, task.ready_us, f"{task.kind}, {detail}")
-        yield Record(lane, task.kind, task.ready_us, task.end_us, detail)
+        yield SpanRecord(lane, "wait", task.start_us, task.ready_us, f"{task.kind}, {detail}")
+        yield SpanRecord(lane, task.kind, task.ready_us, task.end_us, detail)
 
 
 class MegaExecutor(Executor):
@@ -114,9 +138,9 @@ class MegaExecutor(Executor):
 
 
 class MegaHome:
-    """Where the MegaKernels of a group's layers meet: one heap, which layers take turns on, as an epoch ends before the
-    next begins (``kernels.mega.exchange.regions``). It grows, on all ranks at once, when a micro-batch needs more: at
-    least to twice of what was too little, so that sizes that creep up seldom make a new one.
+    """The memory in which the MegaKernels of a group's layers meet: one heap, which layers use in turn, since an epoch
+    ends before the next begins (``kernels.mega.exchange.regions``). It grows, on all ranks at once, when a micro-batch
+    needs more: to at least twice the size that was too small, so that sizes that grow slowly seldom make a new one.
 
     Raises RuntimeError on the CPU where Triton does not interpret.
     """
@@ -134,8 +158,8 @@ class MegaHome:
         self._memory: dict[tuple[int, int, torch.dtype], tuple[tuple[int, int, int], MegaMemory]] = {}
 
     def memory(self, model: ModelShape, tokens: int, flags: int) -> MegaMemory:
-        """For layers like ``model``, at most so many tokens on any rank and flags of any source. Collective: all ranks
-        ask for the same.
+        """Returns the memory of layers like ``model``, for at most so many tokens on any rank and flags of any source.
+        A collective: all ranks ask for the same.
 
         Raises RuntimeError where it would have to grow while a CUDA graph is captured.
         """
@@ -179,7 +203,7 @@ def plan_mega(
     most_tokens: int,
     recorder: Recorder | None = None,
 ) -> MegaKernelRun:
-    """The executor of one micro-batch; ``most_tokens``: of any rank. Collective.
+    """Returns the run of one micro-batch; ``most_tokens``: the tokens of the rank with most. A collective.
 
     Raises ValueError, on all ranks alike, where one would get more rows than ``overlap.rows_cap`` allows, or tiles
     would change bits.
@@ -213,8 +237,9 @@ def plan_mega_later(
     turn: int,
     recorder: Recorder | None = None,
 ) -> tuple[MegaKernelRun, PendingPlan]:
-    """The executor of one micro-batch, and its plan, which forward makes on the device as ``split`` says, for at most
-    ``overlap.most_tokens`` on any rank. Collective where the home has no room yet; else no rank waits for another here.
+    """Returns the run of one micro-batch, and its plan, which forward makes on the device by ``split``, for at most
+    ``overlap.most_tokens`` on any rank. A collective where the home has no room yet; otherwise no rank waits for
+    another here.
 
     Raises ValueError, on this rank alone, for more tokens than that; on all ranks, where tiles would change bits.
     """
@@ -234,8 +259,8 @@ def plan_mega_later(
 
 
 def symmetric_bytes(overlap: MegaKernel, model: ModelShape, most_tokens: int, num_ranks: int, num_replicas: int) -> int:
-    """Bytes of the arena that each of ``num_ranks`` GPUs has for all layers like ``model``, with at most so many tokens
-    on any rank and so many replicas in a layout.
+    """Returns the bytes of the arena that each of ``num_ranks`` GPUs has for all layers like ``model``, with at most so
+    many tokens on any rank and so many replicas in a layout.
     """
     _, flags = _blocks_and_flags(overlap, model, most_tokens, num_replicas, torch.device("cuda"))
     shared = regions(most_tokens, model.top_k, model.hidden_size, getattr(torch, model.dtype), num_ranks, flags)
@@ -245,7 +270,7 @@ def symmetric_bytes(overlap: MegaKernel, model: ModelShape, most_tokens: int, nu
 def _blocks_and_flags(
     overlap: MegaKernel, model: ModelShape, most_tokens: int, num_replicas: int, device: torch.device
 ) -> tuple[TileConfigs, int]:
-    """How its products are cut, and how many flags any source needs at most."""
+    """Returns how the products are cut into tiles, and the most flags that any source needs."""
     blocks = blocks_at(overlap, ACTIVATION, getattr(torch, model.dtype), device)
     column_tiles = -(-model.hidden_size // min(blocks.down.columns, blocks.input_gradient.columns))
     return blocks, most_flags(most_tokens, model.top_k, num_replicas, blocks.down.rows, column_tiles)
@@ -274,18 +299,19 @@ class MegaKernelRun:
     sums: BlockSums | None = None
     _rows: MegaRows | None = field(default=None, init=False)
 
-    def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
-        """Output [T, H] in x's dtype, and h in expert order, with rows of x where the point keeps them, else x itself.
+    def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, SavedTensors]:
+        """Returns the output [T, H] in x's dtype, and h in expert order, with rows of x where the point keeps them,
+        else x itself.
 
         Raises ``PeerTimeoutError``: on the CPU if a rank waited in vain; on a GPU if one did in a direction before,
-        as far as the host knows by now (``MegaHome.check`` waits until it knows). So ValueError, if a device's plan
-        has too many rows for a rank.
+        as far as the host knows by now (``MegaHome.check`` waits until it knows). ValueError, in the same way, if a
+        device's plan has too many rows for a rank.
         """
         return at_once(self.forward_stages(x_TH, weight_TK, wait_for_experts))
 
     def recompute(
         self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
-    ) -> tuple[Tensor | None, Saved]:
+    ) -> tuple[Tensor | None, SavedTensors]:
         """Returns what ``forward`` does, whether it is ``read`` or not: what rows that are not pushed home leave of a
         heap's epochs is not proven.
         """
@@ -293,8 +319,8 @@ class MegaKernelRun:
 
     def forward_stages(
         self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts
-    ) -> Stages[tuple[Tensor, Saved]]:
-        """``forward``, stage by stage."""
+    ) -> Stages[tuple[Tensor, SavedTensors]]:
+        """Runs ``forward`` stage by stage."""
         memory, blocks, point, device = self.memory, self.blocks, self.point, x_TH.device
         self._look()
         experts: HeldExperts | None = None
@@ -327,20 +353,20 @@ class MegaKernelRun:
         noted = self._note(y_TH)
         if isinstance(self.plan, PendingPlan):
             self.plan.noted = noted
-        return y_TH, Saved(x_NH if point.keep_x else x_TH, h_NU, weight_TK)
+        return y_TH, SavedTensors(x_NH if point.keep_x else x_TH, h_NU, weight_TK)
 
     def backward(
-        self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
+        self, dy_TH: Tensor, saved: SavedTensors, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
     ) -> tuple[Tensor, Tensor]:
-        """(dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into ``gradients``,
-        or not computed where that is None. Raises as ``forward`` does.
+        """Returns (dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into
+        ``gradients``, or not computed where that is None. Raises as ``forward`` does.
         """
         return at_once(self.backward_stages(dy_TH, saved, wait_for_experts, gradients))
 
     def backward_stages(
-        self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
+        self, dy_TH: Tensor, saved: SavedTensors, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
     ) -> Stages[tuple[Tensor, Tensor]]:
-        """``backward``, stage by stage."""
+        """Runs ``backward`` stage by stage."""
         rows, memory, blocks, point, device = self._rows, self.memory, self.blocks, self.point, dy_TH.device
         assert rows is not None
         self._look()
@@ -369,7 +395,12 @@ class MegaKernelRun:
             yield
             if outer is not None and fused is None:
                 with stage("weight gradients", device):
-                    _weight_gradients(outer, rows.exchange.first_G1, blocks.weight_gradient, self.sums)
+                    in_order, first_G1 = (
+                        torch.arange(len(dh_NU), dtype=torch.int32, device=device),
+                        rows.exchange.first_G1,
+                    )
+                    groups = OrderedGroups(in_order, first_G1, groups_by_size(first_G1))
+                    write_weight_gradients(outer, groups, blocks.weight_gradient, self.sums)
         self._note(dx_TH, dweight_TK, *(() if outer is None else (outer.dgate_up_GUH, outer.ddown_GHI)))
         return dx_TH, dweight_TK
 
@@ -409,7 +440,7 @@ class MegaKernelRun:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Task times of what is launched inside."""
+        """Records the task times of what is launched inside."""
         recorder, replicas = self.recorder, self.replicas
         if recorder is None or not recorder.enabled:
             yield
@@ -422,24 +453,8 @@ class MegaKernelRun:
         recorder.add_later(lambda: task_spans(times.read(), replicas.expert_P[replicas.own_G].tolist()))
 
 
-def _weight_gradients(
-    sides: WeightGradients, first_G1: Tensor, block: TileConfig, sums: BlockSums | None = None
-) -> None:
-    """Both weight gradients by launches of their own. With ``sums`` a collective."""
-    in_order = torch.arange(len(sides.dh_NU), dtype=torch.int32, device=first_G1.device)
-    groups = OrderedGroups(in_order, first_G1, groups_by_size(first_G1))
-    if sums is not None:
-        by_row = (sides.dh_NU, sides.wa_NI)
-        of_up, of_down = agreed_blocks(sums, groups, 1, (sides.x_NH, sides.dy_NH), by_row)
-        block_gradient(sides.dh_NU, sides.x_NH, groups, 1, "right", of_up, block, sides.dgate_up_GUH)
-        block_gradient(sides.dy_NH, sides.wa_NI, groups, 1, "left", of_down, block, sides.ddown_GHI)
-        return
-    weight_gradient(sides.dh_NU, sides.x_NH, groups, 1, "right", block, out_GLR=sides.dgate_up_GUH)
-    weight_gradient(sides.dy_NH, sides.wa_NI, groups, 1, "left", block, out_GLR=sides.ddown_GHI)
-
-
 def replicas_of(layout: ExpertLayout, rank: int, device: torch.device) -> Replicas:
-    """Duplicates of an expert on one rank share the first one's work."""
+    """Returns the replicas of a layout; duplicates of an expert on one rank share the work of the first."""
     expert_P, rank_P = np.nonzero(layout.replicas_RE.T)
     place = {(int(r), int(e)): p for p, (e, r) in enumerate(zip(expert_P, rank_P, strict=True))}
     own = [place[rank, expert] for expert in held_experts(layout.experts_of(rank))]
@@ -447,12 +462,12 @@ def replicas_of(layout: ExpertLayout, rank: int, device: torch.device) -> Replic
 
 
 def tokens_by_replica(plan: TokenPlan, device: torch.device) -> Tensor:
-    """What each source sends to each replica, int64 [R, P]."""
+    """Returns what each source sends to each replica, int64 [R, P]."""
     return _by_replica(plan, plan.entries[:, 3], device)
 
 
 def lists_by_replica(plan: TokenPlan, device: torch.device) -> Tensor:
-    """Where in its list begins what each source sends to each replica, int64 [R, P]."""
+    """Returns where in the list of each source the tokens for each replica begin, int64 [R, P]."""
     # Entries come source by source, expert by expert, and of these in the order of the list.
     source, tokens = plan.entries[:, 0], plan.entries[:, 3]
     before = np.cumsum(tokens) - tokens

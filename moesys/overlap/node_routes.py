@@ -21,16 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesys.kernels.cpu.page_pool import PagePool
+from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.load import IntArray
-from moesys.overlap.chunked import ChunkedExecutor, ChunkedRun, RowMessages, Summands
+from moesys.overlap.chunked import ChunkedExecutor, ChunkedRun, Counts, RowMessages, Summands
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.executor import HostPlan, Workplace
+from moesys.overlap.executor import HostPlan
 from moesys.overlap.routes import Routes, build_routes, exclusive, ranges, rows_by_chunk, totals
 from moesys.row_traffic import gates, num_parts
 from moesys.schedule import Direction, Schedule, Stage, schedule_of
-
-Counts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class NodeSums:
 
 @dataclass(frozen=True)
 class NodeChunk:
-    """One chunk's way. Counts are [R], of rows.
+    """The way of one chunk. Counts are [R], of rows.
 
     inside: rows of the chunk's wire order, [first, last), that stay in this node; inside_send_R, inside_arrive_R.
     across_token_U: the tokens that cross, node by node; across_send_R to gates, across_arrive_R at this one.
@@ -74,8 +72,8 @@ class NodeChunk:
 
 @dataclass(frozen=True)
 class NodeRoutes:
-    """All chunks', whose rows cross in ``parts``. visit_row_N: of each visit that this rank tells, its index
-    token·K + k; visits_send_R, visits_arrive_R: how many go to gates, and how many have come to this one.
+    """The ways of all chunks, whose rows cross in ``parts``. visit_row_N: the index token·K + k of each visit that this
+    rank sends; visits_send_R, visits_arrive_R: how many visits go to gates, and how many have come to this one.
     """
 
     chunks: tuple[NodeChunk, ...]
@@ -113,8 +111,8 @@ def build_node_routes(
 
 
 class _Visits:
-    """What this rank sends to other nodes. ``numbers``, ``rows``: of its visits, node by node and in each chunk by
-    chunk, their numbers and indices token·K + k.
+    """The visits that this rank sends to other nodes. ``numbers``, ``rows``: their numbers and indices token·K + k,
+    node by node, and chunk by chunk for each node.
     """
 
     def __init__(self, routes: Routes, top_k: int, channel: Channel) -> None:
@@ -157,7 +155,7 @@ class _Visits:
 
 
 class _Gate:
-    """What comes through this rank: of the ``sources`` [S], to the ranks of its node, ``here`` [g]."""
+    """The rows that come through this rank, from the ``sources`` [S] to the ranks of its node, ``here`` [g]."""
 
     def __init__(self, rows_CRR: IntArray, channel: Channel) -> None:
         self.rows_CRR, self.rank = rows_CRR, channel.rank
@@ -260,7 +258,7 @@ class NodeMessages(RowMessages):
         direction: Direction,
     ) -> None:
         super().__init__(routes, channel, memory, source_TH, direction)
-        self._source_TH, self._node_routes = source_TH, node_routes
+        self._node_routes = node_routes
         # Of each chunk the newest part of what this rank is the gate for, until it is passed on.
         self._at_gate: dict[int, Tensor] = {}
         # The newest part of what was collected there, and of what is to go home with its sums.
@@ -278,7 +276,7 @@ class NodeMessages(RowMessages):
             self._here += self._coming.pop(stage, ())
 
     def put_in_place(self) -> None:
-        """Puts what has come in parts where it belongs: beside what is on its way, where something is."""
+        """Puts parts that have come where they belong, while other messages are on their way."""
         for place_NH, part_NH in self._here:
             place_NH.copy_(part_NH)
         self._here.clear()
@@ -407,12 +405,14 @@ class NodeRun(ChunkedRun):
     def _messages(self, source_TH: Tensor, direction: Direction) -> NodeMessages:
         return NodeMessages(self.routes, self.node_routes, self.channel, self.memory, source_TH, direction)
 
-    def _combine(self, messages: NodeMessages, stage: Stage, rows_PH: Tensor, at: Workplace, *, weighted: bool) -> None:
+    def _combine(
+        self, messages: NodeMessages, stage: Stage, rows_PH: Tensor, scratch: Scratch, *, weighted: bool
+    ) -> None:
         if stage.part:
-            self._send_sums(messages, stage, at, weighted=weighted)
+            self._send_sums(messages, stage, scratch, weighted=weighted)
         messages.combine(stage, rows_PH)
 
-    def _cross_nodes(self, messages: NodeMessages, stage: Stage, at: Workplace, weight_TK: Tensor | None) -> None:
+    def _cross_nodes(self, messages: NodeMessages, stage: Stage, scratch: Scratch, weight_TK: Tensor | None) -> None:
         match stage.kind:
             case "dispatch_weights":
                 assert weight_TK is not None
@@ -420,16 +420,16 @@ class NodeRun(ChunkedRun):
             case "spread":
                 messages.spread(stage)
             case "send_sums":
-                self._send_sums(messages, stage, at, weighted=weight_TK is not None)
+                self._send_sums(messages, stage, scratch, weighted=weight_TK is not None)
             case _:
-                super()._cross_nodes(messages, stage, at, weight_TK)
+                super()._cross_nodes(messages, stage, scratch, weight_TK)
 
-    def _send_sums(self, messages: NodeMessages, stage: Stage, at: Workplace, *, weighted: bool) -> None:
-        """Sums what was collected here for other nodes, and sends it home."""
+    def _send_sums(self, messages: NodeMessages, stage: Stage, scratch: Scratch, *, weighted: bool) -> None:
+        """Adds up the rows that were collected here for other nodes, and sends the sums home."""
         collected = messages.collected(stage.chunk, weighted=weighted)
         like_NH = collected.rows_NH
         sums_UH = self.memory.empty((len(collected.place_TK), like_NH.shape[1]), like_NH.dtype, like_NH.device)
-        self.compute.combine(*collected, sums_UH, at.scratch)
+        self.compute.combine(*collected, sums_UH, scratch)
         messages.send_sums(stage, sums_UH)
 
 
@@ -437,16 +437,13 @@ class NodeExecutor(ChunkedExecutor):
     """Runs plans of hosts whose tokens cross to a node once."""
 
     def run(self, expert_TK: Tensor, planned: HostPlan) -> NodeRun:
-        layer, plan = self.layer, planned.plan
+        layer, tokens = self.layer, planned.plan.tokens
         overlap, channel = layer.strategy.overlap, layer.channel.tagged(layer.channel.generation)
         sums = overlap.sums_by_node(channel.num_nodes)
         tokens_CRE = np.ascontiguousarray(planned.tokens_RCE.swapaxes(0, 1))
-        gate_R = gates_of(channel.rank, channel.node_of_rank)
-        routes = build_routes(
-            expert_TK, tokens_CRE, plan.tokens, channel.rank, self.compute.min_rows, gate_R, collect=sums
-        )
-        rows_CRR = rows_by_chunk(tokens_CRE, plan.tokens)
-        top_k = expert_TK.shape[1]
-        node_routes = build_node_routes(routes, rows_CRR, top_k, layer.shape.row_bytes, channel, sums=sums)
-        block_sums = layer.sums_of(plan, expert_TK.device)
-        return NodeRun(overlap, routes, channel, self.compute, layer.memory, block_sums, node_routes=node_routes)
+        gate_R, min_rows = gates_of(channel.rank, channel.node_of_rank), self.compute.min_rows
+        routes = build_routes(expert_TK, tokens_CRE, tokens, channel.rank, min_rows, gate_R, collect=sums)
+        rows_CRR, row_bytes = rows_by_chunk(tokens_CRE, tokens), layer.shape.row_bytes
+        ways = build_node_routes(routes, rows_CRR, expert_TK.shape[1], row_bytes, channel, sums=sums)
+        block_sums = layer.sums_of(planned.plan, expert_TK.device)
+        return NodeRun(overlap, lambda: routes, channel, self.compute, layer.memory, block_sums, node_routes=ways)

@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moesys.kernels.host_copies import to_device
@@ -123,11 +122,6 @@ class Routes:
     num_arrivals: int
     num_rows: int
 
-    @property
-    def routes(self) -> Routes:
-        """These: hosts know them at once."""
-        return self
-
 
 @dataclass(frozen=True)
 class SortedRoutes:
@@ -151,21 +145,13 @@ class SortedRoutes:
         return ()
 
 
-class PlannedRoutes(Protocol):
-    """Routes that may be on their way to the host."""
-
-    @property
-    def routes(self) -> Routes:
-        """Waits for the routes and returns them."""
-
-
 def chunk_bounds(num_tokens: int, num_chunks: int) -> list[int]:
     """Returns the token boundaries of the chunks, C + 1 of them."""
     return [num_tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]
 
 
 def chunk_counts(expert_TK: Tensor, num_experts: int, num_chunks: int) -> Tensor:
-    """Counts the rows of each chunk for each expert, int64 [C, E]."""
+    """Returns the number of rows of each chunk for each expert, int64 [C, E]."""
     bounds = chunk_bounds(expert_TK.shape[0], num_chunks)
     return torch.stack([torch.bincount(expert_TK[a:b].reshape(-1), minlength=num_experts) for a, b in pairwise(bounds)])
 
@@ -212,166 +198,188 @@ def build_routes(
     padded to at least so many (``kernels.cpu.row_invariant_gemm``); none stay none.
     """
     num_chunks, num_ranks, num_experts = tokens_CRE.shape
-    top_k, device = expert_TK.shape[1], expert_TK.device
-    expert_N = expert_TK.reshape(-1).cpu().numpy()
-    entries = _entries_of(plan, rank, num_experts, gate_R, collect)
-    entry_CN = _entries_by_chunk(tokens_CRE, *plan.entries[:, [0, 1, 3]].T)
+    (num_tokens, top_k), device = expert_TK.shape, expert_TK.device
+    source, expert, destination, tokens = plan.entries.T
+    entry_CN, slot_RE = _entries_by_chunk(tokens_CRE, source, expert, tokens), _slot_table(plan, num_experts)
+    out, here = source == rank, destination == rank
+    gate_N = np.full(np.count_nonzero(here), -1) if gate_R is None else gate_R[source[here]]
+    sent = _Blocks(entry_CN[:, out], rank=destination[out], slot=slot_RE[destination[out], expert[out]])
+    came = _Blocks(entry_CN[:, here], rank=source[here], slot=slot_RE[rank, expert[here]], gate=gate_N)
     num_slots = len(held_experts(plan.layout.experts_of(rank)))
-    bounds = chunk_bounds(len(expert_TK), num_chunks)
-    chunks: list[ChunkRoutes] = []
-    send_rows: list[IntArray] = []
-    starts: list[tuple[IntArray, IntArray]] = []
-    num_rows = num_arrivals = 0
-    for chunk, (first, last) in enumerate(pairwise(bounds)):
-        sent, came = entry_CN[chunk, entries.outgoing], entry_CN[chunk, entries.incoming]
-        sorted_rows = np.argsort(expert_N[first * top_k : last * top_k], kind="stable") + first * top_k
-        send_row = sorted_rows[ranges(exclusive(sent)[entries.wire], sent[entries.wire])]
-        home = np.empty(len(send_row), dtype=np.int64)
-        home[send_row - first * top_k] = np.arange(len(send_row))
-        arrived = _arrived(entries, came, num_slots, min_rows)
-        chunks.append(
-            ChunkRoutes(
-                tokens=(first, last),
-                sent=(first * top_k, last * top_k),
-                arrivals=(num_arrivals, num_arrivals + len(arrived.returns)),
-                rows=(num_rows, num_rows + len(arrived.gather)),
-                send_counts_R=totals(entries.destination_N, sent, num_ranks),
-                arrive_counts_R=totals(entries.source_N, came, num_ranks),
-                slots=tuple(
-                    SlotRows(slot, num_rows + start, valid, padded)
-                    for slot, (start, valid, padded) in enumerate(arrived.slots_S3.tolist())
-                    if valid
-                ),
-                first_S1=_first_rows(arrived.slots_S3[:, 2], device),
-                gather_P=_on(arrived.gather + num_arrivals, device),
-                return_M=_on(arrived.returns, device),
-                home_TK=_on(home.reshape(last - first, top_k), device),
-                combine_M=_on(arrived.going_home, device),
-            )
+
+    bounds = chunk_bounds(num_tokens, num_chunks)
+    send_row_N, home_N, by_destination_N = _sent_rows(expert_TK, num_experts, bounds, sent)
+    home_NK = _on(home_N, device).view(num_tokens, top_k)
+    arrived = _arrived_rows(came, num_slots, min_rows, collect)
+    gather_P, return_M, combine_M = (_on(of, device) for of in (arrived.gather_P, arrived.return_M, arrived.combine_M))
+    first_CS1 = _on(np.pad(np.cumsum(arrived.padded_CS, axis=1), ((0, 0), (1, 0))), device, torch.int32)
+    send_CR, arrive_CR = (blocks.totals("rank", num_ranks) for blocks in (sent, came))
+    first_row, first_arrival = ([0, *np.cumsum(of.sum(axis=1)).tolist()] for of in (arrived.padded_CS, arrive_CR))
+    slots_CS3 = np.stack([arrived.start_CS, arrived.valid_CS, arrived.padded_CS], axis=2).tolist()
+    chunks = tuple(
+        ChunkRoutes(
+            tokens=tokens_2,
+            sent=(tokens_2[0] * top_k, tokens_2[1] * top_k),
+            arrivals=arrivals_2,
+            rows=rows_2,
+            send_counts_R=tuple(send_CR[chunk].tolist()),
+            arrive_counts_R=tuple(arrive_CR[chunk].tolist()),
+            slots=_slots(slots_CS3[chunk]),
+            first_S1=first_CS1[chunk],
+            gather_P=gather_P[slice(*rows_2)],
+            return_M=return_M[slice(*arrivals_2)],
+            home_TK=home_NK[slice(*tokens_2)],
+            combine_M=combine_M[slice(*arrivals_2)],
         )
-        send_rows.append(send_row)
-        starts.append((arrived.row_start_N + num_rows, arrived.start_N + num_arrivals))
-        num_rows += len(arrived.gather)
-        num_arrivals += len(arrived.returns)
-    return _joined(entries, chunks, np.concatenate(send_rows), entry_CN, starts, num_slots)
-
-
-@dataclass(frozen=True)
-class _Entries:
-    """The entries of a plan that one rank sends, [outgoing], and that it receives, [incoming], in the plan's order.
-
-    wire: outgoing ones in wire order. arrival, going_home, by_slot: incoming ones as they arrive, as they go home, and
-    by slot.
-    """
-
-    outgoing: NDArray[np.bool_]
-    incoming: NDArray[np.bool_]
-    destination_N: IntArray
-    source_N: IntArray
-    slot_N: IntArray
-    wire: IntArray
-    arrival: IntArray
-    going_home: IntArray
-    by_slot: IntArray
-
-
-def _entries_of(plan: TokenPlan, rank: int, num_experts: int, gate_R: IntArray | None, collect: bool) -> _Entries:
-    source, expert, destination, _ = plan.entries.T
-    slot_RE = _slot_table(plan, num_experts)
-    outgoing, incoming = source == rank, destination == rank
-    destination_N, source_N = destination[outgoing], source[incoming]
-    slot_N = slot_RE[rank, expert[incoming]]
-    gate_N = np.full(len(source_N), -1) if gate_R is None else gate_R[source_N]
-    by_gate_N = (gate_N >= 0) & collect
-    return _Entries(
-        outgoing,
-        incoming,
-        destination_N,
-        source_N,
-        slot_N,
-        wire=np.lexsort((slot_RE[destination_N, expert[outgoing]], destination_N)),
-        arrival=np.lexsort((slot_N, source_N, gate_N)),
-        going_home=np.lexsort((slot_N, source_N, np.where(by_gate_N, gate_N, source_N), by_gate_N)),
-        by_slot=np.lexsort((source_N, slot_N)),
+        for chunk, (tokens_2, arrivals_2, rows_2) in enumerate(
+            zip(pairwise(bounds), pairwise(first_arrival), pairwise(first_row), strict=True)
+        )
     )
-
-
-class _ChunkArrivals(NamedTuple):
-    """What arrives of one chunk, rows and arrivals counted from the chunk's first. start_N, row_start_N: the first
-    arrival and expert row of each incoming entry. slots_S3: each slot's first row, rows, and rows with padding.
-    """
-
-    start_N: IntArray
-    row_start_N: IntArray
-    slots_S3: IntArray
-    gather: IntArray
-    returns: IntArray
-    going_home: IntArray
-
-
-def _arrived(entries: _Entries, came: IntArray, num_slots: int, min_rows: int) -> _ChunkArrivals:
-    """Returns what arrives of a chunk, of which ``came`` are the rows of each incoming entry."""
-    by_slot, arrival, going_home = entries.by_slot, entries.arrival, entries.going_home
-    start_N = np.empty_like(came)
-    start_N[arrival] = exclusive(came[arrival])
-    valid = np.bincount(entries.slot_N, weights=came, minlength=num_slots).astype(np.int64)
-    padded = np.where(valid > 0, np.maximum(valid, min_rows), 0)
-    slot_start, first_valid = exclusive(padded), exclusive(valid)
-    # A slot's blocks, one a source, follow one another from the slot's start.
-    row_start_N = np.empty_like(came)
-    row_start_N[by_slot] = exclusive(came[by_slot])
-    row_start_N += (slot_start - first_valid)[entries.slot_N]
-    real, place = ranges(start_N[by_slot], came[by_slot]), ranges(row_start_N[by_slot], came[by_slot])
-    gather = np.empty(int(padded.sum()), dtype=np.int64)
-    for slot in np.flatnonzero(padded > valid):
-        gather[slot_start[slot] + valid[slot] : slot_start[slot] + padded[slot]] = real[first_valid[slot]]
-    gather[place] = real
-    returns = np.empty(len(real), dtype=np.int64)
-    returns[real] = place
-    home = returns[ranges(start_N[going_home], came[going_home])]
-    return _ChunkArrivals(start_N, row_start_N, np.stack([slot_start, valid, padded], axis=1), gather, returns, home)
-
-
-def _joined(
-    entries: _Entries,
-    chunks: Sequence[ChunkRoutes],
-    send_row_N: IntArray,
-    entry_CN: IntArray,
-    starts: Sequence[tuple[IntArray, IntArray]],
-    num_slots: int,
-) -> Routes:
-    """Returns the routes of all chunks. ``starts``: the first rows and arrivals of each chunk's incoming entries."""
-    device, top_k = chunks[0].gather_P.device, chunks[0].home_TK.shape[1]
-    sent_CN, came_CN = entry_CN[:, entries.outgoing], entry_CN[:, entries.incoming]
-    destinations = [np.repeat(entries.destination_N[entries.wire], sent[entries.wire]) for sent in sent_CN]
-    sources = [np.repeat(entries.source_N[entries.arrival], came[entries.arrival]) for came in came_CN]
+    order_row_P, order_arrival_P = _on(arrived.order_row_P, device), _on(arrived.order_arrival_P, device)
+    rows_S = arrived.valid_CS.sum(axis=0)
     order: tuple[tuple[int, Tensor, Tensor], ...] = ()
-    order_row_P = order_arrival_P = torch.empty(0, dtype=torch.int64, device=device)
-    if len(chunks) > 1:
-        row_CN, arrival_CN = map(np.array, zip(*starts, strict=True))
-        slots, rows, arrivals = _expert_order(entries.slot_N, entries.by_slot, came_CN, row_CN, arrival_CN)
-        order_row_P, order_arrival_P = _on(rows, device), _on(arrivals, device)
-        lengths = [length for _, length in slots]
-        by_slots = zip(slots, order_row_P.split(lengths), order_arrival_P.split(lengths), strict=True)
-        order = tuple((slot, rows, arrivals) for (slot, _), rows, arrivals in by_slots)
-    rows_S = np.bincount(entries.slot_N, weights=came_CN.sum(axis=0), minlength=num_slots)
+    if num_chunks > 1:
+        slots, lengths = np.flatnonzero(rows_S).tolist(), rows_S[rows_S > 0].tolist()
+        order = tuple(zip(slots, order_row_P.split(lengths), order_arrival_P.split(lengths), strict=True))
     return Routes(
-        chunks=tuple(chunks),
+        chunks=chunks,
         send_token_N=_on(send_row_N // top_k, device),
         send_row_N=_on(send_row_N, device),
-        by_destination_N=_on(np.argsort(np.concatenate(destinations), kind="stable"), device),
-        by_source_M=_on(np.argsort(np.concatenate(sources), kind="stable"), device),
+        by_destination_N=_on(by_destination_N, device),
+        by_source_M=_on(arrived.by_source_M, device),
         order=order,
         order_row_P=order_row_P,
         order_arrival_P=order_arrival_P,
-        first_S1=_first_rows(rows_S, device),
-        num_arrivals=chunks[-1].arrivals[1],
-        num_rows=chunks[-1].rows[1],
+        first_S1=_on(np.append(0, np.cumsum(rows_S)), device, torch.int32),
+        num_arrivals=first_arrival[-1],
+        num_rows=first_row[-1],
     )
 
 
-def _first_rows(lengths: IntArray, device: torch.device) -> Tensor:
-    return _on(np.append(0, np.cumsum(lengths)), device, torch.int32)
+class _Blocks:
+    """The blocks of rows that one rank sends or receives: one for each chunk and entry of the plan, chunk by chunk.
+
+    ``num_B``: the rows of each. ``keys``: by what blocks are ordered: their chunk, and what the entries are given with.
+    """
+
+    def __init__(self, num_CN: IntArray, **keys_N: IntArray) -> None:
+        num_chunks, num_entries = num_CN.shape
+        self.num_chunks, self.num_B = num_chunks, num_CN.reshape(-1)
+        self.keys = {name: np.tile(key_N, num_chunks) for name, key_N in keys_N.items()}
+        self.keys["chunk"] = np.repeat(np.arange(num_chunks), num_entries)
+
+    def order(self, *names: str) -> IntArray:
+        """Returns the blocks in the order of these keys, the first one first."""
+        return np.lexsort([self.keys[name] for name in reversed(names)])
+
+    def starts(self, order: IntArray) -> IntArray:
+        """Returns the first row of each block where blocks lie in ``order``."""
+        start_B = np.empty_like(self.num_B)
+        start_B[order] = exclusive(self.num_B[order])
+        return start_B
+
+    def rows(self, start_B: IntArray, order: IntArray) -> IntArray:
+        """Returns the rows of all blocks, which begin at ``start_B``, in ``order``."""
+        return ranges(start_B[order], self.num_B[order])
+
+    def totals(self, name: str, number: int) -> IntArray:
+        """Returns the rows of each chunk for each value of a key, [C, number]."""
+        total_CX = np.zeros((self.num_chunks, number), dtype=np.int64)
+        np.add.at(total_CX, (self.keys["chunk"], self.keys[name]), self.num_B)
+        return total_CX
+
+
+def _sent_rows(
+    expert_TK: Tensor, num_experts: int, bounds: Sequence[int], sent: _Blocks
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns the rows t·K + k in wire order, the place of each row in the wire order of its chunk, and rows in wire
+    order sorted by destination.
+    """
+    first_C, num_C = np.array(bounds[:-1]) * expert_TK.shape[1], np.diff(bounds) * expert_TK.shape[1]
+    # A rank's list is in order of (chunk, expert, token, k), as its blocks are.
+    chunk_N, expert_N = np.repeat(np.arange(len(num_C)), num_C), expert_TK.reshape(-1).cpu().numpy()
+    listed_N = _stable_order(chunk_N * num_experts + expert_N, len(num_C) * num_experts)
+    wire = sent.order("chunk", "rank", "slot")
+    send_row_N = listed_N[sent.rows(exclusive(sent.num_B), wire)]
+    home_N = np.empty_like(send_row_N)
+    home_N[send_row_N] = np.arange(len(send_row_N)) - np.repeat(first_C, num_C)
+    return send_row_N, home_N, sent.rows(sent.starts(wire), sent.order("rank", "chunk", "slot"))
+
+
+class _ArrivedRows(NamedTuple):
+    """The rows that arrive, as ``ChunkRoutes`` and ``Routes`` have them. start_CS, valid_CS, padded_CS: the first row
+    of each slot in each chunk, its rows, and those with padding.
+    """
+
+    start_CS: IntArray
+    valid_CS: IntArray
+    padded_CS: IntArray
+    gather_P: IntArray
+    return_M: IntArray
+    combine_M: IntArray
+    by_source_M: IntArray
+    order_row_P: IntArray
+    order_arrival_P: IntArray
+
+
+def _arrived_rows(came: _Blocks, num_slots: int, min_rows: int, collect: bool) -> _ArrivedRows:
+    """Returns what arrives. ``min_rows``, ``collect``: as in ``build_routes``."""
+    valid_CS = came.totals("slot", num_slots)
+    arrival_B = came.starts(came.order("chunk", "gate", "rank", "slot"))
+    by_slot = came.order("chunk", "slot", "rank")
+    rows = _padded(came.rows(arrival_B, by_slot), valid_CS.reshape(-1), min_rows)
+    start_CS, padded_CS = (of.reshape(valid_CS.shape) for of in (rows.start, rows.padded))
+    # A slot's blocks, one for each source, follow one another from the slot's start.
+    shift_CS = start_CS - exclusive(valid_CS.reshape(-1)).reshape(valid_CS.shape)
+    row_B = came.starts(by_slot) + shift_CS[came.keys["chunk"], came.keys["slot"]]
+    return_M = rows.place - np.repeat(exclusive(padded_CS.sum(axis=1)), valid_CS.sum(axis=1))
+    by_gate = (came.keys["gate"] >= 0) & collect
+    came.keys["by gate"] = by_gate.astype(np.int64)
+    came.keys["toward"] = np.where(by_gate, came.keys["gate"], came.keys["rank"])
+    going_home = came.order("chunk", "by gate", "toward", "rank", "slot")
+    # With one chunk, expert rows are in expert order as they lie.
+    expert_order = came.order("slot", "rank", "chunk") if came.num_chunks > 1 else by_slot[:0]
+    return _ArrivedRows(
+        start_CS,
+        valid_CS,
+        padded_CS,
+        gather_P=rows.gather,
+        return_M=return_M,
+        combine_M=return_M[came.rows(arrival_B, going_home)],
+        by_source_M=came.rows(arrival_B, np.lexsort((arrival_B, came.keys["rank"]))),
+        order_row_P=came.rows(row_B, expert_order),
+        order_arrival_P=came.rows(arrival_B, expert_order),
+    )
+
+
+class _PaddedRows(NamedTuple):
+    """Rows of groups that are padded. start, padded: the first row of each group, and how many it has with padding.
+    gather: the arrival that each row is a copy of (padding repeats a group's first row); place: the row of each.
+    """
+
+    start: IntArray
+    padded: IntArray
+    gather: IntArray
+    place: IntArray
+
+
+def _padded(arrivals: IntArray, valid: IntArray, min_rows: int) -> _PaddedRows:
+    """Pads groups of ``valid`` rows, whose ``arrivals`` lie one behind the other, to ``min_rows``; none stay none."""
+    padded = np.where(valid > 0, np.maximum(valid, min_rows), 0)
+    start, place = exclusive(padded), np.empty_like(arrivals)
+    place[arrivals] = here = ranges(start, valid)
+    gather = np.empty(int(padded.sum()), dtype=np.int64)
+    gather[here] = arrivals
+    short = np.flatnonzero(padded > valid)
+    missing = (padded - valid)[short]
+    gather[ranges((start + valid)[short], missing)] = np.repeat(arrivals[exclusive(valid)[short]], missing)
+    return _PaddedRows(start, padded, gather, place)
+
+
+def _stable_order(values_N: IntArray, most: int) -> IntArray:
+    """Returns the order of values below ``most``, equal ones by their places."""
+    # Small integers are sorted by their digits.
+    return np.argsort(values_N.astype(np.uint16) if most <= 1 << 16 else values_N, kind="stable")
 
 
 def sort_rows(expert_TK: Tensor, num_experts: int, min_rows: int) -> SortedRoutes:
@@ -379,33 +387,27 @@ def sort_rows(expert_TK: Tensor, num_experts: int, min_rows: int) -> SortedRoute
     that an arrival is a choice. ``min_rows``: as in ``build_routes``.
     """
     expert_N = expert_TK.reshape(-1).cpu().numpy()
-    # Small integers are sorted by their digits.
-    small_N = expert_N.astype(np.uint16) if num_experts <= 1 << 16 else expert_N
-    sorted_N, valid_E = np.argsort(small_N, kind="stable"), np.bincount(expert_N, minlength=num_experts)
-    padded_E = np.where(valid_E > 0, np.maximum(valid_E, min_rows), 0)
-    start_E, first_E = exclusive(padded_E), exclusive(valid_E)
-    gather, place = sorted_N, np.arange(len(sorted_N))
-    if len(padding := np.flatnonzero(padded_E > valid_E)):
-        place = ranges(start_E, valid_E)
-        gather = np.empty(int(padded_E.sum()), dtype=np.int64)
-        for expert in padding:
-            end = start_E[expert] + padded_E[expert]
-            gather[start_E[expert] + valid_E[expert] : end] = sorted_N[first_E[expert]]
-        gather[place] = sorted_N
-    returns = np.empty_like(sorted_N)
-    returns[sorted_N] = place
-    starts, valids, paddeds = start_E.tolist(), valid_E.tolist(), padded_E.tolist()
+    valid_E = np.bincount(expert_N, minlength=num_experts)
+    rows = _padded(_stable_order(expert_N, num_experts), valid_E, min_rows)
+    slots_E3 = np.stack([rows.start, valid_E, rows.padded], axis=1).tolist()
     chunk = ChunkRows(
-        rows=(0, len(gather)),
-        slots=tuple(SlotRows(e, starts[e], valids[e], paddeds[e]) for e in range(num_experts) if valids[e]),
-        gather_P=torch.from_numpy(gather).to(expert_TK.device),
-        return_M=torch.from_numpy(returns).to(expert_TK.device),
+        rows=(0, len(rows.gather)),
+        slots=_slots(slots_E3),
+        gather_P=torch.from_numpy(rows.gather).to(expert_TK.device),
+        return_M=torch.from_numpy(rows.place).to(expert_TK.device),
     )
     return SortedRoutes(chunk, valid_E, expert_TK.shape[1])
 
 
+def _slots(rows_S3: Sequence[Sequence[int]]) -> tuple[SlotRows, ...]:
+    """Returns the slots with rows: first row, rows, and rows with padding of each."""
+    return tuple(SlotRows(slot, *rows_3) for slot, rows_3 in enumerate(rows_S3) if rows_3[1])
+
+
 def rows_by_chunk(tokens_CRE: IntArray, plan: TokenPlan) -> IntArray:
-    """Counts the rows of each chunk from each rank to each, int64 [C, R, R], by every rank's ``chunk_counts``."""
+    """Returns the number of rows of each chunk from each rank to each, int64 [C, R, R], from every rank's
+    ``chunk_counts``.
+    """
     source, expert, destination, tokens = plan.entries.T
     entry_CN = _entries_by_chunk(tokens_CRE, source, expert, tokens)
     num_chunks, num_ranks, _ = tokens_CRE.shape
@@ -416,7 +418,7 @@ def rows_by_chunk(tokens_CRE: IntArray, plan: TokenPlan) -> IntArray:
 
 
 def _slot_table(plan: TokenPlan, num_experts: int) -> IntArray:
-    """Slot index of each expert on each rank that holds it, [R, E], -1 elsewhere."""
+    """Returns the slot index of each expert on each rank that holds it, [R, E], -1 elsewhere."""
     slot_RE = np.full((plan.layout.num_ranks, num_experts), -1, dtype=np.int64)
     for rank in range(plan.layout.num_ranks):
         held = list(held_experts(plan.layout.experts_of(rank)))
@@ -425,7 +427,7 @@ def _slot_table(plan: TokenPlan, num_experts: int) -> IntArray:
 
 
 def _entries_by_chunk(tokens_CRE: IntArray, source: IntArray, expert: IntArray, tokens: IntArray) -> IntArray:
-    """Tokens of each plan entry in each chunk, [C, N].
+    """Returns the tokens of each plan entry in each chunk, [C, N].
 
     A source's rows for an expert form one line in (token, k) order. Chunks cut it by token, the plan cuts it by
     destination; an entry's share of a chunk is where the two intervals meet.
@@ -436,18 +438,6 @@ def _entries_by_chunk(tokens_CRE: IntArray, source: IntArray, expert: IntArray, 
     chunk_stop = np.cumsum(tokens_CRE[:, source, expert], axis=0)
     chunk_start = chunk_stop - tokens_CRE[:, source, expert]
     return np.maximum(0, np.minimum(start + tokens, chunk_stop) - np.maximum(start, chunk_start))
-
-
-def _expert_order(
-    slot_N: IntArray, by_slot: IntArray, came_CN: IntArray, row_CN: IntArray, arrival_CN: IntArray
-) -> tuple[list[tuple[int, int]], IntArray, IntArray]:
-    """The slots with rows, with how many; expert rows and arrivals by (slot, source, chunk): incoming entries in slot
-    order, and the chunks of each in turn.
-    """
-    rows_S = np.bincount(slot_N, weights=came_CN.sum(axis=0)).astype(np.int64)
-    lengths = came_CN[:, by_slot].T.reshape(-1)
-    rows, arrivals = (ranges(starts_CN[:, by_slot].T.reshape(-1), lengths) for starts_CN in (row_CN, arrival_CN))
-    return [(slot, int(rows_S[slot])) for slot in np.flatnonzero(rows_S).tolist()], rows, arrivals
 
 
 def exclusive(lengths: IntArray) -> IntArray:

@@ -1,7 +1,7 @@
-"""What a simulated step waited for: a chain of blocks from its start to its end, of which each began when the one
-before it ended. So no step with the same blocks can be shorter than it, and to shorten the step is to shorten one.
+"""The critical path of a simulated step: a chain of blocks from its start to its end, each of which began when the one
+before it ended. The step is shortened only by shortening one of them.
 
-The simulator writes down what let every block begin; nothing is guessed from times.
+The simulator records what each block waited for; nothing is inferred from times.
 
 R ranks. Times in seconds.
 """
@@ -19,7 +19,7 @@ from moesys.cost import FloatArray
 from moesys.load import IntArray
 from moesys.simulator.links import Flow, links_of_ranks
 
-# Of ``Computing.cause_R`` and ``AllToAll.cause``: nothing but the start of the step.
+# The value of ``Computing.cause_R`` and ``AllToAll.cause`` if nothing but the start of the step was waited for.
 START = -1
 LINK_LANES = ("NVLink out", "NVLink in", "NIC out", "NIC in")
 
@@ -28,8 +28,8 @@ LINK_LANES = ("NVLink out", "NVLink in", "NIC out", "NIC in")
 class PathPart:
     """A piece of the critical path.
 
-    rank: who computed; of a link whose it is, a rank's or, of a NIC, the node's number.
-    lane: ``compute`` or one of ``LINK_LANES``. share: of the step.
+    rank: the rank that computes or whose link it is; for a NIC, the number of its node.
+    lane: ``compute`` or one of ``LINK_LANES``. share: the part of the step's length.
     """
 
     rank: int
@@ -41,12 +41,12 @@ class PathPart:
 
     @property
     def is_of_rank(self) -> bool:
-        """Not of a node."""
+        """Whether ``rank`` is a rank, and not a node."""
         return not self.lane.startswith("NIC")
 
     @property
     def where(self) -> str:
-        """As in ``rank 17's NVLink in`` or ``rank 3's experts``."""
+        """The place in words, such as ``rank 17's NVLink in`` or ``rank 3's experts``."""
         owner = "rank" if self.is_of_rank else "node"
         return f"{owner} {self.rank}'s {self.kind.replace('_', ' ') if self.lane == 'compute' else self.lane}"
 
@@ -55,8 +55,8 @@ class PathPart:
 class Computing:
     """Computing on all ranks, event ``number``.
 
-    cause_R: number of the event that each rank was held up by until it began.
-    by_R: where the work of another rank held this one up to the end, whose; its own number elsewhere.
+    cause_R: number of the event that each rank waited for before it began.
+    by_R: the rank whose work each rank waited for at the end; its own number if it waited for none.
     """
 
     number: int
@@ -72,9 +72,9 @@ class Computing:
 class AllToAll:
     """An all-to-all that has been issued, event ``number``.
 
-    issued: when the last rank did, ``issued_by``, which event ``cause`` had held up until then.
+    issued: when the last rank, ``issued_by``, issued it; that rank had waited for event ``cause``.
     behind: number of the event before it on its channel.
-    needed_R: when the last of those had issued it that each rank has messages with: of its domain, or of all.
+    needed_R: when the last rank issued it with which each rank exchanges messages: of its domain, or of all.
     """
 
     number: int
@@ -94,7 +94,9 @@ Event = Computing | AllToAll
 def walk_back(
     events: Sequence[Event], cause: int, rank: int, length: float, cluster: ClusterSpec
 ) -> tuple[PathPart, ...]:
-    """The path that ends with event ``cause`` on ``rank``, from the start of the step on. ``length`` of the step."""
+    """Returns the path from the start of the step, whose length is ``length``, to the end of event ``cause`` on
+    ``rank``.
+    """
     parts: list[PathPart] = []
     link_4R, node_R = links_of_ranks(cluster), cluster.node_of_rank
 
@@ -124,7 +126,7 @@ def walk_back(
 
 
 def _last_link(flow: Flow, rank: int, link_4R: IntArray) -> tuple[int, float]:
-    """Which of its four links a rank was last through with, and when."""
+    """Returns which of its four links ended last for a rank, and when."""
     assert flow.end_L is not None
     ends_4 = np.where(flow.load.used_4R[:, rank], flow.end_L[link_4R[:, rank]], -np.inf)
     link = int(ends_4.argmax())
@@ -132,7 +134,7 @@ def _last_link(flow: Flow, rank: int, link_4R: IntArray) -> tuple[int, float]:
 
 
 def by_place(path: Iterable[PathPart]) -> list[tuple[str, float, float]]:
-    """(where, seconds, share of the step) of each place on a path, most seconds first: what to make faster."""
+    """Returns (where, seconds, share of the step) of each place on a path, most seconds first."""
     seconds: dict[str, float] = defaultdict(float)
     share: dict[str, float] = defaultdict(float)
     for part in path:
@@ -142,7 +144,7 @@ def by_place(path: Iterable[PathPart]) -> list[tuple[str, float, float]]:
 
 
 def by_kind(path: Iterable[PathPart]) -> dict[str, float]:
-    """Seconds of a path by what was done: experts, dispatch, restore and so on, most first."""
+    """Returns the seconds of a path by kind, such as experts, dispatch or restore, most seconds first."""
     seconds: dict[str, float] = defaultdict(float)
     for part in path:
         seconds[part.kind] += part.seconds

@@ -1,10 +1,10 @@
-"""The links of a simulated cluster: which all-to-all gets how much of which link, and when it ends on which rank.
+"""The links of a simulated cluster: how all-to-alls share them, and when each ends on each rank.
 
 As in the layers of a linked model there are two channels: tokens on one, experts and their gradients on the other. A
 channel runs one all-to-all at a time, in the order in which they are issued. An all-to-all of either channel uses many
-links at once; where both channels want a link, each gets half of it. A rank is through with the last of its own links,
-as one is that has sent and received what is its own, whoever else still sends (NCCL's and gloo's all-to-alls are
-messages between pairs). A node's ranks share its links, and are through with them together.
+links at once; if both channels use a link, each gets half of it. An all-to-all ends for a rank with the last of the
+rank's own links, when the rank has sent and received its own messages, whether or not others still send (the
+all-to-alls of NCCL and gloo are messages between pairs). The ranks of a node share its links, and end there together.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ChannelName = Literal["tokens", "weights"]
 
 @dataclass(eq=False)
 class Flow:
-    """One all-to-all. Times in seconds; ``end_R`` and ``end`` are settled once they are there.
+    """One all-to-all. Times are in seconds; ``end_L`` and ``end_R`` are final once they are not None.
 
     start: when the last rank has issued it, or later, when its channel is free.
-    latency_L: from then on until a link's first byte.
-    left_L: seconds that each link still needs for it at full rate. end_L: when it was through, where nothing is left.
-    end_R: when each rank is through, settled for all at once; -inf for one that sends and receives nothing.
+    latency_L: the time from then on until the first byte of each link.
+    left_L: seconds that each link still needs for it at full rate. end_L: when each link ended, if nothing is left.
+    end_R: when it ends for each rank, found for all at once; -inf for a rank that sends and receives nothing.
     """
 
     start: float
@@ -47,7 +47,8 @@ class Flow:
 class Links:
     """Runs flows on two channels of ``cluster``.
 
-    A message's latency is ``intra_node_us`` in its domain, else ``inter_node_us``; all of a flow set off at once.
+    The latency of a message is ``intra_node_us`` inside a domain, and otherwise ``inter_node_us``; all messages of a
+    flow are sent at once.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
@@ -57,12 +58,12 @@ class Links:
         self._link_4R = links_of_ranks(cluster)
         self._clock = 0.0
         self._queues: dict[ChannelName, deque[Flow]] = {"tokens": deque(), "weights": deque()}
-        # Of ``if_nothing_follows``, until something does, or time goes on.
+        # The result of ``if_nothing_follows``, until a flow is issued or time goes on.
         self._foreseen: list[tuple[float, FloatArray]] | None = None
 
     def issue(self, channel: ChannelName, ready: float, load: LinkLoad, latency_seconds: float = 0.0) -> Flow:
-        """Queue a flow. ``ready`` must not lie before the end of a flow that has been waited for. ``latency_seconds``:
-        of its messages, beside the cluster's. One without messages is through at once, and holds up nobody.
+        """Queues a flow. ``ready`` must not be before the end of a flow that has been waited for. ``latency_seconds``:
+        of its messages, in addition to the cluster's. A flow without messages ends at once and delays no other.
         """
         assert ready >= self._clock
         flow = Flow(ready, load, self._latency_L + latency_seconds, load.seconds_L)
@@ -74,15 +75,15 @@ class Links:
         return flow
 
     def end_of(self, flow: Flow) -> FloatArray:
-        """When the flow ends for each rank, [R]. What is issued later must be ready at that time or later, as
-        when all ranks wait for it: then nothing that is still unknown can slow it.
+        """Returns when the flow ends for each rank, [R]. Later flows must not be ready before that time, so that none
+        of them slows it; this holds if all ranks wait for the flow.
         """
         while flow.end_R is None:
             self._advance()
         return flow.end_R
 
     def if_nothing_follows(self) -> list[tuple[float, FloatArray]]:
-        """(start, end of each rank) of all flows that have not ended, if no more were issued."""
+        """Returns (start, end of each rank) of all flows that have not ended, if no more are issued."""
         if not any(self._queues.values()):
             return []
         if self._foreseen is not None:
@@ -96,7 +97,7 @@ class Links:
         return self._foreseen
 
     def _advance(self) -> None:
-        """Go to the next time at which a flow ends."""
+        """Advances to the next time at which a flow ends."""
         self._foreseen = None
         heads = [queue[0] for queue in self._queues.values() if queue]
         ends = _ends(heads, self._clock)
@@ -121,7 +122,7 @@ class Links:
 
 
 def links_of_ranks(cluster: ClusterSpec) -> IntArray:
-    """Each rank's own four of all links, [4, R]: out of the rank and into it, inside its domain; out of its node and
+    """Returns the four links of each rank, [4, R]: out of the rank and into it, inside its domain; out of its node and
     into it, between domains.
     """
     R, N, node_R = cluster.num_ranks, cluster.num_nodes, np.asarray(cluster.node_of_rank)
@@ -129,8 +130,8 @@ def links_of_ranks(cluster: ClusterSpec) -> IntArray:
 
 
 def _ends(heads: list[Flow], clock: float) -> list[FloatArray]:
-    """When each link is through with each of at most two flows. Where both want it each has half, so that of a and b
-    seconds of work, both begun, the first is done after a + min(a, b).
+    """Returns when each link ends each of at most two flows. If both use a link, each has half of it: of a and b
+    seconds of work that have both begun, the first ends after a + min(a, b).
     """
     begins = [flow.begin_L(clock) for flow in heads]
     if len(heads) == 1:
@@ -146,13 +147,13 @@ def _ends(heads: list[Flow], clock: float) -> list[FloatArray]:
 
 
 def _end_of(flow: Flow, begin_L: FloatArray, end_L: FloatArray) -> FloatArray:
-    """What has ended keeps its end."""
+    """Returns ``end_L``, but the earlier end of links that have ended already."""
     return end_L if flow.end_L is None else np.where(flow.left_L > 0, end_L, flow.end_L)
 
 
 def _left_after(heads: list[Flow], clock: float, until: float) -> list[FloatArray]:
-    """What is left for each link at ``until``: alone it has worked at full rate; beside the other at half, or at all
-    that the other left.
+    """Returns the seconds that are left for each link at ``until``. A flow has a link at full rate while it is alone,
+    and at half rate until the other flow ends.
     """
     begins = [flow.begin_L(clock) for flow in heads]
     both_L = np.maximum(*begins) if len(heads) == 2 else np.full_like(begins[0], np.inf)

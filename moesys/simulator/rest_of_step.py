@@ -9,24 +9,24 @@ is issued.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moesys.config import ClusterSpec
 from moesys.config.workload import Recompute
 from moesys.cost import ExpertPass, FloatArray, LinkLoad, memory_seconds
 from moesys.simulator.critical_path import AllToAll
-from moesys.simulator.lanes import Lanes
+from moesys.simulator.simulation import Lanes
 
 
 @dataclass(frozen=True, eq=False)
 class RestUnit:
-    """One unit of a model: the embedding, a layer, the head. Seconds are numbers or one a rank [R], of all but routed
-    experts, which come behind where ``has_experts``. ``again_seconds``: of what runs again in backward.
+    """One unit of a model: the embedding, a layer, the head. Seconds are a number, or one per rank [R], and leave out
+    the routed experts, which run after the rest if ``has_experts``. again_seconds: of what runs again in backward.
 
-    gathered, reduced: what its parameters ask of the links before each of its passes, one unit ahead, and its gradients
-        after backward, where data-parallel ranks shard them; None: nothing.
-    kept: parameters that stay from forward until backward, and so come once.
+    gathered: the load of the gather of its parameters, which is issued one unit ahead of each pass; reduced: the load
+        of the reduction of its gradients after backward. None if data-parallel ranks do not shard them.
+    kept: whether its parameters stay from forward until backward, and so are gathered once.
     """
 
     forward_seconds: float | FloatArray
@@ -40,31 +40,33 @@ class RestUnit:
 
 @dataclass(frozen=True)
 class RestOfStep:
-    """What a step does beside the experts of its layers.
+    """What a step does besides the experts of its layers.
 
-    other_seconds: forward of the rest of a layer (attention, norms, router), before its experts, a number or one a rank
-        [R].
-    other_backward_seconds: its backward; None: twice as long. other_again_seconds: what of it runs again under
+    other_seconds: the forward of the rest of a layer (attention, norms, router), before its experts; a number, or one
+        per rank [R].
+    other_backward_seconds: its backward; None: twice as long. other_again_seconds: the part of it that runs again under
         ``recompute``; None: all.
-    recompute: ``layers``: in backward the whole layer runs forward once more before, and its rows travel once more.
-        ``selective``, as in checkpointed blocks that end with the layer: as far as backward reads it, so neither do the
-        second products run again, nor do rows travel home; MegaKernels run all. ``computing``, as LAER-MoE does it:
-        rows that have travelled are kept.
-    optimizer_seconds: at the end of the step.
-    latency_seconds: what every all-to-all of rows, experts or gradients takes before its first byte, beside what the
-        cluster declares.
-    gradient_bytes: of one element of an expert's gradient on its way home; None: as the strategy's reduction has it.
-    every_slot_travels: an expert that a rank holds twice comes twice, and so do its gradients go home, as LAER-MoE's.
-    travel_behind_rest: as FSDP does with its prefetch limit of 1, and no linked model: a layer's experts set off before
-        the rest of the layer, in backward before that of the layer above; gradients are waited for at the end only.
-    units_block: parameters of units come when they are needed, and gradients go when they are there, and nobody
-        computes meanwhile.
-    row_share: bytes of a row on its way to experts, and of a gradient on its way to them in backward, over those in the
-        compute dtype, where rows are narrowed before they are sent. MegaKernels send them as they are.
-    cast_bytes: read and written for each row to narrow the operands of experts' products, before their forward and
+    recompute: ``layers``: before its backward the whole layer runs forward again, and its rows travel again.
+        ``selective``, as in checkpointed blocks that end with the layer: the layer runs again as far as backward reads
+        it, so that neither the second products nor combine run again; MegaKernels run everything again. ``computing``,
+        as in LAER-MoE: rows that have travelled are kept.
+    optimizer_seconds: the optimizer at the end of the step.
+    latency_seconds: the time before the first byte of every all-to-all of rows, experts or gradients, in addition to
+        the cluster's latency.
+    gradient_bytes: bytes of one element of an expert's gradient when it is sent to its owner; None: those of the
+        strategy's reduction.
+    every_slot_travels: an expert that a rank holds twice is sent twice, and so are its gradients, as in LAER-MoE.
+    travel_behind_rest: a layer's experts are sent before the rest of the layer runs, in backward before the rest of the
+        layer above runs, and gradients are waited for only at the end: as FSDP does with a prefetch limit of 1. A
+        linked model does not.
+    units_block: parameters of units are gathered when they are needed, gradients are reduced when they are there, and
+        no rank computes meanwhile.
+    row_share: bytes of a row that is sent to experts, and of a gradient that is sent to them in backward, divided by
+        those in the compute dtype, if rows are narrowed before they are sent. MegaKernels send them as they are.
+    cast_bytes: bytes read and written per row to narrow the operands of experts' products, before their forward and
         before their backward.
-    units: all of the model in the order of forward, with as many that have experts as there are layers with them; then
-        ``other_seconds`` and its like are not read. None: layers with experts, and nothing else.
+    units: all units of the model in the order of forward, as many with experts as there are layers with experts; then
+        ``other_seconds`` and the other seconds of the rest are not read. None: layers with experts, and nothing else.
     """
 
     other_seconds: float | FloatArray = 0.0
@@ -82,7 +84,7 @@ class RestOfStep:
     units: Sequence[RestUnit] | None = None
 
     def units_of(self, num_layers: int) -> Sequence[RestUnit]:
-        """Returns those of a model with ``num_layers`` layers with experts. Raises ValueError for another number."""
+        """Returns the units of a model with so many layers with experts. Raises ValueError if ``units`` has others."""
         if self.units is None:
             forward = self.other_seconds
             backward = 2 * forward if self.other_backward_seconds is None else self.other_backward_seconds
@@ -93,8 +95,8 @@ class RestOfStep:
         return self.units
 
     def cast_seconds(self, rows_RE: FloatArray, cluster: ClusterSpec, of: ExpertPass) -> FloatArray:
-        """Returns seconds [R] to narrow the operands of a pass. Those of weights' gradients are narrow by then; what
-        pre-activations lead to is one of them.
+        """Returns the seconds [R] in which the operands of a pass are narrowed. Those of weight gradients are narrow by
+        then, and pre-activations have those of forward.
         """
         forward, backward = self.cast_bytes
         num_bytes = {"input_gradients": backward, "weight_gradients": 0.0}.get(of, forward)
@@ -107,14 +109,10 @@ class RestOfStep:
 
 
 class ShardedRest:
-    """Of one micro-batch. ``issue``: sends a load on the lane of that name. ``blocks``: nothing is under way beside
-    computing.
-    """
+    """The gathers and reductions of one micro-batch's units. ``blocks``: none of them runs while ranks compute."""
 
-    def __init__(
-        self, units: Sequence[RestUnit], lanes: Lanes, issue: Callable[[str, LinkLoad, str], AllToAll], blocks: bool
-    ) -> None:
-        self._units, self._lanes, self._issue, self._blocks = units, lanes, issue, blocks
+    def __init__(self, units: Sequence[RestUnit], lanes: Lanes, blocks: bool) -> None:
+        self._units, self._lanes, self._blocks = units, lanes, blocks
         self._gathers: dict[int, AllToAll | None] = {}
         self._reductions: list[AllToAll] = []
 
@@ -131,7 +129,7 @@ class ShardedRest:
 
     def after_backward(self, place: int) -> None:
         if (reduced := self._units[place].reduced) is not None:
-            self._reductions.append(self._issue("reduce_scatter", reduced, f"unit {place}"))
+            self._reductions.append(self._lanes.send("weights", "reduce_scatter", reduced, f"unit {place}"))
             if self._blocks:
                 self.finish()
 
@@ -140,10 +138,10 @@ class ShardedRest:
             self._lanes.wait(self._reductions.pop(0))
 
     def _gather(self, place: int) -> None:
-        """Unless it is under way."""
+        """Issues the gather of a unit, unless there is no such unit or the gather is in flight."""
         if place < len(self._units) and place not in self._gathers:
-            load = self._units[place].gathered
-            self._gathers[place] = None if load is None else self._issue("all_gather", load, f"unit {place}")
+            load, name = self._units[place].gathered, f"unit {place}"
+            self._gathers[place] = None if load is None else self._lanes.send("weights", "all_gather", load, name)
 
     def _wait(self, place: int) -> None:
         if (gather := self._gathers.pop(place, None)) is not None:

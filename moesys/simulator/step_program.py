@@ -2,14 +2,13 @@
 
 Every rank runs the program of a linked model: the stages of a layer are those of ``moesys.schedule``, which executors
 run, and experts travel around them as in ``moe.call`` and ``moe.runtime``. So collectives are the same, in the same
-order, issued and waited for at the same points. What is modelled: the products of each rank's own rows, in tiles and
-waves; gathers and weighted sums; the rest of a layer; recomputation; all-to-alls, which start when the last rank has
-issued them, as each pair of ranks begins when both are there (so a rank that is late makes all others wait) and of
-which a rank is through with its own messages (``simulator.links``); links shared by tokens and experts; computing that
-is slower while messages move beside it; the exchange of counts and of routing weights, as messages without bytes;
-chunks of exactly 1/C of everything.
+order, issued and waited for at the same points. The simulator models the products of each rank's own rows, in tiles
+and waves; gathers and weighted sums; the rest of a layer; recomputation; all-to-alls, which start when the last rank
+has issued them, so that a late rank makes all others wait, and which end for each rank with its own messages
+(``simulator.links``); links shared by tokens and experts; computing that is slower while messages move; the exchange of
+counts and of routing weights, as messages without bytes; and chunks of exactly 1/C of everything.
 
-What is not: routers and planning, copies of experts before and behind their way, and links that are slower than
+It does not model routers and planning, copies of experts before and after they travel, and links that are slower than
 declared because many messages are short or meet in a switch.
 
 R ranks. Seconds inside, microseconds in the ``Timeline``.
@@ -20,7 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Literal, assert_never
 
@@ -45,18 +43,16 @@ from moesys.layout import TokenPlan
 from moesys.row_traffic import RowTraffic, row_traffic
 from moesys.schedule import Direction, Stage, StageKind, schedule_of
 from moesys.simulator.critical_path import AllToAll
-from moesys.simulator.lanes import SLOWER_RANKS, Lanes
-from moesys.simulator.links import ChannelName
 from moesys.simulator.mega.layer_pass import queued_ahead
 from moesys.simulator.rest_of_step import RestOfStep, ShardedRest
-from moesys.simulator.simulation import Simulation
+from moesys.simulator.simulation import SLOWER_RANKS, Lanes, Simulation
 from moesys.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class LayerRows:
-    """Rows of each rank and expert, what their way asks of the links where all go ``whole``, and what travels in each
-    stage and part, were there one chunk.
+    """The rows of each rank and expert, the load of the links if all rows go at once (``whole``), and what travels in
+    each stage and part if there is one chunk.
     """
 
     rows_RE: FloatArray
@@ -66,7 +62,7 @@ class LayerRows:
 
     @classmethod
     def of(cls, plan: TokenPlan, model: ModelShape, cluster: ClusterSpec, overlap: Overlap) -> LayerRows:
-        """Returns those of one micro-batch."""
+        """Returns the rows of a layer in one micro-batch."""
         traffic = row_traffic(plan, model, cluster, overlap)
         loads = traffic.stage_loads(model, cluster)
         whole = link_load(dispatch_bytes(plan, model), cluster) if ("spread", 0) in loads else loads["dispatch", 0]
@@ -80,12 +76,13 @@ def run_step(
     micro_batches: Sequence[Sequence[TokenPlan]],
     rest: RestOfStep | None = None,
 ) -> Simulation:
-    """Forward and backward of each micro-batch through all layers, one micro-batch after another; zero is the start.
+    """Simulates forward and backward of each micro-batch through all layers, one micro-batch after another, from time
+    zero on.
 
-    ``micro_batches``: the plans of each, layer by layer. Spans are named as a measured step's: lanes ``compute`` (its
-    kinds are ``simulation.COMPUTED_KINDS``), ``counts``, ``dispatch``, ``combine``, ``restore``, ``reshard``,
-    ``all_gather``, ``reduce_scatter`` and ``mega_kernel``, whose kinds are named alike. What takes no rank any time has
-    no span.
+    ``micro_batches``: the plans of each micro-batch, layer by layer. Spans are named as in a measured step: on the lane
+    ``compute`` by their kinds (``simulation.COMPUTED_KINDS``); on ``counts``, ``dispatch``, ``combine``, ``restore``,
+    ``reshard``, ``all_gather``, ``reduce_scatter`` and ``mega_kernel`` as the lane. Work that takes no time on any rank
+    has no span.
     """
     rest = RestOfStep() if rest is None else rest
     step = _Step(strategy, model, cluster, rest)
@@ -103,8 +100,8 @@ def run_step(
 
 @dataclass
 class _Exchange:
-    """All-to-alls of experts or gradients, of which one begins where another ended: ``newest`` is under way, the
-    ``others`` are still to be issued.
+    """All-to-alls of experts or gradients, one after another: ``newest`` is in flight, and the ``others`` have not been
+    issued.
     """
 
     newest: AllToAll
@@ -113,11 +110,10 @@ class _Exchange:
 
 
 class _Step:
-    """Clocks of all ranks, ``now_R``, what holds each up until then, and what is on its way."""
+    """The program of a step: the clocks of all ranks, and the exchanges that are in flight."""
 
     def __init__(self, strategy: Strategy, model: ModelShape, cluster: ClusterSpec, rest: RestOfStep) -> None:
         self.strategy, self.model, self.cluster, self.rest = strategy, model, cluster, rest
-        self.suffix = ""
         self.num_chunks = strategy.overlap.chunks
         sharding = strategy.sharding
         self.prefetch_layers, self.delay_reshard, self.reshard_after_forward = 0, False, False
@@ -125,19 +121,19 @@ class _Step:
             self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
             self.reshard_after_forward = sharding.reshard_after_forward
         overlap = strategy.overlap
-        # Beside MegaKernels copy engines bring experts that are sharded; all else is sent by kernels.
+        # With MegaKernels copy engines move sharded experts, and kernels send everything else.
         pulled = overlap.reaches_memory and isinstance(sharding, Fsep) and sharding.flat
-        self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
+        self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share, rest.latency_seconds)
         self.waiting_reshards: deque[tuple[_Exchange | None, LinkLoad, int]] = deque()
         self.reshards: deque[_Exchange] = deque()
 
     def begin(self, plans: Sequence[TokenPlan], suffix: str) -> None:
-        """A micro-batch; experts that were brought for another one are not used. ``suffix``: of every detail."""
-        self.plans, self.suffix = plans, suffix
+        """Begins a micro-batch, which uses no experts of another one. ``suffix``: added to every detail."""
+        self.plans, self.lanes.suffix = plans, suffix
         self.units = self.rest.units_of(len(plans))
-        # Of each unit, which of the layers with experts it is, or comes before.
+        # For each unit the number of layers with experts before it.
         self.layer_of = list(accumulate((int(unit.has_experts) for unit in self.units), initial=0))
-        self.sharded = ShardedRest(self.units, self.lanes, partial(self._issue, "weights"), self.rest.units_block)
+        self.sharded = ShardedRest(self.units, self.lanes, self.rest.units_block)
         self.experts: dict[int, _Exchange | None] = {}
         self.late: dict[int, _Exchange | None] = {}
         self.restores: dict[tuple[int, str], tuple[LinkLoad, ...]] = {}
@@ -156,7 +152,7 @@ class _Step:
         if unit.has_experts and self.rest.travel_behind_rest:
             self._start_settled(layer)
         self.sharded.before_forward(place)
-        self._compute(unit.forward_seconds, "other", f"{self._name(place)} forward")
+        self.lanes.compute(unit.forward_seconds, "other", f"{self._name(place)} forward")
         if not unit.has_experts:
             return
         self._exchange_counts(layer)
@@ -174,12 +170,12 @@ class _Step:
         self.lanes.layer = self.layer_of[place]
         self.sharded.before_backward(place)
         if self.rest.runs_again:
-            self._compute(unit.again_seconds, "other", f"{name} recomputation")
+            self.lanes.compute(unit.again_seconds, "other", f"{name} recomputation")
         if unit.has_experts:
             self._experts_backward(self.layer_of[place])
         if self.rest.recompute == "computing":
-            self._compute(unit.again_seconds, "other", f"{name} recomputation")
-        self._compute(unit.backward_seconds, "other", f"{name} backward")
+            self.lanes.compute(unit.again_seconds, "other", f"{name} recomputation")
+        self.lanes.compute(unit.backward_seconds, "other", f"{name} backward")
         self.sharded.after_backward(place)
 
     def _experts_backward(self, layer: int) -> None:
@@ -202,7 +198,7 @@ class _Step:
         return f"layer {self.layer_of[place]}" if self.units[place].has_experts else f"unit {place}"
 
     def flush(self) -> None:
-        """Gradients that were to travel behind a layer that does not come, and those of the rest."""
+        """Sends the gradients that waited for another layer's backward, and waits for them and those of the rest."""
         self._cross_reshards()
         self._finish_reshards()
         self.sharded.finish()
@@ -210,10 +206,10 @@ class _Step:
     def finish(self) -> None:
         if self.rest.optimizer_seconds:
             self.lanes.layer = None
-        self._compute(self.rest.optimizer_seconds, "optimizer", "")
+        self.lanes.compute(self.rest.optimizer_seconds, "optimizer", "")
 
     def _run(self, layer: int, way: Direction) -> None:
-        """Goes through the stages that executors go through, and takes the time of each."""
+        """Runs the stages that executors run, and takes the time of each."""
         chunks, name, entered_R = self.num_chunks, f"layer {layer} {way}", self.lanes.now_R
         rows = self._rows(layer)
         under_way: dict[Stage, AllToAll] = {}
@@ -231,38 +227,38 @@ class _Step:
                 self._put_in_place(came_R, detail)
             match stage.kind:
                 case "dispatch_weights":
-                    under_way[stage] = self._message("dispatch", rows.whole, f"{name} weights")
+                    under_way[stage] = self.lanes.message("dispatch", rows.whole, f"{name} weights")
                 case "dispatch" | "spread" | "combine" | "send_sums":
                     if stage.kind == "send_sums" or (stage.kind == "combine" and stage.part):
-                        self._compute(gates_sum_R, "sum", detail)
+                        self.lanes.compute(gates_sum_R, "sum", detail)
                     if stage.kind == "combine":
-                        # Results are put in order at once, those that go home beside sums too.
+                        # Results are permuted at once, also those that are sent as rows while sums are sent.
                         self._gather(rows.rows_RE.sum(axis=1) / rows.traffic.parts_of("combine") / chunks, detail)
                     elif stage.kind != "send_sums":
                         sent_RR = rows.traffic.in_stage(stage.kind, stage.part)
-                        # Read as they are, and written as they travel.
+                        # Rows are read in the compute dtype, and written in the dtype in which they travel.
                         self._gather(sent_RR.sum(axis=1) * (1 + self.rest.row_share) / 2 / chunks, detail)
                     away = stage.kind in ("dispatch", "spread")
                     lane, share = ("dispatch", self.rest.row_share) if away else ("combine", 1.0)
                     load = rows.loads[stage.kind, stage.part].part(share / chunks)
-                    under_way[stage] = self._issue("tokens", lane, load, detail)
+                    under_way[stage] = self.lanes.send("tokens", lane, load, detail)
                     self._put_in_place(came_R, detail)
                 case "publish":
                     self.fused = next(self.queued)
-                    self._compute(self.fused.publish_seconds_R, "gather", name)
+                    self.lanes.compute(self.fused.publish_seconds_R, "gather", name)
                 case "wait_for_experts":
                     self._wait_for_experts(layer, way)
                 case "experts":
                     self._experts(rows.rows_RE / chunks, layer, way, stage.chunk)
                 case "pre_activations":
-                    self._compute(self._pass_seconds(rows.rows_RE / chunks, stage.kind), "experts", detail)
+                    self.lanes.compute(self._pass_seconds(rows.rows_RE / chunks, stage.kind), "experts", detail)
                 case "sum":
                     seconds_R = sum_seconds(rows.traffic.summed_R / chunks, self.model, self.cluster)
-                    self._compute(seconds_R, "sum", detail)
+                    self.lanes.compute(seconds_R, "sum", detail)
                 case "combine_dweights":
-                    under_way[stage] = self._message("combine", rows.whole.reversed(), f"{name} weights")
+                    under_way[stage] = self.lanes.message("combine", rows.whole.reversed(), f"{name} weights")
                 case "weight_gradients":
-                    self._compute(self._pass_seconds(rows.rows_RE, stage.kind), stage.kind, name)
+                    self.lanes.compute(self._pass_seconds(rows.rows_RE, stage.kind), stage.kind, name)
                 case "gather_dweights":
                     pass  # one number a row
                 case "mega_kernels":
@@ -271,18 +267,23 @@ class _Step:
                     assert_never(stage.kind)
 
     def _run_fused(self, layer: int, way: Direction, entered_R: FloatArray) -> None:
-        """MegaKernels of ranks that entered the layer at ``entered_R``."""
+        """Runs the MegaKernels of ranks that entered the layer at ``entered_R``."""
         rows = self._rows(layer)
         if way == "backward" and self.rest.recompute == "computing":
-            self._compute(self._pass_seconds(rows.rows_RE, "forward"), "experts", f"layer {layer} recomputation")
+            self.lanes.compute(self._pass_seconds(rows.rows_RE, "forward"), "experts", f"layer {layer} recomputation")
         found = self.fused.run(entered_R, self.lanes.now_R)
         seconds_L = np.sum([moved.link_seconds_L for moved in found.moved], axis=0)
         both_ways = LinkLoad(seconds_L, rows.whole.used_4R | rows.whole.reversed().used_4R)
-        self.lanes.run_fused(found, both_ways, f"layer {layer} {way}{self.suffix}")
+        self.lanes.run_fused(found, both_ways, f"layer {layer} {way}")
 
     def _wait_for_experts(self, layer: int, way: Direction) -> None:
-        """Experts of layers to come set off meanwhile; in backward gradients that waited, too."""
-        self._spread(layer)
+        """Waits for the layer's experts, after it has issued the restores of the next layers, and in backward the
+        gradients that waited.
+        """
+        # What is left of a restore comes first, so that it does not queue behind those of other layers.
+        for exchange in (self.experts[layer], self.late.get(layer)):
+            if exchange is not None:
+                self._advance(exchange)
         following = range(0)
         if way == "forward":
             following = range(layer + 1, min(layer + 1 + self.prefetch_layers, len(self.plans)))
@@ -295,11 +296,14 @@ class _Step:
                 self._start_restore(other)
         if way == "backward":
             self._cross_reshards()
-        self._finish_restore(layer)
+        for exchange in (self.experts[layer], self.late.pop(layer, None)):
+            if exchange is not None:
+                self._finish(exchange)
+        self.experts[layer] = None
 
     def _experts(self, rows_RE: FloatArray, layer: int, way: Direction, chunk: int) -> None:
         def run(of: Literal["forward", "input_gradients"], name: Direction) -> None:
-            self._compute(self._pass_seconds(rows_RE, of), "experts", f"layer {layer} {name} {chunk}")
+            self.lanes.compute(self._pass_seconds(rows_RE, of), "experts", f"layer {layer} {name} {chunk}")
 
         if way == "backward" and self.rest.recompute == "computing":
             run("forward", "recomputation")
@@ -315,7 +319,7 @@ class _Step:
 
     def _gather(self, rows_R: FloatArray, detail: str) -> None:
         if self.cluster.num_ranks > 1:
-            self._compute(gather_seconds(rows_R, self.model, self.cluster), "gather", detail)
+            self.lanes.compute(gather_seconds(rows_R, self.model, self.cluster), "gather", detail)
 
     def _rows(self, layer: int) -> LayerRows:
         if layer not in self.rows:
@@ -323,28 +327,30 @@ class _Step:
         return self.rows[layer]
 
     def _exchange_counts(self, layer: int) -> None:
-        """An all-gather: nobody knows what comes before all have said what they send."""
+        """Waits for the all-gather of the counts, from which each rank knows how many rows it receives."""
         R, sizes = self.cluster.num_ranks, np.array(self.cluster.domain_sizes)
         others = np.array([sizes.repeat(sizes) > 1, np.full(R, len(sizes) > 1)])
         counts = LinkLoad(np.zeros(2 * (R + self.cluster.num_nodes)), others.repeat(2, axis=0))
-        self.lanes.wait(self._message("counts", counts, f"layer {layer}"))
+        self.lanes.wait(self.lanes.message("counts", counts, f"layer {layer}"))
         if ("spread", 0) in (rows := self._rows(layer)).loads:
-            self.lanes.wait(self._message("counts", rows.loads["dispatch", 0], f"layer {layer} visits"))
+            self.lanes.wait(self.lanes.message("counts", rows.loads["dispatch", 0], f"layer {layer} visits"))
 
     # --- experts and their gradients ------------------------------------------------------------------------
 
     def _start_restore(self, layer: int) -> None:
-        """Unless the layer's experts are under way or here."""
+        """Issues the restore of the layer's experts, unless it is in flight or done."""
         if layer not in self.experts:
             self.experts[layer] = self._start(self._restores(layer, "all"), "restore", layer)
 
     def _start_settled(self, layer: int) -> None:
-        """Unless they are under way: experts that are settled before the counts are known; with ``lag=0`` none is."""
+        """Issues the restore of experts that are known before the counts, unless it is in flight. With ``lag=0`` there
+        are none.
+        """
         if layer not in self.experts and self.strategy.lag > 0:
             self.experts[layer] = self._start(self._restores(layer, "settled"), "restore", layer)
 
     def _start_late(self, layer: int) -> None:
-        """The counts are known: what is missing beside experts that came ahead."""
+        """Issues the restore of the late slots' experts, once the counts are known."""
         if layer in self.experts and self.strategy.late_slots:
             self.late[layer] = self._start(self._restores(layer, "late"), "restore", layer, " late")
 
@@ -358,20 +364,8 @@ class _Step:
             self.restores[layer, part] = tuple(link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
         return self.restores[layer, part]
 
-    def _spread(self, layer: int) -> None:
-        """Issue what is left of a restore, so that it does not queue behind those of other layers."""
-        for exchange in (self.experts[layer], self.late.get(layer)):
-            if exchange is not None:
-                self._advance(exchange)
-
-    def _finish_restore(self, layer: int) -> None:
-        for exchange in (self.experts[layer], self.late.pop(layer, None)):
-            if exchange is not None:
-                self._finish(exchange)
-        self.experts[layer] = None
-
     def _start_reshard(self, layer: int) -> None:
-        """Gradients that are summed inside nodes set off there; all others wait."""
+        """Issues the sums of gradients inside nodes; what crosses nodes, or is not summed inside, waits."""
         places = (self.plans[layer].layout, self.model, self.cluster, self.strategy.sharding)
         of_element = self.rest.gradient_bytes or self.strategy.reduction.gradient_bytes
         all_bytes = reshard_bytes(*places, of_element, self.rest.every_slot_travels)
@@ -398,28 +392,18 @@ class _Step:
             return None
         first, *others = loads
         detail = f"layer {layer}{when}"
-        return _Exchange(self._issue("weights", lane, first, detail), others, detail)
+        return _Exchange(self.lanes.send("weights", lane, first, detail), others, detail)
 
     def _advance(self, exchange: _Exchange) -> None:
-        """Wait for all all-to-alls of the exchange but the last, which is then under way."""
+        """Waits for all all-to-alls of the exchange but the last, which is then in flight."""
         while exchange.others:
             self.lanes.wait(exchange.newest)
-            exchange.newest = self._issue("weights", exchange.newest.lane, exchange.others.pop(0), exchange.detail)
+            load = exchange.others.pop(0)
+            exchange.newest = self.lanes.send("weights", exchange.newest.lane, load, exchange.detail)
 
     def _finish(self, exchange: _Exchange) -> None:
         self._advance(exchange)
         self.lanes.wait(exchange.newest)
-
-    def _issue(self, channel: ChannelName, lane: str, load: LinkLoad, detail: str) -> AllToAll:
-        """An all-to-all of rows, experts or gradients."""
-        return self.lanes.send(channel, lane, load, detail + self.suffix, self.rest.latency_seconds)
-
-    def _message(self, lane: str, load: LinkLoad, detail: str) -> AllToAll:
-        """An all-to-all of a few numbers."""
-        return self.lanes.send("tokens", lane, load.messages(), detail + self.suffix)
-
-    def _compute(self, seconds_R: FloatArray | float, kind: str, detail: str) -> None:
-        self.lanes.compute(seconds_R, kind, detail + self.suffix)
 
     def simulation(self) -> Simulation:
         timeline = Timeline.of_blocks(self.lanes.blocks())
@@ -437,7 +421,7 @@ def simulate(step_plan: StepPlan, *, other_seconds: float = 0.0, latency_seconds
 
 def simulation(micro_batches: Sequence[StepPlan], rest: RestOfStep | None = None) -> Simulation:
     """Simulates a step of these micro-batches on their cluster: returns its timeline and its critical path. The
-    docstring of this module says what the cost model knows.
+    docstring of this module says what is modelled.
 
     Raises ValueError for micro-batches of different strategies, models or clusters, and for none.
     """

@@ -99,8 +99,7 @@ def test_a_rehearsal_checks_and_times_everything(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_of_ours_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = contestants.moe_experts
-    monkeypatch.setattr(contestants, "moe_experts", lambda *inputs: right(*inputs) * 1.001)
+    monkeypatch.setattr(contestants, "moe_experts", lambda *inputs: grouped_mm_experts(*inputs) * 1.001)
     code, output = rehearse(
         *("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--repeats", "1"),
         *("--no-extras", "--out", str(tmp_path)),
@@ -169,7 +168,11 @@ def failing(calls: int) -> Implementation:
     return Implementation(experts)
 
 
-@pytest.mark.parametrize("calls", [0, 1, 3, 6], ids=["checked", "counted", "forward", "backward"])
+@pytest.mark.parametrize(
+    "calls",
+    [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 6],
+    ids=["checked", "counted", "forward", "backward"],
+)
 def test_a_contestant_that_raises_is_a_line_and_the_rest_goes_on(calls: int) -> None:
     here = {"fails": failing(calls), "grouped_mm": Implementation(grouped_mm_experts)}
     asked = contest.asked_for(names="grouped_mm", dtype="float32", repeats=2, device="cpu")
@@ -204,10 +207,13 @@ def test_extras_that_cannot_be_drawn_are_lines_and_the_rest_goes_on(monkeypatch:
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(checks, "draw_layer", full)
+    # In the interpreter ours would take ten times as long; in other tiles they are ours, whose bits are others.
+    for module in (checks, contestants):
+        monkeypatch.setattr(module, "moe_experts", grouped_mm_experts)
     code, output = rehearse("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--repeats", "0")
     assert code == 1
     assert output.count("OutOfMemoryError: no room") == 3
-    assert "tiles of 64x64" in output
+    assert " differ" in output
 
 
 def test_a_folder_that_cannot_be_written_to_is_known_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,10 +91,9 @@ def resumed(folder: str) -> tuple[list[float], list[str]]:
     return losses, [event.what for layer in model.moe for event in layer.experts.schedule.events]
 
 
-def test_a_checkpoint_is_resumed(release: Path) -> None:
+def test_a_checkpoint_is_resumed(release: Path, ranks: LocalRanks) -> None:
     """The last bit may differ on another machine, whose BLAS sums in another order."""
-    with LocalRanks(2) as two_ranks:
-        found = two_ranks.run(resumed, str(release / "checkpoint"))
+    found = ranks.run(resumed, str(release / "checkpoint"), num_ranks=2)
     there = [float.fromhex(word) for word in (release / "losses.txt").read_text().split()]
     for rank, (losses, events) in enumerate(found):
         np.testing.assert_allclose(losses, there[STEPS * rank :][SAVED_STEPS:STEPS], rtol=1e-5)
@@ -109,8 +108,7 @@ def output(folder: str, strategy: ms.Strategy) -> float:
 def test_a_checkpoint_is_loaded_on_other_ranks_under_another_sharding(release: Path, ranks: LocalRanks) -> None:
     assert release_files.SHAPE.num_experts == 4
     four = ranks.run(output, str(release / "checkpoint"), ms.Strategy(name="ep"))
-    with LocalRanks(2) as two_ranks:
-        two = two_ranks.run(output, str(release / "checkpoint"), FSEP)
+    two = ranks.run(output, str(release / "checkpoint"), FSEP, num_ranks=2)
     np.testing.assert_allclose(four, two[0], rtol=1e-5)
 
 

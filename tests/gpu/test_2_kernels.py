@@ -45,9 +45,9 @@ from moesys.kernels.experts.tiles import (
 from moesys.kernels.experts.token_rows import combine, combine_reference, gather_rows, gather_rows_reference
 from moesys.kernels.experts.up import up, up_reference
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient, weight_gradient_reference
-from moesys.kernels.routing.routing import route, route_reference
-from moesys.kernels.routing.topk import topk_by_index
+from moesys.kernels.routing import route, route_reference
 from moesys.kernels.symmetric.ordered_sum import ordered_sum, ordered_sum_reference
+from moesys.kernels.topk import topk_by_index
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.overlap.device_split import device_split

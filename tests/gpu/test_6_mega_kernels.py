@@ -14,9 +14,10 @@ from benchmarks.harness.contest import differing, in_words
 from benchmarks.kernels.drawn_layer import Size
 from benchmarks.mega.mega_contest import TOY, points_of
 from benchmarks.mega.ranks_layer import DIRECTIONS, MegaRun, draw_layer, regions_of, stand_alone_runs
+from benchmarks.mega.virtual_ranks import side_by_side
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
-from moesys.overlap.stages import at_once, side_by_side
+from moesys.overlap.mega_executor import at_once
 
 pytestmark = pytest.mark.gpu(layer="MegaKernels")
 

@@ -8,8 +8,6 @@ import pickle
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -449,22 +447,17 @@ def test_the_command(good: Path, tmp_path: Path) -> None:
     assert "is neither a hub folder" in neither.stderr
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from moesys.hf.convert import convert
+def convert_until_killed(source: Path, out: Path) -> None:
+    def tick(done: int, total: int) -> None:
+        if 2 * done > total:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def tick(done, total):
-    if 2 * done > total:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-convert(Path(sys.argv[1]), Path(sys.argv[2]), None, tick)
-"""
+    convert(source, out, None, tick)
 
 
-def test_a_killed_conversion_leaves_nothing_in_its_place(good: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(good), str(tmp_path / "start")]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+def test_a_killed_conversion_leaves_nothing_in_its_place(ranks: LocalRanks, good: Path, tmp_path: Path) -> None:
+    (died,) = ranks.outcomes(convert_until_killed, good, tmp_path / "start", num_ranks=1, expect_dead={0})
+    assert died.reason == "was killed by signal 9"
     assert not (tmp_path / "start").exists()
     quietly(good, tmp_path / "start")
     assert [path.name for path in tmp_path.iterdir()] == ["start"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,13 @@ def trained_at_planned_homes() -> dict[str, Any]:
     return {"steps": found, "state": state}
 
 
-@pytest.mark.parametrize("sizes", [(4,), pytest.param(GROUPS, marks=pytest.mark.slow)], ids=["one group", "two groups"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(2,), pytest.param((4,), marks=pytest.mark.slow), pytest.param(GROUPS, marks=pytest.mark.slow)],
+    ids=["two ranks", "one group", "two groups"],
+)
 def test_homes_change_no_bit_where_nothing_is_lent(ranks: LocalRanks, sizes: tuple[int, ...]) -> None:
-    for unmoved, moved in ranks.run(both, EP, sizes, timeout_s=150.0):
+    for unmoved, moved in ranks.run(both, EP, sizes, num_ranks=math.prod(sizes), timeout_s=150.0):
         assert moved["steps"] == unmoved["steps"]
         assert_equal(moved["state"], unmoved["state"])
 

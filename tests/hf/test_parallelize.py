@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ ONCE = ms.Pipelined(chunks=2, node_dispatch="once", combine="per_node")
     [
         LENT.replace(sharding=ms.Ep(slots_per_rank=7, lend="hierarchical"), overlap=ONCE, late_slots=1),
         FSEP.replace(sharding=FSEP.sharding.replace(restore="hierarchical", reshard="hierarchical"), overlap=ONCE),
-        LENT.replace(balance=ms.MoonEp(), split=ms.Quotas(), lag=0),
+        pytest.param(LENT.replace(balance=ms.MoonEp(), split=ms.Quotas(), lag=0), marks=pytest.mark.slow),
     ],
     ids=["lent, hierarchical, late slots", "fsep, hierarchical", "quotas"],
 )
@@ -147,7 +148,11 @@ def test_two_groups_of_four_train_as_one_process_does(strategy: ms.Strategy) -> 
         assert_as_alone(found, wanted)
 
 
-def on_random_meshes(folder: Path) -> list[str]:
+# One dimension, and two of two; the sweep has two with one rank in either.
+NUM_MESHES = 10 if os.environ.get("MOESYS_SWEEP") == "1" else 6
+
+
+def on_random_meshes(folder: Path, num_meshes: int) -> list[str]:
     """Returns the refusal of each mesh with ranks in random order, or an empty string."""
     generator, refused = torch.Generator().manual_seed(0), []
     wanted = drawn("qwen3_moe", EXPERTS)
@@ -156,7 +161,7 @@ def on_random_meshes(folder: Path) -> list[str]:
     norm = nn.utils.get_total_norm([each.grad for each in wanted.parameters()])
     delayed = FSEP.replace(sharding=FSEP.sharding.replace(delay_reshard=True))
     saved = None
-    for number in range(10):
+    for number in range(num_meshes):
         strategy = (LENT, FSEP, delayed)[number % 3]
         sizes = [(4,), (2, 2), (2, 2), (4, 1), (1, 4)][number // 2]
         mesh = DeviceMesh(
@@ -202,11 +207,11 @@ def on_random_meshes(folder: Path) -> list[str]:
 def test_ranks_of_a_mesh_may_be_in_any_order(ranks: LocalRanks, tmp_path: Path) -> None:
     """Every rank refuses groups that cannot be put in ascending order, such as [0, 3] and [1, 2]."""
     generator, crossed = torch.Generator().manual_seed(0), []
-    for number in range(10):
+    for number in range(NUM_MESHES):
         order = torch.randperm(4, generator=generator).view(2, 2).sort(dim=1).values.tolist()
         crossed.append(number // 2 in (1, 2) and sorted(order) == [[0, 3], [1, 2]])
     assert 0 < sum(crossed) < 4
-    for refused in ranks.run(on_random_meshes, tmp_path, timeout_s=100.0):
+    for refused in ranks.run(on_random_meshes, tmp_path, NUM_MESHES, timeout_s=100.0):
         assert ["cannot be put in an order in which ranks ascend" in each for each in refused] == crossed
         assert [bool(each) for each in refused] == crossed
 
@@ -222,7 +227,7 @@ def trained_with_late_gradients(strategies: list[ms.Strategy], sizes: tuple[int,
     return found
 
 
-@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=["one group", "two groups"])
+@pytest.mark.parametrize("sizes", [pytest.param((4,), marks=pytest.mark.slow), (2, 2)], ids=["one group", "two groups"])
 def test_delayed_gradients_have_the_same_bits(ranks: LocalRanks, sizes: tuple[int, ...]) -> None:
     """FSDP is past a layer when its gradients come home; replicas of its group are added up then."""
     # Greedy plans other layouts where gradients are delayed, and so other sums over replicas.

@@ -57,6 +57,11 @@ FORMULAS: dict[str, Callable[[Any, Tensor, list[int]], Tensor]] = {
     "gpt_oss": divided_softmax_at,
 }
 every_family = pytest.mark.parametrize("family", FORMULAS)
+# One of each function that has weights at other experts (``WEIGHTS_AT``); the others are slow.
+ONE_EACH = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+every_function = pytest.mark.parametrize(
+    "family", [name if name in ONE_EACH else pytest.param(name, marks=pytest.mark.slow) for name in FORMULAS]
+)
 
 
 def routers(model: nn.Module) -> list[Any]:
@@ -156,7 +161,7 @@ def test_experts_get_what_is_replayed(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@every_family
+@every_function
 def test_other_dtypes_replay_without_a_changed_bit(family: str, dtype: torch.dtype) -> None:
     model = drawn(family, experts_implementation="moesys").to(dtype)
     plain = train(model)
@@ -166,7 +171,7 @@ def test_other_dtypes_replay_without_a_changed_bit(family: str, dtype: torch.dty
         assert_same_bits(train(model), plain)
 
 
-@every_family
+@every_function
 def test_autocast_replays_without_a_changed_bit(family: str) -> None:
     model = drawn(family, experts_implementation="moesys")
     with torch.autocast("cpu", torch.bfloat16):
@@ -177,8 +182,8 @@ def test_autocast_replays_without_a_changed_bit(family: str) -> None:
             assert_same_bits(train(model), plain)
 
 
-@every_family
-@pytest.mark.parametrize("experts_implementation", ["moesys", "eager"])
+@every_function
+@pytest.mark.parametrize("experts_implementation", ["moesys", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_recomputation_repeats_the_experts_of_its_first_pass(family: str, experts_implementation: str) -> None:
     """Inside of the context, and behind it, where another one is open."""
     model = drawn(family, experts_implementation=experts_implementation)
@@ -270,7 +275,7 @@ def recorded_and_replayed(model: Any, ids: Tensor, first: str) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("first", ["plain", "recorded"])
-@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize("compiled", ["whole", pytest.param("wrapped", marks=pytest.mark.slow), "blocks"])
 def test_compiled_models_are_recorded_and_replayed(compiled: str, first: str) -> None:
     """Code that was compiled without hooks does not look for them; code that was compiled with some keeps them."""
     model = drawn("qwen3_moe", experts_implementation="moesys").eval()
@@ -330,7 +335,7 @@ def compiled_on_ranks(first: str, ids: list[Tensor]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("first", ["plain", "recorded"])
+@pytest.mark.parametrize("first", ["plain", pytest.param("recorded", marks=pytest.mark.slow)])
 def test_compiled_models_under_a_strategy_are_recorded_and_replayed(ranks: LocalRanks, first: str) -> None:
     model = drawn("qwen3_moe", experts_implementation="eager").eval()
     with torch.no_grad(), ms.record_routing(model) as live:

@@ -14,10 +14,10 @@ import torch
 import triton
 from torch import Tensor
 
-from moesys.kernels.experts import ahead_of_time
+from benchmarks.kernels import ahead_of_time
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
-from moesys.kernels.routing.routing import route
+from moesys.kernels.routing import route
 
 H, I, K = 128, 64, 2
 FIRST = (256, 8)
@@ -35,8 +35,9 @@ def compute_layer(T: int, E: int) -> None:
     matrices = ExpertMatrices(meta(E, 2 * I, H), meta(E, H, I), meta(E, dtype=torch.int32), "swiglu")
     blocks = TileConfigs.all_of(TileConfig())
     routing = route(meta(T, K, dtype=torch.int64), E)
-    y_TH, kept = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
-    experts_backward(y_TH, x_TH, weight_TK, matrices, kept, blocks)
+    y_TH, state = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
+    out = meta(E, 2 * I, H, dtype=torch.float32), meta(E, H, I, dtype=torch.float32)
+    experts_backward(y_TH, x_TH, weight_TK, matrices, state, blocks, out)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import json
 
 import torch
 
-from moesys.kernels.experts import ahead_of_time
+from benchmarks.kernels import ahead_of_time
 from moesys.kernels.mega.arguments import publish
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.symmetric.counts import count_regions, receive_counts

@@ -79,7 +79,7 @@ def test_mega_kernels_spill_nothing_and_move_rows_in_words_of_16_bytes(compiled)
 
 
 def test_an_interpreting_process_compiles_nothing():
-    from moesys.kernels.experts.ahead_of_time import compiling
+    from benchmarks.kernels.ahead_of_time import compiling
 
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1 compiles nothing"), compiling():
         pass

@@ -16,7 +16,7 @@ from moesys.kernels.experts.tile_config import Operands, TileConfig, TileConfigs
 from moesys.kernels.experts.tiles import RowGroups, groups_by_size, tile_table_reference
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
-from moesys.kernels.routing.routing import route_reference
+from moesys.kernels.routing import route_reference
 
 T, K, E, I, H = 9, 2, 3, 24, 40
 BLOCK = TileConfig(rows=16, columns=16, contraction=16, warps=4)
@@ -108,13 +108,12 @@ def test_gradients_are_written_where_they_belong() -> None:
             gate_up, down = gate_up.contiguous(), down.contiguous()
         gradients = flat(padding)
         matrices = ExpertMatrices(gate_up, down, MATRIX_G, "swiglu")
-        y_TH, kept = experts_forward(x_TH, ROUTING, WEIGHT_TK, matrices, blocks)
-        out = views(gradients) if padding else (None, None)
-        found = experts_backward(dy_TH, x_TH, WEIGHT_TK, matrices, kept, blocks, torch.float32, out)
-        results.append([y_TH, *found])
+        y_TH, state = experts_forward(x_TH, ROUTING, WEIGHT_TK, matrices, blocks)
+        out = views(gradients) if padding else (torch.empty_like(gate_up), torch.empty_like(down))
+        found = experts_backward(dy_TH, x_TH, WEIGHT_TK, matrices, state, blocks, out)
+        results.append([y_TH, *found, *out])
         if padding:
             assert gradients[:, 3 * I * H :].isnan().all()
-            assert [found.dgate_up_GUH.data_ptr(), found.ddown_GHI.data_ptr()] == [t.data_ptr() for t in out]
     for together, with_gaps in zip(*results, strict=True):
         assert torch.equal(together, with_gaps)
 
@@ -128,12 +127,12 @@ def test_gaps_within_a_matrix_are_refused(op: Op) -> None:
 
 @pytest.mark.parametrize(
     "out_GLR",
-    [torch.zeros(E, I, H, dtype=torch.float16), torch.zeros(E + 1, I, H), torch.zeros(E, H, I).mT],
-    ids=["dtype", "shape", "transposed"],
+    [torch.zeros(E + 1, I, H), torch.zeros(E, H, I).mT],
+    ids=["shape", "transposed"],
 )
 def test_a_gradient_that_does_not_fit_is_refused(out_GLR: Tensor) -> None:
     dh_PI, x_TH = rows(T * K, I, torch.float32), rows(T, H, torch.float32)
-    with pytest.raises(ValueError, match=r"give contiguous matrices, torch\.float32 of shape \(3, 24, 40\)"):
+    with pytest.raises(ValueError, match=r"give contiguous matrices of shape \(3, 24, 40\)"):
         weight_gradient(
             dh_PI,
             x_TH,
@@ -141,6 +140,5 @@ def test_a_gradient_that_does_not_fit_is_refused(out_GLR: Tensor) -> None:
             K,
             "right",
             BLOCK,
-            torch.float32,
             out_GLR,
         )

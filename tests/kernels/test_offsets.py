@@ -24,7 +24,7 @@ from moesys.kernels.experts.tiles import RowGroups, Tiles
 from moesys.kernels.experts.token_rows import combine, combine_reference
 from moesys.kernels.experts.up import up, up_reference
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient, weight_gradient_reference
-from moesys.kernels.routing.routing import Routing
+from moesys.kernels.routing import SortedRouting
 from moesys.kernels.symmetric.ordered_sum import ordered_sum
 
 H, I = 32, 16
@@ -63,8 +63,8 @@ class Far:
         token_P = torch.arange(ROWS, dtype=torch.int32)
         far = token_P[:FAR_ROWS] + FAR_TOKEN
         row_TK = torch.arange(ROWS, dtype=torch.int32)[:, None]
-        self.near_routing = Routing(token_P, row_TK, torch.tensor([0, NEAR_ROWS, ROWS], dtype=torch.int32))
-        self.routing = Routing(
+        self.near_routing = SortedRouting(token_P, row_TK, torch.tensor([0, NEAR_ROWS, ROWS], dtype=torch.int32))
+        self.routing = SortedRouting(
             apart(token_P[:NEAR_ROWS], far, FAR_ROW),
             apart(row_TK[:NEAR_ROWS], row_TK[:FAR_ROWS] + FAR_ROW, FAR_TOKEN),
             torch.tensor([0, NEAR_ROWS, FAR_ROW + FAR_ROWS], dtype=torch.int32),
@@ -159,7 +159,8 @@ def test_weight_gradient_of_a_far_group(far: Far) -> None:
     with only_outer_programs():
         order_G = torch.arange(FAR_MATRIX + 1, dtype=torch.int32)
         groups = OrderedGroups(far.near_routing.entry_P, first_G1, order_G)
-        out_GLR = weight_gradient(by_token, by_row, groups, 1, "left", block, HALF)
+        out_GLR = torch.empty(FAR_MATRIX + 1, H, I, dtype=HALF)
+        weight_gradient(by_token, by_row, groups, 1, "left", block, out_GLR)
     expected = weight_gradient_reference(by_token, by_row, *far.near_routing[::2], 1, "left", HALF)
     torch.testing.assert_close(out_GLR[[0, -1]], expected, rtol=2e-3, atol=2e-3)
 

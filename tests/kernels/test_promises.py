@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moesys.kernels.experts.experts import moe_experts
-from moesys.kernels.routing.routing import route
+from moesys.kernels.routing import route
 from moesys.moe.token_blocks import TokenBlocks
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
@@ -31,7 +31,7 @@ HOST_READS = (
     *("item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select"),
 )
 # Of one kernel more than one: a matrix as it lies or transposed; either side gathered; with and without weights.
-SIGNATURES = {"_grouped_gemm": 2, "_weight_gradient": 2, "_combine": 2}
+SIGNATURES = {"_grouped_gemm": 2, "_outer_products": 2, "_combine": 2}
 
 
 def test_counts_compile_nothing_anew() -> None:

@@ -82,8 +82,9 @@ def run_layer(case: Case) -> dict[str, Any]:
         dxs.append(x_TH.grad)
         imbalance.append(layer.last_plan.tokens.max_over_mean)
         layouts.append(layer.last_plan.layout.expert_RS.tolist())
+    already = {id(parameter) for parameter in layer.summed_in_backward()}
     gradients = {
-        name: whole(p.grad) if isinstance(p.grad, DTensor) else summed(p.grad)
+        name: whole(p.grad) if isinstance(p.grad, DTensor) or id(p) in already else summed(p.grad)
         for name, p in layer.named_parameters()
         if p.grad is not None
     }

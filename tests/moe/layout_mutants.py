@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moesys.balance import blocks
+from moesys.kernels.experts import experts
 from moesys.kernels.experts.weight_gradient import RowBlocks, weight_gradient
 from moesys.layout import TokenPlan
 from moesys.moe import gradients, token_blocks
@@ -51,9 +52,11 @@ def _float_all_reduce(channel: Channel, values: Tensor, *, lane: str) -> Tensor:
     return all_reduce(channel, values.float(), lane=lane).double()
 
 
-def _one_product(*given: Any) -> Tensor:
-    left, right, groups, top_k, gathered, _, tile, out_GLR = given
-    return out_GLR.copy_(weight_gradient(left, right, groups, top_k, gathered, tile))
+def _one_product(*given: Any, **of_tokens: Any) -> Tensor:
+    if of_tokens:
+        return weight_gradient(*given, **of_tokens)
+    *sides, out_GLR, _ = given
+    return out_GLR.copy_(weight_gradient(*sides))
 
 
 def _other_blocks(*given: Any) -> list[RowBlocks]:
@@ -69,7 +72,7 @@ def _one_product_of_tokens(dy_TB: Tensor, x_TA: Tensor, num_tokens: int, grid: T
     return token_gradient(dy_TB, x_TA, max(num_tokens, len(x_TA)), grid)
 
 
-EXECUTORS = (experts_triton, mega_executor)
+CALLERS = (experts, experts_triton)
 agreed_blocks, token_gradient = experts_triton.agreed_blocks, experts_triton.token_gradient
 agree, new_gradients, all_reduce = BlockSums.agree, ExpertStore.new_gradients, Channel.all_reduce
 
@@ -91,8 +94,10 @@ by_blocks = blocks.by_blocks
 
 # Of kernels alone: all that takes others' places.
 KERNEL_MUTANTS: dict[str, list[tuple[object, str, Callable[..., Any]]]] = {
-    "all rows of a slot in one float32 sum": [(module, "block_gradient", _one_product) for module in EXECUTORS],
-    "blocks are cut elsewhere": [(module, "agreed_blocks", _other_blocks) for module in EXECUTORS],
+    "all rows of a slot in one float32 sum": [
+        (module, "weight_gradient", _one_product) for module in (experts, experts_triton)
+    ],
+    "blocks are cut elsewhere": [(experts_triton, "agreed_blocks", _other_blocks)],
     "MegaKernels send stretches by rank": [(mega_executor, "lists_by_replica", _by_rank)],
     "all tokens of a rank in one float32 sum": [(experts_triton, "token_gradient", _one_product_of_tokens)],
 }

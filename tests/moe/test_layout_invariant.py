@@ -17,8 +17,9 @@ from moesys.moe.call import _in_dtypes
 from moesys.moe.masters import DTYPES
 from moesys.overlap.experts_triton import TritonExperts
 
-# Others, in slices: MOESYS_LAYOUT_CASES=200:10000.
-FIRST, LAST = map(int, os.environ.get("MOESYS_LAYOUT_CASES", "0:200").split(":"))
+# Twice the cases in which each mutant shows; the sweep tries more. Others, in slices: MOESYS_LAYOUT_CASES=200:10000.
+QUICK = "0:200" if os.environ.get("MOESYS_SWEEP") == "1" else "0:48"
+FIRST, LAST = map(int, os.environ.get("MOESYS_LAYOUT_CASES", QUICK).split(":"))
 SLICE = 50
 # Cases in which a mutant shows, if it does.
 TRIED = range(24)
@@ -158,7 +159,10 @@ def test_gradients_are_those_of_ordered_sums(home: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("hidden", "intermediate", "tokens"), [(16, 16, 640), (64, 48, 1024), (128, 256, 512)])
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "tokens"),
+    [(16, 16, 640), (64, 48, 1024), pytest.param(128, 256, 512, marks=pytest.mark.slow)],
+)
 def test_gradients_are_as_near_to_those_of_float64_as_ordered_ones(
     dtype: str, hidden: int, intermediate: int, tokens: int
 ) -> None:

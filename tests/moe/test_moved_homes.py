@@ -136,7 +136,11 @@ def test_homes_change_no_bit_where_nothing_is_lent(ranks: LocalRanks, num_ranks:
             assert_same(each, {name: value for name, value in unmoved.items() if name != "owned"}, f"rank {rank}")
 
 
-@pytest.mark.parametrize("strategy", [LENT, LATE, LENT.replace(lag=0, balance=ms.Llep(), split=ms.Quotas())])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(LENT, marks=pytest.mark.slow), LATE, LENT.replace(lag=0, balance=ms.Llep(), split=ms.Quotas())],
+    ids=["lent", "late", "on the counts"],
+)
 def test_lent_experts_train_as_well_at_other_homes(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     """Sums over replicas round otherwise, as layouts are others."""
     for unmoved, moved in ranks.run(several_trainings, [{}, {1: "there"}], strategy):

@@ -163,7 +163,7 @@ def large_rows(overlap: ms.Overlap) -> tuple[list[torch.Tensor], int, dict]:
     return [y_TH.detach(), x_TH.grad, weight_TK.grad, *gradients_of(experts).values()], parts, received
 
 
-@pytest.mark.parametrize("combine", ["ordered", "per_node"])
+@pytest.mark.parametrize("combine", ["per_node", pytest.param("ordered", marks=pytest.mark.slow)])
 def test_large_rows_cross_in_parts_and_change_neither_bits_nor_bytes(ranks: LocalRanks, combine: str) -> None:
     """Columns of a row that are no multiple of the parts; chunks, which cross whole, are the measure."""
     once = ms.Pipelined(chunks=2, node_dispatch="once", combine=combine)

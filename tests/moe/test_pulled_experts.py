@@ -13,7 +13,7 @@ from harness import Stack, whole
 
 import moesys as ms
 from moesys.kernels.symmetric.heap import Heap
-from moesys.kernels.symmetric.pulls import PullRing, PullRings, Wanted, pull_regions
+from moesys.kernels.symmetric.pulls import PullPart, PullRing, PullRings, pull_regions
 from moesys.kernels.symmetric.signals import PeerTimeoutError
 from moesys.layout import ExpertLayout
 from moesys.moe.pulled_experts import PulledExperts, ring_bytes
@@ -138,7 +138,7 @@ def pull_from_a_rank_that_does_not_share(timeout_s: float) -> str:
     ring = PullRings(dist.group.WORLD).ring("restore", 64, torch.device("cpu"), timeout_s)
     if dist.get_rank() == 0:
         into_DP = torch.zeros(2, 4)
-        pull = ring.start(torch.zeros(16), [Wanted(into_DP[1, :3], 1, 4)], into_DP)
+        pull = ring.start(torch.zeros(16), [PullPart(into_DP[1, :3], 1, 4)], into_DP)
         try:
             pull.wait()
         except PeerTimeoutError as error:

@@ -18,7 +18,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from moesys.config import ModelShape
-from moesys.kernels.routing.topk import topk_by_index
+from moesys.kernels.topk import topk_by_index
 from moesys.moe.router import Router, load_balancing_loss, router_loss, z_loss
 
 T, H, E, K = 37, 24, 16, 3

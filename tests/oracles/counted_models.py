@@ -44,7 +44,7 @@ def logits_of(model: nn.Module, seq_len: int) -> torch.Tensor:
 
 
 def forward_flops(model: nn.Module, seq_len: int) -> Counter[str]:
-    """Returns forward's flops by part, as ``moesys.simulator.model.operations`` names parts."""
+    """Returns forward's flops by part, as ``moesys.simulator.model.model_cost`` names parts."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         logits_of(model, seq_len)
     flops: Counter[str] = Counter()

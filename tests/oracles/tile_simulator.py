@@ -29,10 +29,10 @@ from moesys.simulator.mega.queues import (
     PUSH,
     SUM,
     WEIGHT_GRADIENTS,
-    Exchanged,
     Launch,
     Machine,
     Pairs,
+    PeerTraffic,
     Queues,
     RunsOfKind,
     joined,
@@ -262,7 +262,6 @@ class _Tasks:
             len(group),
             compute=of.seconds_G[group],
             group=group,
-            flops=of.tile_flops_G[group],
             **waits_and_tells,
         )
 
@@ -312,9 +311,9 @@ def _tasks(kind: int, rank: int, number: int, **fields: Any) -> RunsOfKind:
     return RunsOfKind(kind, np.full(number, rank), np.ones(number, dtype=np.int64), **fields)
 
 
-def _exchanged(bytes_XR: FloatArray) -> Exchanged:
+def _exchanged(bytes_XR: FloatArray) -> PeerTraffic:
     run, peer = np.nonzero(bytes_XR)
-    return Exchanged(run, peer, bytes_XR[run, peer], np.ones(len(run)))
+    return PeerTraffic(run, peer, bytes_XR[run, peer], np.ones(len(run)))
 
 
 def _distinct(left: IntArray, right: IntArray) -> Pairs:

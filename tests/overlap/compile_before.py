@@ -15,7 +15,7 @@ import triton
 from mega_case import Case, Drawn
 
 import moesys as ms
-from moesys.kernels.experts import ahead_of_time
+from benchmarks.kernels import ahead_of_time
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.mega.point import blocks_at

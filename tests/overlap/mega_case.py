@@ -16,14 +16,14 @@ from moesys.balance.planners import split_tokens
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
 from moesys.kernels.experts.tile_tuner import ShapeClass, blocks_of
-from moesys.kernels.routing.routing import route
+from moesys.kernels.routing import route
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.chunked import ChunkedRun
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.device_split import device_split
-from moesys.overlap.executor import ExpertGradients, ExpertWeights, Saved
+from moesys.overlap.executor import ExpertGradients, ExpertWeights, SavedTensors
 from moesys.overlap.experts_triton import ACTIVATION, TritonExperts
 from moesys.overlap.mega_executor import MegaHome, MegaKernelRun, plan_mega, plan_mega_later, replicas_of
 from moesys.overlap.routes import build_routes, held_experts
@@ -185,7 +185,7 @@ def by_sequential(drawn: Drawn, rank: int) -> Results:
     routes = build_routes(drawn.expert_RTK[rank], counts_CRE, drawn.plan, rank, 1)
     group = dist.group.WORLD if drawn.case.num_ranks > 1 else None
     channel = Channel(group, (0,) * drawn.case.num_ranks, Recorder(0), Meter())
-    executor = ChunkedRun(ms.Sequential(), routes, channel, TritonExperts(), PagePool())
+    executor = ChunkedRun(ms.Sequential(), lambda: routes, channel, TritonExperts(), PagePool())
     weights, gradients, weight_TK = drawn.weights(rank), drawn.new_gradients(rank), drawn.weight_RTK[rank]
     y_TH, saved = executor.forward(drawn.x_RTH[rank], weight_TK, lambda: weights)
     dx_TH, dweight_TK = executor.backward(drawn.dy_RTH[rank], saved, lambda: weights, gradients)
@@ -201,15 +201,14 @@ def by_one_process(drawn: Drawn, rank: int) -> Results:
     x_TH, dy_TH, weight_TK = torch.cat(drawn.x_RTH), torch.cat(drawn.dy_RTH), torch.cat(drawn.weight_RTK)
     matrices = ExpertMatrices(gate_up, down, torch.arange(len(expert_P), dtype=torch.int32), ACTIVATION)
     blocks = blocks_of(ShapeClass.of(x_TH, down, len(routing.entry_P), ACTIVATION), CPU)
-    y_TH, kept = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
-    found = experts_backward(dy_TH, x_TH, weight_TK, matrices, kept, blocks)
+    y_TH, state = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
+    dgate_up, ddown = (torch.empty_like(of, dtype=torch.float32) for of in matrices[:2])
+    dx_TH, dweight_TK = experts_backward(dy_TH, x_TH, weight_TK, matrices, state, blocks, (dgate_up, ddown))
     first = sum(drawn.case.tokens[:rank])
     own = slice(first, first + drawn.case.tokens[rank])
-    assert found.dgate_up_GUH is not None
-    assert found.ddown_GHI is not None
     here = torch.from_numpy(np.flatnonzero(rank_P == rank))
-    gradients = ExpertGradients(found.dgate_up_GUH[here], found.ddown_GHI[here])
-    return _results(y_TH[own], found.dx_TH[own], found.dweight_TK[own], gradients)
+    gradients = ExpertGradients(dgate_up[here], ddown[here])
+    return _results(y_TH[own], dx_TH[own], dweight_TK[own], gradients)
 
 
 class MegaRun:
@@ -219,7 +218,7 @@ class MegaRun:
         self.drawn, self.rank, self.home = drawn, rank, home
         self.weights, self.weight_TK = drawn.weights(rank), drawn.weight_RTK[rank]
 
-    def forward(self, point: ms.MegaKernel) -> tuple[MegaKernelRun, Tensor, Saved]:
+    def forward(self, point: ms.MegaKernel) -> tuple[MegaKernelRun, Tensor, SavedTensors]:
         self._be_late("forward")
         executor = self.plan(point)
         return executor, *executor.forward(self.drawn.x_RTH[self.rank], self.weight_TK, self._experts)
@@ -234,7 +233,7 @@ class MegaRun:
         split, replicas = device_split(layout, case.cluster, case.split, CPU), replicas_of(layout, self.rank, CPU)
         return plan_mega_later(point, case.model, self.home, expert_TK, split, replicas, case.turn)[0]
 
-    def backward(self, executor: MegaKernelRun, y_TH: Tensor, saved: Saved) -> Results:
+    def backward(self, executor: MegaKernelRun, y_TH: Tensor, saved: SavedTensors) -> Results:
         self._be_late("backward")
         gradients, dy_TH = self.drawn.new_gradients(self.rank), self.drawn.dy_RTH[self.rank]
         dx_TH, dweight_TK = executor.backward(dy_TH, saved, self._experts, gradients)

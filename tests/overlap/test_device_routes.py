@@ -16,7 +16,7 @@ from torch import Tensor
 import moesys as ms
 from moesys.balance.plan import plan_layer
 from moesys.kernels.host_copies import HostCopy
-from moesys.kernels.routing.routing import route
+from moesys.kernels.routing import route
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.overlap.comm.frames import NO_LAYER, Identity, Position, header

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesys.overlap.exact_sum import add_on_grid, grid_below, grid_of, largest_size
+from moesys.overlap.exact_sum import add_on_grid, grid_below, largest_size
 
 # Of very different sizes, and some of which cancel.
 SEEDS = st.integers(0, 2**32 - 1)
@@ -24,6 +24,10 @@ def addends(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
     drawn = torch.randn(number, 6, generator=generator, dtype=torch.float64) * sizes
     drawn[::3] = -drawn[0]
     return list(drawn.to(dtype))
+
+
+def grid_of(bound: float) -> float:
+    return grid_below(torch.tensor(bound, dtype=torch.float64)).item()
 
 
 def total(parts: list[torch.Tensor], grid: float) -> torch.Tensor:
@@ -76,7 +80,6 @@ def test_a_grid_is_a_power_of_two_of_its_bits(bound: float) -> None:
     grid = grid_of(bound)
     assert math.frexp(grid)[0] == 0.5
     assert 2.0**50 <= bound / grid < 2.0**51
-    assert grid_below(torch.tensor(bound, dtype=torch.float64)).item() == grid
 
 
 @pytest.mark.parametrize("bound", [1e-300, 1e-320, 5e-324])

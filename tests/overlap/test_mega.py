@@ -17,7 +17,8 @@ import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 
 # The sweep tries more, each at a few points.
-NUM_CASES = 200 if os.environ.get("MOESYS_SWEEP") == "1" else 2
+SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
+NUM_CASES, MOST_TOKENS, MOST_WIDTH = (200, 44, 72) if SWEEP else (2, 24, 40)
 
 
 @st.composite
@@ -51,7 +52,7 @@ def points(draw: st.DrawFn, most_tokens: tuple[int | None, ...]) -> ms.MegaKerne
 def cases(draw: st.DrawFn) -> Case:
     num_ranks = draw(st.sampled_from([1, 2, 3, 4, 4]))
     num_experts = draw(st.integers(1, 7))
-    tokens = draw(st.lists(st.one_of(st.just(0), st.integers(1, 44)), min_size=num_ranks, max_size=num_ranks))
+    tokens = draw(st.lists(st.one_of(st.just(0), st.integers(1, MOST_TOKENS)), min_size=num_ranks, max_size=num_ranks))
     split = draw(st.sampled_from([None, ms.EvenSplit(), ms.Proportional(), ms.FlowSplit()]))
     # Ranks may have more memory than they need.
     bound = max(1, max(tokens)) + draw(st.sampled_from([0, 9]))
@@ -60,8 +61,8 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         num_experts=num_experts,
         top_k=draw(st.integers(1, min(num_experts, 5))),
-        hidden=draw(st.integers(1, 72)),
-        width=draw(st.integers(1, 72)),
+        hidden=draw(st.integers(1, MOST_WIDTH)),
+        width=draw(st.integers(1, MOST_WIDTH)),
         dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
         tokens=tuple(tokens),
         slots=-(-num_experts // num_ranks) + draw(st.integers(0, 3)),

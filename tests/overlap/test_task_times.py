@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 import moesys as ms
-from moesys.kernels.mega.task_times import TaskTimes
+from moesys.kernels.mega.tasks import TaskTimes
 from moesys.lab.show.chrome_trace import write_chrome_trace
 from moesys.moe.store import RestoredExperts
-from moesys.overlap.comm.record import Record, Recorder, stage
+from moesys.overlap.comm.record import Recorder, SpanRecord, stage
 from moesys.overlap.routes import held_experts
 from moesys.timeline import Timeline
 
@@ -34,7 +34,7 @@ OVERLAPS = {
 class Step:
     """One rank's forward and backward: what was recorded, as it was and as a timeline; what came out; who had what."""
 
-    records: list[Record]
+    records: list[SpanRecord]
     timeline: Timeline
     results: list[torch.Tensor]
     rows_of_expert: dict[int, int]
@@ -122,7 +122,7 @@ def test_tasks_run_in_the_order_that_they_need(ranks):
     assert waits[0].end_us - waits[0].start_us > 0.2e6
 
 
-def of(recorded: Step, kind: str, detail: str) -> list[Record]:
+def of(recorded: Step, kind: str, detail: str) -> list[SpanRecord]:
     return [record for record in recorded.records if record.kind == kind and record.detail.startswith(detail)]
 
 
@@ -151,11 +151,11 @@ def test_what_no_program_wrote_is_no_task():
 def test_spans_that_come_later_are_read_when_they_are_asked_for():
     recorder = Recorder(0, enabled=True)
     asked = []
-    recorder.add_later(lambda: asked.append(1) or [Record("program 000", "sum", 1.0, 2.0, "")])
+    recorder.add_later(lambda: asked.append(1) or [SpanRecord("program 000", "sum", 1.0, 2.0, "")])
     assert asked == []
     assert [span.kind for span in recorder.timeline().spans] == ["sum"]
     assert len(recorder.timeline().spans) == len(asked) == 1
-    recorder.add_later(lambda: [Record("program 000", "sum", 3.0, 4.0, "")])
+    recorder.add_later(lambda: [SpanRecord("program 000", "sum", 3.0, 4.0, "")])
     recorder.clear()
     assert recorder.timeline().spans == ()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mega_case import Case, Drawn, MegaRun, new_home
 from task_order import numbers_in_groups, tiles_of_rank
@@ -16,11 +17,11 @@ from tile_simulator import tile_pass
 
 import moesys as ms
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.mega import task_queue
+from moesys.kernels.mega import tasks
 from moesys.kernels.mega.exchange import Replicas, exchange, ordered_tiles
 from moesys.kernels.mega.point import blocks_at
-from moesys.kernels.mega.task_times import KINDS as KERNEL_KINDS
-from moesys.kernels.mega.task_times import TaskTimes
+from moesys.kernels.mega.tasks import KINDS as KERNEL_KINDS
+from moesys.kernels.mega.tasks import TaskTimes
 from moesys.overlap.experts_triton import ACTIVATION
 from moesys.simulator.mega.queues import KINDS, WEIGHT_GRADIENTS
 from moesys.simulator.mega.tiles import RASTER, WHOLE, TileSizes
@@ -69,6 +70,7 @@ def test_tiles_are_those_of_the_kernels_in_their_order(ranks):
             assert here == of_kernels[rank][place][backward]
 
 
+@settings(max_examples=200 if os.environ.get("MOESYS_SWEEP") == "1" else 8)
 @given(
     rows_GR=st.integers(1, 5).flatmap(lambda R: st.lists(st.lists(st.integers(0, 30), min_size=R, max_size=R))),
     tile_rows=st.sampled_from([1, 4, 16]),
@@ -97,7 +99,7 @@ def test_row_tiles_are_those_of_the_kernels(rows_GR, tile_rows, order):
 
 
 def test_kinds_and_shares_are_called_as_kernels_call_them():
-    assert task_queue.WHOLE.value == WHOLE
+    assert tasks.WHOLE.value == WHOLE
     assert TileConfig().raster == RASTER
     assert ("", *KINDS) == KERNEL_KINDS
 

@@ -15,10 +15,9 @@ import moesys as ms
 from moesys import cost
 from moesys.config.workload import Recompute
 from moesys.simulator.critical_path import by_kind, by_place
-from moesys.simulator.lanes import Lanes
-from moesys.simulator.mega.layer_pass import Computed, MegaPass, Moved
+from moesys.simulator.mega.layer_pass import ComputeSpan, MegaPass, RowTransfer
 from moesys.simulator.rest_of_step import RestOfStep
-from moesys.simulator.simulation import Simulation, exposed_ms
+from moesys.simulator.simulation import Lanes, Simulation, exposed_ms
 from moesys.simulator.step_program import run_step
 
 EVEN = np.full((4, 4), 100)
@@ -269,8 +268,8 @@ def test_experts_on_the_same_links_slow_a_mega_kernel_down(of_weights, end):
     rows_RR[0, 1], experts_RR[of_weights] = 2e9, 1e9
     lanes, rows, end_R = Lanes(two, 0.0), cost.link_load(rows_RR, two), np.full(2, 2.0)
     weights = lanes.send("weights", "restore", cost.link_load(experts_RR, two), "layer 1")
-    moved = Moved("dispatch", np.zeros(2), end_R, rows.seconds_L)
-    computed = Computed("experts", np.zeros(2), np.ones(2))
+    moved = RowTransfer("dispatch", np.zeros(2), end_R, rows.seconds_L)
+    computed = ComputeSpan("experts", np.zeros(2), np.ones(2))
     lanes.run_fused(MegaPass(end_R, (computed,), (moved,), np.arange(2)), rows, "layer 0 forward")
     assert lanes.now_R.tolist() == [end, end]
     assert sum(part.seconds for part in lanes.critical_path()) == end

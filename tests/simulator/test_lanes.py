@@ -7,7 +7,7 @@ import pytest
 
 import moesys as ms
 from moesys.cost import link_load
-from moesys.simulator.lanes import Lanes
+from moesys.simulator.simulation import Lanes
 
 PAIR = ms.ClusterSpec(num_nodes=2, ranks_per_node=1, inter_node_gb_per_s=1.0)
 # One second on the way.

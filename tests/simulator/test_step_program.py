@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import moesys as ms
 from moesys import cost
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.simulator.simulation import critical_rank, exposed_ms
+from moesys.simulator.simulation import Lanes, critical_rank, exposed_ms
 from moesys.simulator.step_program import RestOfStep, run_step
 
 MODEL = ms.ModelShape(hidden_size=64, intermediate_size=96, num_experts=4, top_k=2, dtype="bfloat16")
@@ -395,15 +395,13 @@ def issued_by_layers(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> list[tup
 )
 def test_all_to_alls_are_issued_in_the_order_of_the_layers(ranks: LocalRanks, monkeypatch, strategy):
     simulated: list[tuple[str, str]] = []
-    from moesys.simulator import step_program
+    original = Lanes.send
 
-    original = step_program._Step._issue
-
-    def issue(self: Any, channel: Any, lane: str, seconds_L: Any, detail: str) -> Any:
+    def send(self: Any, channel: Any, lane: str, load: Any, detail: str) -> Any:
         simulated.append((lane, detail))
-        return original(self, channel, lane, seconds_L, detail)
+        return original(self, channel, lane, load, detail)
 
-    monkeypatch.setattr(step_program._Step, "_issue", issue)
+    monkeypatch.setattr(Lanes, "send", send)
     simulate_step(strategy, MODEL, FOUR, plans(strategy, FOUR, *[np.full((4, 4), 16)] * 3))
     for measured in ranks.run(issued_by_layers, strategy, FOUR):
         without_phase = [

@@ -22,7 +22,7 @@ from moesys.kernels.mega.arguments import MegaMemory, publish
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import TIMEOUT_S, Heap
 from moesys.kernels.symmetric.ordered_sum import ordered_sum
-from moesys.kernels.symmetric.pulls import PullRings, Wanted
+from moesys.kernels.symmetric.pulls import PullPart, PullRings
 from moesys.overlap.mega_executor import MegaHome
 
 # When waits run out, if it is not when all wait.
@@ -97,7 +97,7 @@ def pulls(num_ranks: int, turns: int = 4, elements: int = 10, side: bool = False
             if side and not isinstance(ring.stream, SideStream):
                 ring.stream = SideStream()
             parts = mine.new_empty(num_ranks, len(mine) - 1)
-            wanted = [Wanted(part, peer, 4) for peer, part in enumerate(parts)]
+            wanted = [PullPart(part, peer, 4) for peer, part in enumerate(parts)]
             pending.append((ring.start(mine, wanted, parts), parts))
             if turn % 2:
                 pending[-1][0].wait()

@@ -79,10 +79,12 @@ class PagePool:
 
 
 class Scratch:
-    """Buffers that are overwritten again and again, each grown to the largest size that was asked for."""
+    """Buffers that are overwritten again and again, each grown to the largest size that was asked for. ``memory`` holds
+    them, and the tensors of the same pass that last.
+    """
 
     def __init__(self, memory: PagePool, device: torch.device) -> None:
-        self._memory, self._device = memory, device
+        self.memory, self._device = memory, device
         self._buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -91,7 +93,7 @@ class Scratch:
         if name not in self._buffers or self._buffers[name].numel() < size:
             # The old one first: its pages may come to use elsewhere.
             self._buffers.pop(name, None)
-            self._buffers[name] = self._memory.empty((size,), dtype, self._device)
+            self._buffers[name] = self.memory.empty((size,), dtype, self._device)
         return self._buffers[name][:size].view(shape)
 
     def cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -32,7 +32,7 @@ from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, require_contiguous, require_matrices, rows_of_tile, tile_of
 from moesys.kernels.experts.token_rows import gather_rows
 from moesys.kernels.launch import kernel
-from moesys.kernels.routing.routing import Routing
+from moesys.kernels.routing import SortedRouting
 
 # The routing weight's gradient is summed over so many columns at a time, in every tile, so that its bits do not depend
 # on how wide a tile is. The epilogue takes as many at a time, so that it fits in registers beside a 128x256 tile.
@@ -46,7 +46,7 @@ def activation_gradient(
     down_EHI: Tensor,
     h_PU: Tensor,
     weight_TK: Tensor,
-    routing: Routing,
+    routing: SortedRouting,
     groups: RowGroups,
     activation: str,
     block: TileConfig,
@@ -109,7 +109,7 @@ def activation_gradient_reference(
     down_EHI: Tensor,
     h_PU: Tensor,
     weight_TK: Tensor,
-    routing: Routing,
+    routing: SortedRouting,
     matrix_G: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,7 +262,7 @@ def _halves(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _row_sums(x):  # type: ignore[no-untyped-def]
-    """Sums of the rows of ``x``, neighbours first: an order that does not depend on which thread holds what."""
+    """Returns the sums of the rows of ``x``, neighbours first: the order does not depend on which thread holds what."""
     if x.shape[1] > 1:
         even, odd = x.reshape(x.shape[0], x.shape[1] // 2, 2).split()
         return _row_sums(even + odd)

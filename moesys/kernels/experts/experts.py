@@ -9,7 +9,7 @@ T tokens, H hidden, K choices of a token, P = T·K rows, E experts, I their widt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,35 +24,17 @@ from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
 from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, weight_gradient
 from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
-from moesys.kernels.routing.routing import Routing, route
+from moesys.kernels.routing import SortedRouting, route
 from moesys.kernels.torch_internals import refuse_function_transforms
 
 
-class Kept(NamedTuple):
-    """What backward needs besides the arguments of forward: pre-activations h [P, U], and the routing."""
+class ForwardState(NamedTuple):
+    """The state that backward needs besides the arguments of forward: pre-activations h [P, U], and the routing."""
 
     h_PU: Tensor
-    routing: Routing
-
-
-class Gradients(NamedTuple):
-    """``dx_TH`` in x's dtype, ``dweight_TK`` float32; of the matrices one for each group, or None."""
-
-    dx_TH: Tensor
-    dweight_TK: Tensor
-    dgate_up_GUH: Tensor | None
-    ddown_GHI: Tensor | None
-
-
-class HiddenGradients(NamedTuple):
-    """In order of groups: ``dh_PU`` and the weighted activations ``wa_PI``; ``dweight_TK`` float32; the rows' tiles."""
-
-    dh_PU: Tensor
-    wa_PI: Tensor
-    dweight_TK: Tensor
-    tiles: RowTiles
+    routing: SortedRouting
 
 
 class ExpertMatrices(NamedTuple):
@@ -65,36 +47,37 @@ class ExpertMatrices(NamedTuple):
 
 
 def experts_forward(
-    x_TH: Tensor, routing: Routing, weight_TK: Tensor, experts: ExpertMatrices, blocks: TileConfigs
-) -> tuple[Tensor, Kept]:
+    x_TH: Tensor, routing: SortedRouting, weight_TK: Tensor, experts: ExpertMatrices, blocks: TileConfigs
+) -> tuple[Tensor, ForwardState]:
     """Returns the output [T, H] in x's dtype.
 
     ``routing``: the rows of each group (slot) that choices of tokens go to (``routing.route``); a choice that it drops
     adds nothing. ``weight_TK`` float32.
     """
-    h_PU, a_PI, tiles = _up(x_TH, routing, weight_TK.shape[1], experts, blocks)
-    _, down_EHI, matrix_G, _ = experts
-    block = blocks.down
-    y_PH = grouped_gemm(a_PI, down_EHI, routing.first_G1, tiles.of(block), matrix_G, block, transposed=True)
-    return combine(y_PH, routing.row_TK, weight_TK, x_TH.dtype), Kept(h_PU, routing)
+    h_PU, a_PI, tiles = first_product(x_TH, routing, weight_TK.shape[1], experts, blocks)
+    y_PH = second_product(a_PI, routing, tiles, experts, blocks)
+    return combine(y_PH, routing.row_TK, weight_TK, x_TH.dtype), ForwardState(h_PU, routing)
 
 
-def experts_recomputed(
-    x_TH: Tensor, routing: Routing, top_k: int, experts: ExpertMatrices, blocks: TileConfigs
-) -> Kept:
-    """Returns what ``experts_forward`` keeps, without the second product."""
-    return Kept(_up(x_TH, routing, top_k, experts, blocks)[0], routing)
-
-
-def _up(
-    x_TH: Tensor, routing: Routing, top_k: int, experts: ExpertMatrices, blocks: TileConfigs
+def first_product(
+    x_TH: Tensor, routing: SortedRouting, top_k: int, experts: ExpertMatrices, blocks: TileConfigs
 ) -> tuple[Tensor, Tensor, RowTiles]:
-    """Returns h [P, U], the activations [P, I] and the tiles of the rows."""
-    _check_device(x_TH)
+    """Returns pre-activations h [P, U], the activations [P, I] and the tiles of the rows."""
+    if x_TH.device.type == "cpu" and not INTERPRETED.value:
+        raise RuntimeError("x is on the CPU, where these kernels do not run; move it to a GPU")
     gate_up_EUH, _, matrix_G, activation = experts
     tiles = RowTiles(routing.first_G1, len(routing.entry_P))
     h_PU, a_PI = up(x_TH, gate_up_EUH, routing, tiles.of(blocks.up), matrix_G, top_k, activation, blocks.up)
     return h_PU, a_PI, tiles
+
+
+def second_product(
+    a_PI: Tensor, routing: SortedRouting, tiles: RowTiles, experts: ExpertMatrices, blocks: TileConfigs
+) -> Tensor:
+    """Returns the outputs [P, H] of the rows, before routing weights."""
+    _, down_EHI, matrix_G, _ = experts
+    block = blocks.down
+    return grouped_gemm(a_PI, down_EHI, routing.first_G1, tiles.of(block), matrix_G, block, transposed=True)
 
 
 def experts_backward(
@@ -102,53 +85,53 @@ def experts_backward(
     x_TH: Tensor,
     weight_TK: Tensor,
     experts: ExpertMatrices,
-    kept: Kept,
+    state: ForwardState,
     blocks: TileConfigs,
-    matrix_dtype: torch.dtype | None = torch.float32,
-    out: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
-) -> Gradients:
-    """Returns all gradients; those of the matrices in ``matrix_dtype``, or none of them. ``out``: where those of
-    gate_up and down are written, in place of new tensors (``weight_gradient``).
+    out: tuple[Tensor, Tensor] | None,
+    row_blocks: Callable[[OrderedGroups, Tensor, Tensor], tuple[RowBlocks, RowBlocks]] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns (dx [T, H] in x's dtype, dweight float32 [T, K]).
+
+    ``out``: where the gradients of gate_up and down are written, one for each group (``weight_gradient``); None where
+    they are not computed. ``row_blocks``: gives the blocks by which both are summed, from the groups, the gradient of h
+    and the weighted activations; None where they are summed without blocks.
     """
-    routing, K = kept.routing, weight_TK.shape[1]
-    dh_PU, wa_PI, dweight_TK, tiles = hidden_gradients(dy_TH, weight_TK, experts, kept, blocks)
-    ddown = dgate_up = None
-    outer = blocks.weight_gradient
-    if matrix_dtype is not None:
+    routing, K, tile = state.routing, weight_TK.shape[1], blocks.weight_gradient
+    dh_PU, wa_PI, dweight_TK, tiles = hidden_gradients(dy_TH, weight_TK, experts, state, blocks)
+    if out is not None:
         groups = OrderedGroups(routing.entry_P, routing.first_G1, groups_by_size(routing.first_G1))
-        ddown = weight_gradient(dy_TH, wa_PI, groups, K, "left", outer, matrix_dtype, out[1])
+        of_up, of_down = (None, None) if row_blocks is None else row_blocks(groups, dh_PU, wa_PI)
+        weight_gradient(dy_TH, wa_PI, groups, K, "left", tile, out[1], of_down)
+    # Before the gradient of the rows of x is made, so that memory never holds both.
     del wa_PI
-    dx_TH = input_gradient(dh_PU, experts, routing, tiles, blocks)
-    if matrix_dtype is not None:
-        dgate_up = weight_gradient(dh_PU, x_TH, groups, K, "right", outer, matrix_dtype, out[0])
-    return Gradients(dx_TH, dweight_TK, dgate_up, ddown)
+    dx_TH = combine(input_gradient(dh_PU, routing, tiles, experts, blocks), routing.row_TK, None, dh_PU.dtype)
+    if out is not None:
+        weight_gradient(dh_PU, x_TH, groups, K, "right", tile, out[0], of_up)
+    return dx_TH, dweight_TK
 
 
 def hidden_gradients(
-    dy_TH: Tensor, weight_TK: Tensor, experts: ExpertMatrices, kept: Kept, blocks: TileConfigs
-) -> HiddenGradients:
-    """Computes the first half of ``experts_backward``, which has no sum over rows."""
-    routing, block = kept.routing, blocks.activation_gradient
+    dy_TH: Tensor, weight_TK: Tensor, experts: ExpertMatrices, state: ForwardState, blocks: TileConfigs
+) -> tuple[Tensor, Tensor, Tensor, RowTiles]:
+    """Returns the gradient of h [P, U], the weighted activations [P, I], dweight float32 [T, K] and the tiles of the
+    rows.
+    """
+    routing, block = state.routing, blocks.activation_gradient
     tiles = RowTiles(routing.first_G1, len(routing.entry_P))
     groups = RowGroups(routing.first_G1, tiles.of(block), experts.matrix_G)
-    found = activation_gradient(
-        dy_TH, experts.down_EHI, kept.h_PU, weight_TK, routing, groups, experts.activation, block
+    dh_PU, wa_PI, dweight_TK = activation_gradient(
+        dy_TH, experts.down_EHI, state.h_PU, weight_TK, routing, groups, experts.activation, block
     )
-    return HiddenGradients(*found, tiles)
+    return dh_PU, wa_PI, dweight_TK, tiles
 
 
 def input_gradient(
-    dh_PU: Tensor, experts: ExpertMatrices, routing: Routing, tiles: RowTiles, blocks: TileConfigs
+    dh_PU: Tensor, routing: SortedRouting, tiles: RowTiles, experts: ExpertMatrices, blocks: TileConfigs
 ) -> Tensor:
-    """Returns dx [T, H] in the dtype of ``dh_PU``."""
-    gate_up_EUH, first_G1, block = experts.gate_up_EUH, routing.first_G1, blocks.input_gradient
-    dx_PH = grouped_gemm(dh_PU, gate_up_EUH, first_G1, tiles.of(block), experts.matrix_G, block, transposed=False)
-    return combine(dx_PH, routing.row_TK, None, dh_PU.dtype)
-
-
-def _check_device(x_TH: Tensor) -> None:
-    if x_TH.device.type == "cpu" and not INTERPRETED.value:
-        raise RuntimeError("x is on the CPU, where these kernels do not run; move it to a GPU")
+    """Returns the gradient [P, H] of the rows of x."""
+    gate_up_EUH, _, matrix_G, _ = experts
+    block = blocks.input_gradient
+    return grouped_gemm(dh_PU, gate_up_EUH, routing.first_G1, tiles.of(block), matrix_G, block, transposed=False)
 
 
 # --- as one op that autograd, torch.compile and checkpoints know ------------------------------------------------
@@ -220,14 +203,14 @@ def _experts(
     activation: str,
     blocks: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    y_TH, kept = experts_forward(
+    y_TH, state = experts_forward(
         x_TH.contiguous(),
         route(expert_TK, len(down_EHI)),
         weight_TK.contiguous(),
         _each_its_own(gate_up_EUH, down_EHI, activation),
         _blocks(blocks, x_TH, down_EHI, expert_TK.numel(), activation),
     )
-    return y_TH, kept.h_PU, *kept.routing
+    return y_TH, state.h_PU, *state.routing
 
 
 @_experts.register_fake
@@ -255,19 +238,18 @@ def _experts_backward(
     dy_TH: Tensor, saved: Sequence[Tensor], activation: str, blocks: str, of_matrices: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x_TH, weight_TK, gate_up_EUH, down_EHI, h_PU, *routing = saved
-    found = experts_backward(
+    dgate_up = gate_up_EUH.new_empty(gate_up_EUH.shape if of_matrices else 0)
+    ddown = down_EHI.new_empty(down_EHI.shape if of_matrices else 0)
+    dx_TH, dweight_TK = experts_backward(
         dy_TH.contiguous(),
         x_TH.contiguous(),
         weight_TK.contiguous(),
         _each_its_own(gate_up_EUH, down_EHI, activation),
-        Kept(h_PU, Routing(*routing)),
+        ForwardState(h_PU, SortedRouting(*routing)),
         _blocks(blocks, x_TH, down_EHI, weight_TK.numel(), activation),
-        gate_up_EUH.dtype if of_matrices else None,
+        (dgate_up, ddown) if of_matrices else None,
     )
-    none = x_TH.new_empty(0)
-    dgate_up = none if found.dgate_up_GUH is None else found.dgate_up_GUH
-    ddown = none.clone() if found.ddown_GHI is None else found.ddown_GHI
-    return found.dx_TH, found.dweight_TK, dgate_up, ddown
+    return dx_TH, dweight_TK, dgate_up, ddown
 
 
 @_experts_backward.register_fake
@@ -305,9 +287,8 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _differentiate(ctx: Any, dy_TH: Tensor, *_: Tensor) -> tuple[InputGradients, Sequence[Tensor]]:
     of_matrices = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     saved = list(ctx.saved_tensors)
-    found = _experts_backward(dy_TH, saved, ctx.activation, ctx.blocks, of_matrices)
-    dx_TH, dweight_TK, dgate_up, ddown = found
-    matrices = (dgate_up, ddown) if of_matrices else (None, None)
+    dx_TH, dweight_TK, *found = _experts_backward(dy_TH, saved, ctx.activation, ctx.blocks, of_matrices)
+    matrices = found if of_matrices else (None, None)
     # x, the routing weights and both matrices are the first four.
     return (dx_TH, None, dweight_TK, *matrices, None, None), saved[:4]
 

@@ -38,7 +38,7 @@ from moesys.kernels.experts.tile_config import (
 )
 
 OPS = ("up", "down", "activation_gradient", "input_gradient", "weight_gradient")
-# Of each way that operands come, which the model tells apart least; so at most twelve.
+# Candidates for each way that operands come, which the model distinguishes least; at most twelve in all.
 MOST_OF_A_WAY = 4
 # float32 has no tensor-core product here, and its operands take twice the shared memory.
 SINGLE = TileConfig(rows=64, columns=64, contraction=32, warps=8, stages=3)
@@ -150,7 +150,7 @@ def _fits(block: TileConfig, op: str, activation: str, gemm: Gemm, capability: i
 
 
 def _most_sums(block: TileConfig, op: str, activation: str, capability: int) -> int:
-    """Sums of a thread beside which the epilogue fits, as read off compiled kernels."""
+    """Returns how many sums a thread may hold so that the epilogue still fits, as read off compiled kernels."""
     if op == "weight_gradient" and capability > HOPPER:
         return MOST_SUMS // 2
     fused = op in ("up", "activation_gradient")

@@ -27,8 +27,8 @@ ROWS_IN_FLIGHT = tl.constexpr(8)
 def gather_rows(x_TH: Tensor, entry_P: Tensor, first_G1: Tensor, top_k: int) -> Tensor:
     """Returns rows [P, H]: row p is ``x[entry_P[p] // top_k]``; rows behind the last group's are left unwritten.
 
-    ``x_TH`` of any dtype, contiguous; ``entry_P`` int32 [P] and ``first_G1`` int32 [G + 1] as in ``routing.Routing``.
-    Reads and writes P·H elements.
+    ``x_TH`` of any dtype, contiguous; ``entry_P`` int32 [P] and ``first_G1`` int32 [G + 1] as in
+    ``routing.SortedRouting``. Reads and writes P·H elements.
     """
     P, H = len(entry_P), x_TH.shape[1]
     x_PH = torch.empty(P, H, dtype=x_TH.dtype, device=x_TH.device)

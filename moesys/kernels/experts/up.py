@@ -27,13 +27,13 @@ from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, Tiles, require_contiguous, require_matrices, rows_of_tile, tile_of
 from moesys.kernels.experts.token_rows import gather_rows
 from moesys.kernels.launch import kernel
-from moesys.kernels.routing.routing import Routing
+from moesys.kernels.routing import SortedRouting
 
 
 def up(
     x_TH: Tensor,
     gate_up_EUH: Tensor,
-    routing: Routing,
+    routing: SortedRouting,
     tiles: Tiles,
     matrix_G: Tensor,
     top_k: int,
@@ -183,7 +183,7 @@ def store_activations(  # type: ignore[no-untyped-def]
 
 
 def up_reference(
-    x_TH: Tensor, gate_up_EUH: Tensor, routing: Routing, matrix_G: Tensor, top_k: int, activation: str
+    x_TH: Tensor, gate_up_EUH: Tensor, routing: SortedRouting, matrix_G: Tensor, top_k: int, activation: str
 ) -> tuple[Tensor, Tensor]:
     """Returns the same in plain torch, in the dtype of x; rows behind the last group's are zero."""
     x_PH = x_TH[routing.entry_P.clamp_min(0).long() // top_k]

@@ -1,14 +1,14 @@
 """Gradients of the experts' matrices: for every group, the sum over its rows of an outer product.
 
-``weight_gradient``: one program at a time owns one tile of one group's matrix and adds the group's rows in their order,
-so the sum does not depend on which program does it, on how many there are, or on the size of the tile; only on
-``block.contraction``, which says how many rows one product takes. One side of the product is not stored by rows: it is
-read from its token, whose index is loaded in the loop (ScatterMoE, arXiv 2403.08245, reads so without a permuted copy).
+One program at a time owns one tile of one group's matrix and adds the group's rows in their order, so the sum does not
+depend on which program does it, on how many there are, or on the size of the tile; only on ``tile.contraction``, which
+says how many rows one product takes. One side of the product is not stored by rows: it is read from its token, whose
+index is loaded in the loop (ScatterMoE, arXiv 2403.08245, reads so without a permuted copy).
 
-``block_gradient``: the bits show neither which ranks had an expert's rows, nor how many (``balance.blocks`` cuts rows,
+With ``RowBlocks`` the bits show neither which ranks had an expert's rows, nor how many (``balance.blocks`` cuts rows,
 ``overlap.exact_sum`` has the grid). A group's rows are cut into blocks. A block's outer products are summed in float32,
-as ``weight_gradient`` sums those of a group; that sum is rounded to a multiple of the expert's grid, which is so coarse
-that float64 adds blocks exactly. So the sum of several ranks' totals in float64 is the total of all blocks, in any
+as those of a group without blocks are; that sum is rounded to a multiple of the expert's grid, which is so coarse that
+float64 adds blocks exactly. The sum of several ranks' totals in float64 is therefore the total of all blocks, in any
 order.
 
 G groups, P rows in order of groups, T tokens, L and R the widths of both sides.
@@ -28,7 +28,7 @@ from torch import Tensor
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import Gather, Side, columns_by_columns, outer_step
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import require_contiguous, require_matrices, tile_of
+from moesys.kernels.experts.tiles import require_contiguous, tile_of
 from moesys.kernels.launch import kernel
 
 # Of a tile: 256 threads have three registers for each of its sums, and 255 in all. 128 columns spill.
@@ -40,7 +40,7 @@ ROUNDING = tl.constexpr(1.5 * 2.0**52)
 class OrderedGroups(NamedTuple):
     """Which rows each group has, int32.
 
-    ``entry_P``, ``first_G1`` [G + 1]: each row's choice, and where each group's rows begin (``routing.Routing``).
+    ``entry_P``, ``first_G1`` [G + 1]: each row's choice, and where each group's rows begin (``routing.SortedRouting``).
     ``order_G``: every group once, in which order they are begun, best the largest first (``tiles.groups_by_size``), so
     that none is left for the end; changes no bit.
     """
@@ -50,56 +50,90 @@ class OrderedGroups(NamedTuple):
     order_G: Tensor
 
 
+class RowBlocks(NamedTuple):
+    """Blocks of rows by which a group is summed. ``rows`` is the size of a block; the last block of a group has up to
+    half as many rows less or more, or is its only one. ``grid_G`` float64: a power of two for each group, on which its
+    blocks add up to less than 2⁵¹; NaN for a group whose sums are to be NaN.
+    """
+
+    rows: int
+    grid_G: Tensor
+
+
+class WeightGradients(NamedTuple):
+    """Both sides of two weight gradients, rows [N, width] of this rank in order of groups, and where they go.
+
+    ``up``: dh by x into [G, U, H]; ``down``: dy by weighted activations into [G, H, I].
+    """
+
+    dh_NU: Tensor
+    x_NH: Tensor
+    dgate_up_GUH: Tensor
+    dy_NH: Tensor
+    wa_NI: Tensor
+    ddown_GHI: Tensor
+
+
 def weight_gradient(
     left: Tensor,
     right: Tensor,
     groups: OrderedGroups,
     top_k: int,
     gathered: Literal["left", "right"],
-    block: TileConfig,
-    dtype: torch.dtype = torch.float32,
+    tile: TileConfig,
     out_GLR: Tensor | None = None,
+    blocks: RowBlocks | None = None,
 ) -> Tensor:
     """Returns ``out[g] = Σ_p left[p]ᵀ · right[p]`` over the rows p of group g, in order; summed in float32, rounded
-    once.
+    once. With ``blocks`` it returns ``out[g] = Σ_b round(Σ_p left[p]ᵀ · right[p])`` over the blocks b of group g and
+    the rows p of a block: inner sums are float32 and in order, ``round`` goes to the nearest multiple of the group's
+    grid, and outer sums are exact in float64.
 
     The side that is ``gathered`` is [T, width], and its row p is ``side[entry_P[p] // top_k]``; the other is
     [P, width]. For the up projection: left = dh [P, U], right = x [T, H]. For the down projection: left = dy [T, H],
     right = weighted activations [P, I].
 
     Reads each side once for every tile of the other, mostly from the L2 cache: at least P·(L + R) elements; writes
-    G·L·R. Bits depend on ``block.contraction`` and on nothing else of ``block``.
+    G·L·R. Bits depend on ``tile.contraction`` and on nothing else of ``tile``; those of blocks also on ``blocks.rows``.
 
     Args:
         left: [P or T, L], right: [P or T, R]: float32, float16 or bfloat16, the same, contiguous like all arguments.
-        block: ``rows`` and ``columns`` are those of a tile of the result.
-        dtype: of the result.
-        out_GLR: where it is written, in place of a new tensor: of ``dtype``, each matrix contiguous; between two of
-            them may be a gap.
+        tile: ``rows`` and ``columns`` are those of a tile of the result; blocks cut it down to what fits.
+        out_GLR: where it is written, in place of a new tensor: each matrix contiguous; between two of them may be a
+            gap. Of any float dtype; of float64 with ``blocks``.
 
     Returns:
-        [G, L, R], zeros for a group without rows.
+        [G, L, R], zeros for a group without rows; a new one is float32, or float64 with ``blocks``. What is infinite or
+        NaN is so as in any sum.
     """
     require_contiguous(left=left, right=right)
     num_groups, L, R = len(groups.first_G1) - 1, left.shape[1], right.shape[1]
     if out_GLR is None:
+        dtype = torch.float32 if blocks is None else torch.float64
         out_GLR = torch.empty((num_groups, L, R), dtype=dtype, device=left.device)
-    elif (out_GLR.shape, out_GLR.dtype) != ((num_groups, L, R), dtype) or not out_GLR[:1].is_contiguous():
+    elif out_GLR.shape != (num_groups, L, R) or not out_GLR[:1].is_contiguous():
         raise ValueError(
-            f"out_GLR is {out_GLR.dtype} of shape {tuple(out_GLR.shape)} and strides {out_GLR.stride()}; "
-            f"give contiguous matrices, {dtype} of shape {(num_groups, L, R)}"
+            f"out_GLR is of shape {tuple(out_GLR.shape)} and strides {out_GLR.stride()}; "
+            f"give contiguous matrices of shape {(num_groups, L, R)}"
         )
-    num_tiles = num_groups * triton.cdiv(L, block.rows) * triton.cdiv(R, block.columns)
-    _weight_gradient[(min(num_tiles, block.num_programs(left.device)),)](
-        left,
-        right,
-        groups,
-        out_GLR,
-        num_tiles,
-        OuterSizes(L, R, out_GLR.stride(0), Gather(gathered == "left", top_k)),
-        **block.options(),
+    grid_G, block_rows = None, 0
+    if blocks is not None:
+        grid_G, block_rows = blocks.grid_G, blocks.rows
+        require_contiguous(grid_G=grid_G)
+        if out_GLR.dtype != torch.float64:
+            raise ValueError(f"out_GLR is {out_GLR.dtype}; sums of blocks are exact in torch.float64 alone")
+        tile = cut_to_fit(tile)
+    num_tiles = num_groups * triton.cdiv(L, tile.rows) * triton.cdiv(R, tile.columns)
+    sizes = OuterSizes(L, R, out_GLR.stride(0), Gather(gathered == "left", top_k), block_rows)
+    _outer_products[(min(num_tiles, tile.num_programs(left.device)),)](
+        left, right, groups, grid_G, out_GLR, num_tiles, sizes, **tile.options()
     )
     return out_GLR
+
+
+def cut_to_fit(tile: TileConfig) -> TileConfig:
+    """Returns the tile, or as much of it as totals leave registers for."""
+    return replace(tile, rows=min(tile.rows, MOST_ROWS), columns=min(tile.columns, MOST_COLUMNS))
 
 
 def weight_gradient_reference(
@@ -126,116 +160,6 @@ def by_rows(
     return (left[token_P], right) if gathered == "left" else (left, right[token_P])
 
 
-class OuterSizes(NamedTuple):
-    """What the kernel is compiled for; ``matrix_stride``: elements between two matrices of the result."""
-
-    L: int
-    R: int
-    matrix_stride: int
-    gather: Gather
-
-
-class OuterProduct(NamedTuple):
-    """Pointers to both sides, rows of L and R elements, and to matrices [L, R], ``matrix_stride`` elements apart."""
-
-    left: Any
-    right: Any
-    out: Any
-    L: Any
-    R: Any
-    matrix_stride: Any
-
-
-@kernel(do_not_specialize=["num_tiles"])
-def _weight_gradient(  # type: ignore[no-untyped-def]
-    left_ptr, right_ptr, groups, out_ptr, num_tiles, sizes: tl.constexpr, tiling: tl.constexpr
-):
-    gather: tl.constexpr = sizes.gather
-    tiles_along_L: tl.constexpr = (sizes.L + tiling.rows - 1) // tiling.rows
-    tiles_along_R: tl.constexpr = (sizes.R + tiling.columns - 1) // tiling.columns
-    for task in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group = tl.load(groups.order_G + task // (tiles_along_L * tiles_along_R))
-        tile = tile_of(task % (tiles_along_L * tiles_along_R), tiles_along_L, tiles_along_R, tiling.raster)
-        product = OuterProduct(left_ptr, right_ptr, out_ptr, sizes.L, sizes.R, sizes.matrix_stride)
-        store_outer_product(product, groups.entry_P, groups.first_G1, group, tile, gather, tiling)
-
-
-@triton.jit
-def store_outer_product(  # type: ignore[no-untyped-def]
-    product, entry_ptr, first_ptr, group, tile, gather: tl.constexpr, tiling: tl.constexpr
-):
-    """Stores a tile, numbered along both sides, of one group's matrix. ``entry_ptr``: see ``columns_by_columns``."""
-    first, end = tl.load(first_ptr + group), tl.load(first_ptr + group + 1)
-    on_left = tile[0] * tiling.rows + tl.arange(0, tiling.rows)
-    on_right = tile[1] * tiling.columns + tl.arange(0, tiling.columns)
-    left, right = Side(product.left, on_left, product.L), Side(product.right, on_right, product.R)
-    total = columns_by_columns(left, right, first, end, entry_ptr, gather, tiling)
-    out_matrix = product.out + tl.cast(group, tl.int64) * product.matrix_stride
-    tl.store(
-        out_matrix + (on_left.to(tl.int64) * product.R)[:, None] + on_right[None, :],
-        rounded(total, product.out.dtype.element_ty),
-        mask=(on_left < product.L)[:, None] & (on_right < product.R)[None, :],
-    )
-
-
-class RowBlocks(NamedTuple):
-    """How sums over rows are made. ``rows``: of a block; a group's last one has up to half of them less or more, or is
-    its only one. ``grid_G`` float64: a power
-    of two, on which a group's blocks add up to less than 2⁵¹; NaN for a group whose sums are to be NaN.
-    """
-
-    rows: int
-    grid_G: Tensor
-
-
-def block_gradient(
-    left: Tensor,
-    right: Tensor,
-    groups: OrderedGroups,
-    top_k: int,
-    gathered: Literal["left", "right"],
-    blocks: RowBlocks,
-    tile: TileConfig,
-    out_GLR: Tensor | None = None,
-) -> Tensor:
-    """Returns ``out[g] = Σ_b round(Σ_p left[p]ᵀ · right[p])`` over the blocks b of group g and the rows p of a block,
-    float64.
-
-    Sides are those of ``weight_gradient``. Inner sums are float32 and in order, ``round`` goes to the nearest multiple
-    of the group's grid, and outer sums are exact. Reads what ``weight_gradient`` reads, and writes 8·G·L·R bytes.
-
-    Args:
-        tile: its ``contraction`` is part of the bits, as ``blocks.rows`` is; it is cut down to what fits.
-        out_GLR: where it is written, in place of a new tensor: float64, each matrix contiguous.
-
-    Returns:
-        [G, L, R], zeros for a group without rows. What is infinite or NaN is so as in any sum.
-    """
-    require_contiguous(left=left, right=right, grid_G=blocks.grid_G)
-    num_groups, L, R = len(groups.first_G1) - 1, left.shape[1], right.shape[1]
-    if out_GLR is None:
-        out_GLR = torch.empty((num_groups, L, R), dtype=torch.float64, device=left.device)
-    require_matrices(out_GLR=out_GLR)
-    tile = cut_to_fit(tile)
-    num_tiles = num_groups * triton.cdiv(L, tile.rows) * triton.cdiv(R, tile.columns)
-    _block_gradient[(min(num_tiles, tile.num_programs(left.device)),)](
-        left,
-        right,
-        groups,
-        blocks.grid_G,
-        out_GLR,
-        num_tiles,
-        BlockSizes(L, R, out_GLR.stride(0), blocks.rows, Gather(gathered == "left", top_k)),
-        **tile.options(),
-    )
-    return out_GLR
-
-
-def cut_to_fit(tile: TileConfig) -> TileConfig:
-    """Returns the tile, or as much of it as totals leave registers for."""
-    return replace(tile, rows=min(tile.rows, MOST_ROWS), columns=min(tile.columns, MOST_COLUMNS))
-
-
 def block_gradient_reference(
     left: Tensor,
     right: Tensor,
@@ -259,42 +183,62 @@ def block_gradient_reference(
     return torch.stack(totals)
 
 
-class BlockSizes(NamedTuple):
-    """What the kernel is compiled for; ``matrix_stride``: elements between two matrices of the result."""
+class OuterSizes(NamedTuple):
+    """What the kernel is compiled for. ``matrix_stride``: elements between two matrices of the result; ``block_rows``:
+    rows of a block, 0 where a group's rows are summed without blocks.
+    """
 
     L: int
     R: int
     matrix_stride: int
-    block_rows: int
     gather: Gather
+    block_rows: int
+
+
+class OuterProduct(NamedTuple):
+    """Pointers to both sides, rows of L and R elements, and to matrices [L, R], ``matrix_stride`` elements apart."""
+
+    left: Any
+    right: Any
+    out: Any
+    L: Any
+    R: Any
+    matrix_stride: Any
 
 
 @kernel(do_not_specialize=["num_tiles"])
-def _block_gradient(  # type: ignore[no-untyped-def]
+def _outer_products(  # type: ignore[no-untyped-def]
     left_ptr, right_ptr, groups, grid_ptr, out_ptr, num_tiles, sizes: tl.constexpr, tiling: tl.constexpr
 ):
+    gather: tl.constexpr = sizes.gather
+    block_rows: tl.constexpr = sizes.block_rows
     tiles_along_L: tl.constexpr = (sizes.L + tiling.rows - 1) // tiling.rows
     tiles_along_R: tl.constexpr = (sizes.R + tiling.columns - 1) // tiling.columns
     for task in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group = tl.load(groups.order_G + task // (tiles_along_L * tiles_along_R))
         tile = tile_of(task % (tiles_along_L * tiles_along_R), tiles_along_L, tiles_along_R, tiling.raster)
         product = OuterProduct(left_ptr, right_ptr, out_ptr, sizes.L, sizes.R, sizes.matrix_stride)
-        store_block_sums(product, grid_ptr, groups.entry_P, groups.first_G1, group, tile, sizes, tiling)
+        store_outer_product(product, groups.entry_P, groups.first_G1, grid_ptr, group, tile, gather, block_rows, tiling)
 
 
 @triton.jit
-def store_block_sums(  # type: ignore[no-untyped-def]
-    product, grid_ptr, entry_ptr, first_ptr, group, tile, sizes: tl.constexpr, tiling: tl.constexpr
-):
+def store_outer_product(  # type: ignore[no-untyped-def]
+    product, entry_ptr, first_ptr, grid_ptr, group, tile, gather: tl.constexpr, block_rows: tl.constexpr,
+    tiling: tl.constexpr,
+):  # fmt: skip
     """Stores a tile, numbered along both sides, of one group's matrix. ``entry_ptr``: see ``columns_by_columns``;
-    ``sizes`` has ``block_rows`` and ``gather``.
+    ``grid_ptr``: the grids of groups whose sums are of blocks of ``block_rows``, else None.
     """
+    first, end = tl.load(first_ptr + group), tl.load(first_ptr + group + 1)
     on_left = tile[0] * tiling.rows + tl.arange(0, tiling.rows)
     on_right = tile[1] * tiling.columns + tl.arange(0, tiling.columns)
     left, right = Side(product.left, on_left, product.L), Side(product.right, on_right, product.R)
-    first, end = tl.load(first_ptr + group), tl.load(first_ptr + group + 1)
-    shift = tl.load(grid_ptr + group) * ROUNDING
-    total = _sum_of_blocks(left, right, first, end, shift, entry_ptr, sizes, tiling)
+    if grid_ptr is None:
+        total = columns_by_columns(left, right, first, end, entry_ptr, gather, tiling)
+        total = rounded(total, product.out.dtype.element_ty)
+    else:
+        shift = tl.load(grid_ptr + group) * ROUNDING
+        total = _sum_of_blocks(left, right, first, end, shift, entry_ptr, gather, block_rows, tiling)
     out_matrix = product.out + tl.cast(group, tl.int64) * product.matrix_stride
     tl.store(
         out_matrix + (on_left.to(tl.int64) * product.R)[:, None] + on_right[None, :],
@@ -305,17 +249,14 @@ def store_block_sums(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum_of_blocks(  # type: ignore[no-untyped-def]
-    left, right, first, end, shift, entry_ptr, sizes: tl.constexpr, tiling: tl.constexpr
+    left, right, first, end, shift, entry_ptr, gather: tl.constexpr, block_rows: tl.constexpr, tiling: tl.constexpr
 ):
     """Returns float64 [left columns, right columns]: the sum over blocks of rows ``first`` to ``end``, each rounded by
     adding ``shift``. One loop over the steps of all blocks, so that the next block's rows are on their way while one is
     added.
     """
-    block_rows: tl.constexpr = sizes.block_rows
     steps: tl.constexpr = (block_rows + tiling.contraction - 1) // tiling.contraction
     gathers: tl.constexpr = entry_ptr is not None
-    # Triton 3.6 would pass on the tuple's fields as Python's own.
-    gather: tl.constexpr = sizes.gather
     in_step = tl.arange(0, tiling.contraction)
     # What is left behind whole blocks, if less than half of one, belongs to the last (``balance.blocks``).
     last = tl.maximum((2 * (end - first) + block_rows) // (2 * block_rows) - 1, 0)

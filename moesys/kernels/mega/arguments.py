@@ -1,4 +1,4 @@
-"""What both MegaKernels are told: what lies where on this rank, from epoch to epoch and for one micro-batch.
+"""The arguments of both MegaKernels: what lies where on this rank, from epoch to epoch and for one micro-batch.
 
 R ranks, T tokens of this rank, K choices of each, N rows here in order of groups, G groups, M row tiles, H hidden.
 """
@@ -25,8 +25,8 @@ from moesys.kernels.mega.exchange import (
     ordered_tiles,
 )
 from moesys.kernels.mega.point import MegaPoint
-from moesys.kernels.mega.task_times import TaskTimes
-from moesys.kernels.routing.routing import Routing, route
+from moesys.kernels.mega.tasks import TaskTimes
+from moesys.kernels.routing import SortedRouting, route
 from moesys.kernels.symmetric.counts import Origin, send_counts
 from moesys.kernels.symmetric.heap import RANK, Heap, at, require_no_capture
 from moesys.kernels.symmetric.signals import PUBLISH, TimeoutWatch, raise_flag, wait
@@ -62,7 +62,7 @@ class RegionOffsets(NamedTuple):
 
 
 class MegaLaunch(NamedTuple):
-    """What the tasks of a launch are told of their rank, which is not about rows.
+    """What the tasks of a launch know of their rank, apart from its rows.
 
     ``world``: see ``Heap``; ``pace``: of what is pulled and pushed (``pacing``), None for as fast as it goes;
     ``epoch_1``; ``queue_2``: tasks taken, and programs that are done; ``times``: where tasks write down when they ran.
@@ -160,7 +160,7 @@ def announce(
     num_experts: int,
     shared: Mapping[str, Tensor],
     origin: Origin | None = None,
-) -> Routing:
+) -> SortedRouting:
     """Publishes this rank's choices and ``shared`` regions, and its counts if all are to plan by them (``counts``),
     with their ``origin``. Ids in ``expert_TK`` that are not in 0..E-1 are dropped.
     """
@@ -173,7 +173,7 @@ def announce(
 
 def arrange(
     memory: MegaMemory,
-    routing: Routing,
+    routing: SortedRouting,
     tokens_RP: Tensor,
     replicas: Replicas,
     num_rows: int,

@@ -23,7 +23,7 @@ from moesys.kernels.experts.numerics import rounded
 from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs, Tiling, usual_programs
 from moesys.kernels.experts.tiles import tile_of
-from moesys.kernels.experts.weight_gradient import OuterProduct, store_outer_product
+from moesys.kernels.experts.weight_gradient import OuterProduct, WeightGradients, store_outer_product
 from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
 from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
@@ -37,28 +37,23 @@ from moesys.kernels.mega.push_rows import (
     raise_at_sources,
     sum_rows,
 )
-from moesys.kernels.mega.task_queue import WHOLE, leave, mixed_task, take
-from moesys.kernels.mega.task_times import OUTER_PRODUCT, PRODUCT, begin_task, end_task, task_is_ready
+from moesys.kernels.mega.tasks import (
+    OUTER_PRODUCT,
+    PRODUCT,
+    WHOLE,
+    begin_task,
+    end_task,
+    leave,
+    mixed_task,
+    take,
+    task_is_ready,
+)
 from moesys.kernels.symmetric.heap import RANK, at
 from moesys.kernels.symmetric.pacing import arrive, set_off
 from moesys.kernels.symmetric.signals import all_came, raise_flag
 
 # Columns of a tile that are pushed from registers at a time: 128 bytes of 16 bits side by side.
 PUSH_COLUMNS = 64
-
-
-class WeightGradients(NamedTuple):
-    """Both sides of two weight gradients, rows [N, width] of this rank in order of groups, and where they go.
-
-    ``up``: dh by x into [G, U, H]; ``down``: dy by weighted activations into [G, H, I]; results float32.
-    """
-
-    dh_NU: Tensor
-    x_NH: Tensor
-    dgate_up_GUH: Tensor
-    dy_NH: Tensor
-    wa_NI: Tensor
-    ddown_GHI: Tensor
 
 
 class CombineRows(NamedTuple):
@@ -94,7 +89,7 @@ class CombineSizes(NamedTuple):
 
     ``RANKS``, ``CHOICES``: powers of two, at least R and K. ``experts``: flags are of experts, not tiles. ``apart``:
     pushes are tasks of their own. ``multiply``, ``push``, ``outer``, ``sums``: which tasks there are. Shares: of tiles
-    of the product, and of weight gradients, in the order of the queue (``task_queue``). ``push_columns``,
+    of the product, and of weight gradients, in the order of the queue (``tasks``). ``push_columns``,
     ``copy_columns``: that go home at a time from registers, and from memory.
     """
 
@@ -363,4 +358,4 @@ def _outer_product(  # type: ignore[no-untyped-def]
     out = tl.where(of_up, gradients.dgate_up_GUH, gradients.ddown_GHI)
     matrix_stride = tl.where(of_up, tl.cast(sizes.up_stride, tl.int64), tl.cast(sizes.down_stride, tl.int64))
     product = OuterProduct(left, right, out, L, R, matrix_stride)
-    store_outer_product(product, None, first_ptr, group, tile, None, tiling)
+    store_outer_product(product, None, first_ptr, None, group, tile, None, 0, tiling)

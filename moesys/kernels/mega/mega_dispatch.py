@@ -5,7 +5,7 @@ and multiplies by ``down``, the activation's gradient behind it (``activation_gr
 everything is to be pulled before anything is multiplied.
 
 The queue mixes fetches, each of which pulls some rows of one row tile, with the tiles of the product, in such an order
-that what a tile waits for comes before it (``task_queue``).
+that what a tile waits for comes before it (``tasks``).
 
 N rows here in order of groups, G groups, M row tiles, T tokens of this rank, H hidden, I expert width, U = 2·I where
 gated, else I.
@@ -31,8 +31,7 @@ from moesys.kernels.mega.arguments import MegaMemory, MegaRows, raise_or_count
 from moesys.kernels.mega.exchange import TileSequence
 from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
 from moesys.kernels.mega.push_rows import Task
-from moesys.kernels.mega.task_queue import leave, mixed_task, take
-from moesys.kernels.mega.task_times import FETCH, PRODUCT, begin_task, end_task, task_is_ready
+from moesys.kernels.mega.tasks import FETCH, PRODUCT, begin_task, end_task, leave, mixed_task, take, task_is_ready
 from moesys.kernels.symmetric.heap import RANK, at
 from moesys.kernels.symmetric.pacing import arrive, set_off
 from moesys.kernels.symmetric.signals import DISPATCH, PUBLISH, all_came, wait
@@ -60,7 +59,7 @@ class DispatchSizes(NamedTuple):
     """What the kernel is compiled for.
 
     ``matrix_stride``: elements between two matrices; ``RANKS``: a power of two, at least R; ``experts``: flags are of
-    experts, not tiles; ``fetch``, ``multiply``: which tasks there are; ``share``: of fetches (``task_queue``).
+    experts, not tiles; ``fetch``, ``multiply``: which tasks there are; ``share``: of fetches (``tasks``).
     """
 
     H: int

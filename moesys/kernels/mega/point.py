@@ -13,7 +13,7 @@ from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import THREADS_OF_WARP, TileConfig, TileConfigs, all_registers
 from moesys.kernels.experts.tile_tuner import HOPPER, INTERPRETED, SINGLE, capability_of
 from moesys.kernels.mega.exchange import TileOrder
-from moesys.kernels.mega.task_queue import WHOLE
+from moesys.kernels.mega.tasks import WHOLE
 
 # Beside all else that backward's combine does, these spill weight gradients' tiles of more columns: Triton 3.6, and any
 # for GPUs after Hopper (``python -m benchmarks kernels --aot``).
@@ -80,8 +80,9 @@ def fuses(point: MegaPoint, side: Literal["dispatch", "combine"]) -> bool:
 def blocks_at(
     point: MegaPoint, activation: str, dtype: torch.dtype, device: torch.device, capability: int | None = None
 ) -> TileConfigs:
-    """Tiles of all products: of as many rows, as they share a table, and with operands through pointers, as rows that
-    other programs have just stored are not to be read by TMA. ``capability``: of the GPU, None for that of ``device``.
+    """Returns the tiles of all products. They have equal numbers of rows, because they share a table, and operands
+    through pointers, because TMA must not read rows that other programs have just stored. ``capability``: of the GPU,
+    None for that of ``device``.
     """
     if device.type == "cpu":
         usual = INTERPRETED

@@ -15,7 +15,7 @@ from moesys.kernels.experts.activation_gradient import sum_of_partials
 from moesys.kernels.experts.numerics import rounded
 from moesys.kernels.experts.token_rows import plus_term
 from moesys.kernels.mega.arguments import is_last
-from moesys.kernels.mega.task_times import PUSH, SUM, task_is_ready
+from moesys.kernels.mega.tasks import PUSH, SUM, task_is_ready
 from moesys.kernels.symmetric.heap import RANK, at
 from moesys.kernels.symmetric.signals import COMBINE, DISPATCH, raise_flag, wait
 
@@ -102,8 +102,8 @@ def push_dweights(launch, partial_ptr, row, homes, num_sums: tl.constexpr):  # t
 def raise_at_sources(  # type: ignore[no-untyped-def]
     launch, rows, epoch, tile, column_tile, came, sizes: tl.constexpr
 ):
-    """Tells the sources of a tile's rows, or of an expert's when all its tiles are done, that these columns came; if
-    they did.
+    """Raises the flags of these columns at the sources of a tile's rows, or of an expert's rows when all its tiles are
+    done, if the columns ``came``.
     """
     num_column_tiles: tl.constexpr = sizes.num_column_tiles
     num_ranks = launch.num_ranks
@@ -130,7 +130,7 @@ def raise_at_sources(  # type: ignore[no-untyped-def]
 def sum_rows(  # type: ignore[no-untyped-def]
     launch, rows, data, task, num_tokens, sizes: tl.constexpr, block_columns: tl.constexpr
 ):
-    """Sums some columns of some tokens, once their rows have come home, in the order of their choices."""
+    """Adds up some columns of some tokens, once their rows have come home, in the order of their choices."""
     H: tl.constexpr = sizes.H
     K: tl.constexpr = sizes.K
     CHOICES: tl.constexpr = sizes.CHOICES

@@ -26,8 +26,8 @@ SUMMED = 1024
 COPIED = 512
 
 
-class Cut(NamedTuple):
-    """Rows of this rank's blocks, int64.
+class ChunkBlocks(NamedTuple):
+    """The blocks that this rank sends and receives, in rows, int64.
 
     - ``sent_CQ``: what it sends of each chunk to each replica; ``list_CQ``: where that begins in its list;
     - ``arriving_CRG``: what comes to each replica here;
@@ -41,8 +41,8 @@ class Cut(NamedTuple):
 
 
 class OwnReplicas(NamedTuple):
-    """Of a layout, on the host. ``rank``: who asks; its replicas are ``first`` up to ``first + number`` by rank;
-    ``most``: that any rank has; ``copies``: that any expert has.
+    """The replicas of ``rank`` in a layout, on the host: ``first`` up to ``first + number`` by rank. ``most``: the
+    replicas of the rank with most; ``copies``: those of the expert with most.
     """
 
     rank: int
@@ -54,14 +54,14 @@ class OwnReplicas(NamedTuple):
 
 def cut(
     first_RL: Tensor, tokens_RP: Tensor, tables: SplitTables, own: OwnReplicas, num_chunks: int, sizes_2CR: Tensor
-) -> Cut:
+) -> ChunkBlocks:
     """Cuts the plan ``tokens_RP`` int64. ``first_RL`` int32 [R, E·C + 1]: where each (expert, chunk) begins in each
     source's list. ``sizes_2CR``: where those are written. One launch, for which nothing waits.
     """
     num_ranks, num_replicas = tokens_RP.shape
     sent_CQ, list_CQ = (tokens_RP.new_empty(num_chunks, num_replicas) for _ in range(2))
     arriving_CRG = tokens_RP.new_empty(num_chunks, num_ranks, own.number)
-    found = Cut(sent_CQ, list_CQ, arriving_CRG, sizes_2CR)
+    found = ChunkBlocks(sent_CQ, list_CQ, arriving_CRG, sizes_2CR)
     numbers = (num_ranks, num_replicas, num_chunks, first_RL.shape[1], own.rank, own.first, own.number, own.copies)
     _cut[(num_ranks,)](first_RL, tokens_RP, tables, found, *numbers, LANES=triton.next_power_of_2(max(own.most, 1)))
     return found
@@ -128,7 +128,7 @@ def _cut(  # type: ignore[no-untyped-def]
 
 
 class SentRows(NamedTuple):
-    """Of a source, int64. *Wire order* is that of (chunk, rank, expert, token, choice).
+    """The rows that a source sends, int64. *Wire order* is that of (chunk, rank, expert, token, choice).
 
     ``row_N``, ``token_N``: each row's choice t·K + k, and its token; ``home_TK``: each choice's place in the wire order
     of its chunk; ``by_destination_N``: rows in wire order, sorted by the rank that they go to.
@@ -140,7 +140,7 @@ class SentRows(NamedTuple):
     by_destination_N: Tensor
 
 
-def sent_rows(entry_N: Tensor, found: Cut, tables: SplitTables, top_k: int) -> SentRows:
+def sent_rows(entry_N: Tensor, found: ChunkBlocks, tables: SplitTables, top_k: int) -> SentRows:
     """Returns tables of what this rank sends. ``entry_N`` int32: its list. One launch."""
     row_N, token_N, home_N, by_destination_N = (entry_N.new_empty(len(entry_N), dtype=torch.int64) for _ in range(4))
     rows = SentRows(row_N, token_N, home_N.view(-1, top_k), by_destination_N)
@@ -182,8 +182,8 @@ def _sent(  # type: ignore[no-untyped-def]
 
 
 class ArrivedRows(NamedTuple):
-    """Of a destination, int64 unless said. *Arrivals* are numbered by (chunk, source, expert, token, choice), *expert
-    rows* by (chunk, expert, source, token, choice).
+    """The rows that arrive at a destination, int64 unless said. *Arrivals* are numbered by (chunk, source, expert,
+    token, choice), *expert rows* by (chunk, expert, source, token, choice).
 
     ``gather_M``: the arrival that each expert row is; ``return_M``: each arrival's expert row, from its chunk's first
     on; ``by_source_M``: arrivals sorted by source. ``order_row_M``, ``order_arrival_M``: expert rows and arrivals by

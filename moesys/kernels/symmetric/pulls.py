@@ -80,7 +80,7 @@ def _copy(copies_ptr, num_copies, BLOCK: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def _copy_words(destination, source, num_bytes, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Copies between addresses that are a multiple of ``width`` bytes apart."""
+    """Moves bytes between addresses that are a multiple of ``width`` bytes apart."""
     head = tl.minimum((width - destination % width) % width, num_bytes)
     # Hints are for what is computed here: a compiler forgets those of arguments.
     words = tl.multiple_of((num_bytes - head) // width * (width // 4), width // 4)
@@ -103,8 +103,8 @@ def _copy_bytes(destination, source, num_bytes, BLOCK: tl.constexpr):  # type: i
         tl.store(to + place, tl.load(came + place, mask=place < num_bytes), mask=place < num_bytes)
 
 
-class Wanted(NamedTuple):
-    """Contiguous ``destination`` gets as many bytes of what ``rank`` shares, from ``first_byte`` on."""
+class PullPart(NamedTuple):
+    """A part of a pull: contiguous ``destination`` gets as many bytes of what ``rank`` shares, from ``first_byte``."""
 
     destination: Tensor
     rank: int
@@ -112,9 +112,9 @@ class Wanted(NamedTuple):
 
 
 class Pull:
-    """On its way until ``wait``, after which what is launched finds it there."""
+    """A pull that is on its way until ``wait``; what is launched after that finds its rows."""
 
-    def __init__(self, ring: PullRing, epoch: int, wanted: Sequence[Wanted], into: Tensor) -> None:
+    def __init__(self, ring: PullRing, epoch: int, wanted: Sequence[PullPart], into: Tensor) -> None:
         self._ring, self.epoch, self.wanted, self.into = ring, epoch, wanted, into
         self.done: torch.cuda.Event | None = None
 
@@ -144,7 +144,7 @@ class PullRing:
     def arena_bytes(self) -> int:
         return self._heap.layout.num_bytes
 
-    def start(self, shared: Tensor, wanted: Sequence[Wanted], into: Tensor) -> Pull:
+    def start(self, shared: Tensor, wanted: Sequence[PullPart], into: Tensor) -> Pull:
         """Starts a pull. ``shared``: contiguous; ``into``: all destinations are parts of it; it becomes NaN if the pull
         is given up. All ranks start the same pulls in the same order.
 
@@ -175,7 +175,7 @@ class PullRing:
         return pull
 
     def settle(self, pull: Pull) -> None:
-        """Has what is launched from now on wait for this pull and all before it."""
+        """Makes all that is launched from now on wait for this pull and all before it."""
         while self._pending and self._pending[0].epoch <= pull.epoch:
             first = self._pending.popleft()
             if first.done is None:

@@ -25,7 +25,7 @@ from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.moe.masters import DTYPES
-from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertGradients, ExpertWeights, Workplace
+from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertGradients, ExpertWeights
 from moesys.overlap.experts_cpu import experts_on_device
 from moesys.overlap.routes import build_routes, chunk_counts
 
@@ -116,7 +116,7 @@ class ExpertPasses:
         tokens_CRE = chunk_counts(expert_TK, num_experts, 1)[:, None].cpu().numpy()
         self._routes = build_routes(expert_TK, tokens_CRE, one_rank_plan(case.rows), 0, self._compute.min_rows)
         memory = PagePool()
-        self._at = Workplace(memory, Scratch(memory, device))
+        self._scratch = Scratch(memory, device)
         x_MH, dy_MH = (of.detach() for of in pool.draw(2, sum(case.rows), case.hidden_size))
         self._x, self._dy = Arrivals(x_MH, None), Arrivals(dy_MH, None)
         self._weight_M = torch.rand(len(x_MH), device=device)
@@ -127,14 +127,14 @@ class ExpertPasses:
 
     def forward(self) -> Tensor:
         """Returns the pre-activations."""
-        running = self._compute.forward(self._routes, self._x, next(self._layers), self._at)
+        running = self._compute.forward(self._routes, self._x, next(self._layers), self._scratch)
         running.experts(self._routes.chunks[0])
         return running.pre_activations()
 
     def backward(self, gradients: ExpertGradients | None) -> None:
         """Computes input gradients, and weight gradients if there is a place for them."""
         inputs = BackwardInputs(self._dy, self._x, self._h_PU, self._weight_M, gradients)
-        running = self._compute.backward(self._routes, inputs, next(self._layers), self._at)
+        running = self._compute.backward(self._routes, inputs, next(self._layers), self._scratch)
         running.experts(self._routes.chunks[0])
         if gradients is not None:
             running.weight_gradients()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
-from moesys.config.workload import Measured
+from moesys.config.workload import RealTraining
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import strategy_in
 from moesys.lab.ranks.process_start import writes
@@ -28,7 +28,7 @@ def bisect_command(run: Path, a: str, b: str, seed: int | None = None) -> int:
         folder = RunFolder(run)
         experiment = folder.experiment()
         first, second = (strategy_in(experiment, name) for name in (a, b))
-        if not isinstance(experiment.workload, Measured):
+        if not isinstance(experiment.workload, RealTraining):
             raise ValueError(
                 f"{run} was simulated, and bisect compares what is computed; give the folder of a training"
             )

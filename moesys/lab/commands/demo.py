@@ -27,7 +27,7 @@ from moesys.config import Ep, Fsep, LayoutInvariant, Ordered, Strategy, presets
 from moesys.config.experiment import Experiment
 from moesys.config.hub import read_config
 from moesys.config.overlap import Pipelined
-from moesys.config.reduction import Reduction
+from moesys.config.strategy import Reduction
 from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands import refused
 from moesys.lab.commands.compare import report

@@ -18,7 +18,7 @@ from rich.console import Console
 from moesys.balance.plan import StepPlan, why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
-from moesys.config.workload import Generated, Measured, Replay, Workload
+from moesys.config.workload import Generated, RealTraining, Replay, Workload
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import cluster_of, strategy_in
 from moesys.lab.runs.experiment_files import in_words, load_experiment
@@ -138,7 +138,7 @@ def _step_plan(file: Path) -> StepPlan | None:
 def _changed(experiment: Experiment, layers: int | None, cluster: str | None) -> Experiment:
     """Returns the experiment on another cluster, with this number of layers."""
     workload = experiment.workload
-    if isinstance(workload, Measured):
+    if isinstance(workload, RealTraining):
         workload = drawn_like(workload)
     if layers is not None and isinstance(workload, Generated):
         workload = workload.replace(num_layers=layers)

@@ -21,7 +21,7 @@ from moesys.balance.replay import Replan, Replayed, replay_layer
 from moesys.balance.seconds_certificate import certify_seconds
 from moesys.config import Fsep, ModelShape, Oracle, Strategy
 from moesys.config.experiment import Experiment
-from moesys.config.workload import Generated, Measured, Replay
+from moesys.config.workload import Generated, RealTraining, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
 from moesys.lab.explanation.step_explanation import (
     ExpertChange,
@@ -111,9 +111,9 @@ def _routing(experiment: Experiment) -> tuple[Trace, str]:
         drawn: Replay | Generated = workload
         words = f"replayed from {workload.trace}"
     else:
-        drawn = drawn_like(workload) if isinstance(workload, Measured) else workload
+        drawn = drawn_like(workload) if isinstance(workload, RealTraining) else workload
         words = f"drawn, {drawn.distribution} with skew {drawn.skew:g}, drift {drawn.drift:g}, spread {drawn.spread:g}"
-    if isinstance(workload, Measured):
+    if isinstance(workload, RealTraining):
         words += "; what a training's own routers want is known only once it runs"
     return routing_of(drawn, experiment.model, experiment.cluster, experiment.seeds[0]), words
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment, Trial
-from moesys.config.workload import Measured, ModelTraining, Training
+from moesys.config.workload import ModelTraining, RealTraining, Training
 from moesys.lab.ranks.process_start import first_line, joins
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.trials import Measurement, run_measured, run_simulated
@@ -198,7 +198,7 @@ class RankTrials(Place):
     def __init__(self, experiment: Experiment, threads: int) -> None:
         super().__init__()
         workload = experiment.workload
-        assert isinstance(workload, Measured)
+        assert isinstance(workload, RealTraining)
         if isinstance(workload, ModelTraining) and find_spec("transformers") is None:
             raise ValueError("workload=ModelTraining(...) trains models of transformers: pip install 'moesys[hf]'")
         self._workload, self._threads, self._num_ranks = workload, threads, experiment.cluster.num_ranks
@@ -224,7 +224,7 @@ class RankTrials(Place):
 
     def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
         workload = experiment.workload
-        assert isinstance(workload, Measured)
+        assert isinstance(workload, RealTraining)
         arguments = (trial.strategy, experiment.model, experiment.cluster, workload, trial.seed)
         return self.call((trial.strategy,), run_measured, *arguments, tick)
 
@@ -264,14 +264,14 @@ class RankTrials(Place):
         )
 
 
-def _environment_of(workload: Measured) -> dict[str, str]:
+def _environment_of(workload: RealTraining) -> dict[str, str]:
     """Returns the variables that ranks need before they import anything."""
     if workload.device == "cuda":
         return _SHARING_GPUS
     return _INTERPRETING if isinstance(workload, Training) and workload.interpret else {}
 
 
-def _backend_of(workload: Measured, ranks_of_host: int) -> str:
+def _backend_of(workload: RealTraining, ranks_of_host: int) -> str:
     """Raises ValueError for GPUs if there are none."""
     if workload.device == "cpu":
         return "gloo"
@@ -355,7 +355,7 @@ def simulating_workers(jobs: int, prepare: Callable[[], object]) -> Workers:
 
 def simulated(trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement:
     """Raises TrialError."""
-    assert not isinstance(experiment.workload, Measured)
+    assert not isinstance(experiment.workload, RealTraining)
     try:
         return run_simulated(
             trial.strategy, experiment.model, experiment.cluster, experiment.workload, trial.seed, tick

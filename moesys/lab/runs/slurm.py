@@ -18,7 +18,7 @@ from pydantic import Field, PositiveInt, field_validator
 
 from moesys.config import Declared
 from moesys.config.experiment import Experiment, Trial
-from moesys.config.workload import Measured
+from moesys.config.workload import RealTraining
 from moesys.lab.ranks.process_start import joins, threads_of, variables_set
 from moesys.lab.runs.environment import collect_environment
 from moesys.lab.runs.places import (
@@ -139,10 +139,10 @@ class SlurmTrials(Place):
         import submitit
 
         slurm, cluster, workload = self._slurm, experiment.cluster, experiment.workload
-        local, measured = slurm.cluster == "local", isinstance(workload, Measured)
+        local, measured = slurm.cluster == "local", isinstance(workload, RealTraining)
         nodes = cluster.num_nodes if measured and not local else 1
         tasks = cluster.num_ranks // nodes if measured else 1
-        gpus = tasks if isinstance(workload, Measured) and workload.device == "cuda" else 0
+        gpus = tasks if isinstance(workload, RealTraining) and workload.device == "cuda" else 0
         executor = submitit.AutoExecutor(folder, cluster=slurm.cluster)
         further = {name: value if value != "" else True for name, value in slurm.further.items()}
         of_slurm: dict[str, Any] = {
@@ -173,7 +173,7 @@ def _check(slurm: Slurm, experiment: Experiment) -> None:
 
         if submitit.SlurmExecutor.affinity() <= 0:
             raise ValueError("jobs=Slurm(...): srun is not found here; call this where it is, or use cluster='local'")
-    if isinstance(workload, Measured) and len(set(sizes)) > 1 and slurm.cluster == "slurm":
+    if isinstance(workload, RealTraining) and len(set(sizes)) > 1 and slurm.cluster == "slurm":
         raise ValueError(
             f"ranks_per_node={experiment.cluster.ranks_per_node}: jobs of jobs=Slurm(...) have as many ranks on "
             "every node; start ranks by torchrun instead"
@@ -201,7 +201,7 @@ def _answered(trial: Trial, job: submitit.Job[TrialResult | None]) -> TrialResul
 
 def _result_in_job(trial: Trial, experiment: Experiment, threads: int) -> TrialResult | None:
     """Runs a trial in each task of a job; returns None in those that do not write."""
-    if not isinstance(experiment.workload, Measured):
+    if not isinstance(experiment.workload, RealTraining):
         result = result_of(trial, partial(simulated, trial, experiment, no_tick))
     else:
         from submitit.helpers import TorchDistributedEnvironment

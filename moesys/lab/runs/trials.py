@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training, Workload
+from moesys.config.workload import Generated, ModelTraining, RealTraining, Replay, Training, Workload
 from moesys.cost import restore_bytes, restores_per_step
 from moesys.lab.runs.records import Samples
 from moesys.load import IntArray
@@ -145,7 +145,7 @@ def rest_of(workload: Workload) -> RestOfStep:
     """Returns what a workload declares about a step besides its routing; for a training, only the recomputation."""
     from moesys.simulator.rest_of_step import RestOfStep
 
-    if isinstance(workload, Measured):
+    if isinstance(workload, RealTraining):
         return RestOfStep(recompute=workload.recomputed)
     return RestOfStep(
         other_seconds=workload.other_ms / 1000,

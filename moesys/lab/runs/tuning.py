@@ -17,7 +17,7 @@ from moesys.balance.planners import warm_up
 from moesys.balance.replay import replay_steps
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Trial
-from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training
+from moesys.config.workload import Generated, ModelTraining, RealTraining, Replay, Training
 from moesys.files import write_whole
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 from moesys.lab.runs.places import Place, TrialError, no_tick, num_workers, place_for, simulating_workers
@@ -74,7 +74,7 @@ def tune(
 
     Raises ValueError for what cannot be tuned or resumed.
     """
-    trains = isinstance(experiment.workload, Measured)
+    trains = isinstance(experiment.workload, RealTraining)
     timed = MOST_TRIALS * trains if timed is None else timed
     bounds = bounds or SearchBounds()
     _check(experiment, timed, bounds)
@@ -126,7 +126,7 @@ def _check(experiment: Experiment, timed: int, bounds: SearchBounds) -> None:
         raise ValueError(f"minutes={bounds.minutes} leaves no time; use more, or none for as long as it takes")
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"memory_gb={memory_gb} holds nothing; declare what a GPU has, or leave it out for enough")
-    if timed and not isinstance(workload, Measured):
+    if timed and not isinstance(workload, RealTraining):
         raise ValueError(
             f"timed={timed}: workload={type(workload).__name__} is run by the cost model and by no clock; "
             "use timed=0, or workload=Training(...)"
@@ -248,7 +248,7 @@ class _Folder:
     def workload(self, ranks: _Ranks) -> SimulatedWorkload:
         """What the cost model runs; of a training, the routing of the baseline's first trial."""
         experiment, workload, seeds = self.experiment, self.experiment.workload, self._seeds
-        if isinstance(workload, Measured):
+        if isinstance(workload, RealTraining):
             self._record_routing(ranks, seeds[0])
             workload = Replay(
                 trace=str(self.path / ROUTING),
@@ -301,7 +301,7 @@ class _Folder:
         experiment, workload = self.experiment, self.experiment.workload
         setting = {name: getattr(experiment, name).fingerprint()[:12] for name in ("model", "cluster", "workload")}
         setting["moesys"] = source_digest()
-        if isinstance(workload, Measured):
+        if isinstance(workload, RealTraining):
             environment, _ = collect_environment(self._threads)
             # The source says more than its commit.
             setting["machine"] = replace(environment, git_commit="", git_diff="").machine_line

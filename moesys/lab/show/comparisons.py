@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic_core
 
-from moesys.config.workload import Measured, Training
+from moesys.config.workload import RealTraining, Training
 from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, Row
 from moesys.lab.runs.records import setting_fingerprint
 from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
@@ -166,7 +166,7 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
 def _sample_words(comparison: Comparison) -> str:
     experiment, seeds = comparison.experiment, comparison.experiment.seeds
     steps = getattr(experiment.workload, "steps", None)
-    unit = "steps" if isinstance(experiment.workload, Measured) else "micro-batches"
+    unit = "steps" if isinstance(experiment.workload, RealTraining) else "micro-batches"
     asked = f"{len(seeds)} asked for"
     return f"{asked}, {steps} {unit} each" if steps else asked
 

@@ -15,7 +15,7 @@ from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
 from rich.text import Text
 
 from moesys.config.experiment import Experiment, Trial
-from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training
+from moesys.config.workload import Generated, ModelTraining, RealTraining, Replay, Training
 from moesys.lab.runs.records import Record
 from moesys.lab.runs.runner import QuietProgress, StepCounter
 from moesys.lab.show.steps import Bars, is_live
@@ -140,7 +140,9 @@ def _median_ms(record: Record) -> float:
 
 def _opening(experiment: Experiment, num_recorded: int, num_left: int) -> str:
     recorded = f", {num_recorded} recorded already" if num_recorded else ""
-    on_gpus = " on GPUs" if isinstance(experiment.workload, Measured) and experiment.workload.device == "cuda" else ""
+    on_gpus = (
+        " on GPUs" if isinstance(experiment.workload, RealTraining) and experiment.workload.device == "cuda" else ""
+    )
     measured = experiment.source == "measured"
     where = f"on {experiment.cluster.num_ranks} ranks{on_gpus}" if measured else "in the cost model"
     return f"{experiment.name}: {num_left} trials to run {where}{recorded}"

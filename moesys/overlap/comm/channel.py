@@ -148,7 +148,7 @@ class Transfer:
             self._record()
 
     def _record(self) -> None:
-        """Once, by whoever learns it first: callbacks may come later than the waiting thread goes on."""
+        """Records the span once: a callback may come later than the waiting thread goes on."""
         if self._unrecorded.acquire(blocking=False):
             recorder = self._channel.recorder
             if recorder.enabled:
@@ -236,7 +236,7 @@ class Channel:
         lane: str,
         detail: str = "",
     ) -> Transfer:
-        """Start sending rows of ``rows_in`` to each rank, ``in_counts`` [R] in rank order; ``rows_out`` gets
+        """Starts sending rows of ``rows_in`` to each rank, ``in_counts`` [R] in rank order; ``rows_out`` gets
         ``out_counts`` [R] by source. Rows may have any trailing shape and dtype: they travel as bytes.
         """
         if self.group is None:
@@ -358,7 +358,7 @@ class Channel:
         return values
 
     def exposed(self, lane: str) -> AbstractContextManager[None]:
-        """Count the time inside as exposed communication."""
+        """Measures the time inside as exposed communication."""
         return self.meter.exposed(lane)
 
     def guard(self, what: str, call: Callable[[], T]) -> T:

@@ -43,7 +43,7 @@ class Heartbeat:
         self._closed.set()
 
     def close(self) -> None:
-        """``stop``, and wait until the thread has."""
+        """Stops the thread and waits until it has ended."""
         self.stop()
         self._thread.join()
 

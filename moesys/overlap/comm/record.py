@@ -17,19 +17,21 @@ from moesys.timeline import Span, Timeline
 Moment = float | torch.cuda.Event
 
 
-class Clock:
-    """Of one kind of device. On a GPU a moment is when its stream comes there, and to read it is to wait for that."""
+class DeviceClock:
+    """The clock of one kind of device. On a GPU a moment is when the current stream comes there, and whoever reads it
+    waits for that.
+    """
 
     def __init__(self, device_type: str) -> None:
         self._on_gpu = device_type == "cuda"
 
     @staticmethod
     def host_us() -> float:
-        """The host's clock."""
+        """Returns the time of the host's clock."""
         return time.perf_counter_ns() / 1000
 
     def now(self) -> Moment | None:
-        """This moment; None while a CUDA graph is captured, which happens at no time."""
+        """Returns this moment; None while a CUDA graph is captured, which happens at no time."""
         if not self._on_gpu:
             return self.host_us()
         if torch.cuda.is_current_stream_capturing():
@@ -40,12 +42,12 @@ class Clock:
 
     @staticmethod
     def is_past(moment: Moment) -> bool:
-        """Whether it can be read without waiting."""
+        """Returns whether the moment can be read without waiting."""
         return isinstance(moment, float) or moment.query()
 
     @staticmethod
     def ms_between(start: Moment, end: Moment) -> float:
-        """Milliseconds between two moments of one device."""
+        """Returns the milliseconds between two moments of one device."""
         if isinstance(start, float) and isinstance(end, float):
             return (end - start) / 1000
         assert isinstance(start, torch.cuda.Event)
@@ -78,22 +80,22 @@ class Meter:
 
     def __init__(self, device_type: str = "cpu") -> None:
         self.wire_bytes: dict[tuple[str, str], int] = defaultdict(int)
-        self._clock = Clock(device_type)
+        self._clock = DeviceClock(device_type)
         self._exposed_ms: dict[str, float] = defaultdict(float)
         self._plan_ms = 0.0
         # What may not have happened yet, in its order: the lane that is waited for, None for planning.
         self._unread: deque[tuple[str | None, Moment, Moment]] = deque()
 
-    @contextmanager
-    def planning(self) -> Iterator[None]:
-        """Count the time inside as planning."""
-        start = self._clock.now()
-        yield
-        self._add(None, start, self._clock.now())
+    def planning(self) -> AbstractContextManager[None]:
+        """Measures the time inside as planning."""
+        return self._timed(None)
+
+    def exposed(self, lane: str) -> AbstractContextManager[None]:
+        """Measures the time inside as exposed communication."""
+        return self._timed(lane)
 
     @contextmanager
-    def exposed(self, lane: str) -> Iterator[None]:
-        """Count the time inside as exposed communication."""
+    def _timed(self, lane: str | None) -> Iterator[None]:
         start = self._clock.now()
         yield
         self._add(lane, start, self._clock.now())
@@ -138,8 +140,8 @@ class Meter:
             self._exposed_ms[lane] += took_ms
 
 
-class Record(NamedTuple):
-    """What ``Recorder.add`` is told."""
+class SpanRecord(NamedTuple):
+    """The arguments of ``Recorder.add``."""
 
     lane: str
     kind: str
@@ -152,20 +154,20 @@ class Recorder:
     """Spans of one rank, kept while ``enabled`` is set.
 
     Times are of the monotonic clock, which all processes of a machine share; where a GPU computes, they are when it did
-    what a span is of (``Clock``). Communication threads report completions, hence the lock.
+    what a span is of (``DeviceClock``). Communication threads report completions, hence the lock.
     """
 
     def __init__(self, rank: int, enabled: bool = False, device_type: str = "cpu") -> None:
         self.rank = rank
         self.enabled = enabled
-        self.clock = Clock(device_type)
+        self.clock = DeviceClock(device_type)
         self._spans: list[Span] = []
-        self._later: list[Callable[[], Iterable[Record]]] = []
+        self._later: list[Callable[[], Iterable[SpanRecord]]] = []
         self._lane_end_us: dict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
 
     def add(self, lane: str, kind: str, start_us: float, end_us: float, detail: str = "") -> None:
-        """Record a span. A lane does one thing at a time: what is issued while it is busy starts when it is free."""
+        """Records a span. A lane does one thing at a time: what is issued while it is busy starts when it is free."""
         if not self.enabled:
             return
         with self._lock:
@@ -175,16 +177,16 @@ class Recorder:
             self._spans.append(Span(self.rank, lane, start_us, end_us, kind, detail))
 
     def add_between(self, lane: str, kind: str, start: Moment | None, end: Moment | None, detail: str = "") -> None:
-        """Record a span whose moments may not have come yet."""
+        """Records a span whose moments may not have come yet."""
         if start is None or end is None:
             return
         if isinstance(start, float) and isinstance(end, float):
             self.add(lane, kind, start, end, detail)
             return
 
-        def read() -> list[Record]:
+        def read() -> list[SpanRecord]:
             start_us, end_us = self.clock.us_of([start, end])
-            return [Record(lane, kind, start_us, end_us, detail)]
+            return [SpanRecord(lane, kind, start_us, end_us, detail)]
 
         self.add_later(read)
 
@@ -198,8 +200,8 @@ class Recorder:
         yield
         self.add_between(lane, kind, start, self.clock.now(), detail)
 
-    def add_later(self, read: Callable[[], Iterable[Record]]) -> None:
-        """Spans that are read when the timeline is asked for: to read what a device has recorded is to wait for it."""
+    def add_later(self, read: Callable[[], Iterable[SpanRecord]]) -> None:
+        """Adds spans that are read when the timeline is asked for, because whoever reads a device's records waits."""
         if self.enabled:
             self._later.append(read)
 
@@ -218,5 +220,5 @@ class Recorder:
 
 
 def stage(name: str, device: torch.device) -> AbstractContextManager[object]:
-    """What is launched inside, as a range of that name in NVIDIA's profilers; elsewhere nothing."""
+    """Shows what is launched inside as a range of that name in NVIDIA's profilers; does nothing on other devices."""
     return torch.cuda.nvtx.range(f"moesys {name}") if device.type == "cuda" else nullcontext()

@@ -1,14 +1,14 @@
 """Discrete events of tasks on programs, gates that they wait for, and links that they share.
 
-A launch is a queue of runs on one rank: so many equal tasks one after another, which its programs take in order. A task
-has its gate open, computes, then moves bytes over links, and holds its program until all of them are through. A task
-that is done counts down gates; a gate opens when it is at zero, a flag's time later where who waits is another rank.
-Runs of one task each are tiles, longer ones blocks: programs that take tasks of a run at once go through it together.
+A launch is a queue of runs on one rank, each of which is a number of equal tasks that its programs take in order. A
+task waits for its gate, computes, then moves bytes over links, and holds its program until all bytes have moved. A task
+that ends counts down gates; a gate opens when it is at zero, and one flag time later for another rank. Runs of one task
+each are tiles, and longer ones are blocks: programs that take tasks of a run at once run them together.
 
-A link gives each task that has bytes left on it the same part of its rate (processor sharing, kept by one virtual time
-a link), whatever else the task waits for: bytes go through all links of their way at once.
+A link divides its rate evenly between the tasks that have bytes left on it (processor sharing, kept by one virtual time
+per link), whatever else the tasks wait for: bytes pass all links of their route at once.
 
-The loop is compiled by numba. It allocates nothing, so that no references are counted: what it works on it is given.
+The loop is compiled by numba. It allocates nothing, so that no references are counted: it is given all its arrays.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from moesys.load import IntArray
 from moesys.simulator.mega.queues import Gates, Launches, Machine, Runs
 from moesys.simulator.mega.shared_links import SharedLinks, begin, first_end, look_at, take_first
 
-# Bits of an event's word: the number of a part, gate or launch, then its kind, then how many were found before it.
+# Bits of an event's word: the number of a part, gate or launch, then its kind, then the number of earlier events.
 _KIND, _FOUND = 28, 30
 
 
 class Events(NamedTuple):
-    """A binary heap of seconds and words; ``counts``: how many there are, and were."""
+    """A binary heap of seconds and words; ``counts``: how many events there are now, and were added."""
 
     at: FloatArray
     word: IntArray
@@ -38,7 +38,7 @@ class Events(NamedTuple):
 
 @borrowing
 def push(events, at, kind, of):  # type: ignore[no-untyped-def]
-    """An event of this kind at ``at``, of the part, gate or launch with number ``of``."""
+    """Adds an event of this kind at ``at``, of the part, gate or launch with number ``of``."""
     place = events.counts[0]
     events.counts[0] += 1
     events.counts[1] += 1
@@ -54,7 +54,7 @@ def push(events, at, kind, of):  # type: ignore[no-untyped-def]
 
 @borrowing
 def pop(events):  # type: ignore[no-untyped-def]
-    """(kind, number) of the first event; of equal times in the order in which they were found."""
+    """Removes the first event and returns (kind, number). Events at the same time come in the order of adding."""
     first = events.word[0]
     events.counts[0] -= 1
     size = events.counts[0]
@@ -80,13 +80,13 @@ def pop(events):  # type: ignore[no-untyped-def]
 
 _COMPUTED, _ENDED, _OPENED, _LAUNCHED = range(4)
 _LINK = -1
-# Of floats that would be equal if they were exact.
+# The factor within which floats count as equal.
 _THROUGH = 1 + 1e-12
 
 
 class Times(NamedTuple):
-    """Seconds: of each run when its first task was ready, its last was done; how long its tasks waited, all together;
-    of each launch its begin and end.
+    """Seconds of each run: when its first task was ready, when its last task ended, and how long its tasks waited in
+    total; of each launch its begin and end.
     """
 
     ready: FloatArray
@@ -96,8 +96,8 @@ class Times(NamedTuple):
     end_L: FloatArray
 
 
-# What the loop knows of a run, of tasks of one that programs took together (a part, whose number is used again when
-# they are done), of a launch and of a gate, a row each: events go from rank to rank, and a row is read at once.
+# The loop's state of a run, of a part (tasks of a run that programs took together; its number is used again when they
+# end), of a launch and of a gate. Each is a row: events go from rank to rank, and a row is read at once.
 _RUN = np.dtype(
     [
         *((name, "f8") for name in ("compute", "memory", "latency", "floor", "ready", "end", "waited")),
@@ -105,8 +105,8 @@ _RUN = np.dtype(
     ],
     align=True,
 )
-# ``programs`` hold it, each of which does ``rounds`` tasks; it is on ``links`` yet. ``before``: what came to its gate
-# before it.
+# ``programs`` hold a part, each for ``rounds`` tasks; ``links``: on how many it still is. ``before``: the part that
+# came to its gate before it.
 _PART = np.dtype(
     [
         *((name, "f8") for name in ("taken", "memory_end")),
@@ -114,7 +114,8 @@ _PART = np.dtype(
     ],
     align=True,
 )
-# ``run``: whose tasks are taken; ``idle`` and ``gone``: programs without work, and through; ``next``: of its rank.
+# ``run``: whose tasks are taken now; ``idle``, ``gone``: programs without work, and that have ended; ``next``: the next
+# launch of its rank.
 _LAUNCH = np.dtype(
     [
         *((name, "f8") for name in ("begin", "end")),
@@ -122,7 +123,7 @@ _LAUNCH = np.dtype(
     ],
     align=True,
 )
-# ``last_part``: what came to it last.
+# ``last_part``: the part that came to it last.
 _GATE = np.dtype(
     [("open_at", "f8"), *((name, "i4") for name in ("pending", "rank", "last_part", "opens", "opens_end"))], align=True
 )
@@ -138,7 +139,7 @@ def run_all(
 ) -> Times:
     """Runs all launches on ``machine``. Ranks have published at ``published_R`` and launch first at ``start_R``.
 
-    Raises RuntimeError where tasks wait for each other, which no queue that is topological as numbered allows.
+    Raises RuntimeError if tasks wait for each other, which no queue that is topological as numbered allows.
     """
     num_ranks, num_launches = int(launches.rank.max()) + 1, len(launches.rank)
     launch_X = np.repeat(np.arange(num_launches), launches.runs)
@@ -185,29 +186,32 @@ def run_all(
         opens=gates.opens.first[:-1],
         opens_end=gates.opens.first[1:],
     )
-    # A part each may wait, compute or move; a gate each may open, and a rank's launch begin.
+    # Each part may have one event, each gate may open, and one launch per rank may begin.
     num_parts = num_ranks * machine.programs
     size = num_parts + len(gate_rows) + num_ranks
     events = Events(np.empty(size), np.empty(size, dtype=np.int64), np.zeros(2, dtype=np.int64))
     for launch in by_rank[is_first]:
         push(events, start_R[launches.rank[launch]], _LAUNCHED, launch)
-    # A rank's parts are on no more links each than its run with most.
+    # Each part of a rank is on no more links than the rank's run with most links.
     num_links, most_R = len(machine.byte_seconds_L), np.zeros(num_ranks, dtype=np.int64)
     np.maximum.at(most_R, launches.rank[launch_X], np.diff(runs.links.first))
     room_to_tell = len(gates.opens.value) + 1
     _run(
-        _Rows(run_rows, np.zeros(num_parts, dtype=_PART), launch_rows, gate_rows),
-        _Lists(runs.links.value, runs.link_bytes, runs.opens.value, gates.opens.value),
+        (run_rows, np.zeros(num_parts, dtype=_PART), launch_rows, gate_rows),
+        # Lists that rows refer to: links and their bytes, and gates that runs and gates count down.
+        (runs.links.value, runs.link_bytes, runs.opens.value, gates.opens.value),
         events,
         SharedLinks.of(machine.byte_seconds_L, int(most_R.sum()) * machine.programs),
-        _Stacks(
-            unused=np.arange(num_parts),
-            begun=np.empty(num_parts, dtype=np.int64),
-            serving=np.empty(num_launches, dtype=np.int64),
-            changed=np.empty(num_links, dtype=np.int64),
-            is_changed=np.zeros(num_links, dtype=np.bool_),
-            told=np.empty(room_to_tell, dtype=np.int64),
-            tellers=np.empty(room_to_tell, dtype=np.int64),
+        # Stacks of numbers: parts that are not used, parts that are ready, launches with idle programs, links with new
+        # parts; gates that are to be counted down, and the ranks that do.
+        (
+            np.arange(num_parts),
+            np.empty(num_parts, dtype=np.int64),
+            np.empty(num_launches, dtype=np.int64),
+            np.empty(num_links, dtype=np.int64),
+            np.zeros(num_links, dtype=np.bool_),
+            np.empty(room_to_tell, dtype=np.int64),
+            np.empty(room_to_tell, dtype=np.int64),
         ),
         machine,
     )
@@ -225,38 +229,6 @@ def _rows(dtype: np.dtype[Any], size: int, **columns: Any) -> npt.NDArray[Any]:
     for name, values in columns.items():
         found[name] = values
     return found
-
-
-class _Rows(NamedTuple):
-    """What is known of all runs, parts, launches and gates."""
-
-    runs: npt.NDArray[Any]
-    parts: npt.NDArray[Any]
-    launches: npt.NDArray[Any]
-    gates: npt.NDArray[Any]
-
-
-class _Lists(NamedTuple):
-    """What rows have lists of: links and their bytes, and gates that runs and gates count down."""
-
-    link: IntArray
-    link_bytes: FloatArray
-    opened_by_run: IntArray
-    opened_by_gate: IntArray
-
-
-class _Stacks(NamedTuple):
-    """Numbers of parts that are not used, parts that are ready, launches with idle programs, links with more on them;
-    gates that are to be counted down, and the ranks that do.
-    """
-
-    unused: IntArray
-    begun: IntArray
-    serving: IntArray
-    changed: IntArray
-    is_changed: npt.NDArray[np.bool_]
-    told: IntArray
-    tellers: IntArray
 
 
 @borrowing
@@ -282,7 +254,7 @@ def _run(rows, lists, events, links, stacks, machine):  # type: ignore[no-untype
             if kind == _LINK:
                 at = first_end(links, what)
                 if at > now * _THROUGH:
-                    # More parts have come since.
+                    # More parts have come since the link was looked at.
                     look_at(links, what, at)
                     continue
                 through = links.nodes[links.root_L[what]].through
@@ -330,7 +302,7 @@ def _run(rows, lists, events, links, stacks, machine):  # type: ignore[no-untype
                         if gate.pending == 0:
                             if gate.last_part >= 0:
                                 push(events, gate.open_at, _OPENED, number)
-                            # What it opens is told by its rank, once.
+                            # Its rank counts down once the gates that it opens.
                             times = 1
                             for other in range(gate.opens, gate.opens_end):
                                 told[num_told], tellers[num_told] = opened_by_gate[other], gate.rank
@@ -348,7 +320,7 @@ def _run(rows, lists, events, links, stacks, machine):  # type: ignore[no-untype
                     begun[num_begun] = number
                     num_begun += 1
                     number = parts[number].before
-                # In the order in which they came.
+                # Parts begin in the order in which they came.
                 high = num_begun - 1
                 while low < high:
                     begun[low], begun[high] = begun[high], begun[low]
@@ -360,7 +332,8 @@ def _run(rows, lists, events, links, stacks, machine):  # type: ignore[no-untype
                 run_number = launch.run
                 run = runs[run_number]
                 left = run.tasks - run.taken
-                # Where nothing else is held meanwhile, several after another: half of what each program has yet to do.
+                # If a run uses no links, a program takes several tasks one after another: half of its share of the
+                # rest.
                 rounds = max(1, left // (2 * programs)) if run.links == run.links_end else 1
                 takes = min(launch.idle, left // rounds)
                 run.taken += takes * rounds

@@ -24,11 +24,11 @@ from moesys.simulator.mega.units import Coarseness
 
 
 @dataclass(frozen=True)
-class Computed:
-    """What multiprocessors did, of one kind: ``experts``, ``weight_gradients`` or ``sum``.
+class ComputeSpan:
+    """Computing of one kind: ``experts``, ``weight_gradients`` or ``sum``.
 
-    Lasts as long on each rank as all its programs together need for it, so what is missing until the pass ends was
-    waited. No two of a rank overlap.
+    It lasts as long on each rank as all its programs together need for it; a rank waits for the rest of the pass. Spans
+    of a rank do not overlap.
     """
 
     kind: str
@@ -37,10 +37,10 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Rows that travelled, ``dispatch`` or ``combine``: from the first that each rank pulled, or pushed, to its last.
+class RowTransfer:
+    """Rows that travel, ``dispatch`` or ``combine``: from the first that each rank pulls, or pushes, to its last.
 
-    ``link_seconds_L`` [2·R + 2·N]: what the links were busy with, as ``cost.link_seconds`` has them.
+    link_seconds_L: the seconds in which each link is busy with them, [2·R + 2·N], as in ``cost.link_seconds``.
     """
 
     kind: str
@@ -51,21 +51,21 @@ class Moved:
 
 @dataclass(frozen=True)
 class MegaPass:
-    """``end_R``: when each rank is through. ``waited_for_R``: the rank whose rows came home last, for each that waited
-    for rows; its own number where its own work was last.
+    """A pass that has run. ``end_R``: when each rank ended. ``waited_for_R``: for each rank that waited for rows, the
+    rank whose results arrived last; its own number if its own work was last.
     """
 
     end_R: FloatArray
-    computed: tuple[Computed, ...]
-    moved: tuple[Moved, ...]
+    computed: tuple[ComputeSpan, ...]
+    moved: tuple[RowTransfer, ...]
     waited_for_R: IntArray
 
 
 def publish_seconds(
     overlap: MegaKernel, model: ModelShape, cluster: ClusterSpec, plan: TokenPlan, backward: bool
 ) -> FloatArray:
-    """[R]: from when a rank enters until its first kernel needs the layer's experts. It copies its tokens to where
-    others pull them, T·H elements of each tensor read and written.
+    """Returns the seconds [R] from when a rank enters until its first kernel needs the layer's experts. It copies its
+    tokens to the memory from which others pull them, and so reads and writes T·H elements of each tensor.
     """
     return gather_seconds(
         overlap.tensors_pulled(backward) * plan.load.tokens_RE.sum(axis=1) / model.top_k, model, cluster
@@ -74,10 +74,9 @@ def publish_seconds(
 
 @dataclass(frozen=True)
 class QueuedPass:
-    """A pass whose queues are known before anybody enters it.
+    """A pass whose queues are made before any rank enters it.
 
-    ``runs``: as ``queues`` has them, without links that need not be looked at. ``link_seconds``, ``publish_seconds_R``:
-    see there.
+    runs: those of ``queues``, without links that are not shared. link_seconds: see ``link_seconds_of``.
     """
 
     machine: Machine
@@ -108,8 +107,8 @@ class QueuedPass:
         return QueuedPass(machine, plan, queues, runs, link_seconds, publish_seconds_R)
 
     def run(self, start_R: FloatArray, experts_R: FloatArray | None = None) -> MegaPass:
-        """Each rank enters at ``start_R`` and has its experts at ``experts_R``, None: before it needs them. Until then
-        it publishes, and from then on its kernels run.
+        """Runs the pass. Each rank enters at ``start_R`` and publishes its tokens. Its kernels run from ``experts_R``
+        on, when its experts are there; None: they are there before.
         """
         published_R = start_R + self.publish_seconds_R
         begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
@@ -122,7 +121,7 @@ class QueuedPass:
 def queued_ahead(
     overlap: MegaKernel, model: ModelShape, cluster: ClusterSpec, passes: Iterable[tuple[TokenPlan, bool]]
 ) -> Iterator[QueuedPass]:
-    """Passes, of a plan and whether backward, each of which is queued while the one before it runs."""
+    """Yields passes, given by a plan and whether it is backward. Each is queued while the one before it runs."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         before: Future[QueuedPass] | None = None
         for plan, backward in passes:
@@ -135,7 +134,7 @@ def queued_ahead(
 
 
 def link_seconds_of(queues: Queues, byte_seconds_L: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """``Moved.link_seconds_L`` of ``dispatch`` and of ``combine``."""
+    """Returns ``RowTransfer.link_seconds_L`` of ``dispatch`` and of ``combine``."""
     runs, links = queues.runs, queues.runs.links
     run_Y = np.repeat(np.arange(len(runs.tasks)), np.diff(links.first))
     seconds_Y = runs.link_bytes * runs.tasks[run_Y] * byte_seconds_L[links.value]
@@ -155,7 +154,7 @@ def pass_of(
     begin_R: FloatArray,
     plan: TokenPlan,
 ) -> MegaPass:
-    """What ranks that began at ``begin_R`` did, of tiles or of blocks. ``link_seconds``: of the above."""
+    """Returns the pass of ranks that began at ``begin_R``, from the times of tiles or of blocks."""
     end_R = begin_R.copy()
     np.maximum.at(end_R, queues.launches.rank, times.end_L)
     pulls = queues.kind == FETCH
@@ -166,9 +165,9 @@ def pass_of(
     return MegaPass(end_R, _computed(queues, times, programs), moved, _waited_for(queues, times, plan))
 
 
-def _computed(queues: Queues, times: Times, programs: int) -> tuple[Computed, ...]:
-    """What programs were busy with, as if all of a rank did it together: A's products as late as they can have been,
-    then B's, weight gradients, and sums, each kind after the other as early as it can have been.
+def _computed(queues: Queues, times: Times, programs: int) -> tuple[ComputeSpan, ...]:
+    """Returns the computing of each rank as if all its programs did the same: A's products as late as possible, then
+    B's products, weight gradients and sums, one kind after the other as early as possible.
     """
     rank_L, second_L = queues.launches.rank, queues.combines_L
     R, second_X = int(rank_L.max()) + 1, second_L[queues.launch]
@@ -180,24 +179,24 @@ def _computed(queues: Queues, times: Times, programs: int) -> tuple[Computed, ..
     def busy_R(chosen: BoolArray) -> FloatArray:
         return np.bincount(queues.rank[chosen], weights=seconds[chosen], minlength=R).astype(np.float64)
 
-    found = [Computed("experts", end_R - busy_R((queues.kind == PRODUCT) & ~second_X), end_R)]
+    found = [ComputeSpan("experts", end_R - busy_R((queues.kind == PRODUCT) & ~second_X), end_R)]
     for kind, name in ((PRODUCT, "experts"), (OUTER_PRODUCT, "weight_gradients"), (SUM, "sum")):
         until_R = at_R + busy_R((queues.kind == kind) & second_X)
-        found.append(Computed(name, at_R, until_R))
+        found.append(ComputeSpan(name, at_R, until_R))
         at_R = until_R
     return tuple(found)
 
 
 def _moved(
     kind: str, queues: Queues, times: Times, chosen: BoolArray, seconds_L: FloatArray, begin_R: FloatArray
-) -> Moved:
-    """By the runs that are chosen and move something; a rank without any has nothing, at its beginning."""
+) -> RowTransfer:
+    """Returns the transfer of the chosen runs that move rows. A rank without any has an empty one at its begin."""
     runs = queues.runs
     moving = np.flatnonzero(chosen & (np.diff(runs.links.first) > 0) & (runs.tasks > 0))
     start_R, end_R = np.full(len(begin_R), np.inf), begin_R.copy()
     np.minimum.at(start_R, queues.rank[moving], times.ready[moving] + runs.compute[moving])
     np.maximum.at(end_R, queues.rank[moving], times.end[moving])
-    return Moved(kind, np.where(np.isfinite(start_R), start_R, begin_R), end_R, seconds_L)
+    return RowTransfer(kind, np.where(np.isfinite(start_R), start_R, begin_R), end_R, seconds_L)
 
 
 def _waited_for(queues: Queues, times: Times, plan: TokenPlan) -> IntArray:

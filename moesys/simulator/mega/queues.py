@@ -1,5 +1,5 @@
-"""The queues of all ranks, put together from runs of equal tasks, for ``events``: how long a task takes, what it waits
-for, and what it moves over which links.
+"""The queues of all ranks for ``events``, made of runs of equal tasks: how long a task takes, what it waits for, and
+what it moves over which links.
 
 R ranks, L links as in ``cost.link_seconds``, X runs.
 """
@@ -23,14 +23,14 @@ Pairs = tuple[IntArray, IntArray]
 
 
 class Table(NamedTuple):
-    """Lists of numbers, one behind the other: list i is ``value[first[i] : first[i + 1]]``."""
+    """Lists of numbers in one array: list i is ``value[first[i] : first[i + 1]]``."""
 
     first: IntArray
     value: IntArray
 
     @staticmethod
     def of(key: IntArray, value: IntArray, size: int) -> Table:
-        """``size`` lists, each of the values that have its number as key, in order."""
+        """Returns ``size`` lists. Each has the values whose key is its number, in order."""
         order = np.argsort(key, kind="stable")
         first = np.concatenate([[0], np.bincount(key, minlength=size).cumsum()])
         return Table(first.astype(np.int64), value[order].astype(np.int64))
@@ -39,10 +39,10 @@ class Table(NamedTuple):
 class Runs(NamedTuple):
     """All runs, launch by launch in the order of their queues. Seconds and bytes of one task.
 
-    ``tasks``: of each. ``compute``: before bytes move. ``memory``: that the rank's own memory takes beside links.
-    ``latency``: behind both. ``gate``: that it waits for, -1 for none. ``needs``: pairs of a run and a rank that must
-    have published. ``opens``: gates that each task counts down. ``links`` and ``link_bytes``, in the same order: what
-    moves over which.
+    tasks: the number of tasks. compute: seconds before bytes move. memory: seconds of the rank's own memory, while
+    links move bytes. latency: seconds after both. gate: the gate that tasks wait for, -1 for none. needs: pairs of a
+    run and a rank that must have published. opens: the gates that each task counts down. links, link_bytes: the links
+    of each run, and the bytes on each, in the same order.
     """
 
     tasks: IntArray
@@ -56,8 +56,8 @@ class Runs(NamedTuple):
     link_bytes: FloatArray
 
     def without_quiet_links(self, byte_seconds_L: FloatArray, busy_L: FloatArray, quiet: float) -> Runs:
-        """Where links that are busy for less than ``quiet`` of the busiest one's time are not shared: a task takes as
-        long for its bytes on one as if it had that for itself. ``busy_L``: seconds.
+        """Returns the runs without links that are busy for less than ``quiet`` of the busiest one's time: a task takes
+        as long for its bytes there as if nothing else used the link. ``busy_L``: seconds.
         """
         run_Y = np.repeat(np.arange(len(self.tasks)), np.diff(self.links.first))
         seconds_Y = self.link_bytes * byte_seconds_L[self.links.value]
@@ -71,7 +71,9 @@ class Runs(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """``pending``: counts until each opens. ``rank``: whose programs wait for it. ``opens``: gates it counts down."""
+    """Gates that tasks wait for. ``pending``: the counts until each opens. ``rank``: the rank whose programs wait for
+    it. ``opens``: the gates that it counts down.
+    """
 
     pending: IntArray
     rank: IntArray
@@ -79,7 +81,7 @@ class Gates(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """Of each its ``rank``, ``first`` run and number of ``runs``; a rank's in order."""
+    """The rank, the first run and the number of runs of each launch; those of a rank are in order."""
 
     rank: IntArray
     first: IntArray
@@ -87,10 +89,10 @@ class Launches(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What launches run on.
+    """The hardware that launches run on.
 
-    ``programs``: of every launch. ``gap_seconds``: from the end of a launch to the next one's begin. ``flag_seconds``:
-    until other ranks see a flag. ``byte_seconds_L``: seconds of a byte on each link, [2·R + 2·N].
+    programs: the programs of every launch. gap_seconds: from the end of a launch to the begin of the next one.
+    flag_seconds: until other ranks see a flag. byte_seconds_L: seconds per byte of each link, [2·R + 2·N].
     """
 
     programs: int
@@ -100,28 +102,28 @@ class Machine(NamedTuple):
 
     @staticmethod
     def of(cluster: ClusterSpec, programs: int) -> Machine:
-        """The ranks of ``cluster``, each with so many programs."""
+        """Returns the ranks of ``cluster``, each with so many programs."""
         intra, inter = 1 / (cluster.intra_node_gb_per_s * 1e9), 1 / (cluster.inter_node_gb_per_s * 1e9)
         byte_seconds_L = np.concatenate([np.full(2 * cluster.num_ranks, intra), np.full(2 * cluster.num_nodes, inter)])
         return Machine(programs, cluster.launch_us * 1e-6, cluster.flag_us * 1e-6, byte_seconds_L)
 
 
 def number_in_rank(rank: IntArray) -> IntArray:
-    """Of what lies rank by rank, how many of its rank come before each."""
+    """Returns the number of each entry on its rank; ``rank`` is sorted."""
     size = np.bincount(rank)
     return np.arange(len(rank)) - np.repeat(size.cumsum() - size, size)
 
 
-# As ``kernels.mega.task_times`` calls them.
+# The names that ``kernels.mega.tasks`` gives them.
 KINDS = ("fetch", "product", "push", "sum", "outer_product")
 FETCH, PRODUCT, PUSH, SUM, OUTER_PRODUCT = range(len(KINDS))
 
-# Launches of their own, of a layer's two matrices.
+# The names of launches for the weight gradients of a layer's two matrices.
 WEIGHT_GRADIENTS = ("weight_gradient_up", "weight_gradient_down")
 
 
-class Exchanged(NamedTuple):
-    """What runs exchange with peers: ``amount``: bytes of a task; ``share``: the part of the run's tasks that do."""
+class PeerTraffic(NamedTuple):
+    """The bytes that runs exchange with peers. ``amount``: of a task; ``share``: the part of the run's tasks that do."""
 
     run: IntArray
     peer: IntArray
@@ -130,16 +132,15 @@ class Exchanged(NamedTuple):
 
 
 _NO_PAIRS = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-_NOTHING = Exchanged(*_NO_PAIRS, np.zeros(0), np.zeros(0))
+_NOTHING = PeerTraffic(*_NO_PAIRS, np.zeros(0), np.zeros(0))
 
 
 @dataclass(frozen=True)
 class RunsOfKind:
-    """Runs of one kind and launch, a rank's in order of their numbers, as ``Runs`` has them.
+    """Runs of one kind and launch, those of a rank in order; see ``Runs``.
 
-    ``rank``: rising. ``group``: whose rows they handle, -1 for sums. ``flops``: of a task, whole tiles. ``needs``:
-    pairs of run and rank, ``opens``: of run and gate. ``exchanged``: what a task exchanges with peers. What
-    is not said is nothing.
+    rank: sorted. group: the group whose rows they handle, -1 for sums. needs: pairs of run and rank. opens: pairs of
+    run and gate. exchanged: the traffic of a task with peers.
     """
 
     kind: int
@@ -149,10 +150,9 @@ class RunsOfKind:
     memory: FloatArray | float = 0.0
     gate: IntArray | int = -1
     group: IntArray | int = -1
-    flops: FloatArray | float = 0.0
     needs: Pairs = _NO_PAIRS
     opens: Pairs = _NO_PAIRS
-    exchanged: Exchanged = _NOTHING
+    exchanged: PeerTraffic = _NOTHING
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -160,10 +160,10 @@ class RunsOfKind:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of each of ``ranks``: runs of several kinds, and ``order``, which comes when, of all of them one kind
-    behind the other, rank by rank.
+    """A launch of each of ``ranks``.
 
-    ``name``: as kernels are called; ``combines``: whether it is of B, or behind it.
+    name: the name of the kernel. kinds: its runs, by kind. order: the order of all runs, which are numbered kind by
+    kind, rank by rank. combines: whether it is B, or comes after it.
     """
 
     ranks: IntArray
@@ -178,7 +178,7 @@ class Launch:
 
 
 def joined(first: Launch, second: Launch) -> Launch:
-    """All tasks of the first, then all of the second, in one launch."""
+    """Returns one launch with all tasks of the first, and then all of the second."""
     kinds = first.kinds + second.kinds
     order = np.concatenate([first.order, len(first.order) + second.order])
     rank = np.concatenate([kind.rank for kind in kinds])
@@ -187,15 +187,13 @@ def joined(first: Launch, second: Launch) -> Launch:
 
 @dataclass(frozen=True)
 class Queues:
-    """What ``events`` runs, and of each run, [X], its kind, group, flops of a task, number, rank and launch.
+    """What ``events`` runs, with the kind, group, rank and launch of each run, [X].
 
-    ``number``: among those of its kind and launch. ``names``, ``combines_L``: of launches.
+    names, combines_L: those of launches.
     """
 
     kind: IntArray
     group: IntArray
-    flops: FloatArray
-    number: IntArray
     rank: IntArray
     launch: IntArray
     names: tuple[str, ...]
@@ -213,22 +211,23 @@ class Queues:
         together: float = 1.0,
         a_program: float = 1.0,
     ) -> Queues:
-        """``gate_rank``: of each gate; ``gate_opens``: pairs of gates, the first of which counts the second down.
+        """Returns the queues of all launches.
 
-        ``together``: so many tasks of a
-        run are one, for which a program that counts for ``a_program`` takes as long as those for all of them; so a
-        run's seconds of programs and its bytes stay what they are.
+        gate_rank: the rank of each gate. gate_opens: pairs of gates, the first of which counts the second down.
+        together: the number of tasks that are simulated as one; a_program: the number of programs that one stands for,
+        which takes as long for one task as they take for all of its tasks. So the seconds of programs and the bytes of
+        a run stay the same.
         """
         ranks, sizes = [launch.ranks for launch in all_launches], [len(launch.order) for launch in all_launches]
         kinds = [kind for launch in all_launches for kind in launch.kinds]
         firsts = np.cumsum([0, *map(len, kinds)])[:-1]
         rank = np.concatenate([kind.rank for kind in kinds])
-        # A rank's launches one behind the other.
+        # The launches of a rank follow one another.
         stage_L, rank_L = np.repeat(np.arange(len(ranks)), list(map(len, ranks))), np.concatenate(ranks)
         by_rank = np.lexsort((stage_L, rank_L))
         stage_L, rank_L = stage_L[by_rank], rank_L[by_rank]
         stage = np.repeat(np.arange(len(sizes)), sizes)
-        # Of each place in the queues the run, one kind behind the other, and of each run its place.
+        # The run at each place in the queues, where runs are numbered kind by kind, and the place of each run.
         behind = np.cumsum([0, *sizes])
         order = np.concatenate([first + launch.order for first, launch in zip(behind, all_launches, strict=False)])
         order = order[np.lexsort((stage, rank[order]))]
@@ -258,7 +257,7 @@ class Queues:
             tasks=tasks,
             compute=placed([kind.compute for kind in kinds]) * (times / a_program),
             memory=placed([kind.memory for kind in kinds]) * (times / a_program),
-            # A program that takes them one after another has as many latencies.
+            # A program that takes tasks one after another has as many latencies.
             latency=latency * np.maximum(times / a_program, 1.0),
             gate=placed([kind.gate for kind in kinds]),
             needs=(needing, needed),
@@ -270,8 +269,6 @@ class Queues:
         return Queues(
             kind=kind_X,
             group=placed([kind.group for kind in kinds]),
-            flops=placed([kind.flops for kind in kinds]) * times,
-            number=placed([number_in_rank(kind.rank) for kind in kinds]),
             rank=rank_X,
             launch=np.repeat(np.arange(len(size_L)), size_L),
             names=tuple(all_launches[number].name for number in stage_L.tolist()),
@@ -282,20 +279,21 @@ class Queues:
         )
 
 
-def _peers(kinds: Sequence[RunsOfKind], firsts: IntArray, place: IntArray, times: FloatArray) -> Exchanged:
-    """Of all kinds, ``times`` as much a task."""
+def _peers(kinds: Sequence[RunsOfKind], firsts: IntArray, place: IntArray, times: FloatArray) -> PeerTraffic:
+    """Returns the traffic of all kinds, with ``times`` as many bytes per task."""
     found = [
         (place[first + kind.exchanged.run], *kind.exchanged[1:]) for first, kind in zip(firsts, kinds, strict=True)
     ]
     run, peer, amount, share = (np.concatenate(values) for values in zip(*found, strict=True))
-    return Exchanged(run, peer.astype(np.int64), (amount * times[run]).astype(np.float64), share.astype(np.float64))
+    return PeerTraffic(run, peer.astype(np.int64), (amount * times[run]).astype(np.float64), share.astype(np.float64))
 
 
 def _links(
-    rank_X: IntArray, pulls_X: BoolArray, peers: Exchanged, cluster: ClusterSpec
+    rank_X: IntArray, pulls_X: BoolArray, peers: PeerTraffic, cluster: ClusterSpec
 ) -> tuple[Table, FloatArray, FloatArray]:
-    """Which links each run moves bytes over, how many a task, and the latency behind them, [X]. That is the mean of its
-    tasks', of which some wait for no peer; one that waits for several waits for them at once.
+    """Returns the links of each run, the bytes of a task on each, and the latency after them, [X]. The latency is the
+    mean over the run's tasks, of which some wait for no peer; a task that waits for several peers waits for them at
+    once.
     """
     num_peers = len(peers.run)
     latency_X, first = np.zeros(len(rank_X)), np.zeros(len(rank_X) + 1, np.int64)
@@ -318,7 +316,7 @@ def _links(
 
 @borrowing
 def _crossed(rank_X, pulls_X, entries, peers, node_R, domain_R, latency_seconds, found, place_L):  # type: ignore[no-untyped-def]
-    """Fills ``found`` run by run, a link of each once, and says how many these are. ``place_L``: -1 for all links."""
+    """Fills ``found`` run by run, each link of a run once, and returns their number. ``place_L``: -1 for all links."""
     _, peer, amount, share = peers
     first, link_of, link_bytes, latency_X = found
     R, num_nodes, size = len(node_R), node_R[-1] + 1, 0
@@ -334,7 +332,7 @@ def _crossed(rank_X, pulls_X, entries, peers, node_R, domain_R, latency_seconds,
             if apart:
                 out, into = 2 * R + node_R[sender], 2 * R + num_nodes + node_R[receiver]
             for link in (out, into):
-                # Places of runs before are behind.
+                # Smaller places are those of earlier runs.
                 if place_L[link] < first[run]:
                     place_L[link], link_of[size], link_bytes[size] = size, link, 0.0
                     size += 1

@@ -1,8 +1,8 @@
-"""Links that tasks share, each part of them the same: processor sharing, kept by one virtual time a link.
+"""Links that tasks share evenly: processor sharing, kept by one virtual time per link.
 
-A part is tasks that move equal bytes at once. Each link knows how many bytes a task on it has got so far, if it has
-been there all the time; a part is through when that has grown by its own bytes. The compiled loop of ``events``
-calls this for each part and link.
+A part is a number of tasks that move equal bytes at once. Each link counts the bytes that a task which has been on it
+all the time has moved so far; a part ends when that count has grown by its own bytes. The compiled loop of ``events``
+calls these functions for each part and link.
 
 L links, N nodes: a part on a link.
 """
@@ -18,17 +18,18 @@ from moesys.compiled import borrowing
 from moesys.cost import FloatArray
 from moesys.load import IntArray
 
-# ``through``: bytes got by which its part is through. A row each, as they are spread over memory.
+# ``through``: the count of bytes at which the part ends. A row per node, as nodes are spread over memory.
 _NODE = np.dtype([("through", "f8"), *((name, "i4") for name in ("part", "child", "beside"))], align=True)
 
 
 class SharedLinks(NamedTuple):
-    """Of each link: seconds of a byte, ``got``: bytes that a task on it has got so far, ``updated``: the seconds until
-    which that is so, ``active``: tasks that share it, ``due``: seconds at which it is looked at next, no later than its
-    first part can be through, [L + 1], the last of no link.
+    """The state of all links.
 
-    ``root_L``: of the ``nodes`` of parts on each, a pairing heap. ``spare``: nodes without a part, and ``num_spare`` of
-    them. ``first_due``: a tournament of links, whose winner is at 1 and whose leaves are the latter half.
+    byte_seconds: seconds per byte. got: bytes that a task on the link has moved so far; updated: the time of that
+    count. active: the tasks that share the link. due: when it is looked at next, no later than its first part can end,
+    [L + 1], where the last entry is of no link. root_L: the root of the pairing heap of the ``nodes`` of its parts.
+    spare, num_spare: the nodes without a part, and their number. first_due: a tournament of links, whose winner is at 1
+    and whose leaves are the latter half.
     """
 
     byte_seconds: FloatArray
@@ -44,7 +45,7 @@ class SharedLinks(NamedTuple):
 
     @staticmethod
     def of(byte_seconds: FloatArray, num_nodes: int) -> SharedLinks:
-        """With nothing on them, and room for so many nodes."""
+        """Returns links without parts, with room for so many nodes."""
         num_links = len(byte_seconds)
         leaves = 1 << num_links.bit_length()
         # No link wins until one is due.
@@ -66,7 +67,7 @@ class SharedLinks(NamedTuple):
 
 @borrowing
 def look_at(links, link, at):  # type: ignore[no-untyped-def]
-    """``link`` is due at ``at``."""
+    """Sets when ``link`` is due."""
     links.due[link] = at
     first_due = links.first_due
     place = (len(first_due) // 2 + link) // 2
@@ -81,7 +82,7 @@ def look_at(links, link, at):  # type: ignore[no-untyped-def]
 
 @borrowing
 def first_end(links, link):  # type: ignore[no-untyped-def]
-    """Seconds at which the first part on ``link`` is through, if none comes."""
+    """Returns when the first part on ``link`` ends if no other part comes."""
     root = links.root_L[link]
     if root < 0:
         return np.inf
@@ -91,8 +92,8 @@ def first_end(links, link):  # type: ignore[no-untyped-def]
 
 @borrowing
 def begin(links, link, num_bytes, part, tasks, now):  # type: ignore[no-untyped-def]
-    """``part`` moves so many bytes for each of its tasks over ``link`` from ``now`` on."""
-    # What is on an infinitely fast link is through before time goes on.
+    """Puts ``part`` on ``link``, which moves so many bytes for each of its tasks from ``now`` on."""
+    # Parts on an infinitely fast link end before time goes on.
     if links.active[link] > 0 and now > links.updated[link]:
         links.got[link] += (now - links.updated[link]) / (links.active[link] * links.byte_seconds[link])
     links.updated[link] = now
@@ -107,11 +108,11 @@ def begin(links, link, num_bytes, part, tasks, now):  # type: ignore[no-untyped-
 
 @borrowing
 def take_first(links, link):  # type: ignore[no-untyped-def]
-    """The first part on ``link``, which is off it now. Its tasks still count."""
+    """Removes the first part from ``link`` and returns it. Its tasks still count as active."""
     root = links.root_L[link]
     links.spare[links.num_spare[0]] = root
     links.num_spare[0] += 1
-    # Those below the root two by two, then all of these from the last to the first.
+    # The heaps below the root are melded two by two, and the results from the last to the first.
     nodes = links.nodes
     node, melded = np.int64(nodes[root].child), np.int64(-1)
     while node >= 0:
@@ -133,7 +134,7 @@ def take_first(links, link):  # type: ignore[no-untyped-def]
 
 @borrowing
 def _melded(nodes, one, other):  # type: ignore[no-untyped-def]
-    """The root of two heaps: the first one's where parts are through at once."""
+    """Melds two heaps and returns the root: the first one's if their first parts end at once."""
     if nodes[other].through < nodes[one].through:
         one, other = other, one
     nodes[other].beside = nodes[one].child

@@ -1,18 +1,18 @@
-"""Tiles of MegaKernels: how large they are, in which order programs take them, and how long each task takes.
+"""Tiles of MegaKernels: their sizes, the order in which programs take them, and the seconds of each task.
 
-Sizes and order follow the same rules as the kernels' own (``kernels.mega.exchange``, ``kernels.mega.task_queue``), in
+Sizes and order follow the same rules as the kernels' own (``kernels.mega.exchange``, ``kernels.mega.tasks``), in
 numpy; a test compares both.
 
-A task takes seconds of a program for flops and for bytes of its own rank's memory. A program has an even part of its
-rank's matmul rate and of its memory's: of ``programs`` parts, or of one for each multiprocessor where those are more.
-So it moves no faster than its part of memory, which is all that keeps one program from having a link for itself. In a
-kernel that does more than a product its matmul rate is multiplied by ``fused_rate``. A tile takes the longer of its
-flops, including those of rows and columns that it lacks, and its part of the bytes that its group reads and writes at
-least once.
+A task takes seconds of a program for flops and for bytes of its own rank's memory. Programs share their rank's matmul
+rate and memory rate evenly, in ``programs`` parts, or in one for each multiprocessor if there are more of these. So a
+program moves bytes no faster than its part of the memory rate, and one program alone does not fill a link. In a kernel
+that does more than a product, the matmul rate is multiplied by ``fused_rate``. A tile takes the time of its flops,
+including those of rows and columns that it lacks, or of its part of the bytes that its group reads and writes at least
+once, whichever is longer.
 
-The model leaves out, as that of ``Sequential`` does: tables of routing, routing weights and their gradients, epilogues.
-G groups of a rank (the experts that it holds, each once, in order), M row tiles, H hidden, I expert width, b bytes of
-an element.
+As for ``Sequential``, the model leaves out tables of routing, routing weights and their gradients, and epilogues. G
+groups of a rank (the experts that it holds, each once, in order), M row tiles, H hidden, I expert width, b bytes of an
+element.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class TileSizes:
 
     @staticmethod
     def of(overlap: MegaKernel, model: ModelShape) -> TileSizes:
-        """What ``overlap`` declares, else what kernels take on a GPU. Raises ValueError where a fetch has more rows."""
+        """Returns the sizes that ``overlap`` declares, and for others those of the kernels on a GPU. Raises ValueError
+        if a fetch has more rows than a tile.
+        """
         usual = (64, 64) if model.dtype == "float32" else (128, 256)
         rows, columns = overlap.tile_rows or usual[0], overlap.tile_columns or usual[1]
         if rows % overlap.fetch_rows:
@@ -59,17 +61,16 @@ class TileSizes:
 
     @property
     def fetches(self) -> int:
-        """Fetches of a row tile."""
+        """Number of fetches of a row tile."""
         return self.rows // self.fetch_rows
 
 
 @dataclass(frozen=True)
 class OrderedTiles:
-    """Row tiles of all ranks, one rank's behind the other's, in the order of its queue
-    (``kernels.mega.exchange.ordered_tiles``).
+    """Row tiles of all ranks, rank by rank, in the order of their queues (``kernels.mega.exchange.ordered_tiles``).
 
-    ``group_M``, ``row_M``, ``rows_M``: a tile's group, first row and rows. ``end_M``: the number of the first tile
-    behind a tile's group. ``first_tile_G``: the number of a group's first tile.
+    group_M, row_M, rows_M: the group, the first row and the number of rows of each tile. end_M: the number of the first
+    tile after the tile's group. first_tile_G: the number of a group's first tile.
     """
 
     group_M: IntArray
@@ -82,7 +83,7 @@ class OrderedTiles:
     def of(
         rank_G: IntArray, rows_G: IntArray, before_G: IntArray, num_ranks: int, tile_rows: int, order: str
     ) -> OrderedTiles:
-        """Returns the tiles of groups of ranks, rising, with ``rows_G`` rows that lie one behind the other, of which
+        """Returns the tiles of groups, sorted by rank, with ``rows_G`` rows that follow one another, of which
         ``before_G`` are from sources before their own rank.
         """
         group_G = np.lexsort((-rows_G if order == "largest_first" else np.zeros_like(rows_G), rank_G))
@@ -92,7 +93,7 @@ class OrderedTiles:
         first_tile_G[group_G] = end_G - tiles_G[group_G]
         group_M = np.repeat(group_G, tiles_G[group_G])
         tile, tiles_M = np.arange(len(group_M)), tiles_G[group_M]
-        # From one's own rows on, one tile of each of as many parts as there are ranks in turn.
+        # From the rank's own rows on, tiles are taken in turn from as many parts as there are ranks.
         turn_M, part_M = np.divmod(tile - first_tile_G[group_M], num_ranks)
         each_M, longer_M = np.divmod(tiles_M, num_ranks)
         begin_M = (before_G // tile_rows)[group_M]
@@ -111,7 +112,7 @@ class OrderedTiles:
 
 
 def parts_of(share: float) -> int:
-    """A share of the tasks as kernels are told it."""
+    """Converts a share of the tasks to the integer that kernels take."""
     return round(share * WHOLE)
 
 
@@ -121,44 +122,30 @@ DIRECTIONS = (("dispatch_up", "down_combine"), ("dispatch_activation_gradient", 
 
 @dataclass(frozen=True)
 class Products:
-    """Tiles of one product of every group. ``columns``: of tiles; ``tiles_G``: in all; ``seconds_G``: of one."""
+    """The tiles of one product of every group. ``columns``: columns of tiles. ``tiles_G``: number of tiles.
+    ``seconds_G``: seconds of one tile.
+    """
 
     columns: int
     tiles_G: IntArray
     seconds_G: FloatArray
-    tile_flops_G: FloatArray
-
-
-@dataclass(frozen=True)
-class Program:
-    """One program of a rank: seconds of a flop, in a kernel of its own and in one that does more than a product; and of
-    a byte of its rank's memory, 0 where that is not declared.
-    """
-
-    flop_seconds: float
-    fused_flop_seconds: float
-    byte_seconds: float
-
-    @staticmethod
-    def of(cluster: ClusterSpec, programs: int, backward: bool) -> Program:
-        parts = max(programs, cluster.multiprocessors)
-        flop_seconds = parts / product_rate(cluster, backward)
-        return Program(flop_seconds, flop_seconds / cluster.fused_rate, parts * memory_seconds(1.0, cluster))
-
-
-def num_programs(overlap: MegaKernel, cluster: ClusterSpec) -> int:
-    """Resident on a rank."""
-    return overlap.programs or cluster.multiprocessors
 
 
 class TaskSeconds:
-    """Tasks of ``overlap`` on ranks of ``cluster``, in one direction."""
+    """The tasks of ``overlap`` on ranks of ``cluster``, in one direction.
+
+    programs: those resident on a rank. flop_seconds: a program's seconds per flop, in a kernel of its own and in one
+    that does more than a product. byte_seconds: its seconds per byte of memory, 0 if the memory rate is not declared.
+    """
 
     def __init__(self, overlap: MegaKernel, model: ModelShape, cluster: ClusterSpec, backward: bool) -> None:
         self.overlap, self.model, self.backward = overlap, model, backward
         self.sizes = TileSizes.of(overlap, model)
-        self.programs = num_programs(overlap, cluster)
-        self.program = Program.of(cluster, self.programs, backward)
+        self.programs = overlap.programs or cluster.multiprocessors
+        parts = max(self.programs, cluster.multiprocessors)
+        flop_seconds = parts / product_rate(cluster, backward)
+        self.flop_seconds = flop_seconds, flop_seconds / cluster.fused_rate
+        self.byte_seconds = parts * memory_seconds(1.0, cluster)
         self.tensors_pulled = overlap.tensors_pulled(backward)
         self.fetched_bytes = self.tensors_pulled * model.row_bytes
         self.apart = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
@@ -167,38 +154,42 @@ class TaskSeconds:
         self.columns = -(-model.hidden_size // self.sizes.columns)
 
     def first_product(self, rows_G: IntArray) -> Products:
-        """A's: ``gate_up`` and the activation, or ``down`` and the activation's gradient."""
+        """Returns A's product: ``gate_up`` with the activation, or ``down`` with the activation's gradient."""
         H, I = self.model.hidden_size, self.model.intermediate_size
         if self.backward:
             return self._by_rows(rows_G, H, I, self.sizes.columns, 1, H + 5 * I, "dispatch")
         return self._by_rows(rows_G, H, I, self.sizes.halves, 2, H + 3 * I, "dispatch")
 
     def second_product(self, rows_G: IntArray) -> Products:
-        """B's: ``down``, or ``gate_up`` transposed."""
+        """Returns B's product: ``down``, or ``gate_up`` transposed."""
         H, L = self.model.hidden_size, self.model.intermediate_size * (2 if self.backward else 1)
         return self._by_rows(rows_G, L, H, self.sizes.columns, 1, H + L, "combine")
 
     def weight_gradients(self, rows_G: IntArray) -> tuple[Products, Products]:
-        """Of ``gate_up`` and of ``down``."""
+        """Returns the products of the weight gradients of ``gate_up`` and of ``down``."""
         H, I = self.model.hidden_size, self.model.intermediate_size
         return self._by_columns(rows_G, 2 * I, H), self._by_columns(rows_G, H, I)
 
     def fetch_seconds(self, pulled: FloatArray, local: FloatArray) -> FloatArray:
-        """Of a program, for rows from peers, which are written, and rows from here, which are read as well."""
+        """Returns the seconds of a program that fetches rows: from peers, which are written, and local rows, which are
+        read as well.
+        """
         return self.tensors_pulled * self.push_seconds(pulled, local)
 
     def push_seconds(self, away: FloatArray, local: FloatArray) -> FloatArray:
-        """Of a program whose task pushes whole rows: all are read, those that stay are written."""
-        return (away + 2 * local) * (self.model.row_bytes * self.program.byte_seconds)
+        """Returns the seconds of a program that pushes whole rows: all are read, and those that stay are written."""
+        return (away + 2 * local) * (self.model.row_bytes * self.byte_seconds)
 
     def sum_seconds(self, rows: FloatArray, tokens: FloatArray, columns: FloatArray) -> FloatArray:
-        """Of a program that sums ``rows`` in all of so many tokens, in so many columns."""
-        return (rows + tokens) * columns * (self.model.bytes_per_element * self.program.byte_seconds)
+        """Returns the seconds of a program that sums ``rows`` of so many tokens, in so many columns."""
+        return (rows + tokens) * columns * (self.model.bytes_per_element * self.byte_seconds)
 
     def _by_rows(
         self, rows_G: IntArray, depth: int, width: int, columns: int, halves: int, row_elements: int, side: str
     ) -> Products:
-        """``halves``: matrices that a tile has so many columns of. ``side``: whose rows move beside it, if fused."""
+        """Returns a product of each group's rows. ``halves``: the number of matrices of which a tile has so many
+        columns. ``side``: the exchange whose rows the kernel moves if it is fused.
+        """
         num_columns = -(-width // columns)
         tiles_G = -(-rows_G // self.sizes.rows) * num_columns
         flops = np.full(rows_G.shape, 2.0 * self.sizes.rows * columns * halves * depth)
@@ -217,6 +208,5 @@ class TaskSeconds:
         self, num_columns: int, tiles_G: IntArray, flops_G: FloatArray, bytes_G: IntArray, fused: bool
     ) -> Products:
         tile_bytes_G = bytes_G / np.maximum(tiles_G, 1)
-        flop_seconds = self.program.fused_flop_seconds if fused else self.program.flop_seconds
-        seconds_G = np.maximum(flops_G * flop_seconds, tile_bytes_G * self.program.byte_seconds)
-        return Products(num_columns, tiles_G, seconds_G, flops_G)
+        seconds_G = np.maximum(flops_G * self.flop_seconds[fused], tile_bytes_G * self.byte_seconds)
+        return Products(num_columns, tiles_G, seconds_G)

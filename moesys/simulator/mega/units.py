@@ -1,8 +1,8 @@
-"""What blocks of a layer under ``MegaKernel`` are made of: groups of rows, row tiles taken together, and mixtures of
-fetches, or pushes, with products.
+"""The parts of a layer's blocks under ``MegaKernel``: groups of rows, units of row tiles, and mixtures of fetches, or
+pushes, with products.
 
-All ranks are handled at once: what belongs to a rank lies behind what belongs to those before it. R ranks, G groups of
-all ranks, M row tiles, U units of row tiles, B blocks of rows (of a group and a source), X runs, P pieces of work.
+All ranks are handled at once: the entries of a rank follow those of the ranks before it. R ranks, G groups of all
+ranks, M row tiles, U units of row tiles, B blocks of rows (of a group and a source), X runs, P pieces of work.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from moesys.load import IntArray
 from moesys.simulator.mega.queues import number_in_rank
 from moesys.simulator.mega.tiles import RASTER, WHOLE, OrderedTiles, TaskSeconds
 
-# Up to so many ranks nothing is taken together. Up to more, no fewer row tiles of the busiest rank than these: together
-# they are up to a sixth off, and alone they simulate nearly as fast; nor what few programs do, where each counts.
+# On few ranks nothing is taken together. On some ranks neither are few row tiles of the busiest rank, which together
+# are up to a sixth off and by themselves simulate nearly as fast, nor the tasks of few programs, of which each counts.
 FINE_RANKS, SOME_RANKS, FINE_TILES, FEW_PROGRAMS = 8, 64, 128, 16
-# Units that the busiest rank keeps, where something is.
+# The least number of units of the busiest rank where tiles are taken together.
 UNITS = 16
-# Links that are busy for less than this part of the busiest one's time are not shared where tiles are taken together.
+# Where tiles are taken together, links that are busy for less than this part of the busiest one's time are not shared.
 QUIET = 1 / 16
 
 
 @dataclass(frozen=True)
 class Coarseness:
-    """``unit_tiles``: row tiles that a block takes together at most. ``programs``: for how many those of a rank count;
-    ``tasks``: how many of its tasks are one. ``quiet``: links that are busy for less than this part of the busiest
-    one's time are as if a task had each for itself.
+    """How much is simulated as one.
+
+    unit_tiles: the largest number of row tiles that a block takes together. programs: the number of programs with which
+    a rank is simulated. tasks: the number of tasks that are simulated as one. quiet: a link that is busy for less than
+    this part of the busiest one's time is not shared by tasks.
     """
 
     unit_tiles: int
@@ -42,15 +44,16 @@ class Coarseness:
 
     @staticmethod
     def fine(work: TaskSeconds) -> Coarseness:
-        """Every row tile, program and task by itself."""
+        """Returns the coarseness in which every row tile, program and task is simulated by itself."""
         return Coarseness(1, work.programs, 1.0)
 
     @staticmethod
     def of(work: TaskSeconds, plan: TokenPlan, cluster: ClusterSpec) -> Coarseness:
-        """Fine on few ranks, on some more with few row tiles or programs, and where programs have less than a task
-        each; else a sweep's row tiles together, if that leaves the busiest rank enough, and as many times fewer
-        programs, so that those go through a unit in as many rounds. Where most links are of a large domain, and on
-        some hundred ranks, that is a tenth off, and half a sweep's a twentieth.
+        """Returns a coarseness for a plan. It is fine on few ranks, on some ranks with few row tiles or programs, and
+        if there is less than one task per program. Otherwise a unit is the row tiles of a sweep, or fewer if the
+        busiest rank would have too few units, and there are as many times fewer programs, so that they take as many
+        rounds for a unit. In large domains, and on some hundred ranks, a whole sweep is a tenth off, and half a sweep a
+        twentieth.
         """
         tiles, R = int(plan.tokens_R.max()) // work.sizes.rows, plan.load.num_ranks
         fine_ranks = SOME_RANKS if tiles < FINE_TILES or work.programs <= FEW_PROGRAMS else FINE_RANKS
@@ -64,15 +67,16 @@ class Coarseness:
 
 
 def sums(key: IntArray, amount: FloatArray | IntArray, size: int) -> FloatArray:
-    """By key; of integers, below 2^53, they are exact."""
+    """Returns the sum of the amounts of each key. Sums of integers below 2^53 are exact."""
     return np.bincount(key, weights=amount, minlength=size).astype(np.float64)
 
 
 def meetings(first: IntArray, end: IntArray, end_B: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """(piece, block, where both begin, where one ends) wherever a piece, from ``first`` to ``end``, and a block meet.
-    Pieces share nothing. Blocks lie one behind the other and end at ``end_B``.
+    """Returns (piece, block, begin, end) of the intersections of pieces, from ``first`` to ``end``, with blocks.
+
+    Pieces do not overlap. Blocks follow one another and end at ``end_B``.
     """
-    # Each piece but the first that meets a block begins where the one before it ends, so there are no more than these.
+    # Every further piece in a block begins a new intersection, so there are no more than pieces and blocks together.
     found = np.empty((4, len(first) + len(end_B)), dtype=np.int64)
     piece, block, begin, until = found[:, : _meet(first, end, end_B, found)]
     return piece, block, begin, until
@@ -80,13 +84,13 @@ def meetings(first: IntArray, end: IntArray, end_B: IntArray) -> tuple[IntArray,
 
 @borrowing
 def _meet(first, end, end_B, found):  # type: ignore[no-untyped-def]
-    """Fills ``found`` and says how many there are."""
+    """Fills ``found`` and returns the number of intersections."""
     size, last, low = 0, len(end_B) - 1, 0
     for piece in range(len(first)):
         begin = first[piece]
         if begin >= end[piece]:
             continue
-        # Most pieces begin where the one before them ended, or little later.
+        # Most pieces begin where the one before ended, or a little later.
         low = min(low, last)
         near = min(low + 8, last)
         while low < near and end_B[low] <= begin:
@@ -113,11 +117,11 @@ def _meet(first, end, end_B, found):  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The experts that ranks hold, by (rank, expert), and the rows that come to them, by (group, source).
+class HeldGroups:
+    """The experts that ranks hold, by (rank, expert), and the rows that they receive, by (group, source).
 
-    ``rank_G``, ``rows_G``: of each; ``number_G``: among its rank's. ``source_B``, ``group_B``, ``rows_B``: of blocks
-    that have rows. ``end_B``: the first row behind each. Rows of all ranks are numbered one behind the other.
+    rank_G, rows_G: the rank and the rows of each group; number_G: its number on its rank. source_B, group_B, rows_B:
+    the same of blocks that have rows; end_B: the row after each block. Rows are numbered through all ranks.
     """
 
     rank_G: IntArray
@@ -129,34 +133,34 @@ class Groups:
     end_B: IntArray
 
     @staticmethod
-    def of(plan: TokenPlan) -> Groups:
+    def of(plan: TokenPlan) -> HeldGroups:
         num_experts = plan.load.num_experts
         held_RE = plan.layout.replicas_RE > 0
         rank_G = np.nonzero(held_RE)[0]
         group_RE = held_RE.cumsum() - 1
         source, expert, rank, tokens = plan.entries.T
         group = group_RE[rank * num_experts + expert]
-        # Sources rise in a plan's entries.
+        # A plan's entries are sorted by source.
         order = np.argsort(group, kind="stable")
         rows_B = tokens[order]
         rows_G = sums(group, tokens, len(rank_G)).astype(np.int64)
-        return Groups(rank_G, rows_G, number_in_rank(rank_G), source[order], group[order], rows_B, rows_B.cumsum())
+        return HeldGroups(rank_G, rows_G, number_in_rank(rank_G), source[order], group[order], rows_B, rows_B.cumsum())
 
     def before_own(self) -> IntArray:
-        """Rows of a group from sources before its own rank, [G]."""
+        """Returns the rows of each group from sources before its own rank, [G]."""
         before = self.source_B < self.rank_G[self.group_B]
         return sums(self.group_B[before], self.rows_B[before], len(self.rows_G)).astype(np.int64)
 
     def by_size(self) -> IntArray:
-        """A rank's groups, those with most rows first."""
+        """Returns the groups rank by rank, largest first."""
         return np.lexsort((-self.rows_G, self.rank_G))
 
 
 @dataclass(frozen=True)
-class Units:
-    """Row tiles that blocks take together, in order of queues: of one group and one sweep.
+class TileUnits:
+    """Row tiles that blocks take together, in the order of queues. They are of one group and one sweep.
 
-    ``tiles_U``: how many. ``first_U``: row tiles of the rank before them.
+    tiles_U: their number. first_U: the number of row tiles of the rank before them.
     """
 
     rank_U: IntArray
@@ -165,18 +169,18 @@ class Units:
     group_U: IntArray
 
     @staticmethod
-    def of(tiles: OrderedTiles, rank_M: IntArray, most: int) -> Units:
-        """Of at most ``most`` row tiles, a divisor of ``RASTER``."""
+    def of(tiles: OrderedTiles, rank_M: IntArray, most: int) -> TileUnits:
+        """Returns units of at most ``most`` row tiles, a divisor of ``RASTER``."""
         number_M = number_in_rank(rank_M)
         follows = np.zeros(len(tiles), dtype=bool)
         follows[1:] = tiles.group_M[1:] == tiles.group_M[:-1]
-        # A rank's first and last are units of their own, as nothing else goes on then.
+        # A rank's first and last tile are units of their own, as nothing else runs then.
         alone_M = number_M == 0
         alone_M[:-1] |= alone_M[1:]
         alone_M[-1:] = True
         tile_U = np.flatnonzero(~follows | (number_M % most == 0) | alone_M)
         end_U = np.r_[tile_U, len(tiles)][1:]
-        return Units(rank_M[tile_U], end_U - tile_U, number_M[tile_U], tiles.group_M[tile_U])
+        return TileUnits(rank_M[tile_U], end_U - tile_U, number_M[tile_U], tiles.group_M[tile_U])
 
     def __len__(self) -> int:
         return len(self.tiles_U)
@@ -184,11 +188,11 @@ class Units:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Runs of tasks that come first, cut where work comes between them, and pieces of work.
+    """Runs of tasks that come first, cut where work comes between them, and pieces of that work.
 
-    ``first``, ``end``: numbers of the first tasks of each run, of all ranks' one behind the other; ``unit``: whose.
-    ``piece_of``, ``piece``: the unit of work and the tasks of each piece. ``order``: of runs of first tasks, then of
-    pieces of work.
+    first, end: the tasks of each run of first tasks, numbered through all ranks; unit: the unit that they belong to.
+    piece_of, piece: the unit of work and the number of tasks of each piece. order: the order of runs and pieces, which
+    are numbered runs first.
     """
 
     first: IntArray
@@ -207,8 +211,10 @@ class Mixture:
         parts: int,
         most: int,
     ) -> Mixture:
-        """``first``: rank and first tasks of each unit that has some; ``work``: rank and work of each unit of work, and
-        how many of its rank's first ones it has ``needed``. Pieces have at most ``most`` tasks.
+        """Returns the mixture in which first tasks are at least a share of ``parts`` until they are used up.
+
+        first: rank and number of first tasks of each unit that has some. work: rank and number of tasks of each unit of
+        work. needed: the number of its rank's first tasks that it waits for. Pieces have at most ``most`` tasks.
         """
         end_F = first[1].cumsum()
         end_R = sums(first[0], first[1], num_ranks).astype(np.int64).cumsum()
@@ -223,7 +229,7 @@ class Mixture:
             middle = piece.cumsum() - piece
             middle = middle - middle[np.searchsorted(rank, rank)] + piece // 2
             least = np.maximum(needed[piece_of], middle * parts // (WHOLE - parts))
-            # No rank's are more than the first of the next one's, so this goes rank by rank.
+            # Each rank's numbers are below those of the next one, so the maximum is taken rank by rank.
             before = np.maximum.accumulate(np.minimum(begin_R[rank] + least, before)) if len(before) else before
         cuts = np.sort(np.concatenate([[0], end_F, before]))
         cuts = cuts[np.diff(cuts, prepend=-1) > 0]

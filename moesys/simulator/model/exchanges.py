@@ -1,7 +1,7 @@
-"""What data-parallel ranks send each other: parameters gathered, gradients summed, by rings that go round all of them.
+"""Exchanges of data-parallel ranks: rings that gather parameters and sum gradients.
 
 A ring passes all of a group's bytes but its own share through every rank, and through the NICs of every domain that the
-group spans; the groups of a domain share them.
+group spans; the groups of a domain share the NICs.
 
 ``Placement`` says which groups fit into domains of the fastest links, and how many share a node's NICs; ranks are
 numbered in order.
@@ -22,8 +22,8 @@ from moesys.load import IntArray
 
 @dataclass(frozen=True)
 class Placement:
-    """Of all groups of a kind, at once. inside: some group has two ranks in one domain. on_nics: of groups that
-    straddle domains, how many the NICs of a node carry, the busiest one's; a domain's nodes share them evenly.
+    """The place of all groups of a kind. ``inside``: whether some group has two ranks in one domain. ``on_nics``: the
+    number of groups across domains that the busiest node's NICs carry; the nodes of a domain share them evenly.
     """
 
     inside: bool
@@ -32,15 +32,15 @@ class Placement:
 
 @cache
 def place_groups(size: int, stride: int, cluster: ClusterSpec) -> Placement:
-    """Returns where groups of ``size`` ranks lie, each ``stride`` behind the one before. ``size * stride`` divides the
-    ranks.
+    """Returns the place of groups of ``size`` ranks, each ``stride`` after the one before. ``size * stride`` divides
+    the number of ranks.
     """
     return _place(np.arange(cluster.num_ranks).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size), cluster)
 
 
 @cache
 def place_pairs(distance: int, count: int, cluster: ClusterSpec) -> Placement:
-    """Returns where pairs lie of the first ``count`` ranks and those ``distance`` behind them."""
+    """Returns the place of the pairs of the first ``count`` ranks and those ``distance`` after them."""
     first = np.arange(count)
     return _place(np.stack([first, first + distance], axis=1), cluster)
 
@@ -66,35 +66,35 @@ def passes_of_sum(run: ModelRun) -> int:
 
 @dataclass(frozen=True)
 class Ring:
-    """Groups of ``size`` ranks, and where they lie."""
+    """Groups of ``size`` ranks that exchange by rings, and their place."""
 
     size: int
     placement: Placement
 
     @classmethod
     def of_dense(cls, run: ModelRun) -> Ring:
-        """Ranks of a stage that hold the same dense parameters."""
+        """Returns the groups of a stage's ranks that hold the same dense parameters."""
         size, stride = run.groups.stage // run.parallelism.tensor, run.parallelism.tensor
         return cls(size, place_groups(size, stride, run.cluster))
 
     @classmethod
     def of_experts(cls, run: ModelRun) -> Ring:
-        """Ranks of a stage that hold the same experts."""
+        """Returns the groups of a stage's ranks that hold the same experts."""
         size, stride = run.groups.expert_data, run.groups.expert
         return cls(size, place_groups(size, stride, run.cluster))
 
     @classmethod
     def of_ends(cls, run: ModelRun) -> Ring:
-        """Ranks of the first and of the last stage that hold the same part of tied embeddings."""
+        """Returns the pairs of ranks of the first and the last stage that hold the same part of tied embeddings."""
         stage = run.groups.stage
         return cls(2, place_pairs(run.cluster.num_ranks - stage, stage, run.cluster))
 
     def seconds(self, num_bytes: float, cluster: ClusterSpec) -> float:
-        """Returns those of one all-gather, or one reduce-scatter, of so many bytes a group."""
+        """Returns the seconds of one all-gather, or one reduce-scatter, of so many bytes per group."""
         return max(self.busy_seconds(num_bytes, cluster))
 
     def load(self, num_bytes: float, group: ClusterSpec, whole: ClusterSpec) -> LinkLoad:
-        """Returns what such an exchange asks of the links of an expert ``group``, which is a part of the ``whole``."""
+        """Returns the load of such an exchange on the links of an expert ``group``, which is part of ``whole``."""
         R, N = group.num_ranks, group.num_nodes
         busy_s = self.busy_seconds(num_bytes, whole)
         return LinkLoad(
@@ -102,8 +102,8 @@ class Ring:
         )
 
     def busy_seconds(self, num_bytes: float, cluster: ClusterSpec) -> tuple[float, float]:
-        """Returns those of a rank's way inside its domain, and those of a node's NICs, either way; 0 where unused. All
-        groups of a node are on its NICs, those of other expert groups among them.
+        """Returns the seconds of a rank's link inside its domain, and of a node's NICs, in either direction; 0 if
+        unused. All groups of a node share its NICs, also those of other expert groups.
         """
         passed = num_bytes * (self.size - 1) / self.size
         inside = passed / (cluster.intra_node_gb_per_s * 1e9) if self.placement.inside else 0.0

@@ -1,6 +1,6 @@
 """Counts what a rank of each pipeline stage holds at most, by part, in bytes.
 
-Left out: what an allocator wastes, and workspaces of kernels and of NCCL.
+The count leaves out allocator overhead, and workspaces of kernels and of NCCL.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from moesys.config import BYTES_PER_GB
 from moesys.config.model_run import LayerRecompute, ModelRun
 from moesys.limits import pulls_again, rank_memory
 from moesys.simulator.model.exchanges import Ring
-from moesys.simulator.model.operations import Operations
+from moesys.simulator.model.model_cost import Operations
 from moesys.simulator.model.units import Units
 
-# Of a parameter.
+# Bytes per parameter.
 MASTER_BYTES = 4
 MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 0}
 
@@ -24,9 +24,9 @@ MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 0}
 class StageMemory:
     """Bytes of a rank of one stage.
 
-    weights: of all but experts, in the compute dtype; gradients: in ``gradient_dtype``; optimizer: masters and moments.
-    slots: experts in the compute dtype, own, borrowed or restored, and gradients of what is not its own. activations:
-    of all micro-batches that are under way. logits: of one. rows: on their way to experts and home.
+    weights: all but experts, in the compute dtype. gradients: in ``gradient_dtype``. optimizer: masters and moments.
+    slots: experts in the compute dtype, own, borrowed or restored, and gradients of those that are not its own.
+    activations: of all micro-batches in flight. logits: of one micro-batch. rows: those that are sent and received.
     """
 
     weights: float
@@ -43,15 +43,15 @@ class StageMemory:
 
     @property
     def gb(self) -> float:
-        """1e9 bytes."""
+        """All parts in units of 1e9 bytes."""
         return sum(self.parts.values()) / BYTES_PER_GB
 
 
 def stage_memory(run: ModelRun, units: Units, chunks: Sequence[range], held: int, row_factor: float) -> StageMemory:
     """Returns what a rank of a stage holds, whose parts of the model are the layers of ``chunks``.
 
-    ``held``: forwards of a chunk whose backward is still to come, at most. ``row_factor``: rows of the rank that has
-    most, over the mean.
+    held: the largest number of forwards of a chunk whose backward is still to come. row_factor: rows of the rank with
+    most rows, divided by the mean.
     """
     parallel, model = run.parallelism, run.model
     of_stage = units.of_stage(chunks)
@@ -64,7 +64,7 @@ def stage_memory(run: ModelRun, units: Units, chunks: Sequence[range], held: int
     of_experts = MOMENT_BYTES[run.optimizer] + MASTER_BYTES
     of_dense = of_experts if b < MASTER_BYTES else MOMENT_BYTES[run.optimizer]
     whole = parallel.dense == "full"
-    # Two are gathered at a time, as far as there are more than a rank's share.
+    # Two units are gathered at a time, as far as they are more than a rank's share.
     gathered = sum(sorted(unit.parameters for unit in of_stage)[-2:]) / parallel.tensor
     weights = b * (min(dense, dense / dense_ring + gathered) if whole else dense)
     gradients = run.gradient_bytes * ((dense / dense_ring if whole else dense) + owned)
@@ -87,8 +87,8 @@ def stage_memory(run: ModelRun, units: Units, chunks: Sequence[range], held: int
 
 
 def _saved(layer: Operations, recompute: LayerRecompute, row_factor: float, again: bool) -> float:
-    """What a layer keeps of a sequence; rows of experts are those of the busiest rank. ``again``: rows of x are pulled
-    again.
+    """Returns the bytes that a layer keeps of a sequence, with the experts' rows of the busiest rank. ``again``: rows
+    of x are pulled again.
     """
     tensors = {name: size for name, size in layer.saved(recompute).items() if not (again and name == "expert_rows")}
     return sum(size * (row_factor if name.startswith("expert_") else 1.0) for name, size in tensors.items())
@@ -102,7 +102,9 @@ def _slot_bytes(run: ModelRun, moe_layers: int) -> float:
 
 
 def _row_bytes(run: ModelRun, row_factor: float) -> float:
-    """Of one layer: rows sent, rows that have come, and as many results; what MegaKernels' peers reach."""
+    """Returns the bytes of one layer's rows that are sent and received, and of as many results; with MegaKernels, of
+    the rows that peers access.
+    """
     if run.strategy.overlap.reaches_memory:
         return rank_memory(run.strategy, run.shape, run.expert_cluster, 1, run.tokens_per_rank).shared_bytes
     rows = run.tokens_per_rank * run.shape.top_k

@@ -1,4 +1,4 @@
-"""What a whole model computes, moves and keeps for one sequence, counted from its declaration.
+"""Counts what a whole model computes, moves and keeps for one sequence, from its declaration.
 
 Conventions. Every number is of one sequence of S tokens, an int, and exact for these operations:
 
@@ -21,19 +21,150 @@ H hidden, E experts, K top-k, I expert width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from moesys.config import DenseMlp, Gqa, LayerSpec, Mla, ModelSpec, MoeMlp
 from moesys.config.layer_spec import Product
 from moesys.config.model_run import LayerRecompute
-from moesys.simulator.model.operations import Operation, Operations, Part
+
+Part = Literal[
+    "embedding",
+    "norms",
+    "attention_projections",
+    "rotary",
+    "attention_scores",
+    "router",
+    "dispatch",
+    "experts",
+    "combine",
+    "shared_experts",
+    "dense_mlp",
+    "residuals",
+    "head",
+]
+
+# What a layer keeps of forward, besides its output.
+#   none       every tensor that backward reads.
+#   selective  the inputs of its two halves, attention and MLP. Backward runs again what leads from them to tensors that
+#              it reads: not the output projection, down projections, combine and residuals.
+#   full       the input of the layer. Backward runs the whole layer again.
+_KEPT: Mapping[LayerRecompute, frozenset[str]] = MappingProxyType(
+    {"selective": frozenset({"layer_input", "mlp_input"}), "full": frozenset({"layer_input"})}
+)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel or product on all tokens of a sequence.
+
+    parameters: the parameters that it reads, of all experts.
+    flops: those of its products in forward. A multiplication and an addition are two.
+    input_gradient_flops, weight_gradient_flops: those of its products in backward.
+    forward_bytes, backward_bytes: bytes that it reads and writes in memory, if it is not a product.
+    sent_bytes: bytes of the rows that it sends to experts or back, if all of them are on other ranks. Backward sends
+        rows of the compute dtype in the opposite direction.
+    saved: bytes of each tensor that its backward reads. Operations that read the same tensor have one name for it.
+    fp8: whether its products are in float8.
+    runs_again: whether it runs again in backward under ``recompute="selective"``, as backward reads its output.
+    """
+
+    name: str
+    part: Part
+    parameters: int = 0
+    flops: int = 0
+    input_gradient_flops: int = 0
+    weight_gradient_flops: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    sent_bytes: int = 0
+    saved: Mapping[str, int] = field(default_factory=dict)
+    fp8: bool = False
+    runs_again: bool = True
+
+    @property
+    def backward_kernels(self) -> int:
+        """Number of kernels in backward: one for gradients of inputs, and one for those of weights."""
+        return (self.input_gradient_flops > 0 or self.backward_bytes > 0) + (self.weight_gradient_flops > 0)
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Operations that run one after another on one sequence of ``seq_len`` tokens, and their sums."""
+
+    seq_len: int
+    operations: tuple[Operation, ...]
+
+    def of(self, *parts: Part) -> Operations:
+        """Returns the operations of some parts."""
+        return Operations(self.seq_len, tuple(each for each in self.operations if each.part in parts))
+
+    def again(self, recompute: LayerRecompute) -> Operations:
+        """Returns the operations that run forward once more in backward."""
+        match recompute:
+            case "none":
+                return Operations(self.seq_len, ())
+            case "selective":
+                return Operations(self.seq_len, tuple(each for each in self.operations if each.runs_again))
+            case "full":
+                return self
+
+    def saved(self, recompute: LayerRecompute = "none") -> dict[str, int]:
+        """Returns the bytes of each tensor that is kept from forward until backward."""
+        tensors = {name: num_bytes for each in self.operations for name, num_bytes in each.saved.items()}
+        if recompute == "none":
+            return tensors
+        return {name: num_bytes for name, num_bytes in tensors.items() if name in _KEPT[recompute]}
+
+    def saved_bytes(self, recompute: LayerRecompute = "none") -> int:
+        return sum(self.saved(recompute).values())
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts in the order in which they first run."""
+        return tuple(dict.fromkeys(each.part for each in self.operations))
+
+    @property
+    def parameters(self) -> int:
+        return sum(each.parameters for each in self.operations)
+
+    @property
+    def dense_parameters(self) -> int:
+        """The number of parameters without routed experts."""
+        return self.parameters - self.of("experts").parameters
+
+    @property
+    def flops(self) -> int:
+        """The flops of forward."""
+        return sum(each.flops for each in self.operations)
+
+    @property
+    def input_gradient_flops(self) -> int:
+        return sum(each.input_gradient_flops for each in self.operations)
+
+    @property
+    def weight_gradient_flops(self) -> int:
+        return sum(each.weight_gradient_flops for each in self.operations)
+
+    @property
+    def forward_bytes(self) -> int:
+        return sum(each.forward_bytes for each in self.operations)
+
+    @property
+    def backward_bytes(self) -> int:
+        return sum(each.backward_bytes for each in self.operations)
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that forward sends."""
+        return sum(each.sent_bytes for each in self.operations)
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Of one sequence. Layers that are equal share one object."""
+    """The operations of a model on one sequence. Layers that are equal share one object."""
 
     embedding: Operations
     layers: tuple[Operations, ...]
@@ -45,7 +176,7 @@ class ModelCost:
 
     @property
     def flops(self) -> int:
-        """Of forward."""
+        """The flops of forward."""
         return sum(each.flops for each in self._all)
 
     @property
@@ -53,7 +184,7 @@ class ModelCost:
         return sum(each.input_gradient_flops + each.weight_gradient_flops for each in self._all)
 
     def again_flops(self, recompute: LayerRecompute) -> int:
-        """Returns those that backward adds by running layers forward again."""
+        """Returns the flops that backward adds by running layers forward again."""
         return sum(layer.again(recompute).flops for layer in self.layers)
 
     def saved_bytes(self, recompute: LayerRecompute = "none") -> int:
@@ -69,7 +200,8 @@ class ModelCost:
 def count_model(
     model: ModelSpec, seq_len: int, *, fp8: bool = False, fp8_rows: bool = False, scores: Scores = "flash"
 ) -> ModelCost:
-    """Returns what a model does with a sequence of ``seq_len`` tokens. The module says how it is counted.
+    """Returns the operations of a model on a sequence of ``seq_len`` tokens. The module's docstring says how they are
+    counted.
 
     Raises ValueError for a sequence without tokens.
     """
@@ -101,7 +233,7 @@ _SCALED_TOGETHER = 32
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what a token and a sequence of S tokens have."""
+    """Sizes of what a token and a sequence of S tokens have."""
 
     model: ModelSpec
     seq_len: int
@@ -110,24 +242,24 @@ class Sizes:
     scores: Scores
 
     def rows(self, rows: int, width: int, fp8: bool = False) -> int:
-        """Bytes of ``rows`` a token, in the model's dtype or in float8 with scales."""
+        """Returns the bytes of ``rows`` per token, in the model's dtype or in float8 with scales."""
         element_bytes = self.model.bytes_per_element
         row = width + -(-width // _SCALED_TOGETHER) if fp8 else width * element_bytes
         return self.seq_len * rows * row
 
     def narrowed(self, rows: int, width: int, came: bool = False) -> int:
-        """Bytes read and written to narrow rows of an operand: once along rows, for the product, and once along
-        columns, for the gradient of weights. Of rows that ``came`` narrow the second only.
+        """Returns the bytes read and written to narrow rows of an operand: once along rows, for the product, and once
+        along columns, for the gradient of weights. Rows that ``came`` narrow need the second only.
         """
         narrow = self.rows(rows, width, fp8=True)
         return 2 * narrow if came else self.rows(rows, width) + 2 * narrow
 
     def words(self, count: int) -> int:
-        """Bytes of so many float32 or int32 a token."""
+        """Returns the bytes of so many float32 or int32 numbers per token."""
         return self.seq_len * count * _WORD
 
     def pairs(self, window: int | None) -> int:
-        """Pairs of query and key of which scores are computed."""
+        """Returns the number of pairs of query and key whose scores are computed."""
         S = self.seq_len
         if self.scores == "eager":
             return S * S
@@ -148,8 +280,8 @@ def _product(
     came: Literal["rows", "gradients"] | None = None,
     runs_again: bool = True,
 ) -> Operation:
-    """A product with weights of ``rows`` a token; of ``copies`` of the weights each row meets one. ``narrow``: in
-    float8 where the model's products are. ``came``: what is in float8 already.
+    """Returns a product of ``rows`` per token with weights, of which there are ``copies`` and each row meets one.
+    ``narrow``: in float8 if the model's products are. ``came``: what is in float8 already.
     """
     flops = sizes.seq_len * rows * product.flops
     fp8 = sizes.fp8 and narrow
@@ -166,7 +298,7 @@ def _product(
         weight_gradient_flops=flops,
         forward_bytes=casts[0],
         backward_bytes=casts[1],
-        # In float8 an operand is another tensor than the one that others read.
+        # In float8 an operand is another tensor than the one that other operations read.
         saved={f"{operand}_fp8" if fp8 else operand: sizes.rows(rows, product.inputs, fp8)},
         fp8=fp8,
         runs_again=runs_again,
@@ -174,7 +306,7 @@ def _product(
 
 
 def _norm(name: str, width: int, tensor: str, sizes: Sizes, weights: int | None = None, groups: int = 1) -> Operation:
-    """RMSNorm of rows of ``width``, in ``groups`` by themselves."""
+    """Returns an RMSNorm of rows of ``width``, of which ``groups`` parts are normalised by themselves."""
     return Operation(
         name,
         "norms",
@@ -218,7 +350,7 @@ def _attention(attention: Gqa | Mla, sizes: Sizes) -> Iterator[Operation]:
         "attention_scores",
         parameters=attention.sinks * heads,
         flops=query_key + value,
-        # A flash kernel makes the scores again.
+        # A flash kernel computes the scores again.
         input_gradient_flops=(3 if sizes.scores == "flash" else 2) * query_key + 2 * value,
         saved={
             "queries": sizes.rows(heads, attention.qk_head_dim),
@@ -233,7 +365,7 @@ def _attention(attention: Gqa | Mla, sizes: Sizes) -> Iterator[Operation]:
 
 
 def _gqa_rows(attention: Gqa, sizes: Sizes) -> Iterator[Operation]:
-    """Queries, keys and values."""
+    """Yields the operations that make queries, keys and values."""
     qkv = attention.products(sizes.model.hidden_size)["qkv"]
     yield _product("qkv", "attention_projections", qkv, "attention_rows", sizes)
     heads = attention.num_heads + attention.num_kv_heads
@@ -245,7 +377,7 @@ def _gqa_rows(attention: Gqa, sizes: Sizes) -> Iterator[Operation]:
 
 
 def _mla_rows(attention: Mla, sizes: Sizes) -> Iterator[Operation]:
-    """Queries, keys and values, by their latents."""
+    """Yields the operations that make queries, keys and values by their latents."""
     for name, product in attention.products(sizes.model.hidden_size).items():
         if name == "output":
             continue
@@ -254,13 +386,13 @@ def _mla_rows(attention: Mla, sizes: Sizes) -> Iterator[Operation]:
             latent, operand = name.replace("up", "latent"), f"{name}_rows"
             yield _norm(f"{latent}_norm", product.inputs, latent, sizes)
         yield _product(name, "attention_projections", product, operand, sizes)
-    # The position of queries in place; keys are put together, with one part for all heads.
+    # Queries are rotated in place; keys are put together, with one rotated part for all heads.
     heads, rope = attention.num_heads, attention.qk_rope_head_dim
     yield _rotary(2 * heads * rope + rope + heads * (attention.qk_nope_head_dim + attention.qk_head_dim), sizes)
 
 
 def _rotary(moved: int, sizes: Sizes) -> Operation:
-    """``moved`` elements a token, read and written."""
+    """Returns the rotary embedding, which reads and writes ``moved`` elements per token."""
     num_bytes = sizes.rows(1, moved)
     return Operation("rotary", "rotary", forward_bytes=num_bytes, backward_bytes=num_bytes)
 
@@ -292,7 +424,7 @@ def _experts(mlp: MoeMlp, sizes: Sizes) -> Iterator[Operation]:
         "router",
         forward_bytes=sizes.words(2 * E + 3 * K),
         backward_bytes=sizes.words(2 * E + 2 * K),
-        # Of each choice its expert, its weight, and where its row went.
+        # For each choice its expert, its weight, and the place of its row.
         saved={"router_probabilities": sizes.words(E), "choices": sizes.words(3 * K)},
     )
     sent = sizes.rows(K, H, sizes.fp8_rows)
@@ -328,7 +460,7 @@ def _experts(mlp: MoeMlp, sizes: Sizes) -> Iterator[Operation]:
 
 
 def embedding_operation(sizes: Sizes) -> Operation:
-    """Returns the embedding's one operation."""
+    """Returns the operation of the embedding."""
     row = sizes.rows(1, sizes.model.hidden_size)
     return Operation(
         "embedding",
@@ -341,7 +473,7 @@ def embedding_operation(sizes: Sizes) -> Operation:
 
 
 def head_operations(sizes: Sizes) -> Iterator[Operation]:
-    """Yields the operations behind the last layer."""
+    """Yields the operations after the last layer."""
     H, V = sizes.model.hidden_size, sizes.model.vocab_size
     yield _norm("head_norm", H, "head_input", sizes)
     held = 0 if sizes.model.tied_embeddings else 1

@@ -1,8 +1,12 @@
-"""What a simulated step of a whole model comes to: seconds, tokens, utilisation, memory, and what takes the time."""
+"""A simulated step of a whole model, and of its parts: seconds, tokens, utilisation, memory, and what takes the time.
+
+A part of the model runs one micro-batch in ``simulator.step_program``: its units in order, on the ranks of an expert
+group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,17 +14,26 @@ import numpy as np
 
 from moesys.config import MoeMlp
 from moesys.config.model_run import ModelRun
-from moesys.simulator.model.exchanges import place_pairs
+from moesys.config.workload import Recompute
+from moesys.cost import FloatArray, memory_seconds
+from moesys.layout import TokenPlan
+from moesys.simulator.model.exchanges import Ring, passes_of_sum, place_pairs
 from moesys.simulator.model.memory import StageMemory
-from moesys.simulator.model.model_cost import model_flops_per_token
-from moesys.simulator.model.pipeline import PartSeconds, PipelineRun, run_pipeline
+from moesys.simulator.model.model_cost import Operations, model_flops_per_token
+from moesys.simulator.model.pipeline import PartSeconds, PassSeconds, PipelineRun, run_pipeline
+from moesys.simulator.model.units import Unit
+from moesys.simulator.rest_of_step import RestOfStep, RestUnit
+from moesys.simulator.simulation import Simulation
+from moesys.simulator.step_program import run_step
 
 
 @dataclass(frozen=True)
 class SimulatedPart:
-    """One part of the model and one micro-batch. ``moe``: what of ``seconds`` its layers with experts take beside the
-    rest of them. ``host``: of the host to start its operations, the least that it takes. ``busy``: of the busiest of
-    ranks' links inside domains, and of nodes' NICs. ``shares``: mean seconds of a rank, by what it does or waits for.
+    """One part of the model and one micro-batch.
+
+    moe: the part of ``seconds`` that experts and their exchanges take. host: the time in which the host starts the
+    operations; the part takes no less. busy: the seconds of the busiest link inside domains, and of the busiest NIC.
+    shares: mean seconds of a rank, by what it does or waits for.
     """
 
     seconds: PartSeconds
@@ -30,21 +43,178 @@ class SimulatedPart:
     shares: dict[str, float]
 
     def with_faster_experts(self, factor: float) -> PartSeconds:
+        """Returns the seconds with layers of experts ``factor`` times as fast."""
         saved = 1 - 1 / factor
         forward = max(self.host.forward, self.seconds.forward - saved * self.moe.forward)
         backward = max(self.host.backward, self.seconds.backward - saved * self.moe.backward)
         lanes = None
         if self.seconds.lanes is not None:
             one, other = self.seconds.lanes
-            # Both lanes of a pass, alike.
+            # Computing and exchanges of a pass shrink alike.
             lanes = one.times(forward / self.seconds.forward), other.times(backward / self.seconds.backward)
         weight_gradients = self.seconds.weight_gradients - saved * self.moe.weight_gradients
         return PartSeconds(forward, backward, weight_gradients, lanes)
 
 
+_RECOMPUTED: dict[str, Recompute] = {"none": "none", "selective": "selective", "full": "layers"}
+
+
+def simulate_part(run: ModelRun, units: Sequence[Unit], plans: Sequence[TokenPlan]) -> SimulatedPart:
+    """Simulates ``units`` on one micro-batch. ``plans``: those of the units with experts."""
+    passed = [_passed(run, unit) for unit in units]
+    around = RestOfStep(
+        recompute=_RECOMPUTED[run.parallelism.recompute],
+        units_block=run.backend == "gloo",
+        row_share=_row_share(units),
+        cast_bytes=_cast_bytes(run, units),
+        units=passed,
+    )
+    found = run_step(run.strategy, run.shape, run.expert_cluster, [plans], around)
+    forward, backward = found.forward_seconds, found.length_seconds - found.forward_seconds
+    of_experts = float(np.mean(found.computed_R.get("weight_gradients", 0.0)))
+    # Faster experts neither shorten the rest nor bring parameters earlier.
+    before, behind = _waited(found.forward_waited_R), _waited(found.waited_R)
+    moe = PartSeconds(
+        forward - before - float(np.sum([each.forward_seconds for each in passed])),
+        backward - (behind - before) - float(np.sum([each.again_seconds + each.backward_seconds for each in passed])),
+        of_experts,
+    )
+    host, shares, busy = _host_seconds(run, units), _shares(found), _busy(found)
+    waits = max(0.0, host.forward - forward), max(0.0, host.backward - backward)
+    shares["host"] = sum(waits)
+    weight_gradients = of_experts + sum(unit.rest.weight_gradients for unit in units)
+    lanes = _lanes(run, found, host, busy)
+    whole = PartSeconds(forward + waits[0], backward + waits[1], weight_gradients, lanes)
+    return SimulatedPart(whole, moe, host, busy, shares)
+
+
+def _row_share(units: Sequence[Unit]) -> float:
+    """Returns the bytes of a row that is sent to experts, divided by those of a row that is sent back."""
+    for unit in units:
+        sent = {each.name: each.sent_bytes for each in unit.operations.operations if each.sent_bytes}
+        if sent:
+            return sent["dispatch"] / sent["combine"]
+    return 1.0
+
+
+def _cast_bytes(run: ModelRun, units: Sequence[Unit]) -> tuple[float, float]:
+    """Returns the bytes read and written per row to narrow operands of experts' products, forward and backward."""
+    for unit in units:
+        products = [each for each in unit.operations.of("experts").operations if each.flops]
+        if products:
+            moved = Operations(run.seq_len, tuple(products))
+            rows = run.seq_len * run.shape.top_k
+            return moved.forward_bytes / rows, moved.backward_bytes / rows
+    return 0.0, 0.0
+
+
+def _lanes(
+    run: ModelRun, found: Simulation, host: PartSeconds, busy: tuple[PartSeconds, PartSeconds]
+) -> tuple[PassSeconds, PassSeconds]:
+    """Returns what forward and backward compute and exchange, on the rank that computes most. A pass exchanges what it
+    does not hide already, and no less than the busiest link; computing is slower while messages move.
+    """
+    all_R = np.sum(list(found.computed_R.values()), axis=0)
+    waited_R = np.sum(list(found.forward_waited_R.values()), axis=0)
+    forward = float(np.max(found.forward_R - waited_R))
+    computed = forward, float(np.max(all_R)) - forward
+    alone = found.forward_seconds, found.length_seconds - found.forward_seconds
+    links = [max(each) for each in zip(*((one.forward, one.backward) for one in busy), strict=True)]
+    exchanged = [max(link, whole - own) for link, whole, own in zip(links, alone, computed, strict=True)]
+    share = run.cluster.copy_share
+    slowed = [
+        # No more than the pass takes by itself, in which messages slow it too.
+        max(started, min(whole, own + share * min(sent, own / (1 - share))))
+        for started, whole, own, sent in zip((host.forward, host.backward), alone, computed, exchanged, strict=True)
+    ]
+    return PassSeconds(slowed[0], exchanged[0]), PassSeconds(slowed[1], exchanged[1])
+
+
+def _passed(run: ModelRun, unit: Unit) -> RestUnit:
+    """Returns a unit for the simulator, with its gathers and reductions if all dense parameters are sharded."""
+    rest, ring = unit.rest, Ring.of_dense(run)
+    if run.parallelism.dense != "full" or ring.size == 1:
+        return RestUnit(rest.forward, rest.backward, rest.again, unit.has_experts)
+    held = unit.parameters / run.parallelism.tensor
+    gathered, reduced = held * run.model.bytes_per_element, held * run.gradient_bytes
+    # Parameters are copied out of the gathered buffer, and gradients into the one that is reduced.
+    placed_s = memory_seconds(2 * gathered, run.cluster)
+    given_s = memory_seconds(gathered + reduced, run.cluster)
+    group, whole = run.expert_cluster, run.cluster
+    return RestUnit(
+        rest.forward + placed_s,
+        rest.backward + (0.0 if unit.kept else placed_s) + given_s,
+        rest.again,
+        unit.has_experts,
+        ring.load(gathered, group, whole),
+        ring.load(reduced * passes_of_sum(run), group, whole),
+        unit.kept,
+    )
+
+
+def _busy(found: Simulation) -> tuple[PartSeconds, PartSeconds]:
+    """Returns the seconds of the busiest link inside domains, and of the busiest NIC."""
+    forward_L, all_L = (
+        np.sum([np.zeros(2 * found.cluster.num_ranks + 2 * found.cluster.num_nodes), *moved.values()], axis=0)
+        for moved in (found.forward_moved_L, found.moved_L)
+    )
+    inside, nics = (
+        PartSeconds(float(forward_L[links].max()), float((all_L - forward_L)[links].max()))
+        for links in (slice(2 * found.cluster.num_ranks), slice(2 * found.cluster.num_ranks, None))
+    )
+    return inside, nics
+
+
+def _host_seconds(run: ModelRun, units: Sequence[Unit]) -> PartSeconds:
+    """Returns the seconds in which the host starts all operations of a part."""
+    recompute = run.parallelism.recompute
+    all_of = [unit.operations for unit in units]
+    forward = sum(len(each.operations) for each in all_of)
+    # Neither the embedding nor the head runs again.
+    again = sum(len(unit.operations.again(recompute).operations) for unit in units if unit.rest.again)
+    backward = sum(one.backward_kernels for each in all_of for one in each.operations)
+    return PartSeconds(forward * run.host_us * 1e-6, (again + backward) * run.host_us * 1e-6)
+
+
+# The names of what a simulated rank computes and waits for.
+_PARAMETERS = "dense parameters on their way"
+_NAMES = {
+    "experts": "experts",
+    "weight_gradients": "experts",
+    "gather": "rows put in order",
+    "sum": "rows put in order",
+    "other": "rest of layers",
+    "counts": "rows on their way",
+    "dispatch": "rows on their way",
+    "combine": "rows on their way",
+    "restore": "experts on their way",
+    "reshard": "experts on their way",
+    "all_gather": _PARAMETERS,
+    "reduce_scatter": _PARAMETERS,
+    "mega_kernel": "rows on their way",
+}
+_SLOWER = "slower ranks"
+WAITS = frozenset({"rows on their way", "experts on their way", _PARAMETERS, _SLOWER})
+
+
+def _waited(waited_R: Mapping[str, FloatArray]) -> float:
+    """Returns the mean seconds in which a rank waits for dense parameters and their gradients."""
+    return sum(float(np.mean(each)) for kind, each in waited_R.items() if _NAMES.get(kind) == _PARAMETERS)
+
+
+def _shares(found: Simulation) -> dict[str, float]:
+    """Returns the mean seconds of a rank, by what it does or waits for; they add up to the length."""
+    shares: dict[str, float] = {}
+    for kind, seconds_R in (*found.computed_R.items(), *found.waited_R.items()):
+        name = _NAMES.get(kind, _SLOWER)
+        shares[name] = shares.get(name, 0.0) + float(np.mean(seconds_R))
+    shares[_SLOWER] = shares.get(_SLOWER, 0.0) + found.length_seconds - sum(shares.values())
+    return shares
+
+
 @dataclass(frozen=True)
 class DrawnStep:
-    """A step under one draw of the routing. ``shares``: mean seconds of a rank, by part; they add up to ``seconds``."""
+    """A step with one draw of the routing. ``shares``: mean seconds of a rank, by part; they add up to ``seconds``."""
 
     seconds: float
     shares: dict[str, float]
@@ -56,7 +226,9 @@ class DrawnStep:
 
 @dataclass(frozen=True)
 class ModelStep:
-    """A simulated step of ``run``. ``memory``: of a rank of each stage. ``reasons``: against it, beside memory."""
+    """A simulated step of ``run``. ``memory``: of a rank of each stage. ``reasons``: why it would not run, apart from
+    memory.
+    """
 
     run: ModelRun
     draws: tuple[DrawnStep, ...]
@@ -65,24 +237,24 @@ class ModelStep:
 
     @cached_property
     def seconds(self) -> float:
-        """Expected, of the slowest of all groups that hold the same experts: each is like one of the draws."""
+        """The expected seconds of the slowest of all groups that hold the same experts; each group is like one draw."""
         return self._slowest([draw.seconds for draw in self.draws])
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The tenth and ninetieth percentile of ``seconds``: of the slowest of all groups."""
+        """The tenth and ninetieth percentile of the slowest group's seconds."""
         places = 100 * np.array([0.1, 0.9]) ** (1 / self.run.groups.expert_data)
         low, high = np.percentile([draw.seconds for draw in self.draws], places)
         return float(low), float(high)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a rank."""
+        """Tokens per second and rank."""
         return self.run.tokens_per_step / (self.seconds * self.run.cluster.num_ranks)
 
     @property
     def mfu(self) -> float | None:
-        """Model flops utilisation, of the data sheet's rate in 16 bits; None where the cluster does not declare it."""
+        """Model flops utilisation relative to the data sheet's rate in 16 bits; None if it is not declared."""
         peak = self.run.cluster.peak_tflops
         if peak is None:
             return None
@@ -99,12 +271,12 @@ class ModelStep:
 
     @property
     def peak(self) -> StageMemory:
-        """Of the stage that holds most."""
+        """The memory of the stage that holds most."""
         return max(self.memory, key=lambda each: each.gb)
 
     @property
     def verdict(self) -> str:
-        """Why it does not run; empty where it does, as far as is counted."""
+        """Why it does not run; empty if it does, as far as is counted."""
         have, reasons = self.run.cluster.memory_gb, list(self.reasons)
         if have is not None and self.peak.gb > have:
             stage = self.memory.index(self.peak)
@@ -113,7 +285,7 @@ class ModelStep:
 
     @property
     def remark(self) -> str:
-        """What some code that runs it does not do; empty where nothing is known."""
+        """A difference to code that trains such models; empty if none is known."""
         shared = any(isinstance(layer.mlp, MoeMlp) and layer.mlp.shared is not None for layer in self.run.model.layers)
         if self.run.parallelism.recompute != "selective" or not shared:
             return ""
@@ -137,7 +309,7 @@ class ModelStep:
 
 
 def run_parts(run: ModelRun, parts: Sequence[Sequence[PartSeconds]]) -> PipelineRun:
-    """Runs ``parts[stage][chunk]`` as the schedule of ``run`` says; rows go on in the model's dtype."""
+    """Runs ``parts[stage][chunk]`` as the schedule of ``run`` says; rows travel in the model's dtype."""
     parallel, cluster = run.parallelism, run.cluster
     hop_s = 0.0
     if parallel.pipeline > 1:
@@ -145,7 +317,7 @@ def run_parts(run: ModelRun, parts: Sequence[Sequence[PartSeconds]]) -> Pipeline
         hop_s = num_bytes / (cluster.intra_node_gb_per_s * 1e9) + cluster.intra_node_us * 1e-6
         stage = run.groups.stage
         if place_pairs(stage, cluster.num_ranks - stage, cluster).on_nics:
-            # All of a stage set off at once.
+            # All ranks of a stage send at once.
             at_once = min(stage, cluster.node_sizes[0])
             hop_s = at_once * num_bytes / (cluster.inter_node_gb_per_s * 1e9) + cluster.inter_node_us * 1e-6
     overlap = parallel.overlap_micro_batches

@@ -1,4 +1,4 @@
-"""A step's micro-batches on the stages of a pipeline: who computes what when, and what every stage holds meanwhile.
+"""A step's micro-batches on the stages of a pipeline: when each stage computes which, and what it holds meanwhile.
 
 p stages, each with v parts of the model, m micro-batches. A part of the model is stage + p · chunk: chunk 0 of the last
 stage is followed by chunk 1 of the first.
@@ -29,50 +29,52 @@ Pass = Literal["forward", "backward", "weight_gradients"]
 
 
 class Work(NamedTuple):
-    """What a stage does at a time."""
+    """One pass of one micro-batch through one of a stage's parts."""
 
     of: Pass
     chunk: int
     micro_batch: int
 
 
-class Lanes(NamedTuple):
-    """What a pass computes and what it exchanges, were each all that there is."""
+class PassSeconds(NamedTuple):
+    """The seconds in which a pass computes, and in which it exchanges, each by itself."""
 
     computed: float
     exchanged: float
 
-    def times(self, factor: float) -> Lanes:
-        return Lanes(factor * self.computed, factor * self.exchanged)
+    def times(self, factor: float) -> PassSeconds:
+        return PassSeconds(factor * self.computed, factor * self.exchanged)
 
 
 @dataclass(frozen=True)
 class PartSeconds:
-    """Of one part of the model and one micro-batch. ``weight_gradients``: what of ``backward`` may come later.
-    ``lanes``: of forward and of backward; None: all is computed.
+    """Seconds of one part of the model and one micro-batch. ``weight_gradients``: the part of ``backward`` that may
+    come later. ``lanes``: forward and backward, divided into computing and exchanges; None: all is computing.
     """
 
     forward: float
     backward: float
     weight_gradients: float = 0.0
-    lanes: tuple[Lanes, Lanes] | None = None
+    lanes: tuple[PassSeconds, PassSeconds] | None = None
 
     def beside(self, other: PartSeconds) -> float:
-        """Returns those of a forward beside the backward of another micro-batch, on the ``other`` part."""
-        forward = Lanes(self.forward, 0.0) if self.lanes is None else self.lanes[0]
-        backward = Lanes(other.backward, 0.0) if other.lanes is None else other.lanes[1]
+        """Returns the seconds of a forward that runs with the backward of another micro-batch on the ``other`` part."""
+        forward = PassSeconds(self.forward, 0.0) if self.lanes is None else self.lanes[0]
+        backward = PassSeconds(other.backward, 0.0) if other.lanes is None else other.lanes[1]
         computed, exchanged = forward.computed + backward.computed, forward.exchanged + backward.exchanged
         return max(computed, exchanged, self.forward, other.backward)
 
 
-# What a stage does at once.
+# The work that a stage does at once.
 Turn = tuple[Work, ...]
 
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """spans: of each stage, (work, start, end) in order; of a pair both take all of its time. most_held: of each stage,
-    forwards whose backward is still to come, the most at any time, over all its chunks.
+    """A step on the stages of a pipeline.
+
+    spans: (work, start, end) of each stage in order; both works of a pair take all of its time. most_held: the largest
+    number of forwards, over all chunks of each stage, whose backward is still to come.
     """
 
     spans: tuple[tuple[tuple[Work, float, float], ...], ...]
@@ -80,12 +82,12 @@ class PipelineRun:
 
     @property
     def seconds(self) -> float:
-        """From the first forward to the end of the last stage that works."""
+        """Seconds from the first forward until the last stage ends."""
         return max(stage[-1][2] for stage in self.spans)
 
     @property
     def bubble_share(self) -> float:
-        """Share of the stages' time in which they wait."""
+        """The share of the stages' time in which they wait."""
         busy = sum(end - start for stage in self.spans for start, end in {span[1:] for span in stage})
         return 1 - busy / (self.seconds * len(self.spans))
 
@@ -176,7 +178,7 @@ class _Pipeline:
         self.held, self.most_held = [0] * self.num_stages, [0] * self.num_stages
 
     def run_in_order(self, orders: Sequence[Sequence[Turn]]) -> PipelineRun:
-        """Each stage does its own as soon as what it needs is there."""
+        """Runs each stage's work in its order, as soon as what it needs is there."""
         waiting = [iter(order) for order in orders]
         next_of = [next(order, None) for order in waiting]
         while any(next_of):
@@ -189,13 +191,15 @@ class _Pipeline:
         return self._found()
 
     def run_filling(self, micro_batches: int) -> PipelineRun:
-        """What can begin first does: of a stage a forward that has room, then a backward, then weight gradients."""
+        """Runs what can begin first; of one stage a forward that it has room for, then a backward, then weight
+        gradients.
+        """
         forwards = [iter(range(micro_batches)) for _ in self.parts]
         next_forward = [next(each, None) for each in forwards]
         next_backward, left = [0] * self.num_stages, [list[int]() for _ in self.parts]
 
         def choices(stage: int) -> Iterator[tuple[float, int, Work]]:
-            """What the stage can do: when, which is preferred."""
+            """Yields what the stage can do: when it can begin, the order of preference, and the work."""
             if next_backward[stage] < micro_batches:
                 work = Work("backward", 0, next_backward[stage])
                 if (ready := self._ready(stage, work)) is not None:
@@ -231,7 +235,7 @@ class _Pipeline:
         return max(known) if len(known) == len(turn) else None
 
     def _ready(self, stage: int, work: Work) -> float | None:
-        """Returns when what it needs is there, None while that is not known."""
+        """Returns when what the work needs is there, or None while that is not known."""
         last_stage, last_chunk = self.num_stages - 1, self.num_chunks - 1
         part = stage + self.num_stages * work.chunk
         if work.of == "weight_gradients":
@@ -249,7 +253,7 @@ class _Pipeline:
     def _do(self, stage: int, turn: Turn, ready: float) -> None:
         start = max(self.now[stage], ready)
         end = start + self._seconds(stage, turn)
-        # Of a pair backward frees while forward keeps. Without a split backward ends what its forward keeps.
+        # The backward of a pair frees while the forward keeps. Without a split, backward frees what its forward kept.
         for work in reversed(turn):
             if work.of == "forward":
                 self.held[stage] += 1

@@ -24,26 +24,29 @@ from moesys.cost import optimizer_seconds, row_product_seconds
 from moesys.load import IntArray, LoadMatrix
 from moesys.simulator.model.exchanges import Ring, passes_of_sum
 from moesys.simulator.model.memory import MASTER_BYTES, MOMENT_BYTES, stage_memory
-from moesys.simulator.model.model_step import DrawnStep, ModelStep, SimulatedPart, run_parts
-from moesys.simulator.model.simulated_part import WAITS, simulate_part
+from moesys.simulator.model.model_step import WAITS, DrawnStep, ModelStep, SimulatedPart, run_parts, simulate_part
 from moesys.simulator.model.units import Units
 from moesys.traces import Trace, generate
 
-Told = Callable[[str], None]
-
 
 def simulate_model(
-    run: ModelRun, routing: Routing = None, *, draws: int = 4, seed: int = 0, tell: Told = lambda words: None
+    run: ModelRun,
+    routing: Routing = None,
+    *,
+    draws: int = 4,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> ModelStep:
     """Simulates a step of ``run``.
 
-    ``routing``: how routers choose. None: every expert gets as many tokens as every other. ``Generated``: drawn, of
-    which ``num_layers``, ``tokens_per_rank``, ``steps`` and ``micro_batches`` are the run's own. A ``Trace``: as
-    recorded of its layers with experts, planned with the layouts that earlier micro-batches led to. Plans, one of each
-    layer with experts: as they ran, such as ``experts.last_plan``. ``draws``: of generated routing, from ``seed`` on;
-    of a trace as many newest micro-batches; else there is one. ``tell``: is told how it goes.
+    routing: how routers choose experts. None: every expert gets as many tokens as every other. ``Generated``: drawn;
+    ``num_layers``, ``tokens_per_rank``, ``steps`` and ``micro_batches`` are taken from the run. A ``Trace``: as
+    recorded in its layers with experts, planned with the layouts that earlier micro-batches led to. Plans, one for each
+    layer with experts: as they ran, such as ``experts.last_plan``. draws: of generated routing, the number of seeds
+    from ``seed`` on; of a trace, the number of newest micro-batches; other routing is simulated once. tell: called with
+    the progress.
 
-    Raises ValueError for a trace or plans of another model, of other ranks, and a trace of other numbers of tokens.
+    Raises ValueError for a trace or plans of another model or other ranks, and for a trace of other numbers of tokens.
     """
     if draws < 1:
         raise ValueError(f"draws={draws}; a step is simulated at least once, so use 1 or more")
@@ -65,7 +68,9 @@ def simulate_model(
 
 
 def _layer_costs(run: ModelRun, units: Units) -> list[float]:
-    """Forward and backward of each layer, rows evenly spread and nothing on its way; ends are with their layers."""
+    """Returns the seconds of forward and backward of each layer if rows are spread evenly and exchanges take no time.
+    The embedding and the head count with the layers beside them.
+    """
     experts = run.tokens_per_rank * run.shape.top_k * row_product_seconds(run.shape, run.expert_cluster)
     costs = [unit.rest.seconds + (experts if unit.has_experts else 0.0) for unit in units.layers]
     costs[0] += units.embedding.rest.seconds
@@ -78,7 +83,7 @@ def _drawn_step(run: ModelRun, units: Units, parts: Sequence[range], plans: dict
     known: dict[tuple[int, ...], SimulatedPart] = {}
 
     def part_of(layers: range) -> SimulatedPart:
-        # Parts that are alike, unit by unit, are one.
+        # Parts whose units and plans are equal are simulated once.
         within = units.of_part(layers)
         routed = [plans[layer].tokens for layer in layers if layer in plans]
         key = tuple(map(id, (*within, *routed)))
@@ -97,7 +102,7 @@ def _drawn_step(run: ModelRun, units: Units, parts: Sequence[range], plans: dict
     hidden = sum(shares.values()) - pipeline.seconds * (1 - pipeline.bubble_share)
     waits = {name: share for name, share in shares.items() if name in WAITS}
     if run.parallelism.overlap_micro_batches and hidden > 0 and (waited := sum(waits.values())) > 0:
-        # Exchanges beside another micro-batch's products are not waited for.
+        # Exchanges that run with another micro-batch's products are not waited for.
         shares |= {name: share * (1 - min(1.0, hidden / waited)) for name, share in waits.items()}
     shares |= {name: float(np.mean([each[name] for each in behind])) for name in behind[0]}
     shares["bubble"] = seconds - sum(shares.values())
@@ -106,7 +111,7 @@ def _drawn_step(run: ModelRun, units: Units, parts: Sequence[range], plans: dict
 
 
 def _ends(pipeline_s: Sequence[float], behind: Sequence[dict[str, float]]) -> list[float]:
-    """Returns when each stage is through: those that sum gradients of tied embeddings begin that together."""
+    """Returns when each stage ends. Stages that sum gradients of tied embeddings begin that together."""
     before = [end + each["gradients and parameters"] for end, each in zip(pipeline_s, behind, strict=True)]
     tied = [stage for stage, each in enumerate(behind) if each["tied embeddings"]]
     meeting = max((before[stage] for stage in tied), default=0.0)
@@ -156,7 +161,7 @@ Routing = Generated | Trace | Sequence[LayerPlan] | None
 
 
 def num_draws(routing: Routing, draws: int) -> int:
-    """Returns how many there are, if ``draws`` are asked for."""
+    """Returns how many draws there are, if ``draws`` are asked for."""
     match routing:
         case Generated():
             return draws
@@ -178,7 +183,7 @@ def drawn_plans(run: ModelRun, routing: Routing, draws: int, seed: int) -> Itera
                 yield from _replayed(run, trace, [Moment(routing.warmup, routing.warmup)])
         case Trace():
             _check_trace(run, routing)
-            # All of them, as layouts depend on those before.
+            # All micro-batches are replayed, as layouts depend on those before.
             past = routing.num_micro_batches - num_draws(routing, draws)
             yield from islice(_replayed(run, routing, None), past, None)
         case _:
@@ -203,7 +208,7 @@ def _replayed(run: ModelRun, trace: Trace, moments: Sequence[Moment] | None) -> 
 
 
 def _check_trace(run: ModelRun, trace: Trace) -> None:
-    """Raises ValueError where the trace is of another model or of other ranks."""
+    """Raises ValueError for a trace of another model or of other ranks."""
     L, R, E = len(run.model.moe_layers), run.expert_cluster.num_ranks, run.shape.num_experts
     for of, count, wanted, way_out in (
         ("layers", trace.num_layers, L, "give a trace of this model"),
@@ -221,7 +226,7 @@ def _check_trace(run: ModelRun, trace: Trace) -> None:
 
 
 def _check_plans(run: ModelRun, plans: Sequence[LayerPlan]) -> None:
-    """Raises ValueError where plans are of another model or of other ranks."""
+    """Raises ValueError for plans of another model or of other ranks."""
     if len(plans) != (layers := len(run.model.moe_layers)):
         raise ValueError(f"routing has plans of {len(plans)} layers, and the run {layers} with experts; give as many")
     wanted = (run.expert_cluster.num_ranks, run.shape.num_experts)
@@ -234,14 +239,14 @@ def _check_plans(run: ModelRun, plans: Sequence[LayerPlan]) -> None:
 
 
 def _even(run: ModelRun) -> IntArray:
-    """Returns counts [R, E] of which none is more than one above another, of a rank as of an expert."""
+    """Returns counts [R, E] that differ by at most one, between experts and between ranks."""
     R, E = run.expert_cluster.num_ranks, run.shape.num_experts
     each, left = divmod(run.tokens_per_rank * run.shape.top_k, E)
     turn_RE = (np.arange(E) - left * np.arange(R)[:, None]) % E
     return each + (turn_RE < left).astype(np.int64)
 
 
-# Of a parameter, read and written beside master and moments: its gradient, and the copy in the compute dtype.
+# Bytes per parameter that are read and written besides master and moments: gradient, and copy in the compute dtype.
 _GRADIENT_AND_COPY_BYTES = 4 + 2
 
 
@@ -252,21 +257,21 @@ def update_bytes(optimizer: str) -> int:
 
 @dataclass(frozen=True)
 class EndOfStep:
-    """Of all stages of ``run``."""
+    """What happens after the last backward of a step, on all stages of ``run``."""
 
     run: ModelRun
     units: Units
 
     def seconds(self, chunks: Sequence[range], parts: Sequence[SimulatedPart]) -> dict[str, float]:
-        """Returns what a stage still takes, by what it is: gradients hide behind the backward of the last micro-batch,
-        and parameters behind the forward of the first, bucket by bucket, as far as links are idle there.
+        """Returns the seconds of a stage after its last backward, by what it does. Gradients are hidden by the backward
+        of the last micro-batch and parameters by the forward of the first, bucket by bucket, as far as links are idle.
         """
         run, parallel = self.run, self.run.parallelism
         units = self.units.of_stage(chunks)
         experts = sum(unit.operations.of("experts").parameters for unit in units) / run.groups.expert
         dense = sum(unit.parameters for unit in units) / parallel.tensor
         sharded, travelled = parallel.dense != "replicated", parallel.dense == "full"
-        # Of links inside domains, and of NICs.
+        # Seconds of links inside domains, and of NICs.
         summed, gathered, updated = np.zeros(2), np.zeros(2), 0.0
         for ring, parameters, done in ((Ring.of_dense(run), dense, travelled), (Ring.of_experts(run), experts, False)):
             updated += parameters / (ring.size if sharded else 1)
@@ -276,7 +281,7 @@ class EndOfStep:
             summed += gradients_s * (passes_of_sum(run) if sharded else 2)
             if sharded:
                 gathered += ring.busy_seconds(parameters * run.model.bytes_per_element, run.cluster)
-        # Gradients of the layer that comes last have nothing to hide behind, nor have parameters of the first.
+        # Nothing hides the gradients of the layer whose backward is last, and the parameters of the first layer.
         layers = sum(map(len, chunks))
         hidden = (layers - 1) / layers
         forward, backward = np.zeros(2), np.zeros(2)
@@ -291,8 +296,8 @@ class EndOfStep:
         }
 
     def _tied_seconds(self, chunks: Sequence[range]) -> float:
-        """Returns those of the first and the last stage to sum gradients of tied embeddings, once their data-parallel
-        ranks have (``finalize_model_grads`` of Megatron-Core).
+        """Returns the seconds in which the first and the last stage sum the gradients of tied embeddings, after their
+        data-parallel ranks have (``finalize_model_grads`` of Megatron-Core).
         """
         run, parallel = self.run, self.run.parallelism
         at_end = chunks[0].start == 0 or chunks[-1].stop == len(self.units.layers)

@@ -1,7 +1,7 @@
 """The units of a model in the order of forward: the embedding, each layer, and the last norm with the head.
 
-They are what FSDP2 gathers at once in transformers' models (``base_model_fsdp_plan``). The head's stay from forward
-until backward; tied to the embedding, where one rank has both, so does the embedding.
+A unit is what FSDP2 gathers at once in transformers' models (``base_model_fsdp_plan``). The head's parameters stay from
+forward until backward; so do the embedding's if they are tied to the head's and one rank has both.
 
 ``rest_seconds`` times what a rank does besides the routed experts. Each operation takes its flops at the rate of its
 products or its bytes at the memory's rate, and a launch. Tensor and context groups share them evenly. What tensor
@@ -18,21 +18,20 @@ from moesys.config import ClusterSpec, Gqa, ModelSpec
 from moesys.config.model_run import LayerRecompute, ModelRun
 from moesys.cost import attention_rate, elementwise_seconds, product_rate
 from moesys.simulator.model.exchanges import place_groups
-from moesys.simulator.model.model_cost import count_model
-from moesys.simulator.model.operations import Operation, Operations, Part
+from moesys.simulator.model.model_cost import Operation, Operations, Part, count_model
 
-# Exchanges of a tensor group that run again: a gather, and what sums behind it where all runs again.
+# Number of a tensor group's exchanges that run again: the gather, and the reduce-scatter if the whole layer runs again.
 _SENT_AGAIN: dict[LayerRecompute, int] = {"none": 0, "selective": 1, "full": 2}
-# What ``simulator.step_program`` times.
+# The parts that ``simulator.step_program`` times.
 ROUTED: frozenset[Part] = frozenset({"dispatch", "experts", "combine"})
-# Parts that a tensor group shares by weights, an exchange before and one behind each.
+# Parts whose weights a tensor group shares, with an exchange before and one after each.
 _SHARED_BY_WEIGHTS: tuple[tuple[Part, ...], ...] = (("attention_projections",), ("shared_experts", "dense_mlp"))
 
 
 @dataclass(frozen=True)
 class RestSeconds:
-    """Of one layer and micro-batch on a rank. ``again``: what runs once more in backward. ``weight_gradients``: of
-    ``backward``, what may come later.
+    """Seconds of one unit and micro-batch on a rank, without routed experts. ``again``: what runs once more in
+    backward. ``weight_gradients``: the part of ``backward`` that may come later.
     """
 
     forward: float = 0.0
@@ -44,24 +43,16 @@ class RestSeconds:
     def seconds(self) -> float:
         return self.forward + self.backward + self.again
 
-    def __add__(self, other: RestSeconds) -> RestSeconds:
-        return RestSeconds(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.again + other.again,
-            self.weight_gradients + other.weight_gradients,
-        )
-
 
 def rest_seconds(operations: Operations, run: ModelRun) -> RestSeconds:
-    """Returns the seconds of those operations that are not of routed experts."""
+    """Returns the seconds of all operations but those of routed experts."""
     rest = Operations(operations.seq_len, tuple(each for each in operations.operations if each.part not in ROUTED))
     again = rest.again(run.parallelism.recompute)
     sent_s, exposed_s = _tensor_seconds(rest, run), _context_seconds(rest, run)
     computed = _computed(rest, run)
     return RestSeconds(
         forward=computed.forward + 2 * sent_s + exposed_s,
-        # Gradients go the way back; what weights' gradients read is gathered behind those of inputs.
+        # Gradients are exchanged in the opposite direction. Gathers for weight gradients are hidden by input gradients.
         backward=computed.backward + 2 * sent_s + 2 * exposed_s,
         again=_computed(again, run).forward
         + _SENT_AGAIN[run.parallelism.recompute] * sent_s
@@ -74,23 +65,21 @@ def _computed(operations: Operations, run: ModelRun) -> RestSeconds:
     cluster = run.cluster
     share = run.micro_batch / (run.parallelism.tensor * run.parallelism.context)
     launch_s = cluster.launch_us * 1e-6
-    found = RestSeconds()
+    forward = backward = weight_gradients = 0.0
     for each in operations.operations:
         rate, gradient_rate = (_rate(each, cluster, backward) for backward in (False, True))
         weights_s = share * each.weight_gradient_flops / gradient_rate
         products_s = share * each.input_gradient_flops / gradient_rate
         inputs_s = products_s + elementwise_seconds(share * each.backward_bytes, cluster, backward=True)
         moved_s = elementwise_seconds(share * each.forward_bytes, cluster, backward=False)
-        found += RestSeconds(
-            forward=share * each.flops / rate + moved_s + launch_s,
-            backward=inputs_s + weights_s + each.backward_kernels * launch_s,
-            weight_gradients=weights_s,
-        )
-    return found
+        forward += share * each.flops / rate + moved_s + launch_s
+        backward += inputs_s + weights_s + each.backward_kernels * launch_s
+        weight_gradients += weights_s
+    return RestSeconds(forward, backward, weight_gradients=weight_gradients)
 
 
 def _rate(operation: Operation, cluster: ClusterSpec, backward: bool) -> float:
-    """Flops a second."""
+    """Returns the flops per second of an operation's products."""
     if operation.part == "attention_scores":
         return attention_rate(cluster, backward)
     if operation.fp8 and cluster.fp8_tflops:
@@ -99,7 +88,9 @@ def _rate(operation: Operation, cluster: ClusterSpec, backward: bool) -> float:
 
 
 def _tensor_seconds(operations: Operations, run: ModelRun) -> float:
-    """Of all gathers before what a tensor group shares; reduce-scatters behind it take as long."""
+    """Returns the seconds of all gathers before the parts that a tensor group shares; the reduce-scatters after them
+    take as long.
+    """
     size, cluster = run.parallelism.tensor, run.cluster
     shared = sum(bool(operations.of(*parts).operations) for parts in _SHARED_BY_WEIGHTS)
     if size == 1 or not shared:
@@ -109,7 +100,7 @@ def _tensor_seconds(operations: Operations, run: ModelRun) -> float:
 
 
 def _context_seconds(operations: Operations, run: ModelRun) -> float:
-    """Of keys and values that go round, what the scores do not hide."""
+    """Returns the seconds of keys and values that travel around a context group and are not hidden by the scores."""
     size, cluster = run.parallelism.context, run.cluster
     scores = operations.of("attention_scores")
     if size == 1 or not scores.operations:
@@ -121,8 +112,8 @@ def _context_seconds(operations: Operations, run: ModelRun) -> float:
 
 
 def _neighbour_rate(size: int, cluster: ClusterSpec) -> float:
-    """Returns bytes a second between neighbours in groups of ``size`` neighbouring ranks: of a rank's link where each
-    lies in one domain, else of its share of the NICs.
+    """Returns the bytes per second between neighbours in groups of ``size`` neighbouring ranks: the rate of a rank's
+    link if each group lies in one domain, and otherwise that of its share of the NICs.
     """
     if not place_groups(size, 1, cluster).on_nics:
         return cluster.intra_node_gb_per_s * 1e9
@@ -131,8 +122,8 @@ def _neighbour_rate(size: int, cluster: ClusterSpec) -> float:
 
 @dataclass(frozen=True)
 class Unit:
-    """``rest``: seconds of all but routed experts. ``parameters``: of all but those, that a tensor group holds. kept:
-    gathered once for forward and backward.
+    """A unit of a model. ``rest``: seconds without routed experts. ``parameters``: those of a tensor group, without
+    routed experts. ``kept``: whether they are gathered once for forward and backward.
     """
 
     operations: Operations
@@ -144,7 +135,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """Of a whole model. Layers that are equal share one object."""
+    """The units of a whole model. Layers that are equal share one object."""
 
     embedding: Unit
     layers: tuple[Unit, ...]
@@ -157,10 +148,10 @@ class Units:
             id(each): Unit(each, rest_seconds(each, run), each.dense_parameters, layer.has_experts)
             for each, layer in zip(cost.layers, model.layers, strict=True)
         }
-        # Neither end runs again.
+        # Neither the embedding nor the head runs again.
         first, last = (replace(rest_seconds(each, run), again=0.0) for each in (cost.embedding, cost.head))
         one_rank_has_both = model.tied_embeddings and run.parallelism.pipeline == 1
-        # Tied, the head of a last stage of its own has a copy of the embedding.
+        # A last stage of its own has a copy of the embedding if the head is tied to it.
         copied = model.tied_embeddings and not one_rank_has_both
         head = cost.head.parameters + (cost.embedding.parameters if copied else 0)
         return cls(
@@ -170,18 +161,18 @@ class Units:
         )
 
     def of_part(self, layers: range) -> tuple[Unit, ...]:
-        """Returns those of some neighbouring layers, and of the model's ends that they are at."""
+        """Returns the units of neighbouring layers, with the embedding or the head if they are next to them."""
         first, last = layers.start == 0, layers.stop == len(self.layers)
         within = self.layers[layers.start : layers.stop]
         return (*(self.embedding,) * first, *within, *(self.head,) * last)
 
     def of_stage(self, parts: Iterable[range]) -> tuple[Unit, ...]:
-        """Returns those of all its parts."""
+        """Returns the units of all parts of a stage."""
         return tuple(unit for layers in parts for unit in self.of_part(layers))
 
 
 def _as_shared(run: ModelRun) -> ModelSpec:
-    """Returns the model as a tensor group has it: with a head of keys and values for every rank at least."""
+    """Returns the model as a tensor group computes it: with at least one head of keys and values per rank."""
     layers = []
     for layer in run.model.layers:
         attention = layer.attention

@@ -13,7 +13,7 @@ from moesys.kernels.experts.activation_gradient import activation_gradient, acti
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, tile_table_reference
-from moesys.kernels.routing.routing import Routing, route_reference
+from moesys.kernels.routing import SortedRouting, route_reference
 
 BLOCK = TileConfig(rows=16, columns=32, contraction=16)
 # The same bits are promised for all of these.
@@ -55,7 +55,7 @@ class Operands(NamedTuple):
     down_EHI: Tensor
     h_PU: Tensor
     weight_TK: Tensor
-    routing: Routing
+    routing: SortedRouting
     matrix_G: Tensor
     activation: str
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import groups_by_size_reference
-from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, block_gradient, block_gradient_reference
-from moesys.overlap.exact_sum import add_on_grid, grid_of
+from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, block_gradient_reference, weight_gradient
+from moesys.overlap.exact_sum import add_on_grid, grid_below
 
 TILE = TileConfig(rows=16, columns=32, contraction=16)
 OTHER_TILES = {
@@ -41,7 +41,7 @@ class Rows:
         self.right_PR = torch.randn(total, R, generator=generator).to(dtype)
         self.experts = np.split(np.arange(total), np.cumsum(rows_E)[:-1])
         bounds = [len(of) * self.largest(self.left_PL, of) * self.largest(self.right_PR, of) for of in self.experts]
-        self.grid_E = torch.tensor([grid_of(bound) for bound in bounds], dtype=torch.float64)
+        self.grid_E = grid_below(torch.tensor(bounds, dtype=torch.float64))
 
     @staticmethod
     def largest(rows: Tensor, of: np.ndarray) -> float:
@@ -64,7 +64,7 @@ def test_agrees_with_plain_torch_and_float64(block_rows: int, dtype: torch.dtype
     rows = Rows([70, 0, 33, 1], dtype)
     left, right, groups = rows.groups(rows.experts, gathered)
     blocks = RowBlocks(block_rows, rows.grid_E)
-    found_ELR = block_gradient(left, right, groups, 1, gathered, blocks, TILE)
+    found_ELR = weight_gradient(left, right, groups, 1, gathered, TILE, blocks=blocks)
     assert found_ELR.dtype == torch.float64
     expected_ELR = block_gradient_reference(left, right, groups, 1, gathered, blocks)
     for expert, of in enumerate(rows.experts):
@@ -88,7 +88,7 @@ def test_small_integers_are_what_the_cpu_adds_up() -> None:
     first_G1 = torch.tensor([0, 45], dtype=torch.int32)
     groups = OrderedGroups(torch.arange(45).int(), first_G1, torch.zeros(1).int())
     blocks = RowBlocks(20, torch.tensor([grid], dtype=torch.float64))
-    assert torch.equal(block_gradient(left_PL, right_PR, groups, 1, "right", blocks, TILE)[0], total_LR)
+    assert torch.equal(weight_gradient(left_PL, right_PR, groups, 1, "right", TILE, blocks=blocks)[0], total_LR)
 
 
 def stretches(rng: np.random.Generator, rows: np.ndarray, block_rows: int) -> list[np.ndarray]:
@@ -108,7 +108,8 @@ def test_neither_slots_nor_their_order_nor_ranks_show(seed: int, block_rows: int
 
     def gradients(slots: Sequence[np.ndarray], expert_S: Sequence[int]) -> Tensor:
         left, right, groups = rows.groups(slots, gathered)
-        return block_gradient(left, right, groups, 1, gathered, RowBlocks(block_rows, rows.grid_E[expert_S]), TILE)
+        blocks = RowBlocks(block_rows, rows.grid_E[expert_S])
+        return weight_gradient(left, right, groups, 1, gathered, TILE, blocks=blocks)
 
     whole_ELR = gradients(rows.experts, range(len(rows.experts)))
     held = [(expert, part) for expert, of in enumerate(rows.experts) for part in stretches(rng, of, block_rows)]
@@ -126,9 +127,8 @@ def test_neither_slots_nor_their_order_nor_ranks_show(seed: int, block_rows: int
 def test_tiles_and_programs_change_no_bit(tile: TileConfig, dtype: torch.dtype) -> None:
     rows = Rows([70, 0, 33], dtype)
     left, right, groups = rows.groups(rows.experts, "right")
-    of_tiles = [
-        block_gradient(left, right, groups, 1, "right", RowBlocks(50, rows.grid_E), each) for each in (tile, TILE)
-    ]
+    blocks = RowBlocks(50, rows.grid_E)
+    of_tiles = [weight_gradient(left, right, groups, 1, "right", each, blocks=blocks) for each in (tile, TILE)]
     assert torch.equal(*of_tiles)
 
 
@@ -138,7 +138,8 @@ def test_other_blocks_have_other_bits(block_rows: int) -> None:
     rows = Rows([90], torch.float32)
     left, right, groups = rows.groups(rows.experts, "right")
     of_blocks = [
-        block_gradient(left, right, groups, 1, "right", RowBlocks(each, rows.grid_E), TILE) for each in (block_rows, 50)
+        weight_gradient(left, right, groups, 1, "right", TILE, blocks=RowBlocks(each, rows.grid_E))
+        for each in (block_rows, 50)
     ]
     assert not torch.equal(*of_blocks)
 
@@ -147,7 +148,7 @@ def test_what_has_no_grid_is_nan_and_no_other_group() -> None:
     rows = Rows([20, 30, 0], torch.float32)
     left, right, groups = rows.groups(rows.experts, "left")
     grid_G = torch.tensor([torch.nan, rows.grid_E[1], torch.nan], dtype=torch.float64)
-    found_GLR = block_gradient(left, right, groups, 1, "left", RowBlocks(16, grid_G), TILE)
+    found_GLR = weight_gradient(left, right, groups, 1, "left", TILE, blocks=RowBlocks(16, grid_G))
     assert found_GLR[0].isnan().all()
     assert found_GLR[1].isfinite().all()
     assert (found_GLR[2] == 0).all()
@@ -158,7 +159,9 @@ def test_results_go_where_there_are_gaps() -> None:
     left, right, groups = rows.groups(rows.experts, "left")
     wide_GX = torch.zeros(2, L * R + 5, dtype=torch.float64)
     out_GLR = wide_GX[:, : L * R].view(2, L, R)
-    given = (left, right, groups, 1, "left", RowBlocks(16, rows.grid_E), TILE)
-    assert block_gradient(*given, out_GLR) is out_GLR
-    assert torch.equal(out_GLR, block_gradient(*given))
+    given, blocks = (left, right, groups, 1, "left", TILE), RowBlocks(16, rows.grid_E)
+    assert weight_gradient(*given, out_GLR, blocks) is out_GLR
+    assert torch.equal(out_GLR, weight_gradient(*given, blocks=blocks))
     assert (wide_GX[:, L * R :] == 0).all()
+    with pytest.raises(ValueError, match="sums of blocks are exact in"):
+        weight_gradient(*given, out_GLR.float(), blocks)

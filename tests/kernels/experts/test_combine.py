@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moesys.kernels.experts import token_rows
 from moesys.kernels.experts.token_rows import combine, combine_reference
-from moesys.kernels.routing.routing import route_reference
+from moesys.kernels.routing import route_reference
 
 # Each case says which edge it is: (T, K, G, H, probability that a choice is dropped).
 CASES = {

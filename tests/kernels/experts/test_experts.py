@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from moesys.kernels.experts.activations import GATED, activation_reference
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward, moe_experts
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
-from moesys.kernels.routing.routing import route
+from moesys.kernels.routing import route
 
 T, H, I, E, K = 11, 40, 24, 5, 3
 
@@ -139,8 +139,10 @@ def test_tiles_and_programs_change_no_bit(rows, columns, programs):
 
     def run(block, back):
         blocks = TileConfigs(block, block, back, block, block)
-        y_TH, kept = experts_forward(x, route(expert, 6), weight, matrices, blocks)
-        return y_TH, *experts_backward(dy_TH, x, weight, matrices, kept, blocks)
+        y_TH, state = experts_forward(x, route(expert, 6), weight, matrices, blocks)
+        # One gradient for each of the six groups, in float32.
+        out = gate_up.new_empty(6, 2 * I, H, dtype=torch.float32), down.new_empty(6, H, I, dtype=torch.float32)
+        return y_TH, *experts_backward(dy_TH, x, weight, matrices, state, blocks, out), *out
 
     usual = run(TileConfig(32, 32, 16), TileConfig(32, 16, 16))
     other = run(

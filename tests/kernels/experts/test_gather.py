@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moesys.kernels.experts.token_rows import gather_rows, gather_rows_reference
-from moesys.kernels.routing.routing import route_reference
+from moesys.kernels.routing import route_reference
 
 # Each case says which edge it is: (group of every choice, G, H).
 CASES = {

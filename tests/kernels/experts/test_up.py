@@ -13,7 +13,7 @@ from moesys.kernels.experts.activations import GATED, activation_reference
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import tile_table_reference
 from moesys.kernels.experts.up import up, up_reference
-from moesys.kernels.routing.routing import Routing, route_reference
+from moesys.kernels.routing import SortedRouting, route_reference
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Relative to the largest value of all; and to that of the row: the last place of the dtype, which covers half a place
@@ -56,7 +56,7 @@ EDGES = {
 class Case(NamedTuple):
     x_TH: Tensor
     gate_up_EUH: Tensor
-    routing: Routing
+    routing: SortedRouting
     matrix_G: Tensor
     K: int
     activation: str

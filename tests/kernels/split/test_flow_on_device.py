@@ -136,7 +136,7 @@ ONE_BINARY = """
 import collections
 import torch
 import triton
-from moesys.kernels.experts import ahead_of_time
+from benchmarks.kernels import ahead_of_time
 from moesys.kernels.split import flow
 from moesys.kernels.split.tables import SplitTables
 

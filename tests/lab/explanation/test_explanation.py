@@ -23,7 +23,7 @@ from moesys.lab.explanation.explanation import explain
 from moesys.lab.explanation.step_explanation import explanation_tree
 from moesys.lab.runs.trials import run_simulated
 from moesys.load import LoadMatrix
-from moesys.simulator.lanes import SLOWER_RANKS, Lanes
+from moesys.simulator.simulation import SLOWER_RANKS, Lanes
 from moesys.simulator.step_program import simulation
 from moesys.traces import Trace, generate, save_trace
 

@@ -25,7 +25,10 @@ SIZES = {"context": 32, "batch": 2, "warmup": 0}
 @pytest.mark.parametrize("steps", [6, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "workload",
-    [ms.Training(num_heads=2, **SIZES), ms.ModelTraining(model="olmoe-small", **SIZES)],
+    [
+        pytest.param(ms.Training(num_heads=2, **SIZES), marks=pytest.mark.slow),
+        ms.ModelTraining(model="olmoe-small", **SIZES),
+    ],
     ids=["own", "olmoe"],
 )
 def test_losses_of_all_strategies_have_the_same_bits(

@@ -14,7 +14,7 @@ from moesys.config import Fsep, ModelShape
 from moesys.moe.pulled_experts import PulledExperts
 from moesys.overlap.comm import channel as channels
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.record import Clock, Meter, Recorder
+from moesys.overlap.comm.record import DeviceClock, Meter, Recorder
 
 
 class Gpu:
@@ -62,7 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 @pytest.fixture
 def still_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's clock stands still: what takes time takes the GPU's."""
-    monkeypatch.setattr(Clock, "host_us", staticmethod(lambda: 1e6))
+    monkeypatch.setattr(DeviceClock, "host_us", staticmethod(lambda: 1e6))
 
 
 @pytest.mark.usefixtures("still_host")

@@ -26,8 +26,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 import moesys as ms
 from moesys.config.hub import published_names, read_config
 from moesys.config.model_run import LayerRecompute
-from moesys.simulator.model.model_cost import ModelCost, count_model, model_flops_per_token
-from moesys.simulator.model.operations import Operations
+from moesys.simulator.model.model_cost import ModelCost, Operations, count_model, model_flops_per_token
 
 RECOMPUTES: tuple[LayerRecompute, ...] = ("none", "selective", "full")
 every_small = pytest.mark.parametrize("config", SMALL.values(), ids=SMALL)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesys.simulator.model.pipeline import Lanes, PartSeconds, PipelineRun, Work, run_pipeline
+from moesys.simulator.model.pipeline import PartSeconds, PassSeconds, PipelineRun, Work, run_pipeline
 
 SECONDS = st.integers(1, 5).map(float)
 
@@ -107,13 +107,13 @@ def test_the_zero_bubble_is_never_slower(
     assert max(found.most_held) <= max(plain.most_held)
 
 
-LANES = st.tuples(st.integers(1, 5), st.integers(0, 5)).map(lambda drawn: Lanes(*map(float, drawn)))
+LANES = st.tuples(st.integers(1, 5), st.integers(0, 5)).map(lambda drawn: PassSeconds(*map(float, drawn)))
 
 
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(1, 1, 6), (2, 2, 8), (4, 2, 16), (4, 4, 8)])
 def test_pairs_of_equal_parts_take_what_both_compute(stages: int, chunks: int, micro_batches: int) -> None:
     """All exchanges but those of warm-up and drain are hidden; a stage holds no forward more."""
-    seconds = PartSeconds(2.0, 4.0, 0.0, (Lanes(1.0, 1.0), Lanes(2.0, 2.0)))
+    seconds = PartSeconds(2.0, 4.0, 0.0, (PassSeconds(1.0, 1.0), PassSeconds(2.0, 2.0)))
     parts = equal_parts(stages, chunks, seconds)
     plain, found = (run_pipeline(parts, micro_batches, overlap=overlap) for overlap in (False, True))
     total = chunks * micro_batches
@@ -128,12 +128,12 @@ def test_pairs_of_equal_parts_take_what_both_compute(stages: int, chunks: int, m
 
 
 @given(forward=LANES, backward=LANES, layers=st.integers(1, 8))
-def test_a_pair_is_what_a_simulation_of_both_comes_to(forward: Lanes, backward: Lanes, layers: int) -> None:
+def test_a_pair_is_what_a_simulation_of_both_comes_to(forward: PassSeconds, backward: PassSeconds, layers: int) -> None:
     """Layers compute and then send, each what it comes from its own layer before; one processor, one link. Whoever can
     begin first does. No order is faster than the formula, and this one is slower by a layer of each at most.
     """
     alone = [layers * (lanes.computed + lanes.exchanged) for lanes in (forward, backward)]
-    whole = [Lanes(layers * lanes.computed, layers * lanes.exchanged) for lanes in (forward, backward)]
+    whole = [PassSeconds(layers * lanes.computed, layers * lanes.exchanged) for lanes in (forward, backward)]
     part = PartSeconds(*alone, 0.0, (whole[0], whole[1]))
     found = events([[*forward] * layers, [*backward] * layers])
     formula = part.beside(part)
@@ -168,7 +168,7 @@ def events(chains: list[list[float]]) -> float:
     ),
     groups=st.integers(1, 4),
 )
-def test_pairs_wait_for_what_they_need(parts: list[list[tuple[Lanes, Lanes]]], groups: int) -> None:
+def test_pairs_wait_for_what_they_need(parts: list[list[tuple[PassSeconds, PassSeconds]]], groups: int) -> None:
     seconds = [[PartSeconds(sum(f), sum(b), 0.0, (f, b)) for f, b in stage] for stage in parts]
     stages, chunks = len(parts), len(parts[0])
     run = run_pipeline(seconds, groups * stages, overlap=True)

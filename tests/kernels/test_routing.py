@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moesys.kernels.routing import routing as module
-from moesys.kernels.routing.routing import Routing, route, route_reference
+from moesys.kernels import routing as module
+from moesys.kernels.routing import SortedRouting, route, route_reference
 
 INTEGERS = {"int32": torch.int32, "int64": torch.int64}
 
@@ -46,7 +46,7 @@ EDGES = {
 }
 
 
-def assert_same(actual: Routing, expected: Routing) -> None:
+def assert_same(actual: SortedRouting, expected: SortedRouting) -> None:
     for name, value in expected._asdict().items():
         assert getattr(actual, name).dtype == torch.int32, name
         assert torch.equal(getattr(actual, name), value), name

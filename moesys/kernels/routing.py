@@ -25,7 +25,7 @@ BLOCK_CHOICES = 128
 SCANNED = 1024
 
 
-class Routing(NamedTuple):
+class SortedRouting(NamedTuple):
     """Rows in order of (group, token, choice); all int32, on the device of the choices.
 
     ``entry_P`` [T·K]: the choice t·K + k of each row, -1 behind the last group's rows. ``row_TK``: the row of each
@@ -37,7 +37,7 @@ class Routing(NamedTuple):
     first_G1: Tensor
 
 
-def route(group_TK: Tensor, num_groups: int) -> Routing:
+def route(group_TK: Tensor, num_groups: int) -> SortedRouting:
     """Returns the rows of the choices ``group_TK``, int32 or int64 [T, K]; what is not in 0..G-1 is dropped.
 
     One fill and four kernels, none of which waits for the host; no count makes Triton compile anew. The choices are
@@ -64,7 +64,7 @@ def route(group_TK: Tensor, num_groups: int) -> Routing:
     first_G1 = torch.empty(num_groups + 1, dtype=torch.int32, device=device)
     # Blocks write the groups that they have; all others have none.
     before_GB = torch.zeros(num_groups, num_blocks, dtype=torch.int32, device=device)
-    routing, sizes = Routing(entry_P, row_TK, first_G1), (num_choices, num_groups, num_blocks)
+    routing, sizes = SortedRouting(entry_P, row_TK, first_G1), (num_choices, num_groups, num_blocks)
     _rank_in_blocks[(num_blocks,)](group_TK, row_TK, before_GB, *sizes, BLOCK_CHOICES)
     _scan_blocks[(num_groups,)](before_GB, first_G1, num_blocks, SCANNED)
     _scan_groups[(1,)](first_G1, num_groups, SCANNED)
@@ -84,7 +84,7 @@ def _groups_of(group_P, choice, num_choices, num_groups):  # type: ignore[no-unt
 def _rank_in_blocks(  # type: ignore[no-untyped-def]
     group_P, rank_P, count_GB, num_choices, num_groups, num_blocks, BLOCK: tl.constexpr
 ):
-    """Counts, one block per program, how many earlier choices have a choice's group, and the choices of each group."""
+    """Finds, one block per program, how many earlier choices have a choice's group, and the choices of each group."""
     block = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     choice = block * BLOCK + place
@@ -146,8 +146,8 @@ def _place(  # type: ignore[no-untyped-def]
     tl.store(routing.entry_P + choice, -1, mask=(choice >= num_rows) & (choice < num_choices))
 
 
-def route_reference(group_TK: Tensor, num_groups: int) -> Routing:
-    """Returns ``Routing`` of ``group_TK``, int32 or int64 [T, K]; what is not in 0..G-1 is dropped."""
+def route_reference(group_TK: Tensor, num_groups: int) -> SortedRouting:
+    """Returns ``SortedRouting`` of ``group_TK``, int32 or int64 [T, K]; what is not in 0..G-1 is dropped."""
     group_P = group_TK.reshape(-1).long()
     kept_P = (group_P >= 0) & (group_P < num_groups)
     key_P = torch.where(kept_P, group_P, num_groups)
@@ -158,4 +158,4 @@ def route_reference(group_TK: Tensor, num_groups: int) -> Routing:
     row_P[order_P] = torch.arange(len(order_P), device=order_P.device)
     entry_P = torch.where(kept_P[order_P], order_P, -1)
     row_TK = torch.where(kept_P, row_P, -1).view(group_TK.shape)
-    return Routing(entry_P.int(), row_TK.int(), first_G1.int())
+    return SortedRouting(entry_P.int(), row_TK.int(), first_G1.int())

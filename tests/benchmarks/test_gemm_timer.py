@@ -7,8 +7,8 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from moesys.kernels.experts import gemm_timer
-from moesys.kernels.experts.gemm_timer import META, GemmTimer, Operands
+from benchmarks.kernels import gemm_timer
+from benchmarks.kernels.gemm_timer import META, GemmTimer, Operands
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
 from moesys.kernels.experts.tile_tuner import OPS
 

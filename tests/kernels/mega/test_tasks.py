@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moesys.kernels.mega.task_queue import WHOLE, leave, mixed_task, take
+from moesys.kernels.mega.tasks import WHOLE, leave, mixed_task, take
 
 # Each case says which edge it is: (fetches, work, more fetches that a sweep needs, work of a sweep, share in parts).
 EDGES = {

@@ -10,13 +10,14 @@ import torch
 
 from benchmarks.kernels.drawn_layer import Size
 from benchmarks.mega.ranks_layer import MegaRun, draw_layer, regions_of
+from benchmarks.mega.virtual_ranks import side_by_side
 from moesys.config.overlap import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.mega.exchange import Replicas, combine_flags, exchange, first_rows, ordered_tiles
 from moesys.kernels.symmetric import signals
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.signals import PeerTimeoutError, TimeoutWatch, raise_if_given_up
-from moesys.overlap.stages import at_once, side_by_side
+from moesys.overlap.mega_executor import at_once
 
 CPU = torch.device("cpu")
 TINY = Size("tiny", 6, 16, 16, 2, 1)

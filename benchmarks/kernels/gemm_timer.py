@@ -14,15 +14,15 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.kernels.ahead_of_time import compiling
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.ahead_of_time import compiling
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
 from moesys.kernels.experts.tiles import RowGroups, Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
-from moesys.kernels.routing.routing import Routing, route
+from moesys.kernels.routing import SortedRouting, route
 
 REPEATS = 9
 # More than the L2 cache of any GPU so far, written before every run.
@@ -51,7 +51,7 @@ class Operands:
         self.matrix_E = torch.arange(E, dtype=torch.int32, device=device)
         if device == META:
             sizes = ((T * K,), (T, K), (E + 1,))
-            self.routing = Routing(*(torch.empty(size, dtype=torch.int32, device=META) for size in sizes))
+            self.routing = SortedRouting(*(torch.empty(size, dtype=torch.int32, device=META) for size in sizes))
             self.order_E = self.matrix_E
         else:
             self._route(0.0)
