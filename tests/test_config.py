@@ -90,8 +90,9 @@ single_predictors = st.one_of(
     st.builds(WindowMean, steps=st.integers(1, 99)),
     st.builds(Ema, decay=st.floats(0, 1, exclude_max=True)),
 )
+names = st.text(min_size=1, max_size=200).filter(str.isprintable)
 freely = {
-    "name": st.text(),
+    "name": names,
     "predictor": st.one_of(
         single_predictors,
         st.builds(
@@ -124,7 +125,7 @@ clusters = st.builds(
         inter_node_gb_per_s=gb_per_s,
     ),
     st.lists(st.integers(1, 16), min_size=1, max_size=5).map(tuple),
-    st.text(),
+    names,
     st.floats(1e-3, 1e6),
 )
 
@@ -449,3 +450,28 @@ def test_the_table_of_kinds_has_every_member():
     for union in (Balance, Split):
         found = [(member.model_fields["kind"].default, member.__name__) for member in union.kinds().values()]
         assert found == [(kind, name) for kind, (name, _) in union.table.items()]
+
+
+NO_NAMES = ("\x1b]0;title\x07\x1b[31mred", "a\nforged line", "a\0b", "a\u202eb", "a\tb", "\x9b31m", "n" * 201)
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+@pytest.mark.parametrize("make", [lambda name: Strategy(name=name), lambda name: ClusterSpec(name=name)])
+def test_a_name_is_one_line_of_printable_characters(make, name):
+    with pytest.raises(ValidationError, match=r"use one line of printable characters|at most 200 characters"):
+        make(name)
+    assert make("größer: 日本 (2×)").name == "größer: 日本 (2×)"
+
+
+def test_a_strategy_has_a_name():
+    with pytest.raises(ValidationError, match="at least 1 character"):
+        Strategy(name="")
+
+
+def test_declarations_that_are_nested_too_deeply_are_refused():
+    with pytest.raises(ValueError, match="nested too deeply"):
+        Strategy.from_toml("a = " + "[" * 10**5)
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        Strategy.from_toml("[" + ".".join("a" * 10**5) + "]")
+    with pytest.raises(ValidationError, match="recursion limit"):
+        Strategy.from_json("[" * 10**5)

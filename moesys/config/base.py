@@ -5,16 +5,27 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 FINGERPRINT_SCHEMA = 2
 BYTES_PER_GB = 10**9
 
 DType = Literal["float32", "bfloat16", "float16"]
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        wrong = next(character for character in text if not character.isprintable())
+        raise ValueError(f"the name has the character {wrong!r}; use one line of printable characters")
+    return text
+
+
+# What people call a thing: it is printed in tables, written to terminals, and part of names of files.
+DisplayName = Annotated[str, Field(max_length=200), AfterValidator(_printable)]
 
 
 class Declared(BaseModel):
@@ -42,7 +53,11 @@ class Declared(BaseModel):
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
-        return cls.model_validate(tomllib.loads(text))
+        try:
+            fields = tomllib.loads(text)
+        except RecursionError:
+            raise ValueError("the TOML is nested too deeply") from None
+        return cls.model_validate(fields)
 
     def fingerprint(self) -> str:
         """Returns 64 hex digits: the sha256 of all fields, defaults included, without display names.

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared
+from moesys.config.base import Declared, DisplayName
 
 MOST_RANKS = 2**20
 # One byte a second, and 11 days: what is slower is a slip, and times of it would end beyond what a float holds.
@@ -31,7 +31,7 @@ class ClusterSpec(Declared):
     ranks_per_domain: int | tuple[int, ...] | None = Field(
         None, description="ranks that the fastest links join: one number for every domain, or one a domain; None: nodes"
     )
-    name: str = ""
+    name: DisplayName = ""
     intra_node_gb_per_s: float = Field(
         216.269, ge=SLOWEST_GB_PER_S, description="between two ranks of a domain, in or out of each, GB/s"
     )

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import BYTES_PER_ELEMENT, Declared, DType
+from moesys.config.base import BYTES_PER_ELEMENT, Declared, DisplayName, DType
 from moesys.config.hub import hub_model, read_config
 from moesys.config.layer_spec import LayerSpec, MoeMlp
 
@@ -21,7 +21,7 @@ class ModelSpec(Declared):
     ``dtype`` is that of activations and of the weights that products read; masters are float32 whatever it says.
     """
 
-    name: str = Field("", description="for people; not part of the fingerprint")
+    name: DisplayName = Field("", description="for people; not part of the fingerprint")
     hidden_size: int = Field(ge=1, description="H, width of a token")
     vocab_size: int = Field(ge=1, description="V, rows of the embedding and columns of the head")
     tied_embeddings: bool = Field(False, description="the head's weights are those of the embedding")

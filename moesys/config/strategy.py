@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from moesys.config.balance import Balance
-from moesys.config.base import BYTES_PER_GB, Declared
+from moesys.config.base import BYTES_PER_GB, Declared, DisplayName
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.overlap import Overlap, Sequential
@@ -100,7 +100,7 @@ Reduction = Annotated[Ordered | LayoutInvariant, Field(discriminator="kind")]
 class Strategy(Declared):
     """Everything that decides how an MoE layer runs, and nothing that decides what it computes."""
 
-    name: str
+    name: DisplayName = Field(min_length=1)
     sharding: Sharding = Ep()
     balance: Balance = Field({"kind": "static"}, validate_default=True)
     predictor: Predictor = Last()
