@@ -65,7 +65,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunePick:
     """The pick of a tuning, called ``tuned``, and the reasons for it.
 
     decided_by: the kind of time by which the pick is the fastest. speedup: the baseline's time divided by the pick's,
@@ -111,7 +111,7 @@ def tune_workload(
     mega_kernels: bool = True,
     clock: Clock | None = None,
     draw_seeds: Sequence[int] = (),
-) -> Tuned:
+) -> TunePick:
     """Returns the fastest strategy found. The search begins with ``strategies``; the first is the baseline.
 
     space: None for ``default_space``, with ``MegaKernel`` if ``mega_kernels``. clock: times the best strategies at the
@@ -153,7 +153,7 @@ def tune_workload(
         best = _best_that_fits(timing, costs)
         pick, speedup = best.strategy, 1 / best.ratio
         found = search.around(pick, found)
-    return Tuned(
+    return TunePick(
         strategy=pick.replace(name="tuned"),
         baseline=starts[0],
         decided_by="simulated" if timing is None else "measured",
