@@ -118,7 +118,7 @@ class Costs:
         """Returns whether no reason is known why it would not run. Writes a reason to the journal."""
         reason, of = strategy.overlap.out_of_reach(self.setting.cluster), "reach"
         if not reason and (memory_gb := self.setting.cluster.memory_gb) is not None:
-            reason, of = self.setting.out_of_memory(strategy, self._tokens_per_rank), f"memory {memory_gb:g} GB"
+            reason, of = self.setting.out_of_memory(strategy, self.tokens_per_rank), f"memory {memory_gb:g} GB"
         if reason:
             self.refused.setdefault(strategy.fingerprint(), (strategy, reason))
             if self.session.journal.find(strategy.fingerprint(), of, pruned=True) is None:
@@ -126,7 +126,8 @@ class Costs:
         return not reason
 
     @cached_property
-    def _tokens_per_rank(self) -> int:
+    def tokens_per_rank(self) -> int:
+        """The mean number of tokens of a rank in a micro-batch."""
         load = self.plans.first_layers(self.starts[0])[0].load
         return load.total // (self.setting.model.top_k * self.setting.cluster.num_ranks)
 

@@ -124,13 +124,12 @@ def tune_workload(
     """
     bounds, plans = bounds or SearchBounds(), Plans(workload, session.deadline)
     cluster = workload.cluster.replace(memory_gb=bounds.memory_gb or workload.cluster.memory_gb)
-    layers = plans.first_layers(strategies[0])
-    setting = Setting(workload.model, cluster, len(layers), bounds.model_layers, workload.recompute)
+    num_layers = len(plans.first_layers(strategies[0]))
+    setting = Setting(workload.model, cluster, num_layers, bounds.model_layers, workload.recompute)
     starts = [setting.plainest(strategy).replace(name=strategy.name) for strategy in strategies]
-    if space is None:
-        tokens_per_rank = layers[0].load.total // (workload.model.top_k * cluster.num_ranks)
-        space = default_space(setting, tokens_per_rank, mega_kernels=mega_kernels)
     costs = Costs(plans, setting, session, starts)
+    if space is None:
+        space = default_space(setting, costs.tokens_per_rank, mega_kernels=mega_kernels)
     plans.deadline = session.deadline.part(_SEARCH_SHARE if clock is None else _SEARCH_SHARE_BEFORE_CLOCKS)
     search = Search(space, costs, budget=bounds.budget, seed=bounds.seed)
     found, timing = search.run(), None
