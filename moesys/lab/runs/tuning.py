@@ -26,10 +26,10 @@ from moesys.lab.runs.trials import Measurement, rest_of, routing_of
 from moesys.simulator.step_program import simulation
 from moesys.traces import save_trace
 from moesys.tuner.costs import Observer, Session
-from moesys.tuner.journal import Entry, Journal
+from moesys.tuner.journal import Entry, TuneJournal
 from moesys.tuner.space import SearchBounds, Space
 from moesys.tuner.timing import MOST_TRIALS, Clock, TrialFailedError
-from moesys.tuner.tune import Tuned, tune_workload
+from moesys.tuner.tune import TunePick, tune_workload
 from moesys.tuner.workload import Deadline, OutOfTimeError, Setting, Step
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
@@ -45,7 +45,7 @@ class TuneResult:
     the strategy as its last, for ``moesys run`` and ``explain``; and ``journal.jsonl``.
     """
 
-    tuned: Tuned
+    tuned: TunePick
     experiment: Experiment
     path: Path
 
@@ -237,7 +237,7 @@ class _Folder:
         try:
             if fresh:
                 _set_aside(self.path)
-            self.journal = Journal(self.path / JOURNAL, self._setting())
+            self.journal = TuneJournal(self.path / JOURNAL, self._setting())
         except BaseException:
             self._lock.close()
             raise
@@ -282,7 +282,7 @@ class _Folder:
         save_trace(measurement.routing, path)
         self.journal.add(Entry.about(baseline, "measured", of, median_ms(measurement)))
 
-    def keep(self, tuned: Tuned) -> TuneResult:
+    def keep(self, tuned: TunePick) -> TuneResult:
         """Write the strategy, and an experiment that has it as its last."""
         names = {strategy.name for strategy in self.experiment.strategies}
         name = next(name for name in _names("tuned") if name not in names)

@@ -9,7 +9,7 @@ from typing import Annotated
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.tables import Column, Sheet, figure
-from moesys.tuner.tune import Tuned
+from moesys.tuner.tune import TunePick
 
 MOST_SHOWN = 8
 
@@ -35,7 +35,7 @@ class ChosenField:
     why: Annotated[str, Column("why", align="left", wraps=True)]
 
 
-def tune_sheets(tuned: Tuned, name: str) -> list[Sheet]:
+def tune_sheets(tuned: TunePick, name: str) -> list[Sheet]:
     """Returns the tables of a tuning of the experiment ``name``."""
     sheets = [_simulated(tuned, name)]
     if tuned.draws:
@@ -46,7 +46,7 @@ def tune_sheets(tuned: Tuned, name: str) -> list[Sheet]:
     return [*sheets, Sheet("The pick, field by field", chosen)]
 
 
-def _simulated(tuned: Tuned, name: str) -> Sheet:
+def _simulated(tuned: TunePick, name: str) -> Sheet:
     """Shows the fastest points of the cost model and the baseline, over the whole workload."""
     baseline = tuned.search.baseline
     shown = list(tuned.search.ranking[:MOST_SHOWN])
@@ -76,7 +76,7 @@ def _simulated(tuned: Tuned, name: str) -> Sheet:
     return Sheet(f"SIMULATED: {name}, tuning", rows, notes)
 
 
-def _drawn(tuned: Tuned, name: str) -> Sheet:
+def _drawn(tuned: TunePick, name: str) -> Sheet:
     """Compares the fastest points of the cost model with the baseline, draw by draw."""
     rows = []
     for draws in tuned.draws:
@@ -90,7 +90,7 @@ def _drawn(tuned: Tuned, name: str) -> Sheet:
     return Sheet(f"SIMULATED: {name}, the fastest on further draws", rows, notes)
 
 
-def _measured(tuned: Tuned, name: str) -> Sheet:
+def _measured(tuned: TunePick, name: str) -> Sheet:
     """Shows the strategies of the last round of timed trials."""
     assert tuned.timing is not None
     rows = []

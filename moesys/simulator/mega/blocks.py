@@ -33,7 +33,7 @@ from moesys.simulator.mega.queues import (
     joined,
 )
 from moesys.simulator.mega.tiles import RASTER, WHOLE, OrderedTiles, TaskSeconds, parts_of
-from moesys.simulator.mega.units import Coarseness, Mixture, HeldGroups, TileUnits, meetings, sums
+from moesys.simulator.mega.units import Coarseness, HeldGroups, Mixture, TileUnits, meetings, sums
 
 # The parts of B's columns in which a sweep is taken if its tiles are not taken together. In one part, all tiles that
 # push to the same peer would end at the same time.
