@@ -38,7 +38,7 @@ _PLACEMENTS = ((0, 0, 0), (5, 3, 5), (3, 1, 8), (16, 8, 1), (33, 5, 16))
 
 @dataclass(frozen=True)
 class RowRule:
-    """A rule for calls of a GEMM by which chunks change no bit: a call has at least ``min_rows`` rows, or, where that is
+    """A rule for calls of a GEMM by which chunks change no bit: a call has at least ``min_rows`` rows, or, if that is
     not enough, exactly ``tile_rows`` rows.
     """
 
