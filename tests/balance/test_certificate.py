@@ -63,7 +63,7 @@ def tiny(draw):
     return tokens_E, slots_R, domain_R
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(instance=tiny(), min_replicas=st.integers(1, 2))
 def test_no_layout_is_below_the_bound(instance, min_replicas):
     tokens_E, slots_R, domain_R = instance
@@ -72,7 +72,7 @@ def test_no_layout_is_below_the_bound(instance, min_replicas):
     assert greatest_bound(tokens_E, slots_R, domain_R, min_replicas)[0] <= best
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(instance=tiny())
 def test_components_bound_every_layout_and_are_filled_to_their_limit(instance):
     tokens_E, slots_R, _ = instance

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from balance_cases import instances, layouts
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
@@ -35,7 +35,6 @@ def strategies(slots_R: tuple[int, ...]) -> st.SearchStrategy[ms.Strategy]:
     return st.builds(made, st.integers(0, 1), st.booleans(), st.booleans(), ways, ways, overlaps)
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data(), instance=instances(), split=st.sampled_from(SPLITS))
 def test_no_plan_costs_less_than_the_bound(data, instance, split):
     layout = data.draw(layouts(instance))
