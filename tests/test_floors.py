@@ -65,7 +65,7 @@ FLOORS_IN = {
     "balance": (
         {"planning_problem", "topology"},
         {"replicas", "flow"},
-        {"static", "even_split", "quotas", "certificate", "seconds_certificate", "late_slots"},
+        {"static", "even_split", "quotas", "certificate", "late_slots"},
         {"*"},
         {"greedy"},
         {"cp_sat"},

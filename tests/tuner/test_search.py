@@ -24,7 +24,7 @@ from tuner_cases import (
     setting_of,
 )
 
-from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.cp_sat import CpSat
 from moesys.balance.eplb import Eplb
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy

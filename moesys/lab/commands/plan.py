@@ -11,7 +11,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from moesys.balance.certificate import Certificate, certify
-from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.cp_sat import CpSat
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.plan import LayerPlan

@@ -12,13 +12,13 @@ from itertools import islice
 
 import numpy as np
 
+from moesys.balance.certificate import certify_seconds
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.plan import LayerPlan, StepPlan, why_not
 from moesys.balance.planners import split_tokens
 from moesys.balance.predictors import window
-from moesys.balance.replay import Replan, Replayed, replay_layer
-from moesys.balance.seconds_certificate import certify_seconds
+from moesys.balance.replay import Replan, ReplayBatch, replay_layer
 from moesys.config import Fsep, ModelShape, Oracle, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay
@@ -121,7 +121,7 @@ def _routing(experiment: Experiment) -> tuple[Trace, str]:
 # --- layouts ----------------------------------------------------------------------------------------------------
 
 
-def _newest_change(walk: Sequence[Replayed]) -> tuple[LayoutChange | None, int]:
+def _newest_change(walk: Sequence[ReplayBatch]) -> tuple[LayoutChange | None, int]:
     """Returns the newest plan that moved anything, and the number of later plans that moved nothing."""
     num_kept = 0
     for one in reversed(walk):
@@ -133,7 +133,7 @@ def _newest_change(walk: Sequence[Replayed]) -> tuple[LayoutChange | None, int]:
     return None, num_kept
 
 
-def _changed(one: Replayed, replan: Replan) -> LayoutChange:
+def _changed(one: ReplayBatch, replan: Replan) -> LayoutChange:
     planned_for, predictor = replan.request.load, one.strategy.predictor
     before, after = (
         split_tokens(
@@ -170,7 +170,7 @@ def _moved(before: ExpertLayout, after: ExpertLayout, tokens_E: IntArray) -> Ite
 # --- a layer ----------------------------------------------------------------------------------------------------
 
 
-def _explain_layer(layer: int, step: StepPlan, walk: Sequence[Replayed], simulated: Simulation) -> LayerExplanation:
+def _explain_layer(layer: int, step: StepPlan, walk: Sequence[ReplayBatch], simulated: Simulation) -> LayerExplanation:
     plan, cluster = step.layers[layer], step.cluster
     load, layout, tokens = plan.load, plan.layout, plan.tokens
     change, num_kept = _newest_change(walk)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from moesys.balance.seconds_certificate import SecondsCertificate
+from moesys.balance.certificate import SecondsCertificate
 from moesys.config import ClusterSpec, Fsep, Strategy
 from moesys.lab.show.tables import counted, figure, print_full
 from moesys.simulator.simulation import COMPUTED_KINDS

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from moesys.balance.cp_sat.cp_sat import SOLVED_WHOLE, CpSat
+from moesys.balance.cp_sat import SOLVED_WHOLE, CpSat
 from moesys.balance.eplb import Eplb
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.faster_moe import FasterMoe
