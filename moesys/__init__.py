@@ -33,7 +33,7 @@ _NAMES = {
     "moesys.hf.parallelize": "parallelize",
     "moesys.hf.routing_replay": "record_routing replay_routing",
     "moesys.lab.commands.compare": "compare",
-    "moesys.lab.explanation.explanation": "explain",
+    "moesys.lab.commands.explain": "explain",
     "moesys.lab.runs.comparison": "Comparison compare_records",
     "moesys.lab.runs.runner": "RunResult run",
     "moesys.lab.runs.slurm": "Slurm",

@@ -68,7 +68,7 @@ from moesys.hf.parallelize import parallelize as parallelize
 from moesys.hf.routing_replay import record_routing as record_routing
 from moesys.hf.routing_replay import replay_routing as replay_routing
 from moesys.lab.commands.compare import compare as compare
-from moesys.lab.explanation.explanation import explain as explain
+from moesys.lab.commands.explain import explain as explain
 from moesys.lab.runs.comparison import Comparison as Comparison
 from moesys.lab.runs.comparison import compare_records as compare_records
 from moesys.lab.runs.runner import RunResult as RunResult

@@ -39,8 +39,8 @@ from benchmarks.kernels.drawn_layer import (
     relative_errors,
 )
 from moesys.kernels.experts.numerics import INTERPRETED
-from moesys.lab.runs.stopwatch import Spread
-from moesys.lab.show.steps import steps_told
+from moesys.lab.runs.stopwatch import Quantiles
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, plain, publish, write
 
 WHOLE = "forward + backward"
@@ -156,7 +156,7 @@ class LayerResult:
     routing: Annotated[str, Column("routing")]
     contestant: Annotated[str, Column("contestant")]
     samples_ms: dict[str, list[float]] = field(default_factory=dict)
-    to_ours: Annotated[Spread | None, Column(f"/ {OURS}")] = None
+    to_ours: Annotated[Quantiles | None, Column(f"/ {OURS}")] = None
     bytes: Annotated[
         Bytes | None,
         Column("kept, MB", lambda of: f"{of.kept / 1e6:.0f}"),
@@ -166,8 +166,8 @@ class LayerResult:
     wrong: Annotated[str, Column("wrong")] = ""
 
     @property
-    def ms(self) -> Annotated[dict[str, Spread], Column("{}, ms", after="samples_ms")]:
-        return {direction: Spread.of(of_ms) for direction, of_ms in self.samples_ms.items()}
+    def ms(self) -> Annotated[dict[str, Quantiles], Column("{}, ms", after="samples_ms")]:
+        return {direction: Quantiles.of(of_ms) for direction, of_ms in self.samples_ms.items()}
 
     @property
     def tflops(self) -> Annotated[dict[str, float], Column("{}, TFLOP/s", ".1f", after="ms")]:
@@ -314,7 +314,7 @@ def measure_layer(
     rows = []
     for name, of in found.items():
         compared = name != OURS and of.samples_ms and ours_ms
-        to_ours = Spread.of_ratios(of.samples_ms[WHOLE], ours_ms[WHOLE]) if compared else None
+        to_ours = Quantiles.of_ratios(of.samples_ms[WHOLE], ours_ms[WHOLE]) if compared else None
         bytes_ = of.metrics if of.samples_ms else None
         rows.append(LayerResult(size, routing, name, of.samples_ms, to_ours, bytes_, errors.get(name, {}), of.wrong))
     return rows, findings

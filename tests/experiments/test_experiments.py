@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import moesys as ms
 from moesys.lab.runs.comparison import JUDGED_STEPS
-from moesys.lab.runs.experiment_files import load_experiment
+from moesys.lab.runs.declarations import load_experiment
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 FILES = sorted(FOLDER.glob("*.py"))

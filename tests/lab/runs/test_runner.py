@@ -24,7 +24,7 @@ from moesys.lab.commands.compare import compare
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import collect_environment, load_environments
 from moesys.lab.runs.records import RunFolder
-from moesys.lab.runs.runner import Interrupted, QuietProgress, run, trace_path
+from moesys.lab.runs.runner import QuietProgress, RunInterruption, run, trace_path
 from moesys.lab.runs.trials import run_measured
 from moesys.traces import Trace, load_trace, save_trace
 
@@ -128,7 +128,7 @@ def test_only_retry_failed_runs_failed_trials_again_and_the_last_record_counts(t
 def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(tmp_path):
     experiment = simulation()
     listener = Listener(stop_at=2)
-    with pytest.raises(Interrupted) as stop:
+    with pytest.raises(RunInterruption) as stop:
         run(experiment, tmp_path, progress=listener)
     folder = next(tmp_path.iterdir())
     assert str(stop.value) == (f"stopped: 2 of 6 trials are recorded in {folder}; the same command goes on from there")
@@ -191,7 +191,7 @@ import os, sys
 from pathlib import Path
 import torch.distributed as dist
 from moesys.lab.runs import places
-from moesys.lab.runs.experiment_files import load_experiment
+from moesys.lab.runs.declarations import load_experiment
 from moesys.lab.runs.runner import run
 # On both ranks at once, and not on one when the other has failed.
 import moesys.lab.train.loop
