@@ -22,7 +22,7 @@ from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallel
 from moesys.config.overlap import Pipelined
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks
-from moesys.lab.runs.stopwatch import Spread, interleave, machine_line, wall_ms
+from moesys.lab.runs.stopwatch import Quantiles, interleave, machine_line, wall_ms
 from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.moe.layer import MoELayer
@@ -75,7 +75,7 @@ class StepCheck:
     """One step. measured_ms: of the slowest rank, by repetition."""
 
     step: Annotated[str, Column("step")]
-    measured_ms: Annotated[Spread, Column("measured, ms [p20, p80]", ".1f")]
+    measured_ms: Annotated[Quantiles, Column("measured, ms [p20, p80]", ".1f")]
     simulated_ms: Annotated[float, Column("simulated, ms", ".1f")]
 
     @property
@@ -193,5 +193,5 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(dist.get_rank())
 
 
-def _slowest(by_rank: Sequence[Sequence[float]]) -> Spread:
-    return Spread.of([max(samples) for samples in zip(*by_rank, strict=True)])
+def _slowest(by_rank: Sequence[Sequence[float]]) -> Quantiles:
+    return Quantiles.of([max(samples) for samples in zip(*by_rank, strict=True)])

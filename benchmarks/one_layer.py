@@ -22,8 +22,8 @@ from benchmarks.harness.contest import Case, Contestant, Near, hold
 from benchmarks.harness.options import Repeats, chosen
 from moesys.config import LayoutInvariant, ModelShape, Ordered, Strategy
 from moesys.lab.commands.options import ResultFile, refusing
-from moesys.lab.runs.stopwatch import Spread, Work, machine_line, processor_ms, wall_ms
-from moesys.lab.show.steps import steps_told
+from moesys.lab.runs.stopwatch import Quantiles, Work, machine_line, processor_ms, wall_ms
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import DTYPES
@@ -103,13 +103,13 @@ class Row:
         return {name: statistics.median(samples_ms) for name, samples_ms in self.samples_ms.items()}
 
     @property
-    def ratios(self) -> Annotated[dict[str, Spread], Column("")]:
+    def ratios(self) -> Annotated[dict[str, Quantiles], Column("")]:
         """The time of each contestant divided by that of the baseline, the first one."""
         names = list(self.samples_ms)
-        return {name: Spread.of_ratios(self.samples_ms[name], self.samples_ms[names[0]]) for name in names[1:]}
+        return {name: Quantiles.of_ratios(self.samples_ms[name], self.samples_ms[names[0]]) for name in names[1:]}
 
     @property
-    def shown_ratios(self) -> Annotated[dict[str, Spread], Column("{}", after="samples_ms")]:
+    def shown_ratios(self) -> Annotated[dict[str, Quantiles], Column("{}", after="samples_ms")]:
         found = {}
         for title, names in SHOWN_RATIOS.items():
             if timed := [name for name in names if name in self.ratios]:

@@ -28,8 +28,8 @@ from moesys.config import Fsep, ModelShape, Strategy
 from moesys.config.overlap import Pipelined
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
-from moesys.lab.runs.stopwatch import Spread, machine_line, repeated_ms
-from moesys.lab.show.steps import steps_told
+from moesys.lab.runs.stopwatch import Quantiles, machine_line, repeated_ms
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 
@@ -117,8 +117,8 @@ class Row:
         return statistics.median(self.samples_ms) if self.samples_ms else None
 
     @property
-    def ratio(self) -> Annotated[Spread | None, Column("/ first", after="first_ms")]:
-        return Spread.of_ratios(self.samples_ms, self.first_ms) if self.samples_ms else None
+    def ratio(self) -> Annotated[Quantiles | None, Column("/ first", after="first_ms")]:
+        return Quantiles.of_ratios(self.samples_ms, self.first_ms) if self.samples_ms else None
 
     @property
     def blocked_ms(self) -> Annotated[float | None, Column("exposed", ".1f", after="exposed_ms")]:

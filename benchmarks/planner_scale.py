@@ -24,7 +24,7 @@ from moesys.balance.laer import Laer
 from moesys.balance.planners import plan_layouts, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
 from moesys.lab.runs.stopwatch import machine_line, repeated_ms
-from moesys.lab.show.steps import steps_told
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix

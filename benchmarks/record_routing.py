@@ -24,7 +24,7 @@ from torch import Tensor
 from moesys.balance.predictors import measured_drift
 from moesys.config.hub import read_config
 from moesys.hf.routing_replay import record_routing
-from moesys.lab.show.steps import steps_told
+from moesys.lab.show.progress import steps_told
 from moesys.lab.train.text import Text, load_text
 from moesys.load import IntArray, LoadMatrix
 from moesys.traces import Trace, save_trace

@@ -23,7 +23,7 @@ from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.runs.stopwatch import machine_line, wall_ms
-from moesys.lab.show.steps import steps_told
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, figure, publish
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulation

@@ -40,8 +40,8 @@ from moesys.hf.registration import register
 from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.torchrun_ranks import start_ranks
-from moesys.lab.runs.stopwatch import Spread, machine_line
-from moesys.lab.show.steps import steps_told
+from moesys.lab.runs.stopwatch import Quantiles, machine_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, publish
 
 THEIRS = "all_to_all"
@@ -83,8 +83,8 @@ class Row:
         return statistics.median(self.samples_ms) if self.samples_ms else None
 
     @property
-    def speed(self) -> Annotated[Spread | None, Column(f"{THEIRS} / this", after="step_ms")]:
-        return Spread.of_ratios(self.theirs_ms, self.samples_ms) if self.samples_ms and self.theirs_ms else None
+    def speed(self) -> Annotated[Quantiles | None, Column(f"{THEIRS} / this", after="step_ms")]:
+        return Quantiles.of_ratios(self.theirs_ms, self.samples_ms) if self.samples_ms and self.theirs_ms else None
 
 
 def bench_models(

@@ -15,14 +15,13 @@ from moesys.kinds import BALANCES, OVERLAPS, SPLITS
 # The public names of each module. Those of planners, splits and overlaps are in ``kinds``.
 _NAMES = {
     "moesys.balance.budget": "replica_budget",
-    "moesys.balance.certificate": "Certificate certify",
+    "moesys.balance.certificate": "Certificate SecondsCertificate certify certify_seconds",
     "moesys.balance.flow.max_load": "min_max_load",
     "moesys.balance.homes": "plan_homes",
     "moesys.balance.plan": "LayerPlan StepPlan plan_layer",
     "moesys.balance.planners": "plan_layout plan_layouts split_tokens",
     "moesys.balance.planning_problem": "PlanningProblem",
     "moesys.balance.predictors": "LoadHistory measured_drift",
-    "moesys.balance.seconds_certificate": "SecondsCertificate certify_seconds",
     "moesys.collectives": "CollectiveError RankMismatchError",
     "moesys.config": (
         "Adaptive Balance ClusterSpec Declared DenseMlp Ema Ep Fsep Gqa Last LayerSpec LayoutInvariant Mla "
@@ -34,7 +33,7 @@ _NAMES = {
     "moesys.hf.parallelize": "parallelize",
     "moesys.hf.routing_replay": "record_routing replay_routing",
     "moesys.lab.commands.compare": "compare",
-    "moesys.lab.explanation.explanation": "explain",
+    "moesys.lab.commands.explain": "explain",
     "moesys.lab.runs.comparison": "Comparison compare_records",
     "moesys.lab.runs.runner": "RunResult run",
     "moesys.lab.runs.slurm": "Slurm",

@@ -46,7 +46,7 @@ def cache_dir(folder: Path) -> str:
     return ""
 
 
-class _Compiled:
+class _LazyFunction:
     """A function that numba compiles when it is first called, so that importing a planner does not import numba."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class _Compiled:
         # numba knows a compiled function that this one calls by its dispatcher only.
         names = self._function.__globals__
         for name in self._function.__code__.co_names:
-            if isinstance(called := names.get(name), _Compiled):
+            if isinstance(called := names.get(name), _LazyFunction):
                 names[name] = called.dispatcher
         settings = vars(config)
         before = settings["CACHE_DIR"]
@@ -79,7 +79,7 @@ class _Compiled:
 
 
 def _kept(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    return partial(_Compiled, options=options)
+    return partial(_LazyFunction, options=options)
 
 
 compiled = _kept()

@@ -393,16 +393,6 @@ def transfer_seconds(bytes_RR: FloatArray, cluster: ClusterSpec) -> float:
     return float(link_seconds(bytes_RR, cluster).max())
 
 
-def dispatch_seconds(plan: TokenPlan, model: ModelShape, cluster: ClusterSpec) -> float:
-    """Returns the seconds of dispatch; combine takes as long, because links are as fast in both directions."""
-    return transfer_seconds(dispatch_bytes(plan, model), cluster)
-
-
-def restore_seconds(layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> float:
-    """Returns the seconds of the all-to-alls that restore the experts of ``layout``; 0 if nothing is missing."""
-    return sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in restore_bytes(layout, model, cluster, sharding))
-
-
 def reshard_seconds(layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> float:
     """Returns the seconds of the all-to-alls that reduce a layer's expert gradients; 0 if all are on their owners."""
     return sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in reshard_bytes(layout, model, cluster, sharding))

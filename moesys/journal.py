@@ -105,7 +105,7 @@ class Journal(Generic[T]):
         try:
             return self._adapter.validate_python(fields)
         except ValidationError as error:
-            raise ValueError(_in_words(error)) from None
+            raise ValueError(in_words(error)) from None
 
 
 @cache
@@ -113,7 +113,13 @@ def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _in_words(error: ValidationError) -> str:
-    """Returns the errors in one line, as ``field: message; field: message``."""
-    details = error.errors(include_url=False)
-    return "; ".join(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details)
+def in_words(error: BaseException) -> str:
+    """Returns the message of an exception; that of pydantic in one line, as ``field: message; field: message``."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    parts = []
+    for detail in error.errors(include_url=False):
+        field = ".".join(str(step) for step in detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
+        parts.append(f"{field}: {message}" if field else message)
+    return "; ".join(parts)

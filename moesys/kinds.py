@@ -9,7 +9,7 @@ BALANCES = {
     "laer": ("Laer", "moesys.balance.laer"),
     "flex_moe": ("FlexMoe", "moesys.balance.flex_moe"),
     "greedy": ("Greedy", "moesys.balance.greedy.greedy"),
-    "cp_sat": ("CpSat", "moesys.balance.cp_sat.cp_sat"),
+    "cp_sat": ("CpSat", "moesys.balance.cp_sat"),
     "moon_ep": ("MoonEp", "moesys.balance.moon_ep"),
     "llep": ("Llep", "moesys.balance.llep"),
     "ultra_ep": ("UltraEp", "moesys.balance.ultra_ep"),

@@ -78,10 +78,6 @@ class ExpertLayout:
         """Returns the experts in a rank's filled slots, in slot order (a duplicate appears twice)."""
         return tuple(int(expert) for expert in self.expert_RS[rank] if expert != EMPTY)
 
-    def num_distinct(self, ranks: list[int]) -> int:
-        """Returns the number of distinct experts that a set of ranks holds."""
-        return int((self.replicas_RE[ranks].sum(axis=0) > 0).sum())
-
     def fingerprint(self) -> str:
         """Returns a hex digest of the layout's content, for agreement between ranks."""
         head = f"{self.expert_RS.shape}:{self.num_experts}:".encode()
@@ -125,6 +121,15 @@ def lender_of_experts(held_RE: IntArray, node_R: IntArray | None = None) -> IntA
     return np.where(held_RE > 0, lender_RE, EMPTY)
 
 
+def check_same_shape(load: LoadMatrix, layout: ExpertLayout) -> None:
+    """Raises ValueError where a load and a layout are for different ranks or experts."""
+    if (load.num_ranks, load.num_experts) != (layout.num_ranks, layout.num_experts):
+        raise ValueError(
+            f"the load is for {load.num_ranks} ranks and {load.num_experts} experts, the layout for "
+            f"{layout.num_ranks} and {layout.num_experts}; plan both for the same cluster and model"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class TokenPlan:
     """How many tokens go from each source rank, for each expert, to each destination rank; sparse.
@@ -145,11 +150,7 @@ class TokenPlan:
         if entries.shape[1] != 4:
             raise ValueError(f"entries has rows of {entries.shape[1]}; give (source, expert, destination, tokens)")
         load, layout = self.load, self.layout
-        if (load.num_ranks, load.num_experts) != (layout.num_ranks, layout.num_experts):
-            raise ValueError(
-                f"the load is for {load.num_ranks} ranks and {load.num_experts} experts, the layout for "
-                f"{layout.num_ranks} and {layout.num_experts}; plan both for the same cluster and model"
-            )
+        check_same_shape(load, layout)
         bounds = (load.num_ranks, load.num_experts, load.num_ranks)
         outside = ((entries[:, :3] < 0) | (entries[:, :3] >= bounds)).any(axis=1)
         if outside.any():

@@ -385,7 +385,7 @@ def _megatron_record(record: dict[str, Any], num_experts: int) -> tuple[tuple[in
 
 
 def _vllm_response(response: dict[str, Any], num_experts: int) -> tuple[IntArray, int]:
-    """Counts of all tokens of a response, [L, E], and the top-k."""
+    """Returns the counts of all tokens of a response, [L, E], and the top-k."""
     parts = [response.get("prompt_routed_experts"), *(choice.get("routed_experts") for choice in response["choices"])]
     arrays = [_vllm_array(part) for part in parts if part is not None]
     if not arrays:

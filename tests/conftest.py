@@ -28,7 +28,7 @@ pytest.register_assert_rewrite("hf_cases")
 # Tests that use ranks have a fixture that gives them; these files start ranks, workers or other programs themselves.
 PROCESSES = (
     *("balance/test_agreement", "benchmarks/shaped/", "benchmarks/test_bench_models", "gpu/test_gpu_plugin"),
-    *("gpu/test_planted_faults_of_ranks", "hf/test_train_your_model", "hf/test_watch_callback", "kernels/test_aot"),
+    *("gpu/test_planted_faults_of_ranks", "hf/test_watch_callback", "kernels/test_aot"),
     *("kernels/test_listings", "kernels/test_oldest_triton", "kernels/test_promises", "lab/calibrate/test_calibrate"),
     *("lab/commands/test_demo", "lab/ranks/", "lab/runs/test_bisect", "lab/runs/test_ends", "lab/runs/test_kill"),
     *("lab/runs/test_record_routing", "lab/runs/test_runner", "lab/runs/test_slurm", "lab/runs/test_tuning"),

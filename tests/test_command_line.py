@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from moesys.__main__ import app
-from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.cp_sat import CpSat
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.cp_sat import CpSat
 from moesys.balance.eplb import Eplb
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.faster_moe import FasterMoe

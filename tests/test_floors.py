@@ -65,7 +65,7 @@ FLOORS_IN = {
     "balance": (
         {"planning_problem", "topology"},
         {"replicas", "flow"},
-        {"static", "even_split", "quotas", "certificate", "seconds_certificate", "late_slots"},
+        {"static", "even_split", "quotas", "certificate", "late_slots"},
         {"*"},
         {"greedy"},
         {"cp_sat"},
@@ -75,7 +75,7 @@ FLOORS_IN = {
     ),
     "overlap": ({"comm"}, {"*"}),
     "simulator": ({"mega"}, {"*"}, {"model"}),
-    "lab": ({"ranks"}, {"train"}, {"runs"}, {"show"}, {"explanation", "calibrate", "leaderboard"}, {"commands"}),
+    "lab": ({"ranks"}, {"train"}, {"runs"}, {"show"}, {"calibrate", "leaderboard"}, {"commands"}),
 }
 
 # Units of moesys that a unit may not import although they are not above it.

@@ -148,7 +148,7 @@ def test_only_a_plan_that_one_rank_makes_for_all_has_a_deadline(monkeypatch: pyt
     assert set(deadlines) == {None}
     deadlines.clear()
     request.solve()
-    request.solve_alike()
+    request.solve(alike=True)
     assert deadlines == [5.0, None]
 
 

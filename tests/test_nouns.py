@@ -71,7 +71,6 @@ def test_a_layout_knows_who_holds_what():
     assert layout.replicas_RE.tolist() == [[2, 1, 0], [0, 0, 1]]
     assert layout.filled_R.tolist() == [3, 1]
     assert (layout.experts_of(0), layout.experts_of(1)) == ((0, 1, 0), (2,))
-    assert (layout.num_distinct([0]), layout.num_distinct([0, 1])) == (2, 3)
     assert str(layout) == "rank 0: 0 1 0\nrank 1: 2 . ."
 
 

@@ -13,18 +13,14 @@ import pytest
 from foreign_planners import FirstHolder, Rotated
 from hypothesis import given
 from hypothesis import strategies as st
+from lab_cases import moesys
 from pydantic import ValidationError
 
 import moesys as ms
 from moesys.balance.planners import checked_layout, checked_split
 from moesys.balance.quotas import QuotaPlanner
 from moesys.config.member import RECORDED
-from moesys.lab.commands.compare import compare_folders
-from moesys.lab.commands.declarations import balance_of, split_of, strategy_of
-from moesys.lab.commands.explain import explain_command
-from moesys.lab.commands.plan import LoadFile, plan_command
-from moesys.lab.commands.simulate import simulate_command
-from moesys.lab.runs.experiment_files import load_experiment
+from moesys.lab.runs.declarations import balance_of, declared_in, load_experiment, split_of
 
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3))
 OWN = FSEP.replace(name="own", balance=Rotated(step=2, shifts=(1, 2)), split=FirstHolder())
@@ -296,7 +292,9 @@ def test_it_is_trained_with_replayed_explained_simulated_and_shown(
     result = ms.run(replay, tmp_path)
     assert (result.exit_code, result.num_run) == (0, 2)
     file.write_text(FILE)
-    assert explain_command(file, "own") == simulate_command(file) == compare_folders([result.path]) == 0
+    assert (
+        moesys("explain", file, "--strategy", "own") == moesys("simulate", file) == moesys("compare", result.path) == 0
+    )
     shown = capsys.readouterr().out
     assert "SIMULATED: own of file" in shown
     assert len(re.findall(r"^ +own ", shown, re.MULTILINE)) == 2
@@ -311,7 +309,7 @@ def test_the_tuner_tries_those_that_a_space_lists(file: Path, tmp_path: Path) ->
     result = ms.tune(experiment, space, out=tmp_path)
     names = {entry.strategy.name for entry in result.tuned.search.ranking}
     assert names == {"fsep", "own", "fsep(slots_per_rank=3) + in_turn:InTurn + last + even + sequential"}
-    assert strategy_of(result.path / "tuned.toml").balance.kind in ("in_turn:InTurn", "static")
+    assert declared_in(result.path / "tuned.toml", ms.Strategy).balance.kind in ("in_turn:InTurn", "static")
 
 
 def test_the_command_line_names_it_by_import_path(
@@ -322,13 +320,11 @@ def test_the_command_line_names_it_by_import_path(
     named.write_text(FILE)
     (file.parent / "load.csv").write_text("1,2,3,4\n4,3,2,1\n")
     name = "named_on_the_command_line:InTurn"
-    assert (
-        plan_command(LoadFile(Path("load.csv")), "1x2", slots=3, balance=name, split="foreign_planners:FirstHolder")
-        == 0
-    )
+    planners = ("--balance", name, "--split", "foreign_planners:FirstHolder")
+    assert moesys("plan", "--load", "load.csv", "--cluster", "1x2", "--slots", 3, *planners) == 0
     assert f"{name} + foreign_planners:FirstHolder" in capsys.readouterr().out
     (file.parent / "s.toml").write_text(FSEP.replace(balance=balance_of(name)).to_toml())
-    assert strategy_of(Path("s.toml")).balance == balance_of(name)
+    assert declared_in(Path("s.toml"), ms.Strategy).balance == balance_of(name)
     for wrong, message in [
         (
             "nowhere:InTurn",
@@ -378,7 +374,7 @@ def test_nothing_is_imported_for_a_record(
     (tmp_path / "hostile.py").write_text(f"import pathlib\npathlib.Path({str(trace)!r}).touch()\n{FILE}")
     recorded = folder / "experiment.json"
     recorded.write_text(recorded.read_text().replace('"in_turn:', '"hostile:'))
-    assert compare_folders([folder]) == compare_folders([folder], "json") == 0
+    assert moesys("compare", folder) == moesys("compare", folder, "--format", "json") == 0
     assert '"hostile:InTurn"' in capsys.readouterr().out
     assert [row.strategy.balance.kind for row in ms.compare([folder])[0].rows] == ["static", "hostile:InTurn"]
     for changed in (experiment, experiment.replace(seeds=(0, 1))):

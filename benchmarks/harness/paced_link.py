@@ -60,7 +60,7 @@ class PacedLink:
         self._thread.start()
 
     def carry(self, work: AsyncWork, num_bytes: int) -> PacedTransfer:
-        """``work``, which is under way, over this link; ``num_bytes``: the larger of what is sent and received."""
+        """Paces ``work``, which is in flight, over this link. ``num_bytes``: the larger of those sent and received."""
         transfer = PacedTransfer()
         self._bookings.put(_Booking(work, num_bytes, time.monotonic(), transfer))
         return transfer

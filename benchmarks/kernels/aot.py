@@ -51,7 +51,7 @@ from moesys.kernels.split.flow import split
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
-from moesys.lab.show.steps import steps_told
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, publish
 
 COPY_BYTES = 16
@@ -79,7 +79,7 @@ def _widths(widths: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledKernel:
     """One kernel of one op at one size, compiled for a GPU.
 
     block: the tiles of its product, or None without one. moves_rows: whether it copies rows from or to other ranks.
@@ -133,7 +133,7 @@ class Compiled:
 
 def main(sizes: Sequence[Size], json_path: Path | None, mega: bool, arch: str) -> int:
     """Compiles, writes and prints; returns 1 if a kernel falls short. ``mega``: compiles MegaKernels too."""
-    rows: list[Compiled] = []
+    rows: list[CompiledKernel] = []
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     num_ops = NUM_OPS + NUM_MEGA_OPS * mega
     with warnings.catch_warnings(), steps_told("compiling", num_ops * len(sizes)) as tell:
@@ -196,7 +196,7 @@ def compile_size(
     tell: Callable[[str], None],
     only: Container[str] | None = None,
     target: GPUTarget = HOPPER,
-) -> list[Compiled]:
+) -> list[CompiledKernel]:
     """Compiles the kernels of forward and backward with SwiGLU, at pinned blocks or those of the model (``blocks_of``).
 
     ``only``: the names of the ops to compile; None for all.
@@ -263,7 +263,7 @@ def compile_size(
             launch()
         gemm = max(compiled, key=lambda code: (len(code.mma), code.shared_bytes)) if block else None
         for code in compiled:
-            found.append(Compiled(size.name, op, block if code is gemm else None, code))
+            found.append(CompiledKernel(size.name, op, block if code is gemm else None, code))
     return found
 
 
@@ -280,7 +280,7 @@ class Part(NamedTuple):
     flight_bytes: int = 0
 
 
-class Launched(NamedTuple):
+class OpLaunch(NamedTuple):
     """The launch of an op, and its kernels."""
 
     op: str
@@ -295,7 +295,7 @@ def compile_mega(
     points: Iterable[str] = POINTS,
     only: Container[str] | None = None,
     target: GPUTarget = HOPPER,
-) -> list[Compiled]:
+) -> list[CompiledKernel]:
     """Compiles both MegaKernels, forward and backward, of one of ``NUM_RANKS`` ranks with the size's tokens each.
 
     ``only``: the names of the ops to compile; None for all.
@@ -309,11 +309,13 @@ def compile_mega(
             with compiling(target) as compiled:
                 run()
             for part, code in zip(parts, compiled, strict=True):
-                found.append(Compiled(size.name, f"{name} {op}", part.block, code, part.moves_rows, part.flight_bytes))
+                found.append(
+                    CompiledKernel(size.name, f"{name} {op}", part.block, code, part.moves_rows, part.flight_bytes)
+                )
     return found
 
 
-def _launched(size: Size, dtype: torch.dtype, point: MegaKernel, capability: int) -> Iterator[Launched]:
+def _launched(size: Size, dtype: torch.dtype, point: MegaKernel, capability: int) -> Iterator[OpLaunch]:
     T, H, I, E, K = size[1:]
     # A rank receives as many rows as it sends, for one replica more than its part of the experts.
     N, G = T * K, -(-E // NUM_RANKS) + 1
@@ -338,23 +340,23 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaKernel, capability: int
         return Part(block, False), Part(None, True, FLIGHT_BYTES), Part(beside_sums, True)
 
     if point.overlap_weight_gradients:
-        yield Launched(
+        yield OpLaunch(
             "up",
             dispatching(blocks.up),
             lambda: dispatch_up(memory, rows, gate_up, ACTIVATION, blocks.up, point),
         )
-        yield Launched(
+        yield OpLaunch(
             "activation_gradient",
             dispatching(back),
             lambda: dispatch_activation_gradient(memory, rows, down, h_NU, ACTIVATION, back, point, not point.keep_x),
         )
-        yield Launched(
+        yield OpLaunch(
             "down",
             combining(blocks.down, None),
             lambda: down_combine(memory, rows, a_NI, down, weight_TK, blocks.down, point),
         )
     # Without weight gradients, only this op has different code.
-    yield Launched(
+    yield OpLaunch(
         "input_gradient",
         combining(into, outer if gradients else None),
         lambda: input_gradient_combine(memory, rows, h_NU, gate_up, partial_NS, gradients, blocks, point),

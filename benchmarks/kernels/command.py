@@ -17,7 +17,7 @@ from benchmarks.kernels.gemm_timer import GemmTimer
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import OPS, Gpu, blocks_for, cache_file, tune_blocks
 from moesys.lab.commands.options import ResultFile, refusing
-from moesys.lab.show.steps import steps_told
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, publish
 
 

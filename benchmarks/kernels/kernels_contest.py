@@ -39,8 +39,8 @@ from benchmarks.kernels.drawn_layer import (
     relative_errors,
 )
 from moesys.kernels.experts.numerics import INTERPRETED
-from moesys.lab.runs.stopwatch import Spread
-from moesys.lab.show.steps import steps_told
+from moesys.lab.runs.stopwatch import Quantiles
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, plain, publish, write
 
 WHOLE = "forward + backward"
@@ -145,7 +145,7 @@ def _folders(peers: Sequence[str]) -> dict[str, Path]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LayerResult:
     """The result of one implementation on one layer.
 
     wrong: why it was not timed, or "". errors: ``relative_errors``, empty if it raised. samples_ms: of each direction,
@@ -156,7 +156,7 @@ class Measured:
     routing: Annotated[str, Column("routing")]
     contestant: Annotated[str, Column("contestant")]
     samples_ms: dict[str, list[float]] = field(default_factory=dict)
-    to_ours: Annotated[Spread | None, Column(f"/ {OURS}")] = None
+    to_ours: Annotated[Quantiles | None, Column(f"/ {OURS}")] = None
     bytes: Annotated[
         Bytes | None,
         Column("kept, MB", lambda of: f"{of.kept / 1e6:.0f}"),
@@ -166,8 +166,8 @@ class Measured:
     wrong: Annotated[str, Column("wrong")] = ""
 
     @property
-    def ms(self) -> Annotated[dict[str, Spread], Column("{}, ms", after="samples_ms")]:
-        return {direction: Spread.of(of_ms) for direction, of_ms in self.samples_ms.items()}
+    def ms(self) -> Annotated[dict[str, Quantiles], Column("{}, ms", after="samples_ms")]:
+        return {direction: Quantiles.of(of_ms) for direction, of_ms in self.samples_ms.items()}
 
     @property
     def tflops(self) -> Annotated[dict[str, float], Column("{}, TFLOP/s", ".1f", after="ms")]:
@@ -177,7 +177,7 @@ class Measured:
 
 
 @dataclass
-class Found:
+class ContestResults:
     """All results so far. absent: contestants that could not be constructed, with the reason.
 
     source: "measured" on a GPU; "rehearsed" elsewhere, where times mean nothing.
@@ -188,7 +188,7 @@ class Found:
     dtype: str
     repeats: int
     absent: dict[str, str] = field(default_factory=dict)
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[LayerResult] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -227,7 +227,7 @@ def main(asked: KernelsContest, out: Path | None = None) -> int:
     ``out``: the folder of kernels.json, with all samples, and of kernels.md, with the tables.
     """
     meter: Meter = GpuMeter(asked.device) if asked.device.type == "cuda" else CpuMeter()
-    found = Found(meter.source, meter.machine, str(asked.dtype).removeprefix("torch."), asked.repeats)
+    found = ContestResults(meter.source, meter.machine, str(asked.dtype).removeprefix("torch."), asked.repeats)
     here = {}
     for name, make in asked.contestants.items():
         try:
@@ -244,7 +244,7 @@ def main(asked: KernelsContest, out: Path | None = None) -> int:
     write(found.report(), page=page, json_path=json_path)
     with steps_told("kernels", steps) as tell:
 
-        def add(measured: list[Measured], findings: list[Finding]) -> None:
+        def add(measured: list[LayerResult], findings: list[Finding]) -> None:
             found.measured += measured
             found.findings += findings
             meter.free()
@@ -277,7 +277,7 @@ def measure_layer(
     implementations: Mapping[str, Implementation],
     meter: Meter,
     tell: Callable[[str], None],
-) -> tuple[list[Measured], list[Finding]]:
+) -> tuple[list[LayerResult], list[Finding]]:
     """Checks and times all implementations, and returns their results in order and the checks of moesys.
 
     An exception that an implementation raises is part of its result. If the layer cannot be drawn, all of them are
@@ -287,7 +287,7 @@ def measure_layer(
     try:
         layer = draw_layer(size, routing, dtype, meter.device)
     except Exception as error:
-        return [Measured(size, routing, name, wrong=in_a_line(error)) for name in implementations], []
+        return [LayerResult(size, routing, name, wrong=in_a_line(error)) for name in implementations], []
     errors: dict[str, dict[str, float]] = {}
     findings: list[Finding] = []
 
@@ -314,9 +314,9 @@ def measure_layer(
     rows = []
     for name, of in found.items():
         compared = name != OURS and of.samples_ms and ours_ms
-        to_ours = Spread.of_ratios(of.samples_ms[WHOLE], ours_ms[WHOLE]) if compared else None
+        to_ours = Quantiles.of_ratios(of.samples_ms[WHOLE], ours_ms[WHOLE]) if compared else None
         bytes_ = of.metrics if of.samples_ms else None
-        rows.append(Measured(size, routing, name, of.samples_ms, to_ours, bytes_, errors.get(name, {}), of.wrong))
+        rows.append(LayerResult(size, routing, name, of.samples_ms, to_ours, bytes_, errors.get(name, {}), of.wrong))
     return rows, findings
 
 

@@ -36,8 +36,8 @@ from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.pacing import paced_link
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
-from moesys.lab.runs.stopwatch import Spread
-from moesys.lab.show.steps import steps_told
+from moesys.lab.runs.stopwatch import Quantiles
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, publish
 
 ON_GPU_RANKS, ON_GPU_BIT_RUNS = 4, 20
@@ -134,8 +134,8 @@ class MegaRow:
     name: Annotated[str, Column("contestant")]
     wrong: str
     samples_ms: dict[str, list[float]]
-    ms: Annotated[dict[str, Spread], Column("{}, ms")]
-    x: Annotated[dict[str, Spread], Column("{}, x")]
+    ms: Annotated[dict[str, Quantiles], Column("{}, ms")]
+    x: Annotated[dict[str, Quantiles], Column("{}, x")]
 
     @property
     def bits(self) -> Annotated[str, Column("bits", after="name")]:
@@ -152,10 +152,10 @@ def rows_of(outcomes: Mapping[str, Outcome]) -> list[MegaRow]:
     for name, outcome in outcomes.items():
         ms, x = {}, {}
         for direction, of_ms in samples_of[name].items():
-            ms[direction] = Spread.of(of_ms)
+            ms[direction] = Quantiles.of(of_ms)
             if sequential:
                 best_ms = min((samples_ms[direction] for samples_ms in sequential), key=statistics.median)
-                x[direction] = Spread.of_ratios(best_ms, of_ms)
+                x[direction] = Quantiles.of_ratios(best_ms, of_ms)
         rows.append(MegaRow(name, outcome.wrong, outcome.samples_ms, ms, x))
     return rows
 

@@ -196,7 +196,7 @@ def _pending(layer: RanksLayer) -> PendingPlan:
 # --- stand-alone kernels ----------------------------------------------------------------------------------------------
 
 
-class Shared:
+class SharedTensors:
     """The tensors that ranks read from and write to each other, concatenated over ranks."""
 
     def __init__(self, layer: RanksLayer) -> None:
@@ -212,7 +212,7 @@ class Shared:
 class StandAloneRun:
     """One rank with stand-alone kernels: forward and backward in stages, and their results."""
 
-    def __init__(self, layer: RanksLayer, rank: int, shared: Shared, link: Tensor | None) -> None:
+    def __init__(self, layer: RanksLayer, rank: int, shared: SharedTensors, link: Tensor | None) -> None:
         _, T, _, _, _, K = layer.size
         device, held = layer.device, layer.held_R[rank]
         self._shared, self._link, self._away_bytes = shared, link, layer.away_bytes(rank)
@@ -307,5 +307,5 @@ class StandAloneRun:
 
 def stand_alone_runs(layer: RanksLayer, links: Sequence[Tensor | None]) -> list[StandAloneRun]:
     """Returns the runs of all ranks, which share this device; ``links``: the paced link of each rank, or None."""
-    shared = Shared(layer)
+    shared = SharedTensors(layer)
     return [StandAloneRun(layer, rank, shared, link) for rank, link in enumerate(links)]

@@ -31,8 +31,8 @@ from moesys.config.model_run import ModelRun
 from moesys.lab.calibrate.measurement import calibrate
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import available_cores
-from moesys.lab.runs.stopwatch import Spread, machine_line
-from moesys.lab.show.steps import steps_told
+from moesys.lab.runs.stopwatch import Quantiles, machine_line
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, publish
 from moesys.simulator.model.simulate_model import simulate_model
 from moesys.simulator.step_program import simulation
@@ -81,13 +81,13 @@ class Setting:
     wrong: Annotated[str, Column("wrong")] = ""
 
     @property
-    def measured_ms(self) -> Annotated[Spread | None, Column("measured ms", ".0f", after="samples_ms")]:
-        return Spread.of(self.samples_ms, method="nearest") if self.samples_ms else None
+    def measured_ms(self) -> Annotated[Quantiles | None, Column("measured ms", ".0f", after="samples_ms")]:
+        return Quantiles.of(self.samples_ms, method="nearest") if self.samples_ms else None
 
     @property
-    def speed_up(self) -> Annotated[Spread | None, Column("speed-up", after="first_ms")]:
+    def speed_up(self) -> Annotated[Quantiles | None, Column("speed-up", after="first_ms")]:
         """The baseline's time divided by this one's, paired by repetition."""
-        return Spread.of_ratios(self.first_ms, self.samples_ms) if self.samples_ms and self.first_ms else None
+        return Quantiles.of_ratios(self.first_ms, self.samples_ms) if self.samples_ms and self.first_ms else None
 
     @property
     def error(self) -> Annotated[float | None, Column("error", "+.0%", after="simulated_ms")]:

@@ -19,7 +19,7 @@ from moesys.balance.planners import split_tokens
 from moesys.balance.replay import Moment, replay_layer
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import Generated
-from moesys.lab.show.steps import steps_told
+from moesys.lab.show.progress import steps_told
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
 from moesys.simulator.rest_of_step import RestOfStep

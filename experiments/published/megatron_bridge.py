@@ -57,7 +57,7 @@ from moesys.config import ClusterSpec, ModelSpec, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.overlap import Sequential
 from moesys.lab.commands.options import ReportFolder
-from moesys.lab.show.steps import steps_told
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Sheet, publish_simulated
 from moesys.simulator.model.model_cost import model_flops_per_token
 from moesys.simulator.model.simulate_model import simulate_model

@@ -40,7 +40,7 @@ from moesys.balance.plan import plan_layer
 from moesys.config import ClusterSpec, ModelShape, Overlap, Strategy, presets
 from moesys.config.overlap import MegaKernel, Sequential
 from moesys.lab.commands.options import ReportFolder
-from moesys.lab.show.steps import steps_told
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Sheet, publish_simulated
 from moesys.layout import TokenPlan
 from moesys.load import LoadMatrix

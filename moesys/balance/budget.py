@@ -15,7 +15,7 @@ Planner = Callable[[LoadMatrix, ClusterSpec, int], int]
 
 
 def greedy_busiest(load: LoadMatrix, cluster: ClusterSpec, slots_per_rank: int) -> int:
-    """Tokens of the busiest rank under ``Greedy`` at its default effort and an exact split."""
+    """Returns the tokens of the busiest rank under ``Greedy`` at its default effort and an exact split."""
     return min_max_load(load, plan_layout(load, cluster, Greedy(), slots_per_rank))
 
 
@@ -26,7 +26,8 @@ def replica_budget(
     choices: Sequence[int],
     planner: Planner = greedy_busiest,
 ) -> tuple[int, ...]:
-    """Slots per rank of each layer, out of ``choices``, for the least sum over layers of the busiest rank's tokens.
+    """Returns the slots per rank of each layer, out of ``choices``, for which the busiest ranks of all layers have the
+    fewest tokens in sum.
 
     ``loads``, one a layer, are what each layer is predicted to route; layers may differ in experts. ``total_slots``
     bounds the sum over layers of slots per rank × ranks. A choice that cannot hold a layer's experts is not offered to
@@ -62,7 +63,7 @@ def replica_budget(
 
 
 def _knapsack(slots_L: Sequence[Sequence[int]], cost_L: Sequence[Sequence[int]], most_slots: int) -> tuple[int, ...]:
-    """One of ``slots_L[layer]`` for each layer, ``most_slots`` in all at most, for the least sum of costs.
+    """Returns one of ``slots_L[layer]`` for each layer, at most ``most_slots`` in all, for the least sum of costs.
 
     Goes from the last layer to the first, so that ties can be settled for the lower layers: ``best[used]`` is the least
     (cost, slots of each layer from here on) that uses so many slots exactly. Equal costs and slots compare by the

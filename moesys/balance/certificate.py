@@ -1,4 +1,8 @@
-"""certify: how good a plan is, and what proves it. Bounds that no split, or no layout at all, can go below."""
+"""Certificates: how good a plan is, and what proves it.
+
+``certify`` compares a plan's busiest rank with bounds in tokens, ``certify_seconds`` what the plan costs in a step with
+bounds in seconds. No split, or no layout at all, can go below the bounds.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
+import numpy as np
+
 from moesys.balance.flow.max_load import TightSet, tight_set
-from moesys.balance.topology import domains_of
-from moesys.config import ClusterSpec, Within
+from moesys.balance.flow.step_cost import crosses_once, prices_of, row_seconds, split_cost, with_experts
+from moesys.balance.flow.token_routes import list_replicas
+from moesys.balance.topology import domains_of, link_domains_of, nodes_of, tokens_by_node
+from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding, Strategy, Within
+from moesys.cost import GRADIENT_BYTES, FloatArray, restores_per_step
 from moesys.layout import ExpertLayout, TokenPlan
-from moesys.load import LoadMatrix
+from moesys.load import IntArray, LoadMatrix
 
 BoundKind = Literal["mean", "hottest expert", "slots", "whole experts", "domain"]
 NAMES_SHOWN = 12
@@ -85,7 +94,7 @@ class Certificate:
             raise ValueError(f"total={self.total} but the load has {load.total} tokens; the certificate is not of it")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and lists, for JSON."""
+        """Returns plain numbers, strings and lists, for JSON."""
         return {
             "max_tokens": self.max_tokens,
             "total": self.total,
@@ -120,7 +129,7 @@ def certify(
     min_replicas: int = 1,
     replicas_within: Within = "cluster",
 ) -> Certificate:
-    """The certificate of a plan among all layouts with these slots, replicas and domains.
+    """Returns the certificate of a plan among all layouts with these slots, replicas and domains.
 
     ``slots_per_rank`` is one number for all ranks or one a rank; None: the slots that the plan's layout fills.
     Raises ValueError when cluster and plan do not belong together, or the plan's layout breaks the limits itself.
@@ -147,7 +156,7 @@ def certify(
 def greatest_bound(
     tokens_E: Sequence[int], slots_R: Sequence[int], domain_R: Sequence[int], min_replicas: int = 1
 ) -> tuple[int, BoundKind]:
-    """Tokens that the busiest rank has at least, over all splits over all layouts, and the first reason for them.
+    """Returns the tokens that the busiest rank has at least, over all splits over all layouts, and the reason for them.
 
     A layout holds every expert on at least ``min_replicas`` ranks of one domain, on rank r at most ``slots_R[r]``.
     Slots must suffice for that.
@@ -181,7 +190,7 @@ def greatest_bound(
 
 
 def _by_domain(usable_R: Sequence[int], domain_R: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Ranks with slots, and slots, of every domain that has any."""
+    """Returns the number of ranks with slots, and of slots, of every domain that has any."""
     ranks: dict[int, int] = {}
     slots: dict[int, int] = {}
     for domain, usable in zip(domain_R, usable_R, strict=True):
@@ -192,7 +201,7 @@ def _by_domain(usable_R: Sequence[int], domain_R: Sequence[int]) -> tuple[list[i
 
 
 def _hottest(heaviest_E: Sequence[int], narrowest_R: Sequence[int], most_replicas: int) -> int:
-    """What the ranks of the hottest expert hold at least, over its best number of replicas.
+    """Returns what the ranks of the hottest expert hold at least, over its best number of replicas.
 
     ``narrowest_R``: slots of each rank, ascending. With k slots more than experts, n ranks of s slots together hold at
     least s - k experts that no other rank has room for.
@@ -208,7 +217,7 @@ def _hottest(heaviest_E: Sequence[int], narrowest_R: Sequence[int], most_replica
 
 
 def _shared(heaviest_E: Sequence[int], num_split: int, num_places: int) -> int:
-    """What some place holds at least when at most ``num_split`` experts are divided over several places.
+    """Returns what some place holds at least when at most ``num_split`` experts are divided over several places.
 
     Of the j · places + split + 1 heaviest, more than j · places are whole; so j + 1 of them share a place, and these
     weigh at least as much as the lightest j + 1.
@@ -218,7 +227,9 @@ def _shared(heaviest_E: Sequence[int], num_split: int, num_places: int) -> int:
 
 
 def _least(enough: Callable[[int], bool], most: int) -> int:
-    """The least positive integer for which ``enough`` holds, or 0 without tokens; it holds for ``most`` and above."""
+    """Returns the least positive integer for which ``enough`` holds, as it does for ``most`` and above; 0 without
+    tokens.
+    """
     low, high = min(1, most), most
     while low < high:
         middle = (low + high) // 2
@@ -271,3 +282,147 @@ def _named(noun: str, numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:NAMES_SHOWN]))
     more = f" and {len(numbers) - NAMES_SHOWN} more" if len(numbers) > NAMES_SHOWN else ""
     return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}{more}"
+
+
+# --- seconds ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SecondsCertificate:
+    """Seconds of a layer's sequential step as planners count them (``flow.step_cost``): products, rows, and experts
+    that are not hidden, without latencies, tiles and memory.
+
+    ``plan_s``: of the plan. ``products_s``, ``rows_s``, ``experts_s``: what together bounds every split over every
+    layout with these slots from below: products that all ranks share; rows that no node has slots to keep, and experts
+    that it keeps them with, on the mean node's NICs. A slot is worth its rows, so the parts are those of the best sum.
+    Planners count whole tokens, so of a plan of few tokens ``plan_s`` may be less than that.
+    """
+
+    plan_s: float
+    products_s: float
+    rows_s: float
+    experts_s: float
+
+    @property
+    def bound_s(self) -> float:
+        return self.products_s + self.rows_s + self.experts_s
+
+    @property
+    def gap(self) -> float:
+        """How far the plan can be from the best of all, as a fraction of the bound."""
+        return max(self.plan_s / self.bound_s - 1, 0.0) if self.bound_s else 0.0
+
+    @property
+    def limit(self) -> str:
+        """The largest part of the bound."""
+        parts = {"products": self.products_s, "rows between nodes": self.rows_s, "experts": self.experts_s}
+        return max(parts, key=lambda part: parts[part])
+
+    def __str__(self) -> str:
+        parts = (self.products_s, self.rows_s, self.experts_s)
+        products_ms, rows_ms, experts_ms = (f"{1e3 * seconds:.3f}" for seconds in parts)
+        return (
+            f"{1e3 * self.plan_s:.3f} ms of a step, any layout at least {1e3 * self.bound_s:.3f} (gap {self.gap:.1%}): "
+            f"products {products_ms}, rows between nodes {rows_ms}, experts {experts_ms}"
+        )
+
+
+def certify_seconds(plan: TokenPlan, cluster: ClusterSpec, model: ModelShape, strategy: Strategy) -> SecondsCertificate:
+    """Returns the certificate of a plan among all layouts with the slots of ``strategy``, whose sharding and overlap
+    say how experts and rows travel.
+
+    Raises ValueError where plan, model and cluster are not for the same ranks and experts, or the layout has more slots
+    than the strategy.
+    """
+    layout, load = plan.layout, plan.load
+    if (layout.num_ranks, layout.num_experts) != (cluster.num_ranks, model.num_experts):
+        raise ValueError(
+            f"the plan is for {layout.num_ranks} ranks and {layout.num_experts} experts, cluster and model have "
+            f"{cluster.num_ranks} and {model.num_experts}; certify it on its own"
+        )
+    slots_R = np.array(strategy.slots(model, cluster))
+    if (layout.filled_R > slots_R).any():
+        rank = int((layout.filled_R > slots_R).argmax())
+        raise ValueError(
+            f"the plan's layout fills {layout.filled_R[rank]} slots of rank {rank}, sharding={strategy.sharding!r} has "
+            f"{slots_R[rank]}; certify it under the strategy that it was planned for"
+        )
+    supply_DE, _ = tokens_by_node(load.tokens_RE, link_domains_of(cluster))
+    products_s = load.total / cluster.num_ranks * row_seconds(model, cluster)
+    rows_s, experts_s = _least_outside(supply_DE, slots_R, cluster, model, strategy)
+    plan_s = plan_seconds(plan, cluster, model, strategy.sharding, strategy.overlap)
+    return SecondsCertificate(plan_s, products_s, rows_s, experts_s)
+
+
+def plan_seconds(
+    plan: TokenPlan,
+    cluster: ClusterSpec,
+    model: ModelShape,
+    sharding: Sharding,
+    overlap: Overlap | None,
+    units_per_token: int = 1,
+) -> float:
+    """Returns what a layer's sequential step costs under ``plan``, as planners count it; a token of a micro-batch is
+    ``units_per_token`` of the plan's.
+    """
+    layout, load, domain_R = plan.layout, plan.load, link_domains_of(cluster)
+    prices = prices_of(model, cluster, load.total, overlap, units_per_token)
+    prices, gradients = with_experts(prices, layout, model, cluster, sharding, units_per_token)
+    supply_DE, _ = tokens_by_node(load.tokens_RE, domain_R)
+    table = list_replicas(layout.expert_RS, layout.num_experts)
+    tokens_P = np.ascontiguousarray(plan.tokens_RER.sum(axis=0)[table.expert_P, table.rank_P])
+    cost, _ = split_cost(load.tokens_RE, supply_DE, domain_R, table, tokens_P, prices)
+    return (int(cost) + gradients) * prices.unit_s / units_per_token
+
+
+def _least_outside(
+    supply_DE: IntArray, slots_R: IntArray, cluster: ClusterSpec, model: ModelShape, strategy: Strategy
+) -> tuple[float, float]:
+    """Returns the least seconds of the mean node's NICs with rows and experts.
+
+    A domain keeps the tokens of the experts that it has slots for. An expert more keeps the more, the more its sources
+    there have, and costs what it takes to bring it. So those are taken that gain most; and where an expert gains
+    nowhere, as it has to be somewhere, it is where it loses the least.
+    """
+    domain_R, nics_R = link_domains_of(cluster), nodes_of(cluster)
+    part_C = np.bincount(nics_R) / cluster.num_ranks
+    # all that leaves a domain may do so by the node that counts least
+    part_D = np.array([part_C[nics_R[domain_R == domain]].min() for domain in range(len(supply_DE))])
+    nics = cluster.inter_node_gb_per_s * 1e9
+    token_s, expert_D = model.row_bytes / nics, _expert_seconds(cluster, model, strategy)
+    slots_D = np.minimum(np.bincount(domain_R, weights=slots_R).astype(np.int64), model.num_experts)
+    if crosses_once(strategy.overlap, cluster):
+        # each node by itself; the fewest tokens cross where all rows that leave go to one node
+        demand_DE = -np.sort(-supply_DE, axis=1)
+        sent_D, num_DK = supply_DE.sum(axis=1, keepdims=True), np.arange(model.num_experts + 1)
+        out_DK = sent_D - np.pad(demand_DE, ((0, 0), (1, 0))).cumsum(axis=1)
+        once_DK = sent_D / model.top_k * (1 - (1 - out_DK / np.maximum(sent_D, 1)) ** model.top_k)
+        rows_DK, experts_DK = 4 * token_s * once_DK, num_DK * expert_D[:, None]
+        best_D = np.where(num_DK <= slots_D[:, None], rows_DK + experts_DK, np.inf).argmin(axis=1)
+        every_D = np.arange(len(best_D))
+        return float(part_D @ rows_DK[every_D, best_D]), float(part_D @ experts_DK[every_D, best_D])
+    gain_DE = part_D[:, None] * (4 * token_s * supply_DE - expert_D[:, None])
+    place_DE = np.argsort(np.argsort(-supply_DE, axis=1, kind="stable"), axis=1)
+    held_DE = (gain_DE > 0) & (place_DE < slots_D[:, None])
+    loses_E = (gain_DE <= 0).all(axis=0)
+    held_DE[gain_DE.argmax(axis=0)[loses_E], loses_E] = True
+    out_D = (supply_DE * ~held_DE).sum(axis=1)
+    return float(part_D @ (4 * token_s * out_D)), float(part_D @ (held_DE.sum(axis=1) * expert_D))
+
+
+def _expert_seconds(cluster: ClusterSpec, model: ModelShape, strategy: Strategy) -> FloatArray:
+    """Returns the seconds of a node's NIC in which one expert comes to a rank of each domain, and its gradient goes,
+    where they are not hidden; owners may be in the domain.
+    """
+    sharding = strategy.sharding
+    if not isinstance(sharding, Fsep):
+        return np.zeros(len(cluster.domain_sizes))
+    element_bytes = 0 if sharding.prefetch_layers else model.bytes_per_element * restores_per_step(sharding)
+    element_bytes += 0 if sharding.delay_reshard else GRADIENT_BYTES
+    bytes_D = element_bytes * elements_from_outside(model, cluster)
+    return bytes_D.astype(np.float64) / (cluster.inter_node_gb_per_s * 1e9)
+
+
+def elements_from_outside(model: ModelShape, cluster: ClusterSpec) -> IntArray:
+    """Returns how many elements of a sharded expert are owned outside of each domain, int64 [D], as wire slices."""
+    return (cluster.num_ranks - np.array(cluster.domain_sizes)) * -(-model.expert_parameters // cluster.num_ranks)

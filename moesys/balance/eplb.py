@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Literal, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from moesys.balance.planning_problem import PlanningProblem
@@ -68,7 +69,9 @@ class Eplb(Balance):
 
 
 def heaviest_replicated(tokens_E: Sequence[int], num_replicas: int) -> list[int]:
-    """The expert of each replica in order of creation: each once, then always that with the most tokens a replica."""
+    """Returns the expert of each replica in the order of creation: each expert once, then always the one with the most
+    tokens per replica.
+    """
     expert_P = list(range(len(tokens_E)))
     replicas_E = [1] * len(tokens_E)
     heap = [(-share_key(tokens, 1, num_replicas), expert) for expert, tokens in enumerate(tokens_E)]
@@ -98,12 +101,9 @@ def packed(weight_P: Sequence[int], room_B: Sequence[int]) -> list[list[int]]:
 
 
 def _replicated_and_packed(tokens_E: Sequence[int], slots_R: Sequence[int]) -> list[list[int]]:
-    """The experts of each rank, all slots filled."""
+    """Returns the experts of each rank, with all slots filled."""
     expert_P = heaviest_replicated(tokens_E, sum(slots_R))
-    replicas_E = [0] * len(tokens_E)
-    for expert in expert_P:
-        replicas_E[expert] += 1
-    share_E = common_shares(tokens_E, replicas_E)
+    share_E = common_shares(tokens_E, np.bincount(expert_P, minlength=len(tokens_E)).tolist())
     return [[expert_P[p] for p in row] for row in packed([share_E[expert] for expert in expert_P], slots_R)]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Literal
 
+import numpy as np
 from pydantic import Field
 
 from moesys.balance.planning_problem import PlanningProblem
@@ -44,7 +46,7 @@ class FlexMoe(Balance):
         rows = [list(start.experts_of(rank)) for rank in range(start.num_ranks)]
         tokens_E = load.tokens_E.tolist()
         for _ in range(self.max_moves):
-            replicas_E = _counts(rows, load.num_experts)
+            replicas_E = np.bincount(list(chain.from_iterable(rows)), minlength=load.num_experts).tolist()
             share_E = common_shares(tokens_E, replicas_E)
             hottest_first = sorted(range(load.num_experts), key=lambda expert: -share_E[expert])
             if not any(_expanded(expert, rows, tokens_E, replicas_E, share_E, slots_R) for expert in hottest_first):
@@ -60,7 +62,7 @@ def _expanded(
     share_E: Sequence[int],
     slots_R: Sequence[int],
 ) -> bool:
-    """Whether a replica more of ``hot`` is accepted; then ``rows``, the experts of each rank, have it."""
+    """Adds a replica of ``hot`` to ``rows``, the experts of each rank, and returns True, if the move is accepted."""
     without = [rank for rank, slots in enumerate(slots_R) if slots and hot not in rows[rank]]
     cold, ranks = None, [rank for rank in without if len(rows[rank]) < slots_R[rank]]
     if not ranks:
@@ -97,14 +99,6 @@ def _expanded(
     return True
 
 
-def _counts(rows: Sequence[Sequence[int]], num_experts: int) -> list[int]:
-    replicas_E = [0] * num_experts
-    for row in rows:
-        for expert in row:
-            replicas_E[expert] += 1
-    return replicas_E
-
-
 def _loads(rows: Sequence[Sequence[int]], share_E: Sequence[int]) -> list[int]:
-    """Of each rank, [R], in the unit of ``share_E``."""
+    """Returns the load of each rank, [R], in the unit of ``share_E``."""
     return [sum(share_E[expert] for expert in row) for row in rows]

@@ -84,7 +84,7 @@ def proportional_replicas(tokens_E: Sequence[int], num_slots: int, num_nodes: in
 def _place(
     tokens_E: Sequence[int], replicas_E: Sequence[int], slots_R: tuple[int, ...], cluster: ClusterSpec
 ) -> ExpertLayout:
-    """Heaviest replica first, onto the least loaded rank with a free slot.
+    """Places the heaviest replica first, onto the least loaded rank with a free slot.
 
     Only nodes with the fewest replicas of that expert are considered, if one of those has a free slot.
     """

@@ -22,8 +22,9 @@ from moesys.compiled import borrowing, compiled
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Sharding
 from moesys.cost import GRADIENT_BYTES, FloatArray, row_product_seconds
 from moesys.layout import EMPTY, ExpertLayout, owner_of_experts
-from moesys.load import IntArray, LoadMatrix
+from moesys.load import LoadMatrix
 
+# The owner of an expert of which each rank sends a slice.
 FROM_ALL = -1
 
 
@@ -51,7 +52,9 @@ def fill_late_slots(
     expert_RS = np.full((layout.num_ranks, layout.num_slots + late_slots), EMPTY)
     expert_RS[:, : layout.num_slots] = layout.expert_RS
     late_R = np.array([late_slots if slots else 0 for slots in slots_R])
-    prices, owner_E = fetch_prices(model, cluster, sharding), _owners(model.num_experts, layout.num_ranks, sharding)
+    prices, owner_E = fetch_prices(model, cluster, sharding), np.full(model.num_experts, FROM_ALL)
+    if isinstance(sharding, Ep):
+        owner_E = owner_of_experts(model.num_experts, layout.num_ranks)
     late_RL = late_experts(
         problem.load.tokens_RE, expert_RS, late_R, owner_E, (link_domains_of(cluster), nodes_of(cluster)), prices
     )
@@ -59,7 +62,7 @@ def fill_late_slots(
     return ExpertLayout(expert_RS, layout.num_experts)
 
 
-class Prices(NamedTuple):
+class FetchPrices(NamedTuple):
     """Seconds of a token more on the busiest rank, of a token more that crosses on the mean node's link, and of one
     whole expert on the link of a rank inside its domain and on that of a node.
     """
@@ -70,7 +73,7 @@ class Prices(NamedTuple):
     on_node: float
 
 
-def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> Prices:
+def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> FetchPrices:
     """Returns what late copies are weighed by."""
     b = model.bytes_per_element
     element_bytes = b + GRADIENT_BYTES
@@ -82,14 +85,7 @@ def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) ->
     token = row_product_seconds(model, cluster)
     # A row, its result, and the gradients of both.
     crossing = 4 * b * model.hidden_size / inter / cluster.num_nodes
-    return Prices(token, crossing, expert_bytes / intra, expert_bytes / inter)
-
-
-def _owners(num_experts: int, num_ranks: int, sharding: Sharding) -> IntArray:
-    """Who sends each expert, int64 [E]: its owner, or all ranks a slice."""
-    if isinstance(sharding, Ep):
-        return owner_of_experts(num_experts, num_ranks)
-    return np.full(num_experts, FROM_ALL)
+    return FetchPrices(token, crossing, expert_bytes / intra, expert_bytes / inter)
 
 
 @compiled
@@ -104,7 +100,7 @@ def late_experts(tokens_RE, expert_RS, late_R, owner_E, parts_2R, prices):  # ty
     most_late = late_R.max()
     first_late, free_R, open_R = expert_RS.shape[1] - most_late, late_R.copy(), late_R.copy()
     kept_RL, trial_RS = np.full((num_ranks, most_late), EMPTY), expert_RS.copy()
-    links = Links(np.zeros((2, num_ranks)), np.zeros((2, nics_R[-1] + 1)))
+    links = FetchLinks(np.zeros((2, num_ranks)), np.zeros((2, nics_R[-1] + 1)))
     table = list_replicas(trial_RS, num_experts)
     flow = new_flow(table)
     limit = min_max_flow(tokens_E, table, flow)
@@ -182,7 +178,7 @@ def _crossed(supply_NE, table, flow, node_R, expert, from_node, to_node, moved):
     return max(more_from + moved, 0) + max(more_to - moved, 0) - before
 
 
-class Links(NamedTuple):
+class FetchLinks(NamedTuple):
     """Whole experts that late copies send and receive: ``rank_2R``, ``node_2N`` float64, ways out and in."""
 
     rank_2R: FloatArray

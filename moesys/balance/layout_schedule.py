@@ -6,7 +6,7 @@ has the plan (a vote that travels with the counts), and where one has not, after
 layout. That is recorded as an event, for it ends the claim of equal bits.
 
 What is chosen on the counts of the very micro-batch, late slots and with lag=0 the whole layout, is no part of this: it
-is a function of those counts (``step.plan_layer``).
+is a function of those counts (``plan.plan_layer``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from moesys.balance.homes import Homes
 from moesys.balance.planners import plan_layout, warm_up
 from moesys.balance.predictors import LoadHistory
-from moesys.config import Balance, ClusterSpec, ModelShape, Oracle, Strategy
+from moesys.config import ClusterSpec, ModelShape, Oracle, Strategy
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 
@@ -43,19 +43,15 @@ class PlanRequest:
     previous: ExpertLayout
     units_per_token: int = 1
 
-    def solve(self) -> ExpertLayout:
-        """The layout. One rank must ask for all: a planner with a deadline does not give every rank the same."""
-        return self._planned(self._balance)
-
-    def solve_alike(self) -> ExpertLayout:
-        """The layout that every rank gets which asks: without a deadline."""
-        return self._planned(self._balance.without_clock())
-
-    def _planned(self, balance: Balance) -> ExpertLayout:
+    def solve(self, alike: bool = False) -> ExpertLayout:
+        """Returns the layout. With ``alike`` there is no deadline, so that every rank that asks gets the same; without
+        it, one rank must ask for all.
+        """
+        balance = self.strategy.balance.with_moves_priced(self.units_per_token, self.strategy.replan_every)
         return plan_layout(
             self.load,
             self.cluster,
-            balance,
+            balance.without_clock() if alike else balance,
             self.slots_R,
             model=self.model,
             previous=self.previous,
@@ -63,22 +59,18 @@ class PlanRequest:
             units_per_token=self.units_per_token,
         )
 
-    @property
-    def _balance(self) -> Balance:
-        return self.strategy.balance.with_moves_priced(self.units_per_token, self.strategy.replan_every)
-
 
 class PlanTicket(Protocol):
     """A plan that was asked for."""
 
     def ready(self, timeout_s: float) -> bool:
-        """Wait for the plan, but not for ever; errors of the planner surface here."""
+        """Returns whether the plan is there, after at most ``timeout_s`` seconds. Raises the planner's errors."""
 
     def layout(self) -> ExpertLayout:
-        """The plan, once it is ready."""
+        """Returns the plan, once it is ready."""
 
     def cancel(self) -> None:
-        """Nobody will use the plan; it need not be made."""
+        """Says that nobody will use the plan, so that it need not be made."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,7 @@ class SolvedPlan:
         return self.solution
 
     def cancel(self) -> None:
-        """It is made already."""
+        """Ignores the call, because the plan is made already."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +106,7 @@ class MissedPlan:
         raise RuntimeError("the plan was dropped before it was made, so there is no layout; ask ready() first")
 
     def cancel(self) -> None:
-        """Does nothing, because the plan is dropped already."""
+        """Ignores the call, because the plan is dropped already."""
 
 
 class PlanSource(Protocol):
@@ -125,7 +117,7 @@ class InlinePlanner:
     """Plans at once, in the computing thread; a pure function, so all ranks get the same."""
 
     def submit(self, request: PlanRequest) -> PlanTicket:
-        return SolvedPlan(request.solve_alike())
+        return SolvedPlan(request.solve(alike=True))
 
 
 @dataclass(frozen=True)
@@ -182,12 +174,16 @@ class LayoutSchedule:
         return bool(self._pending) and self._pending[0][0] <= self.micro_batch
 
     def ready(self, deadline_s: float) -> bool:
-        """This rank's vote: it has every plan that is due, after waiting at most until then (monotonic clock)."""
+        """Returns this rank's vote: whether it has every plan that is due, after waiting at most until ``deadline_s``
+        of the monotonic clock.
+        """
         due = [ticket for due, ticket in self._pending if due <= self.micro_batch]
         return all(ticket.ready(max(0.0, deadline_s - time.monotonic())) for ticket in due)
 
     def commit(self, agreed: bool) -> None:
-        """The outcome of the vote, the same on all ranks: use the newest plan that is due, or drop what is due."""
+        """Applies the outcome of the vote, the same on all ranks: uses the newest plan that is due, or drops what is
+        due.
+        """
         while self.due:
             due, ticket = self._pending.popleft()
             if agreed:
@@ -197,17 +193,17 @@ class LayoutSchedule:
                 self.tell(f"plan due at {due} came too late: layout kept")
 
     def advance(self) -> None:
-        """The coming micro-batch is run, and its load is for no plan: one rank has all experts under every layout."""
+        """Passes over a micro-batch whose load is for no plan, because one rank has all experts under every layout."""
         self.micro_batch += 1
 
     def observe(self, load: LoadMatrix) -> None:
-        """The coming micro-batch's load is known and its layout settled: count it, and ask for a plan if it is time."""
+        """Notes a micro-batch whose load is known and whose layout is settled, and asks for a plan if it is time."""
         self.record(lambda: load)
         self.request()
 
     def record(self, load: Callable[[], LoadMatrix]) -> None:
-        """The coming micro-batch is run with its settled layout, and its load can be read once it has been launched;
-        then ``request`` is to follow.
+        """Notes a micro-batch with its settled layout, whose ``load`` can be read once it has been launched; the
+        caller then calls ``request``.
         """
         due = self.micro_batch + self.strategy.lag
         self.advance()
@@ -228,8 +224,8 @@ class LayoutSchedule:
             )
 
     def foresee(self, tokens_SRE: IntArray | None) -> None:
-        """The loads of the micro-batches that come are known, or none is any more. For ``predictor=Oracle()``, which
-        then plans for the first of them at once. Plans for what did not come are dropped.
+        """Takes the loads of the coming micro-batches, or None if they are no longer known. ``predictor=Oracle()``
+        plans for the first of them at once. Pending plans are dropped.
         """
         self._drop_pending()
         self._tokens_SRE, self._known_from = tokens_SRE, self.micro_batch
@@ -238,8 +234,8 @@ class LayoutSchedule:
             self.request()
 
     def move_homes(self, homes: Homes) -> None:
-        """Experts live at ``homes`` from the coming micro-batch on. Layouts begin anew, with a plan for that one where
-        a load is known; an event.
+        """Moves the experts to ``homes`` from the coming micro-batch on. Layouts begin anew, with a plan for that
+        micro-batch where a load is known; this is an event.
         """
         self._read()
         self.homes = homes
@@ -275,7 +271,7 @@ class LayoutSchedule:
         self._pending.clear()
 
     def request(self) -> None:
-        """Ask for a plan if it is time, which reads the loads of all micro-batches since the last."""
+        """Asks for a plan if it is time, and then reads the loads of all micro-batches since the last plan."""
         due, self._asked_for = self._asked_for, None
         if due is None:
             return
@@ -299,7 +295,7 @@ class LayoutSchedule:
         self._pending.append((due, self.source.submit(request)))
 
     def _read(self) -> None:
-        """The history learns what it has not seen. Waits for the device that counted it."""
+        """Adds the loads that the history has not seen. Waits for the device that counted them."""
         for load in self._unread:
             assert self._history is not None
             self._history.observe(self.homes.load_by_id(load()))
@@ -327,8 +323,8 @@ class LayoutSchedule:
         return self.homes.home_E.tolist() if self.homes.moved else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another run stopped. State of other ranks or slots does not fit: then planning begins anew. Of
-        other homes the history does.
+        """Continues where another run stopped. With the state of other ranks or slots, planning begins anew; with that
+        of other homes, only the layouts do.
         """
         expert_RS = np.asarray(state["layout"], dtype=np.int64)
         self.micro_batch = state["micro_batch"]
@@ -356,7 +352,7 @@ class LayoutSchedule:
             self._pending.append((due, ticket))
 
     def _first_layout(self) -> ExpertLayout:
-        """Before the first load is known, all experts are alike."""
+        """Returns the layout for the time before the first load is known, when all experts are alike."""
         uniform = LoadMatrix(np.ones((self.cluster.num_ranks, self.num_experts), dtype=np.int64))
         balance = self.strategy.balance.without_clock()
         return plan_layout(uniform, self.cluster, balance, self.slots_R, model=self.model)

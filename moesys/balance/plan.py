@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moesys.balance.planners import plan_layout, split_tokens
-from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.planning_problem import PlanningProblem, check_model
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.config.member import RECORDED
 from moesys.layout import ExpertLayout, TokenPlan
@@ -97,11 +97,7 @@ def plan_layer(
     ``load`` itself, as an oracle would, and so does ``lag=0``, whatever is given. ``turn``, the micro-batch number,
     rotates remainders. Raises ValueError where load, model, cluster and layout do not fit.
     """
-    if load.num_experts != model.num_experts:
-        raise ValueError(
-            f"the load counts {load.num_experts} experts but num_experts={model.num_experts}; "
-            "give one column of tokens_RE an expert"
-        )
+    check_model(load, model)
     if strategy.split.follows_planner:
         problem = PlanningProblem.of_layout(load, cluster, strategy.slots(model, cluster), model)
         return LayerPlan(_in_blocks(strategy.balance.token_plan(problem), strategy), turn)

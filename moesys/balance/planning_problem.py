@@ -56,7 +56,7 @@ class PlanningProblem:
 
         Raises ValueError when load, model, cluster, slots and previous do not belong together.
         """
-        _check_model(load, model)
+        check_model(load, model)
         slots_R = _checked_slots(load, cluster, slots_per_rank)
         if previous is not None:
             _check_previous(previous, load, slots_R)
@@ -77,7 +77,7 @@ class PlanningProblem:
 
         Raises ValueError when load, model, layout and cluster do not belong together.
         """
-        _check_model(load, model)
+        check_model(load, model)
         if not load.num_ranks == layout.num_ranks == cluster.num_ranks:
             raise ValueError(
                 f"the load is for {load.num_ranks} ranks, the layout for {layout.num_ranks}, the cluster has "
@@ -101,7 +101,8 @@ class PlanningProblem:
         return self.layout
 
 
-def _check_model(load: LoadMatrix, model: ModelShape | None) -> None:
+def check_model(load: LoadMatrix, model: ModelShape | None) -> None:
+    """Raises ValueError where a load and a model differ in experts."""
     if model is not None and model.num_experts != load.num_experts:
         raise ValueError(
             f"the load counts {load.num_experts} experts but num_experts={model.num_experts}; "

@@ -63,7 +63,7 @@ class LoadHistory:
         return self._shape_RE is not None
 
     def predicted(self) -> LoadMatrix:
-        """The load to plan for, in 1/``units_per_token`` tokens of one micro-batch. Raises ValueError before any."""
+        """Returns the load to plan for, in 1/``units_per_token`` tokens. Raises ValueError if no load was observed."""
         if not self.has_loads:
             raise ValueError("no load was observed yet; observe one first, or plan on a uniform load")
         return LoadMatrix(self._memory.estimate_RE())
@@ -74,7 +74,7 @@ class LoadHistory:
         return self._memory.units_per_token
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can say it."""
+        """Returns the whole state as values that JSON has."""
         return {
             "predictor": self.config.model_dump(mode="json"),
             "shape": None if self._shape_RE is None else list(self._shape_RE),
@@ -82,7 +82,7 @@ class LoadHistory:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another history stopped. Raises ValueError for that of another predictor."""
+        """Continues where another history stopped. Raises ValueError for the state of another predictor."""
         if state["predictor"] != self.config.model_dump(mode="json"):
             raise ValueError(
                 f"the state is of predictor {state['predictor']}, this history of {self.config!r}; "
@@ -93,7 +93,7 @@ class LoadHistory:
 
 
 def window(config: Predictor) -> int | None:
-    """How many of the newest loads a prediction depends on; None: on all."""
+    """Returns how many of the newest loads a prediction depends on; None: on all."""
     match config:
         case Last():
             return 1
@@ -250,7 +250,7 @@ class _Contest:
 
 
 def _error(predicted_E: list[int], actual_E: list[int]) -> int:
-    """Σ_e |p_e · Σa / Σp - a_e| in 2^-16 tokens, rounded down; all of Σa where nothing was predicted."""
+    """Returns Σ_e |p_e · Σa / Σp - a_e| in 2^-16 tokens, rounded down; all of Σa where nothing was predicted."""
     predicted, actual = sum(predicted_E), sum(actual_E)
     if not predicted:
         return actual << ERROR_BITS
@@ -260,7 +260,7 @@ def _error(predicted_E: list[int], actual_E: list[int]) -> int:
 
 
 def _scaled(values_RE: IntArray, weight: int) -> IntArray:
-    """values · weight / 2^24, rounded half up, for weights up to 2^24: in halves, as the whole product may overflow."""
+    """Computes values · weight / 2^24, rounded half up, for weights up to 2^24, in halves that do not overflow."""
     high_RE, low_RE = values_RE >> EMA_WEIGHT_BITS, values_RE & ((1 << EMA_WEIGHT_BITS) - 1)
     return high_RE * weight + ((low_RE * weight + (1 << (EMA_WEIGHT_BITS - 1))) >> EMA_WEIGHT_BITS)
 

@@ -66,7 +66,7 @@ class Proportional(Split):
 
 
 def _apportioned(tokens_E: IntArray, weight_RE: IntArray, holds_RE: np.ndarray, turn: int) -> IntArray:
-    """``tokens_E`` in proportion to the weights of each column: floors, and one more for the largest remainders."""
+    """Divides ``tokens_E`` in proportion to each column's weights: floors, and one more for the largest remainders."""
     num_ranks = len(holds_RE)
     assigned_RE, remainder_RE = np.divmod(tokens_E * weight_RE, weight_RE.sum(axis=0))
     holders_E = holds_RE.sum(axis=0)

@@ -39,7 +39,7 @@ class Replan:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayBatch:
     """One micro-batch through one layer.
 
     layout: the one in force before the counts are known; ``plan`` has late slots, and with ``lag=0`` another one.
@@ -69,7 +69,7 @@ def replay_layer(
     layer: int = 0,
     moments: Iterable[Moment] | None = None,
     planner: PlanSource | None = None,
-) -> Iterator[Replayed]:
+) -> Iterator[ReplayBatch]:
     """Walks one layer through the loads ``tokens_SRE``, int64 [S, R, E], of its micro-batches.
 
     Layouts follow from history as in training: the strategy's own predictor, ``replan_every`` and ``lag``; only
@@ -93,7 +93,7 @@ def replay_layer(
             made_after, request = asked.popleft()
             replan = Replan(request, made_after, replaced)
         load = LoadMatrix(tokens_SRE[moment.micro_batch])
-        yield Replayed(strategy, model, cluster, moment.micro_batch, load, schedule.layout, replan)
+        yield ReplayBatch(strategy, model, cluster, moment.micro_batch, load, schedule.layout, replan)
 
 
 def replay_steps(

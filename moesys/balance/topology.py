@@ -73,7 +73,7 @@ def tokens_by_node(tokens_RE, node_R):  # type: ignore[no-untyped-def]
 
 
 def share_key(tokens: int, replicas: int, most_replicas: int) -> int:
-    """An integer that orders like ``tokens / replicas``, exactly, whenever ``replicas <= most_replicas``.
+    """Returns an integer that orders like ``tokens / replicas``, exactly, whenever ``replicas <= most_replicas``.
 
     Two different fractions whose denominators are at most B lie at least 1/B² apart, so that after scaling by B² their
     floors differ too; equal fractions have equal floors.
@@ -82,7 +82,8 @@ def share_key(tokens: int, replicas: int, most_replicas: int) -> int:
 
 
 def common_shares(tokens_E: Sequence[int], replicas_E: Sequence[int]) -> list[int]:
-    """Tokens a replica of each expert gets under an equal split, times one common factor that makes all of them whole.
+    """Returns the tokens per replica of each expert under an equal split, times one factor that makes all of them
+    whole.
 
     ``common_shares([5, 4], [2, 1]) == [5, 8]``: in halves of a token.
     """
@@ -91,7 +92,7 @@ def common_shares(tokens_E: Sequence[int], replicas_E: Sequence[int]) -> list[in
 
 
 def usable_slots(slots_R: Iterable[int], num_experts: int) -> list[int]:
-    """Slots of each rank that can hold different experts: never more than there are experts.
+    """Returns the slots of each rank that can hold different experts: never more than there are experts.
 
     The cap loses no expert: a rank with S_r >= E still holds all E, and without such a rank nothing is capped.
     """
@@ -99,7 +100,7 @@ def usable_slots(slots_R: Iterable[int], num_experts: int) -> list[int]:
 
 
 def experts_with_room(replicas: int, slots_R: Sequence[int], num_experts: int) -> int:
-    """How many experts fit on these ranks with so many replicas each, no two of an expert on one rank.
+    """Returns how many experts fit on these ranks with so many replicas each, no two of an expert on one rank.
 
     k of them do if and only if min(S_r, k) over the ranks sum to k · ``replicas`` (Gale and Ryser), and then fewer do.
     """
@@ -111,7 +112,7 @@ def experts_with_room(replicas: int, slots_R: Sequence[int], num_experts: int) -
 def layout_from_rows(
     experts_by_rank: Iterable[Sequence[int]], slots_R: Sequence[int], num_experts: int
 ) -> ExpertLayout:
-    """The layout whose ranks hold these experts, in this order, each row filled up with ``EMPTY``."""
+    """Returns the layout whose ranks hold these experts, in this order, each row filled up with ``EMPTY``."""
     expert_RS = np.full((len(slots_R), max(slots_R)), EMPTY, dtype=np.int64)
     for rank, experts in enumerate(experts_by_rank):
         assert len(experts) <= slots_R[rank], "a planner overfilled a rank"

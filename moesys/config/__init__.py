@@ -1,10 +1,9 @@
-"""What people declare: the shape of a model, a cluster, a strategy, an experiment.
+"""The declarations of users: the shape of a model, a cluster, a strategy, an experiment.
 
-Every type here is a frozen pydantic model that refuses unknown fields, says the way out in its errors, and
-survives a round trip through JSON and TOML. Nothing here imports torch, so that ``--help`` and a typo in a
-strategy answer at once.
+Every type is a frozen pydantic model that refuses unknown fields, names the way out in its errors, and can be written
+to and read from JSON and TOML. Nothing here imports torch, so that ``--help`` and a typo in a strategy answer at once.
 
-R ranks, E experts, S slots a rank, K top-k, H hidden size, I expert width, P_e parameters of an expert.
+R ranks, E experts, S slots per rank, K top-k, H hidden size, I expert width, P_e parameters of an expert.
 """
 
 from moesys.config.balance import Balance, MinReplicas, ReplicasWithin, Within

@@ -1,4 +1,4 @@
-"""What everything declared has in common: frozen, strict about names, JSON and TOML, a fingerprint."""
+"""The base of everything that users declare: frozen, strict about names, JSON and TOML, a fingerprint."""
 
 from __future__ import annotations
 

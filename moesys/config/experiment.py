@@ -1,4 +1,4 @@
-"""What people declare to compare strategies: a workload, and an experiment that runs strategies on it.
+"""Experiments: strategies that run on one workload to be compared.
 
 The workload is the same for every strategy, seed by seed, so that trials can be paired. Nothing here imports torch.
 """
@@ -116,7 +116,7 @@ class Experiment(Declared):
 
     @property
     def source(self) -> Source:
-        """Whether its numbers come from a clock or from the cost model."""
+        """The source of its numbers: the clock or the cost model."""
         return "measured" if isinstance(self.workload, RealTraining) else "simulated"
 
     @property

@@ -1,6 +1,7 @@
-"""Reads what a config.json of transformers says of a model's layers.
+"""Reads the layers of a model from a config.json of transformers.
 
-Families differ in the names of fields, in what a missing field means, and in what no field says: biases, norms, sinks.
+Families differ in the names of fields, in the defaults of missing fields, and in biases, norms and sinks, for which
+there are no fields.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 _FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _PACKAGED = files("moesys.config") / "models"
 _PUBLISHED = _PACKAGED / "published"
-# By model_type: what the configuration classes of transformers 5.23 take for fields that are left out. What is None or
-# False there is left out here.
+# By model_type: the defaults of the configuration classes of transformers 5.23, without those that are None or False.
 _FAMILIES = _PACKAGED / "families"
 
 
@@ -145,7 +145,7 @@ _ONLY: dict[str, tuple[object, ...]] = {"mlp_bias": (False, None), "moe_layer_fr
 
 
 class HubModel(NamedTuple):
-    """What a config.json says, by the names of ``ModelSpec``."""
+    """The content of a config.json, by the names of ``ModelSpec``."""
 
     hidden_size: int
     vocab_size: int

@@ -6,7 +6,7 @@ H is the width of a token, which a layer takes from its model.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -28,7 +28,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Of one row: a multiplication and an addition a weight. A bias is not counted, as torch's counter does not."""
+        """The flops of one row: a multiplication and an addition per weight, without the bias, as torch counts them."""
         return 2 * self.inputs * self.outputs
 
 
@@ -74,7 +74,7 @@ class Gqa(Declared):
 
     @property
     def norm_widths(self) -> tuple[int, ...]:
-        """Weights of the norm of queries and of that of keys; () without."""
+        """The weights of the norms of queries and of keys; () without norms."""
         match self.qk_norm:
             case "head":
                 return self.head_dim, self.head_dim
@@ -97,20 +97,14 @@ class Mla(Declared):
     qk_rope_head_dim: int = Field(ge=1, description="width with rotary position; all heads share that of the key")
     v_head_dim: int = Field(ge=1, description="width of a head's values")
     bias: bool = Field(False, description="projections to latents and the output projection have a bias")
+    # A query sees every key before it, and no logit takes a share of the softmax.
+    window: ClassVar[None] = None
+    sinks: ClassVar[bool] = False
 
     @property
     def num_kv_heads(self) -> int:
-        """Each head has keys and values of its own."""
+        """The number of heads of keys and values: each head has its own."""
         return self.num_heads
-
-    @property
-    def window(self) -> None:
-        """Every key before a query is seen."""
-        return None
-
-    @property
-    def sinks(self) -> bool:
-        return False
 
     @property
     def qk_head_dim(self) -> int:
@@ -135,7 +129,7 @@ class Mla(Declared):
 
     @property
     def norm_widths(self) -> tuple[int, ...]:
-        """Weights of the norms of latents."""
+        """The weights of the norms of latents."""
         return (self.kv_lora_rank,) if self.q_lora_rank is None else (self.q_lora_rank, self.kv_lora_rank)
 
 
@@ -203,7 +197,7 @@ class MoeMlp(Declared):
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert, with its biases."""
+        """The number of parameters of one expert, with its biases."""
         return sum(product.parameters for product in self.expert_products.values())
 
 

@@ -16,7 +16,7 @@ from moesys.config.model_spec import ModelSpec
 from moesys.config.strategy import Strategy
 
 PipelineSchedule = Literal["1f1b", "zero_bubble"]
-# What of a layer runs forward again in backward.
+# The part of a layer that runs forward again in backward.
 LayerRecompute = Literal["none", "selective", "full"]
 
 
@@ -88,7 +88,9 @@ class Parallelism(Declared):
 
 @dataclass(frozen=True)
 class Groups:
-    """Ranks of a group: data parallel, of a pipeline stage, of experts, and that hold the same experts."""
+    """The number of ranks in each kind of group: data parallel, a pipeline stage, an expert group, and the ranks that
+    hold the same experts.
+    """
 
     data: int
     stage: int
@@ -195,17 +197,17 @@ class ModelRun(Declared):
 
     @property
     def shape(self) -> ModelShape:
-        """Of the layers with experts."""
+        """The shape of the layers with experts."""
         return next(layer.mlp.shape for layer in self.model.layer_counts if isinstance(layer.mlp, MoeMlp))
 
     @property
     def gradient_bytes(self) -> int:
-        """Of one gradient."""
+        """Bytes of one gradient."""
         return BYTES_PER_ELEMENT[self.gradient_dtype]
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a data-parallel rank in a step."""
+        """The micro-batches of a data-parallel rank in a step."""
         if self.global_batch is None:
             return self.parallelism.pipeline
         return self.global_batch // (self.groups.data * self.micro_batch)
@@ -216,17 +218,17 @@ class ModelRun(Declared):
 
     @property
     def tokens_per_rank(self) -> int:
-        """Of a micro-batch, on each rank of an expert group."""
+        """The tokens of a micro-batch on each rank of an expert group."""
         return self.micro_batch * self.seq_len // (self.parallelism.tensor * self.parallelism.context)
 
     @property
     def expert_cluster(self) -> ClusterSpec:
         """The ranks of one expert group, which are neighbours; its products run in float8 with ``fp8``.
 
-        Groups lie as ranks are numbered. Where one straddles domains, so that its rows go over NICs, it is the one in
-        which most pairs of ranks are apart, as the others wait for it.
+        Groups are placed as ranks are numbered. If their places differ, so that rows of some go over NICs, it is the
+        group with most pairs of ranks in different domains, because the others wait for it.
 
-        Raises ValueError where nodes differ, or a group is neither part of a node nor whole nodes.
+        Raises ValueError if nodes differ, or if a group is neither part of a node nor whole nodes.
         """
         cluster, ranks = self.cluster, self.groups.expert
         node, nodes_differ = cluster.node_sizes[0], len(set(cluster.node_sizes)) > 1

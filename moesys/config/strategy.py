@@ -6,7 +6,7 @@ over rows and ranks are made. The other parts of a strategy have files of their 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -65,11 +65,8 @@ class Ordered(Declared):
     """The same bits for every overlap: rows of an expert by (source rank, token, k), replicas by rank."""
 
     kind: Literal["ordered"] = "ordered"
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of an element of an expert's gradient, float32."""
-        return 4
+    # Bytes of an element of an expert's gradient, which is float32.
+    gradient_bytes: ClassVar[int] = 4
 
 
 class LayoutInvariant(Declared):
@@ -87,11 +84,8 @@ class LayoutInvariant(Declared):
     token_block: int = Field(
         32, ge=32, multiple_of=32, description="of tokens that do not travel; every rank's are a multiple of it"
     )
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of an element of an expert's gradient: float64, as where ranks' are added; float32 where one rank has all."""
-        return 8
+    # Bytes of an element of an expert's gradient: float64, in which gradients of ranks are added.
+    gradient_bytes: ClassVar[int] = 8
 
 
 Reduction = Annotated[Ordered | LayoutInvariant, Field(discriminator="kind")]

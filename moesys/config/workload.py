@@ -14,11 +14,11 @@ from moesys.config.base import Declared
 from moesys.config.hub import num_moe_layers, parse_config, read_config, shape_of
 from moesys.config.model import ModelShape
 
-# What runs forward again in backward: nothing; whole layers; layers as far as backward reads them; their computing.
+# The parts that run forward again in backward: none; whole layers; layers as far as backward reads them; computing.
 Recompute = Literal["none", "layers", "selective", "computing"]
-# Fields of a config.json that say of an expert which all tokens take: transformers computes it behind the others.
+# The fields of a config.json that declare a shared expert, which transformers computes after the routed experts.
 _SHARED = ("n_shared_experts", "shared_expert_intermediate_size")
-# Fields of earlier releases, whose files are read where these have their defaults.
+# Fields of earlier releases, whose files are read if these fields have their defaults.
 _REMOVED: dict[str, Any] = {"shaped_links": False, "cpus_per_host": None}
 
 
@@ -54,7 +54,7 @@ class RealTraining(Declared):
 
     @property
     def recomputed(self) -> Recompute:
-        """What of a block runs again: as far as backward reads it, where the block ends with its routed experts."""
+        """The part of a block that runs again: what backward reads, because the block ends with its routed experts."""
         return "selective" if self.recompute else "none"
 
 
@@ -127,17 +127,17 @@ class ModelTraining(RealTraining):
 
     @property
     def shape(self) -> ModelShape:
-        """Of one MoE layer."""
+        """The shape of one MoE layer."""
         return shape_of(self.config_fields, self.dtype)
 
     @property
     def num_layers(self) -> int:
-        """Layers with experts."""
+        """The number of layers with experts."""
         return num_moe_layers(self.config_fields)
 
     @property
     def recomputed(self) -> Recompute:
-        """What of a block runs again: all of it where a shared expert comes behind the routed ones."""
+        """The part of a block that runs again: all of it if a shared expert runs after the routed experts."""
         fields = self.config_fields
         return "layers" if self.recompute and any(fields.get(name) for name in _SHARED) else super().recomputed
 

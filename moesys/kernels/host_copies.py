@@ -19,7 +19,7 @@ def to_device(
     """Returns the host's ``values`` on ``device``, contiguous, behind what the current stream has to do; the host goes
     on.
     """
-    # What numpy finds may lie any way, and kernels read numbers that lie side by side.
+    # Arrays of numpy may have any strides, and kernels read numbers that are contiguous.
     device, host = torch.device(device), torch.as_tensor(np.ascontiguousarray(values, dtype=np.int64)).to(dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 

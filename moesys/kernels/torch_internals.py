@@ -1,4 +1,4 @@
-"""What the kernels use of torch that is not public, each with what it needs of torch and what happens without it.
+"""The parts of torch that kernels use and that are not public, each with what it needs and what happens without it.
 
 The rest of moesys has a file of its own, ``moesys/torch_private.py``: kernels import nothing of moesys.
 """

@@ -64,13 +64,12 @@ class AloneRun:
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, SavedTensors]:
         """Returns the output [T, H] in x's dtype, and what backward needs."""
-        scratch, y_TH = Scratch(self.layer.memory, x_TH.device), self.layer.memory.empty_like(x_TH)
-        forward_pass, chunk = self._forward_pass(x_TH, wait_for_experts, scratch), self.routes.chunk
+        forward_pass, y_TH = self._forward_pass(x_TH, wait_for_experts), self.layer.memory.empty_like(x_TH)
         recorder = self.layer.channel.recorder
         with recorder.span("compute", "experts", "forward 0"):
-            y_PH = forward_pass.experts(chunk)
+            y_PH = forward_pass.experts(self.routes.chunk)
         with recorder.span("compute", "combine", "forward 0"):
-            self.compute.combine(y_PH, self._place_TK(weight_TK), weight_TK, y_TH, scratch)
+            self.compute.combine(y_PH, self._place_TK(weight_TK), weight_TK, y_TH, forward_pass.scratch)
         return y_TH, SavedTensors(x_TH, forward_pass.pre_activations(), weight_TK)
 
     def recompute(
@@ -79,7 +78,7 @@ class AloneRun:
         """Returns what ``forward`` does, but no output that is not ``read``."""
         if read:
             return self.forward(x_TH, weight_TK, wait_for_experts)
-        forward_pass = self._forward_pass(x_TH, wait_for_experts, Scratch(self.layer.memory, x_TH.device))
+        forward_pass = self._forward_pass(x_TH, wait_for_experts)
         with self.layer.channel.recorder.span("compute", "experts", "recomputation 0"):
             forward_pass.first_product(self.routes.chunk)
         return None, SavedTensors(x_TH, forward_pass.pre_activations(), weight_TK)
@@ -106,9 +105,9 @@ class AloneRun:
                 backward_pass.weight_gradients()
         return dx_TH, dweight_M.view_as(weight_TK)
 
-    def _forward_pass(self, x_TH: Tensor, wait_for_experts: WaitForExperts, scratch: Scratch) -> CpuForward:
-        x = Arrivals(x_TH, self._token_M)
-        return self.compute.forward(self.routes, x, wait_for_experts(), scratch)
+    def _forward_pass(self, x_TH: Tensor, wait_for_experts: WaitForExperts) -> CpuForward:
+        scratch = Scratch(self.layer.memory, x_TH.device)
+        return self.compute.forward(self.routes, Arrivals(x_TH, self._token_M), wait_for_experts(), scratch)
 
     def _place_TK(self, weight_TK: Tensor) -> Tensor:
         return self.routes.chunk.return_M.view_as(weight_TK)

@@ -20,13 +20,13 @@ from moesys.kernels.host_copies import to_device
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.frames import Position
 
-# Of the 53 bits of a float64: one for what rounding adds, and one for the sign of the last partial sum.
+# A float64 has 53 bits: one is for what rounding adds, and one for the sign of the last partial sum.
 GRID_BITS = 51
 # Grids so far above one that what is added to it, and taken away again, is left on the grid: neighbours there are one
 # grid apart, to either side.
 _ROUNDER = 1.5 * 2.0**52
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Of a grid over which one can still be divided.
+# The exponent of the smallest grid by which one can still be divided.
 _LEAST_EXPONENT = -1021
 
 

@@ -1,4 +1,4 @@
-"""What runs the micro-batches of a layer, and what computes its experts: the seam between plans and computing.
+"""Executors of the micro-batches of a layer, and the computation of its experts: the seam between plans and computing.
 
 An *executor* is chosen once for a strategy, a device and a group, by the name that its overlap gives. It takes plans: a
 *run* is one micro-batch of one layer, forward and backward. A run asks an ``ExpertCompute`` for its expert rows, chunk
@@ -58,7 +58,7 @@ class HeldExperts(Protocol):
 
 
 class ExpertGradients(NamedTuple):
-    """Where the weight gradients of all held experts are written, float32: [S, 2I, H] and [S, H, I], each matrix
+    """The memory of the weight gradients of all held experts, float32: [S, 2I, H] and [S, H, I], each matrix
     contiguous, but others may lie between two. Biases as in ``ExpertWeights``.
     """
 
@@ -150,7 +150,7 @@ class DeviceLaunch(NamedTuple):
 
 
 class Home(Protocol):
-    """What the layers of a linked model share of an executor's memory."""
+    """The memory of executors that the layers of a linked model share."""
 
     def check(self) -> None:
         """Waits for the device, and raises the errors of what ran there."""
@@ -158,7 +158,7 @@ class Home(Protocol):
 
 @dataclass
 class LayerContext:
-    """What an executor is chosen for: one layer on one rank. ``memory``: where large tensors lie. ``tell``: takes a
+    """The layer and the rank that an executor is chosen for. ``memory``: where large tensors lie. ``tell``: takes a
     sentence about a micro-batch, by its number. ``homes``: what executors of a linked model's layers share, by name.
     """
 
@@ -258,7 +258,7 @@ class Arrivals:
 
 
 class BackwardInputs(NamedTuple):
-    """What backward starts from: gradients of the output, tokens and routing weights, float32, by arrival, and
+    """The inputs of backward: gradients of the output, tokens and routing weights, float32, by arrival, and
     pre-activations [P, 2I]. ``gradients``: where ``weight_gradients`` will write, None where it will not be called;
     ``sums``: how it sums where layouts may not show, into float64.
     """

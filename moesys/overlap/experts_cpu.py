@@ -106,7 +106,7 @@ class CpuExperts:
 
 
 class _Pass:
-    """What both directions do to the rows of neighbouring slots. Products have the dtype of pre-activations, h."""
+    """The steps of both directions on the rows of neighbouring slots. Products have the dtype of pre-activations, h."""
 
     def __init__(self, experts: CpuExperts, up: Projection, down: Projection, scratch: Scratch, h_PU: Tensor) -> None:
         self.rule, self.activation, self.norm = experts.rule, experts.activation, experts.norm
@@ -374,7 +374,7 @@ def _projections(
 
 @dataclass(frozen=True)
 class ExpertFunction:
-    """What an expert computes between and around its projections.
+    """The function of an expert, apart from its weights.
 
     ``activation``: SwiGLU, or any other. ``transposed``: projections are [in, out]. ``biases``: both have one.
     """
@@ -385,7 +385,7 @@ class ExpertFunction:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether Triton's kernels compute it."""
+        """True if Triton's kernels compute the function."""
         return self.activation is SWIGLU and not self.transposed and not self.biases
 
 

@@ -48,10 +48,10 @@ from moesys.kernels.mega.mega_combine import down_combine, input_gradient_combin
 from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
 from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.mega.tasks import TaskTime, TaskTimes
-from moesys.kernels.split.tables import IntArray
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts
 from moesys.kernels.symmetric.heap import ArenaLayout, Heap, require_no_capture
 from moesys.layout import ExpertLayout, TokenPlan
+from moesys.load import IntArray
 from moesys.overlap.comm.frames import Position, call_bits
 from moesys.overlap.comm.record import Recorder, SpanRecord, stage
 from moesys.overlap.device_split import DeviceSplit, PendingPlan, RowLimit, device_split, require_rows, room_for_rows

@@ -33,7 +33,7 @@ from moesys.schedule import Direction, Schedule, Stage, schedule_of
 
 @dataclass(frozen=True)
 class NodeSums:
-    """How one chunk's results are summed in order, rows of zeros and weights of 0 where a token has fewer than K.
+    """Tables by which one chunk's results are summed in order; places of zero rows and zero weights fill rows up to K.
 
     gate_place_UK, gate_weight_UK: of the rows that this rank is the gate for, which of the collected each is the sum
         of, and which arrived weights belong to these. Behind the last of both stands a zero.
@@ -122,7 +122,7 @@ class _Visits:
         self.gate_N = gates(channel.node_of_rank)[channel.rank]
         self.num_nodes = len(self.gate_N)
         row_N = routes.send_row_N.cpu().numpy()
-        # Of each chunk: rows in wire order, their nodes, and which tokens go to which node.
+        # For each chunk: its rows in wire order, their nodes, and the tokens that go to each node.
         self.row_of, self.node_of, self.seen = [], [], []
         for chunk in routes.chunks:
             row = row_N[slice(*chunk.sent)]
@@ -195,13 +195,13 @@ def _chunk(mine: _Visits, gate: _Gate, number_N: IntArray, chunk: int, sums: boo
 
     node_sums = None
     if sums:
-        # What is collected lies rank by rank, as it was passed on.
+        # Collected rows lie rank by rank, as they were passed on.
         collected_V = np.empty(len(by_rank_V), dtype=np.int64)
         collected_V[by_rank_V] = np.arange(len(by_rank_V))
         gate_place, gate_weight = _table(
             row_V, number_V % K, (collected_V, place_V), (int(arrived_S.sum()), K), (len(collected_V), len(number_N))
         )
-        # Of a token at home: its own node's results in the order of k, then the sums, node by node.
+        # For each token at home: the results of its own node in the order of k, then the sums, node by node.
         first_token, num_tokens = mine.routes.chunks[chunk].tokens[0], mine.seen[chunk].shape[1]
         row_N = mine.row_of[chunk][inside] - first_token * K
         num_across = len(across_token_U)
@@ -259,9 +259,9 @@ class NodeMessages(RowMessages):
     ) -> None:
         super().__init__(routes, channel, memory, source_TH, direction)
         self._node_routes = node_routes
-        # Of each chunk the newest part of what this rank is the gate for, until it is passed on.
+        # For each chunk, the newest part of the rows that this rank is the gate for, until it is passed on.
         self._at_gate: dict[int, Tensor] = {}
-        # The newest part of what was collected there, and of what is to go home with its sums.
+        # The newest part of the rows that were collected there, and of those that go home with its sums.
         self._collected: dict[int, Tensor] = {}
         self._inside_home: dict[int, Tensor] = {}
         # Columns that come by themselves, and where they belong: by message, and those that are here.
@@ -318,7 +318,7 @@ class NodeMessages(RowMessages):
         if way.sums is None:
             super().combine(stage, rows_PH)
             return
-        # First those of this node's tokens, which go home beside the sums of others.
+        # The rows of this node's tokens come first; they go home beside the sums of others.
         num_inside, combine_M = sum(way.inside_arrive_R), self._routes.chunks[stage.chunk].combine_M
         part_PH = rows_PH[:, self._columns(stage.part)]
         rows_NH = self._rows(part_PH, combine_M[num_inside:])

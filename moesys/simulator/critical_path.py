@@ -141,11 +141,3 @@ def by_place(path: Iterable[PathPart]) -> list[tuple[str, float, float]]:
         seconds[part.where] += part.seconds
         share[part.where] += part.share
     return sorted(((where, seconds[where], share[where]) for where in seconds), key=lambda row: -row[1])
-
-
-def by_kind(path: Iterable[PathPart]) -> dict[str, float]:
-    """Returns the seconds of a path by kind, such as experts, dispatch or restore, most seconds first."""
-    seconds: dict[str, float] = defaultdict(float)
-    for part in path:
-        seconds[part.kind] += part.seconds
-    return dict(sorted(seconds.items(), key=lambda item: -item[1]))

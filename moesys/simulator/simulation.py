@@ -21,7 +21,7 @@ from moesys.timeline import Block, Timeline
 
 # The kinds of spans on the lane ``compute``.
 COMPUTED_KINDS = ("experts", "weight_gradients", "gather", "sum", "other", "optimizer")
-# What a rank waits for if an all-to-all has not begun: the ranks that have not reached it yet.
+# The name of what a rank waits for if an all-to-all has not begun: the ranks that have not reached it yet.
 SLOWER_RANKS = "slower ranks"
 
 

@@ -125,7 +125,7 @@ class _Step:
         pulled = overlap.reaches_memory and isinstance(sharding, Fsep) and sharding.flat
         self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share, rest.latency_seconds)
         self.waiting_reshards: deque[tuple[_Exchange | None, LinkLoad, int]] = deque()
-        self.reshards: deque[_Exchange] = deque()
+        self.reshards: deque[_Exchange | None] = deque()
 
     def begin(self, plans: Sequence[TokenPlan], suffix: str) -> None:
         """Begins a micro-batch, which uses no experts of another one. ``suffix``: added to every detail."""
@@ -281,33 +281,26 @@ class _Step:
         gradients that waited.
         """
         # What is left of a restore comes first, so that it does not queue behind those of other layers.
-        for exchange in (self.experts[layer], self.late.get(layer)):
-            if exchange is not None:
-                self._advance(exchange)
-        following = range(0)
+        exchanges = (self.experts[layer], self.late.pop(layer, None))
+        for exchange in exchanges:
+            self._advance(exchange)
         if way == "forward":
-            following = range(layer + 1, min(layer + 1 + self.prefetch_layers, len(self.plans)))
-        elif way == "backward":
-            following = range(layer - 1, max(layer - 1 - self.prefetch_layers, -1), -1)
-        for other in following:
-            if way == "forward":
+            for other in range(layer + 1, min(layer + 1 + self.prefetch_layers, len(self.plans))):
                 self._start_settled(other)
-            else:
+        elif way == "backward":
+            for other in range(layer - 1, max(layer - 1 - self.prefetch_layers, -1), -1):
                 self._start_restore(other)
-        if way == "backward":
             self._cross_reshards()
-        for exchange in (self.experts[layer], self.late.pop(layer, None)):
-            if exchange is not None:
-                self._finish(exchange)
+        for exchange in exchanges:
+            self._finish(exchange)
         self.experts[layer] = None
 
     def _experts(self, rows_RE: FloatArray, layer: int, way: Direction, chunk: int) -> None:
-        def run(of: Literal["forward", "input_gradients"], name: Direction) -> None:
-            self.lanes.compute(self._pass_seconds(rows_RE, of), "experts", f"layer {layer} {name} {chunk}")
-
         if way == "backward" and self.rest.recompute == "computing":
-            run("forward", "recomputation")
-        run("input_gradients" if way == "backward" else "forward", way)
+            again_R = self._pass_seconds(rows_RE, "forward")
+            self.lanes.compute(again_R, "experts", f"layer {layer} recomputation {chunk}")
+        seconds_R = self._pass_seconds(rows_RE, "input_gradients" if way == "backward" else "forward")
+        self.lanes.compute(seconds_R, "experts", f"layer {layer} {way} {chunk}")
 
     def _pass_seconds(self, rows_RE: FloatArray, of: ExpertPass) -> FloatArray:
         cast_R = self.rest.cast_seconds(rows_RE, self.cluster, of)
@@ -377,11 +370,8 @@ class _Step:
     def _cross_reshards(self) -> None:
         while self.waiting_reshards:
             inside, crossing, layer = self.waiting_reshards.popleft()
-            if inside is not None:
-                self._finish(inside)
-            exchange = self._start((crossing,), "reshard", layer)
-            assert exchange is not None
-            self.reshards.append(exchange)
+            self._finish(inside)
+            self.reshards.append(self._start((crossing,), "reshard", layer))
 
     def _finish_reshards(self) -> None:
         while self.reshards:
@@ -394,16 +384,17 @@ class _Step:
         detail = f"layer {layer}{when}"
         return _Exchange(self.lanes.send("weights", lane, first, detail), others, detail)
 
-    def _advance(self, exchange: _Exchange) -> None:
+    def _advance(self, exchange: _Exchange | None) -> None:
         """Waits for all all-to-alls of the exchange but the last, which is then in flight."""
-        while exchange.others:
+        while exchange is not None and exchange.others:
             self.lanes.wait(exchange.newest)
             load = exchange.others.pop(0)
             exchange.newest = self.lanes.send("weights", exchange.newest.lane, load, exchange.detail)
 
-    def _finish(self, exchange: _Exchange) -> None:
-        self._advance(exchange)
-        self.lanes.wait(exchange.newest)
+    def _finish(self, exchange: _Exchange | None) -> None:
+        if exchange is not None:
+            self._advance(exchange)
+            self.lanes.wait(exchange.newest)
 
     def simulation(self) -> Simulation:
         timeline = Timeline.of_blocks(self.lanes.blocks())

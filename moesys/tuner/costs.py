@@ -1,22 +1,39 @@
 """Costs of points in the cost model: closed forms first, then steps, each simulated once and written to the journal.
 
 Points are looked at in batches. What a batch rules out depends on the best cost before it, and never on the processes
-that work on it, so results and journal are equal at any number of workers.
+that work on it, so results and journal are equal at any number of workers. A point is ruled out by a lower bound on the
+time of its step's busiest lane, whatever the strategy overlaps.
+
+R ranks.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, Protocol
 
-from moesys.balance.plan import out_of_rows
+import numpy as np
+
+from moesys.balance.plan import LayerPlan, StepPlan, out_of_rows
 from moesys.config import Strategy
-from moesys.tuner.bounds import plan_bound_ms
-from moesys.tuner.journal import Entry, Journal
+from moesys.cost import (
+    ExpertPass,
+    FloatArray,
+    link_seconds,
+    pass_seconds,
+    reshard_bytes,
+    restore_bytes,
+    restores_per_step,
+    row_product_seconds,
+    rows_of,
+)
+from moesys.row_traffic import row_traffic
+from moesys.tuner.journal import Entry, TuneJournal
 from moesys.tuner.workload import MOST_BYTES, Deadline, Fidelity, OutOfTimeError, Plans, Setting, Workload, layers_of
 
 # Points of the first batch and of the largest. Each batch has twice as many points as the batch before it, so that the
@@ -33,7 +50,7 @@ class Observer(Protocol):
         """Begins a stage, in which ``num_points`` points will be looked at."""
 
     def point(self, entry: Entry) -> None:
-        """Counts a point of the stage."""
+        """Reports a point of the stage."""
 
 
 class Helpers(Protocol):
@@ -43,7 +60,7 @@ class Helpers(Protocol):
 
     @property
     def are_due(self) -> bool:
-        """Whether they shall be used by now."""
+        """Whether to use them by now."""
 
     def submit(self, function: Callable[..., Entry], /, *args: Any) -> Future[Entry]: ...
 
@@ -52,7 +69,7 @@ class Helpers(Protocol):
 class Session:
     """The means of a tuning: its journal, its observer, its time and its worker processes."""
 
-    journal: Journal
+    journal: TuneJournal
     observer: Observer
     deadline: Deadline = field(default_factory=Deadline)
     helpers: Helpers | None = None
@@ -101,7 +118,7 @@ class Costs:
         """Returns whether no reason is known why it would not run. Writes a reason to the journal."""
         reason, of = strategy.overlap.out_of_reach(self.setting.cluster), "reach"
         if not reason and (memory_gb := self.setting.cluster.memory_gb) is not None:
-            reason, of = self.setting.out_of_memory(strategy, self._tokens_per_rank), f"memory {memory_gb:g} GB"
+            reason, of = self.setting.out_of_memory(strategy, self.tokens_per_rank), f"memory {memory_gb:g} GB"
         if reason:
             self.refused.setdefault(strategy.fingerprint(), (strategy, reason))
             if self.session.journal.find(strategy.fingerprint(), of, pruned=True) is None:
@@ -109,7 +126,8 @@ class Costs:
         return not reason
 
     @cached_property
-    def _tokens_per_rank(self) -> int:
+    def tokens_per_rank(self) -> int:
+        """The mean number of tokens of a rank in a micro-batch."""
         load = self.plans.first_layers(self.starts[0])[0].load
         return load.total // (self.setting.model.top_k * self.setting.cluster.num_ranks)
 
@@ -151,7 +169,7 @@ class Costs:
         bound = find(fingerprint, of, pruned=True)
         entry = bound if bound is not None and bound.ms is not None and bound.ms > limit_ms else find(fingerprint, of)
         if entry is not None:
-            return partial(_same, entry)
+            return lambda: entry
         look = _Look(point, fidelity, limit_ms, self.steps_ms.get(fingerprint, {}))
         helpers = self.session.helpers
         if helpers is None or not helpers.are_due:
@@ -191,7 +209,7 @@ def _plans_of(workload: Workload, most_bytes: int) -> Plans:
 
 
 def _look_at(plans: Plans, look: _Look) -> Entry:
-    """Plans a point's steps, and simulates them unless a bound rules it out."""
+    """Looks at a point: plans its steps, and simulates them unless a bound rules it out."""
     strategy, fidelity, workload = look.strategy, look.fidelity, plans.workload
     steps_ms = {seed: list(look.known_ms.get(seed, ())[: fidelity.num_steps]) for seed in fidelity.seeds}
     try:
@@ -201,7 +219,7 @@ def _look_at(plans: Plans, look: _Look) -> Entry:
             for step in [step for steps in left.values() for step in steps]:
                 plans.deadline.check()
                 bounds_ms.append(plan_bound_ms(step))
-            if (bound_ms := _mean(bounds_ms)) > look.limit_ms:
+            if (bound_ms := statistics.fmean(bounds_ms)) > look.limit_ms:
                 reason = f"its plans take {bound_ms:.4g} ms at least, and the best so far {look.limit_ms:.4g} in all"
                 return Entry.about(strategy, "pruned", str(fidelity), bound_ms, reason)
         for seed, steps in left.items():
@@ -212,13 +230,74 @@ def _look_at(plans: Plans, look: _Look) -> Entry:
                 steps_ms[seed].append(workload.step_ms(step))
     except ValueError as error:
         return Entry.about(strategy, "refused", str(fidelity), None, str(error))
-    entry = Entry.about(strategy, "simulated", str(fidelity), _mean([ms for of in steps_ms.values() for ms in of]))
+    mean_ms = statistics.fmean(ms for of in steps_ms.values() for ms in of)
+    entry = Entry.about(strategy, "simulated", str(fidelity), mean_ms)
     return replace(entry, steps_ms={str(seed): ms for seed, ms in steps_ms.items()})
 
 
-def _same(entry: Entry) -> Entry:
-    return entry
+# --- a lower bound on the time of a step ------------------------------------------------------------------------------
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+def plan_bound_ms(step: Sequence[StepPlan]) -> float:
+    """Returns the milliseconds of the busiest rank between meetings of all ranks, or of the busiest link of all.
+
+    The bound of MegaKernels is lower: they have tiles of their own, and pull a row once for several experts if told to.
+    """
+    model, cluster, strategy = step[0].model, step[0].cluster, step[0].strategy
+    sharding, layers = strategy.sharding, [plan for micro_batch in step for plan in micro_batch.layers]
+    fused = strategy.overlap if strategy.overlap.reaches_memory else None
+    # Rows that are pulled once for several experts are not counted.
+    counted = () if fused and fused.deduplicate else step
+    traffic = [[row_traffic(plan.tokens, model, cluster, strategy.overlap) for plan in of.layers] for of in counted]
+    loads = [[rows.loads(model, cluster) for rows in rows_L] for rows_L in traffic]
+    if fused:
+        # At the matmul rate; inside of a MegaKernel it takes longer, by ``fused_rate``.
+        rows_R = sum(plan.tokens.tokens_R for plan in layers)
+        computing = float(np.max(rows_R)) * row_product_seconds(model, cluster)
+    else:
+        computing = sum(
+            _computing(of, [bool(by_kind["dispatch"].used_4R.any(axis=0).all()) for by_kind in loads_L])
+            for of, loads_L in zip(step, loads, strict=True)
+        )
+    link_busy = np.zeros(2 * (cluster.num_ranks + cluster.num_nodes))
+    # Forward and backward.
+    for by_kind in (by_kind for loads_L in loads for by_kind in loads_L):
+        link_busy += 2 * sum(load.seconds_L for load in by_kind.values())
+    for plan in layers:
+        for bytes_RR in restore_bytes(plan.layout, model, cluster, sharding):
+            link_busy += restores_per_step(sharding) * link_seconds(bytes_RR, cluster)
+        for bytes_RR in reshard_bytes(plan.layout, model, cluster, sharding):
+            link_busy += link_seconds(bytes_RR, cluster)
+    return 1000 * max(computing, float(link_busy.max()))
+
+
+def _computing(micro_batch: StepPlan, meets_L: Sequence[bool]) -> float:
+    """Returns the seconds of a micro-batch's products."""
+
+    def seconds_R(plan: LayerPlan, backward: bool) -> FloatArray:
+        # In whole tiles and waves; chunks would need more of them.
+        passes: tuple[ExpertPass, ...] = ("input_gradients", "weight_gradients") if backward else ("forward",)
+        rows_RE = rows_of(plan.tokens)
+        return np.sum([pass_seconds(rows_RE, micro_batch.model, micro_batch.cluster, of) for of in passes], axis=0)
+
+    return sum(
+        float(np.sum([seconds_R(micro_batch.layers[layer], backward) for layer, backward in stretch], axis=0).max())
+        for stretch in _stretches(meets_L)
+    )
+
+
+def _stretches(meets_L: Sequence[bool]) -> Iterator[list[tuple[int, bool]]]:
+    """Yields the passes of a micro-batch, (layer, whether backward), in order, in lists in which a rank may go on while
+    others are still at an earlier pass.
+
+    All ranks exchange counts before a layer's forward. Backward begins with rows that travel: a rank that sends or
+    receives rows waits for all, and a rank that does not goes on alone. ``meets_L``: whether every rank has such rows.
+    """
+    stretch: list[tuple[int, bool]] = []
+    forward = [(layer, False) for layer in range(len(meets_L))]
+    for layer, backward in [*forward, *((layer, True) for layer, _ in reversed(forward))]:
+        if stretch and (not backward or meets_L[layer]):
+            yield stretch
+            stretch = []
+        stretch.append((layer, backward))
+    yield stretch

@@ -53,7 +53,7 @@ class Entry:
 
     @classmethod
     def from_line(cls, line: bytes) -> Self:
-        """Reads an entry. Raises ValueError for a line that is not an entry."""
+        """Reads an entry. Raises ValueError for a line that is not one."""
         try:
             entry = cls(**json.loads(line))
         except TypeError as error:
@@ -66,7 +66,7 @@ class Entry:
         return entry
 
 
-class Journal:
+class TuneJournal:
     """A file of entries; without ``path``, entries are kept in memory only.
 
     ``setting``: words by name for everything that costs depend on besides the strategy. The first line has them.

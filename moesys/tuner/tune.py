@@ -65,7 +65,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunePick:
     """The pick of a tuning, called ``tuned``, and the reasons for it.
 
     decided_by: the kind of time by which the pick is the fastest. speedup: the baseline's time divided by the pick's,
@@ -111,7 +111,7 @@ def tune_workload(
     mega_kernels: bool = True,
     clock: Clock | None = None,
     draw_seeds: Sequence[int] = (),
-) -> Tuned:
+) -> TunePick:
     """Returns the fastest strategy found. The search begins with ``strategies``; the first is the baseline.
 
     space: None for ``default_space``, with ``MegaKernel`` if ``mega_kernels``. clock: times the best strategies at the
@@ -124,13 +124,12 @@ def tune_workload(
     """
     bounds, plans = bounds or SearchBounds(), Plans(workload, session.deadline)
     cluster = workload.cluster.replace(memory_gb=bounds.memory_gb or workload.cluster.memory_gb)
-    layers = plans.first_layers(strategies[0])
-    setting = Setting(workload.model, cluster, len(layers), bounds.model_layers, workload.recompute)
+    num_layers = len(plans.first_layers(strategies[0]))
+    setting = Setting(workload.model, cluster, num_layers, bounds.model_layers, workload.recompute)
     starts = [setting.plainest(strategy).replace(name=strategy.name) for strategy in strategies]
-    if space is None:
-        tokens_per_rank = layers[0].load.total // (workload.model.top_k * cluster.num_ranks)
-        space = default_space(setting, tokens_per_rank, mega_kernels=mega_kernels)
     costs = Costs(plans, setting, session, starts)
+    if space is None:
+        space = default_space(setting, costs.tokens_per_rank, mega_kernels=mega_kernels)
     plans.deadline = session.deadline.part(_SEARCH_SHARE if clock is None else _SEARCH_SHARE_BEFORE_CLOCKS)
     search = Search(space, costs, budget=bounds.budget, seed=bounds.seed)
     found, timing = search.run(), None
@@ -153,7 +152,7 @@ def tune_workload(
         best = _best_that_fits(timing, costs)
         pick, speedup = best.strategy, 1 / best.ratio
         found = search.around(pick, found)
-    return Tuned(
+    return TunePick(
         strategy=pick.replace(name="tuned"),
         baseline=starts[0],
         decided_by="simulated" if timing is None else "measured",

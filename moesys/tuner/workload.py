@@ -80,7 +80,7 @@ class Workload(Protocol):
         """Number of timed steps of each seed."""
 
     def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
-        """Plans the timed steps from history, as in training. Raises ValueError where that is impossible."""
+        """Yields the timed steps, planned from history as in training. Raises ValueError where that is impossible."""
 
     def step_ms(self, step: Step) -> float:
         """Simulates a step. Raises ValueError for a step that the cost model does not support."""

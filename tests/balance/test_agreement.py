@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from balance_cases import zipf_load
 
-from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.cp_sat import CpSat
 from moesys.balance.eplb import Eplb
 from moesys.balance.flex_moe import FlexMoe
 from moesys.balance.flow.flow_split import FlowSplit

@@ -48,6 +48,19 @@ def test_splits_send_every_token_once_to_a_holder_and_repeat_themselves(config, 
 # --- EvenSplit
 
 
+def test_the_even_split_of_eplb_ignores_nodes():
+    """On a cluster of one node, which is how EPLB's layouts are compared, each replica has the same share."""
+    cluster, slots = ClusterSpec(num_nodes=2, ranks_per_node=4), 3
+    load = zipf_load(8, 12, 1.0)
+    layout = plan_layout(load, cluster, Eplb(), slots)
+    blind = split_tokens(load, layout, ClusterSpec(ranks_per_node=8), EvenSplit())
+    near = split_tokens(load, layout, cluster, EvenSplit())
+    even_R = layout.replicas_RE @ (load.tokens_E / layout.replicas_RE.sum(axis=0))
+    # a source's remainder for an expert is at most one token per replica
+    np.testing.assert_allclose(blind.tokens_R, even_R, atol=slots * load.num_ranks)
+    assert blind.inter_node_tokens(cluster.node_of_rank) > near.inter_node_tokens(cluster.node_of_rank)
+
+
 def test_even_split_by_hand():
     """Two nodes of two ranks; expert 0 on ranks 0, 1 and 2, expert 1 on rank 3 only."""
     cluster = ClusterSpec(num_nodes=2, ranks_per_node=2)

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from moesys.balance.certificate import certify, greatest_bound
-from moesys.balance.cp_sat.components import fill_components, least_by_components
 from moesys.balance.eplb import heaviest_replicated
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
@@ -63,41 +62,13 @@ def tiny(draw):
     return tokens_E, slots_R, domain_R
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(instance=tiny(), min_replicas=st.integers(1, 2))
 def test_no_layout_is_below_the_bound(instance, min_replicas):
     tokens_E, slots_R, domain_R = instance
     best = best_of_all_layouts(tokens_E, slots_R, domain_R, min_replicas)
     assume(best is not None)
     assert greatest_bound(tokens_E, slots_R, domain_R, min_replicas)[0] <= best
-
-
-@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
-@given(instance=tiny())
-def test_components_bound_every_layout_and_are_filled_to_their_limit(instance):
-    tokens_E, slots_R, _ = instance
-    best = best_of_all_layouts(tokens_E, slots_R, (0,) * len(slots_R))
-    assume(best)
-    usable_R = [min(slots, len(tokens_E)) for slots in slots_R]
-    low, _ = greatest_bound(tokens_E, slots_R, (0,) * len(slots_R))
-    limit, components = least_by_components(tokens_E, usable_R, low, sum(tokens_E))
-    assert low <= limit <= best
-    assert sorted(chain.from_iterable(component.experts for component in components)) == list(range(len(tokens_E)))
-    assert sum(component.num_ranks for component in components) <= sum(slots > 0 for slots in slots_R)
-    rows = fill_components(components, tokens_E, usable_R, limit)
-    if rows is not None:
-        assert all(len(set(row)) == len(row) <= slots for row, slots in zip(rows, usable_R, strict=True))
-        assert busiest_by_counting(tokens_E, rows) == limit == best
-
-
-@pytest.mark.parametrize("num_spare", [0, 1, 2, 3])
-@pytest.mark.parametrize("tokens_E", [(9, 7, 6, 4, 3, 2), (20, 3, 3, 2, 1, 1), (5, 5, 5, 5, 5, 5)])
-def test_components_are_exact_where_slots_are_few(tokens_E, num_spare):
-    slots_R = [(6 + num_spare + rank) // 3 for rank in range(3)]
-    best = best_of_all_layouts(tokens_E, slots_R, (0, 0, 0))
-    limit, components = least_by_components(tokens_E, slots_R, 0, sum(tokens_E))
-    assert limit == best
-    assert busiest_by_counting(tokens_E, fill_components(components, tokens_E, slots_R, limit)) == best
 
 
 @pytest.mark.parametrize(

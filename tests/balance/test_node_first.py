@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from balance_cases import Instance, instances
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
@@ -37,7 +37,6 @@ def deals(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     return supply_NE, slots_N, ranks_N, draw(st.sampled_from([1, 2, 8]))
 
 
-@settings(max_examples=200, deadline=None)
 @given(deal=deals())
 def test_every_expert_has_a_place_every_slot_is_one_and_no_token_is_lost(deal):
     supply_NE, slots_N, ranks_N, _ = deal
@@ -59,7 +58,6 @@ def test_tokens_of_others_make_nodes_level():
     assert tokens_NE.tolist() == [[10, 0, 0], [0, 4, 16], [0, 0, 20]]
 
 
-@settings(max_examples=60, deadline=None)
 @given(instance=instances())
 def test_every_usable_slot_holds_another_expert_where_seconds_decide(instance):
     layout = plan_layout(instance.load, instance.cluster, ms.Greedy(), instance.slots, model=model_of(instance))

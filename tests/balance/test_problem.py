@@ -9,7 +9,7 @@ from balance_cases import instances, layouts
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.cp_sat import CpSat
 from moesys.balance.eplb import Eplb
 from moesys.balance.flex_moe import FlexMoe
 from moesys.balance.greedy.greedy import Greedy

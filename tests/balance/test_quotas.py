@@ -5,7 +5,7 @@ from math import ceil
 import numpy as np
 import pytest
 import quota_planners
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moesys.balance.faster_moe import FasterMoe
@@ -60,7 +60,6 @@ def check_layout(problem, plan):
         assert len(set(held)) == len(held) <= problem.slots_R[rank]
 
 
-@settings(max_examples=150, deadline=None)
 @given(problem=problems(spare="homes"))
 def test_moon_ep(problem):
     plan = MoonEp().token_plan(problem)
@@ -72,7 +71,6 @@ def test_moon_ep(problem):
         assert len({home[e] for e in plan.layout.experts_of(rank)} - {rank}) <= 1
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     problem=problems(),
     alpha=st.sampled_from([100, 110, 150]),
@@ -86,7 +84,6 @@ def test_llep(problem, alpha, min_tokens, skip):
     assert as_dict(plan) == quota_planners.llep(tokens_RE, alpha, min_tokens, skip, problem.slots_R)
 
 
-@settings(max_examples=50, deadline=None)
 @given(problem=problems(spare=12))
 def test_llep_with_all_slots_keeps_its_cap(problem):
     plan = Llep(min_tokens=1, skip_below=0).token_plan(problem)
@@ -96,7 +93,6 @@ def test_llep_with_all_slots_keeps_its_cap(problem):
         assert plan.tokens_R.max() <= total // R + total % R
 
 
-@settings(max_examples=150, deadline=None)
 @given(problem=problems(), tolerance=st.sampled_from([0, 1, 20]), min_tokens=st.sampled_from([1, 4, 1024]))
 def test_ultra_ep(problem, tolerance, min_tokens):
     plan = UltraEp(tolerance=tolerance / 100, min_tokens=min_tokens).token_plan(problem)
@@ -109,7 +105,6 @@ def test_ultra_ep(problem, tolerance, min_tokens):
         assert {domain[home[e]] for e in plan.layout.experts_of(rank)} <= {domain[rank]}
 
 
-@settings(max_examples=100, deadline=None)
 @given(problem=problems(), gb_per_s=st.sampled_from([6.25, 1e3, 1e5, 1e9]))
 def test_faster_moe(problem, gb_per_s):
     plan = FasterMoe(gb_per_s=gb_per_s).token_plan(problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from balance_cases import Instance, instances, layouts
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
@@ -56,7 +56,6 @@ def step_seconds(plan: ms.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSp
     return float((to_experts_N + computed_N).max()) + 2 * cost.transfer_seconds(rows_RR, cluster)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), instance=instances(), joined=st.booleans())
 def test_a_split_costs_what_its_bytes_and_rows_take(data, instance, joined):
     """Exactly where a domain is one node, or all; the links inside are fast where a node's traffic is shared out."""
@@ -82,7 +81,6 @@ def once_seconds(plan: ms.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSp
     return sent_s + plan.tokens_R.max() * row_seconds(model, cluster)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     tokens_RE=st.lists(st.lists(st.integers(0, 10**5), min_size=4, max_size=4), min_size=2, max_size=2),
@@ -142,7 +140,6 @@ def test_a_layout_for_rows_that_cross_once_takes_less_than_one_for_rows_that_all
     assert seconds[0] < seconds[1]
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), instance=instances(), traffic=st.sampled_from(["fast", "exact"]))
 def test_a_split_by_seconds_costs_no_more_than_the_least_load_and_the_least_traffic(data, instance, traffic):
     layout, model, cluster = data.draw(layouts(instance)), model_of(instance), instance.cluster
@@ -179,7 +176,6 @@ def test_a_split_by_seconds_asks_for_the_model():
 # --- layouts
 
 
-@settings(max_examples=100, deadline=None)
 @given(instance=instances(), evenly=st.booleans())
 def test_spread_layouts_hold_every_expert_and_fill_every_slot(instance, evenly):
     num_experts = instance.load.num_experts

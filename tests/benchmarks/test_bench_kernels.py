@@ -33,7 +33,7 @@ from benchmarks.kernels.drawn_layer import (
     draw_routing,
     relative_errors,
 )
-from benchmarks.kernels.kernels_contest import FLOPS, Measured, measure_layer
+from benchmarks.kernels.kernels_contest import FLOPS, LayerResult, measure_layer
 
 # Rows of a multiple of 16 bytes, as torch's grouped GEMM wants them.
 TINY = Size("tiny", 10, 16, 8, 3, 2)
@@ -428,7 +428,7 @@ def test_a_graph_that_replays_nothing_is_found(seed: int, monkeypatch: pytest.Mo
 
 
 def test_rates_are_of_operations_without_padding() -> None:
-    row = Measured(Size("", T=10, H=20, I=30, E=4, K=2), "", "", samples_ms={"forward": [3.0, 1.0, 2.0]})
+    row = LayerResult(Size("", T=10, H=20, I=30, E=4, K=2), "", "", samples_ms={"forward": [3.0, 1.0, 2.0]})
     assert row.ms["forward"].median == 2.0
     assert row.tflops["forward"] == pytest.approx(6 * 10 * 2 * 20 * 30 / 2e-3 / 1e12)
 

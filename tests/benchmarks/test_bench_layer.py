@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from benchmarks import one_layer as layer
 from benchmarks.__main__ import app
 from moesys.config import ModelShape
-from moesys.lab.runs.stopwatch import Spread, interleave
+from moesys.lab.runs.stopwatch import Quantiles, interleave
 from moesys.moe.layer import MoELayer
 from moesys.overlap.exact_sum import BlockSums
 
@@ -157,7 +157,7 @@ def test_contestants_take_turns_and_warm_up() -> None:
 
 def test_ratios_are_paired() -> None:
     """A repetition that is slow for both changes nothing."""
-    ratio = Spread.of_ratios([2.0, 20.0, 3.0], [1.0, 10.0, 1.5])
+    ratio = Quantiles.of_ratios([2.0, 20.0, 3.0], [1.0, 10.0, 1.5])
     assert (ratio.median, ratio.p20, ratio.p80) == (2.0, 2.0, 2.0)
     assert str(ratio) == "2.00 [2.00, 2.00]"
 

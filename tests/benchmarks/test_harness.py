@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.harness.contest import Case, Contestant, EqualBits, Outcome, hold, of_all_ranks
 from moesys.config import ClusterSpec
-from moesys.lab.runs.stopwatch import Spread
+from moesys.lab.runs.stopwatch import Quantiles
 from moesys.lab.show import tables
 from moesys.lab.show.tables import Column, Report, Sheet, markdown_table, publish, written_columns
 
@@ -29,7 +29,7 @@ def megabytes(num_bytes: int) -> str:
 class Sent:
     link: Annotated[str, Column("link")]
     num_bytes: Annotated[int, Column("bytes", ","), Column("MB", lambda num_bytes: megabytes(num_bytes))]
-    took: Annotated[Spread | None, Column("us", ".1f")]
+    took: Annotated[Quantiles | None, Column("us", ".1f")]
     by_way: Annotated[dict[str, float], Column("{}, ms", ".2f")]
     samples: list[float]
     remark: Annotated[str, Column("remark")] = ""
@@ -44,7 +44,7 @@ class Sent:
 
 
 ROWS = [
-    Sent("a|b", 1_500_000, Spread.of([1.0, 2.0, 3.0]), {"up": 1.0}, [1.0]),
+    Sent("a|b", 1_500_000, Quantiles.of([1.0, 2.0, 3.0]), {"up": 1.0}, [1.0]),
     Sent("c", 20, None, {"down": 2.0}, []),
 ]
 

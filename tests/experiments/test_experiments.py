@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import moesys as ms
 from moesys.lab.runs.comparison import JUDGED_STEPS
-from moesys.lab.runs.experiment_files import load_experiment
+from moesys.lab.runs.declarations import load_experiment
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 FILES = sorted(FOLDER.glob("*.py"))
@@ -149,7 +149,7 @@ def test_a_planner_of_ones_own_has_a_layout_for_any_nodes_and_slots(
     # Where each node has room, each holds every expert.
     if min(map(sum, slots)) >= E:
         nodes = np.array(cluster.node_of_rank)
-        assert all(layout.num_distinct(np.flatnonzero(nodes == node).tolist()) == E for node in range(len(slots)))
+        assert all(layout.replicas_RE[nodes == node].any(axis=0).all() for node in range(len(slots)))
 
 
 def test_the_sweep_is_the_experiment_at_every_skew_each_with_a_folder_of_its_own() -> None:

@@ -284,7 +284,7 @@ def test_a_benchmark_that_fails(check: Callable[[GpuRank], str], monkeypatch: py
         check(GPU)
     _, _, package, name, *options = ran[0]
     group: Any = get_command({"benchmarks": benchmarks_app, "moesys": moesys_app}[package])
-    command = group.get_command(group.make_context(package, [name]), name)
+    _, command, _ = group.resolve_command(group.make_context(package, [name]), [name])
     monkeypatch.setattr("moesys.lab.commands.options.TemporaryFile", lambda **kwargs: SimpleNamespace(close=bool))
     monkeypatch.setattr(Path, "is_dir", lambda path: path == Path("/nowhere"))
     command.make_context(name, list(options))

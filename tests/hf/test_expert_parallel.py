@@ -297,7 +297,7 @@ def exact_gradients(family: str) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, tuple(routing)
 
 
-@pytest.mark.parametrize("how", ["mixed", "autocast"])
+@pytest.mark.parametrize("how", ["mixed", pytest.param("autocast", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "family", [family if family == "mixtral" else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 )

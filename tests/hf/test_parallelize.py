@@ -269,7 +269,7 @@ def resume(folder: Path, strategy: ms.Strategy, sizes: tuple[int, ...]) -> dict[
     return {"state": state, "moments": moments, "steps": found, "layouts": layouts(model)}
 
 
-@pytest.mark.parametrize("strategy", [LENT, FSEP], ids=["lent", "fsep"])
+@pytest.mark.parametrize("strategy", [pytest.param(LENT, marks=pytest.mark.slow), FSEP], ids=["lent", "fsep"])
 def test_resumes_on_other_ranks(ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy) -> None:
     """Two groups of two save; the same, two ranks and three load every bit, and the same go on as if nothing was."""
     saved = ranks.run(save_and_go_on, tmp_path, strategy, timeout_s=100.0)[0]

@@ -62,7 +62,7 @@ def errors_of_gradients(adapters: list[str], dtype: torch.dtype, strategy: ms.St
     return errors
 
 
-@pytest.mark.parametrize("strategy", [lent(2), fsep(2)], ids=["lent", "fsep"])
+@pytest.mark.parametrize("strategy", [pytest.param(lent(2), marks=pytest.mark.slow), fsep(2)], ids=["lent", "fsep"])
 def test_adapters_beside_experts_train_as_in_one_process(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     adapters = [each for each in ADAPTERS if each not in ("experts", "all")]
     for errors in ranks.run(errors_of_gradients, adapters, torch.float32, strategy, num_ranks=2, timeout_s=150.0):

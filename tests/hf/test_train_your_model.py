@@ -12,6 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from hf_models import under_torchrun
+
+from moesys.lab.ranks.pool import LocalRanks
 
 PAGE = Path(__file__).parents[2] / "docs" / "train-your-model.md"
 
@@ -46,10 +50,26 @@ def files_and_commands(folder: Path) -> dict[str, str]:
     return {f"{program} {name}": command for command, program, name in commands}
 
 
-def test_the_page_trains_a_model(tmp_path: Path) -> None:
+def train_here(folder: Path) -> str:
+    """Runs ``train.py`` on ranks that are there, and returns what it prints."""
+    printed = io.StringIO()
+    with (
+        under_torchrun(),
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(printed),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for name in ("init_process_group", "destroy_process_group"):
+            patch.setattr(dist, name, lambda *_: None)
+        runpy.run_path("train.py", run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_page_trains_a_model(ranks: LocalRanks, tmp_path: Path) -> None:
+    """The next test starts its commands."""
     commands = files_and_commands(tmp_path)
     run(commands["python make_model.py"], tmp_path)
-    printed = run(commands["torchrun train.py"], tmp_path)
+    printed = ranks.run(train_here, tmp_path, num_ranks=2, timeout_s=200.0)[0]
     losses = [float(loss) for loss in re.findall(r"'loss': '?([0-9.]+)", printed)]
     assert losses[-1] < 0.8 * losses[0]
     assert run(commands["python use.py"], tmp_path).startswith("    parser.add_argument(")

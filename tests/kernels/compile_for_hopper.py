@@ -17,7 +17,7 @@ import triton
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.kernels.aot import POINTS, Compiled, compile_mega, compile_size
+from benchmarks.kernels.aot import POINTS, CompiledKernel, compile_mega, compile_size
 from benchmarks.kernels.drawn_layer import SIZES
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import PINNED
@@ -38,7 +38,7 @@ def main(folder: Path, sweep: bool) -> None:
     write(folder / "mega.json", [row for size in sizes for row in compile_mega(size, torch.bfloat16, print, points)])
 
 
-def compile_pinned(path: Path) -> list[Compiled]:
+def compile_pinned(path: Path) -> list[CompiledKernel]:
     wide, square = (
         TileConfig(128, columns, 64, warps=4, stages=stages, operands="specialised")
         for columns, stages in ((256, 4), (128, 4))
@@ -51,7 +51,7 @@ def compile_pinned(path: Path) -> list[Compiled]:
         del os.environ[PINNED]
 
 
-def write(path: Path, rows: Sequence[Compiled]) -> None:
+def write(path: Path, rows: Sequence[CompiledKernel]) -> None:
     path.write_text(json.dumps({"rows": plain(rows)}))
 
 

@@ -1,6 +1,6 @@
 """Trains a linked model on two forked ranks, with plans under way at their end, and prints how each rank ended.
 
-``python forked_ranks.py MODE COUNT`` prints the exit codes of both ranks, COUNT times, as JSON.
+``python forked_ranks.py MODE COUNT [MODE COUNT ...]`` prints the exit codes of both ranks, COUNT times each, as JSON.
 """
 
 from __future__ import annotations
@@ -140,5 +140,6 @@ def exit_codes(run: Callable[[int, Path], None], freed_slowly: int) -> list[int]
 if __name__ == "__main__":
     torch.set_num_threads(1)
     prepare()
-    mode, count = sys.argv[1], int(sys.argv[2])
-    print(json.dumps([exit_codes(MODES[mode], freed_slowly=number % 2) for number in range(count)]))
+    asked = zip(sys.argv[1::2], map(int, sys.argv[2::2]), strict=True)
+    codes = [exit_codes(MODES[mode], freed_slowly=number % 2) for mode, count in asked for number in range(count)]
+    print(json.dumps(codes))

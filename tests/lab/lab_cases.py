@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
+from moesys.__main__ import app
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, Training
@@ -67,3 +70,11 @@ def records(of: Experiment, step_ms: dict[str, float], noise: float = 0.0) -> li
         record(trial, of.source, step_ms[trial.strategy.name] * shaken.uniform(1 - noise, 1 + noise))
         for trial in of.trials()
     ]
+
+
+def moesys(*arguments: object) -> int:
+    """Runs a command in this process, as the command line does, and returns its exit code."""
+    with pytest.raises(SystemExit) as end:
+        app([*map(str, arguments)])
+    assert isinstance(end.value.code, int)
+    return end.value.code

@@ -18,7 +18,7 @@ from runner_cases import EP, FSEP, simulation, training
 
 import moesys as ms
 from moesys.__main__ import main
-from moesys.lab.ranks import workers
+from moesys.lab.ranks import pool
 from moesys.lab.ranks.pool import LocalRanks
 
 
@@ -38,7 +38,7 @@ def simulated(folder: Path) -> None:
 
 def on_workers(folder: Path) -> None:
     # They begin with the first trial, however little there is to do.
-    workers.ALONE_S = 0.0
+    pool.ALONE_S = 0.0
     command("run", *experiment_in(folder, simulation(strategies=(EP, FSEP), seeds=(0,))), "--jobs", "2")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.cp_sat import CpSat
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy

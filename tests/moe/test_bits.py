@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from itertools import product
+from itertools import chain, islice, product
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from harness import Case, run_cases
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 
-# The sweep tries more; random sizes at random chunk counts are in test_matrix.py.
+# The sweep tries all counts of chunks, and each case twice; random sizes at random chunk counts are in test_matrix.py.
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
-CHUNKS = (1, 2, 3, 5, 16) if SWEEP else (2, 16)
+CHUNKS = (1, 2, 3, 5, 16)
 # Both dtypes, on few ranks and on many; the slow ones are all others. One rank computes without any overlap.
 FEW = [("bfloat16", 2), ("float32", 4)]
 ALL = product(("float32", "bfloat16"), (1, 2, 3, 4))
@@ -40,10 +40,10 @@ EDGES = [
 ]
 
 
-def overlaps(strategy: ms.Strategy) -> list[ms.Strategy]:
-    """Sequential twice, then every chunk count."""
-    pipelined = [strategy.replace(overlap=ms.Pipelined(chunks=chunks)) for chunks in CHUNKS]
-    return [strategy, strategy, *pipelined]
+def overlaps(strategy: ms.Strategy, place: int) -> list[ms.Strategy]:
+    """Sequential, and one count of chunks in turn or Sequential again; all of them in the sweep."""
+    others = [strategy, *(strategy.replace(overlap=ms.Pipelined(chunks=chunks)) for chunks in CHUNKS)]
+    return [strategy, *(others if SWEEP else [others[place % len(others)]])]
 
 
 def strategies(num_experts: int, num_ranks: int) -> list[ms.Strategy]:
@@ -72,10 +72,11 @@ def test_overlap_changes_no_bit(ranks: LocalRanks, dtype: str, num_ranks: int) -
         model = shape(dtype, **changes)
         for strategy in strategies(model.num_experts, num_ranks):
             counts = [tokens[:num_ranks], tokens[-num_ranks:]]
-            cases += [Case(model, s, counts, skew=skew, shuffle_layouts=True) for s in overlaps(strategy)]
+            variants = overlaps(strategy, len(names))
+            cases.append([Case(model, each, counts, skew=skew, shuffle_layouts=True) for each in variants])
             names.append(f"{name}, {strategy.name}")
-    by_rank = ranks.run(run_cases, cases, num_ranks=num_ranks, timeout_s=240)
-    variants = 2 + len(CHUNKS)
+    by_rank = ranks.run(run_cases, list(chain(*cases)), num_ranks=num_ranks, timeout_s=240)
     for rank, results in enumerate(by_rank):
-        for index, name in enumerate(names):
-            assert_same_bits(results[index * variants : (index + 1) * variants], f"rank {rank}, {name}")
+        of_rank = iter(results)
+        for variants, name in zip(cases, names, strict=True):
+            assert_same_bits(list(islice(of_rank, len(variants))), f"rank {rank}, {name}")

@@ -258,10 +258,14 @@ def straight_and_resumed(path: Path, strategy: ms.Strategy, linked: bool) -> tup
     ("strategy", "linked"),
     [
         (TIGHT, False),
-        (BEHIND, True),
+        pytest.param(BEHIND, True, marks=pytest.mark.slow),
         (BEHIND.replace(replan_every=3, lag=2), True),
         # Greedy leaves experts of so small a model at home
-        (EP.replace(sharding=ms.Ep(slots_per_rank=3), balance=ms.Eplb(), predictor=ms.WindowMean(steps=3)), True),
+        pytest.param(
+            EP.replace(sharding=ms.Ep(slots_per_rank=3), balance=ms.Eplb(), predictor=ms.WindowMean(steps=3)),
+            True,
+            marks=pytest.mark.slow,
+        ),
         (
             EP.replace(sharding=ms.Ep(slots_per_rank=3, lend="hierarchical"), balance=ms.Eplb()),
             True,

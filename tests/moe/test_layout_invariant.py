@@ -17,8 +17,8 @@ from moesys.moe.call import _in_dtypes
 from moesys.moe.masters import DTYPES
 from moesys.overlap.experts_triton import TritonExperts
 
-# Twice the cases in which each mutant shows; the sweep tries more. Others, in slices: MOESYS_LAYOUT_CASES=200:10000.
-QUICK = "0:200" if os.environ.get("MOESYS_SWEEP") == "1" else "0:48"
+# Those among which each mutant shows; the sweep tries more. Others, in slices: MOESYS_LAYOUT_CASES=200:10000.
+QUICK = "0:200" if os.environ.get("MOESYS_SWEEP") == "1" else "0:24"
 FIRST, LAST = map(int, os.environ.get("MOESYS_LAYOUT_CASES", QUICK).split(":"))
 SLICE = 50
 # Cases in which a mutant shows, if it does.

@@ -94,7 +94,7 @@ def differ(strategy: ms.Strategy, guard: bool, linked: bool) -> tuple[list[str],
 @pytest.mark.parametrize(
     ("strategy", "guard", "linked"),
     [
-        (EP, True, False),
+        pytest.param(EP, True, False, marks=pytest.mark.slow),
         (FSEP, True, True),
         pytest.param(LENT, True, False, marks=pytest.mark.slow),
         (PLANNED, False, True),

@@ -70,7 +70,10 @@ def gradients(strategy: ms.Strategy, block: str, how: str) -> tuple[list[bytes],
     return bits, {lane: layer.experts.meter.bytes_of(lane) for lane in ("dispatch", "combine")}
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name",
+    ["fsep, chunks", "sums a node", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ep", "once a node"))],
+)
 def test_nothing_travels_home_twice(ranks: LocalRanks, name: str) -> None:
     strategy = STRATEGIES[name]
     kept = ranks.run(gradients, strategy, "residual", "kept")
@@ -332,7 +335,7 @@ def all_ways(strategy: ms.Strategy) -> dict[str, list[bytes]]:
     return {"kept": train_model(None, "", strategy)} | found
 
 
-@pytest.mark.parametrize("name", ["ep", "fsep, chunks"])
+@pytest.mark.parametrize("name", [pytest.param("ep", marks=pytest.mark.slow), "fsep, chunks"])
 def test_selective_checkpoints_of_a_model_on_ranks(ranks: LocalRanks, name: str) -> None:
     for found in ranks.run(all_ways, STRATEGIES[name]):
         kept = found.pop("kept")

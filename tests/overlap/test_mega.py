@@ -118,9 +118,11 @@ EDGES = {
 }
 
 
-# Their like runs always: a late rank, tiles that do not divide, experts that a token chooses with others, three ranks,
-# and backward from the last.
+# Their like runs always: ranks without experts (tests/moe/test_mega_layer.py), dropped choices, a late rank, tiles that
+# do not divide, experts that a token chooses with others, three ranks, and backward from the last.
 SLOW = (
+    "fewer experts than ranks",
+    "all choices dropped",
     "several tiles of columns, one late rank",
     "experts chosen twice by a token",
     "more choices than ranks",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import moesys as ms
 from moesys.kernels.mega.tasks import TaskTimes
-from moesys.lab.show.chrome_trace import write_chrome_trace
+from moesys.lab.show.figures import write_chrome_trace
 from moesys.moe.store import RestoredExperts
 from moesys.overlap.comm.record import Recorder, SpanRecord, stage
 from moesys.overlap.routes import held_experts

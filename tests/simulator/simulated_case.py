@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 import moesys as ms
-from moesys.cost import FloatArray
-from moesys.layout import TokenPlan
+from moesys.cost import FloatArray, dispatch_bytes, restore_bytes, transfer_seconds
+from moesys.layout import ExpertLayout, TokenPlan
 from moesys.simulator.mega.layer_pass import MegaPass, QueuedPass
 from moesys.simulator.mega.units import Coarseness
 
@@ -36,6 +36,18 @@ SHAPES = {
     "160 experts": (5120, 2560, 160, 8),
     "Mixtral": (4096, 14336, 8, 2),
 }
+
+
+def dispatch_seconds(plan: TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSpec) -> float:
+    """Returns the seconds of dispatch; combine takes as long, because links are as fast in both directions."""
+    return transfer_seconds(dispatch_bytes(plan, model), cluster)
+
+
+def restore_seconds(
+    layout: ExpertLayout, model: ms.ModelShape, cluster: ms.ClusterSpec, sharding: ms.Ep | ms.Fsep
+) -> float:
+    """Returns the seconds of the all-to-alls that restore the experts of ``layout``; 0 if nothing is missing."""
+    return sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in restore_bytes(layout, model, cluster, sharding))
 
 
 def mega_pass(

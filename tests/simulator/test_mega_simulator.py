@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_case import GPU, PLAIN, SHAPES, Case, drawn_case, mega_pass, plan_of, shape
+from simulated_case import GPU, PLAIN, SHAPES, Case, dispatch_seconds, drawn_case, mega_pass, plan_of, shape
 from tile_simulator import tile_pass
 
 import moesys as ms
@@ -275,7 +275,7 @@ def test_what_travels_alone_takes_its_link(of):
     cluster = PLAIN.replace(ranks_per_node=2, expert_tflops=1e9)
     load = ms.LoadMatrix([[0, 0, 0, 0, 2000, 0, 0, 0], [0] * 8])
     plan = ms.plan_layer(ms.Strategy(name="ep"), SMALL, cluster, load).tokens
-    seconds = 2 * cost.dispatch_seconds(plan, SMALL, cluster)
+    seconds = 2 * dispatch_seconds(plan, SMALL, cluster)
     assert length(of(ms.MegaKernel(), SMALL, cluster, plan, np.zeros(2), False).end_R) == pytest.approx(
         seconds, rel=1e-3
     )

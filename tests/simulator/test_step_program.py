@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from simulated_case import dispatch_seconds, restore_seconds
 
 import moesys as ms
 from moesys import cost
@@ -121,7 +122,7 @@ def test_without_communication_the_busiest_rank_sets_the_pace_of_each_layer():
 def test_a_sequential_layer_is_a_sum():
     load = np.array([[50, 20, 0, 9], [5, 5, 5, 5], [0, 0, 0, 80], [31, 0, 2, 1]])
     (plan,) = plans(EP, FOUR, load)
-    seconds = 4 * cost.dispatch_seconds(plan, MODEL, FOUR) + expert_seconds(plan, FOUR).max()
+    seconds = 4 * dispatch_seconds(plan, MODEL, FOUR) + expert_seconds(plan, FOUR).max()
     assert simulate_step(EP, MODEL, FOUR, [plan]).length_us == pytest.approx(1e6 * seconds)
 
 
@@ -130,7 +131,7 @@ def test_two_chunks_hide_all_but_the_ends(gb_per_s):
     """All of rank 0's rows go to rank 1 in d seconds, and home in d; experts take e, weight gradients e once more."""
     cluster = ms.ClusterSpec(num_nodes=1, ranks_per_node=2, intra_node_gb_per_s=gb_per_s, expert_tflops=1)
     (plan,) = plans(EP, cluster, [[0, 0, 1000, 0], [0, 0, 0, 0]])
-    d = cost.dispatch_seconds(plan, MODEL, cluster)
+    d = dispatch_seconds(plan, MODEL, cluster)
     e = cost.expert_seconds(1000.0, MODEL, cluster, backward=False)
     slow_links = gb_per_s == 1
     assert (d > e) is slow_links
@@ -147,7 +148,7 @@ def local_step(**options: Any) -> tuple[float, float, float, float]:
     """Microseconds of three layers whose tokens stay where they are, and of a restore, a reshard, forward experts."""
     strategy = fsep(slots_per_rank=1, **options)
     layers = plans(strategy, FOUR, HOME, HOME, HOME)
-    restore = cost.restore_seconds(layers[0].layout, MODEL, FOUR, strategy.sharding)
+    restore = restore_seconds(layers[0].layout, MODEL, FOUR, strategy.sharding)
     reshard = cost.reshard_seconds(layers[0].layout, MODEL, FOUR, strategy.sharding)
     forward = cost.expert_seconds(4000.0, MODEL, FOUR, backward=False)
     assert restore < forward
@@ -183,12 +184,12 @@ def test_late_experts_are_exposed_beside_those_that_came_ahead():
     details = [span.detail for span in spans if span.rank == 0][:3]
     assert details == ["layer 0", "layer 1", "layer 1 late"]
     layout = layers[1].layout
-    ahead = cost.restore_seconds(layout.without_last(1), MODEL, cluster, strategy.sharding)
+    ahead = restore_seconds(layout.without_last(1), MODEL, cluster, strategy.sharding)
     missing = cost.restore_bytes(layout, MODEL, cluster, strategy.sharding, here=layout.without_last(1))
     late_us = max(span.end_us - span.start_us for span in spans if span.detail == "layer 1 late")
     # Tokens are on their way beside it.
     assert late_us >= 1e6 * sum(cost.transfer_seconds(each, cluster) for each in missing)
-    assert cost.restore_seconds(layout, MODEL, cluster, strategy.sharding) <= ahead + late_us * 1e-6
+    assert restore_seconds(layout, MODEL, cluster, strategy.sharding) <= ahead + late_us * 1e-6
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -214,7 +215,7 @@ def test_delayed_gradients_are_summed_inside_nodes_before_the_layer_behind(other
         1e6 * cost.transfer_seconds(bytes_RR, FOUR)
         for bytes_RR in cost.reshard_bytes(layers[0].layout, MODEL, FOUR, strategy.sharding)
     )
-    restore = 1e6 * cost.restore_seconds(layers[0].layout, MODEL, FOUR, strategy.sharding)
+    restore = 1e6 * restore_seconds(layers[0].layout, MODEL, FOUR, strategy.sharding)
     computed = 3 * (3e6 * cost.expert_seconds(4000.0, MODEL, FOUR, backward=False) + 3 * other_us)
     length = simulate_step(strategy, MODEL, FOUR, layers, other_seconds=other_us * 1e-6).length_us
     assert 0 < inside < 200

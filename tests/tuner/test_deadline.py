@@ -10,7 +10,7 @@ from tuner_cases import CLUSTERS, EP, MODEL, SMALL, cost, costs_of, drawn, sessi
 from moesys.config import Strategy
 from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
-from moesys.tuner.journal import Journal
+from moesys.tuner.journal import TuneJournal
 from moesys.tuner.search import Search
 from moesys.tuner.workload import Deadline, ladder
 
@@ -28,7 +28,7 @@ class Clock(Deadline):
         return self.left < 0
 
 
-def in_time(workload, journal: Journal, questions: int):
+def in_time(workload, journal: TuneJournal, questions: int):
     costs = costs_of(workload, session_of(journal, Clock(questions)))
     return costs, Search(SMALL, costs, budget=12, seed=0).run
 
@@ -40,7 +40,7 @@ def test_a_search_that_time_stops_answers_with_the_best_so_far_and_goes_on_later
     whole = Search(SMALL, costs_of(workload), budget=12, seed=0).run()
     assert whole.not_seen == ""
     assert str(whole.of) == "6 steps of seeds 0, 1"
-    journal, best_ms, looks = Journal(None, {}), [], []
+    journal, best_ms, looks = TuneJournal(None, {}), [], []
     for questions in (20, 80, 200, 400, 10**9):
         costs, run = in_time(workload, journal, questions)
         found = run()
@@ -58,7 +58,7 @@ def test_a_search_that_time_stops_answers_with_the_best_so_far_and_goes_on_later
 
 
 def test_time_that_is_over_before_the_baseline_was_simulated_is_an_error():
-    _, run = in_time(drawn(CLUSTERS["even"]), Journal(None, {}), 0)
+    _, run = in_time(drawn(CLUSTERS["even"]), TuneJournal(None, {}), 0)
     with pytest.raises(ValueError, match=r"the time was over while simulating 12 points, .* give more minutes"):
         run()
 

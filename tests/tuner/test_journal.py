@@ -7,7 +7,7 @@ import json
 import pytest
 from tuner_cases import EP
 
-from moesys.tuner.journal import Entry, Journal
+from moesys.tuner.journal import Entry, TuneJournal
 
 SETTING = {"model": "a", "moesys": "b"}
 
@@ -18,10 +18,10 @@ def entry(of="seed 0", ms=1.5) -> Entry:
 
 def test_what_is_added_is_found_by_the_next_one(tmp_path):
     path = tmp_path / "journal.jsonl"
-    journal = Journal(path, SETTING)
+    journal = TuneJournal(path, SETTING)
     journal.add(entry())
     journal.add(entry("seed 1", 2.0))
-    again = Journal(path, SETTING)
+    again = TuneJournal(path, SETTING)
     assert again.entries() == journal.entries()
     assert again.find(EP.fingerprint(), "seed 1").ms == 2.0
     assert again.find(EP.fingerprint(), "seed 2") is None
@@ -33,32 +33,32 @@ def test_what_is_added_is_found_by_the_next_one(tmp_path):
 
 def test_a_torn_end_is_cut_off(tmp_path):
     path = tmp_path / "journal.jsonl"
-    Journal(path, SETTING).add(entry())
-    Journal(path, SETTING).add(entry("seed 1"))
+    TuneJournal(path, SETTING).add(entry())
+    TuneJournal(path, SETTING).add(entry("seed 1"))
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
     ends = {len(b"".join(lines[:count])) + off for count in range(4) for off in (-1, 0, 1)} | {5, 100, 500}
     for end in sorted(ends & set(range(len(whole) + 1))):
         path.write_bytes(whole[:end])
-        journal = Journal(path, SETTING)
+        journal = TuneJournal(path, SETTING)
         kept = sum(len(b"".join(lines[:count])) <= end for count in (2, 3))
         assert len(journal.entries()) == kept
         journal.add(entry("seed 2"))
-        assert len(Journal(path, SETTING).entries()) == kept + 1
+        assert len(TuneJournal(path, SETTING).entries()) == kept + 1
 
 
 def test_costs_of_another_setting_are_not_mixed_in(tmp_path):
     path = tmp_path / "journal.jsonl"
-    Journal(path, SETTING)
+    TuneJournal(path, SETTING)
     with pytest.raises(ValueError, match=r"is of another model and trace.*begin anew with --fresh"):
-        Journal(path, SETTING | {"model": "c", "trace": "d"})
+        TuneJournal(path, SETTING | {"model": "c", "trace": "d"})
 
 
 @pytest.mark.parametrize("text", [b"[]\n", b"no json\n", b'{"schema": 1}\n'])
 def test_other_files_are_no_journals(tmp_path, text):
     (tmp_path / "journal.jsonl").write_bytes(text)
     with pytest.raises(ValueError, match="is no journal of a tuning"):
-        Journal(tmp_path / "journal.jsonl", SETTING)
+        TuneJournal(tmp_path / "journal.jsonl", SETTING)
 
 
 WHOLE = json.loads(entry().to_line())
@@ -78,8 +78,8 @@ WHOLE = json.loads(entry().to_line())
 )
 def test_a_damaged_line_is_named(tmp_path, fields):
     path = tmp_path / "journal.jsonl"
-    Journal(path, SETTING).add(entry())
+    TuneJournal(path, SETTING).add(entry())
     with path.open("ab") as file:
         file.write(json.dumps(fields).encode() + b"\n")
     with pytest.raises(ValueError, match=r"line 3 of .* is no entry of a tuning.*delete the line"):
-        Journal(path, SETTING)
+        TuneJournal(path, SETTING)

@@ -24,7 +24,7 @@ from tuner_cases import (
     setting_of,
 )
 
-from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.cp_sat import CpSat
 from moesys.balance.eplb import Eplb
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
@@ -34,7 +34,7 @@ from moesys.config import ClusterSpec, Ep, Fsep, Strategy
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulation
-from moesys.tuner.bounds import plan_bound_ms
+from moesys.tuner.costs import plan_bound_ms
 from moesys.tuner.search import Search, SearchResult
 from moesys.tuner.space import Space
 from moesys.tuner.workload import Fidelity, ladder

@@ -10,7 +10,7 @@ from tuner_cases import CLUSTERS, EP, SMALL, drawn, exhausted, memory_of, sessio
 
 from moesys.config import Fsep
 from moesys.tuner import timing
-from moesys.tuner.journal import Journal
+from moesys.tuner.journal import TuneJournal
 from moesys.tuner.space import SearchBounds
 from moesys.tuner.timing import MOST_TRIALS, Rounds, TrialFailedError
 from moesys.tuner.tune import tune_workload
@@ -119,8 +119,8 @@ def test_failed_trials_are_named_and_not_run_again():
 
 def test_trials_of_the_journal_are_not_run_again(tmp_path):
     first, second = Clock(falling(POINTS)), Clock(falling(POINTS))
-    whole = rounds(first, journal=Journal(tmp_path / "journal.jsonl", {}))
-    again = rounds(second, journal=Journal(tmp_path / "journal.jsonl", {}))
+    whole = rounds(first, journal=TuneJournal(tmp_path / "journal.jsonl", {}))
+    again = rounds(second, journal=TuneJournal(tmp_path / "journal.jsonl", {}))
     assert again == whole
     assert second.calls == []
 

@@ -10,8 +10,8 @@ from tuner_cases import CLUSTERS, EP, SMALL, changed, costs_of, drawn, session_o
 from moesys.balance.greedy.greedy import Greedy
 from moesys.config import Fsep, Strategy
 from moesys.config.overlap import MegaKernel
-from moesys.lab.ranks import workers
-from moesys.lab.ranks.workers import Workers
+from moesys.lab.ranks import pool
+from moesys.lab.ranks.pool import Workers
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.tuner import costs as costs_module
 from moesys.tuner.search import Search
@@ -22,7 +22,7 @@ FUSED = changed(SMALL, {"overlap": ("sequential", "mega_kernel")})
 @pytest.fixture(scope="module")
 def helpers():
     with pytest.MonkeyPatch.context() as patch, closing(Workers(3)) as found:
-        patch.setattr(workers, "ALONE_S", 0.0)
+        patch.setattr(pool, "ALONE_S", 0.0)
         found._alone_until_s = 0.0
         yield found
 

@@ -9,7 +9,7 @@ from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.limits import RankMemory, rank_memory
 from moesys.tuner.costs import Costs, Helpers, Session
-from moesys.tuner.journal import Entry, Journal
+from moesys.tuner.journal import Entry, TuneJournal
 from moesys.tuner.space import Space
 from moesys.tuner.workload import Deadline, Fidelity, Plans, Setting, ladder
 
@@ -96,9 +96,9 @@ class Observed:
 
 
 def session_of(
-    journal: Journal | None = None, deadline: Deadline | None = None, helpers: Helpers | None = None
+    journal: TuneJournal | None = None, deadline: Deadline | None = None, helpers: Helpers | None = None
 ) -> Session:
-    return Session(journal or Journal(None, {}), Observed(), deadline or Deadline(), helpers)
+    return Session(journal or TuneJournal(None, {}), Observed(), deadline or Deadline(), helpers)
 
 
 def costs_of(

@@ -82,8 +82,8 @@ def _share_evenly(tokens, first, end, turn, tokens_P):  # type: ignore[no-untype
 
 
 def min_cost_flow(load: LoadMatrix, layout: ExpertLayout, node_of_rank: tuple[int, ...], limit: int) -> IntArray:
-    """Tokens [R, E] of each expert for each rank, at most ``limit`` a rank: the fewest between nodes, and of those the
-    fewest that leave their rank. ``limit`` must be one that some split keeps.
+    """Returns the tokens [R, E] of each expert for each rank, at most ``limit`` per rank: the plan with the fewest
+    tokens between nodes, and among those the fewest that leave their rank. Some split must keep ``limit``.
     """
     holds_RE = layout.replicas_RE > 0
     assigned_RE = np.where(holds_RE, load.tokens_E, 0)
@@ -99,7 +99,7 @@ def min_cost_flow(load: LoadMatrix, layout: ExpertLayout, node_of_rank: tuple[in
 
 
 def _cheapest_assignment(tokens_RE: IntArray, holds_RE: np.ndarray, room_R: IntArray, node_R: IntArray) -> IntArray:
-    """Tokens [R, E] of each expert for each rank, at most ``room_R`` a rank, for the least traffic.
+    """Returns the tokens [R, E] of each expert for each rank, at most ``room_R`` per rank, for the least traffic.
 
     A minimum-cost flow over sources taken together by node. From (expert e, node n) tokens go
 
@@ -214,30 +214,22 @@ class FlowSplit(Split):
             if problem.model is None:
                 raise ValueError("max_inter_node='seconds' is of a layer's shape; give model, or use a share or None")
             prices = prices_of(problem.model, cluster, load.total, problem.overlap, problem.units_per_token)
-            if self.traffic == "fast":
-                entries = split_by_cost(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, prices)
-                return TokenPlan.by_construction(entries, load, layout)
-            limit = cheapest_limit(load.tokens_RE, layout.expert_RS, node_R, turn, prices)
-            return _exact(load, layout, cluster, limit, level_LR)
-        cap = NO_CAP if self.max_inter_node is None else int(Fraction(str(self.max_inter_node)) * load.total)
-        if self.traffic == "fast":
-            entries = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
-            return TokenPlan.by_construction(entries, load, layout)
-        limit = least_limit(load.tokens_RE, layout.expert_RS, node_R, turn, cap)
-        return _exact(load, layout, cluster, limit, level_LR)
-
-
-def _exact(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, limit: int, level_LR: IntArray) -> TokenPlan:
-    """The split of least traffic under a limit on loads."""
-    table = list_replicas(layout.expert_RS, load.num_experts)
-    assigned_RE = min_cost_flow(load, layout, cluster.domain_of_rank, limit)
-    tokens_P = assigned_RE[table.rank_P, table.expert_P]
-    return TokenPlan.by_construction(route_tokens(load.tokens_RE, tokens_P, table, level_LR), load, layout)
+            entries, limit = split_by_cost(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, prices)
+        else:
+            cap = NO_CAP if self.max_inter_node is None else int(Fraction(str(self.max_inter_node)) * load.total)
+            entries, limit = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
+        if self.traffic == "exact":
+            table = list_replicas(layout.expert_RS, load.num_experts)
+            assigned_RE = min_cost_flow(load, layout, cluster.domain_of_rank, limit)
+            entries = route_tokens(load.tokens_RE, assigned_RE[table.rank_P, table.expert_P], table, level_LR)
+        return TokenPlan.by_construction(entries, load, layout)
 
 
 @compiled
 def split_fast(tokens_RE, expert_RS, node_R, level_LR, turn, cap):  # type: ignore[no-untyped-def]
-    """Returns the rows of the plan, int64 [N, 4]; ``cap``: of its tokens between nodes, or -1."""
+    """Returns the rows of the plan, int64 [N, 4], and the limit on a rank's load that it keeps; ``cap``: the most
+    tokens between nodes, or -1.
+    """
     demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
     # the mean is what can be hoped for, and with a good layout it is reached
     limit = -(-demand.tokens_E.sum() // table.holds_R.sum())
@@ -246,29 +238,19 @@ def split_fast(tokens_RE, expert_RS, node_R, level_LR, turn, cap):  # type: igno
         limit = min_max_flow(demand.tokens_E, table, new_flow(table))
         tokens_P, crossing = _assign(demand, table, groups, turn, limit)
     if cap >= 0 and crossing > cap:
-        limit = _relaxed_limit(demand, table, groups, turn, cap, limit)
+        # the least limit at which no more than the cap cross, or than must at any
+        highest = demand.tokens_E.sum()
+        cap = max(cap, _assign(demand, table, groups, turn, highest)[1])
+        limit = _least_limit(demand, table, groups, turn, cap, limit - 1, highest)
         tokens_P, _ = _assign(demand, table, groups, turn, limit)
-    return route_tokens(tokens_RE, tokens_P, table, level_LR)
+    return route_tokens(tokens_RE, tokens_P, table, level_LR), limit
 
 
 @compiled
 def split_by_cost(tokens_RE, expert_RS, node_R, level_LR, turn, prices):  # type: ignore[no-untyped-def]
-    """Returns the rows of the cheapest plan of several limits, int64 [N, 4]."""
+    """Returns the rows of the cheapest plan of several limits, int64 [N, 4], and its limit on a rank's load."""
     demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
-    _, tokens_P = _cheapest(demand, table, groups, turn, prices)
-    return route_tokens(tokens_RE, tokens_P, table, level_LR)
-
-
-@compiled
-def cheapest_limit(tokens_RE, expert_RS, node_R, turn, prices):  # type: ignore[no-untyped-def]
-    """Returns the limit on a rank's load that ``split_by_cost`` keeps."""
-    demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
-    return _cheapest(demand, table, groups, turn, prices)[0]
-
-
-@compiled
-def _cheapest(demand, table, groups, turn, prices):  # type: ignore[no-untyped-def]
-    tokens_RE, supply_NE, tokens_E, node_R = demand
+    supply_NE, tokens_E = demand.supply_NE, demand.tokens_E
     lowest, highest = min_max_flow(tokens_E, table, new_flow(table)), tokens_E.sum()
     best_P, traffic = _assign(demand, table, groups, turn, lowest)
     limit = lowest
@@ -300,7 +282,7 @@ def _cheapest(demand, table, groups, turn, prices):  # type: ignore[no-untyped-d
         cost, _ = split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices)
         if cost < least:
             limit, best_P = higher, tokens_P
-    return limit, best_P
+    return route_tokens(tokens_RE, best_P, table, level_LR), limit
 
 
 @compiled
@@ -343,14 +325,6 @@ def least_crossing(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def
     return _assign(demand, table, groups, np.int64(0), limit)[1]
 
 
-@compiled
-def least_limit(tokens_RE, expert_RS, node_R, turn, cap):  # type: ignore[no-untyped-def]
-    """Returns the limit on a rank's load that ``split_fast`` keeps."""
-    demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
-    limit = min_max_flow(demand.tokens_E, table, new_flow(table))
-    return limit if cap < 0 else _relaxed_limit(demand, table, groups, turn, cap, limit)
-
-
 class Demand(NamedTuple):
     """What is to be split; all int64: tokens by source ``tokens_RE``, by source's node ``supply_NE``, and ``tokens_E``;
     the node of each rank, ``node_R``.
@@ -383,14 +357,6 @@ def _assign(demand, table, groups, turn, limit):  # type: ignore[no-untyped-def]
         if groups.first_E[expert] == groups.first_E[expert + 1]:
             crossing += tokens_E[expert] - supply_NE[node_R[table.rank_P[table.first_E[expert]]], expert]
     return assigned.tokens_P, crossing
-
-
-@compiled
-def _relaxed_limit(demand, table, groups, turn, cap, lowest):  # type: ignore[no-untyped-def]
-    """Returns the least limit at which no more than ``cap`` tokens cross, or than must at any."""
-    highest = demand.tokens_E.sum()
-    cap = max(cap, _assign(demand, table, groups, turn, highest)[1])
-    return _least_limit(demand, table, groups, turn, cap, lowest - 1, highest)
 
 
 @compiled

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.compiled import borrowing, compiled
-from moesys.layout import ExpertLayout
+from moesys.layout import ExpertLayout, check_same_shape
 from moesys.load import IntArray, LoadMatrix
 
 
@@ -31,7 +31,7 @@ class MinMaxFlow(NamedTuple):
 
 @compiled
 def new_flow(table):  # type: ignore[no-untyped-def]
-    """A ``MinMaxFlow`` for these table."""
+    """Returns the ``MinMaxFlow`` of a ``ReplicaTable``."""
     num_ranks, num_experts = table.holds_R.size, table.first_E.size - 1
     return MinMaxFlow(
         np.zeros(table.rank_P.size, np.int64),
@@ -46,7 +46,9 @@ def new_flow(table):  # type: ignore[no-untyped-def]
 
 @borrowing
 def min_max_flow(tokens_E, table, flow):  # type: ignore[no-untyped-def]
-    """The least tokens of the busiest rank, for ``tokens_E`` int64 [E]; the split and its proof are in ``flow``."""
+    """Returns the least tokens of the busiest rank, for ``tokens_E`` int64 [E]; leaves the split and its proof in
+    ``flow``.
+    """
     mean = limit = _water_fill_all(tokens_E, table, flow)
     flow.tight_R[:] = False
     flow.overflow[0] = 0
@@ -70,8 +72,8 @@ def min_max_flow(tokens_E, table, flow):  # type: ignore[no-untyped-def]
 
 @borrowing
 def _water_fill_all(tokens_E, table, flow):  # type: ignore[no-untyped-def]
-    """A first split: experts with the fewest ranks first, each poured onto its ranks up to one flow. Gives the mean
-    of loads.
+    """Makes a first split: experts with the fewest ranks first, each poured onto its ranks up to one level. Returns the
+    mean of the loads.
     """
     first_E, rank_P = table.first_E, table.rank_P
     tokens_P, load_R = flow.tokens_P, flow.load_R
@@ -92,7 +94,7 @@ def _water_fill_all(tokens_E, table, flow):  # type: ignore[no-untyped-def]
 
 @borrowing
 def water_fill(tokens, first, end, rank_P, tokens_P, load_R):  # type: ignore[no-untyped-def]
-    """Gives tokens to the lowest of the ranks ``rank_P[first:end]``, up to one flow; higher ranks drop out."""
+    """Gives tokens to the lowest of the ranks ``rank_P[first:end]``, up to one level; higher ranks drop out."""
     width, water = end - first, tokens
     for replica in range(first, end):
         tokens_P[replica] = 0
@@ -119,7 +121,9 @@ def water_fill(tokens, first, end, rank_P, tokens_P, load_R):  # type: ignore[no
 
 @borrowing
 def _measure_distances(limit, table, flow):  # type: ignore[no-untyped-def]
-    """Steps from each rank to the nearest with room, -1 where none is reached; ranks queued by distance."""
+    """Measures the steps from each rank to the nearest with room, -1 where none is reached, and queues ranks by
+    distance.
+    """
     num_ranks = flow.load_R.size
     num_queued, excess = 0, False
     for rank in range(num_ranks):
@@ -198,22 +202,23 @@ class TightSet:
 
 
 def min_max_load(load: LoadMatrix, layout: ExpertLayout) -> int:
-    """The least tokens of the busiest rank, over all splits of ``load`` over ``layout``; ``FlowSplit`` attains it.
+    """Returns the least tokens of the busiest rank, over all splits of ``load`` over ``layout``; ``FlowSplit`` attains
+    it.
 
     It is the greatest, over sets of ranks, of the tokens whose experts only they hold, per rank of the set, rounded up
     (Hall's condition; equation 3 of arXiv 2511.16947). Computed by OR-Tools, apart from the split that attains it.
     Raises ValueError when load and layout are for different ranks or experts.
     """
-    _check_same_shape(load, layout)
+    check_same_shape(load, layout)
     return _hardest_set(load.tokens_E, layout.replicas_RE > 0)[0]
 
 
 def tight_set(load: LoadMatrix, layout: ExpertLayout) -> TightSet:
-    """The set of ranks whose bound is ``min_max_load``; all ranks with an expert where that is the mean.
+    """Returns the set of ranks whose bound is ``min_max_load``; all ranks with an expert where that is the mean.
 
     Raises ValueError when load and layout are for different ranks or experts.
     """
-    _check_same_shape(load, layout)
+    check_same_shape(load, layout)
     holds_RE = layout.replicas_RE > 0
     limit, in_set_R = _hardest_set(load.tokens_E, holds_RE)
     inside_E = ~holds_RE[~in_set_R].any(axis=0)
@@ -226,16 +231,9 @@ def tight_set(load: LoadMatrix, layout: ExpertLayout) -> TightSet:
     return found
 
 
-def _check_same_shape(load: LoadMatrix, layout: ExpertLayout) -> None:
-    if (load.num_ranks, load.num_experts) != (layout.num_ranks, layout.num_experts):
-        raise ValueError(
-            f"the load is for {load.num_ranks} ranks and {load.num_experts} experts, the layout for "
-            f"{layout.num_ranks} and {layout.num_experts}; plan both for the same cluster and model"
-        )
-
-
 def _hardest_set(tokens_E: IntArray, holds_RE: np.ndarray) -> tuple[int, np.ndarray]:
-    """``min_max_load`` for ``tokens_E`` [E] and ``holds_RE`` bool [R, E], and the ranks, bool [R], that prove it.
+    """Returns ``min_max_load`` for ``tokens_E`` [E] and ``holds_RE`` bool [R, E], and the ranks, bool [R], that prove
+    it.
 
     Discrete Newton on the minimum cut: a limit that is too low leaves a set of experts, and the ranks that hold them,
     too small for their tokens; their mean is the next limit. Every limit tried is a lower bound with its set, so the

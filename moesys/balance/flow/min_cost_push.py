@@ -102,8 +102,8 @@ def _exceeds(load_R, limit):  # type: ignore[no-untyped-def]
 
 @borrowing
 def _label(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-def]
-    """Cheapest paths, by relaxing experts whose ranks have new labels until none has; what is reached does not depend
-    on their order. It ends, for no cycle gains: all tokens went along cheapest paths.
+    """Finds the cheapest paths by relaxing experts whose ranks have new labels until none has; the result does not
+    depend on their order. It ends because no cycle gains: all tokens went along cheapest paths.
     """
     rank_P, tokens_P, first_G, end_G = table.rank_P, assigned.tokens_P, groups.first_G, groups.end_G
     rank_R, inside_G, from_G, exchange_E = labels.rank_R, labels.inside_G, labels.from_G, labels.exchange_E
@@ -155,14 +155,14 @@ def _label(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-d
 
 @inlined
 def _cost_to_leave(groups, assigned, labels, group):  # type: ignore[no-untyped-def]
-    """Of a token that leaves a group for another node: cheaper by a crossing where it is not at home now."""
+    """Returns the cost of a token that leaves a group for another node: a crossing less where it is not at home now."""
     returns = assigned.here_G[group] > assigned.supply_G[group]
     return labels.exchange_E[groups.expert_G[group]] - (CROSSING if returns else 0)
 
 
 @borrowing
 def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-def]
-    """One step; whether any token moved."""
+    """Takes one step; returns whether any token moved."""
     rank_P, tokens_P, load_R = table.rank_P, assigned.tokens_P, assigned.load_R
     first_G, end_G, here_G, supply_G = groups.first_G, groups.end_G, assigned.here_G, assigned.supply_G
     rank_R, inside_G, from_G = labels.rank_R, labels.inside_G, labels.from_G
@@ -262,7 +262,7 @@ def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-de
 
 @inlined
 def _find_hop(table, groups, assigned, labels, rank):  # type: ignore[no-untyped-def]
-    """The first replica of a rank by which its cheapest path begins; -1 where tokens for it have run out."""
+    """Returns the first replica of a rank by which its cheapest path begins; -1 where tokens for it have run out."""
     for position in range(table.first_R[rank], table.first_R[rank + 1]):
         index = table.shared_Q[position]
         if assigned.tokens_P[index] > 0 and labels.from_G[groups.group_P[index]] + 1 == labels.rank_R[rank]:
@@ -289,7 +289,7 @@ def _offer(table, groups, assigned, labels, limit, group, index, pool):  # type:
 
 @inlined
 def _given(table, groups, labels, group, before):  # type: ignore[no-untyped-def]
-    """What lower ranks of a group give away in this step already."""
+    """Returns how many tokens the lower ranks of a group give away in this step already."""
     tokens = 0
     for index in range(groups.first_G[group], groups.end_G[group]):
         rank = table.rank_P[index]
@@ -300,7 +300,7 @@ def _given(table, groups, labels, group, before):  # type: ignore[no-untyped-def
 
 @inlined
 def _open_to_cross(table, groups, assigned, labels, group, pool):  # type: ignore[no-untyped-def]
-    """Tokens that a group can take from other nodes: where some are missing at home, no more than those."""
+    """Returns how many tokens a group can take from other nodes: where some are missing at home, no more than those."""
     tokens = 0
     for index in range(groups.first_G[group], groups.end_G[group]):
         if labels.taker_R[table.rank_P[index]] == pool:

@@ -58,7 +58,9 @@ class Prices(NamedTuple):
 
 
 def row_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
-    """Seconds in which a rank computes a row, forward and backward, and gathers it for combine and its gradient."""
+    """Returns the seconds in which a rank computes a row, forward and backward, and gathers it for combine and for its
+    gradient.
+    """
     return row_product_seconds(model, cluster) + memory_seconds(2.0 * 2 * model.row_bytes, cluster)
 
 

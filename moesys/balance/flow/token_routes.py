@@ -138,7 +138,7 @@ def group_by_node(table, node_R):  # type: ignore[no-untyped-def]
     )
 
 
-class Routes(NamedTuple):
+class TokenRoutes(NamedTuple):
     """An expert's tokens from rank to rank, sorted; int64. ``route_N``: source * R + destination; ``tokens_N``."""
 
     route_N: IntArray
@@ -147,7 +147,7 @@ class Routes(NamedTuple):
 
 @compiled
 def _new_routes(size):  # type: ignore[no-untyped-def]
-    return Routes(np.empty(size, np.int64), np.empty(size, np.int64))
+    return TokenRoutes(np.empty(size, np.int64), np.empty(size, np.int64))
 
 
 @compiled
@@ -202,7 +202,7 @@ def route_tokens(tokens_RE, tokens_P, table, level_LR):  # type: ignore[no-untyp
             level_LR,
             first_LR,
             scratch,
-            Routes(routes.route_N[num_rows:], routes.tokens_N[num_rows:]),
+            TokenRoutes(routes.route_N[num_rows:], routes.tokens_N[num_rows:]),
         )
         end_F[shared] = num_rows
     entries = np.empty((num_ranks * num_experts + num_rows, 4), np.int64)
@@ -285,7 +285,7 @@ def _route_expert(supply_R, demand_P, rank_P, level_LR, first_LR, scratch, route
 
 @borrowing
 def _merge(ones, num_ones, others, num_others, merged):  # type: ignore[no-untyped-def]
-    """Two sorted lists into one."""
+    """Merges two sorted lists into one."""
     index, row, one = np.uint64(0), np.uint64(0), np.uint64(1)
     for place in range(np.uint64(num_ones)):
         while index < num_others and others.route_N[index] < ones.route_N[place]:

@@ -6,11 +6,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.greedy.construction import ConstructionProblem, build_best, build_each_node
+from moesys.balance.greedy.construction import (
+    ConstructionProblem,
+    build_best,
+    build_each_node,
+    part_of_experts,
+    spread_replicas,
+)
 from moesys.balance.greedy.numbering import Numbers
-from moesys.balance.greedy.replica_constraints import part_of_experts, spread_replicas
 from moesys.balance.greedy.robust_cost import draw_scenarios
-from moesys.balance.late_slots import Prices, late_experts
+from moesys.balance.late_slots import FetchPrices, late_experts
 from moesys.compiled import borrowing, compiled
 from moesys.layout import EMPTY
 from moesys.load import IntArray
@@ -309,7 +314,7 @@ def level(supply_NE, places_NE, ranks_N):  # type: ignore[no-untyped-def]
     return tokens_NE
 
 
-class Built(NamedTuple):
+class BuiltLayout(NamedTuple):
     """A layout, and the parts of the cluster that its replicas keep to in search; int64 [R, S] and [R]."""
 
     expert_RS: IntArray
@@ -327,27 +332,27 @@ class Builders:
         self.numbers, self.part_R, self.before_RS = numbers, part_R, before_RS
         self.min_replicas, self.scenarios_each = min_replicas, scenarios_each
 
-    def replicas_spread(self, evenly: bool) -> Built:
+    def replicas_spread(self, evenly: bool) -> BuiltLayout:
         """Returns a layout with every expert's replicas on as many nodes as can be (``spread``)."""
         n, expert_RS = self.numbers, self.numbers.empty()
         spread(n.tokens_E, n.slots_R, n.node_R, n.rank_A, evenly, expert_RS)
-        return Built(expert_RS, self.part_R)
+        return BuiltLayout(expert_RS, self.part_R)
 
-    def whole(self) -> Built:
+    def whole(self) -> BuiltLayout:
         """Returns a layout of the whole cluster at once."""
         n, expert_RS = self.numbers, self.numbers.empty()
         self._build(expert_RS, n.rank_A, n.tokens_E, np.arange(len(n.tokens_E)))
-        return Built(expert_RS, self.part_R)
+        return BuiltLayout(expert_RS, self.part_R)
 
-    def at_home(self) -> Built | None:
+    def at_home(self) -> BuiltLayout | None:
         """Returns a layout with every expert on its owner, and copies where they are wanted (``pinned``); None where
         owners have no slots for what they own.
         """
         n, expert_RS = self.numbers, self.numbers.empty()
         found = pin_homes(n.supply_NE, n.owner_E, n.slots_R, n.node_R, expert_RS)
-        return Built(expert_RS, self.part_R) if found else None
+        return BuiltLayout(expert_RS, self.part_R) if found else None
 
-    def copies_that_pay(self, prices: Prices) -> Built | None:
+    def copies_that_pay(self, prices: FetchPrices) -> BuiltLayout | None:
         """Returns a layout with every expert on its owner, and the copies that late slots would get (``late_slots``);
         None where owners have no slots for what they own.
         """
@@ -366,9 +371,9 @@ class Builders:
         for row_S, wide_S in zip(expert_RS, wide_RS, strict=True):
             experts = wide_S[wide_S != EMPTY]
             row_S[: len(experts)] = experts
-        return Built(expert_RS, self.part_R)
+        return BuiltLayout(expert_RS, self.part_R)
 
-    def each_node(self) -> Built | None:
+    def each_node(self) -> BuiltLayout | None:
         """Returns a layout of each node for what its ranks send; None where some node cannot hold every expert."""
         n, expert_RS = self.numbers, self.numbers.empty()
         if (np.bincount(n.node_R, n.slots_R) < len(n.tokens_E)).any():
@@ -377,9 +382,9 @@ class Builders:
             n.slots_R, n.node_R, n.rank_A, n.supply_NE, self.scenarios_each, self.before_RS, expert_RS
         ):
             return None
-        return Built(expert_RS, n.node_R)
+        return BuiltLayout(expert_RS, n.node_R)
 
-    def node_first(self, parts: int, group: int) -> Built | None:
+    def node_first(self, parts: int, group: int) -> BuiltLayout | None:
         """Returns a layout whose nodes have the experts that their own ranks want most, of all that each ``group`` of
         nodes has between them; None where one of these cannot hold every expert.
         """
@@ -398,9 +403,9 @@ class Builders:
                 if len(rank_A):
                     heaviest_first_D = expert_D[np.argsort(-tokens_NE[node, expert_D], kind="stable")]
                     self._build(expert_RS, rank_A, tokens_NE[node], heaviest_first_D)
-        return Built(expert_RS, n.node_R)
+        return BuiltLayout(expert_RS, n.node_R)
 
-    def by_parts(self) -> Built:
+    def by_parts(self) -> BuiltLayout:
         """Returns a layout with every expert in one part of the cluster, with the replicas that it needs."""
         n, expert_RS = self.numbers, self.numbers.empty()
         part_E = part_of_experts(n.tokens_E, n.slots_R, self.part_R, self.min_replicas)
@@ -412,7 +417,7 @@ class Builders:
                 self._build(expert_RS, rank_A, np.where(part_E == part, n.tokens_E, 0), expert_D)
             else:
                 self._spread(expert_RS, rank_A, expert_D)
-        return Built(expert_RS, self.part_R)
+        return BuiltLayout(expert_RS, self.part_R)
 
     def _build(self, expert_RS: IntArray, rank_A: IntArray, tokens_E: IntArray, expert_D: IntArray) -> None:
         """Fills the rows of ``rank_A`` with the experts ``expert_D``, balanced for ``tokens_E``."""

@@ -14,11 +14,13 @@ least robust cost is taken.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from moesys.balance.greedy.robust_cost import NO_LIMIT, draw_scenarios, robust_cost
+from moesys.balance.topology import experts_with_room
 from moesys.compiled import borrowing, compiled
 from moesys.layout import EMPTY
 from moesys.load import IntArray
@@ -227,10 +229,11 @@ def _grow_tree(problem, num_hot):  # type: ignore[no-untyped-def]
 
 
 @borrowing
-def _holds(partial, rank, expert):  # type: ignore[no-untyped-def]
+def row_holds(expert_RS, rank, expert):  # type: ignore[no-untyped-def]
+    """Returns whether a rank holds an expert."""
     held = False
-    for slot in range(partial.filled_R[rank]):
-        held = held or partial.expert_RS[rank, slot] == expert
+    for slot in range(expert_RS.shape[1]):
+        held = held or expert_RS[rank, slot] == expert
     return held
 
 
@@ -248,42 +251,40 @@ def _put(problem, partial, rank, hot, tokens):  # type: ignore[no-untyped-def]
 
 @borrowing
 def _nearer(problem, hot, rank, best, partial):  # type: ignore[no-untyped-def]
-    """Whether a hot expert's tokens have less way to a rank's node, or none more and it is there already."""
+    """Returns whether a hot expert's tokens are nearer to a rank than to ``best``, or as near and it is there now."""
     lacking = partial.lacking_NJ[problem.node_R[rank], hot]
     best_lacking = partial.lacking_NJ[problem.node_R[best], hot]
     if lacking != best_lacking:
         return lacking > best_lacking
-    here = there = False
-    for slot in range(problem.before_RS.shape[1]):
-        here = here or problem.before_RS[rank, slot] == problem.expert_D[hot]
-        there = there or problem.before_RS[best, slot] == problem.expert_D[hot]
-    return here and not there
+    expert = problem.expert_D[hot]
+    return row_holds(problem.before_RS, rank, expert) and not row_holds(problem.before_RS, best, expert)
 
 
 @borrowing
 def _find_shared_rank(problem, hot, parent, partial):  # type: ignore[no-untyped-def]
-    """A rank that can take a hot expert and its parent, where its tokens have the least way to go; -1 for none."""
+    """Returns the rank nearest to a hot expert's tokens that can take the expert and its parent; -1 for none."""
     best = -1
     for rank in problem.rank_A:
         if partial.open_R[rank] < 2 or partial.room_R[rank] <= 0:
             continue
         if best >= 0 and not _nearer(problem, hot, rank, best, partial):
             continue
-        if not _holds(partial, rank, problem.expert_D[hot]) and not _holds(partial, rank, problem.expert_D[parent]):
+        held = row_holds(partial.expert_RS, rank, problem.expert_D[hot])
+        if not held and not row_holds(partial.expert_RS, rank, problem.expert_D[parent]):
             best = rank
     return best
 
 
 @borrowing
 def _find_own_rank(problem, hot, partial):  # type: ignore[no-untyped-def]
-    """A rank with one slot for hot experts that this one can fill, where its tokens have the least way; -1 for none."""
+    """Returns the rank nearest to a hot expert's tokens with one slot for hot experts that it can fill; -1 for none."""
     best = -1
     for rank in problem.rank_A:
         if partial.open_R[rank] != 1 or not 0 < partial.room_R[rank] <= partial.rest_J[hot]:
             continue
         if best >= 0 and not _nearer(problem, hot, rank, best, partial):
             continue
-        if not _holds(partial, rank, problem.expert_D[hot]):
+        if not row_holds(partial.expert_RS, rank, problem.expert_D[hot]):
             best = rank
     return best
 
@@ -348,7 +349,7 @@ def _fill_up(problem, num_hot, partial):  # type: ignore[no-untyped-def]
                 continue
             best = -1
             for hot in range(num_hot):
-                if _holds(partial, rank, problem.expert_D[hot]):
+                if row_holds(partial.expert_RS, rank, problem.expert_D[hot]):
                     continue
                 if best < 0:
                     best = hot
@@ -364,3 +365,54 @@ def _fill_up(problem, num_hot, partial):  # type: ignore[no-untyped-def]
             _put(problem, partial, rank, best, max(min(rest_J[best], room_R[rank]), 0))
             left -= 1
     return True
+
+
+# --- replicas that keep to parts of the cluster, or are at least a given number --------------------------------
+
+
+def part_of_experts(tokens_E: IntArray, slots_R: IntArray, part_R: IntArray, replicas: int) -> IntArray:
+    """Returns the part of the cluster that holds each expert, int64 [E]: in turn, each goes to the part with the fewest
+    tokens a rank that still has room for an expert with so many replicas. Give the heaviest first.
+    """
+    num_parts = int(part_R.max()) + 1
+    room = [
+        experts_with_room(replicas, tuple(slots_R[part_R == part].tolist()), len(tokens_E)) for part in range(num_parts)
+    ]
+    ranks = [int((slots_R[part_R == part] > 0).sum()) for part in range(num_parts)]
+    tokens, part_E = [0] * num_parts, np.empty(len(tokens_E), dtype=np.int64)
+    for expert in range(len(tokens_E)):
+        open_parts = [part for part in range(num_parts) if room[part]]
+        part = min(open_parts, key=lambda part: ((tokens[part] + int(tokens_E[expert])) // ranks[part], part))
+        part_E[expert] = part
+        room[part] -= 1
+        tokens[part] += int(tokens_E[expert])
+    return part_E
+
+
+def spread_replicas(
+    tokens_E: IntArray, slots_R: IntArray, replicas: int, experts: Sequence[int], ranks: Sequence[int]
+) -> list[list[int]]:
+    """Returns the experts of each of ``ranks``: every slot filled, ``replicas`` or more of each, none twice on a rank.
+
+    Heaviest first, each expert goes to the ranks with the most free slots, of those the ones with the fewest tokens
+    (so there is room for all if there can be: Gale and Ryser). What slots are left go to the most tokens a replica.
+    """
+    rows: list[list[int]] = [[] for _ in ranks]
+    load, count = [0] * len(ranks), dict.fromkeys(experts, replicas)
+    free = [min(int(slots_R[rank]), len(experts)) for rank in ranks]
+    for expert in experts:
+        share = int(tokens_E[expert]) // replicas
+        for place in sorted(range(len(ranks)), key=lambda place: (-free[place], load[place], place))[:replicas]:
+            rows[place].append(expert)
+            free[place] -= 1
+            load[place] += share
+    for place in range(len(ranks)):
+        while free[place]:
+            expert = max(
+                (expert for expert in experts if expert not in rows[place]),
+                key=lambda expert: (int(tokens_E[expert]) // count[expert], -count[expert], -expert),
+            )
+            rows[place].append(expert)
+            count[expert] += 1
+            free[place] -= 1
+    return rows

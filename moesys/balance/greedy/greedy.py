@@ -14,10 +14,9 @@ from pydantic import Field
 
 from moesys.balance.flow.flow_split import least_crossing
 from moesys.balance.flow.step_cost import crosses_once
-from moesys.balance.greedy.builders import Builders, Built
+from moesys.balance.greedy.builders import Builders, BuiltLayout
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
 from moesys.balance.greedy.numbering import Numbers, num_moves, relabelled, relabelled_inside
-from moesys.balance.greedy.replica_constraints import check_replicas
 from moesys.balance.greedy.robust_cost import (
     MILLION,
     MUCH_DRIFT,
@@ -27,10 +26,10 @@ from moesys.balance.greedy.robust_cost import (
     draw_scenarios,
     robust_cost,
 )
-from moesys.balance.late_slots import Prices, fetch_prices
+from moesys.balance.late_slots import FetchPrices, fetch_prices
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import domains_of
-from moesys.config import Ep
+from moesys.balance.topology import domains_of, experts_with_room
+from moesys.config import Ep, Within
 from moesys.config.balance import Balance, MinReplicas, ReplicasWithin, unfit_moves
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
@@ -139,6 +138,43 @@ class Greedy(Balance):
         )
 
 
+def check_replicas(problem: PlanningProblem, wanted: int, within: Within) -> None:
+    """Raises ValueError where not all experts at once can have ``wanted`` replicas, each expert on distinct ranks of
+    one place ``within`` the cluster.
+    """
+    cluster, slots_R, num_experts = problem.cluster, problem.slots_R, problem.load.num_experts
+    if wanted == 1 and within == "cluster":
+        return  # slots are enough
+    slots_by_place: dict[int, list[int]] = {}
+    for slots, place in zip(slots_R, domains_of(cluster, within), strict=True):
+        slots_by_place.setdefault(place, []).append(slots)
+    most = max(sum(slots > 0 for slots in place) for place in slots_by_place.values())
+    if wanted > most:
+        if within == "cluster":
+            raise ValueError(
+                f"min_replicas={wanted} needs as many ranks with slots, and there are {most}; "
+                f"use min_replicas <= {most} or give more ranks slots"
+            )
+        raise ValueError(
+            f"min_replicas={wanted} with replicas_within={within!r} needs as many ranks with slots in one {within}, "
+            f"and the most are {most}; use min_replicas <= {most} or replicas_within='cluster'"
+        )
+    room = [experts_with_room(wanted, place, num_experts) for place in slots_by_place.values()]
+    if sum(room) >= num_experts:
+        return
+    if within == "cluster":
+        usable = sum(min(slots, num_experts) for slots in slots_R)
+        raise ValueError(
+            f"min_replicas={wanted} for {num_experts} experts takes {wanted * num_experts} slots, at most "
+            f"{num_experts} of them on a rank, and there are {usable}; add at least {wanted * num_experts - usable} or "
+            "use a smaller min_replicas"
+        )
+    raise ValueError(
+        f"replicas_within={within!r} with min_replicas={wanted} has room for {room} experts by {within}, in all "
+        f"{sum(room)} of {num_experts}; add slots, use a smaller min_replicas or replicas_within='cluster'"
+    )
+
+
 def _cost(draft: _Draft) -> int:
     return draft.cost
 
@@ -234,10 +270,10 @@ class _Planner:
                 return
         yield _Draft(self, *builders.whole())
 
-    def kinds(self, before_RS: IntArray) -> Sequence[Callable[[], Built | None]]:
+    def kinds(self, before_RS: IntArray) -> Sequence[Callable[[], BuiltLayout | None]]:
         """Returns what builds layouts for the fewest seconds, one of each kind."""
         builders, num_nodes = self.builders(before_RS), self.numbers.num_nodes
-        kinds: list[Callable[[], Built | None]] = [
+        kinds: list[Callable[[], BuiltLayout | None]] = [
             partial(builders.replicas_spread, False),
             partial(builders.replicas_spread, True),
             builders.whole,
@@ -253,8 +289,8 @@ class _Planner:
         return kinds
 
     @property
-    def fetch_prices(self) -> Prices:
-        """Prices of copies that owners lend, in seconds of the load's units."""
+    def fetch_prices(self) -> FetchPrices:
+        """The prices of copies that owners lend, in seconds of the load's units."""
         problem = self.problem
         assert problem.model is not None
         assert problem.sharding is not None
@@ -344,8 +380,8 @@ class _Planner:
         return all_moves, first_draw, False
 
     def earned(self, fresh: _Draft, previous: ExpertLayout) -> _Draft:
-        """Of the layout in force, itself repaired, one built near it and the new one, the one whose cost and moves are
-        worth the least.
+        """Returns the best by cost and moves of four layouts: the one in force, the same repaired, one built near it,
+        and ``fresh``.
         """
         n, cluster = self.numbers, self.problem.cluster
         before_RE, before_RS = previous.replicas_RE[n.rank_R][:, n.expert_E], n.numbered(previous)
@@ -364,7 +400,7 @@ class _Planner:
             drafts += [kept, self.repaired(kept, max(most_moves - num_moves(before_RE, kept.replicas_RE), 0))]
 
         def choice(draft: _Draft) -> tuple[bool, Fraction, int]:
-            """The least is the best: within the budget, then cost and price; where nothing is, the fewest moves."""
+            """Orders drafts, the best lowest: those within the budget by cost and price, and others by their moves."""
             moves = num_moves(before_RE, draft.replicas_RE)
             over = max(moves - most_moves, 0)
             return bool(over), draft.cost + price * moves if not over else Fraction(moves), moves
@@ -378,8 +414,8 @@ class _Planner:
         return min(drafts, key=choice)
 
     def completed(self, expert_RS: IntArray, part_R: IntArray) -> IntArray:
-        """With an expert in every free slot: of those of the rank's part that it lacks, the one with the most tokens a
-        replica.
+        """Returns a layout with an expert in every free slot: of the experts of the rank's part that the rank lacks,
+        the one with the most tokens per replica.
         """
         n, expert_RS = self.numbers, expert_RS.copy()
         replicas_E = np.bincount(expert_RS[expert_RS != EMPTY], minlength=len(n.tokens_E)).tolist()
@@ -396,7 +432,7 @@ class _Planner:
         return expert_RS
 
     def meets_constraints(self, before_RE: IntArray, part_R: IntArray) -> bool:
-        """Whether a layout in force has enough replicas of every expert, all where they may be."""
+        """Returns whether a layout in force has enough replicas of every expert, all where they may be."""
         enough = ((before_RE > 0).sum(axis=0) >= self.config.min_replicas).all()
         parts_PE = np.zeros((int(part_R.max()) + 1, len(self.numbers.tokens_E)), dtype=np.int64)
         np.add.at(parts_PE, part_R, before_RE)

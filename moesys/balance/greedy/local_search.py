@@ -21,6 +21,7 @@ import numpy as np
 
 from moesys.balance.flow.max_load import min_max_flow, new_flow
 from moesys.balance.flow.token_routes import list_replicas
+from moesys.balance.greedy.construction import row_holds
 from moesys.balance.greedy.robust_cost import NO_LIMIT, mixed_bits, robust_cost
 from moesys.compiled import borrowing, compiled
 from moesys.load import IntArray
@@ -44,7 +45,7 @@ class MoveConstraints(NamedTuple):
     least_replicas: IntArray
 
 
-class Search(NamedTuple):
+class SearchState(NamedTuple):
     """The state of a search; all int64.
 
     ``expert_RS``: the layout; ``replicas_E`` and ``replicas_GE``: replicas of each expert in all and by group;
@@ -90,7 +91,7 @@ def local_search(scenarios, constraints, relocates, expert_RS, evaluations, most
 @compiled
 def _begin(scenarios, constraints, expert_RS, evaluations, most_moves, first_draw):  # type: ignore[no-untyped-def]
     num_scenarios, num_experts = scenarios.tokens_KE.shape
-    search = Search(
+    search = SearchState(
         expert_RS,
         np.zeros(num_experts, np.int64),
         np.zeros((constraints.group_R.max() + 1, num_experts), np.int64),
@@ -110,16 +111,8 @@ def _begin(scenarios, constraints, expert_RS, evaluations, most_moves, first_dra
 
 
 @borrowing
-def _row_holds(expert_RS, rank, expert):  # type: ignore[no-untyped-def]
-    held = False
-    for slot in range(expert_RS.shape[1]):
-        held = held or expert_RS[rank, slot] == expert
-    return held
-
-
-@borrowing
 def _can_spare(constraints, search, rank, expert):  # type: ignore[no-untyped-def]
-    """Whether a rank may lose its replica of an expert: there are enough others, and one of them in its group."""
+    """Returns whether a rank may lose its replica of an expert: enough others are left, and one in its group."""
     enough = search.replicas_E[expert] > constraints.least_replicas[0]
     return enough and search.replicas_GE[constraints.group_R[rank], expert] > 1
 
@@ -155,7 +148,7 @@ def _relocate(tokens_E, constraints, search):  # type: ignore[no-untyped-def]
             slot = _least_needed(rank, constraints, search, table, flow)
             num_shedders = _greatest(shed_GE[constraints.group_R[rank]], shedders)
             for expert in shedders[:num_shedders]:
-                if slot < 0 or _row_holds(expert_RS, rank, expert):
+                if slot < 0 or row_holds(expert_RS, rank, expert):
                     continue
                 leaving = expert_RS[rank, slot]
                 expert_RS[rank, slot] = expert
@@ -216,7 +209,7 @@ def _greatest(values, found):  # type: ignore[no-untyped-def]
 
 @borrowing
 def _least_needed(rank, constraints, search, table, flow):  # type: ignore[no-untyped-def]
-    """The slot of a rank's replica with the fewest tokens, of those that can be spared; -1 for none."""
+    """Returns the slot of a rank's replica with the fewest tokens, of those that can be spared; -1 for none."""
     leaving, least = np.int64(-1), np.int64(0)
     for position in range(table.first_R[rank], table.first_R[rank + 1]):
         replica = table.shared_Q[position]
@@ -274,10 +267,10 @@ def _try(scenarios, constraints, search, place, other_place, swaps):  # type: ig
     expert, leaving = expert_RS[tight, slot], expert_RS[other, other_slot]
     if scenarios.tokens_KE[0, expert] == 0 or search.moves[0] < 1 + swaps:
         return False
-    if group_R[tight] != group_R[other] or _row_holds(expert_RS, other, expert):
+    if group_R[tight] != group_R[other] or row_holds(expert_RS, other, expert):
         return False
     if swaps:
-        if _row_holds(expert_RS, tight, leaving):
+        if row_holds(expert_RS, tight, leaving):
             return False
         expert_RS[tight, slot] = leaving
     elif not _can_spare(constraints, search, other, leaving):

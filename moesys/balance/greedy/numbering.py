@@ -77,7 +77,7 @@ class Numbers:
         return ExpertLayout(layout_RS, len(self.tokens_E))
 
     def numbered(self, layout: ExpertLayout) -> IntArray:
-        """A layout's rows in the planner's numbers, every expert once a rank."""
+        """Returns a layout's rows in the planner's numbers, every expert once per rank."""
         new_E = np.empty_like(self.expert_E)
         new_E[self.expert_E] = np.arange(len(new_E))
         expert_RS = self.empty()
@@ -92,7 +92,9 @@ class Numbers:
 
 
 def num_moves(before_RE: IntArray, after_RE: IntArray) -> int:
-    """Counts replicas that are where they were not before; both int64 [R, E], replicas of each expert on each rank."""
+    """Returns how many replicas are where they were not before; both int64 [R, E], replicas of each expert on each
+    rank.
+    """
     return int(np.maximum(after_RE - before_RE, 0).sum())
 
 

@@ -94,7 +94,9 @@ def draw_drifted(tokens_RE, drift, num_loads):  # type: ignore[no-untyped-def]
 
 @borrowing
 def _bell(bits):  # type: ignore[no-untyped-def]
-    """A roughly normal number of mean 0 and standard deviation 147.8: the sum of the lowest four bytes, less 510."""
+    """Returns a roughly normal number of mean 0 and standard deviation 147.8: the sum of the lowest four bytes, less
+    510.
+    """
     total = np.int64(0)
     for _ in range(4):
         total += np.int64(bits & np.uint64(255))

@@ -24,7 +24,7 @@ DEVICE_TILE_ROWS = 64
 SMALL_MATRIX = 1 << 16
 # Below this, kernels depend on rows and addresses in ways that no probe has found all of.
 NARROW = 16
-# Of allocations' addresses.
+# Addresses of allocations are multiples of this.
 ALIGNMENT_BYTES = 64
 # Columns beyond these are more of the same, and would make the probe of a large expert take a minute.
 LARGEST_COLUMNS = 2048
@@ -38,8 +38,8 @@ _PLACEMENTS = ((0, 0, 0), (5, 3, 5), (3, 1, 8), (16, 8, 1), (33, 5, 16))
 
 @dataclass(frozen=True)
 class RowRule:
-    """How to call a GEMM so that chunks change no bit: with at least ``min_rows`` rows, or, where that is not enough,
-    in calls of exactly ``tile_rows`` rows.
+    """A rule for calls of a GEMM by which chunks change no bit: a call has at least ``min_rows`` rows, or, if that is
+    not enough, exactly ``tile_rows`` rows.
     """
 
     min_rows: int = 1

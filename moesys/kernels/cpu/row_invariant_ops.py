@@ -68,7 +68,7 @@ def by_rows_backward(
     for block, padding in _padded_blocks(x_NA, dy_NB.shape[1]):
         num_rows = len(dy_NB[block])
         x, dy, weight = (_wide(rows[block], padding) for rows in (x_NA, dy_NB, weight_N[:, None]))
-        # What fills up is not there.
+        # Rows that pad the block have no part in any sum.
         weight[num_rows:] = 0
         with torch.enable_grad():
             y = function(x.requires_grad_())

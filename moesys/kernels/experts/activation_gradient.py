@@ -132,7 +132,7 @@ def activation_gradient_reference(
 
 
 class GradientRows(NamedTuple):
-    """What ``store_gradients`` reads of each row, h, and writes: its gradient, the weighted activation, partial sums
+    """The rows that ``store_gradients`` reads, h, and writes: the gradient of h, the weighted activation, partial sums
     of the routing weight's gradient.
     """
 
@@ -151,7 +151,7 @@ class BackwardRows(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What ``store_gradients`` is compiled for; ``sum_columns``: of one partial sum."""
+    """The constants of ``store_gradients``. ``sum_columns``: the columns of one partial sum."""
 
     I: int
     activation: str
@@ -160,7 +160,7 @@ class Epilogue(NamedTuple):
 
 
 class GradientSizes(NamedTuple):
-    """What the kernel is compiled for; ``matrix_stride``: elements between two matrices."""
+    """The constants of the kernel. ``matrix_stride``: elements between two matrices."""
 
     H: int
     top_k: int

@@ -1,4 +1,4 @@
-"""What stands between the two projections of an expert: swiglu, geglu (gated), gelu, relu2 (not gated).
+"""The activations between the two projections of an expert: swiglu, geglu (gated), gelu, relu2 (not gated).
 
 A gated activation takes [gate | up] of width U = 2I and gives I values, act(gate) · up; the others take U = I.
 gelu is the exact one, h · Φ(h) with Gauss' distribution function Φ; relu2 is max(h, 0)².

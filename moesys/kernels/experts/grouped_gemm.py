@@ -65,7 +65,7 @@ def grouped_gemm(
 
 
 class GemmSizes(NamedTuple):
-    """What the kernel is compiled for: see ``grouped_gemm``; elements between two matrices."""
+    """The constants of the kernel: see ``grouped_gemm``. ``matrix_stride``: elements between two matrices."""
 
     L: int
     N: int

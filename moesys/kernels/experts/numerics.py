@@ -1,4 +1,4 @@
-"""What kernels do to numbers: the same on a GPU and in Triton's interpreter, which cannot compute in bfloat16.
+"""Products and rounding of kernels: the same on a GPU and in Triton's interpreter, which cannot compute in bfloat16.
 
 The interpreter multiplies the bit patterns of bfloat16 as if they were integers, and cuts float32 off where bfloat16
 should round. So there operands are converted to float32 first, which changes no product, and results are rounded by

@@ -33,7 +33,7 @@ class Side(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Which side of an outer product is read by token, and how many choices a token has."""
+    """The side of an outer product that is read by token, and the number of choices of a token."""
 
     left: bool
     top_k: int

@@ -1,4 +1,4 @@
-"""How a grouped GEMM is cut into tiles; all five of a layer together, as JSON; for which layers a choice holds."""
+"""The tiles of a grouped GEMM; those of all five GEMMs of a layer, as JSON; the layers for which a choice holds."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ INTERPRETED_PROGRAMS = 3
 SPECIALISED_WARPS = 4
 
 Operands = Literal["pointers", "tma", "specialised"]
-# Of a block: products of tensor cores take 16 by 16 by 16 at least.
+# The smallest sizes of a block: products of tensor cores take 16 by 16 by 16 at least.
 LEAST = MappingProxyType({"rows": 16, "columns": 16, "contraction": 16, "warps": 1, "stages": 1, "raster": 1})
-# Of a block of 16 bits, for products by groups of four warps (Hopper's ``wgmma``).
+# The smallest sizes of a block of 16 bits, for products by groups of four warps (Hopper's ``wgmma``).
 WARPGROUP = MappingProxyType({"rows": 64, "warps": 4})
 OPERAND_BYTES = 2
 POWERS_OF_TWO = ("rows", "columns", "contraction", "warps")
@@ -54,7 +54,7 @@ def usual_programs(device: torch.device) -> int:
 
 
 class Tiling(NamedTuple):
-    """What a kernel is compiled for, as a constexpr: fields of a ``TileConfig``."""
+    """The constants of a kernel as one constexpr: fields of a ``TileConfig``."""
 
     rows: int
     columns: int
@@ -122,7 +122,7 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class TileConfigs:
-    """How each grouped GEMM is cut. Their ``contraction`` is part of the numerics class, and so are
+    """The tiles of each grouped GEMM. Their ``contraction`` is part of the numerics class, and so are
     ``activation_gradient.columns`` below 32; all else changes no bit.
     """
 

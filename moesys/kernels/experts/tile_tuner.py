@@ -47,7 +47,7 @@ CONTRACTION = 64
 MOST_SHARED_BYTES = 232_448
 # An epilogue and barriers take these bytes beside the stages (``python -m benchmarks kernels --aot``).
 EPILOGUE_BYTES = 33 << 10
-# Of a thread's 255 registers, as many sums leave room for addresses and the epilogue; two groups of warps multiply.
+# This many sums leave room for addresses and the epilogue in a thread's 255 registers; two groups of warps multiply.
 MOST_SUMS = 128
 THREADS_THAT_MULTIPLY = 256
 
@@ -184,7 +184,7 @@ def model_us(block: TileConfig, gemm: Gemm, shape: ShapeClass, multiprocessors: 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a tuned choice holds for, besides versions. ``capability``: as in ``sm_90``."""
+    """The kind of GPU for which a tuned choice holds, besides versions. ``capability``: as in ``sm_90``."""
 
     name: str = "H100"
     multiprocessors: int = MULTIPROCESSORS
@@ -267,7 +267,7 @@ def _folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesys"
     except RuntimeError:
-        # As in a container whose user is but a number.
+        # This happens in a container whose user has no name.
         raise OSError(f"this user has no home folder to keep blocks in; name a folder by {CACHE}") from None
 
 

@@ -76,7 +76,7 @@ def up(
 
 
 class UpRows(NamedTuple):
-    """Each row's choice, and what the kernel writes: see ``up``."""
+    """The choice of each row, and the tensors that the kernel writes: see ``up``."""
 
     entry_P: Tensor
     h_PU: Tensor
@@ -84,7 +84,7 @@ class UpRows(NamedTuple):
 
 
 class UpSizes(NamedTuple):
-    """What the kernel is compiled for; ``matrix_stride``: elements between two matrices; ``halves``: 2 with a gate."""
+    """The constants of the kernel. ``matrix_stride``: elements between two matrices; ``halves``: 2 with a gate."""
 
     H: int
     I: int

@@ -31,14 +31,14 @@ from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import require_contiguous, tile_of
 from moesys.kernels.launch import kernel
 
-# Of a tile: 256 threads have three registers for each of its sums, and 255 in all. 128 columns spill.
+# The largest tile of blocks: 256 threads have three registers for each sum, and 255 in all. 128 columns spill.
 MOST_ROWS, MOST_COLUMNS = 128, 64
 # Adding it to a float64 and taking it away again rounds to a multiple of 1, half to even.
 ROUNDING = tl.constexpr(1.5 * 2.0**52)
 
 
 class OrderedGroups(NamedTuple):
-    """Which rows each group has, int32.
+    """The rows of each group, int32.
 
     ``entry_P``, ``first_G1`` [G + 1]: each row's choice, and where each group's rows begin (``routing.SortedRouting``).
     ``order_G``: every group once, in which order they are begun, best the largest first (``tiles.groups_by_size``), so
@@ -184,7 +184,7 @@ def block_gradient_reference(
 
 
 class OuterSizes(NamedTuple):
-    """What the kernel is compiled for. ``matrix_stride``: elements between two matrices of the result; ``block_rows``:
+    """The constants of the kernel. ``matrix_stride``: elements between two matrices of the result; ``block_rows``:
     rows of a block, 0 where a group's rows are summed without blocks.
     """
 

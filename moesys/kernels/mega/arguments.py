@@ -50,7 +50,7 @@ class OwnFlags(NamedTuple):
 
 
 class RegionOffsets(NamedTuple):
-    """Where regions begin in every arena, in bytes (``exchange.regions``)."""
+    """The places where regions begin in every arena, in bytes (``exchange.regions``)."""
 
     published: int
     x: int
@@ -62,7 +62,7 @@ class RegionOffsets(NamedTuple):
 
 
 class MegaLaunch(NamedTuple):
-    """What the tasks of a launch know of their rank, apart from its rows.
+    """The arguments of a launch that are about its rank, and not about rows.
 
     ``world``: see ``Heap``; ``pace``: of what is pulled and pushed (``pacing``), None for as fast as it goes;
     ``epoch_1``; ``queue_2``: tasks taken, and programs that are done; ``times``: where tasks write down when they ran.
@@ -79,7 +79,7 @@ class MegaLaunch(NamedTuple):
 
 
 class MegaMemory:
-    """What lasts from epoch to epoch on one rank: the heap, and flags and counters that only its own programs use.
+    """The memory of one rank that lasts from epoch to epoch: the heap, and flags and counters of its own programs.
     ``meet``: waits, on the host, until all ranks are there.
 
     Flags hold epochs and counters return to zero by themselves, so nothing here is cleared between launches.
@@ -248,7 +248,7 @@ def pull_choices(
 
 
 class ChoicePulls(NamedTuple):
-    """Where sources' regions begin, in bytes, what is written (``pull_choices``), and from how many ranks it comes."""
+    """The places of sources' regions, in bytes, the tensors that are written (``pull_choices``), and the ranks."""
 
     published: int
     entries: int

@@ -1,4 +1,4 @@
-"""Where the rows of a dispatch and a combine go, as tables on the device: one rank's part of a token plan.
+"""The ways of the rows of a dispatch and a combine, as tables on the device: one rank's part of a token plan.
 
 A source lists its choices in order of (expert, token, choice) (``routing.route``). Replicas are numbered by (expert,
 rank), so the plan cuts that list into one piece a replica, one behind the other, which is all that a destination needs
@@ -39,9 +39,9 @@ LINE = 1 << 40
 
 
 class Replicas(NamedTuple):
-    """Who holds what, int64, P replicas by (expert, rank).
+    """The P replicas of experts, by (expert, rank), int64.
 
-    ``rank_P``, ``expert_P``: of each; ``own_G``: those of this rank, in the order of its slots.
+    ``rank_P``, ``expert_P``: the rank and the expert of each; ``own_G``: the replicas of this rank, in slot order.
     """
 
     rank_P: Tensor
@@ -145,7 +145,7 @@ def exchange(
 
 
 class Flags(NamedTuple):
-    """Which flags of a source say that a tile of rows has come home, in tiles of so many rows; int32.
+    """The flags of a source that say that a tile of rows has come home; int32.
 
     ``first_B``: the flag of a block of this rank at the block's source, with flags of tiles to be added to the number
     of a tile inside its group; ``flag_TK``: of what brings a choice home, here; -1 where it is dropped.
@@ -224,7 +224,7 @@ def first_rows(exchange: Exchange, position_NK: Tensor, tiles: TileSequence) -> 
     list_RP = exchange.list_RP
     if list_RP is None:
         list_RP = exchange.tokens_RP.cumsum(1) - exchange.tokens_RP
-    # Of each source's list the ends of replicas, ascending; the first one behind a place is that of its replica.
+    # The ends of the replicas in each source's list, ascending; the first one behind a place is that of its replica.
     end_RP, replica_RP = torch.where(exchange.tokens_RP > 0, list_RP + exchange.tokens_RP, 0).sort(dim=1)
     line = (end_RP + torch.arange(num_ranks, device=device)[:, None] * LINE).reshape(-1)
     source_N1 = exchange.source_N.long().clamp(min=0)[:, None]

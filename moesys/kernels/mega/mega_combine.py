@@ -57,7 +57,7 @@ PUSH_COLUMNS = 64
 
 
 class CombineRows(NamedTuple):
-    """Rows that are multiplied, the matrices, and what becomes of the product's rows.
+    """The rows that are multiplied, the matrices, and the places of the product's rows.
 
     ``out_NH``: where they lie until tasks of their own push them, None without such tasks; ``out_TH``: their sums.
     ``weight_TK``: the routing weights, None for 1; ``partial_NS``: see ``dispatch_activation_gradient``.
@@ -72,7 +72,7 @@ class CombineRows(NamedTuple):
 
 
 class MegaOuterSizes(NamedTuple):
-    """Of both weight gradients: widths, elements between two matrices, tiles of a group, and how these are cut."""
+    """The constants of both weight gradients: widths, elements between two matrices, tiles of a group, tile sizes."""
 
     U: int
     H: int
@@ -85,7 +85,7 @@ class MegaOuterSizes(NamedTuple):
 
 
 class CombineSizes(NamedTuple):
-    """What the kernel is compiled for.
+    """The constants of the kernel.
 
     ``RANKS``, ``CHOICES``: powers of two, at least R and K. ``experts``: flags are of experts, not tiles. ``apart``:
     pushes are tasks of their own. ``multiply``, ``push``, ``outer``, ``sums``: which tasks there are. Shares: of tiles

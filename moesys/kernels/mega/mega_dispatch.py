@@ -56,7 +56,7 @@ class DispatchRows(NamedTuple):
 
 
 class DispatchSizes(NamedTuple):
-    """What the kernel is compiled for.
+    """The constants of the kernel.
 
     ``matrix_stride``: elements between two matrices; ``RANKS``: a power of two, at least R; ``experts``: flags are of
     experts, not tiles; ``fetch``, ``multiply``: which tasks there are; ``share``: of fetches (``tasks``).

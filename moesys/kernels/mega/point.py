@@ -18,7 +18,7 @@ from moesys.kernels.mega.tasks import WHOLE
 # Beside all else that backward's combine does, these spill weight gradients' tiles of more columns: Triton 3.6, and any
 # for GPUs after Hopper (``python -m benchmarks kernels --aot``).
 OLD_TRITON, NARROW_COLUMNS = triton.__version__.startswith("3.6."), 128
-# Of a load, and of all that a thread has on their way.
+# The bytes of one load, and of all loads that a thread has in flight.
 LOAD_BYTES, FLIGHT_BYTES = 16, 128
 
 

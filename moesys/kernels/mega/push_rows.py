@@ -1,4 +1,4 @@
-"""How MegaKernel B's rows go home, and what is done with them there: device functions of its tasks.
+"""The way home of MegaKernel B's rows, and their sums there: device functions of its tasks.
 
 A source's staging has a place for each of its choices, so whoever pushes needs to ask nobody; then he raises the flag
 that the source's sums wait for.
@@ -34,7 +34,7 @@ class RowTile(NamedTuple):
 
 
 class RowHomes(NamedTuple):
-    """Where the rows of a tile go in a kernel: which are ``kept``, the ``source`` of each and the ``entry`` there."""
+    """The destinations of a tile's rows in a kernel: whether it is ``kept``, its ``source`` and its ``entry``."""
 
     kept: Any
     source: Any

@@ -1,4 +1,4 @@
-"""Which row goes where in messages that are cut into chunks, as tables on a device: one rank's part of a plan.
+"""The way of each row in messages that are cut into chunks, as tables on a device: one rank's part of a plan.
 
 A source lists its choices in order of (expert, chunk, token, choice), which is that of (expert, token, choice), as
 chunks are tokens one behind the other. The plan cuts an expert's part of the list into one piece a replica, and chunks

@@ -109,7 +109,7 @@ def receive_counts(heap: Heap, epoch_1: Tensor, exchanges_R: Tensor, num_experts
 
 
 class CountOffsets(NamedTuple):
-    """Where regions begin in every arena, in bytes."""
+    """The places where regions begin in every arena, in bytes."""
 
     published: int
     counts: int
@@ -124,7 +124,7 @@ def _receive(  # type: ignore[no-untyped-def]
     own, epoch = tl.load(world + RANK), tl.load(epoch_ptr)
     peer = source + tl.arange(0, 1)
     flag = at(world, own, offsets.published, tl.int32) + peer
-    # What lies in the table of one that was given up is another exchange's, perhaps of another layer.
+    # The table of a rank that was given up holds counts of another exchange, perhaps of another layer.
     came = wait(flag, peer < num_ranks, epoch, peer, -1, peer, PUBLISH, world)
     exchange = tl.load(exchanges_R + source)
     row = at(world, own, offsets.counts, tl.int64) + (exchange % 2 * num_ranks + source) * num_columns

@@ -1,4 +1,4 @@
-"""What is asked of NVIDIA's driver itself, which torch does not give: libcuda comes with every such GPU."""
+"""Calls of NVIDIA's driver that torch does not offer; libcuda comes with every NVIDIA GPU."""
 
 from __future__ import annotations
 

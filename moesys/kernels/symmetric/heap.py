@@ -32,8 +32,8 @@ ALIGNMENT = 128
 SHARED_FOLDER = Path("/dev/shm")
 # A wait that takes longer is given up.
 TIMEOUT_S = 30.0
-# What every arena begins with (``signals``): 1 + the rank that has given up; why this one did; the latest time that a
-# waiter has seen, in ns.
+# The regions with which every arena begins (``signals``): 1 + the rank that has given up; why this one did; the latest
+# time that a waiter has seen, in ns.
 REPORT_WORDS = 7
 SIGNALS = {
     "abort": ((1,), torch.int32),
@@ -58,7 +58,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Where regions lie: ``offset`` in bytes of each, and the bytes of an arena."""
+    """The places of regions: the ``offset`` of each in bytes, and the bytes of an arena."""
 
     regions: Mapping[str, Region]
     offset: Mapping[str, int]
@@ -90,7 +90,7 @@ class Heap:
     timeout_s: float
     arena: Tensor
     world: Tensor
-    # What keeps peers' memory mapped.
+    # The objects that keep peers' memory mapped.
     mapped: tuple[object, ...]
 
     @staticmethod

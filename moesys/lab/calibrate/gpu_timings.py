@@ -17,8 +17,7 @@ from moesys.config.overlap import MegaKernel
 from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.heap import RANK, TIMEOUT_S, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, raise_if_given_up, wait
-from moesys.lab.calibrate.cases import ExpertCase, Pool, layers_of, one_rank_plan
-from moesys.lab.calibrate.timings import Effort, seconds_of, timed
+from moesys.lab.calibrate.timings import Effort, ExpertCase, Pool, layers_of, one_rank_plan, seconds_of, timed
 from moesys.lab.ranks.devices import rank_device
 from moesys.overlap.executor import ExpertGradients
 from moesys.overlap.mega_executor import MegaHome, plan_mega
@@ -30,8 +29,8 @@ PING_PONGS = 1000
 def fused_tiles(
     size: tuple[int, int, int, int, int], dtype: DType, effort: Effort, device_type: str
 ) -> dict[str, list[float]]:
-    """Times forward and backward of one layer on each rank alone, by a MegaKernel ("fused") and by the same kernels one
-    after another ("apart"). No rows travel, so the two differ by the rate of their tiles.
+    """Measures forward and backward of one layer on each rank alone, by a MegaKernel ("fused") and by the same kernels
+    one after another ("apart"). No rows travel, so the two differ by the rate of their tiles.
 
     ``size``: T, H, I, E and K. Raises ``PeerTimeoutError`` if a kernel waits in vain.
     """
@@ -64,7 +63,9 @@ def fused_tiles(
 
 
 def flag_ping_pongs(pair: tuple[int, int], effort: Effort, device_type: str) -> list[float]:
-    """Times a flag from its release on one rank of the pair to its sight on the other; empty on other ranks."""
+    """Measures the seconds from the release of a flag on one rank of the pair until the other one sees it. Returns an
+    empty list on other ranks.
+    """
     device = rank_device(device_type)
     heap = Heap.of_group({"flag": Region((1,), torch.int32)}, dist.group.WORLD, device)
     samples = []

@@ -21,11 +21,10 @@ from scipy.optimize import minimize_scalar, nnls
 from moesys.config import ClusterSpec, DType
 from moesys.cost import link_seconds
 from moesys.lab.calibrate import timings
-from moesys.lab.calibrate.cases import GRIDS, Case, Grid, Pass
-from moesys.lab.calibrate.timings import Effort
+from moesys.lab.calibrate.timings import GRIDS, Case, Effort, Grid, Pass
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import cpu_name
-from moesys.lab.runs.stopwatch import Spread
+from moesys.lab.runs.stopwatch import Quantiles
 from moesys.lab.show.tables import Column
 from moesys.simulator.model.simulate_model import update_bytes
 
@@ -77,7 +76,7 @@ class Figure:
     field: Annotated[str, Column("field")]
     value: float
     how: Annotated[str, Column("from")]
-    spread: Annotated[Spread | None, *RANGE] = None
+    spread: Annotated[Quantiles | None, *RANGE] = None
     errors: Annotated[Sequence[float], Column("fit: median, worst error", _errors)] = ()
     held_out: Annotated[Sequence[float], Column("held out: median, worst", _errors)] = ()
     measured: bool = True
@@ -94,7 +93,7 @@ class Timing:
     work: Annotated[str, Column("work")]
     size: Annotated[str, Column("size")]
     held_out: Annotated[bool, Column("fit", lambda held_out: "held out" if held_out else "")]
-    ms: Annotated[Spread, MEDIAN, *RANGE]
+    ms: Annotated[Quantiles, MEDIAN, *RANGE]
     predicted_ms: Annotated[float, Column("predicted, ms", four_digits)]
     flops: int | None = None
 
@@ -204,7 +203,7 @@ def _measure_basics(found: Calibration) -> None:
         ("launch_us", "products of one element, one after another", 1e6 * seconds["launch"]),
         ("optimizer_gb_per_s", f"AdamW updates of {num_parameters:,} parameters", updated / seconds["update"]),
     ):
-        spread = Spread.of(samples.tolist())
+        spread = Quantiles.of(samples.tolist())
         found.add(Figure(name, spread.median, how, spread))
 
 
@@ -213,7 +212,7 @@ def _measure_passes(found: Calibration, kind: str) -> None:
     by_rank = found.run(kind, timings.passes, cases, dtype)
     for name, passes in FITS[kind].items():
         ms = {
-            (case, of): Spread.of(_pooled(windows[place][of] for windows in by_rank)).times(1e3)
+            (case, of): Quantiles.of(_pooled(windows[place][of] for windows in by_rank)).times(1e3)
             for of in passes
             for place, case in enumerate(cases)
         }
@@ -230,7 +229,7 @@ def _measure_passes(found: Calibration, kind: str) -> None:
         found.passes += rows
         errors, held_out = ([row.error for row in rows if row.held_out is out] for out in (False, True))
         rate = getattr(cluster, name)
-        spread = Spread.of([rate * (1 + error) for error in errors])
+        spread = Quantiles.of([rate * (1 + error) for error in errors])
         found.add(Figure(name, rate, f"{len(errors)} passes of {kind}", spread, errors, held_out))
         for side in ("tile_rows", "tile_columns") if len(clusters) > 1 else ():
             found.add(Figure(side, getattr(cluster, side), "the same passes"))
@@ -268,7 +267,7 @@ def _measure_fused_tiles(found: Calibration) -> None:
     from moesys.lab.calibrate import gpu_timings
 
     by_rank = found.run("fused tiles", gpu_timings.fused_tiles, found.grid.mega, found.grid.dtype)
-    rates = Spread.of(np.array([np.divide(of["apart"], of["fused"]) for of in by_rank]).flatten().tolist())
+    rates = Quantiles.of(np.array([np.divide(of["apart"], of["fused"]) for of in by_rank]).flatten().tolist())
     how = "a MegaKernel on one rank, and its kernels one after another, forward and backward"
     found.add(Figure("fused_rate", min(1.0, rates.median), how, rates))
 
@@ -314,7 +313,7 @@ def _measure_link(found: Calibration, name: str, peers_RR: npt.NDArray[np.bool_]
     by_rank = found.run(name, timings.all_to_alls, sizes, peers_RR, found.grid.longest_message_s)
     one_byte_a_second = found.cluster.replace(intra_node_gb_per_s=1e-9, inter_node_gb_per_s=1e-9)
     busiest = round(link_seconds(peers_RR.astype(np.float64), one_byte_a_second).max())
-    ms = {size: Spread.of(np.max([of[size] for of in by_rank], axis=0).tolist()).times(1e3) for size in by_rank[0]}
+    ms = {size: Quantiles.of(np.max([of[size] for of in by_rank], axis=0).tolist()).times(1e3) for size in by_rank[0]}
     latency_us, gb_per_s = fit_messages({busiest * size: 1e-3 * spread.median for size, spread in ms.items()})
     messages = [
         Timing(name, f"{busiest * size:,} bytes", False, spread, 1e-3 * latency_us + 1e-6 * busiest * size / gb_per_s)
@@ -360,7 +359,7 @@ def _measure_copy_share(found: Calibration) -> None:
     if not shares:
         found.add_default("copy_share", "rows arrived before products of the same time had ended")
         return
-    spread = Spread.of(shares)
+    spread = Quantiles.of(shares)
     lost = min(MOST_COPY_SHARE, max(0.0, spread.median))
     found.add(Figure("copy_share", lost, "products of an expert while an all-to-all is under way", spread))
 
@@ -375,7 +374,7 @@ def _measure_flags(found: Calibration) -> None:
     from moesys.lab.calibrate import gpu_timings
 
     first, second = pairs[0]
-    spread = Spread.of(_pooled(found.run("flags", gpu_timings.flag_ping_pongs, (first, second)))).times(1e6)
+    spread = Quantiles.of(_pooled(found.run("flags", gpu_timings.flag_ping_pongs, (first, second)))).times(1e6)
     found.add(Figure("flag_us", spread.median, f"flags in turn of ranks {first} and {second}", spread))
 
 

@@ -5,58 +5,69 @@ from __future__ import annotations
 import os
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+import typer
 
 from moesys.files import write_whole
-from moesys.lab.calibrate.cases import GRIDS
 from moesys.lab.calibrate.measurement import PARTS, Calibration, calibrate, four_digits
-from moesys.lab.calibrate.timings import Effort
-from moesys.lab.commands.options import refusing
+from moesys.lab.calibrate.timings import GRIDS, Effort
+from moesys.lab.commands.options import ResultFile, in_a_folder, refusing
 from moesys.lab.ranks.process_start import joins, writes
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import machine_line
-from moesys.lab.show.steps import steps_told
+from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Report, Sheet, publish, write
 
 MOST_LOCAL_RANKS = 8
 
 
+def spec_file(path: Path | None) -> Path | None:
+    """Raises typer.BadParameter for a ClusterSpec's file of another kind, or one that could not be written."""
+    if path is not None and path.suffix not in (".toml", ".json"):
+        raise typer.BadParameter(f"{path} is neither .toml nor .json; name a file of one of these kinds")
+    return in_a_folder(path)
+
+
+@refusing()
 def calibrate_command(
-    num_ranks: int | None = None,
-    device_type: str = "cpu",
-    *,
-    threads: int = 1,
-    repeats: int = 7,
-    out: Path | None = None,
-    page: Path | None = None,
-    json_path: Path | None = None,
-) -> int:
+    ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks; one per core by default, at most 8.")] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="cuda measures the ranks that torchrun started, one per GPU.")
+    ] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads per rank.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed windows of everything.")] = 7,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the ClusterSpec to this .toml or .json file.", callback=spec_file),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page of Markdown to this file.", callback=in_a_folder)
+    ] = None,
+    json: ResultFile = None,
+) -> None:
     """Measures, writes and prints. Under torchrun all ranks call it, and the first one writes and prints.
 
-    ``json_path`` gets all samples so far after each timing, so that a crash does not lose them.
+    ``json`` gets all samples so far after each timing, so that a crash does not lose them.
     """
-    with refusing():
-        check_ranks(num_ranks, device_type)
+    check_ranks(ranks, device)
 
     def keep(samples: dict[str, Any]) -> None:
-        if json_path is not None and writes():
+        if json is not None and writes():
             so_far = {"machine": machine_line(threads), "finished": False, "samples_s": samples}
-            write(Report("calibrate", "", "measured", (), data=so_far), json_path=json_path)
+            write(Report("calibrate", "", "measured", (), data=so_far), json_path=json)
 
-    count = num_ranks or min(MOST_LOCAL_RANKS, available_cores())
-    ranks, cluster = start_ranks(count, device_type, threads=threads)
-    with closing(ranks), steps_told("calibrate", len(PARTS)) if writes() else nullcontext(lambda _: None) as tell:
-        grid, effort = GRIDS[device_type], Effort(repeats=repeats)
-        found = calibrate(ranks, cluster, device_type=device_type, grid=grid, effort=effort, tell=tell, keep=keep)
+    started, cluster = start_ranks(ranks or min(MOST_LOCAL_RANKS, available_cores()), device, threads=threads)
+    with closing(started), steps_told("calibrate", len(PARTS)) if writes() else nullcontext(lambda _: None) as tell:
+        grid, effort = GRIDS[device], Effort(repeats=repeats)
+        found = calibrate(started, cluster, device_type=device, grid=grid, effort=effort, tell=tell, keep=keep)
     if writes():
         # First, as the reader of the printed tables may close the pipe.
         if out is not None:
             write_whole(out, spec_text(found, out.suffix))
-        publish(report(found, threads), page=page, json_path=json_path)
-    return 0
+        publish(report(found, threads), page=page, json_path=json)
 
 
 def check_ranks(num_ranks: int | None, device_type: str) -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
-from moesys.lab.commands import Format, refused
+from moesys.lab.commands.options import Format, FormatOption, refusing
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
 from moesys.lab.runs.records import RunFolder, setting_fingerprint
@@ -24,30 +25,32 @@ from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, terminal_
 
 
 def compare(runs: Sequence[Path | str]) -> list[Comparison]:
-    """What run folders say: one comparison for each model, cluster and workload among them.
+    """Returns a comparison for each model, cluster and workload among run folders.
 
-    Folders of one setting share it, so seeds and strategies may come from several. Raises ValueError for a folder that
-    is none, or that cannot be read.
+    Folders with the same setting share a comparison, so seeds and strategies may come from several. Raises ValueError
+    for a path that is not a run folder, and for a folder that cannot be read.
     """
     return [_merged(group) for group in _groups([RunFolder(Path(folder)) for folder in runs])]
 
 
-def compare_folders(folders: Sequence[Path], form: Format = "table", metric: str | None = None) -> int:
-    """Print a table of each model, cluster and workload among ``folders``, or of one metric."""
-    try:
-        groups = _groups([RunFolder(folder) for folder in folders])
-        comparisons = [_merged(group) for group in groups]
-        known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
-        if metric is not None and metric not in known:
-            raise ValueError(f"--metric={metric} is not recorded; choose one of {', '.join(known) or 'none'}")
-        if metric is not None and form != "table":
-            raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
-        if len(groups) > 1 and form in ("csv", "json"):
-            raise ValueError(
-                f"--format={form} holds one comparison, and these folders make {len(groups)}; give them one at a time"
-            )
-    except (ValueError, OSError) as error:
-        return refused(error)
+@refusing()
+def compare_command(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Run folders, as runs/demo-1234abcd.")],
+    form: FormatOption = "table",
+    metric: Annotated[str | None, typer.Option(help="One metric's samples, such as router_entropy.")] = None,
+) -> int:
+    """Prints a table for each model, cluster and workload among ``folders``, or for one metric."""
+    groups = _groups([RunFolder(folder) for folder in folders])
+    comparisons = [_merged(group) for group in groups]
+    known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
+    if metric is not None and metric not in known:
+        raise ValueError(f"--metric={metric} is not recorded; choose one of {', '.join(known) or 'none'}")
+    if metric is not None and form != "table":
+        raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
+    if len(groups) > 1 and form in ("csv", "json"):
+        raise ValueError(
+            f"--format={form} holds one comparison, and these folders make {len(groups)}; give them one at a time"
+        )
     environments = [_environments(group, comparison) for group, comparison in zip(groups, comparisons, strict=True)]
     _warn([environment for of_group in environments for environment in of_group])
     for group, comparison, of_group in zip(groups, comparisons, environments, strict=True):
@@ -61,7 +64,7 @@ def compare_folders(folders: Sequence[Path], form: Format = "table", metric: str
 
 
 def report(result: RunResult, form: Format) -> Comparison:
-    """Print what a run folder says of its experiment, and leave ``table.txt`` and ``table.svg`` in it."""
+    """Prints the table of a run, and writes it to ``table.txt`` and ``table.svg`` in the run folder."""
     comparison = compare_records(result.experiment, result.records)
     folder = RunFolder(result.path)
     environments = _environments([folder], comparison)
@@ -73,7 +76,7 @@ def report(result: RunResult, form: Format) -> Comparison:
 
 
 def _told_unequal(comparison: Comparison, folders: Sequence[RunFolder]) -> int:
-    """Says on stderr which rows have other bits than they must have, and how to find out why; the exit code."""
+    """Prints to stderr which rows have other bits than they must have, and how to find out why. Returns 1 for any."""
     baseline = comparison.baseline.name
     for row in comparison.unequal:
         assert row.agreement is not None
@@ -104,7 +107,6 @@ def _print(comparison: Comparison, form: Format, environments: Sequence[Environm
 
 
 def _save_table(comparison: Comparison, environments: Sequence[Environment], folder: Path) -> None:
-    """``table.txt`` and ``table.svg`` in the run folder."""
     sheet = comparison_sheet(comparison, environments[0].machine_line if environments else "")
     with (folder / "table.txt").open("w", encoding="utf-8") as file:
         print_sheet(sheet, file)
@@ -142,7 +144,7 @@ def _metric_sheet(comparison: Comparison, metric: str) -> Sheet:
 
 
 def _groups(folders: Sequence[RunFolder]) -> list[list[RunFolder]]:
-    """Folders of one model, cluster and workload together; so a table never mixes simulated and measured.
+    """Collects the folders by model, cluster and workload, so that a table never mixes simulated and measured.
 
     A folder all of whose trials the others have is a run of theirs once more, and gets a table of its own.
     """
@@ -160,7 +162,7 @@ def _groups(folders: Sequence[RunFolder]) -> list[list[RunFolder]]:
 
 
 def _merged(folders: Sequence[RunFolder]) -> Comparison:
-    """All strategies and seeds of the folders against the first one's baseline.
+    """Compares all strategies and seeds of the folders with the baseline of the first one.
 
     A strategy that several folders have is one row; another one under the same name is named after its folder too.
     """
@@ -185,13 +187,13 @@ def _merged(folders: Sequence[RunFolder]) -> Comparison:
 
 
 def _environments(folders: Sequence[RunFolder], comparison: Comparison) -> list[Environment]:
-    """Those that the compared records come from."""
+    """Returns the environments that the compared records come from."""
     there = {name: found for folder in folders for name, found in load_environments(folder.path).items()}
     return [there[name] for name in comparison.environments if name in there]
 
 
 def _warn(environments: Sequence[Environment]) -> None:
-    """Say on stderr in which fields environments differ from the first, which makes times hard to compare."""
+    """Prints to stderr the fields in which environments differ from the first, which makes times hard to compare."""
     values: dict[str, list[str]] = {}
     for other in environments[1:]:
         for field, (here, there) in differences(environments[0], other).items():

@@ -16,7 +16,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from moesys.balance.flow.flow_split import FlowSplit
@@ -29,11 +31,11 @@ from moesys.config.hub import read_config
 from moesys.config.overlap import Pipelined
 from moesys.config.strategy import Reduction
 from moesys.config.workload import ModelTraining, Replay
-from moesys.lab.commands import refused
 from moesys.lab.commands.compare import report
+from moesys.lab.commands.options import RunFolders, refusing
 from moesys.lab.runs.comparison import Comparison
 from moesys.lab.runs.environment import available_cores
-from moesys.lab.runs.runner import Interrupted, RunResult, run
+from moesys.lab.runs.runner import RunResult, run
 from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.runs.trials import routing_of
 from moesys.lab.show.figures import computed_tokens, load_heat_map, loss_chart, timeline_chart
@@ -112,22 +114,20 @@ def replay_experiment(traces: Path) -> Experiment:
     )
 
 
-def demo(out: Path, fresh: bool = False) -> int:
+@refusing()
+def demo_command(
+    out: RunFolders = Path("runs"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Train again, in new run folders.")] = False,
+) -> int:
     """Trains, compares, replays, compares and draws; recorded trials are not repeated. Returns the exit code."""
-    try:
-        # hidden, so that ``compare runs/*`` does not take it for a run folder
-        traces = out.resolve() / ".demo-traces"
-        training = training_experiment()
-        trained, compared = _run(training, out, fresh, record_routing=traces / TRACE)
-        if trained.failed or compared.unequal:
-            return 1
-        print()
-        replayed, _ = _run(replay_experiment(traces), out, fresh)
-    except (ValueError, OSError) as error:
-        return refused(error)
-    except Interrupted as stop:
-        print(stop, file=sys.stderr)
-        return 130
+    # hidden, so that ``compare runs/*`` does not take it for a run folder
+    traces = out.resolve() / ".demo-traces"
+    training = training_experiment()
+    trained, compared = _run(training, out, fresh, record_routing=traces / TRACE)
+    if trained.failed or compared.unequal:
+        return 1
+    print()
+    replayed, _ = _run(replay_experiment(traces), out, fresh)
     drawn = [*_draw_losses(trained), *_draw_cluster(replayed)]
     print(f"\nRun folders: {trained.path} and {replayed.path}. Figures, as SVG and PNG:")
     for path in drawn:

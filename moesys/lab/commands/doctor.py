@@ -16,17 +16,14 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
+import typer
 
-from moesys.lab.show.tables import print_full
+from moesys.lab.show.tables import Column, Sheet, print_sheet
 
 State = Literal["ok", "slow", "missing", "broken"]
 
-STYLES: dict[State, str] = {"ok": "green", "slow": "yellow", "missing": "yellow", "broken": "bold red"}
 # Contraction and columns: small enough to be probed at many places in a call and in memory, and larger.
 PROBED_SHAPES = ((64, 128), (256, 512), (1024, 1024))
 PROBED_DTYPES = ("float32", "bfloat16", "float16")
@@ -47,10 +44,10 @@ class Check:
     not as fast as it could. hint: what it would enable, or what to do; may be empty.
     """
 
-    name: str
-    found: str
-    state: State
-    hint: str = ""
+    name: Annotated[str, Column("check", align="left", wraps=True)]
+    found: Annotated[str, Column("found", align="left", wraps=True)]
+    state: Annotated[State, Column("state")]
+    hint: Annotated[str, Column("what it would enable, or what to do", align="left", wraps=True)] = ""
 
 
 def _check(name: str, found: str, good: bool, state: State, hint: str) -> Check:
@@ -69,13 +66,24 @@ def examine() -> list[Check]:
     return checks
 
 
-def doctor_command(as_json: bool = False) -> int:
+def doctor_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Test this machine's GPUs layer by layer, then time them.")
+    ] = False,
+) -> int:
     """Prints all checks. Returns 1 if something that the default install needs is broken."""
+    if gpu and as_json:
+        raise typer.BadParameter(
+            "--json prints what this machine has; --gpu writes doctor/doctor.json; give one of them"
+        )
+    if gpu:
+        return gpu_command()
     checks = examine()
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
-        print_full(checks_table(checks), [_verdict(checks)])
+        print_sheet(Sheet("What this machine has", checks, [_verdict(checks)]))
     return int(any(check.state == "broken" for check in checks))
 
 
@@ -89,15 +97,6 @@ def gpu_command() -> int:
         print("The GPU checks run in a checkout of moesys, with pytest. To run them:", *GPU_COMMANDS, sep="\n  ")
         return 2
     return subprocess.run([sys.executable, "-m", "pytest", "-vv", "-m", "gpu", str(checks)], check=False).returncode
-
-
-def checks_table(checks: list[Check]) -> Table:
-    table = Table(title=Text("What this machine has", style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    for column in ("check", "found", "state", "what it would enable, or what to do"):
-        table.add_column(column)
-    for check in checks:
-        table.add_row(Text(check.name), Text(check.found), Text(check.state, STYLES[check.state]), Text(check.hint))
-    return table
 
 
 def _verdict(checks: list[Check]) -> str:

@@ -1,47 +1,321 @@
-"""``moesys explain``: one step's plan as a tree for the terminal, or as JSON."""
+"""``moesys explain``: the plan of one step, its load, what moved, who sends tokens to whom, and who waits for what.
+
+All figures come from the objects that a simulated trial uses: the layouts and token plans of ``replay``, the bytes of
+``cost``, and the computing and waiting of ``simulation``. So all times are simulated.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
-from moesys.config import Strategy
+import numpy as np
+import typer
+
+from moesys.balance.certificate import certify_seconds
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.plan import LayerPlan, StepPlan, why_not
+from moesys.balance.planners import split_tokens
+from moesys.balance.predictors import window
+from moesys.balance.replay import Replan, ReplayBatch, replay_layer
+from moesys.config import Fsep, ModelShape, Oracle, Strategy
 from moesys.config.experiment import Experiment
-from moesys.lab.commands import refused
-from moesys.lab.commands.declarations import strategy_in, strategy_of
-from moesys.lab.explanation.explanation import explain
-from moesys.lab.explanation.step_explanation import explanation_tree
-from moesys.lab.runs.experiment_files import load_experiment
+from moesys.config.workload import Generated, RealTraining, Replay
+from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
+from moesys.lab.commands.options import ExperimentFile, ModelLayers, refusing
+from moesys.lab.runs.declarations import declared_in, load_experiment, strategy_in
+from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
+from moesys.lab.show.step_explanation import (
+    ExpertChange,
+    LayerExplanation,
+    LayoutChange,
+    MegaKernelMemory,
+    PathPlace,
+    StepExplanation,
+    Traffic,
+    explanation_tree,
+)
 from moesys.lab.show.tables import print_full
+from moesys.layout import EMPTY, ExpertLayout
+from moesys.load import IntArray
+from moesys.row_traffic import row_traffic
+from moesys.simulator.critical_path import by_place
+from moesys.simulator.simulation import Simulation, critical_rank, exposed_ms
+from moesys.simulator.step_program import simulation
+from moesys.traces import Trace
 
 
+@refusing()
 def explain_command(
-    file: Path,
-    strategy: str | None = None,
-    layer: int | None = None,
-    micro_batch: int | None = None,
-    as_json: bool = False,
-    model_layers: int | None = None,
-) -> int:
-    """Explain a strategy of the experiment in ``file``, by default the last one, or one in a file of its own; 2 where
-    what was asked for is not.
-    """
-    try:
-        experiment = load_experiment(file)
-        chosen = _chosen(strategy, experiment)
-        explanation = explain(chosen, experiment, micro_batch=micro_batch, model_layers=model_layers)
-        tree = explanation_tree(explanation, layer)
-        if as_json:
-            print(explanation.to_json())
-        else:
-            print_full(tree)
-    except (ValueError, OSError) as error:
-        return refused(error)
-    return 0
+    file: ExperimentFile,
+    strategy: Annotated[
+        str | None, typer.Option(help="One by name, or a Strategy's .toml or .json; the last by default.")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="In detail; the least even one by default.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="From 0; the last one by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a tree.")] = False,
+    model_layers: ModelLayers = None,
+) -> None:
+    """Explains a strategy of the experiment in ``file``, by default the last one, or one in a file of its own."""
+    experiment = load_experiment(file)
+    chosen = _chosen(strategy, experiment)
+    explanation = explain(chosen, experiment, micro_batch=micro_batch, model_layers=model_layers)
+    tree = explanation_tree(explanation, layer)
+    if as_json:
+        print(explanation.to_json())
+    else:
+        print_full(tree)
 
 
 def _chosen(name: str | None, experiment: Experiment) -> Strategy:
     if name is None:
         return experiment.strategies[-1]
     if Path(name).suffix in (".json", ".toml") and all(strategy.name != name for strategy in experiment.strategies):
-        return strategy_of(Path(name))
+        return declared_in(Path(name), Strategy)
     return strategy_in(experiment, name, ", or a .toml or .json file")
+
+
+def explain(
+    strategy: Strategy, experiment: Experiment, *, micro_batch: int | None = None, model_layers: int | None = None
+) -> StepExplanation:
+    """Explains the plan of ``strategy`` for one micro-batch of the experiment's first seed, by default the last one.
+
+    ``model_layers``: the number of layers of the whole model, which counts for memory; by default that of the workload.
+    Layouts follow from the micro-batches before. The load of a training is known only once it runs, so it is drawn.
+    Raises ValueError for a micro-batch that the workload does not have, and for a strategy that does not fit the
+    experiment.
+    """
+    trace, routing = _routing(experiment)
+    if micro_batch is None:
+        micro_batch = trace.num_micro_batches - 1
+    if not 0 <= micro_batch < trace.num_micro_batches:
+        raise ValueError(
+            f"micro_batch={micro_batch} is not among the workload's {trace.num_micro_batches}; "
+            f"use 0 to {trace.num_micro_batches - 1}"
+        )
+    model, cluster = experiment.model, experiment.cluster
+    walks = [
+        list(islice(replay_layer(strategy, model, cluster, tokens_SRE, layer=layer), micro_batch + 1))
+        for layer, tokens_SRE in enumerate(trace.tokens_SLRE.swapaxes(0, 1))
+    ]
+    plans = tuple(walk[-1].plan for walk in walks)
+    step = StepPlan(strategy, model, cluster, plans)
+    rest = rest_of(experiment.workload)
+    simulated = simulation([step], rest)
+    timeline = simulated.timeline
+    critical_ms, mean_ms = _spent_ms(simulated, simulated.spent_R)
+    return StepExplanation(
+        experiment=experiment.name,
+        strategy=strategy,
+        cluster=cluster,
+        routing=routing,
+        seed=experiment.seeds[0],
+        micro_batch=micro_batch,
+        num_micro_batches=trace.num_micro_batches,
+        step_ms=timeline.length_us / 1000,
+        exposed_ms=exposed_ms(timeline),
+        critical_rank=critical_rank(timeline),
+        critical_ms=critical_ms,
+        mean_ms=mean_ms,
+        critical_path=[
+            PathPlace(where, 1000 * seconds, share) for where, seconds, share in by_place(simulated.critical_path)
+        ],
+        layers=tuple(_explain_layer(layer, step, walk, simulated) for layer, walk in enumerate(walks)),
+        mega=_mega_memory(strategy, model, plans),
+        would_not_run=why_not([step], num_layers=model_layers, recompute=rest.recompute != "none"),
+    )
+
+
+def _spent_ms(simulated: Simulation, layers: Iterable[int | None]) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the milliseconds of these layers by kind, of the rank that computes longest and the mean over ranks."""
+    spent_R: dict[str, FloatArray] = defaultdict(lambda: np.zeros(simulated.cluster.num_ranks))
+    for layer in layers:
+        for kind, seconds_R in simulated.spent_R.get(layer, {}).items():
+            spent_R[kind] += seconds_R
+    rank = critical_rank(simulated.timeline)
+    critical_ms = {kind: 1e3 * float(seconds_R[rank]) for kind, seconds_R in spent_R.items() if seconds_R[rank] > 0}
+    return critical_ms, {kind: 1e3 * float(of_R.mean()) for kind, of_R in spent_R.items() if of_R.any()}
+
+
+def _routing(experiment: Experiment) -> tuple[Trace, str]:
+    """Returns what the routers want, and a description of where that comes from."""
+    workload = experiment.workload
+    if isinstance(workload, Replay):
+        drawn: Replay | Generated = workload
+        words = f"replayed from {workload.trace}"
+    else:
+        drawn = drawn_like(workload) if isinstance(workload, RealTraining) else workload
+        words = f"drawn, {drawn.distribution} with skew {drawn.skew:g}, drift {drawn.drift:g}, spread {drawn.spread:g}"
+    if isinstance(workload, RealTraining):
+        words += "; what a training's own routers want is known only once it runs"
+    return routing_of(drawn, experiment.model, experiment.cluster, experiment.seeds[0]), words
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------
+
+
+def _newest_change(walk: Sequence[ReplayBatch]) -> tuple[LayoutChange | None, int]:
+    """Returns the newest plan that moved anything, and the number of later plans that moved nothing."""
+    num_kept = 0
+    for one in reversed(walk):
+        if one.replan is None:
+            continue
+        if not np.array_equal(one.replan.replaced.replicas_RE, one.layout.replicas_RE):
+            return _changed(one, one.replan), num_kept
+        num_kept += 1
+    return None, num_kept
+
+
+def _changed(one: ReplayBatch, replan: Replan) -> LayoutChange:
+    planned_for, predictor = replan.request.load, one.strategy.predictor
+    before, after = (
+        split_tokens(
+            planned_for, layout, one.cluster, one.strategy.split, model=one.model, overlap=one.strategy.overlap
+        ).max_over_mean
+        for layout in (replan.replaced, one.layout)
+    )
+    num_loads = window(predictor)
+    first = 0 if num_loads is None else max(0, replan.made_after + 1 - num_loads)
+    return LayoutChange(
+        since=one.micro_batch,
+        history=(one.micro_batch,) * 2 if isinstance(predictor, Oracle) else (first, replan.made_after),
+        max_over_mean_before=before,
+        max_over_mean_after=after,
+        experts=list(_moved(replan.replaced, one.layout, planned_for.tokens_E)),
+    )
+
+
+def _moved(before: ExpertLayout, after: ExpertLayout, tokens_E: IntArray) -> Iterator[ExpertChange]:
+    """Yields the experts that other ranks hold than before, or another number of times; most tokens first."""
+    more_RE = after.replicas_RE - before.replicas_RE
+    changed = np.flatnonzero(more_RE.any(axis=0))
+    for expert in changed[np.argsort(-tokens_E[changed], kind="stable")].tolist():
+        yield ExpertChange(
+            expert=expert,
+            replicas_before=int(before.replicas_RE[:, expert].sum()),
+            replicas_after=int(after.replicas_RE[:, expert].sum()),
+            gained_ranks=np.flatnonzero(more_RE[:, expert] > 0).tolist(),
+            lost_ranks=np.flatnonzero(more_RE[:, expert] < 0).tolist(),
+            load_over_mean=float(tokens_E[expert] / tokens_E.mean()) if tokens_E.any() else 1.0,
+        )
+
+
+# --- a layer ----------------------------------------------------------------------------------------------------
+
+
+def _explain_layer(layer: int, step: StepPlan, walk: Sequence[ReplayBatch], simulated: Simulation) -> LayerExplanation:
+    plan, cluster = step.layers[layer], step.cluster
+    load, layout, tokens = plan.load, plan.layout, plan.tokens
+    change, num_kept = _newest_change(walk)
+    source, expert, destination, count = tokens.entries.T
+    on_rank = int(count[source == destination].sum())
+    between_nodes = tokens.inter_node_tokens(cluster.domain_of_rank)
+    busiest = int(tokens.tokens_R.argmax())
+    busiest_E = np.zeros(load.num_experts, dtype=np.int64)
+    np.add.at(busiest_E, expert[destination == busiest], count[destination == busiest])
+    critical_ms, mean_ms = _spent_ms(simulated, [layer])
+    least = min_max_load(load, layout) * load.num_ranks / load.total if load.total else 1.0
+    return LayerExplanation(
+        layer=layer,
+        tokens_E=load.tokens_E.tolist(),
+        experts_R=[list(layout.experts_of(rank)) for rank in range(layout.num_ranks)],
+        late_experts_R=_late_experts(layout, step.strategy.late_slots),
+        change=change,
+        num_kept=num_kept,
+        tokens_R=tokens.tokens_R.tolist(),
+        max_over_mean=tokens.max_over_mean,
+        even_max_over_mean=split_tokens(load, layout, cluster, EvenSplit(), plan.turn).max_over_mean,
+        least_max_over_mean=least,
+        seconds=certify_seconds(tokens, cluster, step.model, step.strategy),
+        on_rank=on_rank,
+        within_node=load.total - on_rank - between_nodes,
+        between_nodes=between_nodes,
+        busiest_rank=busiest,
+        busiest_tokens={
+            expert: int(busiest_E[expert]) for expert in np.argsort(-busiest_E, kind="stable").tolist()[:8]
+        },
+        traffic=_traffic(plan, step),
+        critical_ms=critical_ms,
+        mean_ms=mean_ms,
+    )
+
+
+def _late_experts(layout: ExpertLayout, late_slots: int) -> list[list[int]]:
+    late_RL = layout.expert_RS[:, layout.num_slots - late_slots :]
+    return [row[row != EMPTY].tolist() for row in late_RL]
+
+
+# The stages that bring rows to their experts, and those that bring the results back.
+_WAYS = (("dispatch", "spread"), ("combine", "send_sums"))
+
+
+def _traffic(plan: LayerPlan, step: StepPlan) -> list[Traffic]:
+    model, cluster, sharding = step.model, step.cluster, step.strategy.sharding
+    domain_R = np.asarray(cluster.domain_of_rank)
+    same_domain_RR = domain_R[:, None] == domain_R[None, :]
+    rows = row_traffic(plan.tokens, model, cluster, step.strategy.overlap)
+    there, home = ([rows.bytes_RR(kind, model) for kind in rows.rows_RR if kind in of] for of in _WAYS)
+
+    def traffic(kind: str, times: int, *all_bytes: FloatArray) -> Traffic:
+        return Traffic(
+            kind=kind,
+            intra_node_bytes=int(sum(bytes_RR[same_domain_RR].sum() for bytes_RR in all_bytes)),
+            inter_node_bytes=int(sum(bytes_RR[~same_domain_RR].sum() for bytes_RR in all_bytes)),
+            times=times,
+            alone_ms=1000 * sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in all_bytes),
+        )
+
+    late, settled = [], plan.layout.without_last(step.strategy.late_slots)
+    if step.strategy.late_slots:
+        late_bytes = restore_bytes(plan.layout, model, cluster, sharding, here=settled)
+        late = [traffic("late restore", restores_per_step(sharding), *late_bytes)]
+    return [
+        traffic("dispatch", 2, *there),
+        traffic("combine", 2, *home),
+        traffic("restore", restores_per_step(sharding), *restore_bytes(settled, model, cluster, sharding)),
+        *late,
+        traffic("reshard", 1, *reshard_bytes(plan.layout, model, cluster, sharding)),
+    ]
+
+
+# --- memory ---
+
+
+def _mega_memory(strategy: Strategy, model: ModelShape, plans: tuple[LayerPlan, ...]) -> MegaKernelMemory | None:
+    """Returns the memory that a ``MegaKernel`` takes for these layers; None for other overlaps."""
+    overlap = strategy.overlap
+    if not overlap.reaches_memory:
+        return None
+    # Not at the top: these modules import Triton.
+    from moesys.moe.pulled_experts import ring_bytes
+    from moesys.overlap.device_split import room_for_rows
+    from moesys.overlap.mega_executor import symmetric_bytes
+
+    on_device = strategy.plans_on_device
+    num_ranks, num_slots = plans[0].layout.expert_RS.shape
+    most_tokens = max(int(plan.load.tokens_RE.sum(1).max()) for plan in plans) // model.top_k
+    if on_device and overlap.most_tokens is not None:
+        most_tokens = overlap.most_tokens
+    num_replicas = max(int((plan.layout.replicas_RE > 0).sum()) for plan in plans)
+    num_rows = max(int(plan.tokens.tokens_R.max()) for plan in plans)
+    most_rows = room_for_rows(overlap, most_tokens, model.top_k, num_ranks)
+    held_rows = most_rows if on_device else num_rows
+    hidden, width, size = model.hidden_size, model.intermediate_size, model.bytes_per_element
+    waiting = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
+    # MoELayer decides in the same way: what is restored node by node is sent.
+    pulls = num_ranks > 1 and isinstance(strategy.sharding, Fsep) and strategy.sharding.flat
+    return MegaKernelMemory(
+        symmetric_bytes(overlap, model, most_tokens, num_ranks, num_replicas),
+        ring_bytes(model, num_ranks, num_slots, strategy.reduction.gradient_bytes) if pulls else 0,
+        num_rows,
+        most_rows,
+        held_rows,
+        # Forward keeps h and perhaps x. Backward adds dy, dh and the weighted activations, x if it was not kept, and dx
+        # if it waits for a task that pushes it.
+        kept_bytes=held_rows * (hidden * overlap.keep_x + 2 * width) * size,
+        backward_bytes=held_rows * (hidden * (1 + waiting + (not overlap.keep_x)) + 3 * width) * size,
+    )

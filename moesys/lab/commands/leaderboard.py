@@ -8,95 +8,109 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from moesys.config import ModelShape, ModelSpec
 from moesys.config.layer_spec import MoeMlp
-from moesys.lab.commands.declarations import cluster_of, predictor_of
-from moesys.lab.leaderboard.planners import GROUPS, PlannerGroup, named_planner
+from moesys.lab.commands.options import refusing
+from moesys.lab.leaderboard.planners import GROUPS, named_planner
 from moesys.lab.leaderboard.ranking import write_pages
 from moesys.lab.leaderboard.scores import FILE, results
-from moesys.lab.leaderboard.workloads import SCORED, TOKENS_PER_RANK, WARM_UP, RoutingSetting, recorded_in, settings
+from moesys.lab.leaderboard.workloads import SCORED, TOKENS_PER_RANK, WARM_UP, recorded_in, settings
+from moesys.lab.runs.declarations import cluster_of, predictor_of
 from moesys.lab.runs.records import take_lock
 from moesys.lab.runs.stopwatch import machine_line
 
-
-@dataclass(frozen=True)
-class LeaderboardOptions:
-    """The options of the command, as they are given on the command line."""
-
-    seeds: int = 3
-    quick: bool = False
-    planner: Sequence[str] = ()
-    trace: Sequence[Path] = ()
-    traces_only: bool = False
-    model: str | None = None
-    cluster: str | None = None
-    slots: int | None = None
-    lag: int = 1
-    predictor: str = "last"
-
-    @property
-    def warm_up(self) -> int:
-        """The micro-batches before the first scored one, whose layout is planned on ``WARM_UP`` loads."""
-        return WARM_UP + self.lag - 1
-
-    @property
-    def command(self) -> str:
-        words = ["moesys leaderboard"]
-        for name, value in vars(self).items():
-            for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
-                if one:
-                    words.append(f"--{name.replace('_', '-')}" + ("" if one is True else f" {shlex.quote(str(one))}"))
-        return " ".join(words)
-
-    def groups(self) -> list[PlannerGroup]:
-        """Raises ValueError for planners and predictors that do not exist."""
-        added = [named_planner(text) for text in self.planner]
-        groups = [replace(group.with_planners(added), slots_per_rank=self.slots) for group in GROUPS]
-        predictor = predictor_of(self.predictor)
-        return [replace(group, lag=self.lag, predictor=predictor) if group.lag else group for group in groups]
-
-    def settings(self) -> list[RoutingSetting]:
-        """Raises ValueError for models, clusters and traces that do not exist or do not fit."""
-        models: dict[str, ModelShape] = {}
-        if self.model:
-            spec = ModelSpec.from_config(self.model)
-            mlp = spec.layers[spec.moe_layers[0]].mlp
-            assert isinstance(mlp, MoeMlp)
-            models = {spec.name: mlp.shape}
-        return settings(
-            [recorded_in(path) for path in self.trace],
-            models=models,
-            clusters={self.cluster: cluster_of(self.cluster)} if self.cluster else {},
-            quick=self.quick,
-            traces_only=self.traces_only,
-            warm_up=self.warm_up,
-        )
+# The options that the page shows, in this order.
+_SHOWN = ("seeds", "quick", "planner", "trace", "traces_only", "model", "cluster", "slots", "lag", "predictor")
 
 
-def leaderboard_command(out: Path, options: LeaderboardOptions) -> int:
-    """Scores what ``out`` has no results of, writes the pages there and prints; returns the exit code.
-
-    Raises ValueError for options that cannot be met, and if another process writes into ``out``.
-    """
-    groups, scored_in = options.groups(), options.settings()
+@refusing()
+def leaderboard_command(
+    ctx: typer.Context,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of pages and results; the same folder resumes a stopped run.")
+    ] = Path("leaderboard"),
+    planner: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PLANNER",
+            help="A planner of yours as FILE.py:CLASS or module:CLASS, or a kind with fields as JSON; may be repeated.",
+        ),
+    ] = None,
+    trace: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="A recorded trace as a workload; may be repeated.")
+    ] = None,
+    traces_only: Annotated[bool, typer.Option("--traces-only", help="No workloads except --trace.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="A config.json, its folder or a packaged name; default: models by workload.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="As 2x8 or h100:4, or a ClusterSpec in a file; default: clusters by workload.")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Slots per rank; default: a rule for each group of planners.")
+    ] = None,
+    lag: Annotated[
+        int, typer.Option(min=1, help="Micro-batches from the newest load that a layout is planned on to its use.")
+    ] = 1,
+    predictor: Annotated[str, typer.Option(help="A kind or its JSON: the load that layouts are planned on.")] = "last",
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Draws of each workload, and parts of each recording; packaged ones have 4.")
+    ] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Two small settings, in seconds.")] = False,
+) -> None:
+    """Scores the planners of which ``out`` has no results, writes the pages there and prints the rankings."""
+    added = [named_planner(text) for text in planner or ()]
+    groups = [replace(group.with_planners(added), slots_per_rank=slots) for group in GROUPS]
+    loads = predictor_of(predictor)
+    groups = [replace(group, lag=lag, predictor=loads) if group.lag else group for group in groups]
+    # The layout of the first scored micro-batch is planned on ``WARM_UP`` loads.
+    warm_up = WARM_UP + lag - 1
+    scored_in = settings(
+        [recorded_in(path) for path in trace or ()],
+        models=_models(model) if model else {},
+        clusters={cluster: cluster_of(cluster)} if cluster else {},
+        quick=quick,
+        traces_only=traces_only,
+        warm_up=warm_up,
+    )
     out.mkdir(parents=True, exist_ok=True)
     with take_lock(out):
-        found = results(scored_in, groups, options.seeds, out)
-        markdown, html = write_pages(out, scored_in, groups, found, _introduction(options))
+        found = results(scored_in, groups, seeds, out)
+        markdown, html = write_pages(out, scored_in, groups, found, _introduction(_command(ctx), seeds, lag, warm_up))
     print(f"pages: {markdown} and {html}; every sample: {out / FILE}")
-    return 0
 
 
-def _introduction(options: LeaderboardOptions) -> list[str]:
+def _models(name: str) -> dict[str, ModelShape]:
+    spec = ModelSpec.from_config(name)
+    mlp = spec.layers[spec.moe_layers[0]].mlp
+    assert isinstance(mlp, MoeMlp)
+    return {spec.name: mlp.shape}
+
+
+def _command(ctx: typer.Context) -> str:
+    """Returns the command with all options except for its folder, as one would type it."""
+    words = ["moesys leaderboard"]
+    for name in _SHOWN:
+        value = ctx.params[name]
+        for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+            if one:
+                words.append(f"--{name.replace('_', '-')}" + ("" if one is True else f" {shlex.quote(str(one))}"))
+    return " ".join(words)
+
+
+def _introduction(command: str, seeds: int, lag: int, warm_up: int) -> list[str]:
     return [
-        f"`{options.command}`; `docs/leaderboard.md` has the rules.",
+        f"`{command}`; `docs/leaderboard.md` has the rules.",
         f"Forward and backward of a layer without overlap (`Sequential`), {TOKENS_PER_RANK:,} tokens per rank, "
-        f"simulated; {options.seeds} seeds. Planners see {options.warm_up} micro-batches and are scored on the next "
+        f"simulated; {seeds} seeds. Planners see {warm_up} micro-batches and are scored on the next "
         f"{SCORED}. All planners of a group have the same slots, lag, predictor and sharding. Layouts from history are "
-        f"planned on micro-batches up to the one that is {options.lag} before the scored one.",
+        f"planned on micro-batches up to the one that is {lag} before the scored one.",
         "Slowdown: a planner's seconds divided by those of the fastest planner of its group in the same setting and "
         "seed; geometric mean over the settings of a workload, then over workloads. The 95 % interval is Student's "
         "over seeds, which are draws, or layers and parts of a recording. A planner that cannot handle some setting "

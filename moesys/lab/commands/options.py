@@ -1,35 +1,49 @@
-"""Options that several commands share, and how a command refuses what it was given."""
+"""Options that several commands share, and how a command ends that cannot do what it was asked to do.
+
+Importing this module imports neither torch nor pydantic.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from moesys.lab.ranks.process_start import writes
+from moesys.lab.ranks.process_start import RunInterruption, writes
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raises typer.BadParameter for a ValueError, so that a wrong argument is reported as other mistakes are."""
+    """Prints the message of a ValueError or OSError to stderr and ends the command with code 2; after Ctrl-C in a run
+    that can go on, prints how, and ends it with code 130. Of torchrun's ranks only the first one prints.
+
+    A reader that closes the pipe, such as ``head``, is no error: it is raised again, and ``typer`` ends in silence.
+    """
     try:
         yield
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    except BrokenPipeError:
+        raise
+    except RunInterruption as stop:
+        message, code = str(stop), 130
+    except (ValueError, OSError) as error:
+        message, code = f"Error: {_reason(error)}", 2
+    else:
+        return
+    if writes():
+        print(message, file=sys.stderr)
+    raise typer.Exit(code)
 
 
-def options_given(ctx: typer.Context) -> dict[str, str]:
-    """Returns the options that stand on the command line, by the name of their parameter; a default is not given."""
-    given = {}
-    for option in ctx.command.params:
-        source = ctx.get_parameter_source(option.name or "")
-        if source is not None and source.name == "COMMANDLINE":
-            given[option.name or ""] = option.opts[0]
-    return given
+def _reason(error: ValueError | OSError) -> str:
+    # Not at the top: it needs pydantic.
+    from moesys.journal import in_words
+
+    return f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else in_words(error)
 
 
 def in_a_folder(path: Path | None) -> Path | None:
@@ -51,17 +65,23 @@ def in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
-def spec_file(path: Path | None) -> Path | None:
-    """Raises typer.BadParameter for a ClusterSpec's file of another kind, or one that could not be written."""
-    if path is not None and path.suffix not in (".toml", ".json"):
-        raise typer.BadParameter(f"{path} is neither .toml nor .json; name a file of one of these kinds")
-    return in_a_folder(path)
-
-
+ExperimentFile = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="A .py file with a function that returns an Experiment; or .json, .toml."),
+]
+RunFolders = Annotated[Path, typer.Option(help="Folder of run folders.")]
+ModelLayers = Annotated[
+    int | None, typer.Option(min=1, help="Of the whole model, whose memory counts; the workload's by default.")
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes that simulate; one a core by default, 1: no others. The results are the same."),
+]
+Format = Literal["table", "markdown", "csv", "json", "latex"]
+FormatOption = Annotated[Format, typer.Option("--format", help="All but table print nothing else to stdout.")]
 ResultFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write what was measured to this file.", callback=in_a_folder)
 ]
-
 ReportFolder = Annotated[
     Path | None,
     typer.Option(

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from rich.text import Text
 from rich.tree import Tree
 
 from moesys.balance.certificate import Certificate, certify
-from moesys.balance.cp_sat.cp_sat import CpSat
+from moesys.balance.cp_sat import CpSat
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.plan import LayerPlan
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
 from moesys.files import write_whole
-from moesys.lab.commands import refused
-from moesys.lab.commands.declarations import balance_of, cluster_of, split_of
-from moesys.lab.show.tables import print_full
+from moesys.lab.commands.options import refusing
+from moesys.lab.runs.declarations import balance_of, cluster_of, split_of
+from moesys.lab.show.tables import add_head, add_line, print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.traces import load_trace
@@ -30,40 +31,35 @@ MOST_EXPERTS_SHOWN = 16
 LOAD_SUFFIXES = (".npz", ".npy", ".csv", ".json")
 
 
-class LoadFile(NamedTuple):
-    """A file of loads; of a trace, which micro-batch and which layer."""
-
-    path: Path
-    micro_batch: int | None = None
-    layer: int | None = None
-
-
+@refusing()
 def plan_command(
-    load: LoadFile,
-    cluster: str,
-    *,
-    slots: int | None = None,
-    balance: str = "greedy",
-    split: str = "flow",
-    previous: Path | None = None,
-    out: Path | None = None,
-) -> int:
-    """Plans, certifies, prints and writes. Returns the exit code, 2 if the arguments cannot be met."""
-    try:
-        spec, balance_config, split_config = cluster_of(cluster), balance_of(balance), split_of(split)
-        wanted = read_load(*load)
-        slots_per_rank = slots if slots is not None else -(-wanted.num_experts // spec.num_ranks) + 1
-        before = None if previous is None else read_layout(previous)
-        plan, certificate = make_plan(wanted, spec, slots_per_rank, balance_config, split_config, before)
-        tree = plan_tree(
-            plan, certificate, spec, f"{load.path.name}: {balance_config.kind} + {split_config.kind}", before
-        )
-        if out is not None:
-            save_plan(plan, certificate, out)
-    except (ValueError, OSError) as error:
-        return refused(error)
+    load: Annotated[
+        Path, typer.Option(metavar="FILE", help="Tokens [rank, expert] as .npy, .csv or .json; or a trace, .npz.")
+    ],
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="Nodes x ranks a node, as 4x8; nodes of a preset, as h100:4; or a ClusterSpec in .json or .toml."
+        ),
+    ],
+    slots: Annotated[int | None, typer.Option(min=1, help="Slots a rank; one more than needed by default.")] = None,
+    balance: Annotated[str, typer.Option(help='A kind, or its JSON: {"kind": "greedy", "effort": 4}.')] = "greedy",
+    split: Annotated[str, typer.Option(help='A kind, or its JSON: {"kind": "flow", "max_inter_node": 0.1}.')] = "flow",
+    previous: Annotated[Path | None, typer.Option(help="A plan that --out wrote: the layout in force.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write plan and certificate to this file, as JSON.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Of the trace, from 0; the last by default.")] = None,
+    layer: Annotated[int | None, typer.Option(help="Of the trace; the first by default.")] = None,
+) -> None:
+    """Makes a plan of one layer, certifies it, writes and prints it."""
+    spec, balance_config, split_config = cluster_of(cluster), balance_of(balance), split_of(split)
+    wanted = read_load(load, micro_batch, layer)
+    slots_per_rank = slots if slots is not None else -(-wanted.num_experts // spec.num_ranks) + 1
+    before = None if previous is None else read_layout(previous)
+    plan, certificate = make_plan(wanted, spec, slots_per_rank, balance_config, split_config, before)
+    tree = plan_tree(plan, certificate, spec, f"{load.name}: {balance_config.kind} + {split_config.kind}", before)
+    if out is not None:
+        save_plan(plan, certificate, out)
     print_full(tree, [] if out is None else [f"Written to {out}."])
-    return 0
 
 
 def make_plan(
@@ -77,17 +73,10 @@ def make_plan(
     """Returns the plan of ``load``, and its certificate among all layouts with these slots."""
     layout = plan_layout(load, cluster, balance, slots_per_rank, previous=previous)
     tokens = split_tokens(load, layout, cluster, split)
+    bounds: dict[str, Any] = {}
     if isinstance(balance, Greedy | CpSat):
-        certificate = certify(
-            tokens,
-            cluster,
-            slots_per_rank=slots_per_rank,
-            min_replicas=balance.min_replicas,
-            replicas_within=balance.replicas_within,
-        )
-    else:
-        certificate = certify(tokens, cluster, slots_per_rank=slots_per_rank)
-    return LayerPlan(tokens, turn=0), certificate
+        bounds = {"min_replicas": balance.min_replicas, "replicas_within": balance.replicas_within}
+    return LayerPlan(tokens, turn=0), certify(tokens, cluster, slots_per_rank=slots_per_rank, **bounds)
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -163,36 +152,29 @@ def plan_tree(
     load, layout = plan.load, plan.layout
     leaving = plan.tokens.inter_node_tokens(cluster.domain_of_rank)
     tree = Tree(Text(f"{title}, {load.total} tokens on {cluster.num_ranks} ranks", style="bold"))
-    held = _head(tree, f"layout: {int(layout.filled_R.sum())} replicas of {load.num_experts} experts")
+    held = add_head(tree, f"layout: {int(layout.filled_R.sum())} replicas of {load.num_experts} experts")
     if previous is not None:
         moved = num_moves(previous.replicas_RE, layout.replicas_RE)
-        _line(held, "moves", f"{moved} replicas are on ranks that did not hold them before")
-    _line(held, "between nodes", f"{leaving} tokens ({leaving / max(1, load.total):.2%})")
-    tokens_ER = np.zeros((load.num_experts, cluster.num_ranks), dtype=np.int64)
-    np.add.at(tokens_ER, (plan.tokens.entries[:, 1], plan.tokens.entries[:, 2]), plan.tokens.entries[:, 3])
+        add_line(held, "moves", f"{moved} replicas are on ranks that did not hold them before")
+    add_line(held, "between nodes", f"{leaving} tokens ({leaving / max(1, load.total):.2%})")
+    tokens_RE = np.zeros((cluster.num_ranks, load.num_experts), dtype=np.int64)
+    _, expert_N, rank_N, count_N = plan.tokens.entries.T
+    np.add.at(tokens_RE, (rank_N, expert_N), count_N)
     first = 0
     for node, size in enumerate(cluster.node_sizes):
         ranks = list(range(first, first + size))
         first += size
         tokens_R = {rank: int(plan.tokens.tokens_R[rank]) for rank in ranks}
-        branch = _head(held, f"node {node}: {sum(tokens_R.values())} tokens")
+        branch = add_head(held, f"node {node}: {sum(tokens_R.values())} tokens")
         by_tokens = sorted(ranks, key=lambda rank: (-tokens_R[rank], rank))
         shown = ranks if cluster.num_ranks <= MOST_RANKS_SHOWN else sorted({by_tokens[0], by_tokens[-1]})
         for rank in shown:
-            experts = sorted(set(layout.experts_of(rank)), key=lambda expert: (-tokens_ER[expert, rank], expert))
-            words = ", ".join(f"expert {expert} {tokens_ER[expert, rank]}" for expert in experts[:MOST_EXPERTS_SHOWN])
+            experts = sorted(set(layout.experts_of(rank)), key=lambda expert: (-tokens_RE[rank, expert], expert))
+            words = ", ".join(f"expert {expert} {tokens_RE[rank, expert]}" for expert in experts[:MOST_EXPERTS_SHOWN])
             more = f" and {len(experts) - MOST_EXPERTS_SHOWN} more" if len(experts) > MOST_EXPERTS_SHOWN else ""
-            _line(branch, f"rank {rank}", f"{tokens_R[rank]} tokens: {words or 'no expert'}{more}")
-    proof = _head(tree, f"certificate: max/mean {certificate.max_over_mean:.4f}")
+            add_line(branch, f"rank {rank}", f"{tokens_R[rank]} tokens: {words or 'no expert'}{more}")
+    proof = add_head(tree, f"certificate: max/mean {certificate.max_over_mean:.4f}")
     for line in str(certificate).splitlines():
         name, _, words = line.partition(":")
-        _line(proof, name, words.strip())
+        add_line(proof, name, words.strip())
     return tree
-
-
-def _head(tree: Tree, words: str) -> Tree:
-    return tree.add(Text(words, style="bold"))
-
-
-def _line(tree: Tree, name: str, words: str) -> None:
-    tree.add(Text.assemble((f"{name}: ", "cyan"), words))

@@ -5,75 +5,86 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, TextIO
 
+import typer
 from pydantic import ValidationError
 from rich.console import Console
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Training
-from moesys.lab.commands import Format, refused
-from moesys.lab.commands.declarations import slurm_of, strategy_of
+from moesys.journal import in_words
+from moesys.lab.commands.options import ExperimentFile, Format, FormatOption, Jobs, RunFolders, refusing
 from moesys.lab.ranks.process_start import writes
-from moesys.lab.runs.experiment_files import in_words, load_experiments
-from moesys.lab.runs.runner import Interrupted, RunResult, run
-from moesys.lab.runs.slurm import Slurm
+from moesys.lab.runs.declarations import declared_in, load_experiments
+from moesys.lab.runs.runner import RunResult, run
+from moesys.lab.runs.slurm import Slurm, slurm_of
 from moesys.lab.show.progress import RunProgress
 
 if TYPE_CHECKING:
     from moesys.lab.runs.comparison import Comparison
 
 
-class RunOptions(TypedDict, total=False):
-    """Options of ``run``, with its defaults."""
-
-    threads: int
-    fail_fast: bool
-    retry_failed: bool
-    fresh: bool
-    record_routing: Path | None
-
-
-def run_file(
-    file: Path,
-    out: Path,
-    form: Format = "table",
-    *,
-    num_seeds: int | None = None,
-    interpret: bool = False,
-    strategies: Sequence[Path] = (),
-    jobs: int | None = None,
-    slurm: str | None = None,
-    **options: Unpack[RunOptions],
+@refusing()
+def run_command(
+    file: ExperimentFile,
+    out: RunFolders = Path("runs"),
+    form: FormatOption = "table",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds 0 to N-1 in all, instead of the file's.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    jobs: Jobs = None,
+    slurm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS", help="A job of Slurm for each trial: partition=gpu,time=2:00:00, or a .toml or .json."
+        ),
+    ] = None,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first trial that fails.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed before.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run folder.")] = False,
+    record_routing: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A training's routing; {seed} and {strategy} vary."),
+    ] = None,
+    interpret: Annotated[
+        bool, typer.Option("--interpret", help="Experts by the GPU's kernels, slowly, in Triton's interpreter.")
+    ] = False,
+    strategy: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="A further Strategy, .toml or .json, as moesys tune writes; may be repeated."
+        ),
+    ] = None,
 ) -> int:
     """Runs what is left of each experiment in ``file``, and prints its table; for a sweep, draws the chart beside the
-    run folders. ``strategies``: files of more strategies, for each experiment. ``slurm``: options of its jobs. Under
-    torchrun only rank 0 prints.
+    run folders. Returns the exit code. Under torchrun only rank 0 prints.
 
     Progress goes where the tables go, or to stderr if a table is for a machine to read.
     """
-    speaks = writes()
     told = sys.stdout if form == "table" else sys.stderr
     comparisons: list[Comparison] = []
     code = 0
-    try:
-        where = jobs if slurm is None else _slurm(slurm, jobs)
-        for experiment in _experiments(file, form, num_seeds, interpret, strategies):
-            if comparisons:
-                print(file=told)
-            result = run(experiment, out, progress=RunProgress(Console(file=told)), jobs=where, **options)
-            if speaks:
-                comparisons.append(_report(result, form, told))
-                code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
-            if result.stopped:
-                break
-    except (ValueError, OSError) as error:
-        return refused(error) if speaks else 2
-    except Interrupted as stop:
-        if speaks:
-            print(stop, file=sys.stderr)
-        return 130
+    where = jobs if slurm is None else _slurm(slurm, jobs)
+    for experiment in _experiments(file, form, seeds, interpret, strategy or ()):
+        if comparisons:
+            print(file=told)
+        result = run(
+            experiment,
+            out,
+            fail_fast=fail_fast,
+            retry_failed=retry_failed,
+            fresh=fresh,
+            threads=threads,
+            jobs=where,
+            record_routing=record_routing,
+            progress=RunProgress(Console(file=told)),
+        )
+        if writes():
+            comparisons.append(_report(result, form, told))
+            code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
+        if result.stopped:
+            break
     if len(comparisons) > 1:
         _draw(comparisons, out / file.stem, told)
     return code
@@ -97,7 +108,7 @@ def _experiments(
             "leave it out here, and give their run folders to moesys compare one at a time"
         )
     seeds = {} if num_seeds is None else {"seeds": tuple(range(num_seeds))}
-    further = [strategy_of(path) for path in strategies]
+    further = [declared_in(path, Strategy) for path in strategies]
     workloads = [_interpreted(experiment) if interpret else experiment.workload for experiment in experiments]
     return [
         _with(further, experiment.replace(workload=workload, **seeds))

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 from pydantic import ValidationError
 from rich.console import Console
 
@@ -19,72 +22,126 @@ from moesys.balance.plan import StepPlan, why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay, Workload
-from moesys.lab.commands import refused
-from moesys.lab.commands.declarations import cluster_of, strategy_in
-from moesys.lab.runs.experiment_files import in_words, load_experiment
+from moesys.journal import in_words
+from moesys.lab.commands.options import ModelLayers, refusing
+from moesys.lab.commands.simulate_model import simulate_whole_model
+from moesys.lab.runs.declarations import cluster_of, load_experiment, strategy_in
+from moesys.lab.runs.records import numbered
+from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import drawn_like, rest_of, timed_steps
-from moesys.lab.show.chrome_trace import write_chrome_trace
-from moesys.lab.show.figures import timeline_chart
-from moesys.lab.show.simulated_steps import StepDraws, StepFigures, step_sheet
-from moesys.lab.show.tables import print_sheet
+from moesys.lab.show.comparisons import ratio_words
+from moesys.lab.show.figures import timeline_chart, write_chrome_trace
+from moesys.lab.show.tables import Column, Sheet, figure, print_sheet
+from moesys.simulator.critical_path import by_place
 from moesys.simulator.rest_of_step import RestOfStep
-from moesys.simulator.simulation import Simulation
+from moesys.simulator.simulation import Simulation, exposed_ms
 from moesys.simulator.step_program import simulation
 
 MOST_TRACED_RANKS = 64
 MOST_DRAWN_RANKS = 8
-DRAWS = 8
+TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
+LEGEND = (
+    "Means over ranks, but for the step. exposed = tokens + restore + waiting: a rank computes nothing meanwhile.",
+    "tokens: until rows have come; restore: until experts have, or gradients; waiting: for slower ranks.",
+    "critical path: what the step waited for, from its start to its end, as shares of it; most first.",
+)
 
 
-@dataclass(frozen=True)
-class FirstDraw:
-    """What files are written of."""
-
-    name: str
-    simulation: Simulation
-
-
+@refusing()
 def simulate_command(
-    file: Path,
-    *,
-    strategies: Sequence[str] = (),
-    layers: int | None = None,
-    cluster: str | None = None,
-    step: int = 0,
-    draws: int = DRAWS,
-    model_layers: int | None = None,
-    out: Path | None = None,
-) -> int:
-    """Simulates, prints and writes. Returns the exit code, 2 if the arguments cannot be met."""
-    try:
-        if out is not None:
-            # Before all is simulated.
-            out.mkdir(parents=True, exist_ok=True)
-        name, todo, words = _todo(file, strategies, layers, cluster, step, draws)
-        firsts, found, shape = [], [], ""
-        with Console(stderr=True).status("") as status:
-            for of_strategy, of_draws, rest in todo:
-                figures: list[StepFigures] = []
-                for plans in of_draws:
-                    status.update(f"{of_strategy}: planning and simulating, draw {1 + len(figures)}")
-                    simulated = simulation(plans, rest)
-                    if not figures:
-                        firsts.append(FirstDraw(of_strategy, simulated))
-                    against = why_not(plans, num_layers=model_layers, recompute=rest.recompute != "none")
-                    figures.append(StepFigures.of(simulated, plans, against))
-                    shape = shape or _shape_words(plans[0])
-                found.append(StepDraws(of_strategy, tuple(figures)))
-            # Before the table is printed, whose reader may stop before its end.
-            files = [] if out is None else [_write(of, out / stem, name) for stem, of in _by_stem(firsts).items()]
-        print_sheet(step_sheet(f"SIMULATED: {name}, {shape}", found, words))
-        for paths in files:
-            print("written to " + ", ".join(map(str, paths)))
-    except (ValueError, OSError) as error:
-        return refused(error)
-    return 0
+    ctx: typer.Context,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="An experiment in .py, .json or .toml; or a StepPlan in .json."),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="By name, may be repeated; all by default. With --model: ep, fsep:SLOTS, laer:SLOTS, a file."
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Draw so many, or take the first of a trace.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Nodes x ranks a node at the experiment's speeds, as 128x8; nodes of a preset, as h100:16; or a "
+            "ClusterSpec in a file."
+        ),
+    ] = None,
+    step: Annotated[int, typer.Option(min=0, help="Of the timed steps, from 0; planners have seen those before.")] = 0,
+    draws: Annotated[int, typer.Option(min=1, help="Other seeds, or of a single trace further steps.")] = 8,
+    model_layers: ModelLayers = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write a trace for Perfetto and a chart of each strategy there.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A config.json, its folder, or a packaged name, instead of FILE."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="With --model: of a sequence.")] = 4096,
+    micro_batch: Annotated[int, typer.Option(min=1, help="With --model: sequences of a rank at once.")] = 1,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="With --model: sequences of a step.")] = None,
+    parallel: Annotated[
+        str,
+        typer.Option(help="With --model: sizes of groups and more, as in tp=2,pp=8,vp=4,ep=32,recompute=selective."),
+    ] = "",
+    skew: Annotated[float, typer.Option(min=0, help="With --model: of drawn routing; 0: even.")] = 0.0,
+    fp8: Annotated[bool, typer.Option("--fp8", help="With --model: products with weights in float8.")] = False,
+    optimizer: Annotated[str, typer.Option(help="With --model: adam, adam_bf16 or sgd.")] = "adam",
+) -> None:
+    """Simulates a step of an experiment, of a plan or of a whole model, prints the tables and writes the files."""
+    if (file is None) == (model is None):
+        raise typer.BadParameter("simulate either FILE or --model; give one of them")
+    others, of = (_OF_FILE, "FILE") if file is None else (_OF_MODEL, "--model")
+    for option in ctx.command.params:
+        source = ctx.get_parameter_source(option.name or "")
+        if option.name in others and source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"{option.opts[0]} is for {of}; leave it out")
+    if out is not None:
+        # Before all is simulated.
+        out.mkdir(parents=True, exist_ok=True)
+    if file is not None:
+        _simulate(*_todo(file, strategy or (), layers, cluster, step, draws), model_layers, out)
+        return
+    assert model is not None
+    simulate_whole_model(
+        model,
+        cluster,
+        strategies=strategy or ("ep",),
+        parallel=parallel,
+        skew=skew,
+        draws=draws,
+        out=out,
+        seq_len=tokens,
+        micro_batch=micro_batch,
+        global_batch=global_batch,
+        fp8=fp8,
+        optimizer=optimizer,
+    )
+
+
+def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | None, out: Path | None) -> None:
+    found, shape = [], ""
+    with Console(stderr=True).status("") as status:
+        for of_strategy, of_draws, rest in todo:
+            found.append(draws := StepDraws(of_strategy))
+            for plans in of_draws:
+                status.update(f"{of_strategy}: planning and simulating, draw {1 + len(draws.paths)}")
+                against = why_not(plans, num_layers=model_layers, recompute=rest.recompute != "none")
+                draws.add(simulation(plans, rest), plans, against)
+                shape = shape or _shape_words(plans[0])
+        # Before the table is printed, whose reader may stop before its end.
+        files = [] if out is None else [_write(of, out / stem, name) for stem, of in _by_stem(found)]
+    print_sheet(step_sheet(f"SIMULATED: {name}, {shape}", found, words))
+    for paths in files:
+        print("written to " + ", ".join(map(str, paths)))
 
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
+
+# What ``simulate`` takes of a file, and of a model.
+_OF_FILE = {"layers", "step", "model_layers"}
+_OF_MODEL = {"tokens", "micro_batch", "global_batch", "parallel", "skew", "fp8", "optimizer"}
 
 Plans = tuple[StepPlan, ...]
 Todo = tuple[str, Iterator[Plans], RestOfStep]
@@ -209,24 +266,21 @@ def _shape_words(plan: StepPlan) -> str:
     return f"one step of {len(plan.layers)} layers on {cluster.num_ranks} ranks of {cluster.num_nodes} nodes"
 
 
-def _by_stem(steps: Sequence[FirstDraw]) -> dict[str, FirstDraw]:
-    """Returns draws by file name: that of the strategy, with a number if another strategy would have the same."""
-    found: dict[str, FirstDraw] = {}
-    for step in steps:
-        stem = re.sub(r"[^\w.+-]", "_", step.name)
-        numbered = (f"{stem}-{number}" for number in count(2))
-        found[next(name for name in chain([stem], numbered) if name not in found)] = step
-    return found
+def _by_stem(of_strategies: Sequence[StepDraws]) -> Iterator[tuple[str, StepDraws]]:
+    """Yields file names: that of the strategy, with a number if another strategy would have the same."""
+    taken: list[str] = []
+    for of in of_strategies:
+        taken.append(next(name for name in numbered(re.sub(r"[^\w.+-]", "_", of.name)) if name not in taken))
+        yield taken[-1], of
 
 
-def _write(step: FirstDraw, stem: Path, name: str) -> list[Path]:
-    """Writes a trace for Perfetto, and a chart if there is something to draw."""
-    of = step.simulation
-    num_ranks = of.cluster.num_ranks
+def _write(draws: StepDraws, stem: Path, name: str) -> list[Path]:
+    """Writes a trace of the first draw for Perfetto, and a chart if there is something to draw."""
+    of, num_ranks = draws.first, draws.first.cluster.num_ranks
     traced = of.timeline.only(_some_ranks(of, MOST_TRACED_RANKS))
     drawn = of.timeline.only(_some_ranks(of, MOST_DRAWN_RANKS))
     trace = write_chrome_trace(traced, stem.with_name(f"{stem.name}.trace.json"), of.critical_path)
-    words = f"{name}, {step.name}" + f" on {num_ranks} ranks" * (num_ranks > MOST_DRAWN_RANKS)
+    words = f"{name}, {draws.name}" + f" on {num_ranks} ranks" * (num_ranks > MOST_DRAWN_RANKS)
     return [trace, *(timeline_chart(drawn, stem, name=words) if drawn.spans else [])]
 
 
@@ -238,3 +292,117 @@ def _some_ranks(of: Simulation, most: int) -> list[int]:
     on_path = [part.rank for part in sorted(of.critical_path, key=lambda part: -part.seconds) if part.is_of_rank]
     evenly = np.linspace(0, num_ranks - 1, most).astype(int).tolist()
     return sorted(list(dict.fromkeys([*list(dict.fromkeys(on_path))[: most // 2], *evenly]))[:most])
+
+
+class StepDraws:
+    """Steps of one strategy, one per draw: milliseconds, means over ranks except for the step's own.
+
+    figures: by name, one per draw. paths: shares of the critical path by place, one per draw. would_not_run: the
+    reasons of the first draw that has any. first: the first draw, of which files are written.
+    """
+
+    first: Simulation
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.figures: dict[str, list[float]] = defaultdict(list)
+        self.paths: list[dict[str, float]] = []
+        self.would_not_run: tuple[str, ...] = ()
+
+    def add(self, simulated: Simulation, micro_batches: Plans, against: tuple[str, ...]) -> None:
+        """Adds a draw; ``against``: the reasons why it would not run, if there are any."""
+        if not self.paths:
+            self.first = simulated
+        self.would_not_run = self.would_not_run or against
+        self.paths.append({where: share for where, _, share in by_place(simulated.critical_path)})
+        computed_ms = {kind: 1e3 * float(seconds_R.mean()) for kind, seconds_R in simulated.computed_R.items()}
+        waited_ms = {kind: 1e3 * float(seconds_R.mean()) for kind, seconds_R in simulated.waited_R.items()}
+        experts_ms = sum(computed_ms.get(kind, 0.0) for kind in ("experts", "weight_gradients"))
+        tokens_ms, restore_ms = (sum(waited_ms.get(kind, 0.0) for kind in kinds) for kinds in (TOKENS, EXPERTS))
+        all_exposed_ms = exposed_ms(simulated.timeline)
+        for name, value in {
+            "step_ms": 1e3 * simulated.length_seconds,
+            "max_over_mean": float(np.mean([of.tokens.max_over_mean for step in micro_batches for of in step.layers])),
+            "experts_ms": experts_ms,
+            "other_ms": sum(computed_ms.values()) - experts_ms,
+            "exposed_ms": all_exposed_ms,
+            "tokens_ms": tokens_ms,
+            "restore_ms": restore_ms,
+            "waiting_ms": max(all_exposed_ms - tokens_ms - restore_ms, 0.0),
+        }.items():
+            self.figures[name].append(value)
+
+
+@dataclass(frozen=True)
+class SimulatedStrategy:
+    """A row of the table. Columns without an interval are means over draws."""
+
+    strategy: Annotated[str, Column("strategy", align="left")]
+    step_ms: Annotated[str, Column("step\nms")]
+    speedup: Annotated[str, Column("speed-up", align="right")]
+    max_over_mean: Annotated[float, Column("load\nmax/mean", ".2f")]
+    experts_ms: Annotated[float, Column("experts\nms", figure)]
+    other_ms: Annotated[float, Column("other\nms", figure)]
+    exposed_ms: Annotated[float, Column("exposed\nms", figure)]
+    tokens_ms: Annotated[float, Column("tokens\nms", figure)]
+    restore_ms: Annotated[float, Column("restore\nms", figure)]
+    waiting_ms: Annotated[float, Column("waiting\nms", figure)]
+    critical_path: Annotated[str, Column("critical path", align="left", wraps=True)]
+
+
+def step_sheet(title: str, of_strategies: Sequence[StepDraws], draws: str) -> Sheet:
+    """Returns the table and its legend. ``draws`` describes what a draw is."""
+    # The first strategy that would run, or the first one if none would.
+    baseline = min(of_strategies, key=lambda of: bool(of.would_not_run))
+    rows = [
+        SimulatedStrategy(
+            strategy=of.name,
+            step_ms=_spread(of.figures["step_ms"]),
+            speedup=_speedup(of, baseline),
+            critical_path=_path_words(of),
+            **{name: float(np.mean(values)) for name, values in of.figures.items() if name != "step_ms"},
+        )
+        for of in of_strategies
+    ]
+    against = [f"{of.name} would not run: {reason}." for of in of_strategies for reason in of.would_not_run]
+    return Sheet(title, rows, [*LEGEND, *_draw_words(of_strategies, draws), *against])
+
+
+def _draw_words(of_strategies: Sequence[StepDraws], draws: str) -> Iterator[str]:
+    if any(len(of.paths) > 1 for of in of_strategies):
+        yield (
+            f"Draws: {draws}. step ms: their median [p10, p90]; speed-up: paired, draw by draw, with its 95 % interval "
+            "(Student's t on logarithms; ~: it contains 1, ?: too few draws); other columns: means."
+        )
+
+
+def _spread(values: Sequence[float]) -> str:
+    if len(values) == 1:
+        return figure(values[0])
+    low, middle, high = np.percentile(values, (10, 50, 90))
+    return f"{figure(float(middle))} [{figure(float(low))}, {figure(float(high))}]"
+
+
+def _speedup(of: StepDraws, baseline: StepDraws) -> str:
+    """Compares the draws that both have. Returns "" if a step takes no time."""
+    if of.would_not_run:
+        return "would not run"
+    if of is baseline:
+        return "1.00"
+    own_ms, baseline_ms = ({place: [ms] for place, ms in enumerate(one.figures["step_ms"])} for one in (of, baseline))
+    if not all(ms for one in (own_ms, baseline_ms) for [ms] in one.values()):
+        return ""
+    ratio = paired_ratio(baseline_ms, own_ms)
+    if ratio is None:
+        return ""
+    return f"{ratio.estimate:.2f}" if ratio.n == 1 else ratio_words(ratio)
+
+
+def _path_words(of: StepDraws) -> str:
+    """Describes the three places with the largest mean shares of the critical path."""
+    shares = {where: 0.0 for path in of.paths for where in path}
+    for path in of.paths:
+        for where, share in path.items():
+            shares[where] += share / len(of.paths)
+    most = sorted(shares.items(), key=lambda place: -place[1])[:3]
+    return ", ".join(f"{where} {100 * share:.0f} %" for where, share in most)

@@ -17,9 +17,8 @@ from moesys.config import BYTES_PER_GB, ModelSpec, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
 from moesys.files import write_whole
-from moesys.lab.commands import refused
-from moesys.lab.commands.declarations import cluster_of, strategy_of
-from moesys.lab.runs.experiment_files import in_words
+from moesys.journal import in_words
+from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
 from moesys.lab.show.tables import figure, print_full
 from moesys.simulator.model.model_step import ModelStep
@@ -30,54 +29,44 @@ SHORT = {"tp": "tensor", "cp": "context", "pp": "pipeline", "vp": "virtual_stage
 _FASTER = (1.25, 1.5, 2.0)
 
 
-def simulate_model_command(
+def simulate_whole_model(
     model: str,
     cluster: str | None,
     *,
-    strategies: Sequence[str] = (),
-    parallel: str = "",
-    skew: float = 0.0,
-    draws: int = 4,
-    out: Path | None = None,
+    strategies: Sequence[str],
+    parallel: str,
+    skew: float,
+    draws: int,
+    out: Path | None,
     **fields: Any,
-) -> int:
-    """Simulates, prints and writes. Returns the exit code, 2 if the arguments cannot be met.
+) -> None:
+    """Simulates a step of a model under each strategy, prints the tables and writes the files.
 
-    ``fields``: fields of ``ModelRun``.
+    ``fields``: fields of ``ModelRun``. Raises ValueError for arguments that cannot be met.
     """
-    try:
-        if cluster is None:
-            raise ValueError("a model needs a cluster to run on; give --cluster, as in --cluster h100:4")
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-        routing = Generated(skew=skew) if skew else None
-        declared = {
-            "model": ModelSpec.from_config(model),
-            "cluster": cluster_of(cluster),
-            "parallelism": parallelism_of(parallel),
-            **fields,
-        }
-        if len(set(strategies)) < len(strategies):
-            raise ValueError(f"strategy={list(strategies)} names one twice; give each once")
-        steps = []
-        with Console(stderr=True).status("") as status:
-            for name in strategies or ("ep",):
-                try:
-                    run = ModelRun.model_validate(declared | {"strategy": named_strategy(name)})
-                except ValueError as error:
-                    raise ValueError(in_words(error)) from None
-                tell = _teller(status.update, run.strategy.name)
-                steps.append(simulate_model(run, routing, draws=draws, tell=tell))
-        print_full(Group(*tables(steps)), notes(steps, skew))
-        for path in [] if out is None else _write(steps, out):
-            print(f"written to {path}")
-    except (ValueError, OSError) as error:
-        return refused(error)
-    return 0
+    if cluster is None:
+        raise ValueError("a model needs a cluster to run on; give --cluster, as in --cluster h100:4")
+    routing = Generated(skew=skew) if skew else None
+    declared = {
+        "model": ModelSpec.from_config(model),
+        "cluster": cluster_of(cluster),
+        "parallelism": parallelism_of(parallel),
+        **fields,
+    }
+    if len(set(strategies)) < len(strategies):
+        raise ValueError(f"strategy={list(strategies)} names one twice; give each once")
+    steps = []
+    with Console(stderr=True).status("") as status:
+        for name in strategies:
+            run = ModelRun.model_validate(declared | {"strategy": named_strategy(name)})
 
+            def tell(words: str, name: str = run.strategy.name) -> None:
+                status.update(f"{name}: {words}")
 
-def _teller(update: Any, name: str) -> Any:
-    return lambda words: update(f"{name}: {words}")
+            steps.append(simulate_model(run, routing, draws=draws, tell=tell))
+    print_full(Group(*tables(steps)), notes(steps, skew))
+    for path in [] if out is None else _write(steps, out):
+        print(f"written to {path}")
 
 
 def parallelism_of(text: str) -> Parallelism:
@@ -111,7 +100,7 @@ def named_strategy(text: str) -> Strategy:
         name, slots = preset.groups()
         return {"fsep": presets.fsep, "laer": presets.laer}[name](int(slots))
     if Path(text).suffix in (".json", ".toml"):
-        return strategy_of(Path(text))
+        return declared_in(Path(text), Strategy)
     raise ValueError(f"strategy={text!r} is none; use ep, fsep:SLOTS, laer:SLOTS, or a Strategy's .toml or .json")
 
 

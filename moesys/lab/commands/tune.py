@@ -2,53 +2,62 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Annotated
 
-from moesys.lab.commands import refused
-from moesys.lab.commands.declarations import space_of
+import typer
+from rich.console import Console
+
+from moesys.lab.commands.options import ExperimentFile, Jobs, ModelLayers, RunFolders, refusing
 from moesys.lab.ranks.process_start import writes
-from moesys.lab.runs.experiment_files import load_experiment
-from moesys.lab.show.tables import print_sheet
-from moesys.tuner.space import SearchBounds
+from moesys.lab.runs.declarations import declared_in, load_experiment
+from moesys.lab.runs.statistics import paired_ratio
+from moesys.lab.runs.tuning import tune
+from moesys.lab.show.comparisons import ratio_words
+from moesys.lab.show.progress import TuneProgress
+from moesys.lab.show.tables import Column, Sheet, figure, print_sheet
+from moesys.tuner.space import SearchBounds, Space
+from moesys.tuner.tune import TunePick
+
+MOST_SHOWN = 8
 
 
-class TuneOptions(TypedDict, total=False):
-    """Options of ``tune``, with its defaults."""
-
-    timed: int | None
-    threads: int
-    fresh: bool
-
-
-def tune_file(
-    file: Path,
-    space: Path | None = None,
-    bounds: SearchBounds | None = None,
-    out: Path = Path("runs"),
-    **options: Unpack[TuneOptions],
-) -> int:
-    """Tune the experiment in ``file``, print what was found, and leave it in a folder; under torchrun rank 0 speaks."""
-    speaks = writes()
-    try:
-        experiment = load_experiment(file)
-        declared = None if space is None else space_of(space)
-        # Not at the top: a typo in the file is told before torch is there.
-        from moesys.lab.runs.tuning import tune
-        from moesys.lab.show.progress import TuneProgress
-
-        with TuneProgress() as told:
-            result = tune(experiment, declared, bounds, out=out, told=told if speaks else None, **options)
-    except (ValueError, OSError) as error:
-        return refused(error) if speaks else 2
-    except KeyboardInterrupt:
-        if speaks:
-            print("stopped: what was found out is in the journal; the same command goes on from there", file=sys.stderr)
-        return 130
-    if speaks:
-        from moesys.lab.show.tune_tables import tune_sheets
-
+@refusing()
+def tune_command(
+    file: ExperimentFile,
+    space: Annotated[
+        Path | None, typer.Option(metavar="SPACE", help="A Space in .json or .toml; by default all that may pay.")
+    ] = None,
+    out: RunFolders = Path("runs"),
+    budget: Annotated[int, typer.Option(min=1, help="Points to look at in the cost model, before neighbours.")] = 256,
+    timed: Annotated[
+        int | None, typer.Option(min=0, max=30, help="Timed trials; 30 of a training by default, else 0.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Of the file's, for the cost model.")] = 2,
+    memory_gb: Annotated[
+        float | None, typer.Option("--memory-gb", min=0, help="Of a rank, 1e9 bytes; the cluster's by default.")
+    ] = None,
+    model_layers: ModelLayers = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of what the search draws.")] = 0,
+    minutes: Annotated[
+        float | None, typer.Option(help="Answer after so many with the best until then; when through by default.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank in timed trials.")] = 1,
+    jobs: Jobs = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, and keep the old journal beside.")] = False,
+) -> None:
+    """Tunes the experiment in ``file``, prints the result and writes it to a folder. Only rank 0 of torchrun prints."""
+    experiment = load_experiment(file)
+    declared = None if space is None else declared_in(space, Space)
+    bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes, jobs)
+    with closing(TuneProgress(Console(file=sys.stdout))) as progress:
+        told = progress if writes() else None
+        result = tune(experiment, declared, bounds, out=out, timed=timed, threads=threads, fresh=fresh, told=told)
+    if writes():
         tuned = result.tuned
         for sheet in tune_sheets(tuned, experiment.name):
             print_sheet(sheet)
@@ -57,4 +66,99 @@ def tune_file(
             f"The strategy and its reasons: {result.path / 'tuned.toml'}\n"
             f"With it as the last strategy, for moesys run and explain: {result.path / 'experiment.toml'}"
         )
-    return 0
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TunedStrategy:
+    """A row: a strategy, its step time and its speed-up, over several draws or timed trials if it has such."""
+
+    strategy: Annotated[str, Column("strategy", align="left")]
+    ms: Annotated[float, Column("step ms", figure)]
+    speedup: Annotated[str | None, Column("speed-up", align="right")] = None
+    paired: Annotated[str | None, Column("speed-up [95 %]", align="right")] = None
+    num_draws: Annotated[int | None, Column("draws")] = None
+    num_trials: Annotated[int | None, Column("trials")] = None
+
+
+@dataclass(frozen=True)
+class ChosenField:
+    """A row: a field of the chosen strategy."""
+
+    field: Annotated[str, Column("field", align="left")]
+    value: Annotated[str, Column("value", align="left", wraps=True)]
+    why: Annotated[str, Column("why", align="left", wraps=True)]
+
+
+def tune_sheets(tuned: TunePick, name: str) -> list[Sheet]:
+    """Returns the tables of a tuning of the experiment ``name``."""
+    sheets = [_simulated(tuned, name)]
+    if tuned.draws:
+        sheets.append(_drawn(tuned, name))
+    if tuned.timing is not None:
+        sheets.append(_measured(tuned, name))
+    chosen = [ChosenField(choice.field, choice.value, str(choice)) for choice in tuned.choices]
+    return [*sheets, Sheet("The pick, field by field", chosen)]
+
+
+def _simulated(tuned: TunePick, name: str) -> Sheet:
+    """Shows the fastest points of the cost model and the baseline, over the whole workload."""
+    baseline = tuned.search.baseline
+    shown = list(tuned.search.ranking[:MOST_SHOWN])
+    # The baseline is shown even if it is slow or too large.
+    shown += [baseline] if baseline is not None and baseline not in shown else []
+    rows = []
+    for one in shown:
+        ratio = "" if baseline is None else f"{baseline.ms / one.ms:.3f}"
+        rows.append(TunedStrategy(one.strategy.name, one.ms, "baseline" if one == baseline else ratio))
+    notes = [
+        f"{tuned.search.num_points} of {tuned.space.num_combinations} combinations were looked at in the cost model; "
+        f"speed-up is over {tuned.baseline.name}."
+    ]
+    if tuned.not_seen:
+        notes.append(
+            f"Stopped when the time was over, while {tuned.not_seen}: costs are of {tuned.search.of}, and what comes "
+            "later was not looked at. The same command goes on from here."
+        )
+    baseline_reasons = [reason for strategy, reason in tuned.search.refused if strategy == tuned.baseline]
+    notes += [f"The baseline would not run: {reason}." for reason in baseline_reasons]
+    if tuned.search.refused:
+        strategy, reason = tuned.search.refused[0]
+        notes.append(
+            f"{len(tuned.search.refused)} points would not run, or cannot be simulated, such as {strategy.name}: "
+            f"{reason}"
+        )
+    return Sheet(f"SIMULATED: {name}, tuning", rows, notes)
+
+
+def _drawn(tuned: TunePick, name: str) -> Sheet:
+    """Compares the fastest points of the cost model with the baseline, draw by draw."""
+    rows = []
+    for draws in tuned.draws:
+        ratio = paired_ratio(draws.baseline_ms, draws.own_ms)
+        if ratio is None:
+            raise ValueError(f"{draws.strategy.name} and the baseline share no draw")
+        mean_ms = statistics.fmean(statistics.fmean(ms) for ms in draws.own_ms.values())
+        rows.append(TunedStrategy(draws.strategy.name, mean_ms, paired=ratio_words(ratio), num_draws=ratio.n))
+    seeds = "seeds" if tuned.search.baseline and len(tuned.search.of.seeds) > 1 else "seeds, or steps of the only one"
+    notes = [f"A draw: {seeds}. Paired with {tuned.baseline.name}'s; Student's t on logarithms."]
+    return Sheet(f"SIMULATED: {name}, the fastest on further draws", rows, notes)
+
+
+def _measured(tuned: TunePick, name: str) -> Sheet:
+    """Shows the strategies of the last round of timed trials."""
+    assert tuned.timing is not None
+    rows = []
+    for timed in tuned.timing.ranking:
+        ratio = "baseline" if timed.strategy == tuned.baseline else f"{1 / timed.ratio:.3f}"
+        median_ms = statistics.median(timed.ms_by_seed.values())
+        rows.append(TunedStrategy(timed.strategy.name, median_ms, ratio, num_trials=len(timed.ms_by_seed)))
+    notes = [
+        f"{tuned.timing.num_trials} timed trials in all. A trial's time is the median of its steps, a step's that of "
+        f"its slowest rank. Speed-up: over {tuned.baseline.name} on the same seeds, geometric mean; of so few trials "
+        "it is an estimate, which moesys run with more seeds tests."
+    ]
+    notes += [f"Failed: {strategy.name}: {reason}" for strategy, reason in tuned.timing.failed]
+    return Sheet(f"MEASURED: {name}, tuning", rows, notes)

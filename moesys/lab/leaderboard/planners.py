@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from moesys.balance.cp_sat.cp_sat import SOLVED_WHOLE, CpSat
+from moesys.balance.cp_sat import SOLVED_WHOLE, CpSat
 from moesys.balance.eplb import Eplb
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.faster_moe import FasterMoe
@@ -20,7 +20,8 @@ from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.proportional_split import Proportional
 from moesys.balance.quotas import Quotas
 from moesys.config import Balance, ClusterSpec, Ep, Fsep, Last, ModelShape, Predictor, Split, Strategy
-from moesys.lab.runs.experiment_files import import_named, in_words
+from moesys.journal import in_words
+from moesys.lab.runs.declarations import import_named
 
 _FLOWS: tuple[Split, ...] = (FlowSplit(), FlowSplit(max_inter_node="seconds"))
 _SPLITS: tuple[Split, ...] = (EvenSplit(), Proportional(), *_FLOWS)

@@ -22,11 +22,11 @@ from moesys.balance.predictors import measured_drift
 from moesys.balance.replay import replay_layer
 from moesys.config import BYTES_PER_GB, Strategy
 from moesys.cost import restore_bytes
-from moesys.journal import Journal
+from moesys.journal import Journal, in_words
 from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
 from moesys.lab.leaderboard.workloads import SCORED, RoutingSetting
-from moesys.lab.runs.experiment_files import in_words
-from moesys.lab.show.steps import steps_told
+from moesys.lab.runs.environment import source_digest
+from moesys.lab.show.progress import steps_told
 from moesys.layout import ExpertLayout
 from moesys.limits import rank_memory
 from moesys.load import LoadMatrix
@@ -248,9 +248,4 @@ def _key(setting: RoutingSetting, group: PlannerGroup, pair: PlannerPair, routin
 
 @cache
 def _digest_of_moesys() -> str:
-    root, digest = Path(__file__).parents[2], sha256()
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if name.split("/")[0] not in _WITHOUT_INFLUENCE or name in _WITH_INFLUENCE:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return source_digest(lambda name: name.split("/")[0] not in _WITHOUT_INFLUENCE or name in _WITH_INFLUENCE)

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, Literal, Self
@@ -92,17 +92,6 @@ class Job:
     num_ranks: int = 1
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """The answer of a process: the pickled result, or why there is none."""
-
-    seconds: float
-    ended_s: float
-    result: bytes | None
-    reason: str = ""
-    trace: str = ""
-
-
 def ensure_server(environment: Mapping[str, str], preload: Sequence[str]) -> None:
     """Starts the server that processes are forked from, with these variables and modules, if there is none yet."""
     with variables_set({**environment, **threads_of(1)}), stop_signals_blocked():
@@ -145,12 +134,8 @@ class ChildProcess:
             assert code is not None
             reason = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             return Outcome(self.rank, "died", time.monotonic() - begin_s, time.monotonic(), reason=reason)
-        answer: _Answer = pickle.loads(data)
-        if answer.result is None:
-            return Outcome(
-                self.rank, "raised", answer.seconds, answer.ended_s, reason=answer.reason, trace=answer.trace
-            )
-        return Outcome(self.rank, "returned", answer.seconds, answer.ended_s, result=pickle.loads(answer.result))
+        outcome: Outcome = pickle.loads(data)
+        return outcome if outcome.result is None else replace(outcome, result=pickle.loads(outcome.result))
 
     def leave_group(self) -> None:
         """Lets the process, which has answered, leave the run's group, as every rank of the run has answered."""
@@ -250,7 +235,7 @@ def _serve(settings: ProcessSettings, jobs: Connection, stacks: Connection) -> N
         failed = False
         if job is not None:
             answer = _answer(job, group, store, setup)
-            failed = answer.result is None
+            failed = answer.kind == "raised"
             setup = None
             sys.stdout.flush()
             sys.stderr.flush()
@@ -273,8 +258,9 @@ def leave_groups() -> None:
 
 def _answer(
     job: Job, group: GroupSettings | None, store: dist.Store | None, setup: Callable[[], None] | None
-) -> _Answer:
-    begin_s = time.monotonic()
+) -> Outcome:
+    """Runs the job. The result of the outcome is pickled, so that the parent may fail to read it without harm."""
+    begin_s, rank = time.monotonic(), group.rank if group else 0
     try:
         sys.path[:] = job.sys_path
         if setup is not None:
@@ -291,10 +277,10 @@ def _answer(
         begin_s = time.monotonic()
         result = fn(*args)
         end_s = time.monotonic()
-        return _Answer(end_s - begin_s, end_s, pickled(result))
+        return Outcome(rank, "returned", end_s - begin_s, end_s, pickled(result))
     except Exception as error:
-        end_s = time.monotonic()
-        return _Answer(end_s - begin_s, end_s, None, f"raised {first_line(error)}", traceback.format_exc())
+        end_s, reason = time.monotonic(), f"raised {first_line(error)}"
+        return Outcome(rank, "raised", end_s - begin_s, end_s, reason=reason, trace=traceback.format_exc())
 
 
 def _receive(jobs: Connection, inbox: "queue.SimpleQueue[Job | None]") -> None:

@@ -15,6 +15,10 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
+class RunInterruption(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM during a run whose results so far are kept; the message says how to go on."""
+
+
 def joins() -> bool:
     """Returns whether torchrun, or a job of Slurm, started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -15,8 +16,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from moesys.files import write_whole
+from moesys.journal import in_words
 from moesys.lab.ranks.process_start import LOOPBACK
-from moesys.lab.runs.experiment_files import in_words
 
 _PACKAGES = ("torch", "numpy", "scipy", "ortools", "triton")
 _VARIABLES = ("OMP_", "MKL_", "OPENBLAS_", "TORCH_", "CUDA_", "NCCL_", "GLOO_")
@@ -103,12 +104,15 @@ def collect_environment(torch_threads: int | None = None) -> tuple[Environment, 
     return environment, diff
 
 
-def source_digest() -> str:
-    """Returns 12 hex digits of the source of moesys: committed or not, in a checkout or installed."""
+def source_digest(counts: Callable[[str], bool] = lambda _: True) -> str:
+    """Returns 12 hex digits of the source of moesys: committed or not, in a checkout or installed. ``counts`` is asked
+    for each file, by its path in the package, such as ``lab/runs/environment.py``.
+    """
     package, digest = Path(__file__).parents[2], sha256()
     for file in sorted(package.rglob("*.py")):
-        source = file.read_bytes()
-        digest.update(f"{file.relative_to(package).as_posix()} {len(source)}\n".encode() + source)
+        if counts(name := file.relative_to(package).as_posix()):
+            source = file.read_bytes()
+            digest.update(f"{name} {len(source)}\n".encode() + source)
     return digest.hexdigest()[:12]
 
 

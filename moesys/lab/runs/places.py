@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment, Trial
@@ -27,8 +27,8 @@ from moesys.lab.runs.trials import Measurement, run_measured, run_simulated
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from moesys.lab.ranks.pool import Workers
     from moesys.lab.ranks.torchrun_ranks import Ranks
-    from moesys.lab.ranks.workers import Workers
     from moesys.lab.runs.environment import Environment
 
 T = TypeVar("T")
@@ -66,18 +66,20 @@ class TrialResult:
     environment: tuple[Environment, str] | None = None
 
 
-class TrialObserver(Protocol):
-    """An observer of the trials that a place runs."""
+class TrialObserver:
+    """An observer of the trials that a place runs; this one, of ranks that do not write, does nothing."""
 
     @property
     def folder(self) -> Path:
         """The folder for files that belong to the trials."""
+        return Path()
 
     def start(self, trial: Trial) -> None:
         """Notes that this trial runs now, or is the next one whose result is returned."""
 
     def tick_of(self, trial: Trial) -> Callable[[], None]:
         """Returns the function that the trial calls after each of its steps, in any process, to count them."""
+        return no_tick
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def result_of(trial: Trial, run: Callable[[], Measurement | None]) -> TrialResul
 
 
 def no_tick() -> None:
-    """Counts no step."""
+    """Ignores the end of a step."""
 
 
 # --- ranks --------------------------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ class RankTrials(Place):
         return self.call((trial.strategy,), run_measured, *arguments, tick)
 
     def call(self, strategies: Iterable[Strategy], function: Callable[..., T], *arguments: Any) -> T:
-        """Has every rank call a module-level function, which trains under ``strategies``.
+        """Calls a module-level function, which trains under ``strategies``, on every rank.
 
         Returns the result of rank 0, or under torchrun of the calling rank. Raises TrialError on all.
         """
@@ -340,7 +342,7 @@ class SimulatedTrials(Place):
 
 
 def _interrupting(tick: Callable[[], None], workers: Workers) -> None:
-    """Counts a step of a trial; raises _TakesLongError as soon as workers are due."""
+    """Reports a step of a trial; raises _TakesLongError as soon as workers are due."""
     tick()
     if workers.are_due:
         raise _TakesLongError
@@ -348,7 +350,7 @@ def _interrupting(tick: Callable[[], None], workers: Workers) -> None:
 
 def simulating_workers(jobs: int, prepare: Callable[[], object]) -> Workers:
     """Returns worker processes that have what a simulated trial imports. ``prepare`` is that of ``Workers``."""
-    from moesys.lab.ranks.workers import Workers
+    from moesys.lab.ranks.pool import Workers
 
     return Workers(jobs, prepare, (__name__, "moesys.balance.replay", "moesys.simulator.step_program"))
 
@@ -372,7 +374,7 @@ def _simulated_result(trial: Trial, experiment: Experiment, tick: Callable[[], N
 
 
 def _answered(trial: Trial, answer: Future[TrialResult]) -> TrialResult:
-    from moesys.lab.ranks.workers import WorkerDiedError
+    from moesys.lab.ranks.pool import WorkerDiedError
 
     try:
         return answer.result()

@@ -9,19 +9,20 @@ import fcntl
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict
 
-from moesys.config import Declared, Strategy
+from moesys.config import Declared
 from moesys.config.experiment import Experiment, Source
 from moesys.files import write_whole
 from moesys.journal import Journal
-from moesys.lab.runs.experiment_files import recorded_experiment
+from moesys.lab.runs.declarations import recorded_experiment
 
 _EXPERIMENT, _RECORDS, _LOCK = "experiment.json", "records.jsonl", ".lock"
 # JSON has no number for an infinite loss or NaN: it is written as a string.
@@ -95,10 +96,8 @@ def differences(there: Experiment, here: Experiment) -> dict[str, tuple[Any, Any
     found: dict[str, tuple[Any, Any]] = {}
     for part in ("model", "cluster", "workload"):
         found |= _differing_fields(getattr(there, part), getattr(here, part), part)
-    named: dict[str, Strategy] = {strategy.name: strategy for strategy in there.strategies}
-    for strategy in here.strategies:
-        if strategy.name in named:
-            found |= _differing_fields(named[strategy.name], strategy, f"strategies[{strategy.name}]")
+    for a, b in ((a, b) for a in there.strategies for b in here.strategies if a.name == b.name):
+        found |= _differing_fields(a, b, f"strategies[{b.name}]")
     return found
 
 
@@ -225,12 +224,14 @@ def _folder_to_resume(experiment: Experiment, out: Path) -> Path:
 
 
 def _new_folder(experiment: Experiment, out: Path) -> Path:
-    first = out / f"{experiment.name}-{setting_fingerprint(experiment)}"
-    folder, number = first, 1
-    while (folder / _EXPERIMENT).exists():
-        number += 1
-        folder = first.with_name(f"{first.name}-{number}")
-    return folder
+    names = numbered(f"{experiment.name}-{setting_fingerprint(experiment)}")
+    return next(out / name for name in names if not (out / name / _EXPERIMENT).exists())
+
+
+def numbered(name: str) -> Iterator[str]:
+    """Yields ``name``, ``name-2``, ``name-3`` and so on."""
+    yield name
+    yield from (f"{name}-{number}" for number in count(2))
 
 
 def _refusal(folder: Path, there: Experiment, here: Experiment) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Replay
-from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
+from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
 from moesys.lab.runs.environment import collect_environment, save_environment
-from moesys.lab.runs.places import TrialError, TrialResult, no_tick, place_for
+from moesys.lab.runs.places import TrialError, TrialObserver, TrialResult, place_for
 from moesys.lab.runs.records import Record, RunFolder, latest
 from moesys.lab.runs.slurm import Slurm, SlurmTrials
 from moesys.lab.runs.trials import routing_of
@@ -79,10 +79,6 @@ class RunResult:
         return f"{f'{self.num_run} run' if self.num_run else 'nothing to do'}: {recorded}{failed}"
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM during a run, whose finished trials are recorded; the message says how to go on."""
-
-
 def run(
     experiment: Experiment,
     out: str | Path = "runs",
@@ -111,7 +107,7 @@ def run(
     A script that calls this needs ``if __name__ == "__main__":`` around the call, because ranks and workers are
     processes that import it.
 
-    Raises ValueError, before any trial, for what cannot run or be resumed, and ``Interrupted`` for Ctrl-C and, in
+    Raises ValueError, before any trial, for what cannot run or be resumed, and ``RunInterruption`` for Ctrl-C and, in
     the main thread of a program that does not handle it by itself, for SIGTERM.
     """
     if record_routing is not None:
@@ -134,7 +130,7 @@ def run(
                 recorder.progress = progress or QuietProgress()
                 opened.callback(recorder.progress.end)
                 recorder.begin(left, threads)
-            for result in place.run_all(left, experiment, recorder or _NoObserver()):
+            for result in place.run_all(left, experiment, recorder or TrialObserver()):
                 if recorder:
                     recorder.finish(result)
                 num_run += 1
@@ -144,14 +140,14 @@ def run(
             if recorder:
                 for result in place.finished():
                     recorder.finish(result)
-            raise Interrupted(recorder.how_to_resume() if recorder else "") from None
+            raise RunInterruption(recorder.how_to_resume() if recorder else "") from None
         if record_routing is not None:
             place.on_writer(lambda: recorder.write_routing(str(record_routing)) if recorder else None)
         return place.share(recorder.result(num_run, stopped) if recorder else None)
 
 
-class _Recorder:
-    """Writes the records of a run, and reports its progress; a ``TrialObserver`` on the process that writes.
+class _Recorder(TrialObserver):
+    """Writes the records of a run, and reports its progress, on the process that writes.
 
     ``routing``: digests of the traces to replay, by seed. Raises ValueError for records that it cannot read, and for
     records of other traces.
@@ -282,14 +278,3 @@ def _check_recording(experiment: Experiment, path: str) -> None:
             f"record_routing={path!r} is one file for {len(experiment.seeds)} seeds; put {{seed}} into the path, or "
             "use seeds=(0,)"
         )
-
-
-class _NoObserver:
-    """The observer of ranks that do not write."""
-
-    folder = Path()
-
-    def start(self, trial: Trial) -> None: ...
-
-    def tick_of(self, trial: Trial) -> Callable[[], None]:
-        return no_tick

@@ -14,12 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, ValidationError, field_validator
 
 from moesys.config import Declared
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import RealTraining
+from moesys.journal import in_words
 from moesys.lab.ranks.process_start import joins, threads_of, variables_set
+from moesys.lab.runs.declarations import declared_in
 from moesys.lab.runs.environment import collect_environment
 from moesys.lab.runs.places import (
     PendingTrial,
@@ -81,6 +83,22 @@ class Slurm(Declared):
     def minutes(self) -> int:
         """``time``, rounded up."""
         return minutes_of(self.time)
+
+
+def slurm_of(text: str) -> Slurm:
+    """Reads ``partition=gpu,time=2:00:00``, fields of ``Slurm``; or a file of them in JSON or TOML.
+
+    Raises ValueError for others.
+    """
+    if Path(text).suffix in (".json", ".toml") and "=" not in text:
+        return declared_in(Path(text), Slurm)
+    named = [part.partition("=") for part in text.split(",")]
+    if odd := next(("".join(part) for part in named if not all(part)), None):
+        raise ValueError(f"slurm={text!r}: {odd!r} is no field with a value, as partition=gpu; separate them by commas")
+    try:
+        return Slurm.model_validate({name.strip(): value.strip() for name, _, value in named})
+    except ValidationError as error:
+        raise ValueError(f"slurm={text!r}: {in_words(error)}; fields are {', '.join(Slurm.model_fields)}") from None
 
 
 def minutes_of(time: int | str) -> int:

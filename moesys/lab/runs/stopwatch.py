@@ -18,7 +18,7 @@ Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Spread:
+class Quantiles:
     """``n`` samples: their median, and their 20th and 80th percentile."""
 
     median: float
@@ -27,21 +27,21 @@ class Spread:
     n: int
 
     @staticmethod
-    def of(samples: Sequence[float], method: Literal["linear", "nearest"] = "linear") -> Spread:
+    def of(samples: Sequence[float], method: Literal["linear", "nearest"] = "linear") -> Quantiles:
         """Returns the spread of samples; ``method``: how a percentile between two samples is found."""
         low, high = (float(value) for value in np.percentile(samples, (20, 80), method=method))
-        return Spread(float(np.median(samples)), low, high, len(samples))
+        return Quantiles(float(np.median(samples)), low, high, len(samples))
 
     @staticmethod
-    def of_ratios(longer_ms: Sequence[float], shorter_ms: Sequence[float]) -> Spread:
+    def of_ratios(longer_ms: Sequence[float], shorter_ms: Sequence[float]) -> Quantiles:
         """Returns the spread of ``longer / shorter`` in each repetition, so that what slows a whole repetition cancels.
 
-        ``Spread.of_ratios([2.0, 4.0, 6.0], [1.0, 2.0, 2.0])`` has the median 2.0.
+        ``Quantiles.of_ratios([2.0, 4.0, 6.0], [1.0, 2.0, 2.0])`` has the median 2.0.
         """
-        return Spread.of(np.asarray(longer_ms) / np.asarray(shorter_ms))
+        return Quantiles.of(np.asarray(longer_ms) / np.asarray(shorter_ms))
 
-    def times(self, factor: float) -> Spread:
-        return Spread(self.median * factor, self.p20 * factor, self.p80 * factor, self.n)
+    def times(self, factor: float) -> Quantiles:
+        return Quantiles(self.median * factor, self.p20 * factor, self.p80 * factor, self.n)
 
     def __format__(self, form: str) -> str:
         """Returns ``1.23 [1.10, 1.38]``; ``form`` is the format of each number, by default with two digits."""

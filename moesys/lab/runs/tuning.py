@@ -10,26 +10,24 @@ import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 from moesys.balance.planners import warm_up
-from moesys.balance.replay import replay_steps
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, ModelTraining, RealTraining, Replay, Training
 from moesys.files import write_whole
-from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
+from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
 from moesys.lab.runs.places import Place, TrialError, no_tick, num_workers, place_for, simulating_workers
-from moesys.lab.runs.records import setting_fingerprint, take_lock
-from moesys.lab.runs.trials import Measurement, rest_of, routing_of
+from moesys.lab.runs.records import numbered, setting_fingerprint, take_lock
+from moesys.lab.runs.trials import Measurement, rest_of, routing_of, timed_steps
 from moesys.simulator.step_program import simulation
 from moesys.traces import save_trace
 from moesys.tuner.costs import Observer, Session
-from moesys.tuner.journal import Entry, Journal
+from moesys.tuner.journal import Entry, TuneJournal
 from moesys.tuner.space import SearchBounds, Space
 from moesys.tuner.timing import MOST_TRIALS, Clock, TrialFailedError
-from moesys.tuner.tune import Tuned, tune_workload
+from moesys.tuner.tune import TunePick, tune_workload
 from moesys.tuner.workload import Deadline, OutOfTimeError, Setting, Step
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
@@ -45,7 +43,7 @@ class TuneResult:
     the strategy as its last, for ``moesys run`` and ``explain``; and ``journal.jsonl``.
     """
 
-    tuned: Tuned
+    tuned: TunePick
     experiment: Experiment
     path: Path
 
@@ -61,8 +59,8 @@ def tune(
     fresh: bool = False,
     told: Observer | None = None,
 ) -> TuneResult:
-    """The fastest strategy for ``experiment`` that a search of ``space`` finds. Its own strategies are where the search
-    starts, and the first of them is the baseline.
+    """Searches ``space`` for the fastest strategy for ``experiment``. The search starts at the strategies of the
+    experiment, the first of which is the baseline.
 
     space: by default one that is made from model, cluster and memory (``tuner.space.default_space``). bounds: how far
     to search in the cost model; by default ``SearchBounds()``. timed: trials on real ranks, at most 30; by default 30
@@ -99,6 +97,10 @@ def tune(
                     draw_seeds=_draw_seeds(experiment),
                 )
                 result = folder.keep(tuned)
+        except KeyboardInterrupt:
+            raise RunInterruption(
+                "stopped: what was found out is in the journal; the same command goes on from there"
+            ) from None
         except OutOfTimeError:
             error = ValueError(f"minutes={bounds.minutes} were over before anything was simulated; give more")
             place.share((None, error))
@@ -141,7 +143,7 @@ def _check(experiment: Experiment, timed: int, bounds: SearchBounds) -> None:
 
 
 def _follow(place: Place, experiment: Experiment) -> TuneResult:
-    """On a rank that does not write: run the trials that the writer asks for."""
+    """Runs the trials that the writer asks for, on a rank that does not write."""
     while True:
         asked: tuple[Trial | None, TuneResult | Exception | None] = place.share(None)
         trial, outcome = asked
@@ -182,7 +184,7 @@ class _Ranks:
         return measurement
 
     def step_ms(self, strategy: Strategy, seed: int) -> float:
-        """The median of a trial's steps, each of which took as long as its slowest rank."""
+        """Returns the median of a trial's steps, each of which took as long as its slowest rank."""
         return median_ms(self.run(strategy, seed))
 
 
@@ -213,11 +215,7 @@ class SimulatedWorkload:
         return self.workload.recompute != "none"
 
     def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
-        routing = routing_of(self.workload, self.model, self.cluster, seed)
-        every = replay_steps(strategy, self.model, self.cluster, routing.tokens_SLRE)
-        timed = islice(every, self.workload.warmup, None)
-        while step := tuple(islice(timed, self.workload.micro_batches)):
-            yield step
+        return timed_steps(strategy, self.model, self.cluster, self.workload, seed)
 
     def step_ms(self, step: Step) -> float:
         return 1000 * simulation(step, rest_of(self.workload)).length_seconds
@@ -237,7 +235,7 @@ class _Folder:
         try:
             if fresh:
                 _set_aside(self.path)
-            self.journal = Journal(self.path / JOURNAL, self._setting())
+            self.journal = TuneJournal(self.path / JOURNAL, self._setting())
         except BaseException:
             self._lock.close()
             raise
@@ -246,7 +244,7 @@ class _Folder:
         self._lock.close()
 
     def workload(self, ranks: _Ranks) -> SimulatedWorkload:
-        """What the cost model runs; of a training, the routing of the baseline's first trial."""
+        """Returns the workload of the cost model; for a training, the routing of the baseline's first trial."""
         experiment, workload, seeds = self.experiment, self.experiment.workload, self._seeds
         if isinstance(workload, RealTraining):
             self._record_routing(ranks, seeds[0])
@@ -260,7 +258,7 @@ class _Folder:
         return SimulatedWorkload.of(experiment.model, experiment.cluster, workload, seeds)
 
     def _record_routing(self, ranks: _Ranks, seed: int) -> None:
-        """Into the folder, if it is not there."""
+        """Writes the routing of the baseline to the folder, unless it is there."""
         workload, baseline = self.experiment.workload, self.experiment.baseline
         assert isinstance(workload, Training | ModelTraining)
         # As the tuner calls it, which takes the trial from the journal.
@@ -282,10 +280,10 @@ class _Folder:
         save_trace(measurement.routing, path)
         self.journal.add(Entry.about(baseline, "measured", of, median_ms(measurement)))
 
-    def keep(self, tuned: Tuned) -> TuneResult:
-        """Write the strategy, and an experiment that has it as its last."""
+    def keep(self, tuned: TunePick) -> TuneResult:
+        """Writes the strategy, and an experiment with the strategy as its last one."""
         names = {strategy.name for strategy in self.experiment.strategies}
-        name = next(name for name in _names("tuned") if name not in names)
+        name = next(name for name in numbered("tuned") if name not in names)
         strategy = tuned.strategy.replace(name=name)
         others = [one for one in self.experiment.strategies if one.fingerprint() != strategy.fingerprint()]
         experiment = self.experiment.replace(name=f"{self.experiment.name[:90]}-tuned", strategies=(*others, strategy))
@@ -294,7 +292,7 @@ class _Folder:
         return TuneResult(tuned, experiment, self.path)
 
     def _setting(self) -> dict[str, str]:
-        """What costs depend on besides the strategy."""
+        """Returns everything that costs depend on besides the strategy."""
         # Not at the top: torch is there only where something is tuned.
         from moesys.lab.runs.environment import collect_environment, source_digest
 
@@ -312,18 +310,10 @@ class _Folder:
 
 
 def _set_aside(path: Path) -> None:
-    """What an earlier tuning wrote is kept, in a folder of its own."""
+    """Moves the files of an earlier tuning into a folder of their own."""
     old = [path / name for name in (JOURNAL, STRATEGY, EXPERIMENT, ROUTING) if (path / name).exists()]
     if old:
-        place = next(folder for folder in (path / name for name in _names("before")) if not folder.exists())
+        place = next(folder for folder in (path / name for name in numbered("before")) if not folder.exists())
         place.mkdir()
         for file in old:
             shutil.move(file, place / file.name)
-
-
-def _names(first: str) -> Iterator[str]:
-    yield first
-    number = 1
-    while True:
-        number += 1
-        yield f"{first}-{number}"

@@ -80,7 +80,7 @@ def format_comparison(comparison: Comparison, form: Format, machine: str = "") -
 
 
 def _n_cell(row: Row) -> str:
-    """Counts the seeds that ended well; fewer may be paired with those of the baseline."""
+    """Returns the number of seeds that did not fail; fewer may be paired with those of the baseline."""
     notes = [f"{row.speedup.n} paired"] if row.speedup is not None and row.speedup.n != row.n else []
     notes += [f"{len(row.failed)} failed"] if row.failed else []
     return f"{row.n}" + (f" ({', '.join(notes)})" if notes else "")

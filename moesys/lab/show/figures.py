@@ -1,15 +1,16 @@
 """Draws figures as SVG and PNG: loads before and after balancing, spans of ranks, speed-up along a parameter, losses,
-memory.
+memory. Writes timelines for Perfetto.
 
-Every function draws one figure, writes it to ``<path_stem>.svg`` and ``<path_stem>.png`` and gives the two paths. Every
+A function of a figure draws it, writes it to ``<path_stem>.svg`` and ``<path_stem>.png`` and returns both paths. Every
 title says ``MEASURED`` or ``SIMULATED``. The same data gives the same bytes of SVG. Colours are told apart by
 colour-blind eyes (Okabe and Ito's palette, and cividis from light to dark for counts).
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from moesys.config import BYTES_PER_GB
-from moesys.config.experiment import Source
 from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
-from moesys.timeline import Span, Timeline
+from moesys.simulator.critical_path import PathPart
+from moesys.timeline import Source, Span, Timeline
 
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "moesys",
@@ -60,7 +61,7 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def computed_tokens(plan: TokenPlan) -> IntArray:
-    """Tokens that each rank computes for each expert under a plan, int64 [R, E]."""
+    """Returns the tokens that each rank computes for each expert under a plan, int64 [R, E]."""
     tokens_RE = np.zeros((plan.load.num_ranks, plan.load.num_experts), dtype=np.int64)
     _, expert, destination, tokens = plan.entries.T
     np.add.at(tokens_RE, (destination, expert), tokens)
@@ -76,8 +77,8 @@ def load_heat_map(
     source: Source,
     labels: tuple[str, str] = ("before", "after"),
 ) -> list[Path]:
-    """Tokens of each expert on each rank, before and after balancing, on one colour scale; above them the ranks' sums
-    and their mean. Where there are no tokens the map is white.
+    """Draws the tokens of each expert on each rank, before and after balancing, on one colour scale; above them the
+    sums of ranks and their mean. The map is white where there are no tokens.
 
     ``before_RE``, ``after_RE``: tokens computed, int [R, E], as ``computed_tokens`` counts them.
     """
@@ -172,7 +173,7 @@ def speedup_chart(
     source: Source,
     baseline: str,
 ) -> list[Path]:
-    """Speed-up of each strategy along a parameter, with the band of its interval; None leaves a gap.
+    """Draws the speed-up of each strategy along a parameter, with the band of its interval; None leaves a gap.
 
     ``values``: of the parameter, one for each ratio of every strategy. ``parameter`` names it, with its unit.
     """
@@ -206,7 +207,8 @@ def speedup_chart(
 
 
 def loss_chart(losses: Mapping[str, Mapping[int, Sequence[float]]], path_stem: Path, *, name: str) -> list[Path]:
-    """Losses over steps, the mean over seeds, and below them the largest relative difference from the first strategy's.
+    """Draws losses over steps, the mean over seeds, and below them the largest relative difference from the losses of
+    the first strategy.
 
     ``losses``: by strategy, the baseline first, and seed, in nats a token; every sequence as long as the others.
     Strategies compute the same, so their lines lie on one another above, and only the lower panel tells them apart.
@@ -247,7 +249,9 @@ def loss_chart(losses: Mapping[str, Mapping[int, Sequence[float]]], path_stem: P
 def memory_chart(
     parts: Mapping[str, Mapping[str, float]], path_stem: Path, *, have_gb: float | None = None
 ) -> list[Path]:
-    """Bytes that a rank holds at most, a bar a strategy, part by part. ``have_gb``: what a rank has, 1e9 bytes."""
+    """Draws the most bytes that a rank holds, with one bar per strategy, by part. ``have_gb``: the memory of a rank, in
+    units of 1e9 bytes.
+    """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 1.6 + 0.45 * len(parts)), layout="constrained")
         axes = figure.subplots()
@@ -288,7 +292,7 @@ def _scale_by_decades(axes: Axes) -> None:
 
 
 def _power_of_ten(value: float, _: int | None = None) -> str:
-    """``_power_of_ten(1e-4) == "10⁻⁴"``."""
+    """Returns a power of ten as text: ``_power_of_ten(1e-4) == "10⁻⁴"``."""
     return f"10{str(round(math.log10(value))).translate(_SUPERSCRIPTS)}"
 
 
@@ -316,13 +320,13 @@ def lanes_of(spans: Sequence[Span], ranks: Sequence[int]) -> list[tuple[int, str
 
 
 def _lanes_in_order(spans: Sequence[Span]) -> list[str]:
-    """The lane of computation, then the others as they first appear in time."""
+    """Returns the lane of computation, then the others as they first appear in time."""
     first_seen = dict.fromkeys(span.lane for span in sorted(spans, key=lambda span: span.start_us))
     return sorted(first_seen, key=lambda lane: lane != "compute")
 
 
 def _label_lanes(axes: Axes, rows: list[tuple[int, str]]) -> None:
-    """Lanes at the ticks; a line and a name for every rank."""
+    """Labels the ticks with lanes, and adds a line and a name for every rank."""
     axes.set_yticks(range(len(rows)), [lane.replace("_", " ") for _, lane in rows], fontsize=7)
     axes.tick_params(axis="y", length=0)
     for rank in dict.fromkeys(rank for rank, _ in rows):
@@ -336,3 +340,77 @@ def _label_lanes(axes: Axes, rows: list[tuple[int, str]]) -> None:
             va="center",
             annotation_clip=False,
         )
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+# The process that shows the critical path; ranks have their own numbers.
+PATH_PROCESS = -1
+
+
+def write_chrome_trace(timeline: Timeline, path: Path, critical_path: Sequence[PathPart] = ()) -> Path:
+    """Writes a timeline for Perfetto (ui.perfetto.dev) and Chrome (about:tracing), and returns ``path``.
+
+    Ranks are processes, lanes are threads, spans are complete events of Chrome's trace event format. Times are
+    microseconds from the start of the first span and of the path.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trace = {
+        "traceEvents": [*_path_events(critical_path, timeline.source), *_events(timeline)],
+        "displayTimeUnit": "ms",
+        "otherData": {"source": timeline.source.upper()},
+    }
+    path.write_text(json.dumps(trace), encoding="utf-8")
+    return path
+
+
+def _path_events(critical_path: Sequence[PathPart], source: Source) -> Iterator[dict[str, Any]]:
+    """Yields the events of a process above the ranks, one for each part of the path, named after its place."""
+    if critical_path:
+        name = {"name": f"{source.upper()}: critical path"}
+        yield {"ph": "M", "name": "process_name", "pid": PATH_PROCESS, "args": name}
+        yield {"ph": "M", "name": "process_sort_index", "pid": PATH_PROCESS, "args": {"sort_index": PATH_PROCESS}}
+    end_us = 0.0
+    for part in critical_path:
+        start_us, end_us = end_us, end_us + 1e6 * part.seconds
+        yield {
+            "ph": "X",
+            "name": part.where,
+            "cat": part.lane,
+            "pid": PATH_PROCESS,
+            "tid": 0,
+            **_times(start_us, end_us),
+            "args": {"kind": part.kind, "detail": part.detail, "share": round(part.share, 6)},
+        }
+
+
+def _events(timeline: Timeline) -> list[dict[str, Any]]:
+    zero_us = min((span.start_us for span in timeline.spans), default=0.0)
+    lanes = {lane: number for number, lane in enumerate(sorted({span.lane for span in timeline.spans}))}
+    events = []
+    for rank in sorted({span.rank for span in timeline.spans}):
+        title = f"{timeline.source.upper()}: rank {rank}"
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": title}})
+    for rank, lane in sorted({(span.rank, span.lane) for span in timeline.spans}):
+        events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lanes[lane], "args": {"name": lane}})
+    for span in timeline.spans:
+        events.append(
+            {
+                "ph": "X",
+                "name": span.kind,
+                "cat": span.lane,
+                "pid": span.rank,
+                "tid": lanes[span.lane],
+                **_times(span.start_us - zero_us, span.end_us - zero_us),
+                "args": {"detail": span.detail},
+            }
+        )
+    return events
+
+
+def _times(start_us: float, end_us: float) -> dict[str, float]:
+    """Returns the times of an event in whole nanoseconds. It rounds both ends instead of the length, because otherwise
+    a span could end after the next one begins.
+    """
+    start_ns, end_ns = round(1000 * start_us), round(1000 * end_us)
+    return {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}

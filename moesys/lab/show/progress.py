@@ -1,74 +1,133 @@
-"""The progress of runs and tunings, while they run: bars on a terminal, lines elsewhere."""
+"""Progress: bars on a terminal that can redraw, and plain lines elsewhere."""
 
 from __future__ import annotations
 
 import statistics
 import sys
-import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, TaskID, TimeElapsedColumn
+from rich.console import Console, Group, RenderableType
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.text import Text
 
 from moesys.config.experiment import Experiment, Trial
-from moesys.config.workload import Generated, ModelTraining, RealTraining, Replay, Training
+from moesys.config.workload import Generated, RealTraining, Replay, Workload
 from moesys.lab.runs.records import Record
 from moesys.lab.runs.runner import QuietProgress, StepCounter
-from moesys.lab.show.steps import Bars, is_live
 
 if TYPE_CHECKING:
     from moesys.tuner.journal import Entry
 
 
-class RunProgress(QuietProgress):
-    """Shows the progress of an experiment. Without bars, it prints a line when the run begins, and one per trial.
+class Bars(Progress):
+    """Bars, and a line below them, whose numbers ``refresh`` reads whenever they are drawn; it returns the line."""
 
-    With bars, it shows all trials, the running trial with its steps, the best so far and the time left; failures are
-    printed above as they happen.
+    def __init__(
+        self,
+        console: Console,
+        *columns: ProgressColumn,
+        refresh: Callable[[], str] | None = None,
+        transient: bool = True,
+    ) -> None:
+        self._refresh: Callable[[], str] | None = None
+        # Names are not markup.
+        words = TextColumn("{task.description}", markup=False)
+        # The time left is estimated from all steps so far, however long they take.
+        super().__init__(
+            words,
+            BarColumn(),
+            *columns,
+            console=console,
+            transient=transient,
+            refresh_per_second=4,
+            speed_estimate_period=float("inf"),
+        )
+        # The constructor of the base draws before there are tasks.
+        self._refresh = refresh
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        if self._refresh is None:
+            yield self.make_tasks_table(self.tasks)
+        else:
+            line = self._refresh()
+            yield Group(self.make_tasks_table(self.tasks), Text(line, style="dim"))
+
+
+def is_live(console: Console) -> bool:
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+@contextmanager
+def steps_told(what: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Yields a function to call with the name of each of ``total`` steps when it begins.
+
+    It shows them on stderr, because tables go to stdout.
     """
+    console = Console(stderr=True)
+    begun = 0
+
+    def show(name: str) -> None:
+        nonlocal begun
+        if bars is None:
+            print(f"{what} [{begun + 1}/{total}] {name}", file=sys.stderr, flush=True)
+        else:
+            bars.update(task, description=f"{what}: {name}", completed=begun)
+        begun += 1
+
+    if not is_live(console):
+        bars = None
+        yield show
+        return
+    with Bars(console, MofNCompleteColumn(), TimeRemainingColumn()) as bars:
+        task = bars.add_task(what, total=total)
+        yield show
+
+
+@contextmanager
+def bytes_progress(file: TextIO) -> Iterator[Callable[[int, int], None]]:
+    """Yields a function to call with the number of bytes that are done, and of all; without bars, it prints tenths."""
+    console = Console(file=file)
+    tenths = 0
+
+    def show(done: int, total: int) -> None:
+        nonlocal tenths
+        if bars is not None:
+            bars.update(task, completed=done, total=total)
+        elif 10 * done // total > tenths:
+            tenths = 10 * done // total
+            print(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=file, flush=True)
+
+    if not is_live(console):
+        bars = None
+        yield show
+        return
+    with Bars(console, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bars:
+        task = bars.add_task("")
+        yield show
+
+
+# --- experiments ------------------------------------------------------------------------------------------------------
+
+
+class _Display:
+    """A console with bars if it can redraw; lines are printed above them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bars: Bars | None = None
-
-    def begin(self, experiment: Experiment, recorded: Sequence[Record], num_left: int) -> None:
-        self._tally = _Tally(experiment, recorded)
-        self._last = self._tally.num_done + num_left
-        self._steps: StepCounter | None = None
-        self._started_s = time.monotonic()
-        self._say(_opening(experiment, len(recorded), num_left))
-        if is_live(self._console):
-            self._bars = Bars(self._console, MofNCompleteColumn(), refresh=self._refresh)
-            self._all = self._bars.add_task("trials", total=self._tally.num_trials)
-            self._one = self._bars.add_task("", total=self._tally.num_steps, visible=False)
-            self._bars.start()
-
-    def start(self, trial: Trial, steps: StepCounter) -> None:
-        if self._bars:
-            self._steps, self._started_s = steps, time.monotonic()
-            words = f"{trial.strategy.name}, seed {trial.seed}"
-            self._bars.update(self._one, description=words, completed=0, visible=True)
-
-    def finish(self, record: Record) -> None:
-        self._tally.add(record)
-        if record.status == "failed" or self._bars is None:
-            self._say(self._tally.line(record), style="red")
-
-    def end(self) -> None:
-        if self._bars:
-            self._bars.stop()
-            self._bars = None
-
-    def _refresh(self) -> str:
-        if self._bars and self._steps:
-            self._bars.update(self._all, completed=self._tally.num_done)
-            self._bars.update(self._one, completed=self._steps.count())
-        left_s = self._tally.seconds_left(self._last - self._tally.num_done, time.monotonic() - self._started_s)
-        return "; ".join(filter(None, [self._tally.best(), left_s]))
 
     def _say(self, line: str, style: str = "") -> None:
         if is_live(self._console):
@@ -77,61 +136,70 @@ class RunProgress(QuietProgress):
             print(line, file=self._console.file, flush=True)
 
 
-class _Tally:
-    """The trials that are done, the medians of strategies so far, and the duration of trials."""
+class RunProgress(_Display, QuietProgress):
+    """Shows the progress of an experiment. Without bars, it prints a line when the run begins, and one per trial.
 
-    def __init__(self, experiment: Experiment, recorded: Sequence[Record]) -> None:
-        self.num_trials = len(experiment.trials())
-        self.num_done = len(recorded)
-        workload = experiment.workload
-        match workload:
-            case Replay():
-                self.num_steps = None
-            case Generated():
-                self.num_steps = workload.warmup + workload.steps * workload.micro_batches
-            case Training() | ModelTraining():
-                self.num_steps = workload.warmup + workload.steps
+    With bars, it shows all trials, the running trial with its steps, the time left and the best strategy so far;
+    failures are printed above as they happen.
+    """
+
+    def begin(self, experiment: Experiment, recorded: Sequence[Record], num_left: int) -> None:
+        self._num_trials, self._num_done = len(experiment.trials()), len(recorded)
         self._widest = max(len(strategy.name) for strategy in experiment.strategies)
         self._step_ms: dict[str, list[float]] = {}
-        self._seconds: list[float] = []
-        # The ends of the trials of this run.
-        self._finished_s: list[float] = []
+        self._steps: StepCounter | None = None
         for record in recorded:
             self._note(record)
+        self._say(_opening(experiment, len(recorded), num_left))
+        if is_live(self._console):
+            self._bars = Bars(self._console, MofNCompleteColumn(), TimeRemainingColumn(), refresh=self._refresh)
+            self._all = self._bars.add_task("trials", total=self._num_trials, completed=self._num_done)
+            self._one = self._bars.add_task("", total=_num_steps(experiment.workload), visible=False)
+            self._bars.start()
 
-    def add(self, record: Record) -> None:
-        self.num_done += 1
-        self._finished_s.append(time.monotonic())
+    def start(self, trial: Trial, steps: StepCounter) -> None:
+        if self._bars:
+            self._steps = steps
+            self._bars.reset(self._one, description=f"{trial.strategy.name}, seed {trial.seed}", visible=True)
+
+    def finish(self, record: Record) -> None:
+        self._num_done += 1
         self._note(record)
+        if record.status == "failed" or self._bars is None:
+            self._say(self._line(record), style="red")
 
-    def line(self, record: Record) -> str:
-        width = len(str(self.num_trials))
-        head = f"[{self.num_done:{width}}/{self.num_trials}] {record.strategy:{self._widest}} seed {record.seed}"
+    def end(self) -> None:
+        if self._bars:
+            self._bars.stop()
+            self._bars = None
+
+    def _note(self, record: Record) -> None:
+        if record.status == "ok":
+            self._step_ms.setdefault(record.strategy, []).append(_median_ms(record))
+
+    def _line(self, record: Record) -> str:
+        width = len(str(self._num_trials))
+        head = f"[{self._num_done:{width}}/{self._num_trials}] {record.strategy:{self._widest}} seed {record.seed}"
         if record.status == "failed":
             return f"{head}: FAILED after {record.seconds:.1f} s: {record.error}"
         again = ", again" if record.repeat else ""
         return f"{head}{again}: {_median_ms(record):,.1f} ms a step, {record.seconds:.1f} s"
 
-    def best(self) -> str:
+    def _refresh(self) -> str:
+        if self._bars and self._steps:
+            self._bars.update(self._all, completed=self._num_done)
+            self._bars.update(self._one, completed=self._steps.count())
         if not self._step_ms:
             return ""
         step_ms, name = min((statistics.median(values), name) for name, values in self._step_ms.items())
         return f"best so far: {name}, {step_ms:,.1f} ms a step"
 
-    def seconds_left(self, num_left: int, elapsed_s: float) -> str:
-        if not self._seconds:
-            return ""
-        each_s = statistics.median(self._seconds)
-        if len(self._finished_s) > 1:
-            # Trials may run at the same time. The first one includes the start of ranks.
-            each_s = (self._finished_s[-1] - self._finished_s[0]) / (len(self._finished_s) - 1)
-        left_s = max(0.0, each_s * num_left - elapsed_s)
-        return f"about {int(left_s // 60)}:{int(left_s % 60):02} left"
 
-    def _note(self, record: Record) -> None:
-        if record.status == "ok":
-            self._seconds.append(record.seconds)
-            self._step_ms.setdefault(record.strategy, []).append(_median_ms(record))
+def _num_steps(workload: Workload) -> int | None:
+    if isinstance(workload, Replay):
+        return None
+    micro_batches = workload.micro_batches if isinstance(workload, Generated) else 1
+    return workload.warmup + workload.steps * micro_batches
 
 
 def _median_ms(record: Record) -> float:
@@ -151,26 +219,19 @@ def _opening(experiment: Experiment, num_recorded: int, num_left: int) -> str:
 # --- tunings ------------------------------------------------------------------------------------------------------
 
 
-class TuneProgress(AbstractContextManager["TuneProgress"]):
-    """Shows the stages and points of a tuning, on stdout by default. Each stage ends with a line that has its best."""
+class TuneProgress(_Display):
+    """Shows the stages and points of a tuning until ``close``. Each stage ends with a line that has its best."""
 
-    def __init__(self, file: TextIO | None = None) -> None:
-        self._console = Console(file=file or sys.stdout)
-        live = is_live(self._console)
-        columns = (MofNCompleteColumn(), TimeElapsedColumn())
-        self._bars = Bars(self._console, *columns, transient=False) if live else None
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
         self._words, self._num_points = "", 0
         self._best_ms: float | None = None
         self._task: TaskID | None = None
-
-    def __enter__(self) -> TuneProgress:
-        if self._bars:
+        if is_live(console):
+            self._bars = Bars(console, MofNCompleteColumn(), TimeElapsedColumn(), transient=False)
             self._bars.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._end_of_stage()
         if self._bars:
             self._bars.stop()
@@ -198,9 +259,3 @@ class TuneProgress(AbstractContextManager["TuneProgress"]):
             if self._bars and self._task is not None:
                 self._bars.remove_task(self._task)
         self._words, self._best_ms, self._num_points, self._task = "", None, 0, None
-
-    def _say(self, line: str) -> None:
-        if self._bars:
-            self._console.print(Text(line))
-        else:
-            print(line, file=self._console.file, flush=True)

@@ -4,7 +4,7 @@
 class Sent:
     link: Annotated[str, Column("link")]
     sent_bytes: Annotated[int, Column("bytes", ",")]
-    took: Annotated[Spread, Column("us", ".1f")]     # median [p20, p80]
+    took: Annotated[Quantiles, Column("us", ".1f")]     # median [p20, p80]
     samples_ms: list[float]                          # no column: only in JSON
 
     @property
@@ -32,6 +32,7 @@ from rich.console import Console, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
 from moesys.files import write_whole
 
@@ -269,6 +270,16 @@ def print_full(content: RenderableType, notes: Sequence[str] = (), file: TextIO 
     console.print(content)
     for note in notes:
         console.print(note, soft_wrap=not console.is_terminal, highlight=False, markup=False)
+
+
+def add_head(tree: Tree, words: str) -> Tree:
+    """Adds a branch with a heading, and returns the branch."""
+    return tree.add(Text(words, style="bold"))
+
+
+def add_line(tree: Tree, name: str, words: str) -> None:
+    """Adds a line with its name in colour."""
+    tree.add(Text.assemble((f"{name}: ", "cyan"), words))
 
 
 def print_sheet(sheet: Sheet, file: TextIO | None = None) -> None:

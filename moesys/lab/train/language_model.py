@@ -57,7 +57,7 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, H, dtype=PARAMETER_DTYPE)
         self.place = nn.Embedding(workload.context, H, dtype=PARAMETER_DTYPE)
         self.blocks = nn.ModuleList(
-            Block(
+            DecoderBlock(
                 workload.num_heads,
                 MoELayer(model, strategy, group, cluster=cluster, layer_index=index, seed=seed, device=device),
             )
@@ -88,7 +88,7 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x_BCH))
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """x + attention(norm(x)), and then x + experts(norm(x)), on [B, C, H]."""
 
     def __init__(self, num_heads: int, moe: MoELayer) -> None:

@@ -83,7 +83,7 @@ def exchange(
     rank turns to its peers in an order of its own, so that no rank is everyone's first; ranks that have nothing for
     each other do not wait for each other.
     """
-    # Of a GPU's memory gloo moves only what collectives are given.
+    # Gloo moves memory of a GPU in collectives only.
     if dist.get_backend(group) != "gloo" or sent.device.type != "cpu":
         work = dist.all_to_all_single(received, sent, list(out_counts), list(in_counts), group=group, async_op=True)
         assert work is not None
@@ -108,7 +108,7 @@ T = TypeVar("T")
 
 
 class AsyncWork(Protocol):
-    """What channels need of a ``dist.Work``, or of what stands for one."""
+    """A ``dist.Work`` as far as channels need one."""
 
     def wait(self) -> Any:
         """Blocks until it is done."""
@@ -135,7 +135,7 @@ class Transfer:
             self._kept = channel.kept_messages()
             self._kept.add(work)
         if work is not None and channel.recorder.enabled:
-            # Of what travels between GPUs torch calls back at once, on a stream that waits for its end.
+            # For messages between GPUs torch calls back at once, on a stream that waits for their end.
             work.get_future().add_done_callback(lambda _: self._record())
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""What a rank records while it runs: spans on lanes, bytes on the wire, milliseconds spent waiting."""
+"""Records of a rank while it runs: spans on lanes, bytes on the wire, milliseconds spent waiting."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Meter:
         self._clock = DeviceClock(device_type)
         self._exposed_ms: dict[str, float] = defaultdict(float)
         self._plan_ms = 0.0
-        # What may not have happened yet, in its order: the lane that is waited for, None for planning.
+        # Intervals that may not have ended yet, in their order: the lane that is waited for, None for planning.
         self._unread: deque[tuple[str | None, Moment, Moment]] = deque()
 
     def planning(self) -> AbstractContextManager[None]:
@@ -123,7 +123,7 @@ class Meter:
         if start is None or end is None:
             return
         self._unread.append((lane, start, end))
-        # What has happened by now, so that nobody needs to ask.
+        # Intervals that have ended are read now, so that no later call has to wait for them.
         while self._unread and self._clock.is_past(self._unread[0][2]):
             self._read_one()
 

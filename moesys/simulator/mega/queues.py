@@ -123,7 +123,7 @@ WEIGHT_GRADIENTS = ("weight_gradient_up", "weight_gradient_down")
 
 
 class PeerTraffic(NamedTuple):
-    """The bytes that runs exchange with peers. ``amount``: of a task; ``share``: the part of the run's tasks that do."""
+    """The bytes that runs exchange with peers. ``amount``: per task; ``share``: the part of the run's tasks that do."""
 
     run: IntArray
     peer: IntArray

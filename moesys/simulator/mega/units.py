@@ -24,7 +24,7 @@ from moesys.simulator.mega.tiles import RASTER, WHOLE, OrderedTiles, TaskSeconds
 FINE_RANKS, SOME_RANKS, FINE_TILES, FEW_PROGRAMS = 8, 64, 128, 16
 # The least number of units of the busiest rank where tiles are taken together.
 UNITS = 16
-# Where tiles are taken together, links that are busy for less than this part of the busiest one's time are not shared.
+# If tiles are taken together, links that are busy for less than this part of the busiest one's time are not shared.
 QUIET = 1 / 16
 
 

@@ -62,11 +62,12 @@ _RECOMPUTED: dict[str, Recompute] = {"none": "none", "selective": "selective", "
 def simulate_part(run: ModelRun, units: Sequence[Unit], plans: Sequence[TokenPlan]) -> SimulatedPart:
     """Simulates ``units`` on one micro-batch. ``plans``: those of the units with experts."""
     passed = [_passed(run, unit) for unit in units]
+    row_share, cast_bytes = _narrowing(run, units)
     around = RestOfStep(
         recompute=_RECOMPUTED[run.parallelism.recompute],
         units_block=run.backend == "gloo",
-        row_share=_row_share(units),
-        cast_bytes=_cast_bytes(run, units),
+        row_share=row_share,
+        cast_bytes=cast_bytes,
         units=passed,
     )
     found = run_step(run.strategy, run.shape, run.expert_cluster, [plans], around)
@@ -88,24 +89,17 @@ def simulate_part(run: ModelRun, units: Sequence[Unit], plans: Sequence[TokenPla
     return SimulatedPart(whole, moe, host, busy, shares)
 
 
-def _row_share(units: Sequence[Unit]) -> float:
-    """Returns the bytes of a row that is sent to experts, divided by those of a row that is sent back."""
-    for unit in units:
-        sent = {each.name: each.sent_bytes for each in unit.operations.operations if each.sent_bytes}
-        if sent:
-            return sent["dispatch"] / sent["combine"]
-    return 1.0
-
-
-def _cast_bytes(run: ModelRun, units: Sequence[Unit]) -> tuple[float, float]:
-    """Returns the bytes read and written per row to narrow operands of experts' products, forward and backward."""
-    for unit in units:
-        products = [each for each in unit.operations.of("experts").operations if each.flops]
-        if products:
-            moved = Operations(run.seq_len, tuple(products))
-            rows = run.seq_len * run.shape.top_k
-            return moved.forward_bytes / rows, moved.backward_bytes / rows
-    return 0.0, 0.0
+def _narrowing(run: ModelRun, units: Sequence[Unit]) -> tuple[float, tuple[float, float]]:
+    """Returns the bytes of a row that is sent to experts, divided by those of a row that is sent back; and the bytes
+    read and written per row to narrow operands of experts' products, forward and backward.
+    """
+    found = next((unit.operations for unit in units if unit.has_experts), None)
+    if found is None:
+        return 1.0, (0.0, 0.0)
+    sent = {each.name: each.sent_bytes for each in found.operations}
+    products = Operations(run.seq_len, tuple(each for each in found.of("experts").operations if each.flops))
+    rows = run.seq_len * run.shape.top_k
+    return sent["dispatch"] / sent["combine"], (products.forward_bytes / rows, products.backward_bytes / rows)
 
 
 def _lanes(

@@ -104,7 +104,7 @@ def run_pipeline(
     on meanwhile.
 
     Raises ValueError for micro-batches that do not fill the groups of an interleaved schedule, and for one that splits
-    backward with more than one chunk. What ``overlap`` refuses stands in ``Parallelism``.
+    backward with more than one chunk. ``Parallelism`` says with what ``overlap`` cannot be used.
     """
     num_stages, num_chunks = len(parts), len(parts[0])
     if schedule == "zero_bubble":

@@ -143,7 +143,7 @@ def _best(
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
     for part in range(1, num_parts + 1):
         best = {
-            # Of equals the first: where the parts before hold most.
+            # The first of equal splits, in which the earlier parts hold most.
             end: min(
                 (
                     (with_part(value, until[end] - until[first]), [*bounds, end])

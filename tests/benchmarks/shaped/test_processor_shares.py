@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -66,6 +67,25 @@ def busy(seconds: float) -> tuple[float, float]:
     return time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
 
 
+@shares_can_be_had
+def test_a_process_gets_no_more_than_the_share_of_its_group() -> None:
+    with processor_shares.processor_shares((own_name("host0"),), 0.5) as (group,):
+        came_from, goes_to = os.pipe()
+        if not (child := os.fork()):
+            processor_shares.join(group)
+            os.write(goes_to, repr(busy(1.0)).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        clock_s, processor_s = ast.literal_eval(os.read(came_from, 1000).decode())
+        for end in (came_from, goes_to):
+            os.close(end)
+        throttled = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+    # A tick late at most; a busy machine gives less.
+    assert 0 < processor_s <= 0.5 * clock_s + 0.02
+    assert int(throttled["nr_throttled"]) > 0
+
+
+@pytest.mark.slow
 @shares_can_be_had
 @pytest.mark.skipif(bool(lacks_hosts()), reason=lacks_hosts())
 def test_a_host_gets_no_more_than_its_share_though_nobody_else_computes() -> None:

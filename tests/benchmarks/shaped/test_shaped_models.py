@@ -18,9 +18,8 @@ from benchmarks.shaped.hosts import lacks_hosts
 from benchmarks.shaped.processor_shares import lacks_shares
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
-from moesys.lab.calibrate.cases import CPU_GRID
 from moesys.lab.calibrate.measurement import calibrate
-from moesys.lab.calibrate.timings import Effort
+from moesys.lab.calibrate.timings import CPU_GRID, Effort
 from moesys.lab.show.tables import to_markdown
 from moesys.simulator.model.simulate_model import drawn_plans
 

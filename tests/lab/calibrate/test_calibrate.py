@@ -24,15 +24,15 @@ from moesys.__main__ import app
 from moesys.config import ClusterSpec, presets
 from moesys.cost import link_seconds
 from moesys.lab.calibrate import gpu_timings, timings
-from moesys.lab.calibrate.cases import (
+from moesys.lab.calibrate.measurement import PARTS, calibrate, fit_messages, fit_rate
+from moesys.lab.calibrate.timings import (
     CPU_GRID,
     CUDA_GRID,
     GRIDS,
+    Effort,
     ExpertCase,
     Grid,
 )
-from moesys.lab.calibrate.measurement import PARTS, calibrate, fit_messages, fit_rate
-from moesys.lab.calibrate.timings import Effort
 from moesys.lab.commands import calibrate as command
 from moesys.lab.commands import options
 from moesys.lab.ranks.pool import LocalRanks
@@ -447,7 +447,7 @@ def test_what_was_measured_outlives_a_crash(monkeypatch: pytest.MonkeyPatch):
     crashing = Crashing(KNOWN.replace(ranks_per_node=2))
     monkeypatch.setattr(command, "start_ranks", lambda *_, **__: (crashing, crashing.cluster))
     with pytest.raises(RuntimeError, match="lost"):
-        command.calibrate_command(2, json_path=Path("samples.json"), out=Path("here.toml"))
+        command.calibrate_command(2, json=Path("samples.json"), out=Path("here.toml"))
     written = json.loads(Path("samples.json").read_text())
     assert not written["finished"]
     assert written["samples_s"].keys() == {"basics"}
@@ -497,7 +497,7 @@ def test_what_was_measured_is_written_before_it_is_printed(monkeypatch):
     monkeypatch.setattr(command, "start_ranks", lambda *_, **__: (known, known.cluster))
     monkeypatch.setattr(tables, "print_full", stops)
     with pytest.raises(BrokenPipeError):
-        command.calibrate_command(2, json_path=Path("samples.json"), out=Path("here.toml"))
+        command.calibrate_command(2, json=Path("samples.json"), out=Path("here.toml"))
     assert "cluster" in json.loads(Path("samples.json").read_text())
     ClusterSpec.from_toml(Path("here.toml").read_text())
 

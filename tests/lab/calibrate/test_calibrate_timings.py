@@ -16,9 +16,8 @@ from moesys.config import DenseMlp, Gqa, LayerSpec, ModelSpec
 from moesys.kernels.symmetric.heap import Heap, Region
 from moesys.kernels.symmetric.signals import PeerTimeoutError
 from moesys.lab.calibrate import timings
-from moesys.lab.calibrate.cases import AttentionCase, ElementwiseCase, ExpertCase, ExpertPasses, Pool
 from moesys.lab.calibrate.gpu_timings import fused_tiles, ping_pong
-from moesys.lab.calibrate.timings import Effort
+from moesys.lab.calibrate.timings import AttentionCase, Effort, ElementwiseCase, ExpertCase, ExpertPasses, Pool
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.simulator.model.model_cost import count_model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from lab_cases import moesys
 
 from moesys.lab.commands import demo
 
@@ -30,7 +31,7 @@ def _in_small(monkeypatch):
 
 @pytest.mark.usefixtures("_in_small")
 def test_the_demo_trains_replays_draws_and_resumes(tmp_path, capsys):
-    assert demo.demo(tmp_path / "runs") == 0
+    assert moesys("demo", "--out", tmp_path / "runs") == 0
     printed = capsys.readouterr().out
     assert printed.index("MEASURED: demo") < printed.index("SIMULATED: demo-cluster")
     measured, simulated = printed.split("SIMULATED: demo-cluster")
@@ -47,7 +48,7 @@ def test_the_demo_trains_replays_draws_and_resumes(tmp_path, capsys):
     ]
     assert len(list(tmp_path.glob("runs/*/figures/*.svg"))) == len(figures)
 
-    assert demo.demo(tmp_path / "runs") == 0
+    assert moesys("demo", "--out", tmp_path / "runs") == 0
     again = capsys.readouterr().out
     assert again.count("nothing to do: 8 of 8 trials are recorded") == 2
     # What is recorded is what is shown, whenever it is shown.

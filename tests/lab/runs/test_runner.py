@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
+from contextlib import closing
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+import torch
 from runner_cases import EP, FSEP, partly_failing, simulation, training
 
 from moesys.balance.planners import plan_layout
@@ -19,7 +24,7 @@ from moesys.lab.commands.compare import compare
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import collect_environment, load_environments
 from moesys.lab.runs.records import RunFolder
-from moesys.lab.runs.runner import Interrupted, QuietProgress, run, trace_path
+from moesys.lab.runs.runner import QuietProgress, RunInterruption, run, trace_path
 from moesys.lab.runs.trials import run_measured
 from moesys.traces import Trace, load_trace, save_trace
 
@@ -123,7 +128,7 @@ def test_only_retry_failed_runs_failed_trials_again_and_the_last_record_counts(t
 def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(tmp_path):
     experiment = simulation()
     listener = Listener(stop_at=2)
-    with pytest.raises(Interrupted) as stop:
+    with pytest.raises(RunInterruption) as stop:
         run(experiment, tmp_path, progress=listener)
     folder = next(tmp_path.iterdir())
     assert str(stop.value) == (f"stopped: 2 of 6 trials are recorded in {folder}; the same command goes on from there")
@@ -186,7 +191,7 @@ import os, sys
 from pathlib import Path
 import torch.distributed as dist
 from moesys.lab.runs import places
-from moesys.lab.runs.experiment_files import load_experiment
+from moesys.lab.runs.declarations import load_experiment
 from moesys.lab.runs.runner import run
 # On both ranks at once, and not on one when the other has failed.
 import moesys.lab.train.loop
@@ -207,18 +212,51 @@ Path(sys.argv[2], os.environ["RANK"]).write_text(f"{first.failed[0].error}|{seco
 """
 
 
+def started_by_torchrun(rank: int, port: int, folder: str, *arguments: str) -> None:
+    """Runs the script with what torchrun tells a process, in a process that has loaded all there is to import."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    sys.argv = ["script.py", *arguments]
+    runpy.run_path("script.py", run_name="__main__")
+
+
+def start_both(folder: Path, *arguments: str) -> None:
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = get_context("forkserver")
+    started = [
+        context.Process(target=started_by_torchrun, args=(rank, port, str(folder), *arguments)) for rank in range(2)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0, 0]
+
+
 @pytest.mark.timeout(120)
-def test_torchrun_gives_what_spawned_ranks_give_also_after_a_failure(tmp_path: Path, ranks: LocalRanks):
+@pytest.mark.parametrize("by", ["its variables", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_torchrun_gives_what_spawned_ranks_give_also_after_a_failure(tmp_path: Path, ranks: LocalRanks, by: str):
     experiment = training(strategies=(FSEP,))
     (tmp_path / "experiment.json").write_text(experiment.to_json())
     (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
     out = tmp_path / "runs"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
-    done = subprocess.run(
-        [*command, "experiment.json", str(out)], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    arguments = (FSEP, experiment.model, experiment.cluster, experiment.workload, 0, str)
+    spawned = ranks.run(run_measured, *arguments, num_ranks=2)[0]
+    assert spawned is not None
+    if by == "torchrun":
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
+        done = subprocess.run(
+            [*command, "experiment.json", str(out)], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    else:
+        start_both(tmp_path, "experiment.json", str(out))
     for rank in "01":
         error, second = (out / rank).read_text().split("|")
         assert error.startswith("2 of 2 ranks failed: rank 1 raised RuntimeError: only here; rank 0 raised ")
@@ -227,9 +265,6 @@ def test_torchrun_gives_what_spawned_ranks_give_also_after_a_failure(tmp_path: P
     _, record = RunFolder(folder).records()
     here, _ = collect_environment(torch_threads=1)
     assert load_environments(folder)[record.environment].variables == here.variables
-    arguments = (FSEP, experiment.model, experiment.cluster, experiment.workload, 0, str)
-    spawned = ranks.run(run_measured, *arguments, num_ranks=2)[0]
-    assert spawned is not None
     assert record.losses == spawned.losses
     assert record.tokens_LE == spawned.tokens_LE
 

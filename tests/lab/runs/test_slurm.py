@@ -10,11 +10,10 @@ from test_workers import Finished, first_in_line, lines
 from worker_planners import Dying, Waiting
 
 from moesys.config import ClusterSpec
-from moesys.lab.commands.declarations import slurm_of
 from moesys.lab.runs import slurm
 from moesys.lab.runs.records import RunFolder
-from moesys.lab.runs.runner import Interrupted, run, trace_path
-from moesys.lab.runs.slurm import Slurm
+from moesys.lab.runs.runner import RunInterruption, run, trace_path
+from moesys.lab.runs.slurm import Slurm, slurm_of
 
 NODES = ClusterSpec(num_nodes=2, ranks_per_node=1, inter_node_gb_per_s=0.0625)
 LOCAL = Slurm(cluster="local", time=5)
@@ -67,7 +66,7 @@ def test_a_job_that_dies_is_named_with_its_log(tmp_path):
 def test_ctrl_c_keeps_what_is_finished_and_cancels_the_rest(tmp_path):
     waiting = FSEP.replace(name="waiting", balance=Waiting(seconds=100.0))
     experiment = first_in_line(EP, waiting)
-    with pytest.raises(Interrupted, match=r"1 of 2 trials are recorded in .*; the same command goes on from there"):
+    with pytest.raises(RunInterruption, match=r"1 of 2 trials are recorded in .*; the same command goes on from there"):
         run(experiment, tmp_path, jobs=LOCAL, progress=Stopping())
     (folder,) = tmp_path.iterdir()
     assert [record.strategy for record in RunFolder(folder).records()] == ["ep"]

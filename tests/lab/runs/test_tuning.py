@@ -14,20 +14,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from lab_cases import moesys
 from runner_cases import EP, FSEP, simulation, training
 
 from moesys.config import Fsep, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.overlap import MegaKernel
 from moesys.config.workload import Generated, Replay
-from moesys.lab.commands.explain import explain_command
-from moesys.lab.commands.run import run_file
-from moesys.lab.commands.tune import tune_file
+from moesys.lab.commands.tune import tune_sheets
 from moesys.lab.runs import environment
-from moesys.lab.runs.experiment_files import load_experiment
+from moesys.lab.runs.declarations import load_experiment
 from moesys.lab.runs.trials import run_simulated
 from moesys.lab.runs.tuning import tune
-from moesys.lab.show.tune_tables import tune_sheets
 from moesys.traces import generate, save_trace
 from moesys.tuner import workload as tuner_workload
 from moesys.tuner.space import SearchBounds, Space
@@ -61,7 +59,7 @@ def journal_of(folder: Path) -> list[dict]:
 
 def test_what_is_found_can_be_run_and_explained(tmp_path, capsys):
     file, space = written(tmp_path, simulation(strategies=(EP, FSEP)), SPACE)
-    assert tune_file(file, space, SearchBounds(6), tmp_path) == 0
+    assert moesys("tune", file, "--space", space, "--budget", 6, "--out", tmp_path) == 0
     told = capsys.readouterr().out
     assert "SIMULATED: simulated, tuning" in told
     assert "MEASURED" not in told
@@ -74,16 +72,16 @@ def test_what_is_found_can_be_run_and_explained(tmp_path, capsys):
     assert [line for line in text.splitlines() if line.startswith("kind") and "#" in line]
     experiment = load_experiment(folder / "experiment.toml")
     assert experiment.strategies[-1] == tuned
-    assert run_file(file, tmp_path / "runs", strategies=[folder / "tuned.toml"]) == 0
-    assert run_file(folder / "experiment.toml", tmp_path / "runs") == 0
-    assert explain_command(file, str(folder / "tuned.toml")) == 0
-    assert explain_command(folder / "experiment.toml") == 0
+    assert moesys("run", file, "--out", tmp_path / "runs", "--strategy", folder / "tuned.toml") == 0
+    assert moesys("run", folder / "experiment.toml", "--out", tmp_path / "runs") == 0
+    assert moesys("explain", file, "--strategy", folder / "tuned.toml") == 0
+    assert moesys("explain", folder / "experiment.toml") == 0
     assert "tuned" in capsys.readouterr().out
     # Under another name it is there already.
     (tmp_path / "ep.toml").write_text(EP.replace(name="again").to_toml())
-    assert run_file(file, tmp_path / "runs", strategies=[tmp_path / "ep.toml"]) == 0
+    assert moesys("run", file, "--out", tmp_path / "runs", "--strategy", tmp_path / "ep.toml") == 0
     (tmp_path / "ep.toml").write_text(FSEP.replace(name="ep", lag=3).to_toml())
-    assert run_file(file, tmp_path / "runs", strategies=[tmp_path / "ep.toml"]) == 2
+    assert moesys("run", file, "--out", tmp_path / "runs", "--strategy", tmp_path / "ep.toml") == 2
     assert "strategies share the name 'ep'" in capsys.readouterr().err
 
 
@@ -151,7 +149,7 @@ def test_a_killed_tuning_goes_on_where_it_was(tmp_path):
 def test_a_training_is_timed_and_clocks_decide(tmp_path, capsys):
     experiment = training(workload=training().workload.replace(steps=3))
     file, space = written(tmp_path, experiment, SPACE)
-    assert tune_file(file, space, SearchBounds(4), tmp_path, timed=6) == 0
+    assert moesys("tune", file, "--space", space, "--budget", 4, "--out", tmp_path, "--timed", 6) == 0
     told = capsys.readouterr().out
     assert "MEASURED: trained, tuning" in told
     assert "SIMULATED: trained, tuning" in told
@@ -161,11 +159,11 @@ def test_a_training_is_timed_and_clocks_decide(tmp_path, capsys):
     assert 2 <= len(timed) <= 6
     assert timed[0]["name"] == "ep"
     # The second time there is nothing left to find out.
-    assert tune_file(file, space, SearchBounds(4), tmp_path, timed=6) == 0
+    assert moesys("tune", file, "--space", space, "--budget", 4, "--out", tmp_path, "--timed", 6) == 0
     assert journal_of(tmp_path) == entries
     (folder,) = tmp_path.glob("trained-*-tuned")
     (folder / "routing.npz").unlink()
-    assert tune_file(file, space, SearchBounds(4), tmp_path, timed=6) == 2
+    assert moesys("tune", file, "--space", space, "--budget", 4, "--out", tmp_path, "--timed", 6) == 2
     assert "routing.npz is gone, on which its journal stands" in capsys.readouterr().err
 
 
@@ -187,7 +185,7 @@ import os, sys
 from pathlib import Path
 import torch.distributed as dist
 from moesys.lab.runs import places
-from moesys.lab.runs.experiment_files import load_experiment
+from moesys.lab.runs.declarations import load_experiment
 from moesys.lab.runs.tuning import tune
 from moesys.tuner.space import SearchBounds, Space
 
@@ -348,7 +346,7 @@ def test_a_strategy_that_is_called_tuned_keeps_its_name(tmp_path):
 def test_a_space_that_is_none_is_told(tmp_path, capsys, name, text, reason):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     file, _ = written(tmp_path, simulation())
-    assert tune_file(file, tmp_path / name, out=tmp_path) == 2
+    assert moesys("tune", file, "--space", tmp_path / name, "--out", tmp_path) == 2
     assert reason in capsys.readouterr().err
 
 

@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab_cases import moesys
 from runner_cases import EP, FAILING, FSEP, simulation, training
 from test_kill import MARKER, alive, gone
 from test_tuning import SPACE, written
 from worker_planners import Dying, Waiting
 
 from moesys.config.experiment import Experiment
-from moesys.lab.commands.run import run_file
-from moesys.lab.ranks.workers import WorkerDiedError, Workers
+from moesys.lab.ranks.pool import WorkerDiedError, Workers
 from moesys.lab.runs.places import SimulatedTrials
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import QuietProgress, run
@@ -35,7 +35,7 @@ DYING = FSEP.replace(name="dying", balance=Dying())
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Workers begin with the first step, however little there is to do."""
-    monkeypatch.setattr("moesys.lab.ranks.workers.ALONE_S", 0.0)
+    monkeypatch.setattr("moesys.lab.ranks.pool.ALONE_S", 0.0)
 
 
 def lines(path: Path) -> list[dict]:
@@ -91,7 +91,7 @@ def test_a_worker_that_dies_fails_its_trial_and_no_other(tmp_path):
 
 
 def test_a_short_experiment_needs_no_worker(tmp_path, monkeypatch):
-    monkeypatch.setattr("moesys.lab.ranks.workers.ALONE_S", 1e9)
+    monkeypatch.setattr("moesys.lab.ranks.pool.ALONE_S", 1e9)
     result = run(simulation(strategies=(EP, DYING)), tmp_path, jobs=2)
     assert not result.failed
 
@@ -150,7 +150,7 @@ def test_jobs_that_cannot_be_are_refused(tmp_path, experiment, jobs, reason):
 
 def test_processes_here_and_on_a_cluster_are_not_both(tmp_path, capsys):
     file, _ = written(tmp_path, simulation())
-    assert run_file(file, tmp_path, jobs=2, slurm="partition=gpu") == 2
+    assert moesys("run", file, "--out", tmp_path, "--jobs", 2, "--slurm", "partition=gpu") == 2
     assert "--jobs=2 are processes of this machine, and --slurm takes others; leave out one" in capsys.readouterr().err
 
 
@@ -204,11 +204,11 @@ def test_workers_have_a_thread_each_and_one_that_dies_is_replaced():
 UNGUARDED = """
 import sys
 from pathlib import Path
-from moesys.lab.ranks import workers
-from moesys.lab.runs.experiment_files import load_experiment
+from moesys.lab.ranks import pool
+from moesys.lab.runs.declarations import load_experiment
 from moesys.lab.runs.runner import run
 
-workers.ALONE_S = 0.0
+pool.ALONE_S = 0.0
 try:
     run(load_experiment(Path("experiment.json")), "runs", jobs=2)
 except ValueError as error:

@@ -112,7 +112,7 @@ def test_300_steps_of_every_strategy_end_at_the_same_loss(ranks: LocalRanks) -> 
 @pytest.mark.parametrize(
     ("plain", "overlapped"),
     [
-        (EP, FOUR[1]),
+        pytest.param(EP, FOUR[1], marks=pytest.mark.slow),
         (FSEP, FOUR[3]),
         (LENT, LENT.replace(overlap=ms.Pipelined(chunks=3))),
     ],

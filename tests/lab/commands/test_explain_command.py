@@ -12,9 +12,8 @@ from test_explanation import FSEP, declared
 from typer.testing import CliRunner
 
 from moesys.config import Strategy
-from moesys.lab.commands.explain import explain_command
-from moesys.lab.explanation.explanation import explain
-from moesys.lab.explanation.step_explanation import StepExplanation
+from moesys.lab.commands.explain import explain, explain_command
+from moesys.lab.show.step_explanation import StepExplanation
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -27,7 +26,7 @@ def command(
     micro_batch: int | None = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json))
+    explain_command(file, strategy, layer, micro_batch, as_json)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from test_explanation import CLUSTER, FSEP, MODEL, declared
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.config import Ep, Fsep
 from moesys.config.overlap import MegaKernel
-from moesys.lab.explanation.explanation import explain
+from moesys.lab.commands.explain import explain
 from moesys.moe.pulled_experts import ring_bytes
 
 

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from moesys.balance.seconds_certificate import SecondsCertificate
+from moesys.balance.certificate import SecondsCertificate
 from moesys.config import ClusterSpec, Fsep, Strategy
-from moesys.lab.show.tables import counted, figure, print_full
+from moesys.lab.show.tables import add_head, add_line, counted, figure, print_full
 from moesys.simulator.simulation import COMPUTED_KINDS
 
 MOST_PLACES = 5
@@ -118,7 +118,7 @@ class LayerExplanation:
 
 
 @dataclass(frozen=True)
-class MegaMemory:
+class MegaKernelMemory:
     """The memory of a rank of a linked model under a ``MegaKernel``, in bytes.
 
     symmetric_bytes: the arena that peers reach, shared by all layers. pulled_bytes: the regions from which peers pull
@@ -173,7 +173,7 @@ class StepExplanation:
     mean_ms: dict[str, float]
     critical_path: list[PathPlace]
     layers: tuple[LayerExplanation, ...]
-    mega: MegaMemory | None = None
+    mega: MegaKernelMemory | None = None
     would_not_run: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -201,19 +201,19 @@ def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> 
         f"of 0 to {explanation.num_micro_batches - 1}, seed {explanation.seed}"
     )
     tree = Tree(Text(title, style="bold"), guide_style="dim")
-    _add_line(tree, "load", explanation.routing)
-    _add_line(tree, "cluster", _cluster_words(explanation.cluster))
+    add_line(tree, "load", explanation.routing)
+    add_line(tree, "cluster", _cluster_words(explanation.cluster))
     for reason in explanation.would_not_run:
-        _add_line(tree, "would not run", reason)
-    schedule = _add_head(tree, "schedule")
+        add_line(tree, "would not run", reason)
+    schedule = add_head(tree, "schedule")
     for words in _schedule_words(explanation.strategy, explanation.cluster.num_nodes):
         schedule.add(Text(words))
     if explanation.mega is not None:
-        memory = _add_head(tree, "memory of a rank")
+        memory = add_head(tree, "memory of a rank")
         for words in _memory_words(explanation.mega):
             memory.add(Text(words))
     _time_branch(tree, explanation)
-    _add_head(tree, counted(len(layers), "layer")).add(_layers_table(layers))
+    add_head(tree, counted(len(layers), "layer")).add(_layers_table(layers))
     _layer_branch(tree, layers[layer], explanation.strategy, explanation.critical_rank)
     return tree
 
@@ -268,7 +268,7 @@ def _planning_words(strategy: Strategy) -> str:
     return "planned on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan"
 
 
-def _memory_words(memory: MegaMemory) -> list[str]:
+def _memory_words(memory: MegaKernelMemory) -> list[str]:
     pulled_gb = memory.pulled_bytes / BYTES_PER_GB
     return [
         f"{memory.symmetric_bytes / BYTES_PER_GB:.3f} GB that peers reach, for all layers together",
@@ -281,16 +281,16 @@ def _memory_words(memory: MegaMemory) -> list[str]:
 
 
 def _time_branch(tree: Tree, explanation: StepExplanation) -> None:
-    branch = _add_head(
+    branch = add_head(
         tree, f"step {figure(explanation.step_ms)} ms, of which {figure(explanation.exposed_ms)} ms exposed (mean)"
     )
     branch.add(_ms_table(explanation.critical_rank, explanation.critical_ms, explanation.mean_ms))
-    path = _add_head(tree, "critical path: what the step waited for, from its start to its end")
+    path = add_head(tree, "critical path: what the step waited for, from its start to its end")
     for place in explanation.critical_path[:MOST_PLACES]:
-        _add_line(path, place.where, f"{100 * place.share:.0f} % of the step ({figure(place.ms)} ms)")
+        add_line(path, place.where, f"{100 * place.share:.0f} % of the step ({figure(place.ms)} ms)")
     if rest := explanation.critical_path[MOST_PLACES:]:
         share = sum(place.share for place in rest)
-        _add_line(path, counted(len(rest), "other place"), f"{100 * share:.0f} %")
+        add_line(path, counted(len(rest), "other place"), f"{100 * share:.0f} %")
 
 
 # --- layers ---
@@ -326,17 +326,17 @@ def _waiting(ms: dict[str, float]) -> float:
 
 
 def _layer_branch(tree: Tree, layer: LayerExplanation, strategy: Strategy, critical_rank: int) -> None:
-    branch = _add_head(tree, f"layer {layer.layer}")
+    branch = add_head(tree, f"layer {layer.layer}")
     _load_branch(branch, layer)
     _layout_branch(branch, layer, strategy)
     _split_branch(branch, layer)
-    _add_head(branch, "bytes of one all-to-all").add(_traffic_table(layer.traffic))
-    times = _add_head(branch, "the layer's share of the step")
+    add_head(branch, "bytes of one all-to-all").add(_traffic_table(layer.traffic))
+    times = add_head(branch, "the layer's share of the step")
     times.add(_ms_table(critical_rank, layer.critical_ms, layer.mean_ms))
 
 
 def _load_branch(branch: Tree, layer: LayerExplanation) -> None:
-    load = _add_head(
+    load = add_head(
         branch, f"load: {layer.num_tokens} tokens routed, experts max/mean {layer.expert_max_over_mean:.2f}"
     )
     mean = layer.num_tokens / len(layer.tokens_E)
@@ -345,38 +345,38 @@ def _load_branch(branch: Tree, layer: LayerExplanation) -> None:
         for expert in layer.hottest(3)
         if layer.tokens_E[expert]
     ]
-    _add_line(load, "hottest", ", ".join(hottest) or "none, for there are no tokens")
-    _add_line(load, "without tokens", _listed("expert", layer.starved))
+    add_line(load, "hottest", ", ".join(hottest) or "none, for there are no tokens")
+    add_line(load, "without tokens", _listed("expert", layer.starved))
 
 
 def _layout_branch(branch: Tree, layer: LayerExplanation, strategy: Strategy) -> None:
     if strategy.lag == 0:
-        _add_line(branch, "layout", f"planned by {strategy.balance.kind} on this micro-batch's own counts")
+        add_line(branch, "layout", f"planned by {strategy.balance.kind} on this micro-batch's own counts")
         return
     if strategy.late_slots:
         late = [f"expert {e} on rank {rank}" for rank, experts in enumerate(layer.late_experts_R) for e in experts]
-        _add_line(branch, "late slots", ", ".join(late) or "nothing that pays")
+        add_line(branch, "late slots", ", ".join(late) or "nothing that pays")
     change = layer.change
     kept = f"; {counted(layer.num_kept, 'newer plan')} moved nothing" if layer.num_kept else ""
     if change is None:
         still = ", and for ever" if strategy.balance.kind == "static" else kept
-        _add_line(branch, "layout", f"the first one, made before any load was known{still}")
+        add_line(branch, "layout", f"the first one, made before any load was known{still}")
         return
     first, last = change.history
     history = f"micro-batch {first}" if first == last else f"micro-batches {first} to {last}"
-    layout = _add_head(
+    layout = add_head(
         branch,
         f"layout: planned by {strategy.balance.kind} on {history} ({strategy.predictor.kind}), "
         f"in use since {change.since}{kept}",
     )
-    _add_line(
+    add_line(
         layout,
         "why",
         f"on the load it was planned for, ranks max/mean is {change.max_over_mean_after:.3f}; "
         f"the one before would give {change.max_over_mean_before:.3f}",
     )
     for moved in change.experts[:MOST_SHOWN]:
-        _add_line(layout, f"expert {moved.expert}", _moved_words(moved))
+        add_line(layout, f"expert {moved.expert}", _moved_words(moved))
     if (more := len(change.experts) - MOST_SHOWN) > 0:
         layout.add(Text(f"and {counted(more, 'expert')} with fewer tokens; --json names them"))
 
@@ -390,7 +390,7 @@ def _moved_words(moved: ExpertChange) -> str:
 
 
 def _split_branch(branch: Tree, layer: LayerExplanation) -> None:
-    split = _add_head(
+    split = add_head(
         branch,
         f"split: ranks max/mean {layer.max_over_mean:.3f}, by an even split {layer.even_max_over_mean:.3f}, "
         f"least over this layout {layer.least_max_over_mean:.3f}",
@@ -400,11 +400,11 @@ def _split_branch(branch: Tree, layer: LayerExplanation) -> None:
         ("leave the rank, not the node", layer.within_node),
         ("leave the node", layer.between_nodes),
     ):
-        _add_line(split, name, f"{tokens} tokens ({100 * tokens / max(1, layer.num_tokens):.1f} %)")
-    _add_line(split, "seconds", str(layer.seconds))
+        add_line(split, name, f"{tokens} tokens ({100 * tokens / max(1, layer.num_tokens):.1f} %)")
+    add_line(split, "seconds", str(layer.seconds))
     rank = layer.busiest_rank
     experts = ", ".join(f"expert {expert} {tokens}" for expert, tokens in layer.busiest_tokens.items() if tokens)
-    _add_line(split, "busiest", f"rank {rank} with {layer.tokens_R[rank]} tokens: {experts or 'none'}")
+    add_line(split, "busiest", f"rank {rank} with {layer.tokens_R[rank]} tokens: {experts or 'none'}")
 
 
 def _traffic_table(traffic: Iterable[Traffic]) -> Table:
@@ -416,14 +416,6 @@ def _traffic_table(traffic: Iterable[Traffic]) -> Table:
 
 
 # --- branches and tables ---
-
-
-def _add_head(tree: Tree, words: str) -> Tree:
-    return tree.add(Text(words, style="bold"))
-
-
-def _add_line(tree: Tree, name: str, words: str) -> None:
-    tree.add(Text.assemble((f"{name}: ", "cyan"), words))
 
 
 def _new_table(*columns: str) -> Table:

@@ -1,4 +1,6 @@
-"""Reads experiments from files: a Python file with a function that returns an ``Experiment``, or JSON, or TOML.
+"""Reads declarations, from files and from the command line: experiments, strategies, clusters and planners.
+
+An experiment is in a Python file with a function that returns an ``Experiment``, in JSON, or in TOML.
 
 A Python file may also have ``experiments()``, which returns a list: those are run, one after another, and
 ``experiment()`` is the one that is meant where only one can be, as in ``moesys explain``.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 import tomllib
 import traceback
@@ -24,16 +27,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, Self, TypeVar
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from moesys.config import Balance, Split
+from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
 from moesys.config.experiment import Experiment
 from moesys.config.member import RECORDED, Member, importable, module_of_text, run_module
+from moesys.journal import in_words
 
 # Of a file whose own name is that of another module.
 _MODULE = "moesys_experiment_file"
 _UNIONS: dict[str, type[Member]] = {union.union: union for union in (Balance, Split)}
 _LIST = "experiments"
+_PRESETS = {name: getattr(presets, name) for name in ("a100", "h800", "h100", "h200", "b200", "gb200", "gb300")}
+
+
+T = TypeVar("T")
 
 
 class _InFiles(Protocol):
@@ -82,13 +90,16 @@ def declared_in(path: Path, kind: type[D]) -> D:
 
     Raises ValueError, which names the file.
     """
+    name = kind.__name__
+    if path.suffix not in (".json", ".toml") or not path.is_file():
+        raise ValueError(f"{name.lower()}={str(path)!r} is no .json or .toml file; give one that declares a {name}")
     try:
         text = path.read_text(encoding="utf-8")
         with suppress(json.JSONDecodeError):
             import_named(json.loads(text) if path.suffix == ".json" else tomllib.loads(text), path.resolve().parent)
         return kind.from_json(text) if path.suffix == ".json" else kind.from_toml(text)
     except ValueError as error:
-        raise ValueError(f"{path} declares no {kind.__name__.lower()}: {in_words(error)}") from None
+        raise ValueError(f"{path} declares no {name.lower()}: {in_words(error)}") from None
 
 
 def recorded_experiment(path: Path) -> Experiment:
@@ -148,18 +159,6 @@ def _import(union: type[Member], path: str, folder: Path) -> None:
             sys.path.remove(added)
     if not (isinstance(found, type) and issubclass(found, union) and found.own_code is not None):
         raise ValueError(f"kind={path!r} is no class of your own that extends ms.{union.__name__}; name one")
-
-
-def in_words(error: BaseException) -> str:
-    """Returns the message of an exception; that of pydantic in one line, as ``field: message; field: message``."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    parts = []
-    for detail in error.errors(include_url=False):
-        field = ".".join(str(step) for step in detail["loc"])
-        message = detail["msg"].removeprefix("Value error, ")
-        parts.append(f"{field}: {message}" if field else message)
-    return "; ".join(parts)
 
 
 def _from_python(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
@@ -262,3 +261,71 @@ def _own_lines(path: Path, what: str) -> Iterator[None]:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         lines = "".join(traceback.format_list(own))
         raise ValueError(f"{what}\n{lines}{type(error).__name__}: {in_words(error)}") from None
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def balance_of(text: str) -> Balance:
+    """Reads ``greedy``; ``{"kind": "greedy", "effort": 4}``; or ``my_planners:RoundRobin``, which is imported.
+
+    Raises ValueError for others.
+    """
+    return _member(text, "balance", TypeAdapter(Balance))
+
+
+def split_of(text: str) -> Split:
+    """Reads ``flow``; ``{"kind": "flow", "max_inter_node": 0.1}``; or ``my_planners:Near``, which is imported.
+
+    Raises ValueError for others.
+    """
+    return _member(text, "split", TypeAdapter(Split))
+
+
+def predictor_of(text: str) -> Predictor:
+    """Reads ``last``, or ``{"kind": "ema", "decay": 0.9}``. Raises ValueError for what is neither."""
+    return _member(text, "predictor", TypeAdapter(Predictor))
+
+
+def strategy_in(experiment: Experiment, name: str, way_out: str = "") -> Strategy:
+    """Returns the strategy of ``experiment`` with this name. Raises ValueError if there is none."""
+    named = {strategy.name: strategy for strategy in experiment.strategies}
+    if name not in named:
+        raise ValueError(f"strategy={name!r} is not in {experiment.name}; choose one of {', '.join(named)}{way_out}")
+    return named[name]
+
+
+def cluster_of(text: str) -> ClusterSpec:
+    """Reads ``4x8``, 4 nodes of 8 ranks; ``h100:4``, 4 nodes of a preset; or a ``ClusterSpec`` in a file.
+
+    Raises ValueError for others.
+    """
+    path = Path(text)
+    try:
+        if shorthand := re.fullmatch(r"(\d+)x(\d+)", text):
+            num_nodes, ranks_per_node = map(int, shorthand.groups())
+            return ClusterSpec(num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+        if preset := re.fullmatch(rf"({'|'.join(_PRESETS)}):(\d+)", text):
+            name, count = preset.groups()
+            return _PRESETS[name](int(count))
+        if path.suffix not in (".json", ".toml") or not path.is_file():
+            raise ValueError(
+                "no .json or .toml file; give one, or nodes and ranks a node as in 4x8, or nodes of a preset as in "
+                f"h100:4 ({', '.join(_PRESETS)})"
+            )
+        declared = path.read_text(encoding="utf-8")
+        return ClusterSpec.from_json(declared) if path.suffix == ".json" else ClusterSpec.from_toml(declared)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"cluster={text!r}: {in_words(error)}") from None
+
+
+def _member(text: str, field: str, union: TypeAdapter[T]) -> T:
+    try:
+        fields: Any = json.loads(text) if text.lstrip().startswith("{") else {"kind": text}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{field}={text!r} is no JSON: {error}") from None
+    try:
+        import_named({field: fields}, Path.cwd())
+        return union.validate_python(fields)
+    except ValueError as error:
+        raise ValueError(f"{field}={text!r}: {in_words(error)}") from None
