@@ -131,12 +131,14 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def append_line(path: Path, line: bytes, *, sync: bool = True) -> None:
+def append_line(path: Path, line: bytes, *, sync: bool = True, lock: FolderLock | None = None) -> None:
     """Appends ``line``, which ends with a newline, in one write, after it has cut off an incomplete line.
 
     The line is on the disk when this returns, or with ``sync=False`` with the system. Raises OSError if not all of the
-    line was taken, and takes back the part that was.
+    line was taken, and takes back the part that was; and ValueError if ``lock`` is no longer that of its folder.
     """
+    if lock is not None:
+        lock.check()
     is_new = not path.exists()
     cut_torn_line(path)
     with path.open("ab", buffering=0) as file:
@@ -165,11 +167,14 @@ class FolderLock:
     It lies in a file, which names the process that has it.
     """
 
-    def __init__(self, folder: Path, path: Path) -> None:
-        """Takes the lock of ``folder`` at ``path``. Raises ValueError if another process has it."""
-        self.folder, self._path = folder, path
+    def __init__(self, folder: Path, path: Path | None = None) -> None:
+        """Takes the lock of ``folder``, whose file is ``path``, by default ``.lock`` in it.
+
+        Raises ValueError if another process has it.
+        """
+        self.folder, self._path = folder, path or folder / ".lock"
         while True:
-            self._file = path.open("a+", encoding="utf-8")
+            self._file = self._path.open("a+", encoding="utf-8")
             if _lock(self._file.fileno()) is False:
                 self._file.seek(0)
                 holder = self._file.read().strip() or "another process"
@@ -187,11 +192,19 @@ class FolderLock:
 
     @property
     def is_there(self) -> bool:
-        """Whether the file of the lock is still there: false once its folder is removed, or removed and made anew."""
+        """Whether the file of the lock is where it was made; the folder may have been removed, or made anew."""
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except OSError:
             return False
+
+    def check(self) -> None:
+        """Raises ValueError if the folder was removed, or made anew by somebody else."""
+        if not self.is_there:
+            raise ValueError(
+                f"{self.folder} was removed or made anew while this process wrote it; start it again there, or "
+                "elsewhere"
+            )
 
     def remove(self) -> None:
         """Removes the file of the lock and gives up the lock."""

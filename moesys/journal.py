@@ -6,7 +6,6 @@ one that is appended replaces it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
-from moesys.files import cut_torn_line, sync_folder
+from moesys.files import FolderLock, append_line, cut_torn_line
 
 T = TypeVar("T")
 
@@ -34,6 +33,7 @@ class Journal(Generic[T]):
     noun: str = "an entry"
     repair: str = "delete the line; the other lines are complete"
     schema: int | None = None
+    lock: FolderLock | None = None
     _adapter: TypeAdapter[T] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -43,17 +43,9 @@ class Journal(Generic[T]):
     def append(self, entry: T, *, sync: bool = True) -> None:
         """Writes a line in one write. It is on the disk when this returns, or with ``sync=False`` with the system.
 
-        Raises OSError if only a part was written.
+        Raises OSError if not all of it was taken, and ValueError if ``lock`` is no longer that of the folder.
         """
-        line, is_new = self.to_line(entry), not self.path.exists()
-        cut_torn_line(self.path)
-        with self.path.open("ab", buffering=0) as file:
-            if (written := file.write(line)) != len(line):
-                raise OSError(f"{self.path} took {written} of {len(line)} bytes; the disk may be full")
-            if sync:
-                os.fsync(file.fileno())
-        if sync and is_new:
-            sync_folder(self.path.parent)
+        append_line(self.path, self.to_line(entry), sync=sync, lock=self.lock)
 
     def read(self) -> Iterator[T]:
         """Yields the entries as they were written, without an incomplete last line.

@@ -418,7 +418,7 @@ def _counts_LE(ids_TLK: IntArray, num_experts: int) -> IntArray:
             f"expert ids from {ids_TLK.min()} to {ids_TLK.max()} do not fit num_experts={num_experts}; give the "
             "model's own number"
         )
-    known_TL = (ids_TLK >= 0).any(axis=2)
+    known_TL = np.asarray((ids_TLK >= 0).any(axis=2))
     ordered_TLK = np.sort(ids_TLK, axis=2)
     wrong_TL = known_TL & ((ordered_TLK[..., :1] < 0).any(axis=2) | (np.diff(ordered_TLK, axis=2) == 0).any(axis=2))
     if wrong_TL.any():

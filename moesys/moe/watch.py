@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -51,12 +54,21 @@ class TensorBoard:
 _DIGITS = 6
 
 
+@contextmanager
+def _disk_errors_as_warnings(folder: Path) -> Iterator[None]:
+    """Warns of a disk that is full or gone, which must not end the training that is watched."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"steps of the training are missing in {folder}: {error}", stacklevel=4)
+
+
 class Watch:
     """Writes a line of JSON a step to ``folder``, which ``moesys report`` makes a page of.
 
     Every rank watches its own ``model`` and has its own file there, ``rank-0000.jsonl`` and so on: loads and events are
     those of all ranks, bytes and milliseconds the rank's. No rank waits for another. A run that is resumed with the
-    same folder appends. In one's own loop:
+    same folder appends. A disk that is full or gone is a warning, and its steps are missing. In one's own loop:
 
     ```python
     with ms.Watch(model, "runs/first") as watch:
@@ -122,13 +134,15 @@ class Watch:
         """Writes a line, with ``numbers``."""
         for name, number in numbers.items():
             line.numbers[name] = float(number.item() if isinstance(number, Tensor) else number)
-        self._journal.append(line, sync=False)
-        if self._tensorboard is not None:
-            self._tensorboard.write(line)
+        with _disk_errors_as_warnings(self.folder):
+            self._journal.append(line, sync=False)
+            if self._tensorboard is not None:
+                self._tensorboard.write(line)
 
     def write_timeline(self, timeline: Timeline) -> None:
         """Keeps what this rank did when, for the page: ``MoERuntime.timeline()``. It replaces what was kept before."""
-        write_spans(timeline, self.folder, self.rank)
+        with _disk_errors_as_warnings(self.folder):
+            write_spans(timeline, self.folder, self.rank)
 
     def close(self) -> None:
         """Stops watching. Lines stand already."""

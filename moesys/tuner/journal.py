@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from moesys.config import Strategy
-from moesys.files import cut_torn_line
+from moesys.files import FolderLock, append_line, cut_torn_line
 
 JOURNAL_SCHEMA = 1
 
@@ -75,8 +74,8 @@ class TuneJournal:
     kill has torn is cut off.
     """
 
-    def __init__(self, path: Path | None, setting: dict[str, str]) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, setting: dict[str, str], lock: FolderLock | None = None) -> None:
+        self.path, self._lock = path, lock
         self._found: dict[tuple[str, str, bool], Entry] = {}
         if path is None:
             return
@@ -85,7 +84,7 @@ class TuneJournal:
         if lines:
             self._check(lines[0], setting)
         else:
-            path.write_bytes(json.dumps({"schema": JOURNAL_SCHEMA, "setting": setting}).encode() + b"\n")
+            append_line(path, json.dumps({"schema": JOURNAL_SCHEMA, "setting": setting}).encode() + b"\n", lock=lock)
         for number, line in enumerate(lines[1:], start=2):
             try:
                 self._keep(Entry.from_line(line))
@@ -119,10 +118,7 @@ class TuneJournal:
         if self.find(entry.fingerprint, entry.of, pruned=entry.stage == "pruned") is entry:
             return
         if self.path is not None:
-            with self.path.open("ab", buffering=0) as file:
-                file.write(entry.to_line())
-                if entry.stage == "measured":
-                    os.fsync(file.fileno())
+            append_line(self.path, entry.to_line(), sync=entry.stage == "measured", lock=self._lock)
         self._keep(entry)
 
     def entries(self) -> tuple[Entry, ...]:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
+from moesys.files import write_whole
 from moesys.lab.commands.options import Format, FormatOption, refusing
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
@@ -108,13 +109,14 @@ def _print(comparison: Comparison, form: Format, environments: Sequence[Environm
 
 def _save_table(comparison: Comparison, environments: Sequence[Environment], folder: Path) -> None:
     sheet = comparison_sheet(comparison, environments[0].machine_line if environments else "")
-    with (folder / "table.txt").open("w", encoding="utf-8") as file:
-        print_sheet(sheet, file)
+    text = io.StringIO()
+    print_sheet(sheet, text)
+    write_whole(folder / "table.txt", text.getvalue())
     console = Console(file=io.StringIO(), record=True, width=160)
     console.print(terminal_table(sheet))
     for note in sheet.notes:
         console.print(note, highlight=False, markup=False)
-    console.save_svg(str(folder / "table.svg"), title=comparison.experiment.name)
+    write_whole(folder / "table.svg", console.export_svg(title=comparison.experiment.name))
 
 
 @dataclass(frozen=True)

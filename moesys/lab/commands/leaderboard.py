@@ -22,7 +22,6 @@ from moesys.lab.leaderboard.ranking import write_pages
 from moesys.lab.leaderboard.scores import FILE, results
 from moesys.lab.leaderboard.workloads import SCORED, TOKENS_PER_RANK, WARM_UP, recorded_in, settings
 from moesys.lab.runs.declarations import cluster_of, predictor_of
-from moesys.lab.runs.records import take_lock
 from moesys.lab.runs.stopwatch import machine_line
 
 # The options that the page shows, in this order.
@@ -80,9 +79,8 @@ def leaderboard_command(
         warm_up=warm_up,
     )
     out.mkdir(parents=True, exist_ok=True)
-    with take_lock(out):
-        found = results(scored_in, groups, seeds, out)
-        markdown, html = write_pages(out, scored_in, groups, found, _introduction(_command(ctx), seeds, lag, warm_up))
+    found = results(scored_in, groups, seeds, out)
+    markdown, html = write_pages(out, scored_in, groups, found, _introduction(_command(ctx), seeds, lag, warm_up))
     print(f"pages: {markdown} and {html}; every sample: {out / FILE}")
 
 

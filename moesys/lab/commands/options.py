@@ -35,7 +35,9 @@ def refusing() -> Iterator[None]:
     else:
         return
     if writes():
-        print(message, file=sys.stderr)
+        from moesys.lab.show.tables import printable
+
+        print(printable(message, keep="\n"), file=sys.stderr)
     raise typer.Exit(code)
 
 

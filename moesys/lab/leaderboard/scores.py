@@ -22,6 +22,7 @@ from moesys.balance.predictors import measured_drift
 from moesys.balance.replay import replay_layer
 from moesys.config import BYTES_PER_GB, Strategy
 from moesys.cost import restore_bytes
+from moesys.files import FolderLock
 from moesys.journal import Journal, in_words
 from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
 from moesys.lab.leaderboard.workloads import SCORED, RoutingSetting
@@ -201,27 +202,29 @@ def results(
     settings: Sequence[RoutingSetting], groups: Sequence[PlannerGroup], num_samples: int, folder: Path
 ) -> list[PlannerResult]:
     """Returns the results of all planners in all settings, and scores those that ``folder`` has no line of. It goes
-    sample by sample, so that an unfinished leaderboard has all settings. The caller locks the folder.
+    sample by sample, so that an unfinished leaderboard has all settings.
 
-    Raises ValueError, before anything is scored, for a sample that a trace does not have.
+    Raises ValueError, before anything is scored, for a sample that a trace does not have, and if another process
+    writes into the folder.
     """
-    journal = result_journal(folder)
-    known, found = {result.key: result for result in journal.read()}, []
-    rounds = [(one, sample, _digest(one, sample)) for sample in range(num_samples) for one in settings]
-    with steps_told("leaderboard", len(rounds)) as tell:
-        for setting, sample, routing in rounds:
-            tell(f"{setting.name}, seed {sample}")
-            names = setting.routing.name, setting.model_name, setting.cluster_name
-            for group in groups:
-                slots = group.slots(setting.model, setting.cluster)
-                keys = {pair: _key(setting, group, pair, routing) for pair in group.pairs}
-                for balance in dict.fromkeys(pair.balance for pair in group.pairs):
-                    missing = [pair for pair in keys if pair.balance == balance and keys[pair] not in known]
-                    for pair, scores in score(setting, group, missing, sample) if missing else ():
-                        result = PlannerResult(keys[pair], group.name, *names, slots, pair.name, sample, scores)
-                        journal.append(result)
-                        known[result.key] = result
-                found += [known[key] for key in keys.values()]
+    with FolderLock(folder) as lock:
+        journal = replace(result_journal(folder), lock=lock)
+        known, found = {result.key: result for result in journal.read()}, []
+        rounds = [(one, sample, _digest(one, sample)) for sample in range(num_samples) for one in settings]
+        with steps_told("leaderboard", len(rounds)) as tell:
+            for setting, sample, routing in rounds:
+                tell(f"{setting.name}, seed {sample}")
+                names = setting.routing.name, setting.model_name, setting.cluster_name
+                for group in groups:
+                    slots = group.slots(setting.model, setting.cluster)
+                    keys = {pair: _key(setting, group, pair, routing) for pair in group.pairs}
+                    for balance in dict.fromkeys(pair.balance for pair in group.pairs):
+                        missing = [pair for pair in keys if pair.balance == balance and keys[pair] not in known]
+                        for pair, scores in score(setting, group, missing, sample) if missing else ():
+                            result = PlannerResult(keys[pair], group.name, *names, slots, pair.name, sample, scores)
+                            journal.append(result)
+                            known[result.key] = result
+                    found += [known[key] for key in keys.values()]
     return found
 
 

@@ -5,26 +5,24 @@ A line holds every single sample, with its unit and its direction, so that any s
 
 from __future__ import annotations
 
-import fcntl
-import os
+import math
 import re
-import socket
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict
 
 from moesys.config import Declared
 from moesys.config.experiment import Experiment, Source
-from moesys.files import write_whole
+from moesys.files import FolderLock, write_whole
 from moesys.journal import Journal
 from moesys.lab.runs.declarations import recorded_experiment
 
-_EXPERIMENT, _RECORDS, _LOCK = "experiment.json", "records.jsonl", ".lock"
+_EXPERIMENT, _RECORDS = "experiment.json", "records.jsonl"
 # JSON has no number for an infinite loss or NaN: it is written as a string.
 _AS_JSON = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
@@ -73,6 +71,11 @@ class Record:
     would_not_run: str = ""
     error: str = ""
     trace: str = ""
+
+    def __post_init__(self) -> None:
+        steps = self.samples.get("step_ms")
+        if steps is not None and not all(0 < value < math.inf for value in steps.values):
+            raise ValueError(f"step_ms of {self.strategy}, seed {self.seed}, has a value that is no positive number")
 
 
 def latest(records: Iterable[Record]) -> dict[str, Record]:
@@ -130,7 +133,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         """Raises ValueError where there is no run folder."""
         self.path = Path(path)
-        self._lock: IO[str] | None = None
+        self._lock: FolderLock | None = None
         if not (self.path / _EXPERIMENT).is_file():
             raise ValueError(f"{self.path} is not a run folder: it has no {_EXPERIMENT}; give one that a run made")
 
@@ -148,7 +151,7 @@ class RunFolder:
         out = Path(out)
         folder = _new_folder(experiment, out) if fresh else _folder_to_resume(experiment, out)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(folder)
+        lock = FolderLock(folder)
         try:
             # Only now, under the lock, is what is there for certain.
             saved = folder / _EXPERIMENT
@@ -185,10 +188,13 @@ class RunFolder:
         return list(record_journal(self.path).read())
 
     def append(self, record: Record) -> None:
-        """Writes a record, which is on the disk when this returns."""
+        """Writes a record, which is on the disk when this returns.
+
+        Raises ValueError if the folder was removed, or made anew by another run.
+        """
         if self._lock is None:
             raise ValueError(f"{self.path} is open for reading; use RunFolder.open to append")
-        record_journal(self.path).append(record)
+        replace(record_journal(self.path), lock=self._lock).append(record)
 
 
 def record_journal(folder: Path) -> Journal[Record]:
@@ -240,21 +246,3 @@ def _refusal(folder: Path, there: Experiment, here: Experiment) -> str:
         f"{folder} holds another experiment of the name {here.name!r}:{fields}\n"
         "Give the experiment another name or out folder, or start a folder beside it with --fresh (fresh=True)"
     )
-
-
-def take_lock(folder: Path) -> IO[str]:
-    """Takes the lock of a folder for as long as the returned file is open; the file names the process that has it."""
-    lock = (folder / _LOCK).open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
-        lock.close()
-        raise ValueError(
-            f"{folder} is being written by {holder}; wait until it ends, or use another name or out folder"
-        ) from None
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-    lock.flush()
-    return lock

@@ -16,10 +16,10 @@ from moesys.balance.planners import warm_up
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, ModelTraining, RealTraining, Replay, Training
-from moesys.files import write_whole
+from moesys.files import FolderLock, write_whole
 from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
 from moesys.lab.runs.places import Place, TrialError, no_tick, num_workers, place_for, simulating_workers
-from moesys.lab.runs.records import numbered, setting_fingerprint, take_lock
+from moesys.lab.runs.records import numbered, setting_fingerprint
 from moesys.lab.runs.trials import Measurement, rest_of, routing_of, timed_steps
 from moesys.simulator.step_program import simulation
 from moesys.traces import save_trace
@@ -231,11 +231,11 @@ class _Folder:
         self.experiment, self._threads, self._seeds = experiment, threads, experiment.seeds[:num_seeds]
         self.path = out / f"{experiment.name}-{setting_fingerprint(experiment)}-tuned"
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = take_lock(self.path)
+        self._lock = FolderLock(self.path)
         try:
             if fresh:
                 _set_aside(self.path)
-            self.journal = TuneJournal(self.path / JOURNAL, self._setting())
+            self.journal = TuneJournal(self.path / JOURNAL, self._setting(), self._lock)
         except BaseException:
             self._lock.close()
             raise

@@ -22,6 +22,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from moesys.config import BYTES_PER_GB
+from moesys.files import whole_file, write_whole
 from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
@@ -271,8 +272,10 @@ def memory_chart(
 def _save(figure: Figure, path_stem: Path) -> list[Path]:
     path_stem.parent.mkdir(parents=True, exist_ok=True)
     svg, png = (path_stem.with_name(f"{path_stem.name}.{form}") for form in ("svg", "png"))
-    figure.savefig(svg, metadata={"Date": None})
-    figure.savefig(png, dpi=150)
+    with whole_file(svg) as file:
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    with whole_file(png) as file:
+        figure.savefig(file, format="png", dpi=150)
     return [svg, png]
 
 
@@ -360,7 +363,7 @@ def write_chrome_trace(timeline: Timeline, path: Path, critical_path: Sequence[P
         "displayTimeUnit": "ms",
         "otherData": {"source": timeline.source.upper()},
     }
-    path.write_text(json.dumps(trace), encoding="utf-8")
+    write_whole(path, json.dumps(trace))
     return path
 
 

@@ -144,7 +144,7 @@ def written_columns(sheet: Sheet) -> list[WrittenColumn]:
                 keys = dict.fromkeys(key for value in values for key in value)
                 by_header = {column.header.format(key): [value.get(key) for value in values] for key in keys}
             for header, of_rows in by_header.items():
-                cells = tuple(map(column.words, of_rows))
+                cells = tuple(printable(column.words(value)) for value in of_rows)
                 if header and any(cells):
                     align = column.align or ("right" if any(map(_is_number, cells)) else "left")
                     written.append(WrittenColumn(header, cells, align, column.wraps))
@@ -174,7 +174,7 @@ def _rows(columns: Sequence[WrittenColumn]) -> list[tuple[str, ...]]:
 
 def terminal_table(sheet: Sheet) -> Table:
     """Returns the table for a terminal."""
-    table = Table(title=Text(sheet.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=Text(printable(sheet.title), style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
     columns = written_columns(sheet)
     for column in columns:
         header = Text(column.header.replace(", ", ",\n"))
@@ -250,7 +250,17 @@ def _in_latex(text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Returns the text with escapes, such as ``\\x1b``, in place of characters that are not printable or in ``keep``.
+
+    What is read from files of others could otherwise move the cursor, or look like lines of moesys.
+    """
+    return "".join(
+        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------
@@ -269,17 +279,17 @@ def print_full(content: RenderableType, notes: Sequence[str] = (), file: TextIO 
         console = Console(file=file, width=Measurement.get(widest, widest.options, content).maximum)
     console.print(content)
     for note in notes:
-        console.print(note, soft_wrap=not console.is_terminal, highlight=False, markup=False)
+        console.print(printable(note), soft_wrap=not console.is_terminal, highlight=False, markup=False)
 
 
 def add_head(tree: Tree, words: str) -> Tree:
     """Adds a branch with a heading, and returns the branch."""
-    return tree.add(Text(words, style="bold"))
+    return tree.add(Text(printable(words), style="bold"))
 
 
 def add_line(tree: Tree, name: str, words: str) -> None:
     """Adds a line with its name in colour."""
-    tree.add(Text.assemble((f"{name}: ", "cyan"), words))
+    tree.add(Text.assemble((f"{printable(name)}: ", "cyan"), printable(words)))
 
 
 def print_sheet(sheet: Sheet, file: TextIO | None = None) -> None:
