@@ -5,6 +5,8 @@ A command is imported when it is called, so that ``--help`` does not wait for to
 
 from __future__ import annotations
 
+import io
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -117,6 +119,10 @@ def bench() -> int:
 
 def main() -> None:
     """Runs a command. SIGTERM ends it as Ctrl-C does, but with exit code 143 instead of 130: 128 and the signal."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that is not UTF-8 shows another character for a line of a table, rather than nothing.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
     with sigterm_as_ctrl_c() as terminated:
         try:
             app()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from functools import cache, cached_property, partial, update_wrapper
 from hashlib import sha256
@@ -33,17 +34,33 @@ def cache_dir(folder: Path) -> str:
         source = path.read_bytes()
         if b"moesys.compiled import" in source:
             digest.update(source)
-    # Not Path.home(), which raises where a user has none.
-    of_user = os.path.expanduser("~/.cache/moesys")
-    places = (os.environ.get("NUMBA_CACHE_DIR"), room / "__pycache__", of_user)
+    places = (os.environ.get("NUMBA_CACHE_DIR"), room / "__pycache__", *user_caches())
     for place in places:
-        if place is not None and os.access(Path(place) if Path(place).exists() else Path(place).parent, os.W_OK):
+        if place is not None and _is_writable(Path(place)):
             found = Path(place) / f"{room.name}-{digest.hexdigest()[:16]}"
             if not found.exists():
                 for older in Path(place).glob(f"{room.name}-{'[0-9a-f]' * 16}"):
                     shutil.rmtree(older, ignore_errors=True)
             return str(found)
     return ""
+
+
+def user_caches() -> list[Path]:
+    """Returns the folders in which this user's caches may be, best first: the last is for users without a home."""
+    named, home = os.environ.get("XDG_CACHE_HOME"), os.path.expanduser("~")
+    found = [Path(named)] if named else [Path(home, ".cache")] if os.path.isdir(home) else []
+    shared = Path(tempfile.gettempdir(), f"moesys-{os.getuid()}")
+    # Machine code in a folder that somebody else made there would be run.
+    if not shared.exists() or (shared.stat().st_uid == os.getuid() and not shared.is_symlink()):
+        found.append(shared)
+    return [path / "moesys" for path in found]
+
+
+def _is_writable(folder: Path) -> bool:
+    """Returns whether files can be written into ``folder``, or it and its parents can be made."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 class _LazyFunction:

@@ -21,6 +21,7 @@ import secrets
 import shutil
 import socket
 import stat
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -112,6 +113,18 @@ def read_json(path: Path) -> Any:
         return pydantic_core.from_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Returns the content of a TOML file. Raises ValueError, which names the file, for what is not TOML or nested too
+    deeply, and OSError for a file that cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
 
 
 def resolved(path: Path) -> Path:

@@ -12,17 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, TypeAdapter
 
 from moesys.files import write_whole
-from moesys.journal import Journal
+from moesys.journal import Journal, in_words
 from moesys.timeline import Span, Timeline
 
 # Of a ``LayerLine``, what is drawn over steps.
 SCALARS = ("load_p50", "load_p95", "experts_without_tokens", "exposed_ms", "plan_ms", "restored_mib")
+# What fits into int64, so that it can be added up.
+Count = Annotated[int, Field(ge=-(2**53), le=2**53)]
 # JSON has no nan: null stands for it.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 _AS_JSON = ConfigDict(extra="forbid", ser_json_inf_nan="null")
+# Lane, start_us, end_us, kind and detail of each.
+_SPANS = TypeAdapter(list[tuple[str, FiniteFloat, FiniteFloat, str, str]])
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,16 @@ class LayerLine:
 
     __pydantic_config__: ClassVar[ConfigDict] = _AS_JSON
 
-    layer: int
-    micro_batches: int
+    layer: Count
+    micro_batches: Count
     load_p50: float
     load_p95: float
     load_max: float
-    experts_without_tokens: int
+    experts_without_tokens: Count
     exposed_ms: float
     plan_ms: float
     restored_mib: float
-    tokens_E: tuple[int, ...] = ()
+    tokens_E: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ class EventLine:
 
     __pydantic_config__: ClassVar[ConfigDict] = _AS_JSON
 
-    layer: int
-    micro_batch: int
+    layer: Count
+    micro_batch: Count
     what: str
 
 
@@ -73,8 +77,8 @@ class StepLine:
 
     __pydantic_config__: ClassVar[ConfigDict] = _AS_JSON
 
-    step: int
-    num_ranks: int
+    step: Count
+    num_ranks: Count
     time_s: float
     step_ms: float
     numbers: dict[str, Number]
@@ -115,9 +119,14 @@ def read_spans(folder: Path) -> Timeline | None:
     files = _by_rank(folder, "spans", "json")
     if not files:
         return None
-    return Timeline(
-        (Span(rank, *span) for rank, path in files.items() for span in json.loads(path.read_text())), "measured"
-    )
+    return Timeline((span for rank, path in files.items() for span in _spans(rank, path)), "measured")
+
+
+def _spans(rank: int, path: Path) -> list[Span]:
+    try:
+        return [Span(rank, *fields) for fields in _SPANS.validate_json(path.read_bytes())]
+    except ValueError as error:
+        raise ValueError(f"{path} has no spans of a rank: {in_words(error)}; delete the file") from None
 
 
 def _by_rank(folder: Path, stem: str, suffix: str) -> dict[int, Path]:

@@ -7,6 +7,7 @@ there are no fields.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -70,7 +71,7 @@ def read_config(model: str) -> dict[str, Any]:
     elif model in published_names():
         text, source = (_PUBLISHED / f"{model}.json").read_text(encoding="utf-8"), model
     else:
-        path = Path(model).expanduser()
+        path = Path(os.path.expanduser(model))
         path = path / "config.json" if path.is_dir() else path
         try:
             text, source = path.read_text(encoding="utf-8"), str(path)
@@ -176,9 +177,11 @@ class _Fields:
         self.family = SAME_AS.get(str(model_type), str(model_type))
         families = family_names()
         if self.family not in families:
+            text = config.get("text_config")
+            text_type = str(text.get("model_type")) if isinstance(text, dict) else ""
             way_out = (
                 "take that of the language model, which is its text_config"
-                if "text_config" in config
+                if SAME_AS.get(text_type, text_type) in families
                 else f"known are {', '.join(sorted({*families, *SAME_AS}))}; or declare a ModelSpec, layer by layer"
             )
             raise ValueError(f"the config.json has model_type={model_type!r}, whose layers are not known; {way_out}")

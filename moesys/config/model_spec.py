@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from os import PathLike, fspath
@@ -100,5 +101,5 @@ def _name_of(model: str | PathLike[str] | Mapping[str, Any]) -> str:
     """Returns the name of a packaged configuration, or of the folder in which a config.json lies."""
     if isinstance(model, Mapping):
         return str(model.get("model_type", ""))
-    path = Path(fspath(model)).expanduser()
+    path = Path(os.path.expanduser(fspath(model)))
     return path.resolve().parent.name if path.name == "config.json" else path.name.removesuffix(".json")

@@ -14,24 +14,24 @@ run has recorded is read without.
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import sys
-import tomllib
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+import pydantic_core
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
 from moesys.config.experiment import Experiment
 from moesys.config.member import RECORDED, Member, importable, module_of_text, run_module
+from moesys.files import read_json, read_toml
 from moesys.journal import in_words
 
 # Of a file whose own name is that of another module.
@@ -44,15 +44,7 @@ _PRESETS = {name: getattr(presets, name) for name in ("a100", "h800", "h100", "h
 T = TypeVar("T")
 
 
-class _InFiles(Protocol):
-    @classmethod
-    def from_json(cls, text: str) -> Self: ...
-
-    @classmethod
-    def from_toml(cls, text: str) -> Self: ...
-
-
-D = TypeVar("D", bound=_InFiles)
+D = TypeVar("D", bound=BaseModel)
 
 
 def load_experiments(path: Path) -> tuple[Experiment, ...]:
@@ -86,7 +78,8 @@ def _loaded(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
 
 
 def declared_in(path: Path, kind: type[D]) -> D:
-    """Reads what a .json or .toml file declares, and imports the user's planners that it names, also from its folder.
+    """Reads what a .json or .toml file declares, and then imports the user's planners that it names, also from its
+    folder. A file that declares something else imports nothing.
 
     Raises ValueError, which names the file.
     """
@@ -94,11 +87,11 @@ def declared_in(path: Path, kind: type[D]) -> D:
     if path.suffix not in (".json", ".toml") or not path.is_file():
         raise ValueError(f"{name.lower()}={str(path)!r} is no .json or .toml file; give one that declares a {name}")
     try:
-        text = path.read_text(encoding="utf-8")
-        with suppress(json.JSONDecodeError):
-            import_named(json.loads(text) if path.suffix == ".json" else tomllib.loads(text), path.resolve().parent)
-        return kind.from_json(text) if path.suffix == ".json" else kind.from_toml(text)
-    except ValueError as error:
+        fields = read_json(path) if path.suffix == ".json" else read_toml(path)
+        kind.model_validate(fields, context=RECORDED)
+        import_named(fields, path.resolve().parent)
+        return kind.model_validate(fields)
+    except (ValueError, OSError) as error:
         raise ValueError(f"{path} declares no {name.lower()}: {in_words(error)}") from None
 
 
@@ -313,16 +306,15 @@ def cluster_of(text: str) -> ClusterSpec:
                 "no .json or .toml file; give one, or nodes and ranks a node as in 4x8, or nodes of a preset as in "
                 f"h100:4 ({', '.join(_PRESETS)})"
             )
-        declared = path.read_text(encoding="utf-8")
-        return ClusterSpec.from_json(declared) if path.suffix == ".json" else ClusterSpec.from_toml(declared)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError) as error:
+        return ClusterSpec.model_validate(read_json(path) if path.suffix == ".json" else read_toml(path))
+    except (ValueError, OSError) as error:
         raise ValueError(f"cluster={text!r}: {in_words(error)}") from None
 
 
 def _member(text: str, field: str, union: TypeAdapter[T]) -> T:
     try:
-        fields: Any = json.loads(text) if text.lstrip().startswith("{") else {"kind": text}
-    except json.JSONDecodeError as error:
+        fields: Any = pydantic_core.from_json(text) if text.lstrip().startswith("{") else {"kind": text}
+    except ValueError as error:
         raise ValueError(f"{field}={text!r} is no JSON: {error}") from None
     try:
         import_named({field: fields}, Path.cwd())

@@ -96,7 +96,7 @@ def collect_environment(torch_threads: int | None = None) -> tuple[Environment, 
         gpus=gpus,
         gpu_driver=driver.partition("\n")[0],
         variables={
-            name: value.replace(str(Path.home()), "~")
+            name: value.replace(os.path.expanduser("~"), "~")
             for name, value in sorted(os.environ.items())
             if name.startswith(_VARIABLES) and name not in _SET_FOR_RANKS and (name, value) != _ONE_HOST
         },

@@ -86,10 +86,14 @@ def sign_flip_p(differences_N: NDArray[np.float64]) -> float:
     n = len(differences_N)
     if n <= _EXACT_SEEDS:
         flipped_FN = (np.arange(2**n)[:, None] >> np.arange(n)) & 1
+        sums_F = np.abs((1 - 2 * flipped_FN) @ differences_N)
     else:
-        flipped_FN = np.random.default_rng(0).integers(0, 2, (2**_EXACT_SEEDS, n))
-        flipped_FN[0] = 0
-    sums_F = np.abs((1 - 2 * flipped_FN) @ differences_N)
+        rng, num_blocks = np.random.default_rng(0), 2**8
+        # In blocks, because all draws of thousands of seeds would take gigabytes.
+        blocks = (rng.integers(0, 2, (2**_EXACT_SEEDS // num_blocks, n)) for _ in range(num_blocks))
+        sums_F = np.abs(np.concatenate([(1 - 2 * flipped_BN) @ differences_N for flipped_BN in blocks]))
+        # The first draw is what was measured, with no sign flipped.
+        sums_F[0] = abs(differences_N.sum())
     # Sums that are equal but for rounding count as equal.
     return float(np.mean(sums_F >= sums_F[0] - 1e-9 * np.abs(differences_N).sum()))
 

@@ -18,7 +18,6 @@ This module imports neither torch nor pydantic, so that it works where they are 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -270,13 +269,16 @@ def print_full(content: RenderableType, notes: Sequence[str] = (), file: TextIO 
     """Prints a table or a tree and its notes below, one per line; ``file`` is stdout by default.
 
     On a terminal the content fits the window, and notes break between words. In a pipe or a file it is plain text as
-    wide as its content, where rich would cut names at 80 columns, unless the variable COLUMNS is set.
+    wide as its content, where rich would cut names at 80 columns.
     """
     file = file or sys.stdout
     console = Console(file=file)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
+    if not console.is_terminal:
         widest = Console(file=file, width=10_000)
-        console = Console(file=file, width=Measurement.get(widest, widest.options, content).maximum)
+        console = Console(file=file, width=max(1, Measurement.get(widest, widest.options, content).maximum))
+    elif not console.width:
+        # Rich believes COLUMNS=0.
+        console = Console(file=file, width=80)
     console.print(content)
     for note in notes:
         console.print(printable(note), soft_wrap=not console.is_terminal, highlight=False, markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def _config(workload: ModelTraining) -> Any:
 
 def _model(workload: ModelTraining, config: Any, seed: int) -> Any:
     transformers.utils.logging.disable_progress_bar()
-    folder = Path(workload.model).expanduser()
+    folder = Path(os.path.expanduser(workload.model))
     learners: Any = transformers.AutoModelForCausalLM
     # Of weights that are read as well: dropout is drawn, the same for every strategy.
     torch.manual_seed(seed)

@@ -133,7 +133,7 @@ def _parts(paths: Sequence[str], encode: Encode, vocab_size: int) -> Iterator[tu
     if not paths:
         source = "the built-in text"
         yield encode(load_text().tokens_N.numpy().tobytes(), source), source
-    for file in (file for each in paths for file in _files(Path(each).expanduser())):
+    for file in (file for each in paths for file in _files(Path(os.path.expanduser(each)))):
         if file.suffix == ".bin":
             yield _mapped(file, "<u2" if vocab_size <= MOST_OF_UINT16 else "<u4"), str(file)
             continue
@@ -182,7 +182,7 @@ def _encoder(tokenizer: str) -> Encode:
     from tokenizers import Tokenizer
 
     try:
-        known = Tokenizer.from_file(str(Path(tokenizer).expanduser()))
+        known = Tokenizer.from_file(str(Path(os.path.expanduser(tokenizer))))
     # It raises no narrower class.
     except Exception as error:
         raise ValueError(f'tokenizer={tokenizer!r} is neither "bytes" nor a tokenizer.json: {error}') from None
