@@ -18,7 +18,7 @@ from moesys.files import write_whole
 from moesys.journal import Journal
 from moesys.timeline import Span, Timeline
 
-# Of a ``LayerLine``, what is drawn over steps.
+# The fields of a ``LayerLine`` that are drawn over steps.
 SCALARS = ("load_p50", "load_p95", "experts_without_tokens", "exposed_ms", "plan_ms", "restored_mib")
 # JSON has no nan: null stands for it.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
