@@ -53,7 +53,7 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """True if both compute the same in the first ``JUDGED_STEPS`` steps, or in all if every bit must be the same."""
+        """True if both compute the same in the first ``JUDGED_STEPS`` steps, or in all if no bit may differ."""
         return self.steps_within >= (self.num_steps if self.exact else min(self.num_steps, JUDGED_STEPS))
 
 
