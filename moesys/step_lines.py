@@ -113,11 +113,8 @@ def write_spans(timeline: Timeline, folder: Path, rank: int) -> None:
 def read_spans(folder: Path) -> Timeline | None:
     """Returns the spans of all ranks that wrote theirs; None if nobody did."""
     files = _by_rank(folder, "spans", "json")
-    if not files:
-        return None
-    return Timeline(
-        (Span(rank, *span) for rank, path in files.items() for span in json.loads(path.read_text())), "measured"
-    )
+    spans = (Span(rank, *span) for rank, path in files.items() for span in json.loads(path.read_text()))
+    return Timeline(spans, "measured") if files else None
 
 
 def _by_rank(folder: Path, stem: str, suffix: str) -> dict[int, Path]:
