@@ -18,7 +18,7 @@ from moesys.files import write_whole
 from moesys.journal import Journal
 from moesys.timeline import Span, Timeline
 
-# Of a ``LayerLine``, what is drawn over steps.
+# The fields of a ``LayerLine`` that are drawn over steps.
 SCALARS = ("load_p50", "load_p95", "experts_without_tokens", "exposed_ms", "plan_ms", "restored_mib")
 # JSON has no nan: null stands for it.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
@@ -113,11 +113,8 @@ def write_spans(timeline: Timeline, folder: Path, rank: int) -> None:
 def read_spans(folder: Path) -> Timeline | None:
     """Returns the spans of all ranks that wrote theirs; None if nobody did."""
     files = _by_rank(folder, "spans", "json")
-    if not files:
-        return None
-    return Timeline(
-        (Span(rank, *span) for rank, path in files.items() for span in json.loads(path.read_text())), "measured"
-    )
+    spans = (Span(rank, *span) for rank, path in files.items() for span in json.loads(path.read_text()))
+    return Timeline(spans, "measured") if files else None
 
 
 def _by_rank(folder: Path, stem: str, suffix: str) -> dict[int, Path]:
