@@ -21,7 +21,6 @@ from moesys.kernels.host_copies import to_device
 from moesys.layout import TokenPlan
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.frames import Position
-from moesys.overlap.routes import held_experts
 
 # Of the 53 bits of a float64: one for what rounding adds, and one for the sign of the last partial sum.
 GRID_BITS = 51
@@ -133,8 +132,8 @@ class BlockSums:
     def of(
         cls, plan: TokenPlan, block_rows: int, channel: Channel, tell: Callable[[str], None], device: torch.device
     ) -> BlockSums:
-        held = held_experts(plan.layout.experts_of(channel.rank))
-        return cls(block_rows, tuple(held), to_device(plan.load.tokens_E, device), channel, tell)
+        held = plan.layout.held_by_rank[channel.rank]
+        return cls(block_rows, held, to_device(plan.load.tokens_E, device), channel, tell)
 
     def agree(self, largest_S5: Tensor) -> Tensor:
         """Returns the grids of the gradients of ``gate_up``, ``down`` and their biases in each slot, float64 [S, 4], on

@@ -187,13 +187,6 @@ def no_expert(found: str, num_experts: int | None = None, layer: int = -1) -> Va
     return ValueError(f"{found}{known}; leave tokens that choose no expert out of the call")
 
 
-def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the distinct experts, in order, a slot of its own for each: a duplicate has no work of its own, and one
-    rank alone has all, as masters lie.
-    """
-    return tuple(sorted(set(experts)))
-
-
 def build_routes(
     expert_TK: Tensor,
     tokens_CRE: IntArray,
@@ -211,12 +204,12 @@ def build_routes(
     ``collect``: whether results go back to gates, and not to their sources. ``min_rows``: a slot's rows of a chunk are
     padded to at least so many (``kernels.cpu.row_invariant_gemm``); none stay none.
     """
-    num_chunks, num_ranks, num_experts = tokens_CRE.shape
+    num_chunks, num_ranks, _ = tokens_CRE.shape
     top_k, device = expert_TK.shape[1], expert_TK.device
     expert_N = expert_TK.reshape(-1).cpu().numpy()
-    entries = _entries_of(plan, rank, num_experts, gate_R, collect)
+    entries = _entries_of(plan, rank, gate_R, collect)
     entry_CN = _entries_by_chunk(tokens_CRE, *plan.entries[:, [0, 1, 3]].T)
-    num_slots = len(held_experts(plan.layout.experts_of(rank)))
+    num_slots = len(plan.layout.held_by_rank[rank])
     bounds = chunk_bounds(len(expert_TK), num_chunks)
     chunks: list[ChunkRoutes] = []
     send_rows: list[IntArray] = []
@@ -275,9 +268,9 @@ class _Entries:
     by_slot: IntArray
 
 
-def _entries_of(plan: TokenPlan, rank: int, num_experts: int, gate_R: IntArray | None, collect: bool) -> _Entries:
+def _entries_of(plan: TokenPlan, rank: int, gate_R: IntArray | None, collect: bool) -> _Entries:
     source, expert, destination, _ = plan.entries.T
-    slot_RE = _slot_table(plan, num_experts)
+    slot_RE = plan.layout.held_slot_RE
     outgoing, incoming = source == rank, destination == rank
     destination_N, source_N = destination[outgoing], source[incoming]
     slot_N = slot_RE[rank, expert[incoming]]
@@ -413,15 +406,6 @@ def rows_by_chunk(tokens_CRE: IntArray, plan: TokenPlan) -> IntArray:
     for rows_RR, entry_N in zip(rows_CRR, entry_CN, strict=True):
         np.add.at(rows_RR, (source, destination), entry_N)
     return rows_CRR
-
-
-def _slot_table(plan: TokenPlan, num_experts: int) -> IntArray:
-    """Slot index of each expert on each rank that holds it, [R, E], -1 elsewhere."""
-    slot_RE = np.full((plan.layout.num_ranks, num_experts), -1, dtype=np.int64)
-    for rank in range(plan.layout.num_ranks):
-        held = list(held_experts(plan.layout.experts_of(rank)))
-        slot_RE[rank, held] = np.arange(len(held))
-    return slot_RE
 
 
 def _entries_by_chunk(tokens_CRE: IntArray, source: IntArray, expert: IntArray, tokens: IntArray) -> IntArray:
