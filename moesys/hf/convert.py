@@ -187,7 +187,7 @@ def _common_dtype(source: Source, files: HubFiles, made: Tensor) -> torch.dtype:
 def _to_hub(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
     config = _config(config_at)
     model = skeleton(config)
-    names, stored = HubNames(model), _Stored(source)
+    names, stored = HubNames(model), _SavedModel(source)
     layout, others = stored.layout(model), stored.others(model)
     config.dtype = loading_dtype(model, layout)
     config.architectures = [type(model).__name__]
@@ -227,7 +227,7 @@ def _by_expert(tensors: dict[str, Tensor], rows: range | None) -> Iterator[tuple
         yield expert, {name: each[index : index + 1] for name, each in tensors.items()}
 
 
-class _Stored:
+class _SavedModel:
     """The model in a distributed checkpoint, read part by part. Raises ValueError for one that is torn."""
 
     def __init__(self, folder: Path) -> None:

@@ -173,13 +173,6 @@ def no_expert(found: str, num_experts: int | None = None, layer: int = -1) -> Va
     return ValueError(f"{found}{known}; leave tokens that choose no expert out of the call")
 
 
-def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the distinct experts, in order, a slot of its own for each: a duplicate has no work of its own, and one
-    rank alone has all, as masters lie.
-    """
-    return tuple(sorted(set(experts)))
-
-
 def build_routes(
     expert_TK: Tensor,
     tokens_CRE: IntArray,
@@ -200,12 +193,12 @@ def build_routes(
     num_chunks, num_ranks, num_experts = tokens_CRE.shape
     (num_tokens, top_k), device = expert_TK.shape, expert_TK.device
     source, expert, destination, tokens = plan.entries.T
-    entry_CN, slot_RE = _entries_by_chunk(tokens_CRE, source, expert, tokens), _slot_table(plan, num_experts)
+    entry_CN, slot_RE = _entries_by_chunk(tokens_CRE, source, expert, tokens), plan.layout.held_slot_RE
     out, here = source == rank, destination == rank
     gate_N = np.full(np.count_nonzero(here), -1) if gate_R is None else gate_R[source[here]]
     sent = _Blocks(entry_CN[:, out], rank=destination[out], slot=slot_RE[destination[out], expert[out]])
     came = _Blocks(entry_CN[:, here], rank=source[here], slot=slot_RE[rank, expert[here]], gate=gate_N)
-    num_slots = len(held_experts(plan.layout.experts_of(rank)))
+    num_slots = len(plan.layout.held_by_rank[rank])
 
     bounds = chunk_bounds(num_tokens, num_chunks)
     send_row_N, home_N, by_destination_N = _sent_rows(expert_TK, num_experts, bounds, sent)
@@ -415,15 +408,6 @@ def rows_by_chunk(tokens_CRE: IntArray, plan: TokenPlan) -> IntArray:
     for rows_RR, entry_N in zip(rows_CRR, entry_CN, strict=True):
         np.add.at(rows_RR, (source, destination), entry_N)
     return rows_CRR
-
-
-def _slot_table(plan: TokenPlan, num_experts: int) -> IntArray:
-    """Returns the slot index of each expert on each rank that holds it, [R, E], -1 elsewhere."""
-    slot_RE = np.full((plan.layout.num_ranks, num_experts), -1, dtype=np.int64)
-    for rank in range(plan.layout.num_ranks):
-        held = list(held_experts(plan.layout.experts_of(rank)))
-        slot_RE[rank, held] = np.arange(len(held))
-    return slot_RE
 
 
 def _entries_by_chunk(tokens_CRE: IntArray, source: IntArray, expert: IntArray, tokens: IntArray) -> IntArray:

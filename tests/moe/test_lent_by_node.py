@@ -38,7 +38,7 @@ def lent_and_returned(cluster: ms.ClusterSpec) -> list[dict[str, Any]]:
         local = torch.empty(len(shards.owned()), P)
         for expert in shards.owned():
             shards.keep(local, expert, whole_expert(number, expert))
-        held = shards.held_by_rank(layout)
+        held = layout.held_by_rank
         restored = shards.restore([local], torch.float32, held, channel, "").wait()
         same = [
             torch.equal(torch.cat([part.flatten() for part in weights[:2]]), whole_expert(number, expert))
