@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesys.config import Overlap
+from moesys.config import LayoutInvariant, Overlap
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
@@ -284,6 +284,7 @@ class ChunkedExecutor(Executor):
     def __init__(self, layer: LayerContext, compute: ExpertCompute) -> None:
         super().__init__(layer, compute)
         self.num_chunks = layer.strategy.overlap.chunks
+        self._sums_in_blocks = isinstance(layer.strategy.reduction, LayoutInvariant)
         if self.compute.by_tables and layer.strategy.routes_on_device(layer.channel.num_nodes):
             self.planned_by = "devices"
         # Tables of the newest layout, and chunks of as many tokens as there were last.
@@ -295,7 +296,7 @@ class ChunkedExecutor(Executor):
         channel = layer.channel.tagged(layer.channel.generation)
         tokens_CRE = np.ascontiguousarray(planned.tokens_RCE.swapaxes(0, 1))
         routes = build_routes(expert_TK, tokens_CRE, plan.tokens, channel.rank, self.compute.min_rows)
-        sums = layer.sums_of(plan, expert_TK.device)
+        sums = layer.sums_of(plan, expert_TK.device) if self._sums_in_blocks else None
         return ChunkedRun(layer.strategy.overlap, lambda: routes, channel, self.compute, layer.memory, sums)
 
     def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> DeviceLaunch:

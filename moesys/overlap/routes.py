@@ -202,14 +202,42 @@ def build_routes(
 
     bounds = chunk_bounds(num_tokens, num_chunks)
     send_row_N, home_N, by_destination_N = _sent_rows(expert_TK, num_experts, bounds, sent)
-    home_NK = _on(home_N, device).view(num_tokens, top_k)
     arrived = _arrived_rows(came, num_slots, min_rows, collect)
+    send_CR, arrive_CR = (blocks.totals("rank", num_ranks) for blocks in (sent, came))
+    chunks = _chunks(bounds, send_CR, arrive_CR, arrived, _on(home_N, device).view(num_tokens, top_k))
+    order_row_P, order_arrival_P = _on(arrived.order_row_P, device), _on(arrived.order_arrival_P, device)
+    rows_S = arrived.valid_CS.sum(axis=0)
+    order: tuple[tuple[int, Tensor, Tensor], ...] = ()
+    if num_chunks > 1:
+        slots, lengths = np.flatnonzero(rows_S).tolist(), rows_S[rows_S > 0].tolist()
+        order = tuple(zip(slots, order_row_P.split(lengths), order_arrival_P.split(lengths), strict=True))
+    return Routes(
+        chunks=chunks,
+        send_token_N=_on(send_row_N // top_k, device),
+        send_row_N=_on(send_row_N, device),
+        by_destination_N=_on(by_destination_N, device),
+        by_source_M=_on(arrived.by_source_M, device),
+        order=order,
+        order_row_P=order_row_P,
+        order_arrival_P=order_arrival_P,
+        first_S1=_on(np.append(0, np.cumsum(rows_S)), device, torch.int32),
+        num_arrivals=chunks[-1].arrivals[1],
+        num_rows=chunks[-1].rows[1],
+    )
+
+
+def _chunks(
+    bounds: Sequence[int], send_CR: IntArray, arrive_CR: IntArray, arrived: _ArrivedRows, home_NK: Tensor
+) -> tuple[ChunkRoutes, ...]:
+    """Returns the routes of each chunk. ``bounds``: the first token of each, and the end of the last; ``home_NK``: the
+    place of each choice in the wire order of its chunk.
+    """
+    top_k, device = home_NK.shape[1], home_NK.device
     gather_P, return_M, combine_M = (_on(of, device) for of in (arrived.gather_P, arrived.return_M, arrived.combine_M))
     first_CS1 = _on(np.pad(np.cumsum(arrived.padded_CS, axis=1), ((0, 0), (1, 0))), device, torch.int32)
-    send_CR, arrive_CR = (blocks.totals("rank", num_ranks) for blocks in (sent, came))
     first_row, first_arrival = ([0, *np.cumsum(of.sum(axis=1)).tolist()] for of in (arrived.padded_CS, arrive_CR))
     slots_CS3 = np.stack([arrived.start_CS, arrived.valid_CS, arrived.padded_CS], axis=2).tolist()
-    chunks = tuple(
+    return tuple(
         ChunkRoutes(
             tokens=tokens_2,
             sent=(tokens_2[0] * top_k, tokens_2[1] * top_k),
@@ -227,25 +255,6 @@ def build_routes(
         for chunk, (tokens_2, arrivals_2, rows_2) in enumerate(
             zip(pairwise(bounds), pairwise(first_arrival), pairwise(first_row), strict=True)
         )
-    )
-    order_row_P, order_arrival_P = _on(arrived.order_row_P, device), _on(arrived.order_arrival_P, device)
-    rows_S = arrived.valid_CS.sum(axis=0)
-    order: tuple[tuple[int, Tensor, Tensor], ...] = ()
-    if num_chunks > 1:
-        slots, lengths = np.flatnonzero(rows_S).tolist(), rows_S[rows_S > 0].tolist()
-        order = tuple(zip(slots, order_row_P.split(lengths), order_arrival_P.split(lengths), strict=True))
-    return Routes(
-        chunks=chunks,
-        send_token_N=_on(send_row_N // top_k, device),
-        send_row_N=_on(send_row_N, device),
-        by_destination_N=_on(by_destination_N, device),
-        by_source_M=_on(arrived.by_source_M, device),
-        order=order,
-        order_row_P=order_row_P,
-        order_arrival_P=order_arrival_P,
-        first_S1=_on(np.append(0, np.cumsum(rows_S)), device, torch.int32),
-        num_arrivals=first_arrival[-1],
-        num_rows=first_row[-1],
     )
 
 
