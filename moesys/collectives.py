@@ -37,6 +37,10 @@ class RankMismatchError(RuntimeError):
     """The error of ranks that share experts and differ in calls or declarations; every rank raises it."""
 
 
+# Errors that say by themselves what failed.
+EXPLAINED = (torch.OutOfMemoryError, CollectiveError, RankMismatchError)
+
+
 def guarded(
     what: str,
     group: dist.ProcessGroup | None,
@@ -54,10 +58,10 @@ def guarded(
     """
     try:
         return call()
-    except (torch.OutOfMemoryError, CollectiveError, RankMismatchError):
+    except EXPLAINED:
         raise
     except RuntimeError as error:
-        raise _failure(what, group, error, device_type, grace_s, without_heartbeat) from error
+        raise failure_of(what, group, error, device_type, grace_s, without_heartbeat) from error
 
 
 @contextmanager
@@ -83,7 +87,7 @@ def agreement(what: str, other: type[Exception] = RuntimeError) -> Iterator[None
             raise other(f"rank {rank} failed, and nothing is written: {message}")
 
 
-def _failure(
+def failure_of(
     what: str,
     group: dist.ProcessGroup | None,
     error: RuntimeError,
@@ -91,7 +95,9 @@ def _failure(
     grace_s: float,
     without_heartbeat: Callable[[Sequence[int], float], set[int]] | None,
 ) -> CollectiveError:
-    """Reports this rank's failure to the others, and finds out which of them neither report one nor are alive."""
+    """Reports this rank's failure to the others, and finds out which of them neither report one nor are alive. Returns
+    the error to raise; arguments as those of ``guarded``.
+    """
     members, me = dist.get_process_group_ranks(group), dist.get_rank()
     reports: dict[int, str] = {}
     silent: set[int] = set()

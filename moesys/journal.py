@@ -109,9 +109,6 @@ def in_words(error: BaseException) -> str:
     """Returns the message of an exception; that of pydantic in one line, as ``field: message; field: message``."""
     if not isinstance(error, ValidationError):
         return str(error)
-    parts = []
-    for detail in error.errors(include_url=False):
-        field = ".".join(str(step) for step in detail["loc"])
-        message = detail["msg"].removeprefix("Value error, ")
-        parts.append(f"{field}: {message}" if field else message)
-    return "; ".join(parts)
+    details = error.errors(include_url=False)
+    parts = ((".".join(map(str, of["loc"])), of["msg"].removeprefix("Value error, ")) for of in details)
+    return "; ".join(": ".join(filter(None, part)) for part in parts)

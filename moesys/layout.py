@@ -78,6 +78,22 @@ class ExpertLayout:
         """Returns the experts in a rank's filled slots, in slot order (a duplicate appears twice)."""
         return tuple(int(expert) for expert in self.expert_RS[rank] if expert != EMPTY)
 
+    @cached_property
+    def held_by_rank(self) -> list[tuple[int, ...]]:
+        """Returns the distinct experts of each rank in ascending order. Each computes in a slot of its own: a duplicate
+        has no work of its own, and one rank alone has all experts in the order of the masters.
+        """
+        return [tuple(sorted(set(self.experts_of(rank)))) for rank in range(self.num_ranks)]
+
+    @cached_property
+    def held_slot_RE(self) -> IntArray:
+        """Returns the place of each expert in ``held_by_rank``, [R, E]; -1 where a rank does not hold it."""
+        slot_RE = np.full((self.num_ranks, self.num_experts), -1, dtype=np.int64)
+        for slot_E, held in zip(slot_RE, self.held_by_rank, strict=True):
+            slot_E[list(held)] = np.arange(len(held))
+        slot_RE.setflags(write=False)
+        return slot_RE
+
     def fingerprint(self) -> str:
         """Returns a hex digest of the layout's content, for agreement between ranks."""
         head = f"{self.expert_RS.shape}:{self.num_experts}:".encode()
@@ -151,7 +167,8 @@ class TokenPlan:
             raise ValueError(f"entries has rows of {entries.shape[1]}; give (source, expert, destination, tokens)")
         load, layout = self.load, self.layout
         check_same_shape(load, layout)
-        bounds = (load.num_ranks, load.num_experts, load.num_ranks)
+        num_ranks, num_experts = load.tokens_RE.shape
+        bounds = (num_ranks, num_experts, num_ranks)
         outside = ((entries[:, :3] < 0) | (entries[:, :3] >= bounds)).any(axis=1)
         if outside.any():
             raise ValueError(
@@ -159,8 +176,8 @@ class TokenPlan:
                 f"experts 0..{bounds[1] - 1}"
             )
         source, expert, destination, tokens = entries.T
-        key = source * load.num_experts + expert
-        if (np.diff(key) < 0).any() or len(np.unique(key * load.num_ranks + destination)) < len(key):
+        key = source * num_experts + expert
+        if (np.diff(key) < 0).any() or len(np.unique(key * num_ranks + destination)) < len(key):
             raise ValueError("entries must be sorted by (source, expert), each with a destination once")
         if (tokens <= 0).any():
             raise ValueError("entries must have tokens > 0; leave the others out")

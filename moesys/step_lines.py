@@ -18,7 +18,7 @@ from moesys.files import write_whole
 from moesys.journal import Journal, in_words
 from moesys.timeline import Span, Timeline
 
-# Of a ``LayerLine``, what is drawn over steps.
+# The fields of a ``LayerLine`` that are drawn over steps.
 SCALARS = ("load_p50", "load_p95", "experts_without_tokens", "exposed_ms", "plan_ms", "restored_mib")
 # What fits into int64, so that it can be added up.
 Count = Annotated[int, Field(ge=-(2**53), le=2**53)]

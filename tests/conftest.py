@@ -27,30 +27,30 @@ pytest.register_assert_rewrite("hf_cases")
 
 # Tests that use ranks have a fixture that gives them; these files start ranks, workers or other programs themselves.
 PROCESSES = (
-    *("balance/test_agreement", "benchmarks/shaped/", "benchmarks/test_bench_models", "gpu/test_gpu_plugin"),
-    *("gpu/test_planted_faults_of_ranks", "hf/test_watch_callback", "kernels/test_aot"),
-    *("kernels/test_listings", "kernels/test_oldest_triton", "kernels/test_promises", "lab/calibrate/test_calibrate"),
-    *("lab/commands/test_demo", "lab/ranks/", "lab/runs/test_bisect", "lab/runs/test_ends", "lab/runs/test_kill"),
-    *("lab/runs/test_record_routing", "lab/runs/test_runner", "lab/runs/test_slurm", "lab/runs/test_tuning"),
-    *("lab/runs/test_watched_run", "lab/runs/test_workers", "overlap/test_mega_compiles", "test_files_of_ranks"),
-    *("tuner/test_worker_processes",),
+    *("balance/test_agreement", "benchmarks/shaped/", "benchmarks/test_bench_models", "experiments/test_experiments"),
+    *("golden/test_golden", "gpu/test_gpu_plugin", "gpu/test_planted_faults_of_ranks", "hf/test_watch_callback"),
+    *("kernels/test_aot", "kernels/test_listings", "kernels/test_oldest_triton", "kernels/test_promises"),
+    *("lab/calibrate/test_calibrate", "lab/commands/test_demo", "lab/ranks/", "lab/runs/test_bisect"),
+    *("lab/runs/test_ends", "lab/runs/test_kill", "lab/runs/test_record_routing", "lab/runs/test_runner"),
+    *("lab/runs/test_slurm", "lab/runs/test_tuning", "lab/runs/test_watched_run", "lab/runs/test_workers"),
+    *("overlap/test_mega_compiles", "test_files_of_ranks", "tuner/test_worker_processes"),
 )
 # Folders and files whose tests run kernels in Triton's interpreter, or compile them.
 INTERPRETER = (
     *("balance/test_device_split", "benchmarks/test_bench_kernels", "benchmarks/test_bench_mega", "gpu/"),
-    *("kernels/experts/", "kernels/mega/", "kernels/routing/", "kernels/split/", "kernels/symmetric/", "kernels/test_"),
-    *("lab/calibrate/test_calibrate_timings", "moe/test_layout_invariant", "moe/test_local", "moe/test_mega_layer"),
-    *("moe/test_triton_experts", "overlap/test_device_routes", "overlap/test_mega", "overlap/test_row_limit"),
-    *("overlap/test_task_times", "overlap/test_tile_order", "overlap/test_waits", "weak_memory/"),
+    *("kernels/experts/", "kernels/mega/", "kernels/routing/", "kernels/split/", "kernels/symmetric/"),
+    *("kernels/test_", "lab/calibrate/test_calibrate_timings", "moe/test_layout_invariant", "moe/test_local"),
+    *("moe/test_mega_layer", "moe/test_triton_experts", "overlap/test_device_routes", "overlap/test_mega"),
+    *("overlap/test_row_limit", "overlap/test_task_times", "overlap/test_tile_order", "overlap/test_waits"),
+    "weak_memory/",
 )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Adds the markers ``ranks`` and ``interpreter``: what has neither, and is not slow, runs on every save."""
-    here = Path(__file__).parent
     for item in items:
-        path = item.path.relative_to(here).as_posix()
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
         if path.startswith(PROCESSES) or any(map(_gives_ranks, _fixtures_of(item))):
             item.add_marker(pytest.mark.ranks)
         if path.startswith(INTERPRETER):

@@ -180,7 +180,7 @@ def sent_by_layers(cluster: ms.ClusterSpec, layout: ms.ExpertLayout, sharding: m
         else:
             shards = ShardedExperts(SHAPE, rank, cluster.node_of_rank, sharding)
             local = torch.zeros(SHAPE.num_experts, len(shards.owned()))
-        channel, held = RecordingChannel(), shards.held_by_rank(layout)
+        channel, held = RecordingChannel(), layout.held_by_rank
         if not shards.keeps_all(held):
             shards.restore([local], torch.bfloat16, held, channel, "").wait()  # type: ignore[arg-type]
         gradients = torch.zeros(len(held[rank]), shards.padded_parameters)

@@ -114,7 +114,7 @@ def changed(declared: Declared, field: str) -> Declared | None:
     """Returns the declaration with another valid value of one field, None if there is none among those tried."""
     words = words_in(type(declared).model_fields[field].annotation)
     for value in (*words, *((word,) for word in words), *NUMBERS, *PARTS):
-        with suppress(ValidationError):
+        with suppress(ValidationError, TypeError, AttributeError):
             if (other := declared.replace(**{field: value})) != declared:
                 return other
     return None

@@ -43,7 +43,9 @@ class EvenSplit(Split):
         which is slot ``turn`` mod c: the original always begins at slot 0. Two slots of an expert on one rank count
         twice. Source: laer-moe, fused_kernel.py. P filled slots, N nodes.
         """
-        load, layout = problem.load, problem.layout_in_force
+        load, layout = problem.load, problem.layout
+        assert layout is not None, "tokens are split over a layout, and the problem has none"
+        num_experts = load.tokens_RE.shape[1]
         rank_P, slot_P = np.nonzero(layout.expert_RS != EMPTY)
         expert_P = layout.expert_RS[rank_P, slot_P]
         by_expert = np.argsort(expert_P, kind="stable")
@@ -53,13 +55,13 @@ class EvenSplit(Split):
         num_nodes = int(node_R[-1]) + 1
 
         # slots are sorted by (expert, rank), so those of an expert, and of an expert on a node, are consecutive
-        slots_E = np.bincount(expert_P, minlength=load.num_experts)
-        slots_EN = np.bincount(expert_P * num_nodes + node_P, minlength=load.num_experts * num_nodes)
+        slots_E = np.bincount(expert_P, minlength=num_experts)
+        slots_EN = np.bincount(expert_P * num_nodes + node_P, minlength=num_experts * num_nodes)
         index_P = np.arange(len(expert_P))
         index_in_all_P = index_P - (np.cumsum(slots_E) - slots_E)[expert_P]
         index_in_node_P = index_P - (np.cumsum(slots_EN) - slots_EN)[expert_P * num_nodes + node_P]
 
-        near_NP = slots_EN.reshape(load.num_experts, num_nodes).T[:, expert_P]
+        near_NP = slots_EN.reshape(num_experts, num_nodes).T[:, expert_P]
         stays_NP = near_NP > 0
         open_NP = ~stays_NP | (node_P == np.arange(num_nodes)[:, None])
         slots_NP = np.where(stays_NP, near_NP, slots_E[expert_P])
@@ -73,4 +75,4 @@ class EvenSplit(Split):
             first = np.flatnonzero(np.r_[True, (np.diff(entries[:, :3], axis=0) != 0).any(axis=1)])
             tokens = np.add.reduceat(entries[:, 3], first)
             entries = np.column_stack([entries[first, :3], tokens])
-        return TokenPlan(entries, load, layout)
+        return TokenPlan.by_construction(entries, load, layout)

@@ -169,14 +169,20 @@ class LayoutSchedule:
         self._asked_for: int | None = None
 
     @property
+    def has_request(self) -> bool:
+        """Whether it is time to request a plan, which ``request`` does."""
+        return self._asked_for is not None
+
+    @property
     def due(self) -> bool:
         """Whether a plan should be in use from the coming micro-batch on."""
         return bool(self._pending) and self._pending[0][0] <= self.micro_batch
 
     def ready(self, deadline_s: float) -> bool:
         """Returns this rank's vote: whether it has every plan that is due, after waiting at most until ``deadline_s``
-        of the monotonic clock.
+        (monotonic clock).
         """
+        self.request()
         due = [ticket for due, ticket in self._pending if due <= self.micro_batch]
         return all(ticket.ready(max(0.0, deadline_s - time.monotonic())) for ticket in due)
 
@@ -196,10 +202,16 @@ class LayoutSchedule:
         """Passes over a micro-batch whose load is for no plan, because one rank has all experts under every layout."""
         self.micro_batch += 1
 
-    def observe(self, load: LoadMatrix) -> None:
-        """Notes a micro-batch whose load is known and whose layout is settled, and asks for a plan if it is time."""
+    def observe(self, load: LoadMatrix, *, at_once: bool = True) -> None:
+        """Counts the load of the coming micro-batch, whose layout is settled, and requests a plan if it is time.
+
+        If not ``at_once``, a schedule that makes its own plans (``InlinePlanner``) leaves the request to ``request``,
+        which a layer calls at the end of a backward, or else to ``ready`` in the next micro-batch. The plan is the
+        same.
+        """
         self.record(lambda: load)
-        self.request()
+        if at_once or not isinstance(self.source, InlinePlanner):
+            self.request()
 
     def record(self, load: Callable[[], LoadMatrix]) -> None:
         """Notes a micro-batch with its settled layout, whose ``load`` can be read once it has been launched; the
@@ -266,12 +278,13 @@ class LayoutSchedule:
         return self.__dict__
 
     def _drop_pending(self) -> None:
+        self._asked_for = None
         for _, ticket in self._pending:
             ticket.cancel()
         self._pending.clear()
 
     def request(self) -> None:
-        """Asks for a plan if it is time, and then reads the loads of all micro-batches since the last plan."""
+        """Requests a plan if it is time, which reads the loads of all micro-batches since the last one."""
         due, self._asked_for = self._asked_for, None
         if due is None:
             return
@@ -305,6 +318,7 @@ class LayoutSchedule:
         """Returns what a resumed run needs for the same bits. Waits for plans that are being made; one that is not made
         by then, or was dropped, is late in the resumed run.
         """
+        self.request()
         pending = [
             (due, ticket.layout().expert_RS.tolist() if ticket.ready(timeout_s) else None)
             for due, ticket in self._pending

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Self
 
@@ -138,7 +139,7 @@ class ClusterSpec(Declared):
         per_node = self.ranks_per_node
         return sum(per_node) if isinstance(per_node, tuple) else self.num_nodes * per_node
 
-    @property
+    @cached_property
     def node_of_rank(self) -> tuple[int, ...]:
         """Node index of each rank, [R]."""
         return tuple(node for node, size in enumerate(self.node_sizes) for _ in range(size))

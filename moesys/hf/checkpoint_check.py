@@ -1,4 +1,4 @@
-"""What a hub folder has for each parameter of its model, and whether that is all: before anything is loaded.
+"""The check of a hub folder before anything is loaded: whether it has every parameter of its model.
 
 transformers warns of what is missing and draws it at random, or fails on some ranks while the others wait.
 """
@@ -73,7 +73,7 @@ def _model_and_sources(folder: Path, config: Any) -> tuple[Any, list[Source]]:
 
 @dataclass
 class Source:
-    """Where parameters come from: tensors in files, and how transformers makes the one of the other.
+    """The tensors in files that parameters come from, and the way in which transformers makes them.
 
     name: of the parameter, the first if there are several. parts: tensors by the pattern of the converter that their
     names match. by_expert: tensors are of one expert each, in order.

@@ -191,7 +191,7 @@ def _common_dtype(source: Source, files: HubFiles, made: Tensor) -> torch.dtype:
 
 
 def _to_hub(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
-    stored = _Stored(source)
+    stored = _SavedModel(source)
     model = _model(config_at, stored.num_tensors)
     names, config = HubNames(model), model.config
     layout, others = stored.layout(model), stored.others(model)
@@ -315,7 +315,7 @@ def _metadata_fault(found: Any) -> str:
     return ""
 
 
-class _Stored:
+class _SavedModel:
     """The model in a distributed checkpoint, read part by part. Raises ValueError for one that is torn."""
 
     def __init__(self, folder: Path) -> None:

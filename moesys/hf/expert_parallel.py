@@ -219,8 +219,8 @@ def _computed(kind: str, name: str) -> ValueError:
 
 
 def _part(module: Any, name: str) -> Part:
-    """Returns one expert's part of a parameter. Where gate lies on up Fsep cuts across both, as checkpoints have them
-    apart, and transformers cuts what it loads before it puts them together.
+    """Returns one expert's part of a parameter. Fsep cuts gate and up across both if they are one tensor: checkpoints
+    have them apart, and transformers cuts what it loads before it puts them together.
     """
     shape = tuple(module._parameters[name].shape[1:])
     return Part(shape, dim=1 if name == "gate_up_proj" and not module.is_transposed else 0)

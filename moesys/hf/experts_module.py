@@ -1,4 +1,4 @@
-"""What an experts module of transformers computes, and with which parameters."""
+"""The description of an experts module of transformers: what it computes, and with which parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class ExpertsModule:
-    """What an experts module computes, in the terms of transformers' ``use_experts_implementation``.
+    """The computation of an experts module, in the terms of transformers' ``use_experts_implementation``.
 
     names: of the up and down projection, then of their biases if there are any.
     transposed: projections are [E, in, out], not [E, out, in].

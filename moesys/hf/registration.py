@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,11 +26,12 @@ from moesys.kernels.cpu.row_invariant_gemm import RowRule, projection_rule
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.kernels.experts.experts import moe_experts
 from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
-from moesys.kernels.routing import route_reference
 from moesys.kernels.torch_internals import refuse_function_transforms
-from moesys.overlap.executor import Arrivals, BackwardInputs
-from moesys.overlap.experts_cpu import SWIGLU, CpuBackward, CpuExperts, CpuForward, Projection
-from moesys.overlap.routes import ChunkRows, SlotRows
+from moesys.moe.masters import ExpertForm, Part
+from moesys.moe.store import RestoredExperts
+from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertGradients, ExpertWeights
+from moesys.overlap.experts_cpu import SWIGLU, CpuExperts
+from moesys.overlap.routes import SortedRoutes, sort_rows
 from moesys.torch_private import unseen_by_selective_checkpoints
 
 NAME = "moesys"
@@ -135,125 +137,90 @@ class ModuleFunction(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         with torch.autocast(x_TH.device.type, enabled=False):
-            call = _Call(experts, dtype, memory, parameters, [None] * len(parameters))
-            rows = expert_rows(index_TK, len(parameters[0]), call.compute.min_rows)
-            y_TH, h_PU = call.forward(rows, x_TH, weight_TK)
-        ctx.description = experts, dtype, memory, rows.rows, rows.slots
-        ctx.save_for_backward(x_TH, weight_TK, h_PU, rows.gather_P, rows.return_M, *parameters)
+            compute = compute_of(experts, dtype, parameters, ParameterGradients((), ()))
+            routes = routes_of(index_TK, len(parameters[0]), compute.min_rows)
+            scratch, held = Scratch(memory, x_TH.device), _held(experts, dtype, memory, parameters)
+            x = Arrivals(x_TH.to(dtype), _token_of_choice(weight_TK))
+            forward_pass = compute.forward(routes, x, held, scratch)
+            y_PH, wide_TK = forward_pass.experts(routes.chunk), _wide_weights(routes, weight_TK, dtype)
+            y_TH = x_TH.new_empty(x_TH.shape)
+            compute.combine(y_PH, routes.chunk.return_M.view_as(wide_TK), wide_TK, y_TH, scratch)
+        ctx.description = experts, dtype, memory, routes
+        ctx.save_for_backward(x_TH, weight_TK, forward_pass.pre_activations(), *parameters)
         return y_TH
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[InputGradients, Sequence[Tensor]]:
-        experts, dtype, memory, first_and_last, slots = ctx.description
-        x_TH, weight_TK, h_PU, gather_P, return_M, *parameters = ctx.saved_tensors
+        experts, dtype, memory, routes = ctx.description
+        x_TH, weight_TK, h_PU, *parameters = ctx.saved_tensors
         needs_x, needs_weight, _, *needs_parameters = ctx.needs_input_grad[3:]
         gradients = [
             torch.empty_like(parameter) if needed else None
             for parameter, needed in zip(parameters, needs_parameters, strict=True)
         ]
+        named = len(experts.names)
+        others = ParameterGradients(parameters[named:], gradients[named:])
         with torch.autocast(x_TH.device.type, enabled=False):
-            call = _Call(experts, dtype, memory, parameters, gradients)
-            rows = ChunkRows(first_and_last, slots, gather_P, return_M)
-            dx_TH, dweight_TK = call.backward(rows, grad_outputs[0], x_TH, weight_TK, h_PU)
+            compute, held = compute_of(experts, dtype, parameters, others), _held(experts, dtype, memory, parameters)
+            scratch, token_M = Scratch(memory, x_TH.device), _token_of_choice(weight_TK)
+            dy, x = Arrivals(grad_outputs[0], token_M), Arrivals(x_TH.to(dtype), token_M)
+            weight_M = _wide_weights(routes, weight_TK, dtype).view(-1)
+            # The gradients of frozen parameters are None.
+            inputs = BackwardInputs(dy, x, h_PU, weight_M, ExpertGradients(*gradients[:named]))  # type: ignore[arg-type]
+            backward_pass = compute.backward(routes, inputs, held, scratch)
+            dx_PH, dweight_M = backward_pass.experts(routes.chunk)
+            backward_pass.weight_gradients()
+            others.write()
+            dx_TH = x_TH.new_empty(x_TH.shape)
+            compute.combine(dx_PH, routes.chunk.return_M.view_as(weight_TK), None, dx_TH, scratch)
+            dweight_TK = dweight_M.view_as(weight_TK).to(weight_TK.dtype)
         of_tokens = dx_TH if needs_x else None, dweight_TK if needs_weight else None
         return (None, None, None, *of_tokens, None, *gradients), (x_TH, weight_TK, *parameters)
 
 
-class _Call:
-    """One forward or backward pass of an experts module by ``CpuExperts``.
-
-    ``parameters``: up and down, their biases if there are any, and those of activation and norm. ``gradients``: the
-    tensors that their gradients are written to; None for a gradient that is not needed.
+def compute_of(
+    experts: ExpertsModule, dtype: torch.dtype, parameters: Sequence[Tensor], others: ParameterGradients
+) -> CpuExperts:
+    """Returns what computes a module in ``dtype``. ``parameters``: up and down, their biases if there are any, and
+    those of activation and norm; the gradients of the latter are added to ``others``.
     """
+    up, down = parameters[:2]
+    transposed, device_type = experts.transposed, up.device.type
+    # [U, H] and [H, I], whichever way they lie.
+    (U, H), (_, I) = (tuple(each.mT.shape[1:] if transposed else each.shape[1:]) for each in (up, down))
+    rules = [projection_rule(*sizes, dtype, device_type, transposed) for sizes in ((H, U), (I, H))]
+    as_kernel = experts.swiglu and dtype != torch.float64
+    activation = SWIGLU if as_kernel else row_function(experts.activation, others, U // I)
+    norm = None if experts.norm is None else row_function(experts.norm, others)
+    return CpuExperts(RowRule.all_of(rules), activation, norm, transposed)
 
-    def __init__(
-        self,
-        experts: ExpertsModule,
-        dtype: torch.dtype,
-        memory: PagePool,
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor | None],
-    ) -> None:
-        self.dtype, self.wide = dtype, torch.promote_types(dtype, torch.float32)
-        named = len(experts.names)
-        self.others = ParameterGradients(parameters[named:], gradients[named:])
-        up, down = parameters[:2]
-        up_bias, down_bias = parameters[2:4] if named == 4 else (None, None)
-        dup_bias, ddown_bias = gradients[2:4] if named == 4 else (None, None)
-        up_bias_of, down_bias_of = (None if bias is None else bias.__getitem__ for bias in (up_bias, down_bias))
-        self.up = Projection(up.__getitem__, up_bias_of, experts.transposed, gradients[0], dup_bias)
-        self.down = Projection(down.__getitem__, down_bias_of, experts.transposed, gradients[1], ddown_bias)
-        transposed, device = experts.transposed, up.device
-        # [U, H] and [H, I], whichever way they lie.
-        (self.up_width, H), (_, I) = (tuple(p.mT.shape[1:] if transposed else p.shape[1:]) for p in (up, down))
-        up_rule = projection_rule(H, self.up_width, dtype, device.type, transposed)
-        down_rule = projection_rule(I, H, dtype, device.type, transposed)
-        as_kernel = experts.swiglu and self.wide == torch.float32
-        self.compute = CpuExperts(
-            RowRule.all_of([up_rule, down_rule]),
-            SWIGLU if as_kernel else row_function(experts.activation, self.others, self.up_width // I),
-            None if experts.norm is None else row_function(experts.norm, self.others),
-        )
-        self.scratch = Scratch(memory, device)
 
-    def forward(self, rows: ChunkRows, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns y [T, H] in x's dtype, and pre-activations [P, U]."""
-        h_PU = self.scratch.memory.empty((len(rows.gather_P), self.up_width), self.dtype, x_TH.device)
-        x = Arrivals(x_TH.to(self.dtype), _token_of_choice(weight_TK))
-        y_PH = CpuForward(self.compute, self.up, self.down, self.scratch, x, h_PU).experts(rows)
-        weight_TK = self._weights(rows, weight_TK)
-        y_TH = x_TH.new_empty(x_TH.shape)
-        self.compute.combine(y_PH, rows.return_M.view_as(weight_TK), weight_TK, y_TH, self.scratch)
-        return y_TH, h_PU
+def routes_of(index_TK: Tensor, num_experts: int, min_rows: int) -> SortedRoutes:
+    """Returns the rows of all experts. A choice of an expert that the module does not have gets a row without a slot,
+    behind all others.
+    """
+    kept_TK = (index_TK >= 0) & (index_TK < num_experts)
+    routes = sort_rows(torch.where(kept_TK, index_TK, num_experts), num_experts + 1, min_rows)
+    slots = tuple(slot for slot in routes.chunk.slots if slot.slot < num_experts)
+    return replace(routes, chunk=replace(routes.chunk, slots=slots))
 
-    def backward(
-        self, rows: ChunkRows, dy_TH: Tensor, x_TH: Tensor, weight_TK: Tensor, h_PU: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of x and of the routing weights, and writes those of parameters."""
-        token_M = _token_of_choice(weight_TK)
-        dy, x = Arrivals(dy_TH, token_M), Arrivals(x_TH.to(self.dtype), token_M)
-        inputs = BackwardInputs(dy, x, h_PU, self._weights(rows, weight_TK).view(-1), None)
-        backward_pass = CpuBackward(self.compute, self.up, self.down, self.scratch, inputs, order=())
-        dx_PH, dweight_M = backward_pass.experts(rows)
-        backward_pass.weight_gradients()
-        self.others.write()
-        dx_TH = x_TH.new_empty(x_TH.shape)
-        self.compute.combine(dx_PH, rows.return_M.view_as(weight_TK), None, dx_TH, self.scratch)
-        return dx_TH, dweight_M.view_as(weight_TK).to(weight_TK.dtype)
 
-    def _weights(self, rows: ChunkRows, weight_TK: Tensor) -> Tensor:
-        """Returns wide routing weights [T, K]. The weight of a choice without a row may be anything, and
-        becomes zero.
-        """
-        has_row_TK = (rows.return_M < rows.num_rows - 1).view_as(weight_TK)
-        return torch.where(has_row_TK, weight_TK.to(self.wide), 0)
+def _held(
+    experts: ExpertsModule, dtype: torch.dtype, memory: PagePool, parameters: Sequence[Tensor]
+) -> RestoredExperts:
+    """Returns the experts of a module as one rank holds them."""
+    projections = parameters[: len(experts.names)]
+    form = ExpertForm(tuple(Part(tuple(each.shape[1:])) for each in projections))
+    return RestoredExperts(form, dtype, memory, projections[0].device, ExpertWeights(*projections))
+
+
+def _wide_weights(routes: SortedRoutes, weight_TK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns wide routing weights [T, K]. The weight of a choice without a slot may be anything, and becomes zero."""
+    has_slot_TK = (routes.chunk.return_M < sum(slot.padded for slot in routes.chunk.slots)).view_as(weight_TK)
+    return torch.where(has_slot_TK, weight_TK.to(torch.promote_types(dtype, torch.float32)), 0)
 
 
 def _token_of_choice(weight_TK: Tensor) -> Tensor:
     """Returns the token of each choice, int64 [M]."""
     return torch.arange(weight_TK.numel(), device=weight_TK.device) // weight_TK.shape[1]
-
-
-def expert_rows(index_TK: Tensor, num_experts: int, min_rows: int) -> ChunkRows:
-    """Returns the rows of all experts, each expert's padded to the least number that a ``RowRule`` allows.
-
-    A choice t·K + k is an arrival. Behind the rows of experts lies one row without an expert, for choices of experts
-    that the module does not have.
-    """
-    routing = route_reference(index_TK, num_experts)
-    first_E, valid_E = routing.first_G1[:-1].long(), routing.first_G1.diff().long()
-    padded_E = torch.where(valid_E > 0, valid_E.clamp(min=min_rows), 0)
-    start_E = padded_E.cumsum(0) - padded_E
-    expert_P = torch.repeat_interleave(padded_E)
-    offset_P = torch.arange(len(expert_P), device=expert_P.device) - start_E[expert_P]
-    offset_P = torch.where(offset_P < valid_E[expert_P], offset_P, 0)
-    kept_TK = routing.row_TK >= 0
-    shift_TK = (start_E - first_E)[torch.where(kept_TK, index_TK, 0).long()]
-    starts, valids, paddeds = torch.stack([start_E, valid_E, padded_E]).tolist()
-    return ChunkRows(
-        rows=(0, len(expert_P) + 1),
-        slots=tuple(SlotRows(e, starts[e], valids[e], paddeds[e]) for e in range(num_experts) if valids[e]),
-        gather_P=routing.entry_P[first_E[expert_P] + offset_P],
-        return_M=torch.where(kept_TK, routing.row_TK + shift_TK, len(expert_P)).int().view(-1),
-    )

@@ -41,7 +41,7 @@ def record_routing(model: nn.Module) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def replay_routing(model: nn.Module, expert_LTK: Ids | Sequence[Ids]) -> Iterator[None]:
-    """Has every router in ``model`` choose the given experts: ``with ms.replay_routing(model, expert_LTK):``.
+    """Makes every router in ``model`` choose the given experts: ``with ms.replay_routing(model, expert_LTK):``.
 
     ``expert_LTK``: what ``record_routing`` gave, or a tensor or array [L, T, K] of any integer dtype; a list of them
     has one of each micro-batch, in the order in which they are run. Ranks may have different T.

@@ -253,7 +253,8 @@ def _save_configurations(live: Any, config: Any, folder: Path | str) -> None:
 
 
 def _link_other_files(folder: Path, new: Path) -> None:
-    """Links the files of ``folder`` that a save does not replace into ``new``, or copies them if links are impossible.
+    """Adds the files of ``folder`` that a save does not replace to ``new``, as hard links, or as copies if the file
+    system has none.
 
     A save replaces only files of ``folder`` itself: its subfolders may have weights of their own.
     """
@@ -284,7 +285,7 @@ def _whole(tensor: Tensor) -> Tensor:
 def _whole_experts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Gives experts with their numbers, whole, as [1, ...], each on one rank of all.
 
-    Where every rank has a slice of every expert, those of as many experts as there are ranks change places at a time.
+    If every rank has a slice of every expert, the slices of as many experts as there are ranks change places at a time.
     """
     if not isinstance(tensor, DTensor):
         rank, world = _rank_and_world()

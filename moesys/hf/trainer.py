@@ -113,7 +113,7 @@ class ResumableTrainer(Trainer):
     """A ``Trainer`` whose checkpoints have model, optimizer, schedule, random numbers and what planning has learnt, for
     models of ``from_pretrained(distributed_config=...)``: ``train(resume_from_checkpoint=...)`` goes on from them.
 
-    Of other trainers make one by ``class Mine(ms.hf.ResumableTrainer, SFTTrainer): pass``. Each rank writes and reads
+    ``class Mine(ms.hf.ResumableTrainer, SFTTrainer): pass`` makes one of another trainer. Each rank writes and reads
     its own part, into ``checkpoint-N/training``, of a file system that all ranks share; the checkpoint may be resumed
     on other numbers of ranks and groups, where planning begins anew. ``TrainingArguments`` needs
     ``save_only_model=True``: ``Trainer`` refuses these models without, and what it leaves out is written here.

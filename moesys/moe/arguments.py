@@ -28,9 +28,9 @@ def check_inputs(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, shape: Mode
     experts compute in the dtype of ``shape``, whatever x's is.
     """
     K, H = shape.top_k, shape.hidden_size
-    check_tokens("x_TH", x_TH, shape if rounds else None)
-    check_tokens("weight_TK", weight_TK, None)
-    require_dense("expert_TK", expert_TK)
+    require_dense(x_TH=x_TH, weight_TK=weight_TK, expert_TK=expert_TK)
+    _require_floating("x_TH", x_TH, shape if rounds else None)
+    _require_floating("weight_TK", weight_TK, None)
     if expert_TK.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"expert_TK has dtype {expert_TK.dtype}; give the ids of experts as int64 or int32")
     shapes = tuple(x_TH.shape), tuple(expert_TK.shape), tuple(weight_TK.shape)
@@ -51,24 +51,33 @@ def require_module(model: object) -> None:
         raise TypeError(f"model is a {type(model).__name__}; give the torch.nn.Module itself")
 
 
-def require_dense(name: str, tensor: Tensor) -> None:
-    """Raises TypeError unless ``tensor`` is a dense tensor that holds this rank's own values, and RuntimeError inside a
-    transform of ``torch.func``.
+def require_dense(**tensors: Tensor) -> None:
+    """Raises TypeError unless all ``tensors`` are dense tensors that hold this rank's own values, and RuntimeError
+    inside a transform of ``torch.func``.
     """
-    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
-        sparse = isinstance(tensor, Tensor) and tensor.layout != torch.strided
-        kind = "sparse tensor" if sparse else type(tensor).__name__
-        raise TypeError(f"{name} is a {kind}; give this rank's own part as a dense torch.Tensor")
-    refuse_function_transforms(tensor)
-    if type(tensor) is not Tensor or tensor.is_meta:
-        require_values(tensor, name)
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
+            sparse = isinstance(tensor, Tensor) and tensor.layout != torch.strided
+            kind = "sparse tensor" if sparse else type(tensor).__name__
+            raise TypeError(f"{name} is a {kind}; give this rank's own part as a dense torch.Tensor")
+    refuse_function_transforms(*tensors.values())
+    for name, tensor in tensors.items():
+        if type(tensor) is not Tensor or tensor.is_meta:
+            require_values(tensor, name)
 
 
-def check_tokens(name: str, tensor: Tensor, shape: ModelShape | None) -> None:
-    """Raises TypeError for a tensor that is not dense or not of a floating-point dtype; with a ``shape`` also for
-    float64, which its experts would round.
+def check_x(x: Tensor, shape: ModelShape) -> None:
+    """Raises TypeError and ValueError for an ``x`` that is no tokens [..., H] of a layer of ``shape``."""
+    require_dense(x=x)
+    _require_floating("x", x, shape)
+    if not x.dim() or x.shape[-1] != shape.hidden_size:
+        raise ValueError(f"x has shape {tuple(x.shape)}; its last dimension must be hidden_size={shape.hidden_size}")
+
+
+def _require_floating(name: str, tensor: Tensor, shape: ModelShape | None) -> None:
+    """Raises TypeError for a tensor that is not of a floating-point dtype; with a ``shape`` also for float64, which its
+    experts would round.
     """
-    require_dense(name, tensor)
     if not tensor.is_floating_point() or (shape is not None and tensor.dtype == torch.float64):
         allowed = "a floating-point dtype" if shape is None else "float32, bfloat16 or float16"
         where = "" if shape is None else f", and the layer computes in {shape.dtype}"

@@ -1,6 +1,6 @@
 """LayerCall: one micro-batch's way through one layer, from its plan to its gradients, as an autograd.Function.
 
-``Lookahead`` is what the layers of a linked model know of each other, and what a layer does that is not linked.
+``Lookahead`` is the interface to the other layers of a linked model; by itself it is that of a layer without others.
 
 Activation checkpointing: ``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`` is enough; regions inside
 each other need ``context_fn=moesys.recompute``, all of them. Plans are made in the first pass and replayed when the
@@ -31,7 +31,7 @@ PLAN_TIMEOUT_S = 60.0
 
 
 class Neighbours(NamedTuple):
-    """What surrounds a call in its forward pass; nothing, where layers are not linked.
+    """The layers around a call in its forward pass; there are none if layers are not linked.
 
     ``previous``: the call of the layer before, for which backward restores. ``upcoming``: the next layers, whose
     experts may travel meanwhile. ``pass_number`` tells passes apart.
@@ -43,7 +43,7 @@ class Neighbours(NamedTuple):
 
 
 class LayerCall:
-    """What forward, recomputation and backward of one micro-batch share.
+    """The state that forward, recomputation and backward of one micro-batch share.
 
     It owns the layout of its micro-batch, so that however many micro-batches are under way, in whatever order their
     backwards run, each finds the experts where its own forward had them. Late ones are among them.
@@ -98,9 +98,9 @@ class LayerCall:
 
 
 class Lookahead:
-    """What a layer's call asks of its surroundings, in this order: forward ``enter`` and ``entered``; backward
-    ``behind_backward``, ``delay`` and ``after_backward``. A layer that is not linked plans and restores on demand, and
-    nothing travels behind other layers: all of these do nothing.
+    """The interface of a layer's call to the layers around it. Forward calls ``enter`` and ``entered``, backward
+    ``behind_backward``, ``delay`` and ``after_backward``, in this order. A layer that is not linked plans and restores
+    on demand, and nothing travels behind other layers: all of these methods do nothing.
 
     ``plan_timeout_s``: how long a rank waits for layouts that are due. ``generation``: that of the newest call.
     ``homes``: what executors share (``LayerContext``).
@@ -142,7 +142,7 @@ class Link:
         return self.lookahead is not self._none
 
     def cut(self) -> None:
-        """The layer is on its own again."""
+        """Makes the layer independent of others again."""
         self.lookahead = self._none
 
 
@@ -216,6 +216,10 @@ class RoutedExperts(torch.autograd.Function):
                 store.masters.expect_gradient(late=late)
             if not late:
                 dmasters = [gradient if want else None for gradient, want in zip(cross()(), wanted, strict=True)]
+        if store.schedule.has_request:
+            # A layer without a planner thread plans here, between two forward passes.
+            with store.channel.meter.planning():
+                store.schedule.request()
         lookahead.after_backward()
         # All of backward is launched by then, so the device has work while the host waits for a part of forward.
         if call.check is not None:
@@ -236,8 +240,8 @@ def _in_dtypes(cross: Cross, dtypes: Sequence[torch.dtype]) -> Cross:
 
 
 def _reaches_grad(node: Any) -> bool:
-    """Whether this backward ends in the ``.grad`` of the leaf behind ``node``: not so for ``torch.autograd.grad``, nor
-    for other ``inputs`` of ``backward``.
+    """Returns whether this backward ends in the ``.grad`` of the leaf behind ``node``, which it does not for
+    ``torch.autograd.grad``, nor for other ``inputs`` of ``backward``.
     """
     while node.next_functions:
         node = node.next_functions[0][0]
@@ -248,7 +252,7 @@ def _reaches_grad(node: Any) -> bool:
 class Tape:
     """The calls of MoE layers inside one checkpointed region, in order, and the tapes of regions inside it.
 
-    ``choices``: of routers that were told which experts to choose: who told them, and what it wants to know again.
+    ``choices``: the choices that routers were given (``moe.routing_replay``): who gave them, and the micro-batch.
     """
 
     calls: list[LayerCall] = field(default_factory=list)
@@ -261,7 +265,7 @@ class Tape:
     backward: int = NO_BACKWARD
 
     def next_call(self, layer: int) -> LayerCall:
-        """The recorded call that this forward repeats."""
+        """Returns the recorded call that this forward repeats."""
         if self.next_call_at >= len(self.calls) or self.calls[self.next_call_at].store.layer_index != layer:
             recorded = [call.store.layer_index for call in self.calls]
             raise RuntimeError(
@@ -274,7 +278,7 @@ class Tape:
         return call
 
     def next_choice(self, teller: object) -> int | None:
-        """What ``teller`` noted in the first pass; None where it told nothing."""
+        """Returns the micro-batch that ``teller`` noted in the first pass; None if it noted none."""
         if self.next_choice_at >= len(self.choices) or self.choices[self.next_choice_at][0] is not teller:
             return None
         self.next_choice_at += 1
@@ -285,7 +289,7 @@ class Tape:
         self.next_call_at = self.next_choice_at = self.next_inner_at = 0
 
     def inner_tape(self) -> Tape:
-        """The tape of a region inside this one: a new one while recording, the recorded one while replaying."""
+        """Returns the tape of a region inside this one: a new one while recording, the recorded one while replaying."""
         if self.mode == "record":
             self.inner.append(Tape())
             return self.inner[-1]
@@ -297,7 +301,7 @@ _tape: ContextVar[Tape | None] = ContextVar("moesys_recompute_tape", default=Non
 
 
 def current_tape() -> Tape | None:
-    """The tape of the checkpointed region that is running, if one is."""
+    """Returns the tape of the checkpointed region that is running; None outside of one."""
     tape = _tape.get()
     if tape is None:
         tape = _tape_of_checkpoint()
@@ -327,9 +331,8 @@ def _tape_of_checkpoint() -> Tape | None:
 
 
 def recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """``context_fn`` for ``torch.utils.checkpoint.checkpoint``: contexts for the first pass and for the second.
-
-    Regions may be nested, if all of them use it.
+    """Returns contexts for the first and the second pass of ``torch.utils.checkpoint.checkpoint``, whose ``context_fn``
+    this is. Regions may be nested if all of them use it.
     """
     outer = _tape.get()
     if outer is None:

@@ -121,9 +121,9 @@ class Experts(nn.Module):
         self._connect(Channel(self.group, nodes, recorder, self.meter, device.type, self.identity))
 
     def _connect(self, channel: Channel) -> None:
-        # The ways to compute experts, by dtype, device and number of threads, which depend on this machine.
+        """Makes all that depends on the other ranks and on this machine, and that a copy of the layer makes anew."""
+        # The ways to compute experts, by dtype, device and number of threads.
         self._computes: dict[tuple[torch.dtype, str, int], ExpertCompute] = {}
-        """Makes what other ranks are met through."""
         self.token_channel = channel
         masters: Masters
         if self.outside is None:
@@ -168,8 +168,9 @@ class Experts(nn.Module):
         # Triton launches on the current device.
         with torch.cuda.device_of(x_TH):
             call = self._replayed_or_planned(expert_TK.long(), dtype, flags)
-            # If nothing is saved here, the tensor that stops a recomputation is saved after the layer.
-            call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
+            if call.replayed:
+                # If nothing is saved here, the tensor that stops a recomputation is saved after the layer.
+                call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
             y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters)
             self._count(call)
             return y_TH.to(x_TH.dtype)
@@ -342,7 +343,7 @@ class Experts(nn.Module):
         self.token_channel.heartbeat = weight_channel.heartbeat = heartbeat
 
     def unlink(self) -> None:
-        """Plans and restores on demand again, as before ``link``."""
+        """Ends what ``join`` began: the layer plans and restores on demand again."""
         self.link.cut()
         self.shards.unshare()
         self.context.memory, self.context.homes = self.shards.memory, self.link.lookahead.homes
@@ -372,7 +373,9 @@ class Experts(nn.Module):
         self.store.drop_prefetched()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ``copy.deepcopy`` and pickling: one rank's layer, not linked, without the spans it has recorded."""
+        """Returns the state for ``copy.deepcopy`` and pickling: that of one rank's layer, which is not linked, without
+        the spans that it has recorded.
+        """
         if self.group is not None or self.link.linked:
             raise TypeError(
                 "only a layer without a process group and not linked can be copied or pickled; "
@@ -380,6 +383,8 @@ class Experts(nn.Module):
             )
         if self.outside is not None:
             raise TypeError("a copy would read the parameters of the original; make other experts for other parameters")
+        # What has not been read may lie on a device.
+        _ = self.last_plan
         connected = {"token_channel", "store", "planner", "link", "context", "load_log", "followers"}
         connected |= {"_executors", "_computes"}
         return {name: value for name, value in self.__dict__.items() if name not in connected}

@@ -31,7 +31,7 @@ _OTHER = 255
 
 @torch.no_grad()
 def sync_gradients(model: nn.Module) -> None:
-    """Sums the gradients of replicated parameters over the ranks; experts' gradients are summed already.
+    """Adds up the gradients of replicated parameters over the ranks; experts' gradients are summed already.
 
     A gradient that is missing on some ranks counts as zero there, so that all ranks have the sum; one that is missing
     on all ranks stays None. One all-reduce of a flat buffer per dtype. Does nothing without a process group.

@@ -1,4 +1,4 @@
-"""Experts move home: masters, gradients and optimizer state change places between ranks.
+"""Moves of experts to other owners: masters, gradients and optimizer state change places between ranks.
 
 State dicts have experts in the model's order whatever their homes, and checkpoints are as if none had moved: experts
 change places on the way out and on the way in.
@@ -37,8 +37,8 @@ MOVING = Position("move_homes()")
 
 
 class SharedRows:
-    """Where the E rows of ``like`` lie, a tensor [E, ...] that is cut into whole rows over the ranks of ``channel``,
-    each row on one of them. Of it, and of other tensors that lie so, rows may change places.
+    """The places of the E rows of ``like``, a tensor [E, ...] that is cut into whole rows over the ranks of
+    ``channel``, each row on one of them. It moves rows of this tensor, and of others that are cut in the same way.
     """
 
     def __init__(self, like: Tensor, channel: Channel) -> None:
@@ -62,7 +62,7 @@ class SharedRows:
         )
 
     def move(self, tensor: Tensor, target_E: IntArray) -> None:
-        """The same in place."""
+        """Moves the rows of ``tensor`` in place, as ``moved`` does in a copy."""
         local = local_part(tensor)
         rows_N, received = self._received(local, target_E)
         local[rows_N] = received
@@ -82,7 +82,7 @@ class SharedRows:
 
 
 def lie_alike(tensor: Tensor, other: Tensor) -> bool:
-    """Whether both are of E rows, which lie over the same ranks."""
+    """Returns whether both tensors have E rows, which lie over the same ranks."""
     if tensor.shape[:1] != other.shape[:1]:
         return False
     if isinstance(tensor, DTensor) and isinstance(other, DTensor):
@@ -302,7 +302,7 @@ def _moving(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Tens
 
 
 def _keep_order(module: nn.Module, experts: Experts) -> None:
-    """Has the module's state dicts in the model's order, once its homes have moved."""
+    """Makes the module's state dicts have the model's order, once its homes have moved."""
     if not experts.keeps_order:
         experts.keeps_order = True
         module.register_state_dict_post_hook(_to_ids)
@@ -328,7 +328,7 @@ def _reorder(module: nn.Module, state: dict[str, Any], prefix: str, target_of: C
 
 
 def _follow(homed: Sequence[tuple[nn.Module, Experts]], optimizer: Optimizer) -> None:
-    """Has the optimizer's state dicts in the model's order too."""
+    """Makes the optimizer's state dicts have the model's order too."""
     # A model that is dropped is not kept by its optimizer's hooks more than by its parameters.
     modules = [weakref.ref(module) for module, _ in homed]
     for _, experts in homed:

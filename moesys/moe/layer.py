@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from torch.nn import functional
 
 from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
-from moesys.moe.arguments import check_tokens
+from moesys.moe.arguments import check_x
 from moesys.moe.experts import Experts
 from moesys.moe.masters import DTYPES, ExpertForm, OwnMasters, initial_generator
 from moesys.moe.metrics import LayerMetrics
@@ -21,42 +19,6 @@ from moesys.moe.token_blocks import TokenBlocks
 from moesys.overlap.experts_cpu import CpuExperts
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
-
-
-def join_state(full_EP: Tensor, shape: ModelShape, replicated: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """All experts' flat parameters [E, P_e] and the replicated modules, by name; copies."""
-    gate_up, down = ExpertForm.of(shape).views(full_EP)
-    state = {GATE_UP: gate_up.contiguous(), DOWN: down.contiguous()}
-    for prefix, module in replicated.items():
-        state |= {f"{prefix}.{name}": tensor.clone() for name, tensor in module.state_dict().items()}
-    return state
-
-
-def split_state(
-    state: Mapping[str, Tensor], shape: ModelShape, replicated: Mapping[str, nn.Module]
-) -> Iterator[tuple[int, Tensor]]:
-    """Loads the replicated modules, and gives every expert's flat parameters [P_e] in turn.
-
-    Raises KeyError for a name that is missing, ValueError for a shape that differs or a name too many, before anything
-    is loaded.
-    """
-    H, I, E = shape.hidden_size, shape.intermediate_size, shape.num_experts
-    wanted: dict[str, torch.Size] = {GATE_UP: torch.Size((E, 2 * I, H)), DOWN: torch.Size((E, H, I))}
-    for prefix, module in replicated.items():
-        wanted |= {f"{prefix}.{name}": tensor.shape for name, tensor in module.state_dict().items()}
-    if missing := [name for name in wanted if name not in state]:
-        raise KeyError(f"state has no {missing[0]}, which this layer has; its names are {', '.join(wanted)}")
-    if unknown := sorted(set(state) - set(wanted)):
-        raise ValueError(f"state has {unknown}, which this layer has not; drop them or change the shape")
-    for name, size in wanted.items():
-        if state[name].shape != size:
-            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; this layer's is {tuple(size)}")
-    for prefix, module in replicated.items():
-        module.load_state_dict(
-            {name.removeprefix(f"{prefix}."): each for name, each in state.items() if name.startswith(f"{prefix}.")}
-        )
-    for expert in range(E):
-        yield expert, torch.cat([state[GATE_UP][expert].reshape(-1), state[DOWN][expert].reshape(-1)])
 
 
 class SharedExperts(nn.Module):
@@ -93,9 +55,11 @@ def _swiglu(h_TU: Tensor) -> Tensor:
 
 
 class MoELayer(nn.Module):
-    """A Mixture-of-Experts layer of ``shape`` under ``strategy``; x of [..., H] in, the same shape and dtype out.
+    """A Mixture-of-Experts layer of ``shape`` under ``strategy``, which turns x of [..., H] into y of its shape and
+    dtype.
 
-    All arguments are those of ``Experts``; ``layer_index`` and ``seed`` give the initial router and shared experts too.
+    It takes the arguments of ``Experts``; ``layer_index`` and ``seed`` determine the initial router and shared experts
+    too.
 
     Gradients: expert gradients are summed over all ranks, as if every rank's loss were one term of a sum. The router
     and the shared experts are replicated, their gradients local: ``sync_gradients`` adds them up. With
@@ -136,11 +100,7 @@ class MoELayer(nn.Module):
 
         Raises TypeError and ValueError for another kind, dtype or last dimension, and what ``Experts.forward`` raises.
         """
-        check_tokens("x", x, self.shape)
-        if not x.dim() or x.shape[-1] != self.shape.hidden_size:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; its last dimension must be hidden_size={self.shape.hidden_size}"
-            )
+        check_x(x, self.shape)
         x_TH = x.reshape(-1, self.shape.hidden_size)
         # First, so that nothing behind the routed experts reads what they give, and a checkpoint may leave it out.
         blocks = self._token_blocks(x.device.type)
@@ -153,11 +113,11 @@ class MoELayer(nn.Module):
 
     @property
     def last_plan(self) -> LayerPlan | None:
-        """That of the experts."""
+        """The plan of the newest micro-batch; see ``Experts.last_plan``."""
         return self.experts.last_plan
 
     def metrics(self) -> LayerMetrics | None:
-        """Those of the experts."""
+        """Returns what the newest micro-batch did; see ``Experts.metrics``."""
         return self.experts.metrics()
 
     def summed_in_backward(self) -> list[nn.Parameter]:
@@ -177,15 +137,34 @@ class MoELayer(nn.Module):
         full_EP = self._masters().full()
         if self.experts.homes.moved:
             full_EP = full_EP[torch.from_numpy(self.experts.homes.number_E).to(full_EP.device)]
-        return join_state(full_EP, self.shape, self._replicated())
+        gate_up, down = ExpertForm.of(self.shape).views(full_EP)
+        state = {GATE_UP: gate_up.contiguous(), DOWN: down.contiguous()}
+        return state | {name: tensor.clone() for name, tensor in self._replicated_state().items()}
 
     @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``full_state_dict``: every rank keeps its part. Raises KeyError and ValueError for misfits."""
+        """Loads what ``full_state_dict`` returns; every rank keeps its part.
+
+        Raises KeyError for a name that is missing, ValueError for a shape that differs or a name too many, before
+        anything is loaded.
+        """
+        H, I, E = self.shape.hidden_size, self.shape.intermediate_size, self.shape.num_experts
+        wanted = {GATE_UP: torch.Size((E, 2 * I, H)), DOWN: torch.Size((E, H, I))}
+        wanted |= {name: tensor.shape for name, tensor in self._replicated_state().items()}
+        if missing := [name for name in wanted if name not in state]:
+            raise KeyError(f"state has no {missing[0]}, which this layer has; its names are {', '.join(wanted)}")
+        if unknown := sorted(set(state) - set(wanted)):
+            raise ValueError(f"state has {unknown}, which this layer has not; drop them or change the shape")
+        for name, size in wanted.items():
+            if state[name].shape != size:
+                raise ValueError(f"{name} has shape {tuple(state[name].shape)}; this layer's is {tuple(size)}")
         self.experts.store.drop_prefetched()
         self.experts.store.casts.drop()
-        for expert, flat_P in split_state(state, self.shape, self._replicated()):
-            self._masters().load(int(self.experts.homes.number_E[expert]), flat_P)
+        for name, tensor in self._replicated_state().items():
+            tensor.copy_(state[name])
+        for expert, number in enumerate(self.experts.homes.number_E.tolist()):
+            parts = state[GATE_UP][expert].reshape(-1), state[DOWN][expert].reshape(-1)
+            self._masters().load(number, torch.cat(parts))
 
     def _token_blocks(self, device_type: str) -> TokenBlocks | None:
         if (num_tokens := self.experts.token_block) is None:
@@ -197,6 +176,11 @@ class MoELayer(nn.Module):
         masters = self.experts.store.masters
         assert isinstance(masters, OwnMasters)
         return masters
+
+    def _replicated_state(self) -> dict[str, Tensor]:
+        """Returns the tensors that every rank holds whole, by their names in transformers."""
+        modules = self._replicated().items()
+        return {f"{prefix}.{name}": each for prefix, module in modules for name, each in module.state_dict().items()}
 
     def _replicated(self) -> dict[str, nn.Module]:
         """Returns the modules that every rank holds whole, by their names in transformers."""

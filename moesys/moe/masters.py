@@ -13,6 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def initial_generator(seed: int, layer_index: int, expert: int | None) -> torch.Generator:
-    """What an expert's first numbers are drawn from, or, for None, those of a layer's replicated weights."""
+    """Returns the generator of an expert's first values, or, for None, of those of a layer's replicated weights."""
     # Distinct streams for distinct triples: a linear congruence of each part into 63 bits.
     part = 0 if expert is None else expert + 1
     key = (seed * 0x9E3779B97F4A7C15 + layer_index * 0xC2B2AE3D27D4EB4F + part * 0x165667B19E3779F9) % (1 << 63)
@@ -38,7 +39,7 @@ def initial_generator(seed: int, layer_index: int, expert: int | None) -> torch.
 
 
 def initial_expert(shape: ModelShape, seed: int, layer_index: int, expert: int) -> Tensor:
-    """The float32 [P_e] an expert starts from: normal, a function of (seed, layer, expert) and of nothing else."""
+    """Returns the first values of an expert, float32 [P_e]: normal, and determined by (seed, layer, expert) alone."""
     generator = initial_generator(seed, layer_index, expert)
     return torch.randn(shape.expert_parameters, generator=generator, dtype=torch.float32).mul_(shape.initializer_range)
 
@@ -80,7 +81,7 @@ class ExpertForm:
         H, I = shape.hidden_size, shape.intermediate_size
         return ExpertForm((Part((2 * I, H)), Part((H, I))))
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """P."""
         return sum(part.num_elements for part in self.parts)
@@ -100,7 +101,7 @@ class ExpertForm:
 
 @dataclass(frozen=True)
 class OutsideExperts:
-    """What ``Experts`` need to know of parameters that are not theirs.
+    """The parameters of somebody else, as ``Experts`` use them.
 
     read: gives this rank's part of them whenever it is asked, one tensor for each part of ``form``, ``DTensor`` or not,
         of any floating dtype: with ``Ep`` whole experts [E/R, ...], with ``Fsep`` its slice of all, [E, ...]. They are
@@ -136,12 +137,12 @@ class Masters(ABC):
 
     @property
     def at_hand(self) -> bool:
-        """Whether ``local`` has them now, outside of the layer's own forward and backward."""
+        """True if ``local`` has them now, outside of the layer's own forward and backward."""
         return True
 
     @property
     def may_delay(self) -> bool:
-        """Whether ``accumulate_gradient`` is possible."""
+        """True if ``accumulate_gradient`` is possible."""
         return True
 
     @abstractmethod

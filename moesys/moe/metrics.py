@@ -1,4 +1,4 @@
-"""What one layer did, in numbers that a person asks for."""
+"""Metrics of one layer: its loads, and its traffic, waiting and planning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerMetrics:
 
     @classmethod
     def of(cls, layer: int, plan: LayerPlan, meter: Meter) -> LayerMetrics:
-        """Of the micro-batch that ``plan`` is of; ``meter`` has counted since metrics were last read."""
+        """Returns the metrics of the micro-batch of ``plan``; ``meter`` has counted since they were last read."""
         tokens_E = plan.load.tokens_E
         return cls(
             layer=layer,

@@ -38,7 +38,7 @@ class ThreadTicket:
         self.cancelled = False
 
     def fulfil(self, layout: ExpertLayout | None, error: Exception | None = None) -> None:
-        """The plan, or what went wrong, or neither for a plan that nobody wants any more."""
+        """Sets the plan, or the error of the planner, or neither if the plan is no longer wanted."""
         self._layout, self._error = layout, error
         self._done.set()
 
@@ -107,7 +107,8 @@ class PlannerThread:
         return ticket.cancelled or self._closing.is_set()
 
     def _agree(self, request: PlanRequest, ticket: ThreadTicket) -> ExpertLayout | None:
-        """The leader's plan, on every rank, or its failure, on every rank; None where the leader finds it unwanted.
+        """Returns the leader's plan, on every rank, or raises its failure, on every rank; None if the leader finds the
+        plan unwanted.
 
         A plan is dropped by all ranks or by none, so what the leader finds the others will find soon.
         """
@@ -186,7 +187,7 @@ class _ClosedError(Exception):
 
 
 def history_digest(request: PlanRequest) -> bytes:
-    """32 bytes over what the plan is made from."""
+    """Returns a hash, 32 bytes, of what the plan is made from."""
     digest = hashlib.sha256(np.ascontiguousarray(request.load.tokens_RE, dtype="<i8").tobytes())
     digest.update(request.previous.fingerprint().encode())
     return digest.digest()

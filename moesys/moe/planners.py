@@ -1,8 +1,8 @@
-"""The planner of a layer: who computes what in one micro-batch, from the choices of its tokens.
+"""The planner of a layer, which decides who computes what in one micro-batch, from the choices of its tokens.
 
-One rank alone plans nothing. Else hosts exchange counts, agree on layouts and each make the same plan; or devices do,
-and hosts meet only to agree on layouts that are due. The executor says which (``overlap.executor``), and takes the
-plan. Plans that lie on a device are read when somebody asks.
+One rank alone plans nothing. Several ranks exchange counts and each make the same plan, on their hosts or on their
+devices; hosts that do not plan meet only to agree on layouts that are due. The executor says who plans
+(``overlap.executor``), and takes the plan. Plans that lie on a device are read on request.
 
 T tokens of this rank, K top-k, E experts, C chunks, R ranks.
 """
@@ -22,6 +22,8 @@ from torch import Tensor
 from moesys.balance.homes import Homes
 from moesys.balance.layout_schedule import LayoutSchedule
 from moesys.balance.plan import LayerPlan, plan_layer
+from moesys.balance.planners import plan_layout
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import ClusterSpec, ModelShape, Ordered, Strategy
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout, TokenPlan
@@ -29,17 +31,17 @@ from moesys.load import IntArray, LoadMatrix
 from moesys.moe.token_blocks import check_blocks
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.frames import LEARNING, Position
-from moesys.overlap.executor import DevicePlan, Executor, HostPlan, MicroBatchRun
+from moesys.overlap.executor import Executor, HostPlan, MicroBatchRun
 from moesys.overlap.routes import chunk_counts, invalid_id, no_expert
 
 
 class MicroBatch(NamedTuple):
-    """What a layer wants planned.
+    """A micro-batch that a layer wants planned.
 
     expert_TK: the choices of this rank's tokens, int64 [T, K]. flags: those of the forward (``frames.Position``); with
     ``LEARNING`` layouts may change, and the schedule learns from the micro-batch. upcoming: the schedules of the layers
-    that come next, whose layouts are settled too. timeout_s: how long to wait for layouts that are due. token_block: in
-    training every rank's tokens are a multiple of it, if anything.
+    that come next, whose layouts are settled too. timeout_s: how long to wait for layouts that are due. token_block:
+    the number that divides every rank's tokens in training, if there is one.
     """
 
     expert_TK: Tensor
@@ -53,15 +55,21 @@ class MicroBatch(NamedTuple):
         return bool(self.flags & LEARNING)
 
 
+# Returns a plan that lies on a device, or that nobody has made yet.
+PlanReader = Callable[[], LayerPlan]
+
+
 class BatchPlan(NamedTuple):
-    """``counts``: to be called once, when forward is launched; gives the choices of each expert, int64 [E], on all
-    ranks. None where nobody learns from the micro-batch. ``check``: waits for the device, and raises the errors
-    that the host did not know of when forward was launched; None if it knows all of them.
+    """The plan of a micro-batch, and what runs it.
+
+    ``counts``: is called once, when forward is launched, and returns the choices of each expert on all ranks, int64
+    [E]; None if the micro-batch is not learnt from. ``check``: waits for the device, and raises the errors that the
+    host did not know of when forward was launched; None if it knows all of them.
     """
 
     run: MicroBatchRun
     layout: ExpertLayout
-    plan: LayerPlan | SingleRankPlan | DevicesPlan
+    plan: LayerPlan | PlanReader
     counts: Callable[[], Tensor] | None
     check: Callable[[], None] | None = None
 
@@ -79,12 +87,14 @@ class Planner:
     _holders: tuple[ExpertLayout | None, IntArray | None] = field(default=(None, None), init=False)
 
     def __post_init__(self) -> None:
-        split, reduction = self.strategy.split, self.strategy.reduction
-        # Whether a plan follows from a layout whose experts have one holder each, whatever the counts.
-        self._settled = split.kind == "even" and isinstance(reduction, Ordered) and not self.strategy.plans_on_counts
+        strategy, split = self.strategy, self.strategy.split
+        self._by_own_code, self._own_code_ran = bool(strategy.balance.own_code or split.own_code), False
+        # Whether a plan is a built-in split of the tokens over the layout that the schedule has, and nothing more.
+        plain = isinstance(strategy.reduction, Ordered) and split.own_code is None
+        self._only_splits = plain and not split.follows_planner and not strategy.plans_on_counts
 
     def plan(self, batch: MicroBatch, executor: Executor) -> BatchPlan:
-        """Plans a micro-batch for ``executor``, and settles the layouts of the layers that come next."""
+        """Returns the plan of a micro-batch for ``executor``, and settles the layouts of the layers that come next."""
         match executor.planned_by:
             case "nobody":
                 return self._alone(batch, executor)
@@ -101,11 +111,29 @@ class Planner:
         if batch.token_block is not None and learning:
             check_blocks([len(batch.expert_TK)], batch.token_block, self.channel.members)
         layout, turn, tokens_E = schedule.layout, schedule.micro_batch, run.tokens_E
+
+        def read() -> LayerPlan:
+            load = LoadMatrix(tokens_E[None].cpu().numpy())
+            return plan_layer(self.strategy, self.shape, self.cluster, load, layout=layout, turn=turn)
+
+        if self._by_own_code and not self._own_code_ran:
+            self._run_own_code(read())
         if learning:
             schedule.require_known_loads()
             schedule.advance()
-        plan = SingleRankPlan(self.strategy, self.shape, self.cluster, layout, turn, tokens_E)
-        return BatchPlan(run, layout, plan, (lambda: tokens_E) if learning else None, run.check)
+        return BatchPlan(run, layout, read, (lambda: tokens_E) if learning else None, run.check)
+
+    def _run_own_code(self, plan: LayerPlan) -> None:
+        """Makes a layout for the load of the first ``plan``. One rank needs neither: they are made so that errors of a
+        user's own planner or split are raised in the first forward pass, as on several ranks.
+        """
+        balance = self.strategy.balance
+        if balance.own_code is not None:
+            slots_R, layout = self.schedule.slots_R, plan.layout
+            plan_layout(
+                plan.load, self.cluster, balance, slots_R, model=self.shape, previous=layout, strategy=self.strategy
+            )
+        self._own_code_ran = True
 
     def _on_hosts(self, batch: MicroBatch, executor: Executor) -> BatchPlan:
         schedule, channel, learning = self.schedule, self.channel, batch.learning
@@ -116,29 +144,37 @@ class Planner:
         load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
 
         def make() -> LayerPlan:
-            layout, turn = schedule.layout, schedule.micro_batch
-            if (holder_E := self._only_holders(layout)) is not None:
-                plan = LayerPlan(_to_holders(load, layout, holder_E), turn)
-            else:
-                plan = plan_layer(self.strategy, self.shape, self.cluster, load, layout=layout, turn=turn)
+            plan = self._layer_plan(load)
             if learning:
-                schedule.observe(load)
+                # Only code that is not ours may fail, which all ranks must learn of in this micro-batch.
+                schedule.observe(load, at_once=self._by_own_code)
             return plan
 
         with channel.meter.planning():
-            by_own_code = self.strategy.balance.own_code or self.strategy.split.own_code
-            plan = _agreed_plan(make, channel, batch.expert_TK.device) if by_own_code else make()
+            plan = _agreed_plan(make, channel, batch.expert_TK.device) if self._by_own_code else make()
             run = executor.run(batch.expert_TK, HostPlan(plan, tokens_RCE.numpy(), most_tokens))
         counts = (lambda: torch.from_numpy(load.tokens_E)) if learning else None
         return BatchPlan(run, plan.tokens.layout, plan, counts)
 
+    def _layer_plan(self, load: LoadMatrix) -> LayerPlan:
+        """Returns the plan of ``plan_layer`` for the coming micro-batch, by as few steps as the strategy needs."""
+        strategy, layout, turn = self.strategy, self.schedule.layout, self.schedule.micro_batch
+        if not self._only_splits:
+            return plan_layer(strategy, self.shape, self.cluster, load, layout=layout, turn=turn)
+        if (holder_E := self._only_holders(layout)) is not None:
+            return LayerPlan(_to_holders(load, layout, holder_E), turn)
+        num_ranks, num_slots = layout.expert_RS.shape
+        slots_R = (num_slots,) * num_ranks
+        problem = PlanningProblem(load, self.cluster, slots_R, layout, self.shape, turn, overlap=strategy.overlap)
+        return LayerPlan(strategy.split.split(problem), turn)
+
     def _only_holders(self, layout: ExpertLayout) -> IntArray | None:
-        """Returns the rank that holds each expert, [E], where each has just one, as under ``Ep``; None where tokens are
-        to be split.
+        """Returns the rank that holds each expert, [E], where each has just one, as under ``Ep``, and the split says
+        nothing more; None otherwise.
         """
         if self._holders[0] is not layout:
             holds_RE = layout.replicas_RE > 0
-            single = self._settled and bool((holds_RE.sum(axis=0) == 1).all())
+            single = self.strategy.split.kind == "even" and bool((holds_RE.sum(axis=0) == 1).all())
             self._holders = layout, holds_RE.argmax(axis=0) if single else None
         return self._holders[1]
 
@@ -162,9 +198,10 @@ class Planner:
         tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)
         values_RN = gathered_RN[:, counts_CE.numel() :]
         found_R, expert_R, tokens_R = values_RN[:, :3].T.tolist()
-        for rank, found, expert in zip(channel.members, found_R, expert_R, strict=True):
-            if found:
-                raise no_expert(f"expert_TK of rank {rank} has the id {expert}", num_experts, self.schedule.layer)
+        if any(found_R):
+            first = found_R.index(1)
+            found = f"expert_TK of rank {channel.members[first]} has the id {expert_R[first]}"
+            raise no_expert(found, num_experts, self.schedule.layer)
         if batch.token_block is not None and batch.learning:
             check_blocks(tokens_R, batch.token_block, channel.members)
         return tokens_RCE, values_RN[:, 3:], max(tokens_R)
@@ -177,20 +214,24 @@ class Planner:
         run, pending, check = executor.launch(
             batch.expert_TK, layout, Position("forward", schedule.micro_batch, batch.flags)
         )
-        plan = DevicesPlan(layout, pending)
-        if not batch.learning:
-            return BatchPlan(run, layout, plan, None, check)
-        schedule.record(plan.load)
+
+        def load() -> LoadMatrix:
+            return LoadMatrix(pending.counts_RE())
+
+        def read() -> LayerPlan:
+            return LayerPlan(TokenPlan(pending.entries().numpy(), load(), layout), pending.turn)
 
         def counts() -> Tensor:
-            tokens_E = plan.tokens_E
+            tokens_E = pending.wanted_RE().sum(0)
             schedule.request()
             return tokens_E
 
-        return BatchPlan(run, layout, plan, counts, check)
+        if batch.learning:
+            schedule.record(load)
+        return BatchPlan(run, layout, read, counts if batch.learning else None, check)
 
     def _agree(self, deciding: Sequence[LayoutSchedule], timeout_s: float, device: torch.device) -> None:
-        """Lets all ranks use the layouts that are due, or none of them. Where none is due nobody waits: all know it."""
+        """Lets all ranks use the layouts that are due, or none of them. If none is due, no rank waits: all know it."""
         if not any(schedule.due for schedule in deciding):
             return
         deadline_s = time.monotonic() + timeout_s
@@ -202,17 +243,18 @@ class Planner:
 def _to_holders(load: LoadMatrix, layout: ExpertLayout, holder_E: IntArray) -> TokenPlan:
     """Returns the plan that sends every token to the only rank that holds its expert."""
     source, expert = np.nonzero(load.tokens_RE)
-    return TokenPlan(np.stack([source, expert, holder_E[expert], load.tokens_RE[source, expert]], axis=1), load, layout)
+    entries = np.stack([source, expert, holder_E[expert], load.tokens_RE[source, expert]], axis=1)
+    return TokenPlan.by_construction(entries, load, layout)
 
 
 def _commit(schedules: Sequence[LayoutSchedule], votes_RN: Tensor) -> None:
-    """All ranks use the plans of a schedule that are due where every one of them has voted for it."""
+    """Makes all ranks use the plans of a schedule that are due if every one of them has voted for it."""
     for schedule, vote in zip(schedules, votes_RN.amin(dim=0).tolist(), strict=True):
         schedule.commit(bool(vote))
 
 
 def _agreed_plan(make: Callable[[], LayerPlan], channel: Channel, device: torch.device) -> LayerPlan:
-    """Returns the plan that code which is not ours makes, where it is the same on every rank."""
+    """Returns the plan that a user's code makes, once it is known to be the same on every rank."""
     differing = (
         "planned differently from the same counts; let layout() and split() of your own be functions of the problem "
         "and their fields alone"
@@ -227,56 +269,15 @@ def _digest(plan: LayerPlan) -> bytes:
 
 
 @dataclass(frozen=True)
-class SingleRankPlan:
-    """One rank's plan, of which only ``tokens_E`` int64 [E] is needed to compute; that lies where it was counted."""
-
-    strategy: Strategy
-    shape: ModelShape
-    cluster: ClusterSpec
-    layout: ExpertLayout
-    turn: int
-    tokens_E: Tensor
-
-    def read(self) -> LayerPlan:
-        """Returns the plan on the host, which waits for the device."""
-        load = LoadMatrix(self.tokens_E[None].cpu().numpy())
-        return plan_layer(self.strategy, self.shape, self.cluster, load, layout=self.layout, turn=self.turn)
-
-
-@dataclass(frozen=True)
-class DevicesPlan:
-    """The plan of several ranks over ``layout``, which their devices make, in the forward of the micro-batch or before
-    it.
-    """
-
-    layout: ExpertLayout
-    pending: DevicePlan
-
-    @property
-    def tokens_E(self) -> Tensor:
-        """Choices of each expert on all ranks, int64 [E], on the device; from the launch of forward on."""
-        return self.pending.wanted_RE().sum(0)
-
-    def load(self) -> LoadMatrix:
-        """Returns who wants what. Waits for the device."""
-        return LoadMatrix(self.pending.counts_RE())
-
-    def read(self) -> LayerPlan:
-        """Returns the plan on the host, as the device made it. Waits for the device."""
-        tokens = TokenPlan(self.pending.entries().numpy(), self.load(), self.layout)
-        return LayerPlan(tokens, self.pending.turn)
-
-
-@dataclass(frozen=True)
 class UnreadPlan:
-    """A plan in the numbers of ``homes``."""
+    """A plan in the numbers of ``homes``: a ``LayerPlan``, or what reads it, which may wait for the device."""
 
-    plan: LayerPlan | SingleRankPlan | DevicesPlan
+    plan: LayerPlan | PlanReader
     homes: Homes
 
     def read(self) -> LayerPlan:
-        """Returns the plan on the host, in the model's ids. May wait for the device."""
-        plan = self.plan if isinstance(self.plan, LayerPlan) else self.plan.read()
+        """Returns the plan on the host, in the model's ids."""
+        plan = self.plan if isinstance(self.plan, LayerPlan) else self.plan()
         return replace(plan, tokens=self.homes.plan_by_id(plan.tokens)) if self.homes.moved else plan
 
 
@@ -296,10 +297,11 @@ def agreed(
     what: str,
     differing: str,
 ) -> T:
-    """Returns what ``make`` returns here, once it is known to be the same everywhere; a collective.
+    """Returns what ``make`` returns here, once it is known to be the same on all ranks; a collective.
 
-    Where it raises on any rank no rank goes on, to wait for rows that nobody sends: the others raise RuntimeError with
-    that rank's message, as "``what`` failed". So do all where digests, of 32 bytes, differ: "``differing``".
+    If it raises on any rank, no rank goes on, to wait for rows that nobody sends: the others raise RuntimeError with
+    that rank's message, as "``what`` failed". All ranks raise RuntimeError, as "``differing``", if the digests, of 32
+    bytes, differ.
     """
     made, failure = None, None
     digest, message = bytes(_DIGEST_BYTES), b""

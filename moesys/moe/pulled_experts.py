@@ -53,7 +53,7 @@ class PulledExperts(ShardedExperts):
     ) -> Restore:
         s, mine = self.wire_slice, held[self.rank]
         wire_Es = self.on_wire(masters, dtype)
-        restored_DP = self.new(wire_Es, len(mine), self.padded_parameters)
+        restored_DP = self.memory.new(wire_Es, len(mine), self.padded_parameters)
         wanted = [
             PullPart(restored_DP[slot, rank * s : (rank + 1) * s], rank, expert * s * wire_Es.itemsize)
             for rank in self._ranks_from_next()
@@ -72,9 +72,9 @@ class PulledExperts(ShardedExperts):
         return lambda: self._pull_home(grads_DP, layout, channel, detail)
 
     def _pull_home(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Finish:
-        s, held = self.wire_slice, self.held_by_rank(layout)
+        s, held = self.wire_slice, layout.held_by_rank
         expert_N = [expert for experts in held for expert in experts]
-        received_No = self.new(grads_DP, len(expert_N), len(self.owned()))
+        received_No = self.memory.new(grads_DP, len(expert_N), len(self.owned()))
         place = {(rank, slot): n for n, (rank, slot) in enumerate(_slots(held))}
         wanted = [
             PullPart(received_No[place[rank, slot]], rank, (slot * self.num_ranks + self.rank) * s * grads_DP.itemsize)
@@ -96,7 +96,7 @@ class PulledExperts(ShardedExperts):
         return self.rings.ring(name, num_bytes, device, self._timeout_s or channel.timeout_s)
 
     def _ranks_from_next(self) -> list[int]:
-        """All ranks, this one last: so that not all pull from the same one at once."""
+        """Returns all ranks, this one last, so that not all ranks pull from the same one at once."""
         return [(self.rank + 1 + place) % self.num_ranks for place in range(self.num_ranks)]
 
     def _start(
@@ -133,8 +133,8 @@ class PulledExperts(ShardedExperts):
 
 
 def ring_bytes(shape: ModelShape, num_ranks: int, num_slots: int, gradient_bytes: int) -> int:
-    """Bytes of each rank's arenas where layers like ``shape`` share experts and their gradients, of ``gradient_bytes``
-    an element, with ``num_slots`` on every rank: once for all layers of a linked model.
+    """Returns the bytes of each rank's arenas if layers like ``shape`` share experts and their gradients, of
+    ``gradient_bytes`` per element, with ``num_slots`` on every rank. All layers of a linked model have one arena.
     """
     wire_slice = -(-shape.expert_parameters // num_ranks)
     restored_bytes = shape.num_experts * wire_slice * shape.bytes_per_element
@@ -144,5 +144,5 @@ def ring_bytes(shape: ModelShape, num_ranks: int, num_slots: int, gradient_bytes
 
 
 def _slots(held: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """(rank, slot) in rank order."""
+    """Returns all (rank, slot) in rank order."""
     return [(rank, slot) for rank, experts in enumerate(held) for slot in range(len(experts))]

@@ -25,7 +25,7 @@ SUM_EPS = 1e-20
 
 
 class Routing(NamedTuple):
-    """What the router decided for T tokens.
+    """The decision of a router for T tokens.
 
     ``expert_TK`` int64 [T, K]: the chosen experts, highest score first (with the correction bias, where there is one),
     equal scores by the lower expert. ``weight_TK`` float32 [T, K]: their weights, differentiable with respect to the
@@ -140,14 +140,14 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Initial weights, and no bias; for modules that were made on the meta device."""
+        """Draws initial weights and clears the bias, also of modules that were made on the meta device."""
         self.weight.normal_(std=self.shape.initializer_range, generator=generator)
         if self.shape.scoring_func == "sigmoid":
             self.e_score_correction_bias.zero_()
 
     @unseen_by_selective_checkpoints
     def forward(self, x_TH: Tensor, blocks: TokenBlocks | None = None) -> Routing:
-        """Route tokens [T, H] of any floating dtype; T may be 0. ``blocks``: where no bit may show T."""
+        """Routes tokens [T, H] of any floating dtype; T may be 0. ``blocks`` is given if no bit may depend on T."""
         shape = self.shape
         with torch.autocast(x_TH.device.type, enabled=False):
             x_TH, weight_EH = x_TH.float(), self.weight.float()
@@ -193,7 +193,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, tokens_E: Tensor) -> None:
-        """Move the correction bias one step towards balance: up where an expert has fewer tokens than the mean.
+        """Moves the correction bias one step towards balance: up where an expert has fewer tokens than the mean.
 
         bias += router_bias_update_rate x sign(mean - tokens), DeepSeek-V3's balancing without an auxiliary loss
         (arXiv 2412.19437, section 2.1.2). Does nothing at rate 0, which is the only rate for softmax. ``tokens_E``
@@ -217,7 +217,7 @@ class Router(nn.Module):
 def load_balancing_loss(
     logits_TE: Tensor, expert_TK: Tensor, num_experts: int, *, scoring_func: Literal["softmax", "sigmoid"] = "softmax"
 ) -> Tensor:
-    """E x sum over experts of (share of tokens sent there) x (mean score): the Switch loss, lowest when both are even.
+    """Returns the Switch loss, E x sum over experts of (share of tokens) x (mean score), lowest when both are even.
 
     Softmax: share = tokens / T, score = probability; what transformers computes for one layer, K at perfect balance
     (arXiv 2101.03961, equations 4 to 6). Sigmoid: share = tokens / (K T), score = sigmoid divided by its sum over
@@ -247,7 +247,8 @@ def load_balancing_loss(
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
-    """Mean over tokens of logsumexp(logits) squared, which keeps logits small (ST-MoE, arXiv 2202.08906, equation 5).
+    """Returns the mean over tokens of logsumexp(logits) squared, which keeps logits small (ST-MoE, arXiv 2202.08906,
+    equation 5).
 
     ``logits_TE`` float32 [T, E], of which no rows give 0. Returns a float32 scalar.
     """

@@ -68,7 +68,7 @@ def _checked(ids: Ids, what: str, names: Sequence[str], num_experts: Sequence[in
 
 
 def _check_layer(ids_TK: Tensor, place: Callable[[int], str], name: str, num_experts: int) -> None:
-    """``place`` names a token."""
+    """Raises ValueError for the ids of one layer. ``place`` names a token."""
     expert_TK = ids_TK.long()
     outside_TK = (expert_TK < 0) | (expert_TK >= num_experts)
     if outside_TK.any():
@@ -158,7 +158,7 @@ class ReplayableRouter(NamedTuple):
 @contextmanager
 def recorded(routers: Sequence[ReplayableRouter]) -> Iterator[list[Tensor]]:
     """Gives a list that has [L, T, K] of each micro-batch once the context has ended without an error."""
-    chosen = [_Recorder(compact_dtype(router.num_experts)) for router in routers]
+    chosen = [_ChoiceRecorder(compact_dtype(router.num_experts)) for router in routers]
     handles = [router.hook(recorder) for router, recorder in zip(routers, chosen, strict=True)]
     micro_batches: list[Tensor] = []
     try:
@@ -173,7 +173,7 @@ def recorded(routers: Sequence[ReplayableRouter]) -> Iterator[list[Tensor]]:
     micro_batches += map(torch.stack, zip(*(recorder.expert_TK for recorder in chosen), strict=True))
 
 
-class _Recorder:
+class _ChoiceRecorder:
     """Keeps one router's choices."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -192,8 +192,8 @@ class _Recorder:
 def replayed(
     routers: Sequence[ReplayableRouter], experts: Sequence[Experts], expert_LTK: Ids | Sequence[Ids]
 ) -> Iterator[None]:
-    """Has routers choose ``expert_LTK`` [L, T, K], one of each micro-batch, or a single one for a single micro-batch.
-    Tells ``experts`` of theirs, where they want to know.
+    """Makes routers choose ``expert_LTK`` [L, T, K], a list with one tensor per micro-batch, or a single tensor for a
+    single micro-batch. ``experts`` whose planner foresees loads (``Oracle``) learn theirs.
 
     Raises TypeError and ValueError for ids that cannot be replayed, and at the end if there were too many.
     """

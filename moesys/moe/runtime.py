@@ -121,8 +121,9 @@ class MoERuntime(Lookahead):
     # --- forward ------------------------------------------------------------------------------------------
 
     def enter(self, store: ExpertStore) -> Neighbours:
-        """A layer begins a micro-batch: learns the order, and returns the call of the layer before in the same pass,
-        and the layers whose experts may set off while this one computes; none while the order is being learnt.
+        """Begins a micro-batch of a layer. Learns the order of the layers, and returns the call of the layer before in
+        the same pass, and the layers whose experts may set off while this one computes; none while the order is being
+        learnt.
         """
         known = store in self._order
         if not known:
@@ -142,8 +143,9 @@ class MoERuntime(Lookahead):
         self._newest = call if call.expects_backward else None
 
     def _end_pass(self) -> None:
-        """What was brought ahead, and which call was last, holds within one forward pass. The next layer to run may run
-        after an optimizer step, and ranks may differ in what they still hold on to: collectives follow from neither.
+        """Ends a forward pass: forgets which call was last, and lets no later pass use what was brought ahead. The next
+        layer may run after an optimizer step, and ranks may differ in what they still hold: no collective may follow
+        from either.
         """
         self._num_passes += 1
         self._position = -1
@@ -152,8 +154,8 @@ class MoERuntime(Lookahead):
     # --- backward -----------------------------------------------------------------------------------------
 
     def behind_backward(self, call: LayerCall) -> None:
-        """A layer's output gradients have been dispatched: the experts of the layers before may set off, and gradients
-        of the layer behind, which waited so as not to delay that dispatch.
+        """Starts what waited for the dispatch of a layer's output gradients: the restore of the experts of the layers
+        before, and the gradients of the layer behind.
         """
         self._end_pass()
         before = call.previous
@@ -178,7 +180,7 @@ class MoERuntime(Lookahead):
         return True
 
     def after_backward(self) -> None:
-        """A layer's backward is through: gradients that travelled behind it have arrived."""
+        """Takes in the gradients that travelled behind a layer's backward, which is through."""
         while self._reshards and self._reshards[0].finish is not None:
             reshard = self._reshards.pop(0)
             assert reshard.finish is not None
@@ -202,11 +204,11 @@ class MoERuntime(Lookahead):
     # --- what a person asks -------------------------------------------------------------------------------
 
     def metrics(self) -> list[LayerMetrics]:
-        """The newest micro-batch of every layer that has run."""
+        """Returns the metrics of the newest micro-batch of every layer that has run."""
         return [metrics for layer in self.layers if (metrics := layer.metrics()) is not None]
 
     def check(self) -> None:
-        """``Experts.check`` of every layer: nothing that was computed until now is to be doubted."""
+        """Calls ``Experts.check`` of every layer, which raises the errors of all that was computed until now."""
         for layer in self.layers:
             layer.check()
 
@@ -216,7 +218,7 @@ class MoERuntime(Lookahead):
         return [event for layer in self.layers for event in layer.schedule.events]
 
     def timeline(self) -> Timeline:
-        """This rank's spans since they were last cleared; empty unless ``record_spans``."""
+        """Returns this rank's spans since they were last cleared; empty unless ``record_spans``."""
         return self.recorder.timeline()
 
     def close(self) -> None:

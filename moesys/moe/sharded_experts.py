@@ -6,7 +6,6 @@ R ranks, E experts, P_e parameters of an expert, s wire slice, D distinct expert
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,109 +13,57 @@ from torch import Tensor
 
 from moesys.config import Fsep, ModelShape
 from moesys.layout import ExpertLayout
-from moesys.moe.masters import ExpertForm, initial_expert
+from moesys.moe.masters import ExpertForm, Part, initial_expert
 from moesys.moe.store import Cross, ExpertShards, Finish, HeldByRank, Restore, add_in_order, index_of
 from moesys.overlap.comm.channel import Channel, Transfer
 
 
-class Slices(ABC):
-    """How FSEP cuts experts into the slices of ranks."""
+class Slices:
+    """The slices into which FSEP cuts experts: where masters lie tensor by tensor, each tensor as its ``Part`` says.
 
-    def __init__(self, form: ExpertForm, num_ranks: int) -> None:
-        self.form, self.num_ranks = form, num_ranks
-
-    @property
-    @abstractmethod
-    def wire_slice(self) -> int:
-        """s."""
-
-    @abstractmethod
-    def shapes_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes of a rank's masters, of one expert."""
-
-    @abstractmethod
-    def to_wire(self, masters: Sequence[Tensor], wire_Es: Tensor) -> Tensor:
-        """Writes this rank's slices of all experts, [E, s], and returns them."""
-
-    @abstractmethod
-    def from_wire(self, slices_Es: Tensor) -> tuple[Tensor, ...]:
-        """Returns slices in the shapes of this rank's masters."""
-
-    @abstractmethod
-    def join(self, received_RDs: Tensor, whole_DP: Tensor) -> Tensor:
-        """Writes whole experts [D, R·s] from the slices of all ranks, and returns them."""
-
-    @abstractmethod
-    def cut(self, whole_DP: Tensor, slices_RDs: Tensor) -> Tensor:
-        """Writes the slices of all ranks, [R, D, s], of whole experts [D, R·s], and returns them."""
-
-
-class FlatSlices(Slices):
-    """Of masters [E, P]: rank r has elements [r·s, (r+1)·s) of every expert, s = ceil(P/R), the last ranks fewer or
-    none. Only on the wire are slices padded to s.
+    Flat masters [E, P] are cut as one tensor: rank r has elements [r·s, (r+1)·s) of every expert, s = ceil(P/R), the
+    last ranks fewer or none. Slices are padded to s on the wire.
     """
 
-    @property
-    def wire_slice(self) -> int:
-        return -(-self.form.num_elements // self.num_ranks)
+    def __init__(self, form: ExpertForm, num_ranks: int, *, flat: bool) -> None:
+        self.num_ranks, self.num_elements = num_ranks, form.num_elements
+        self.wire_slice = -(-form.num_elements // num_ranks)
+        self._parts = (Part((num_ranks * self.wire_slice,)),) if flat else form.parts
+        self._slice_shapes = [part.sliced_shape(num_ranks) for part in self._parts]
+        self._flat = flat
 
     def of_rank(self, rank: int) -> range:
-        """Returns the elements that a rank has."""
-        P, s = self.form.num_elements, self.wire_slice
+        """Returns the elements of a rank in flat masters."""
+        P, s = self.num_elements, self.wire_slice
         return range(min(P, rank * s), min(P, (rank + 1) * s))
 
     def shapes_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        return ((len(self.of_rank(rank)),),)
+        """Returns the shapes of a rank's masters, of one expert."""
+        return ((len(self.of_rank(rank)),),) if self._flat else tuple(self._slice_shapes)
 
     def to_wire(self, masters: Sequence[Tensor], wire_Es: Tensor) -> Tensor:
-        (local_EP,) = masters
-        wire_Es[:, : local_EP.shape[1]] = local_EP
-        wire_Es[:, local_EP.shape[1] :] = 0
-        return wire_Es
-
-    def from_wire(self, slices_Es: Tensor) -> tuple[Tensor, ...]:
-        return (slices_Es,)
-
-    def join(self, received_RDs: Tensor, whole_DP: Tensor) -> Tensor:
-        self._by_rank(whole_DP).copy_(received_RDs)
-        return whole_DP
-
-    def cut(self, whole_DP: Tensor, slices_RDs: Tensor) -> Tensor:
-        return slices_RDs.copy_(self._by_rank(whole_DP))
-
-    def _by_rank(self, whole_DP: Tensor) -> Tensor:
-        return whole_DP.view(len(whole_DP), self.num_ranks, self.wire_slice).transpose(0, 1)
-
-
-class PartSlices(Slices):
-    """Of masters that lie tensor by tensor, each cut as its ``Part`` says."""
-
-    def __init__(self, form: ExpertForm, num_ranks: int) -> None:
-        super().__init__(form, num_ranks)
-        self._slice_shapes = [part.sliced_shape(num_ranks) for part in form.parts]
-
-    @property
-    def wire_slice(self) -> int:
-        return self.form.num_elements // self.num_ranks
-
-    def shapes_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(self._slice_shapes)
-
-    def to_wire(self, masters: Sequence[Tensor], wire_Es: Tensor) -> Tensor:
+        """Writes this rank's slices of all experts, [E, s], and returns them."""
         for place_EN, master in zip(self._split(wire_Es), masters, strict=True):
-            place_EN.copy_(master.flatten(1))
+            slice_EN = master.flatten(1)
+            place_EN[:, : slice_EN.shape[1]] = slice_EN
+            place_EN[:, slice_EN.shape[1] :] = 0
         return wire_Es
 
     def from_wire(self, slices_Es: Tensor) -> tuple[Tensor, ...]:
+        """Returns slices in the shapes of this rank's masters."""
+        if self._flat:
+            return (slices_Es,)
         parts = zip(self._split(slices_Es), self._slice_shapes, strict=True)
         return tuple(part_EN.unflatten(1, shape) for part_EN, shape in parts)
 
     def join(self, received_RDs: Tensor, whole_DP: Tensor) -> Tensor:
+        """Writes whole experts [D, R·s] from the slices of all ranks, and returns them."""
         for by_rank, slices in self._pairs(whole_DP, received_RDs):
             by_rank.copy_(slices)
         return whole_DP
 
     def cut(self, whole_DP: Tensor, slices_RDs: Tensor) -> Tensor:
+        """Writes the slices of all ranks, [R, D, s], of whole experts [D, R·s], and returns them."""
         for by_rank, slices in self._pairs(whole_DP, slices_RDs):
             slices.copy_(by_rank)
         return slices_RDs
@@ -126,9 +73,9 @@ class PartSlices(Slices):
 
     def _pairs(self, whole_DP: Tensor, slices_RDs: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Returns views of the same elements, tensor by tensor: in whole experts, and in slices."""
-        flats = whole_DP.split([part.num_elements for part in self.form.parts], dim=1)
+        flats = whole_DP.split([part.num_elements for part in self._parts], dim=1)
         pairs = []
-        for part, flat_DN, slices in zip(self.form.parts, flats, self._split(slices_RDs), strict=True):
+        for part, flat_DN, slices in zip(self._parts, flats, self._split(slices_RDs), strict=True):
             before, behind = math.prod(part.shape[: part.dim]), math.prod(part.shape[part.dim + 1 :])
             rows = part.shape[part.dim] // self.num_ranks
             by_rank = flat_DN.unflatten(1, (before, self.num_ranks, rows, behind)).permute(2, 0, 1, 3, 4)
@@ -137,8 +84,9 @@ class PartSlices(Slices):
 
 
 class NodeCarriers:
-    """Of the node of ``rank``: ``members``, its ranks, and ``wanted``, the distinct experts that these hold, in the
-    order of ranks and slots. ``nodes`` and ``wanted_by_node`` are those of all.
+    """The ranks that carry slices into nodes and out of them, as the node of ``rank`` sees it: ``members``, its ranks,
+    and ``wanted``, the distinct experts that these hold, in the order of ranks and slots. ``nodes`` and
+    ``wanted_by_node`` are those of all nodes.
     """
 
     def __init__(self, rank: int, node_of_rank: Sequence[int], held: HeldByRank) -> None:
@@ -196,12 +144,9 @@ class ShardedExperts(ExpertShards):
     ) -> None:
         super().__init__(shape, rank, len(node_of_rank), form)
         self.node_of_rank, self.sharding = tuple(node_of_rank), sharding
-        self.slices: Slices = (FlatSlices if self.flat else PartSlices)(self.form, self.num_ranks)
-
-    @property
-    def wire_slice(self) -> int:
-        """s, elements of one rank's slice of one expert on the wire."""
-        return self.slices.wire_slice
+        self.slices = Slices(self.form, self.num_ranks, flat=self.flat)
+        # s, the elements of one rank's slice of one expert on the wire.
+        self.wire_slice = self.slices.wire_slice
 
     @property
     def padded_parameters(self) -> int:
@@ -213,7 +158,6 @@ class ShardedExperts(ExpertShards):
 
     def owned(self) -> range:
         """Returns this rank's elements of flat masters."""
-        assert isinstance(self.slices, FlatSlices)
         return self.slices.of_rank(self.rank)
 
     def initial(self, seed: int, layer_index: int) -> Tensor:
@@ -234,9 +178,9 @@ class ShardedExperts(ExpertShards):
         return start(wire_Es, held, channel, detail)
 
     def _restore_flat(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Restore:
-        """One all-to-all: to every rank my slice of each expert it holds."""
+        """Restores by one all-to-all: sends every rank this rank's slice of each expert that it holds."""
         num_held = len(held[self.rank])
-        received = self.new(wire_Es, self.num_ranks, num_held, self.wire_slice)
+        received = self.memory.new(wire_Es, self.num_ranks, num_held, self.wire_slice)
         transfer = channel.all_to_all(
             received.view(-1, self.wire_slice),
             self._rows(wire_Es, [e for experts in held for e in experts]),
@@ -253,11 +197,13 @@ class ShardedExperts(ExpertShards):
         return self.restored(received.dtype, received.device, finish)
 
     def _restore_hierarchical(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Restore:
-        """Two all-to-alls: one copy of each distinct expert into each node, to its carriers, then a spread inside."""
+        """Restores by two all-to-alls: one copy of each distinct expert goes into each node, to its carriers, who then
+        spread it inside.
+        """
         carriers = NodeCarriers(self.rank, self.node_of_rank, held)
         wanted, num_held, s = carriers.wanted, len(held[self.rank]), self.wire_slice
         abroad = dict(carriers.abroad())
-        arrived = self.new(wire_Es, len(carriers.outside), len(wanted), s)
+        arrived = self.memory.new(wire_Es, len(carriers.outside), len(wanted), s)
         first = channel.all_to_all(
             arrived.view(-1, s),
             self._rows(wire_Es, [e for experts in abroad.values() for e in experts]),
@@ -266,7 +212,7 @@ class ShardedExperts(ExpertShards):
             lane="restore",
             detail=f"{detail} between nodes",
         )
-        received = self.new(wire_Es, self.num_ranks, num_held, s)
+        received = self.memory.new(wire_Es, self.num_ranks, num_held, s)
         second: Transfer | None = None
 
         def spread() -> None:
@@ -299,15 +245,15 @@ class ShardedExperts(ExpertShards):
     def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
         if self.num_ranks == 1:
             return lambda: lambda: (grads_DP,) if self.flat else self.form.views(grads_DP)
-        held = self.held_by_rank(layout)
+        held = layout.held_by_rank
         if self.sharding.reshard == "hierarchical":
             return self._reshard_hierarchical(grads_DP, held, channel, detail)
         return lambda: self._reshard_flat(grads_DP, held, channel, detail)
 
     def _reshard_flat(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Finish:
-        """One all-to-all: to every rank its slice of each of my gradients."""
+        """Sends gradients home by one all-to-all: every rank receives its slice of each gradient of this rank."""
         num_held = len(held[self.rank])
-        received = self.new(grads_DP, sum(map(len, held)), self.wire_slice)
+        received = self.memory.new(grads_DP, sum(map(len, held)), self.wire_slice)
         transfer = channel.all_to_all(
             received,
             self._cut(grads_DP).view(-1, self.wire_slice),
@@ -324,13 +270,13 @@ class ShardedExperts(ExpertShards):
         return finish
 
     def _reshard_hierarchical(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Cross:
-        """Two all-to-alls, a hierarchical restore backwards: gradients to their carriers, who add those of their node
-        in rank order; then a sum a node to its owner, who adds nodes in their order.
+        """Sends gradients home by two all-to-alls, a hierarchical restore backwards: they go to their carriers, who add
+        those of their node in rank order; then one sum per node goes to its owner, who adds nodes in their order.
         """
         carriers = NodeCarriers(self.rank, self.node_of_rank, held)
         num_owners, num_held, s = len(carriers.owners), len(held[self.rank]), self.wire_slice
         counts = [num_owners * len(held[r]) if r in carriers.members else 0 for r in range(self.num_ranks)]
-        gathered = self.new(grads_DP, sum(counts), s)
+        gathered = self.memory.new(grads_DP, sum(counts), s)
         first = channel.all_to_all(
             gathered,
             self._cut(grads_DP)[index_of(carriers.by_carrier, grads_DP)].view(-1, s),
@@ -342,7 +288,7 @@ class ShardedExperts(ExpertShards):
 
         def cross() -> Finish:
             first.wait()
-            sums_ONs = self.new(grads_DP, num_owners, len(carriers.wanted), s).fill_(-0.0)
+            sums_ONs = self.memory.new(grads_DP, num_owners, len(carriers.wanted), s).fill_(-0.0)
             for member, part in zip(
                 carriers.members, gathered.split([counts[r] for r in carriers.members]), strict=True
             ):
@@ -352,9 +298,9 @@ class ShardedExperts(ExpertShards):
         return cross
 
     def _cross(self, sums_ONs: Tensor, carriers: NodeCarriers, channel: Channel, detail: str) -> Finish:
-        """``sums_ONs``: of this node, for each owner that this rank carries for, itself among them."""
+        """Sends the sums of this node, ``sums_ONs``, to each owner that this rank carries for, itself among them."""
         s, abroad = self.wire_slice, dict(carriers.abroad())
-        received = self.new(sums_ONs, sum(map(len, abroad.values())), s)
+        received = self.memory.new(sums_ONs, sum(map(len, abroad.values())), s)
         place = carriers.owners.index(self.rank)
         second = channel.all_to_all(
             received,
@@ -375,12 +321,12 @@ class ShardedExperts(ExpertShards):
 
     def _cut(self, grads_DP: Tensor) -> Tensor:
         """Returns the slices of all ranks, [R, D, s]."""
-        return self.slices.cut(grads_DP, self.new(grads_DP, self.num_ranks, len(grads_DP), self.wire_slice))
+        return self.slices.cut(grads_DP, self.memory.new(grads_DP, self.num_ranks, len(grads_DP), self.wire_slice))
 
     def _summed(self, parts: Iterable[Tensor], experts: Sequence[int], like: Tensor) -> tuple[Tensor, ...]:
         """Returns the gradients of this rank's masters: slices of ``experts``, added in the order of ``parts``."""
         num_owned = len(self.owned()) if self.flat else self.wire_slice
-        total_Es = self.new(like, self.shape.num_experts, num_owned)
+        total_Es = self.memory.new(like, self.shape.num_experts, num_owned)
         return self.slices.from_wire(add_in_order((part[:num_owned] for part in parts), experts, total_Es))
 
     def on_wire(self, masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -390,9 +336,9 @@ class ShardedExperts(ExpertShards):
 
     def _rows(self, slices_Es: Tensor, experts: Sequence[int]) -> Tensor:
         """Returns copies of the slices of ``experts``, [N, s]."""
-        out_Ns = self.new(slices_Es, len(experts), self.wire_slice)
+        out_Ns = self.memory.new(slices_Es, len(experts), self.wire_slice)
         return torch.index_select(slices_Es, 0, index_of(experts, slices_Es), out=out_Ns)
 
     def _joined(self, received_RDs: Tensor) -> Tensor:
-        whole_DP = self.new(received_RDs, received_RDs.shape[1], self.padded_parameters)
+        whole_DP = self.memory.new(received_RDs, received_RDs.shape[1], self.padded_parameters)
         return self.slices.join(received_RDs, whole_DP)

@@ -29,7 +29,6 @@ from moesys.layout import ExpertLayout
 from moesys.moe.masters import ExpertForm, Masters
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import ExpertWeights
-from moesys.overlap.routes import held_experts
 
 
 class RestoredExperts(Sequence[ExpertWeights]):
@@ -97,7 +96,9 @@ class RestoredExperts(Sequence[ExpertWeights]):
 
 
 class Restore:
-    """Experts on their way: a future. ``bring`` waits for them; ``spread``, if any, starts what is left to start."""
+    """A future of restored experts. ``bring`` waits for them; ``spread``, if given, starts a second phase of
+    messages.
+    """
 
     def __init__(self, bring: Callable[[], RestoredExperts], spread: Callable[[], None] | None = None) -> None:
         self._bring: Callable[[], RestoredExperts] | None = bring
@@ -105,18 +106,18 @@ class Restore:
         self._experts: RestoredExperts | None = None
 
     def spread(self) -> Restore:
-        """Starts what is left to start, so that it does not queue behind the restores of other layers. A collective."""
+        """Starts the second phase, so that it does not queue behind the restores of other layers. A collective."""
         if self._spread is not None:
             self._spread()
             self._spread = None
         return self
 
     def wait(self) -> RestoredExperts:
-        """Returns the experts when they are here."""
+        """Waits for the experts, and returns them."""
         if self._experts is None:
             self.spread()
             assert self._bring is not None
-            # With it goes what travelled, of which experts were put together.
+            # This frees the messages that the experts were put together from.
             self._experts, self._bring = self._bring(), None
         return self._experts
 
@@ -135,7 +136,7 @@ Cross = Callable[[], Finish]
 
 def index_of(values: Sequence[int], like: Tensor) -> Tensor:
     """Returns ``values`` as an index of rows on the device of ``like``."""
-    return to_device(values, like.device)
+    return torch.tensor(values, dtype=torch.int64) if like.device.type == "cpu" else to_device(values, like.device)
 
 
 def unstacked(stacked: ExpertWeights) -> list[ExpertWeights]:
@@ -157,22 +158,21 @@ class ExpertShards(ABC):
         self.shape, self.rank, self.num_ranks = shape, rank, num_ranks
         self.form, self.flat = form or ExpertForm.of(shape), form is None
         self.memory = PagePool()
-        # The newest layout, what each rank holds of it, and whether that is just what it owns.
-        self._held: tuple[ExpertLayout | None, HeldByRank] = (None, [])
+        # What ranks hold under the newest layout, and whether that is just what they own.
         self._kept: tuple[HeldByRank | None, bool] = (None, False)
 
     @abstractmethod
     def initial(self, seed: int, layer_index: int) -> Tensor:
-        """This rank's float32 part of flat masters; at no time does it hold more than one expert besides."""
+        """Returns this rank's float32 part of flat masters. It never holds more than one expert besides."""
 
     @abstractmethod
     def keep(self, local: Tensor, expert: int, flat_P: Tensor) -> None:
-        """Write this rank's part of an expert, whose parameters are ``flat_P`` [P_e], into flat masters."""
+        """Writes this rank's part of an expert, whose parameters are ``flat_P`` [P_e], into flat masters."""
 
     @property
     @abstractmethod
     def master_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Those of this rank's masters."""
+        """The shapes of this rank's masters."""
 
     def keeps_all(self, held: HeldByRank) -> bool:
         """Returns whether all ranks hold just what they own, so that nothing travels; the same on all of them."""
@@ -187,12 +187,12 @@ class ExpertShards(ABC):
     def restore(
         self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
     ) -> Restore:
-        """Start bringing the experts that this rank is to hold, to be computed with in ``dtype``."""
+        """Starts bringing the experts that this rank is to hold, to be computed with in ``dtype``."""
 
     @abstractmethod
     def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
-        """Start on the way home of slot gradients [D, padded_parameters]: what is summed inside nodes before it leaves
-        them. What goes home by itself sets off with the rest.
+        """Starts sending slot gradients [D, padded_parameters] home: those that are summed inside nodes before they
+        leave them. The result sends all others.
         """
 
     @property
@@ -201,8 +201,8 @@ class ExpertShards(ABC):
         """Columns of a slot-gradient buffer: P, or R·s."""
 
     def new_gradients(self, layout: ExpertLayout, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Memory for slot gradients, [D, padded_parameters]."""
-        num_held = len(self.held_by_rank(layout)[self.rank])
+        """Returns memory for slot gradients, [D, padded_parameters]."""
+        num_held = len(layout.held_by_rank[self.rank])
         return self.memory.empty((num_held, self.padded_parameters), dtype, device)
 
     def restored(
@@ -218,22 +218,12 @@ class ExpertShards(ABC):
         return Restore(lambda: RestoredExperts(self.form, dtype, self.memory, device, finish()), spread)
 
     def share_with(self, first: ExpertShards) -> None:
-        """Use the memory of ``first``, as the layers of a linked model do."""
+        """Uses the memory of ``first`` from now on, as the layers of a linked model do."""
         self.memory = first.memory
 
     def unshare(self) -> None:
-        """Have memory of one's own again."""
+        """Uses memory of its own again."""
         self.memory = PagePool()
-
-    def new(self, like: Tensor, *shape: int) -> Tensor:
-        """Memory of the dtype and device of ``like``."""
-        return self.memory.empty(shape, like.dtype, like.device)
-
-    def held_by_rank(self, layout: ExpertLayout) -> HeldByRank:
-        """Returns the distinct experts of each rank. The newest layout's are the same object every time."""
-        if self._held[0] is not layout:
-            self._held = layout, [held_experts(layout.experts_of(rank)) for rank in range(self.num_ranks)]
-        return self._held[1]
 
 
 def _copy(weights: ExpertWeights, into: ExpertWeights) -> None:
@@ -342,14 +332,14 @@ class ExpertStore:
         """Starts bringing the experts of ``layout`` here, to be computed with in ``dtype``, by messages of
         ``generation``. A collective.
         """
-        return self._start(self.shards.held_by_rank(layout), dtype, generation, "")
+        return self._start(layout.held_by_rank, dtype, generation, "")
 
     def _start_late(self, early: Restore, layout: ExpertLayout, dtype: torch.dtype, generation: int) -> Restore:
         """Starts bringing what ``layout`` has more than the settled one, whose experts are ``early``. A collective,
         where it has more on any rank.
         """
         rank = self.shards.rank
-        settled, held = self.shards.held_by_rank(self.schedule.layout), self.shards.held_by_rank(layout)
+        settled, held = self.schedule.layout.held_by_rank, layout.held_by_rank
         if settled == held:
             return early
         missing = [
@@ -403,8 +393,8 @@ class ExpertStore:
         self._prefetched = None
 
     def _is_prefetched(self, pass_number: int) -> bool:
-        """Whether experts were brought ahead for this very pass: one that was broken off leaves some behind, which the
-        next optimizer step makes stale.
+        """Returns whether experts were brought ahead for this very pass: one that was broken off leaves some behind,
+        which the next optimizer step makes stale.
         """
         return self._prefetched is not None and self._prefetched[0] == (self.schedule.layout, pass_number, self.dtype)
 

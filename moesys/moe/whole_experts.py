@@ -28,7 +28,7 @@ class Loans:
         self._experts: dict[tuple[int, int], list[int]] = defaultdict(list)
 
     def __bool__(self) -> bool:
-        """Whether anything is lent; every rank gives the same answer."""
+        """Returns whether anything is lent, which is the same on every rank."""
         return bool(self._experts)
 
     def add(self, giver: int, taker: int, expert: int) -> None:
@@ -172,7 +172,7 @@ class WholeExperts(ExpertShards):
         return rows_NP
 
     def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
-        held = self.held_by_rank(layout)
+        held = layout.held_by_rank
         by_owners, passed_on = self._loans(held)
         if not by_owners:
             return lambda: lambda: self._masters_form(grads_DP)
@@ -204,8 +204,8 @@ class WholeExperts(ExpertShards):
     ) -> tuple[Tensor, Transfer]:
         """Starts sending the gradients of what was taken to who gave it; returns where those of what was given come."""
         given, taken = loans.given_by(self.rank), loans.taken_by(self.rank)
-        received = self.new(grads_DP, len(_flat(given)), grads_DP.shape[1])
-        sent = self.new(grads_DP, len(_flat(taken)), grads_DP.shape[1])
+        received = self.memory.new(grads_DP, len(_flat(given)), grads_DP.shape[1])
+        sent = self.memory.new(grads_DP, len(_flat(taken)), grads_DP.shape[1])
         torch.index_select(grads_DP, 0, index_of([slot[e] for e in _flat(taken)], grads_DP), out=sent)
         counts = [[len(experts) for experts in of] for of in (given, taken)]
         return received, channel.all_to_all(received, sent, *counts, lane="reshard", detail=detail)
@@ -219,7 +219,7 @@ class WholeExperts(ExpertShards):
         parts = [*gathered[:before], *(grads_DP[slot[e]] for e in passed), *gathered[before:]]
         experts = [*_flat(given[: self.rank]), *passed, *_flat(given[self.rank :])]
         row = {expert: row for row, expert in enumerate(passed)}
-        sums = add_in_order(parts, [row[e] for e in experts], self.new(grads_DP, len(passed), grads_DP.shape[1]))
+        sums = add_in_order(parts, [row[e] for e in experts], self.memory.new(grads_DP, len(passed), grads_DP.shape[1]))
         grads_DP[index_of([slot[e] for e in passed], grads_DP)] = sums
 
     def _total(self, parts_R: list[Sequence[Tensor]], experts_R: list[list[int]], like: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class WholeExperts(ExpertShards):
 
     def _added(self, parts_R: Iterable[Sequence[Tensor]], experts_R: Iterable[Sequence[int]], like: Tensor) -> Tensor:
         rows = [e - self.owned().start for e in _flat(experts_R)]
-        total_NP = self.new(like, len(self.owned()), like.shape[1])
+        total_NP = self.memory.new(like, len(self.owned()), like.shape[1])
         return add_in_order((part for parts in parts_R for part in parts), rows, total_NP)
 
     def _masters_form(self, total_NP: Tensor) -> tuple[Tensor, ...]:

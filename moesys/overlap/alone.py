@@ -31,7 +31,11 @@ from moesys.overlap.routes import SortedRoutes, invalid_id, no_expert, sort_rows
 
 
 class AloneExecutor(Executor):
-    """Runs the micro-batches of one rank by a GEMM for each expert."""
+    """Runs the micro-batches of one rank by a GEMM for each expert.
+
+    Experts without kernels are computed so on a GPU too. The host then sorts the choices: it waits for them, and copies
+    them and their order through pageable memory.
+    """
 
     planned_by = "nobody"
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesys.config import Overlap
+from moesys.config import LayoutInvariant, Overlap
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
@@ -100,7 +100,7 @@ class RowMessages:
         self._under_way[stage] = (*self._under_way.get(stage, ()), transfer)
 
     def _new(self, num_rows: int, like_NH: Tensor) -> Tensor:
-        return self._memory.empty((num_rows, *like_NH.shape[1:]), like_NH.dtype, like_NH.device)
+        return self._memory.new(like_NH, num_rows, *like_NH.shape[1:])
 
     def _rows(self, rows_NH: Tensor, index_M: Tensor) -> Tensor:
         return torch.index_select(rows_NH, 0, index_M, out=self._new(len(index_M), rows_NH))
@@ -176,18 +176,19 @@ class ChunkedRun:
         y_TH: Tensor | None,
     ) -> SavedTensors:
         """Writes the output into ``y_TH``, where anybody reads it."""
-        messages = self._messages(x_TH, direction)
+        routes = self.routes
+        messages = self._messages(routes, x_TH, direction)
         scratch = Scratch(self.memory, x_TH.device)
         forward_pass: ForwardPass
         for stage, earlier in self._schedule(direction).items():
             messages.wait(earlier)
-            chunk = self.routes.chunks[stage.chunk]
+            chunk = routes.chunks[stage.chunk]
             match stage.kind:
                 case "dispatch":
                     messages.dispatch(stage)
                 case "wait_for_experts":
                     messages.put_in_place()
-                    forward_pass = self.compute.forward(self.routes, messages.arrivals, wait_for_experts(), scratch)
+                    forward_pass = self.compute.forward(routes, messages.arrivals, wait_for_experts(), scratch)
                 case "experts":
                     with self._span("experts", f"forward {stage.chunk}"):
                         y_PH = forward_pass.experts(chunk)
@@ -213,7 +214,7 @@ class ChunkedRun:
         ``gradients``, or not computed where that is None.
         """
         routes, weight_TK = self.routes, saved.weight_TK
-        messages = self._messages(dy_TH, "backward")
+        messages = self._messages(routes, dy_TH, "backward")
         scratch = Scratch(self.memory, dy_TH.device)
         dx_TH, dweight_TK = self.memory.empty_like(dy_TH), torch.empty_like(weight_TK)
         backward_pass: BackwardPass
@@ -257,8 +258,8 @@ class ChunkedRun:
     def _schedule(self, direction: Direction) -> Schedule:
         return _schedule_of(self.overlap, direction)
 
-    def _messages(self, source_TH: Tensor, direction: Direction) -> RowMessages:
-        return RowMessages(self.routes, self.channel, self.memory, source_TH, direction)
+    def _messages(self, routes: Routes, source_TH: Tensor, direction: Direction) -> RowMessages:
+        return RowMessages(routes, self.channel, self.memory, source_TH, direction)
 
     def _combine(self, messages: Any, stage: Stage, rows_PH: Tensor, scratch: Scratch, *, weighted: bool) -> None:
         """Sends a chunk's expert rows home. ``weighted``: whether sums that are made for other nodes are weighted."""
@@ -283,6 +284,7 @@ class ChunkedExecutor(Executor):
     def __init__(self, layer: LayerContext, compute: ExpertCompute) -> None:
         super().__init__(layer, compute)
         self.num_chunks = layer.strategy.overlap.chunks
+        self._sums_in_blocks = isinstance(layer.strategy.reduction, LayoutInvariant)
         if self.compute.by_tables and layer.strategy.routes_on_device(layer.channel.num_nodes):
             self.planned_by = "devices"
         # Tables of the newest layout, and chunks of as many tokens as there were last.
@@ -294,7 +296,7 @@ class ChunkedExecutor(Executor):
         channel = layer.channel.tagged(layer.channel.generation)
         tokens_CRE = np.ascontiguousarray(planned.tokens_RCE.swapaxes(0, 1))
         routes = build_routes(expert_TK, tokens_CRE, plan.tokens, channel.rank, self.compute.min_rows)
-        sums = layer.sums_of(plan, expert_TK.device)
+        sums = layer.sums_of(plan, expert_TK.device) if self._sums_in_blocks else None
         return ChunkedRun(layer.strategy.overlap, lambda: routes, channel, self.compute, layer.memory, sums)
 
     def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> DeviceLaunch:

@@ -29,7 +29,7 @@ from moesys.load import IntArray
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.frames import Position
 from moesys.overlap.exact_sum import BlockSums
-from moesys.overlap.routes import ChunkRoutes, Routes, held_experts
+from moesys.overlap.routes import ChunkRoutes, Routes
 
 
 class ExpertWeights(NamedTuple):
@@ -172,7 +172,7 @@ class LayerContext:
 
     def sums_of(self, plan: LayerPlan, device: torch.device) -> BlockSums | None:
         """Returns how weight gradients are summed where layouts may not show; None where they may."""
-        held = held_experts(plan.layout.experts_of(self.channel.rank))
+        held = plan.layout.held_by_rank[self.channel.rank]
         return self.sums(held, plan.load.tokens_E, plan.turn, device)
 
     def sums(

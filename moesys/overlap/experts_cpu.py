@@ -22,7 +22,7 @@ from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import NARROW, RowRule, aligned, is_aligned, matmul_rows, projection_rule
 from moesys.kernels.cpu.row_invariant_ops import RowFunction, swiglu, swiglu_backward
 from moesys.overlap.exact_sum import BlockSums, add_on_grid, largest_size, row_sizes
-from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertCompute, ExpertGradients, HeldExperts
+from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertCompute, ExpertGradients, ExpertWeights, HeldExperts
 from moesys.overlap.routes import ChunkRows, Routes, SlotRows, SortedRoutes
 
 # Combine works on blocks of so many elements, which stay in a core's cache.
@@ -71,12 +71,12 @@ class CpuExperts:
         experts = weights.by_slot()
         width = experts[0].gate_up.shape[int(self.transposed)] if len(experts) else 0
         h_P2I = scratch.memory.empty((routes.num_rows, width), x.rows.dtype, x.rows.device)
-        return CpuForward(self, *_projections(weights, None, self.transposed), scratch, x, h_P2I)
+        return CpuForward(self, *_projections(experts, None, self.transposed), scratch, x, h_P2I)
 
     def backward(
         self, routes: Routes | SortedRoutes, inputs: BackwardInputs, weights: HeldExperts, scratch: Scratch
     ) -> CpuBackward:
-        projections = _projections(weights, inputs.gradients, self.transposed)
+        projections = _projections(weights.by_slot(), inputs.gradients, self.transposed)
         order: Sequence[tuple[int, Tensor | slice, Tensor]] = routes.order
         sums = inputs.sums
         later = frozenset(slot for slot, _, _ in order)
@@ -142,7 +142,6 @@ class _Pass:
         weight = projection.weight(slot.slot)
         if weight.dtype != self.h_PU.dtype:
             weight = self.scratch.cast("weight", weight, self.h_PU.dtype)
-        weight = aligned(weight)
         return weight.t() if projection.transposed else weight
 
     def _activations(self, h_NU: Tensor) -> Tensor:
@@ -356,11 +355,10 @@ def _by_slot(slots: Sequence[SlotRows], *rows: Tensor) -> Iterator[tuple[Any, ..
 
 
 def _projections(
-    weights: HeldExperts, gradients: ExpertGradients | None, transposed: bool
+    experts: Sequence[ExpertWeights], gradients: ExpertGradients | None, transposed: bool
 ) -> tuple[Projection, Projection]:
     """Returns up and down of the layer's experts."""
     dup, ddown, dup_bias, ddown_bias = gradients or (None, None, None, None)
-    experts = weights.by_slot()
 
     def of(name: str) -> Callable[[int], Tensor]:
         return lambda slot: getattr(experts[slot], name)

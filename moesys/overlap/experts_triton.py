@@ -147,7 +147,7 @@ class SingleRankRun:
 def _stacked(weights: HeldExperts) -> ExpertMatrices:
     """Returns the held experts as kernels take them; the expert of each group is that of its slot."""
     gate_up_S2IH, down_SHI, *_ = weights.stacked()
-    matrix_S = torch.arange(len(weights), dtype=torch.int32, device=down_SHI.device)
+    matrix_S = torch.arange(len(down_SHI), dtype=torch.int32, device=down_SHI.device)
     return ExpertMatrices(gate_up_S2IH, down_SHI, matrix_S, ACTIVATION)
 
 

@@ -68,7 +68,6 @@ from moesys.overlap.executor import (
     WaitForExperts,
 )
 from moesys.overlap.experts_triton import ACTIVATION, write_weight_gradients
-from moesys.overlap.routes import held_experts
 
 Result = TypeVar("Result")
 Stages = Generator[None, None, Result]
@@ -457,7 +456,7 @@ def replicas_of(layout: ExpertLayout, rank: int, device: torch.device) -> Replic
     """Returns the replicas of a layout; duplicates of an expert on one rank share the work of the first."""
     expert_P, rank_P = np.nonzero(layout.replicas_RE.T)
     place = {(int(r), int(e)): p for p, (e, r) in enumerate(zip(expert_P, rank_P, strict=True))}
-    own = [place[rank, expert] for expert in held_experts(layout.experts_of(rank))]
+    own = [place[rank, expert] for expert in layout.held_by_rank[rank]]
     return Replicas(*(to_device(values, device) for values in (rank_P, expert_P, own)))
 
 

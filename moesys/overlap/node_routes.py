@@ -402,8 +402,8 @@ class NodeRun(ChunkedRun):
     def _schedule(self, direction: Direction) -> Schedule:
         return schedule_of(self.overlap, direction, self.channel.num_nodes, self.node_routes.parts)
 
-    def _messages(self, source_TH: Tensor, direction: Direction) -> NodeMessages:
-        return NodeMessages(self.routes, self.node_routes, self.channel, self.memory, source_TH, direction)
+    def _messages(self, routes: Routes, source_TH: Tensor, direction: Direction) -> NodeMessages:
+        return NodeMessages(routes, self.node_routes, self.channel, self.memory, source_TH, direction)
 
     def _combine(
         self, messages: NodeMessages, stage: Stage, rows_PH: Tensor, scratch: Scratch, *, weighted: bool

@@ -173,13 +173,6 @@ def no_expert(found: str, num_experts: int | None = None, layer: int = -1) -> Va
     return ValueError(f"{found}{known}; leave tokens that choose no expert out of the call")
 
 
-def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the distinct experts, in order, a slot of its own for each: a duplicate has no work of its own, and one
-    rank alone has all, as masters lie.
-    """
-    return tuple(sorted(set(experts)))
-
-
 def build_routes(
     expert_TK: Tensor,
     tokens_CRE: IntArray,
@@ -200,23 +193,51 @@ def build_routes(
     num_chunks, num_ranks, num_experts = tokens_CRE.shape
     (num_tokens, top_k), device = expert_TK.shape, expert_TK.device
     source, expert, destination, tokens = plan.entries.T
-    entry_CN, slot_RE = _entries_by_chunk(tokens_CRE, source, expert, tokens), _slot_table(plan, num_experts)
+    entry_CN, slot_RE = _entries_by_chunk(tokens_CRE, source, expert, tokens), plan.layout.held_slot_RE
     out, here = source == rank, destination == rank
     gate_N = np.full(np.count_nonzero(here), -1) if gate_R is None else gate_R[source[here]]
     sent = _Blocks(entry_CN[:, out], rank=destination[out], slot=slot_RE[destination[out], expert[out]])
     came = _Blocks(entry_CN[:, here], rank=source[here], slot=slot_RE[rank, expert[here]], gate=gate_N)
-    num_slots = len(held_experts(plan.layout.experts_of(rank)))
+    num_slots = len(plan.layout.held_by_rank[rank])
 
     bounds = chunk_bounds(num_tokens, num_chunks)
     send_row_N, home_N, by_destination_N = _sent_rows(expert_TK, num_experts, bounds, sent)
-    home_NK = _on(home_N, device).view(num_tokens, top_k)
     arrived = _arrived_rows(came, num_slots, min_rows, collect)
+    send_CR, arrive_CR = (blocks.totals("rank", num_ranks) for blocks in (sent, came))
+    chunks = _chunks(bounds, send_CR, arrive_CR, arrived, _on(home_N, device).view(num_tokens, top_k))
+    order_row_P, order_arrival_P = _on(arrived.order_row_P, device), _on(arrived.order_arrival_P, device)
+    rows_S = arrived.valid_CS.sum(axis=0)
+    order: tuple[tuple[int, Tensor, Tensor], ...] = ()
+    if num_chunks > 1:
+        slots, lengths = np.flatnonzero(rows_S).tolist(), rows_S[rows_S > 0].tolist()
+        order = tuple(zip(slots, order_row_P.split(lengths), order_arrival_P.split(lengths), strict=True))
+    return Routes(
+        chunks=chunks,
+        send_token_N=_on(send_row_N // top_k, device),
+        send_row_N=_on(send_row_N, device),
+        by_destination_N=_on(by_destination_N, device),
+        by_source_M=_on(arrived.by_source_M, device),
+        order=order,
+        order_row_P=order_row_P,
+        order_arrival_P=order_arrival_P,
+        first_S1=_on(np.append(0, np.cumsum(rows_S)), device, torch.int32),
+        num_arrivals=chunks[-1].arrivals[1],
+        num_rows=chunks[-1].rows[1],
+    )
+
+
+def _chunks(
+    bounds: Sequence[int], send_CR: IntArray, arrive_CR: IntArray, arrived: _ArrivedRows, home_NK: Tensor
+) -> tuple[ChunkRoutes, ...]:
+    """Returns the routes of each chunk. ``bounds``: the first token of each, and the end of the last; ``home_NK``: the
+    place of each choice in the wire order of its chunk.
+    """
+    top_k, device = home_NK.shape[1], home_NK.device
     gather_P, return_M, combine_M = (_on(of, device) for of in (arrived.gather_P, arrived.return_M, arrived.combine_M))
     first_CS1 = _on(np.pad(np.cumsum(arrived.padded_CS, axis=1), ((0, 0), (1, 0))), device, torch.int32)
-    send_CR, arrive_CR = (blocks.totals("rank", num_ranks) for blocks in (sent, came))
     first_row, first_arrival = ([0, *np.cumsum(of.sum(axis=1)).tolist()] for of in (arrived.padded_CS, arrive_CR))
     slots_CS3 = np.stack([arrived.start_CS, arrived.valid_CS, arrived.padded_CS], axis=2).tolist()
-    chunks = tuple(
+    return tuple(
         ChunkRoutes(
             tokens=tokens_2,
             sent=(tokens_2[0] * top_k, tokens_2[1] * top_k),
@@ -234,25 +255,6 @@ def build_routes(
         for chunk, (tokens_2, arrivals_2, rows_2) in enumerate(
             zip(pairwise(bounds), pairwise(first_arrival), pairwise(first_row), strict=True)
         )
-    )
-    order_row_P, order_arrival_P = _on(arrived.order_row_P, device), _on(arrived.order_arrival_P, device)
-    rows_S = arrived.valid_CS.sum(axis=0)
-    order: tuple[tuple[int, Tensor, Tensor], ...] = ()
-    if num_chunks > 1:
-        slots, lengths = np.flatnonzero(rows_S).tolist(), rows_S[rows_S > 0].tolist()
-        order = tuple(zip(slots, order_row_P.split(lengths), order_arrival_P.split(lengths), strict=True))
-    return Routes(
-        chunks=chunks,
-        send_token_N=_on(send_row_N // top_k, device),
-        send_row_N=_on(send_row_N, device),
-        by_destination_N=_on(by_destination_N, device),
-        by_source_M=_on(arrived.by_source_M, device),
-        order=order,
-        order_row_P=order_row_P,
-        order_arrival_P=order_arrival_P,
-        first_S1=_on(np.append(0, np.cumsum(rows_S)), device, torch.int32),
-        num_arrivals=first_arrival[-1],
-        num_rows=first_row[-1],
     )
 
 
@@ -415,15 +417,6 @@ def rows_by_chunk(tokens_CRE: IntArray, plan: TokenPlan) -> IntArray:
     for rows_RR, entry_N in zip(rows_CRR, entry_CN, strict=True):
         np.add.at(rows_RR, (source, destination), entry_N)
     return rows_CRR
-
-
-def _slot_table(plan: TokenPlan, num_experts: int) -> IntArray:
-    """Returns the slot index of each expert on each rank that holds it, [R, E], -1 elsewhere."""
-    slot_RE = np.full((plan.layout.num_ranks, num_experts), -1, dtype=np.int64)
-    for rank in range(plan.layout.num_ranks):
-        held = list(held_experts(plan.layout.experts_of(rank)))
-        slot_RE[rank, held] = np.arange(len(held))
-    return slot_RE
 
 
 def _entries_by_chunk(tokens_CRE: IntArray, source: IntArray, expert: IntArray, tokens: IntArray) -> IntArray:

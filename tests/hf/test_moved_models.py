@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hf_cases import assert_same_bits
 from hf_models import drawn, lent, loaded, text, under_torchrun
 from safetensors.torch import load_file
 from test_resumable_trainer import trainer_of
@@ -84,12 +85,6 @@ def both(strategy: ms.Strategy, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     return [trained(strategy, sizes, moved) for moved in (False, True)]
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
-
-
 def trained_at_planned_homes() -> dict[str, Any]:
     """Homes from the routing of the first step, the same in both groups."""
     model, optimizer, runtime = made(lent(2, EXPERTS), GROUPS)
@@ -105,15 +100,11 @@ def trained_at_planned_homes() -> dict[str, Any]:
     return {"steps": found, "state": state}
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [(2,), pytest.param((4,), marks=pytest.mark.slow), pytest.param(GROUPS, marks=pytest.mark.slow)],
-    ids=["two ranks", "one group", "two groups"],
-)
+@pytest.mark.parametrize("sizes", [(2,), pytest.param(GROUPS, marks=pytest.mark.slow)], ids=["one group", "two groups"])
 def test_homes_change_no_bit_where_nothing_is_lent(ranks: LocalRanks, sizes: tuple[int, ...]) -> None:
     for unmoved, moved in ranks.run(both, EP, sizes, num_ranks=math.prod(sizes), timeout_s=150.0):
         assert moved["steps"] == unmoved["steps"]
-        assert_equal(moved["state"], unmoved["state"])
+        assert_same_bits(moved["state"], unmoved["state"])
 
 
 def test_lent_experts_at_planned_homes_train_as_one_process_does(ranks: LocalRanks) -> None:
@@ -170,9 +161,9 @@ def test_resumes_at_other_homes_and_on_other_ranks(ranks: LocalRanks, tmp_path: 
     for seed in (None, 11):
         again = ranks.run(resume, tmp_path, GROUPS, seed, timeout_s=100.0)[0]
         assert again["steps"] == saved["steps"]
-        assert_equal(again["state"], saved["state"])
+        assert_same_bits(again["state"], saved["state"])
     other = ranks.run(resume, tmp_path, (3,), 11, num_ranks=3, timeout_s=100.0)[0]
-    assert_equal(other["state"], saved["state"])
+    assert_same_bits(other["state"], saved["state"])
     drawn("qwen3_moe", EXPERTS).config.save_pretrained(tmp_path / "config")
     assert convert(tmp_path / "dcp", tmp_path / "converted", tmp_path / "config", lambda *_: None) == "hub"
     plain = drawn("qwen3_moe", EXPERTS)
@@ -180,7 +171,7 @@ def test_resumes_at_other_homes_and_on_other_ranks(ranks: LocalRanks, tmp_path: 
     plain.save_pretrained(tmp_path / "plain")
     wanted = load_file(tmp_path / "plain" / "model.safetensors")
     for folder in ("converted", "ours"):
-        assert_equal(load_file(tmp_path / folder / "model.safetensors"), wanted)
+        assert_same_bits(load_file(tmp_path / folder / "model.safetensors"), wanted)
 
 
 def load_move_and_save(folder: Path, out: Path, sizes: list[dict[str, int]]) -> list[Tensor]:
@@ -215,7 +206,7 @@ def test_models_of_from_pretrained_move_and_save_what_they_loaded(ranks: LocalRa
     weights = load_file(tmp_path / "plain" / "model.safetensors")
     for index in range(len(sizes)):
         for out in (str(index), f"theirs {index}"):
-            assert_equal(load_file(tmp_path / out / "model.safetensors"), weights)
+            assert_same_bits(load_file(tmp_path / out / "model.safetensors"), weights)
 
 
 # --- a Trainer --------------------------------------------------------------------------------------------------
@@ -255,4 +246,4 @@ def test_a_trainer_resumes_at_other_homes_with_the_same_bits(ranks: LocalRanks, 
         weights.append(load_file(out / "final" / "model.safetensors"))
     assert losses[1] == losses[2] == losses[0]
     for each in weights[1:]:
-        assert_equal(each, weights[0])
+        assert_same_bits(each, weights[0])

@@ -275,7 +275,7 @@ def recorded_and_replayed(model: Any, ids: Tensor, first: str) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("first", ["plain", "recorded"])
-@pytest.mark.parametrize("compiled", ["whole", pytest.param("wrapped", marks=pytest.mark.slow), "blocks"])
+@pytest.mark.parametrize("compiled", COMPILED)
 def test_compiled_models_are_recorded_and_replayed(compiled: str, first: str) -> None:
     """Code that was compiled without hooks does not look for them; code that was compiled with some keeps them."""
     model = drawn("qwen3_moe", experts_implementation="moesys").eval()

@@ -105,6 +105,18 @@ def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
     return [run_layer(case) for case in cases]
 
 
+def assert_same_bits(results: list[dict[str, Any]], what: str) -> None:
+    first, *others = results
+    for index, other in enumerate(others):
+        for part in ("outputs", "dx"):
+            for batch, (a, b) in enumerate(zip(first[part], other[part], strict=True)):
+                assert torch.equal(a, b), f"{what}: {part} of micro-batch {batch}, variant {index}"
+        assert torch.equal(first["local_router_gradient"], other["local_router_gradient"]), f"{what}: router, {index}"
+        masters, others_masters = (each["gradients"]["experts.masters"] for each in (first, other))
+        assert torch.equal(masters, others_masters), f"{what}: experts, {index}"
+        assert not masters.isnan().any()
+
+
 class Stack(nn.Module):
     """A few MoE layers with residuals and linear maps between: enough of a model to have an order and a first layer."""
 
@@ -169,3 +181,12 @@ def train(
         assert runtime.events == []
         runtime.close()
     return {"losses": losses, "layouts": layouts, "norm": norm, "gradients": gradients_of(model)}
+
+
+def assert_same_training(found: dict[str, Any], wanted: dict[str, Any], what: object = "") -> None:
+    """Layouts, losses and gradients of ``train``, to the last bit."""
+    assert found["layouts"] == wanted["layouts"], what
+    assert found["losses"] == wanted["losses"], what
+    assert found["gradients"].keys() == wanted["gradients"].keys(), what
+    for name, gradient in wanted["gradients"].items():
+        assert torch.equal(found["gradients"][name], gradient), (name, what)

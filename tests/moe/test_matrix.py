@@ -1,31 +1,35 @@
 """The property matrix: strategy x shape x ranks x dtype, each against the whole layer, computed plainly in float64.
 
 The plain computation uses no code of moesys: every expert computes every token, and most of that is multiplied by 0.
-It gives the output, the gradient of the tokens, and the gradients of router, experts and shared experts. The usual run
-takes a part of the matrix in which every pair of two axes is there; ``MOESYS_SWEEP=1`` takes all of it.
+It gives the output, the gradient of the tokens, and the gradients of router, experts and shared experts. Some cells run
+again in chunks, or as they did before, to the same bits. The usual run takes a part of the matrix in which every pair
+of two axes is there; ``MOESYS_SWEEP=1`` takes all of it, and runs every cell again in all counts of chunks.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import combinations, product
+from dataclasses import dataclass, replace
+from itertools import chain, combinations, islice, product
 from typing import Any
 
 import pytest
 import torch
-from harness import Case, inputs, run_cases
+from harness import Case, assert_same_bits, inputs, run_cases
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_bits import assert_same_bits
 from torch import Tensor
 from torch.nn import functional
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 
+SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 RANKS = (1, 2, 3, 4)
+CHUNKS = (1, 2, 3, 5, 16)
+# Of so many cells one runs again, in the usual run.
+AGAIN = 3
 DTYPES = ("float32", "bfloat16")
 # Relative norms of differences. bfloat16 rounds products, activations and outputs to 8 bits.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2}
@@ -70,8 +74,6 @@ SHAPES = {
     "groups and shared experts": Shape(8, 3, ((24, 17, 30, 6), (8, 19, 2, 33)), others=DEEPSEEK),
 }
 
-Layout = Callable[[int], ms.Strategy]
-
 
 def _lent(slots: int, **options: Any) -> ms.Strategy:
     lend = options.pop("lend", "flat")
@@ -87,7 +89,7 @@ ONCE = {"node_dispatch": "once"}
 BY_NODE = {"node_dispatch": "once", "combine": "per_node"}
 INVARIANT = ms.LayoutInvariant(block_rows=16, token_block=BLOCK)
 # Of each, by the slots of a rank: one more than experts need.
-STRATEGIES: dict[str, Layout] = {
+STRATEGIES: dict[str, Callable[[int], ms.Strategy]] = {
     "ep": lambda _: ms.Strategy(name="ep"),
     "ep, in chunks": lambda _: ms.Strategy(name="ep", overlap=ms.Pipelined(chunks=3)),
     "ep, once a node": lambda _: ms.Strategy(name="ep", overlap=ms.Sequential(**ONCE)),
@@ -96,7 +98,9 @@ STRATEGIES: dict[str, Layout] = {
     "lent": lambda slots: _lent(slots),
     "lent by node, in chunks": lambda slots: _lent(slots, lend="hierarchical", overlap=ms.Pipelined(chunks=2)),
     "lent, late": lambda slots: _lent(slots + 1, late_slots=1),
-    "lent on the counts": lambda slots: _lent(slots, lag=0, balance=ms.Llep(), split=ms.Quotas()),
+    "lent on the counts": lambda slots: _lent(slots, lag=0, balance=ms.Eplb()),
+    # It may borrow as many as live on a rank.
+    "lent by quotas": lambda slots: _lent(2 * slots, lag=0, balance=ms.MoonEp(), split=ms.Quotas()),
     "lent, invariant": lambda slots: _lent(slots, balance=ms.Eplb(), split=ms.EvenSplit(), reduction=INVARIANT),
     "fsep": lambda slots: _fsep(slots),
     "fsep, laer, in chunks": lambda slots: _fsep(
@@ -109,7 +113,8 @@ STRATEGIES: dict[str, Layout] = {
         slots, {"restore": "hierarchical", "reshard": "hierarchical"}, overlap=ms.Sequential(**ONCE)
     ),
     "fsep, sums of nodes": lambda slots: _fsep(slots, overlap=ms.Sequential(**BY_NODE)),
-    "fsep, late": lambda slots: _fsep(slots + 1, late_slots=1),
+    "fsep by node, late": lambda slots: _fsep(slots + 1, {"restore": "hierarchical"}, late_slots=1),
+    "fsep by quotas": lambda slots: _fsep(slots, lag=0, balance=ms.Llep(min_tokens=1), split=ms.Quotas()),
     "fsep, invariant": lambda slots: _fsep(slots, overlap=ms.Pipelined(chunks=2), reduction=INVARIANT),
 }
 # Nodes of several kinds.
@@ -136,7 +141,21 @@ class Cell:
             cluster=ms.ClusterSpec(num_nodes=len(sizes), ranks_per_node=sizes),
             weights=weights_of(model),
             skew=shape.skew,
+            # Another layout for every micro-batch, where any may be.
+            shuffle_layouts=strategy.sharding.lends if isinstance(strategy.sharding, ms.Ep) else True,
         )
+
+    def cases(self, number: int) -> list[Case]:
+        """Returns the case, and those that must have its bits."""
+        case = self.case()
+        others = [case, *(in_chunks(case, chunks) for chunks in CHUNKS)]
+        return [case, *(others if SWEEP else others[number // AGAIN % len(others) :][: number % AGAIN == 0])]
+
+
+def in_chunks(case: Case, chunks: int) -> Case:
+    """Returns the case with another overlap, whose rows travel in the same way."""
+    way = {name: getattr(case.strategy.overlap, name) for name in ("node_dispatch", "combine")}
+    return replace(case, strategy=case.strategy.replace(overlap=ms.Pipelined(chunks=chunks, **way)))
 
 
 def weights_of(shape: ms.ModelShape) -> dict[str, Tensor]:
@@ -166,7 +185,7 @@ def covering() -> list[Cell]:
 
 
 ALL = [Cell(*each) for each in product(STRATEGIES, SHAPES, RANKS, DTYPES)]
-CELLS = ALL if os.environ.get("MOESYS_SWEEP") == "1" else covering()
+CELLS = ALL if SWEEP else covering()
 
 
 def test_every_pair_of_two_axes_is_in_the_quick_part() -> None:
@@ -180,11 +199,15 @@ def test_every_pair_of_two_axes_is_in_the_quick_part() -> None:
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_outputs_and_gradients_are_those_of_the_whole_layer_in_float64(ranks: LocalRanks, num_ranks: int) -> None:
     cells = [cell for cell in CELLS if cell.ranks == num_ranks]
-    cases = [cell.case() for cell in cells]
-    by_rank = ranks.run(run_cases, cases, num_ranks=num_ranks, timeout_s=250)
+    cases = [cell.cases(number) for number, cell in enumerate(cells)]
+    by_rank = ranks.run(run_cases, list(chain(*cases)), num_ranks=num_ranks, timeout_s=250)
+    of_ranks = list(map(iter, by_rank))
     wrong = {}
-    for cell, case, *results in zip(cells, cases, *by_rank, strict=True):
-        if errors := errors_of(case, results, TOLERANCE[cell.dtype]):
+    for cell, (case, *others) in zip(cells, cases, strict=True):
+        results = [list(islice(of_rank, 1 + len(others))) for of_rank in of_ranks]
+        for rank, of_rank in enumerate(results):
+            assert_same_bits(of_rank, f"rank {rank}, {cell}")
+        if errors := errors_of(case, [first for first, *_ in results], TOLERANCE[cell.dtype]):
             wrong[cell] = errors
     assert not wrong
 
@@ -293,26 +316,8 @@ def drawn_cases(draw: st.DrawFn) -> tuple[Case, int]:
         dtype=draw(st.sampled_from(DTYPES)),
         norm_topk_prob=draw(st.booleans()),
     )
-    needed = -(-num_experts // num_ranks)
-    slots = draw(st.integers(needed, needed + 2))
-    prefetch = draw(st.booleans())
-    sharding = draw(
-        st.sampled_from(
-            [
-                ms.Ep(),
-                ms.Ep(slots_per_rank=slots),
-                ms.Fsep(slots_per_rank=slots, reshard_after_forward=prefetch),
-                ms.Fsep(slots_per_rank=slots, restore="hierarchical"),
-            ]
-        )
-    )
-    moves = sharding != ms.Ep()
-    strategy = ms.Strategy(
-        name="any",
-        sharding=sharding,
-        balance=draw(st.sampled_from([ms.Greedy(), ms.Laer(), ms.Eplb()])) if moves else ms.Static(),
-        split=draw(st.sampled_from([ms.EvenSplit(), ms.Proportional(), ms.FlowSplit()])),
-    )
+    name = draw(st.sampled_from([name for name in STRATEGIES if "invariant" not in name]))
+    strategy = STRATEGIES[name](-(-num_experts // num_ranks) + draw(st.integers(int("quotas" in name), 2)))
     nodes = draw(st.integers(1, num_ranks))
     sizes = [num_ranks - nodes + 1] + [1] * (nodes - 1)
     counts = st.lists(st.integers(0, 40), min_size=num_ranks, max_size=num_ranks)
@@ -343,8 +348,7 @@ SATURATED = Case(
 @example(drawn=(SATURATED, 2))
 def test_in_random_cases_chunks_change_no_bit_and_nothing_is_wrong(ranks: LocalRanks, drawn: tuple[Case, int]) -> None:
     case, chunks = drawn
-    pipelined = Case(**{**vars(case), "strategy": case.strategy.replace(overlap=ms.Pipelined(chunks=chunks))})
-    by_rank = ranks.run(run_cases, [case, pipelined], num_ranks=len(case.tokens[0]))
+    by_rank = ranks.run(run_cases, [case, in_chunks(case, chunks)], num_ranks=len(case.tokens[0]))
     for rank, results in enumerate(by_rank):
         assert_same_bits(results, f"rank {rank}")
     if case.shape.dtype == "float32":

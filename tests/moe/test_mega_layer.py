@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Case, Stack, gradients_of, run_cases
-from test_bits import assert_same_bits
+from harness import Case, Stack, assert_same_bits, gradients_of, run_cases
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks

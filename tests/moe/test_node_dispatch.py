@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Case, Stack, gradients_of, run_cases
-from test_bits import assert_same_bits
+from harness import Case, assert_same_bits, assert_same_training, gradients_of, run_cases, train
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -70,29 +69,20 @@ def test_rows_once_a_node_change_no_bit_and_sums_a_node_have_bits_of_their_own(
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=10 * tolerance)
 
 
-def trained(overlap: ms.Overlap, linked: bool, checkpointed: bool) -> dict[str, torch.Tensor]:
-    """Gradients of two micro-batches of three layers, whose experts travel ahead where they are linked."""
-    strategy = FSEP.replace(sharding=FSEP.sharding.replace(prefetch_layers=1, delay_reshard=True), overlap=overlap)
-    model = Stack(shape(K=3), strategy, num_layers=3, cluster=CLUSTERS["nodes of 3 and 1"])
-    if linked:
-        ms.link(model)
-    for num_tokens in (11, 7):
-        generator = torch.Generator().manual_seed(num_tokens + dist.get_rank())
-        model(torch.randn(num_tokens + 5 * dist.get_rank(), H, generator=generator), checkpointed).sum().backward()
-    return gradients_of(model)
-
-
 @pytest.mark.parametrize("combine", ["ordered", "per_node"])
 def test_linked_layers_and_recomputation_change_no_bit(ranks: LocalRanks, combine: str) -> None:
+    ahead = FSEP.replace(sharding=FSEP.sharding.replace(prefetch_layers=1, delay_reshard=True))
     overlap = ms.Pipelined(chunks=3, node_dispatch="once", combine=combine)
-    alone = ranks.run(trained, overlap, False, False)
-    others = [ranks.run(trained, overlap, True, True)]
+    runs = [(overlap, False, False), (overlap, True, True)]
     if combine == "ordered":
-        others.append(ranks.run(trained, ms.Sequential(), False, False))
+        runs.append((ms.Sequential(), False, False))
+    alone, *others = (
+        ranks.run(train, shape(K=3), ahead.replace(overlap=way), *how, CLUSTERS["nodes of 3 and 1"], 1)
+        for way, *how in runs
+    )
     for other in others:
         for mine, theirs in zip(alone, other, strict=True):
-            assert mine.keys() == theirs.keys()
-            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+            assert_same_training(theirs, mine)
 
 
 def test_kernels_take_rows_as_they_arrive(ranks: LocalRanks) -> None:

@@ -65,7 +65,7 @@ def brought_home(cluster: ms.ClusterSpec) -> list[tuple[dict[int, Tensor], Tenso
         generator = torch.Generator().manual_seed(10 * number + rank)
         # Of many magnitudes, so that another order has other bits.
         grads_DP.copy_(torch.randn(grads_DP.shape, generator=generator).mul(4).exp2().mul(grads_DP.shape[0] - 3.5))
-        mine = dict(zip(shards.held_by_rank(layout)[rank], grads_DP[:, : SHAPE.expert_parameters].clone(), strict=True))
+        mine = dict(zip(layout.held_by_rank[rank], grads_DP[:, : SHAPE.expert_parameters].clone(), strict=True))
         (local,) = shards.reshard(grads_DP, layout, channel, "")()()
         found.append((mine, local, dict(meter.wire_bytes), expert_RS))
     return found
@@ -118,7 +118,7 @@ def trained(sharding: ms.Fsep, overlap: ms.Overlap, linked: bool, checkpointed: 
     reshard = shards.reshard
 
     def recorded(grads_DP: Tensor, layout: ExpertLayout, *rest: Any) -> Any:
-        mine = shards.held_by_rank(layout)[dist.get_rank()]
+        mine = layout.held_by_rank[dist.get_rank()]
         slots.append(dict(zip(mine, grads_DP[:, : SHAPE.expert_parameters].clone(), strict=True)))
         return reshard(grads_DP, layout, *rest)
 

@@ -82,20 +82,12 @@ def block(kind: type[nn.Module], config: object) -> nn.Module:
 
 
 def strategies(num_experts: int, num_ranks: int) -> list[ms.Strategy]:
-    """EP and FSEP; where a planner may move experts, the tests let another layout follow every micro-batch."""
+    """EP, and FSEP where another layout follows every micro-batch; all others are in test_matrix.py."""
     slots = -(-num_experts // num_ranks) + (2 if num_ranks > 1 else 0)
-    moving = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
+    moving = {"balance": ms.Laer(), "split": ms.EvenSplit(), "overlap": ms.Pipelined(chunks=3)}
     return [
         ms.Strategy(name="ep"),
-        ms.Strategy(name="ep, moving", sharding=ms.Ep(slots_per_rank=slots), **moving),
-        ms.Strategy(name="fsep, moving", sharding=ms.Fsep(slots_per_rank=slots), **moving),
-        ms.Strategy(
-            name="fsep, moving, pipelined",
-            sharding=ms.Fsep(slots_per_rank=slots),
-            balance=ms.Laer(),
-            split=ms.EvenSplit(),
-            overlap=ms.Pipelined(chunks=3),
-        ),
+        ms.Strategy(name="fsep, moving, pipelined", sharding=ms.Fsep(slots_per_rank=slots), **moving),
     ]
 
 

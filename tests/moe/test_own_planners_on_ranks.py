@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,6 +86,18 @@ def test_what_it_gets_wrong_ends_every_rank(ranks: LocalRanks, linked: bool) -> 
     wanted = [*BALANCE_FAULTS.values(), *SPLIT_FAULTS.values()]
     for said in ranks.run(said_by, strategies, linked, num_ranks=RANKS, timeout_s=TIMEOUT_S):
         assert [message for message, words in zip(said, wanted, strict=True) if words not in message] == []
+
+
+@pytest.mark.parametrize("fault", ["raises", "list"])
+def test_one_rank_alone_meets_errors_in_its_first_forward_pass(fault: str) -> None:
+    alone = FSEP.replace(sharding=ms.Fsep(slots_per_rank=6))
+    for own, words in (
+        ({"balance": FaultyBalance(fault=fault)}, BALANCE_FAULTS[fault]),
+        ({"split": FaultySplit(fault=fault)}, SPLIT_FAULTS[fault]),
+    ):
+        layer = ms.MoELayer(SHAPE, alone.replace(name="faulty", **own))
+        with pytest.raises(ValueError, match=re.escape(words)):
+            layer(torch.randn(5, SHAPE.hidden_size))
 
 
 def test_what_goes_wrong_on_one_rank_ends_all(ranks: LocalRanks) -> None:

@@ -62,7 +62,7 @@ def restored_and_resharded(shape: ms.ModelShape, dtype: torch.dtype, under_way: 
             generator = torch.Generator().manual_seed(10 * number + rank)
             grads_DP = shards.new_gradients(layout, torch.device("cpu"))
             grads_DP.copy_(torch.randn(grads_DP.shape, generator=generator))
-            restore = shards.restore([local], dtype, shards.held_by_rank(layout), channel, "")
+            restore = shards.restore([local], dtype, layout.held_by_rank, channel, "")
             begun.append((restore, shards.reshard(grads_DP, layout, channel, "")()))
             if pulled:
                 # What is shared is a copy, so nothing of this is read any more.

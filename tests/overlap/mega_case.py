@@ -26,7 +26,7 @@ from moesys.overlap.device_split import device_split
 from moesys.overlap.executor import ExpertGradients, ExpertWeights, SavedTensors
 from moesys.overlap.experts_triton import ACTIVATION, TritonExperts
 from moesys.overlap.mega_executor import MegaHome, MegaKernelRun, plan_mega, plan_mega_later, replicas_of
-from moesys.overlap.routes import build_routes, held_experts
+from moesys.overlap.routes import build_routes
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
@@ -146,7 +146,7 @@ class Drawn:
         return TokenPlan.from_dense(tokens_RER, LoadMatrix(tokens_RE), self.layout)
 
     def held(self, rank: int) -> list[int]:
-        return list(held_experts(self.layout.experts_of(rank)))
+        return list(self.layout.held_by_rank[rank])
 
     def weights(self, rank: int) -> Weights:
         return Weights(self.gate_up[self.held(rank)], self.down[self.held(rank)])

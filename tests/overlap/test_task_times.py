@@ -17,7 +17,6 @@ from moesys.kernels.mega.tasks import TaskTimes
 from moesys.lab.show.figures import write_chrome_trace
 from moesys.moe.store import RestoredExperts
 from moesys.overlap.comm.record import Recorder, SpanRecord, stage
-from moesys.overlap.routes import held_experts
 from moesys.timeline import Timeline
 
 H, I, TILE, COLUMNS = 40, 24, 16, 32
@@ -58,7 +57,7 @@ def step(overlap: ms.MegaKernel, num_experts: int, record_spans: bool, late_s: f
     records = [record for read in runtime.recorder._later for record in read()]
     # Read once, so here what the timeline would add.
     runtime.recorder._later = [lambda: records] if record_spans else runtime.recorder._later
-    held, plan = held_experts(layer.last_plan.layout.experts_of(rank)), layer.last_plan.tokens
+    held, plan = layer.last_plan.layout.held_by_rank[rank], layer.last_plan.tokens
     rows_of_expert = {expert: int(plan.tokens_RER[:, expert, rank].sum()) for expert in held}
     timeline = runtime.timeline()
     runtime.close()

@@ -352,7 +352,7 @@ def test_no_pass_is_shorter_than_its_path_or_its_busiest_lane_and_nothing_is_los
 
 
 def seconds_of_products(queues: Queues) -> float:
-    """Of programs, all together."""
+    """Returns the seconds of all tasks of products."""
     products = np.isin(queues.kind, (PRODUCT, OUTER_PRODUCT))
     return float((queues.runs.tasks * queues.runs.compute)[products].sum())
 

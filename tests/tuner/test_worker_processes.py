@@ -36,13 +36,6 @@ def several_seeds(cluster: str, **changes) -> SimulatedWorkload:
     ("workload", "space", "starts", "memory_gb"),
     [
         (several_seeds("slow ranks", skew=1.5), SMALL, [EP], None),
-        pytest.param(
-            several_seeds("slow links", skew=0.5),
-            SMALL,
-            [EP, EP.replace(name="f", sharding=Fsep(slots_per_rank=4))],
-            None,
-            marks=pytest.mark.slow,
-        ),
         (several_seeds("even", skew=2.0, micro_batches=2, steps=2), SMALL, [EP], 0.04),
         # Plans with too many rows are refused on the way.
         (
@@ -52,7 +45,7 @@ def several_seeds(cluster: str, **changes) -> SimulatedWorkload:
             None,
         ),
     ],
-    ids=["slow ranks", "slow links", "little memory", "refused"],
+    ids=["slow ranks", "little memory", "refused"],
 )
 def test_the_journal_and_the_answer_are_those_of_one_process(helpers, workload, space, starts, memory_gb):
     found = []

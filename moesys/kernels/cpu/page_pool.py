@@ -49,6 +49,10 @@ class PagePool:
         weakref.finalize(array, self._returned.append, pages).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
 
+    def new(self, like: Tensor, *shape: int) -> Tensor:
+        """Returns an uninitialised tensor with the dtype and device of ``like``."""
+        return self.empty(shape, like.dtype, like.device)
+
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Returns an uninitialised contiguous tensor with the shape, dtype and device of ``tensor``."""
         return self.empty(tuple(tensor.shape), tensor.dtype, tensor.device)

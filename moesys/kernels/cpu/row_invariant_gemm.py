@@ -140,7 +140,10 @@ def _cancelling(rows: int, contraction: int, columns: int, seed: int) -> tuple[T
 
 
 def matmul_rows(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, rule: RowRule) -> None:
-    """Writes ``out_MN = x_MK @ weight_NKᵀ`` by ``rule``; the caller has padded x to ``rule.min_rows`` rows."""
+    """Writes ``out_MN = x_MK @ weight_NKᵀ`` by ``rule``; the caller has padded x to ``rule.min_rows`` rows, and the
+    weight is copied if it is not ``aligned``.
+    """
+    weight_NK = aligned(weight_NK)
     if rule.tile_rows is None:
         _multiply(x_MK, weight_NK, out_MN)
         return

@@ -38,7 +38,7 @@ MOST_COPY_SHARE = 0.95
 RATES = (1e-5, 1e5)
 # Larger tiles must reduce the error to this part: where no case distinguishes tiles, the smallest are chosen.
 CLEARLY_BETTER = 0.95
-# By kind of case, the fields that are fitted to some of its passes, in this order.
+# The fields that are fitted to passes, by kind of case, in the order in which they are fitted.
 FITS: dict[str, dict[str, tuple[Pass, ...]]] = {
     "experts": {"expert_tflops": ("forward",), "backward_tflops": ("input_gradients", "backward")},
     "attention": {"attention_tflops": ("forward",), "attention_backward_tflops": ("backward",)},

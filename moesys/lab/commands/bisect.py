@@ -212,7 +212,7 @@ class _CopyingTrainer(Trainer):
     def _see(self, name: str, tensor: object) -> None:
         if isinstance(tensor, Tensor):
             self._times[name] += 1
-            # As with several micro-batches.
+            # A module runs several times, for example in several micro-batches.
             times = f", time {self._times[name]}" if self._times[name] > 1 else ""
             part = tensor.to_local().clone() if isinstance(tensor, DTensor) else None
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
@@ -267,7 +267,7 @@ def _difference(step: int, name: str, first: _TensorCopy | None, second: _Tensor
     if ".experts." in name and differs.dim() > 1:
         experts = tuple(differs.flatten(1).any(dim=1).nonzero().flatten().tolist())
     a, b = first.whole, second.whole
-    # Where both are cut alike, it shows whose part differs.
+    # If both are sharded alike, the parts show whose part differs.
     if first.part is not None and second.part is not None and first.part.shape == second.part.shape:
         a, b = first.part, second.part
         differs = _differs(a, b)

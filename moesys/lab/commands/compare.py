@@ -183,7 +183,7 @@ def _merged(folders: Sequence[RunFolder]) -> Comparison:
         seeds=tuple(dict.fromkeys(seed for experiment in experiments for seed in experiment.seeds)),
         repeat_baseline=any(experiment.repeat_baseline for experiment in experiments),
     )
-    # Of a trial that several folders have the last record would hold: let that be the first folder's.
+    # The last record of a trial counts. If several folders have the trial, it has to be the one of the first folder.
     records = [record for folder in reversed(folders) for record in folder.records()]
     return compare_records(merged, records)
 

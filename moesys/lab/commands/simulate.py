@@ -139,7 +139,7 @@ def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | N
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
 
-# What ``simulate`` takes of a file, and of a model.
+# The options that are only for a file, and those that are only for a model.
 _OF_FILE = {"layers", "step", "model_layers"}
 _OF_MODEL = {"tokens", "micro_batch", "global_batch", "parallel", "skew", "fp8", "optimizer"}
 

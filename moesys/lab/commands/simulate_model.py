@@ -24,7 +24,7 @@ from moesys.lab.show.tables import figure, print_full
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 
-# What ``--parallel`` calls fields of ``Parallelism``.
+# The names of fields of ``Parallelism`` in ``--parallel``.
 SHORT = {"tp": "tensor", "cp": "context", "pp": "pipeline", "vp": "virtual_stages", "ep": "expert"}
 _FASTER = (1.25, 1.5, 2.0)
 

@@ -357,7 +357,7 @@ class Workers:
 
     @property
     def are_due(self) -> bool:
-        """Whether work has gone on for so long that starting the workers pays."""
+        """True if the work has gone on for so long that starting the workers is worth it."""
         return time.monotonic() > self._alone_until_s
 
     def submit(self, function: Callable[..., T], /, *args: Any) -> Future[T]:

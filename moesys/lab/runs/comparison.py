@@ -39,7 +39,7 @@ class Agreement:
 
     @property
     def exact(self) -> bool:
-        """Whether no bit of a loss may differ."""
+        """True if no bit of a loss may differ."""
         return self.tolerance == 0
 
     @property
@@ -53,9 +53,7 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Whether both compute the same, as far as the first ``JUDGED_STEPS`` steps can tell; where every bit must be
-        the same, all steps.
-        """
+        """True if both compute the same in the first ``JUDGED_STEPS`` steps, or in all if no bit may differ."""
         return self.steps_within >= (self.num_steps if self.exact else min(self.num_steps, JUDGED_STEPS))
 
 

@@ -34,13 +34,11 @@ from moesys.config.member import RECORDED, Member, importable, module_of_text, r
 from moesys.files import read_json, read_toml
 from moesys.journal import in_words
 
-# Of a file whose own name is that of another module.
+# The name of the module of a file whose own name is that of another module.
 _MODULE = "moesys_experiment_file"
 _UNIONS: dict[str, type[Member]] = {union.union: union for union in (Balance, Split)}
 _LIST = "experiments"
 _PRESETS = {name: getattr(presets, name) for name in ("a100", "h800", "h100", "h200", "b200", "gb200", "gb300")}
-
-
 T = TypeVar("T")
 
 

@@ -21,14 +21,15 @@ from moesys.lab.ranks.process_start import LOOPBACK
 
 _PACKAGES = ("torch", "numpy", "scipy", "ortools", "triton")
 _VARIABLES = ("OMP_", "MKL_", "OPENBLAS_", "TORCH_", "CUDA_", "NCCL_", "GLOO_")
-# What the runner or torchrun sets for ranks, each in its own way, though the ranks run alike. Threads have a field.
+# Variables that the runner and torchrun set for ranks, each in its own way, though the ranks run alike. The number of
+# threads has a field of its own.
 _SET_FOR_RANKS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 _ONE_HOST = ("GLOO_SOCKET_IFNAME", LOOPBACK)
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What can change a measured number without a field of the experiment changing.
+    """Everything that can change a measured number while all fields of the experiment stay the same.
 
     git_commit: of the checkout that moesys runs from; empty where it does not run from one.
     git_diff: the file of the run folder that holds its uncommitted changes; empty where there are none.

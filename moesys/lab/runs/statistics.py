@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-# With 5 seeds even the clearest difference has p = 2 / 2^5 > 0.05.
+# Even the clearest difference of 5 seeds has p = 2 / 2^5 > 0.05.
 MIN_SEEDS = 6
 CONFIDENCE = 0.95
-# 2^16 ways to flip signs are counted out; of more, so many are drawn.
+# All ways to flip the signs of this many seeds are counted; for more seeds, as many ways are drawn.
 _EXACT_SEEDS = 16
 
 Verdict = Literal["faster", "slower", "~", "too few seeds to tell"]
@@ -38,7 +38,7 @@ class PairedRatio:
 
     @property
     def holds_one(self) -> bool:
-        """Whether no difference at all is among what the interval allows."""
+        """True if the interval contains 1, which means no difference."""
         return self.low is None or self.high is None or self.low <= 1 <= self.high
 
     @property

@@ -31,9 +31,9 @@ from moesys.tuner.tune import TunePick, tune_workload
 from moesys.tuner.workload import Deadline, OutOfTimeError, Setting, Step
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
-# Of the micro-batches of a training's own routing, those that planners only see.
+# The share of the micro-batches of a training's own routing that planners see and that are not timed.
 _UNTIMED_SHARE = 0.2
-# Seeds that intervals of what was found are of, at most.
+# The most seeds over which intervals of the result are computed.
 _MOST_DRAWS = 8
 
 
@@ -261,7 +261,7 @@ class _Folder:
         """Writes the routing of the baseline to the folder, unless it is there."""
         workload, baseline = self.experiment.workload, self.experiment.baseline
         assert isinstance(workload, Training | ModelTraining)
-        # As the tuner calls it, which takes the trial from the journal.
+        # The tuner takes the trial from the journal, where it looks for this form of the strategy.
         setting = Setting(self.experiment.model, self.experiment.cluster, workload.num_layers)
         baseline = setting.plainest(baseline).replace(name=baseline.name)
         of, path = f"seed {seed}", self.path / ROUTING

@@ -21,7 +21,7 @@ from moesys.timeline import Timeline
 FloatArray = npt.NDArray[np.float64]
 
 _FIELDS = ("load_p50", "load_p95", "load_max", "experts_without_tokens", "exposed_ms", "plan_ms", "restored_mib")
-# Tokens of experts are those of so many steps, the newest.
+# The number of newest steps over which the tokens of experts are added up.
 NEWEST_STEPS = 100
 
 
@@ -84,7 +84,7 @@ def read_watched_run(folder: Path) -> WatchedRun:
     tokens_E: dict[int, IntArray] = {}
     for rank in files:
         lines = first if rank == lowest else _RankLines.read(files[rank])
-        # Where a run goes on with fewer ranks, the others' old lines stay behind.
+        # If a run is resumed with fewer ranks, the old lines of the other ranks stay behind.
         lines.fold_into(columns, steps_S, num_ranks_S > rank)
         tokens_E = lines.tokens_E() | tokens_E
     by_layer = [columns[layer] for layer in sorted(columns)]
@@ -150,7 +150,7 @@ class _RankLines:
         self.events: list[tuple[int, RunEvent]] = []
         self.kept_N = np.zeros(0, dtype=bool)
         self._numbers: dict[str, dict[int, float]] = defaultdict(dict)
-        # By layer: numbers of lines, and F fields of each.
+        # The numbers of lines of each layer, and F fields of each line.
         self._lines: dict[int, array[int]] = defaultdict(lambda: array("q"))
         self._fields: dict[int, array[float]] = defaultdict(lambda: array("d"))
         self._newest: deque[tuple[int, StepLine]] = deque(maxlen=NEWEST_STEPS)

@@ -41,7 +41,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
-# What ranks do most has one colour in all figures; other kinds take the spare ones.
+# The most frequent kinds of spans have one colour in all figures; other kinds take the spare ones.
 _KIND_COLOURS = {
     "experts": "#0072B2",
     "weight_gradients": "#56B4E9",
@@ -231,7 +231,7 @@ def loss_chart(losses: Mapping[str, Mapping[int, Sequence[float]]], path_stem: P
             if strategy in others and not apart_S.any():
                 equal.append(strategy)
             elif strategy in others:
-                # With dots, as one step between equal ones has no line.
+                # A single step between equal ones has no line, and shows as a dot.
                 shown_S = np.where(apart_S > 0, apart_S, np.nan)
                 bottom.plot(shown_S, label=strategy, linewidth=1, marker=".", markersize=2.5, clip_on=False, **line)
         n = f"{len(shared)} seed{'s' * (len(shared) > 1)}"

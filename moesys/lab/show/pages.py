@@ -140,7 +140,7 @@ class Bins:
 
     @property
     def single(self) -> bool:
-        """Whether every step has a bin of its own."""
+        """True if every step has a bin of its own."""
         return len(self.first_B) == len(self.steps_S)
 
     @property
@@ -340,7 +340,7 @@ def heat_map(
         figure = Figure(figsize=(_WIDTH, height + 0.7), layout="constrained")
         axes = figure.subplots()
         shown_LB = np.ma.masked_invalid(values_LB)
-        # As pixels, because a path for each cell would be long.
+        # The cells are pixels, because a path for each cell would be long.
         mesh = axes.pcolormesh(
             edges, np.arange(len(rows) + 1), shown_LB, cmap="cividis_r", vmin=floor, vmax=top, rasterized=True
         )

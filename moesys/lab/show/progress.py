@@ -71,51 +71,50 @@ def is_live(console: Console) -> bool:
 
 
 @contextmanager
+def _bars_on(console: Console, *columns: ProgressColumn) -> Iterator[Bars | None]:
+    """Yields bars on a console that can redraw, and None on others."""
+    if is_live(console):
+        with Bars(console, *columns) as bars:
+            yield bars
+    else:
+        yield None
+
+
+@contextmanager
 def steps_told(what: str, total: int) -> Iterator[Callable[[str], None]]:
     """Yields a function to call with the name of each of ``total`` steps when it begins.
 
     It shows them on stderr, because tables go to stdout.
     """
-    console = Console(stderr=True)
-    begun = 0
+    with _bars_on(Console(stderr=True), MofNCompleteColumn(), TimeRemainingColumn()) as bars:
+        task, begun = bars.add_task(what, total=total) if bars else TaskID(0), 0
 
-    def show(name: str) -> None:
-        nonlocal begun
-        if bars is None:
-            print(f"{what} [{begun + 1}/{total}] {name}", file=sys.stderr, flush=True)
-        else:
-            bars.update(task, description=f"{what}: {name}", completed=begun)
-        begun += 1
+        def show(name: str) -> None:
+            nonlocal begun
+            if bars is None:
+                print(f"{what} [{begun + 1}/{total}] {name}", file=sys.stderr, flush=True)
+            else:
+                bars.update(task, description=f"{what}: {name}", completed=begun)
+            begun += 1
 
-    if not is_live(console):
-        bars = None
-        yield show
-        return
-    with Bars(console, MofNCompleteColumn(), TimeRemainingColumn()) as bars:
-        task = bars.add_task(what, total=total)
         yield show
 
 
 @contextmanager
 def bytes_progress(file: TextIO) -> Iterator[Callable[[int, int], None]]:
     """Yields a function to call with the number of bytes that are done, and of all; without bars, it prints tenths."""
-    console = Console(file=file)
-    tenths = 0
+    columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with _bars_on(Console(file=file), *columns) as bars:
+        task, tenths = bars.add_task("") if bars else TaskID(0), 0
 
-    def show(done: int, total: int) -> None:
-        nonlocal tenths
-        if bars is not None:
-            bars.update(task, completed=done, total=total)
-        elif 10 * done // total > tenths:
-            tenths = 10 * done // total
-            print(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=file, flush=True)
+        def show(done: int, total: int) -> None:
+            nonlocal tenths
+            if bars is not None:
+                bars.update(task, completed=done, total=total)
+            elif 10 * done // total > tenths:
+                tenths = 10 * done // total
+                print(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=file, flush=True)
 
-    if not is_live(console):
-        bars = None
-        yield show
-        return
-    with Bars(console, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bars:
-        task = bars.add_task("")
         yield show
 
 

@@ -89,7 +89,7 @@ def _model(workload: ModelTraining, config: Any, seed: int) -> Any:
     transformers.utils.logging.disable_progress_bar()
     folder = Path(os.path.expanduser(workload.model))
     learners: Any = transformers.AutoModelForCausalLM
-    # Of weights that are read as well: dropout is drawn, the same for every strategy.
+    # The seed counts even if the weights are read, because dropout is drawn, the same for every strategy.
     torch.manual_seed(seed)
     if not any(any(folder.glob(names)) for names in _WEIGHTS):
         return learners.from_config(config, dtype=torch.float32)

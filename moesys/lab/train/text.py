@@ -186,7 +186,7 @@ def _encoder(tokenizer: str) -> Encode:
     # It raises no narrower class.
     except Exception as error:
         raise ValueError(f'tokenizer={tokenizer!r} is neither "bytes" nor a tokenizer.json: {error}') from None
-    # As some are saved: they would cut every file, or fill it up.
+    # A tokenizer may be saved with truncation or padding, which would cut every file, or fill it up.
     known.no_truncation()
     known.no_padding()
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from moesys.collectives import FAILURE_GRACE_S, guarded
+from moesys.collectives import EXPLAINED, FAILURE_GRACE_S, failure_of
 from moesys.kernels.host_copies import HostCopy, to_device
 from moesys.overlap.comm import frames
 from moesys.overlap.comm.background import BackgroundThread
@@ -333,17 +333,18 @@ class Channel:
         """Raises ``RankMismatchError``, on all ranks alike, where the ranks' headers do not fit together. ``device``:
         the device of the gather that brought them.
         """
+        if frames.alike(headers_RN):
+            return
         if not frames.same_position(headers_RN):
             # The gathers behind it are those of a pass that ends here, and would fail later passes.
             self._unread.clear()
             raise frames.position_mismatch(headers_RN, self.members)
-        if not frames.same_declaration(headers_RN):
-            self._unread.clear()
-            text_N = torch.zeros(frames.text_bytes_of(headers_RN), dtype=torch.uint8)
-            text_N[: len(self.identity.text)] = torch.from_numpy(np.frombuffer(self.identity.text, np.uint8).copy())
-            texts_RN = self._all_gather(text_N.to(device), "counts", "comparison of declarations")
-            texts = [row.tobytes().rstrip(b"\0") for row in texts_RN.cpu().numpy()]
-            raise frames.declaration_mismatch(texts, self.identity.layer, self.members)
+        self._unread.clear()
+        text_N = torch.zeros(frames.text_bytes_of(headers_RN), dtype=torch.uint8)
+        text_N[: len(self.identity.text)] = torch.from_numpy(np.frombuffer(self.identity.text, np.uint8).copy())
+        texts_RN = self._all_gather(text_N.to(device), "counts", "comparison of declarations")
+        texts = [row.tobytes().rstrip(b"\0") for row in texts_RN.cpu().numpy()]
+        raise frames.declaration_mismatch(texts, self.identity.layer, self.members)
 
     @property
     def members(self) -> list[int]:
@@ -363,15 +364,16 @@ class Channel:
 
     def guard(self, what: str, call: Callable[[], T]) -> T:
         """Returns ``call()``, a collective; where it fails ``CollectiveError`` names it and the ranks that are gone."""
-        layer = self.identity.layer
-        return guarded(
-            what if layer < 0 or what.endswith("()") else f"{what} of layer {layer}",
-            self.group,
-            call,
-            device_type=self.device_type,
-            grace_s=self.failure_grace_s,
-            without_heartbeat=None if self.heartbeat is None else self.heartbeat.silent_ranks,
-        )
+        try:
+            return call()
+        except EXPLAINED:
+            raise
+        except RuntimeError as error:
+            layer, heartbeat = self.identity.layer, self.heartbeat
+            named = what if layer < 0 or what.endswith("()") else f"{what} of layer {layer}"
+            silent_ranks = None if heartbeat is None else heartbeat.silent_ranks
+            failure = failure_of(named, self.group, error, self.device_type, self.failure_grace_s, silent_ranks)
+            raise failure from error
 
 
 def _headers(frames_RF: Tensor) -> Tensor:
@@ -381,7 +383,9 @@ def _headers(frames_RF: Tensor) -> Tensor:
 def _framed(header: Header, payload_N: Tensor) -> Tensor:
     """Returns a frame, uint8 [FRAME_BYTES], on the device of the payload."""
     frame = payload_N.new_empty(frames.FRAME_BYTES)
-    frame[: frames.HEADER_BYTES] = to_device(header, payload_N.device).view(torch.uint8)
+    on_cpu = payload_N.device.type == "cpu"
+    header_N = torch.from_numpy(header) if on_cpu else to_device(header, payload_N.device)
+    frame[: frames.HEADER_BYTES] = header_N.view(torch.uint8)
     begun_N = payload_N[: frames.PAYLOAD_BYTES]
     frame[frames.HEADER_BYTES :][: len(begun_N)] = begun_N
     return frame

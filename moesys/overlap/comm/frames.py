@@ -138,9 +138,9 @@ def same_position(headers_RN: Header) -> bool:
     return bool((headers_RN[:, _POSITION] == headers_RN[0, _POSITION]).all())
 
 
-def same_declaration(headers_RN: Header) -> bool:
-    """Returns whether the layer is declared alike on all ranks."""
-    return bool((headers_RN[:, _DIGEST] == headers_RN[0, _DIGEST]).all())
+def alike(headers_RN: Header) -> bool:
+    """Returns whether all ranks are in the same call of a layer that they declare alike."""
+    return bool((headers_RN[:, : _DIGEST + 1] == headers_RN[0, : _DIGEST + 1]).all())
 
 
 def position_mismatch(headers_RN: Header, ranks: Sequence[int]) -> RankMismatchError:

@@ -86,16 +86,16 @@ class Meter:
         # Intervals that may not have ended yet, in their order: the lane that is waited for, None for planning.
         self._unread: deque[tuple[str | None, Moment, Moment]] = deque()
 
-    def planning(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def planning(self) -> Iterator[None]:
         """Measures the time inside as planning."""
-        return self._timed(None)
-
-    def exposed(self, lane: str) -> AbstractContextManager[None]:
-        """Measures the time inside as exposed communication."""
-        return self._timed(lane)
+        start = self._clock.now()
+        yield
+        self._add(None, start, self._clock.now())
 
     @contextmanager
-    def _timed(self, lane: str | None) -> Iterator[None]:
+    def exposed(self, lane: str) -> Iterator[None]:
+        """Measures the time inside as exposed communication."""
         start = self._clock.now()
         yield
         self._add(lane, start, self._clock.now())

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.shaped import processor_shares
-from benchmarks.shaped.hosts import lacks_hosts, linked_hosts, ranks_on
 from benchmarks.shaped.processor_shares import ProcessorShares, find_shares, lacks_shares, own_name
 
 LACKS = lacks_shares()
@@ -83,21 +82,6 @@ def test_a_process_gets_no_more_than_the_share_of_its_group() -> None:
     # A tick late at most; a busy machine gives less.
     assert 0 < processor_s <= 0.5 * clock_s + 0.02
     assert int(throttled["nr_throttled"]) > 0
-
-
-@pytest.mark.slow
-@shares_can_be_had
-@pytest.mark.skipif(bool(lacks_hosts()), reason=lacks_hosts())
-def test_a_host_gets_no_more_than_its_share_though_nobody_else_computes() -> None:
-    with linked_hosts(2, 100, cpus_per_host=0.5) as hosts, ranks_on(hosts) as ranks:
-        groups = hosts.shares
-        assert all(group.is_dir() for group in groups)
-        ((clock_s, processor_s),) = ranks.run(busy, 1.0, num_ranks=1)
-        throttled = [dict(line.split() for line in (group / "cpu.stat").read_text().splitlines()) for group in groups]
-    # A tick late at most; a busy machine gives less.
-    assert 0 < processor_s <= 0.5 * clock_s + 0.02
-    assert int(throttled[0]["nr_throttled"]) > 0
-    assert not any(group.exists() for group in groups)
 
 
 def stay_inside() -> None:
