@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tomli_w
 from foreign_planners import FirstHolder, Rotated
 from hypothesis import given
 from hypothesis import strategies as st
@@ -310,6 +312,32 @@ def test_the_tuner_tries_those_that_a_space_lists(file: Path, tmp_path: Path) ->
     names = {entry.strategy.name for entry in result.tuned.search.ranking}
     assert names == {"fsep", "own", "fsep(slots_per_rank=3) + in_turn:InTurn + last + even + sequential"}
     assert declared_in(result.path / "tuned.toml", ms.Strategy).balance.kind in ("in_turn:InTurn", "static")
+
+
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_a_file_that_declares_something_else_imports_nothing(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "eager.py").write_text("from pathlib import Path\nPath(__file__).with_name('imported').touch()\n")
+    fields = FSEP.model_dump(mode="json", exclude_none=True) | {"balance": {"kind": "eager:Mine"}}
+    path = tmp_path / f"strategy{suffix}"
+    for more, message in (({"lags": 3}, "lags"), ({"lag": "x"}, "lag"), ({"name": ""}, "name")):
+        path.write_text(json.dumps(fields | more) if suffix == ".json" else tomli_w.dumps(fields | more))
+        with pytest.raises(ValueError, match=f"declares no strategy: {message}"):
+            declared_in(path, ms.Strategy)
+        assert not (tmp_path / "imported").exists()
+    path.write_text(json.dumps(fields) if suffix == ".json" else tomli_w.dumps(fields))
+    with pytest.raises(ValueError, match="'Mine'"):
+        declared_in(path, ms.Strategy)
+    assert (tmp_path / "imported").exists()
+    sys.modules.pop("eager")
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"a": ' * 10**5, '{"name": 1', "\xff", ""])
+@pytest.mark.parametrize("suffix", [".toml", ".json"])
+def test_files_that_are_no_declarations_are_named(tmp_path: Path, text: str, suffix: str) -> None:
+    path = tmp_path / f"strategy{suffix}"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"strategy\{suffix} declares no strategy"):
+        declared_in(path, ms.Strategy)
 
 
 def test_the_command_line_names_it_by_import_path(

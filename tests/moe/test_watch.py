@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import resource
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +259,30 @@ def test_without_tensorboard_it_says_what_to_install(tmp_path: Path, monkeypatch
         monkeypatch.setitem(__import__("sys").modules, name, None)
     with pytest.raises(ImportError, match=r"tensorboard=True needs TensorBoard: pip install 'moesys\[tensorboard\]'"):
         ms.Watch(two_layers(EP), tmp_path, tensorboard=True)
+
+
+def test_a_full_disk_is_a_warning_and_the_lines_around_it_are_whole(tmp_path: Path) -> None:
+    model = two_layers(EP)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with ms.Watch(model, tmp_path) as watch:
+            watch.step(loss=1.0)
+            path = tmp_path / "rank-0000.jsonl"
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+            with pytest.warns(UserWarning, match=f"are missing in {tmp_path}: .*disk may be full"):
+                watch.step(loss=2.0)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            watch.step(loss=3.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [line["numbers"]["loss"] for line in lines_of(tmp_path)] == [1.0, 3.0]
+
+
+def test_a_folder_that_is_removed_is_a_warning(tmp_path: Path) -> None:
+    with ms.Watch(two_layers(EP), tmp_path / "watched") as watch:
+        watch.step()
+        shutil.rmtree(tmp_path / "watched")
+        with pytest.warns(UserWarning, match="steps of the training are missing"):
+            watch.step()

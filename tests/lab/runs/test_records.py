@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -247,3 +248,30 @@ def test_samples_say_what_they_are():
     line = LINES.to_line(some_records(experiment())[0]).replace(b'"better":"lower"', b'"better":"less"')
     with pytest.raises(ValueError, match=r"samples.step_ms.better: Input should be 'lower', 'higher' or ''"):
         LINES.from_line(line)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
+def test_a_step_that_took_no_time_is_named_by_line_strategy_and_seed(tmp_path, value):
+    folder, written = filled(tmp_path, 2)
+    fields = json.loads(LINES.to_line(written[1]))
+    fields["samples"]["step_ms"]["values"] = [1.0, value if math.isfinite(value) else str(value)]
+    lines = (folder.path / "records.jsonl").read_text().splitlines()
+    (folder.path / "records.jsonl").write_text(f"{lines[0]}\n{json.dumps(fields)}\n")
+    named = rf"line 2 of .*records\.jsonl .*step_ms of {written[1].strategy}, seed {written[1].seed}"
+    with pytest.raises(ValueError, match=named):
+        RunFolder(folder.path).records()
+
+
+@pytest.mark.parametrize("made_anew", [False, True])
+def test_a_folder_that_was_removed_takes_no_more_records(tmp_path, made_anew):
+    written = some_records(experiment())
+    with RunFolder.open(experiment(), tmp_path) as folder:
+        folder.append(written[0])
+        shutil.rmtree(folder.path)
+        if made_anew:
+            with RunFolder.open(experiment(), tmp_path) as other:
+                other.append(written[2])
+        with pytest.raises(ValueError, match=f"{folder.path} was removed or made anew while this process wrote it"):
+            folder.append(written[1])
+    if made_anew:
+        assert RunFolder(folder.path).records() == [written[2]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -154,3 +155,15 @@ def test_the_estimate_lies_within_its_interval(pair):
     found = ratio(*pair)
     if found.low is not None:
         assert found.low <= found.estimate <= found.high
+
+
+def test_thousands_of_seeds_take_little_memory():
+    log_N = np.random.default_rng(1).normal(0.01, 0.1, 3000)
+    tracemalloc.start()
+    p = sign_flip_p(log_N)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 50e6
+    # A normal approximation of the same test.
+    z = abs(log_N.sum()) / np.sqrt(np.square(log_N).sum())
+    assert p == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.01)

@@ -10,7 +10,7 @@ import pytest
 from watch_cases import layer_line, step_line, write_lines, write_run
 
 from moesys.lab.runs.watched_run import NEWEST_STEPS, read_watched_run
-from moesys.step_lines import step_journal
+from moesys.step_lines import read_spans, step_journal
 
 
 def test_ranks_are_brought_together(tmp_path: Path) -> None:
@@ -111,3 +111,12 @@ def test_folders_without_steps_are_errors(tmp_path: Path) -> None:
     (tmp_path / "rank-0000.jsonl").write_text('{"step":')
     with pytest.raises(ValueError, match=r"rank-0000\.jsonl has no step yet; come back when the first one is through"):
         read_watched_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ['[["l", null, null, "k", "d"]]', '["a"]', "3", '[["l", 0, NaN, "k", "d"]]', '[["l", 2, 1, "k", "d"]]', "["]
+)
+def test_spans_of_something_else_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "spans-0000.json").write_text(text)
+    with pytest.raises(ValueError, match=r"spans-0000\.json has no spans of a rank: .*; delete the file"):
+        read_spans(tmp_path)

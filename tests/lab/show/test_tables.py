@@ -9,8 +9,9 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from lab_cases import EP, FSEP, FSEP_WIDE, MODEL, experiment, record, records, simulated
@@ -20,7 +21,16 @@ from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.records import Samples, setting_fingerprint
 from moesys.lab.runs.statistics import PairedRatio
 from moesys.lab.show.comparisons import comparison_sheet, format_comparison, ratio_words
-from moesys.lab.show.tables import figure, print_sheet, terminal_table, written_columns
+from moesys.lab.show.tables import (
+    Column,
+    Sheet,
+    figure,
+    latex_table,
+    markdown_table,
+    print_sheet,
+    terminal_table,
+    written_columns,
+)
 
 MS = {"ep": 10.0, "fsep": 8.0, FSEP_WIDE.name: 5.0}
 
@@ -33,6 +43,12 @@ def measured(**changes) -> Comparison:
 def printed(comparison: Comparison) -> str:
     file = io.StringIO()
     print_sheet(comparison_sheet(comparison, "a machine"), file)
+    return file.getvalue()
+
+
+def printed_sheet(sheet: Sheet) -> str:
+    file = io.StringIO()
+    print_sheet(sheet, file)
     return file.getvalue()
 
 
@@ -191,9 +207,24 @@ def test_a_pipe_gets_the_full_width():
     assert "\x1b" not in text
 
 
-def test_columns_has_the_last_word(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    assert max(map(len, printed(measured()).splitlines()[:8])) <= 60
+@pytest.mark.parametrize("columns", ["0", "60", "wide"])
+def test_what_is_written_is_as_wide_as_its_content_whatever_columns_says(monkeypatch, columns):
+    wanted = printed(measured())
+    monkeypatch.setenv("COLUMNS", columns)
+    assert printed(measured()) == wanted
+
+
+@dataclass(frozen=True)
+class Word:
+    word: Annotated[str, Column("word")]
+
+
+@pytest.mark.parametrize("form", [markdown_table, latex_table, lambda sheet: printed_sheet(sheet)])
+@pytest.mark.parametrize("text", ["\x1b[31mred", "a\nforged line", "a\0b", "a\u202eb", "a\x9b31m"])
+def test_what_is_not_printable_is_escaped(form, text):
+    shown = form(Sheet(text, [Word(text)], notes=[text]))
+    assert not [each for each in shown if not each.isprintable() and each != "\n"]
+    assert not [line for line in shown.splitlines() if line.startswith("forged")]
 
 
 def test_brackets_in_names_are_no_markup():
