@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache
 from itertools import accumulate
 from typing import Annotated, Self
 
@@ -139,10 +139,10 @@ class ClusterSpec(Declared):
         per_node = self.ranks_per_node
         return sum(per_node) if isinstance(per_node, tuple) else self.num_nodes * per_node
 
-    @cached_property
+    @property
     def node_of_rank(self) -> tuple[int, ...]:
         """Node index of each rank, [R]."""
-        return tuple(node for node, size in enumerate(self.node_sizes) for _ in range(size))
+        return _node_of_rank(self.node_sizes)
 
     @property
     def domain_sizes(self) -> tuple[int, ...]:
@@ -159,3 +159,8 @@ class ClusterSpec(Declared):
     def domain_of_rank(self) -> tuple[int, ...]:
         """Domain index of each rank, [R]."""
         return tuple(domain for domain, size in enumerate(self.domain_sizes) for _ in range(size))
+
+
+@cache
+def _node_of_rank(node_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(node for node, size in enumerate(node_sizes) for _ in range(size))
