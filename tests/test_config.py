@@ -44,7 +44,9 @@ from moesys.config import (
     Strategy,
     WindowMean,
 )
+from moesys.config.experiment import Experiment
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
+from moesys.config.workload import Generated
 from moesys.kinds import OVERLAPS
 
 MODEL = ModelShape(hidden_size=8, intermediate_size=16, num_experts=8, top_k=2)
@@ -475,3 +477,12 @@ def test_declarations_that_are_nested_too_deeply_are_refused():
         Strategy.from_toml("[" + ".".join("a" * 10**5) + "]")
     with pytest.raises(ValidationError, match="recursion limit"):
         Strategy.from_json("[" * 10**5)
+
+
+def test_a_cluster_that_was_asked_for_its_nodes_is_the_same_declaration():
+    asked, fresh = ClusterSpec(num_nodes=2, ranks_per_node=2), ClusterSpec(num_nodes=2, ranks_per_node=2)
+    assert asked.node_of_rank == (0, 0, 1, 1)
+    assert (asked, hash(asked), asked.to_json()) == (fresh, hash(fresh), fresh.to_json())
+    assert asked.replace(num_nodes=3).node_of_rank == (0, 0, 1, 1, 2, 2)
+    experiment = Experiment(name="x", model=MODEL, cluster=asked, strategies=(EP,), workload=Generated(num_layers=1))
+    assert experiment.replace(seeds=(0, 1)).cluster == fresh

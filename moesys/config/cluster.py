@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from moesys.config.base import Declared, DisplayName
 
@@ -26,6 +26,9 @@ class ClusterSpec(Declared):
     behind its planner's 1.484375 us a token. GB/s are 1e9 bytes a second, one way. What else slows a step costs nothing
     by default: memory, tiles of one element, no waves, no latency; presets and calibration fill it in.
     """
+
+    # An instance is frozen and was validated; to validate it again would take its cached properties for fields.
+    model_config = ConfigDict(revalidate_instances="never")
 
     num_nodes: int = Field(1, ge=1)
     ranks_per_node: int | tuple[int, ...] = Field(1, description="one number for every node, or one a node")
@@ -139,10 +142,10 @@ class ClusterSpec(Declared):
         per_node = self.ranks_per_node
         return sum(per_node) if isinstance(per_node, tuple) else self.num_nodes * per_node
 
-    @property
+    @cached_property
     def node_of_rank(self) -> tuple[int, ...]:
         """Node index of each rank, [R]."""
-        return _node_of_rank(self.node_sizes)
+        return tuple(node for node, size in enumerate(self.node_sizes) for _ in range(size))
 
     @property
     def domain_sizes(self) -> tuple[int, ...]:
@@ -159,8 +162,3 @@ class ClusterSpec(Declared):
     def domain_of_rank(self) -> tuple[int, ...]:
         """Domain index of each rank, [R]."""
         return tuple(domain for domain, size in enumerate(self.domain_sizes) for _ in range(size))
-
-
-@cache
-def _node_of_rank(node_sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(node for node, size in enumerate(node_sizes) for _ in range(size))
