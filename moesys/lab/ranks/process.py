@@ -11,11 +11,14 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
 import multiprocessing.forkserver
+import multiprocessing.util
 import os
 import pickle
 import queue
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -23,17 +26,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 
+from moesys.files import FolderLock
 from moesys.lab.ranks.process_start import LOOPBACK, first_line, stop_signals_blocked, threads_of, variables_set
 from moesys.torch_private import forget_meshes, num_process_groups
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ("numpy", "torch", "torch.distributed", __name__)
 _PR_SET_PDEATHSIG = 1
+_SERVER_FOLDER = "moesys-ranks-"
 STORE_ADDRESS = "127.0.0.1"
 # Seconds to wait for a process after all those that must answer: to end its death, or to print its stacks.
 DEATH_S = 0.3
@@ -94,9 +100,35 @@ class Job:
 
 def ensure_server(environment: Mapping[str, str], preload: Sequence[str]) -> None:
     """Starts the server that processes are forked from, with these variables and modules, if there is none yet."""
+    _give_server_a_folder()
     with variables_set({**environment, **threads_of(1)}), stop_signals_blocked():
         _CONTEXT.set_forkserver_preload([*_PRELOAD, *preload])
         multiprocessing.forkserver.ensure_running()
+
+
+def _give_server_a_folder() -> None:
+    """Makes the folder of the server's socket, and removes those of processes that were killed.
+
+    The folders that multiprocessing makes by itself, ``pymp-*``, stay for ever when a process is killed.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is not None:
+        return
+    for left in Path(tempfile.gettempdir()).glob(f"{_SERVER_FOLDER}*"):
+        with contextlib.suppress(OSError, ValueError), FolderLock(left):
+            shutil.rmtree(left)
+    while config.get("tempdir") is None:
+        folder = Path(tempfile.mkdtemp(prefix=_SERVER_FOLDER))
+        # Another process may have taken it for one that was left.
+        with contextlib.suppress(OSError, ValueError):
+            lock = FolderLock(folder)
+            multiprocessing.util.Finalize(None, _remove_folder, args=(folder, lock), exitpriority=-100)
+            config["tempdir"] = str(folder)
+
+
+def _remove_folder(folder: Path, lock: FolderLock) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.close()
 
 
 @dataclass(frozen=True)

@@ -376,3 +376,34 @@ def test_ranks_and_their_store_listen_on_loopback_only() -> None:
         ]
     assert addresses
     assert not [address for address in addresses if address not in loopback]
+
+
+KILLED_WITH_RANKS = """
+import os, signal, sys
+import torch.distributed as dist
+from moesys.lab.ranks.pool import LocalRanks
+if __name__ == "__main__":
+    ranks = LocalRanks(1)
+    assert ranks.run(dist.get_rank) == [0]
+    print(*sorted(os.listdir(os.environ["TMPDIR"])), flush=True)
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.close()
+"""
+
+
+def test_what_a_killed_process_left_in_temporary_folders_is_removed_by_the_next(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(KILLED_WITH_RANKS)
+    (tmp_path / "tmp").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    found = []
+    for how in ("killed", "ends"):
+        done = subprocess.run(
+            [sys.executable, script, how], env=environment, capture_output=True, text=True, check=False
+        )
+        found.append(done.stdout.split())
+        assert done.returncode == (-signal.SIGKILL if how == "killed" else 0), done.stderr
+    assert [len(folders) for folders in found] == [1, 1]
+    assert found[0] != found[1]
+    assert os.listdir(tmp_path / "tmp") == []
