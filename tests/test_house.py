@@ -48,11 +48,11 @@ PACKAGES = {
     "moesys, entry points": ("__init__", "__main__"),
 }
 BUDGETS = {
-    "moesys/config": Budget(2_049, 17),
+    "moesys/config": Budget(2_050, 17),
     "moesys, ground files": Budget(1_636, 15),
-    "moesys/kernels": Budget(4_882, 45),
+    "moesys/kernels": Budget(4_884, 45),
     "moesys/balance": Budget(5_090, 38),
-    "moesys/overlap": Budget(2_821, 18),
+    "moesys/overlap": Budget(2_827, 18),
     "moesys/moe": Budget(3_394, 20),
     "moesys/simulator": Budget(3_301, 22),
     "moesys/tuner": Budget(1_146, 8),
@@ -61,9 +61,9 @@ BUDGETS = {
     "moesys, entry points": Budget(163, 2),
     "benchmarks": Budget(4_312, 38),
     "experiments": Budget(1_394, 15),
-    "tests": Budget(37_843, 291),
+    "tests": Budget(37_852, 291),
 }
-TOTAL = Budget(34_414, 253)
+TOTAL = Budget(34_423, 253)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
@@ -187,7 +187,7 @@ def sources(package: str = "moesys") -> Iterator[tuple[str, ast.Module]]:
 
 def begins_with_a_verb(docstring: str) -> bool:
     """Returns whether the first word of a docstring is a verb in the third person."""
-    first, _, rest = docstring.partition(" ")
+    first, rest = re.match(r"([^\s,]*),?\s*(.*)", docstring, re.DOTALL).groups()
     word = first.lower()
     if not re.fullmatch(r"[A-Z][a-z-]*[^s\W]s", first) or word in NOT_VERBS:
         return False

@@ -201,7 +201,7 @@ def check_order(mesh: DeviceMesh) -> None:
 
 
 def cluster_of(num_ranks: int, device_type: str) -> ClusterSpec:
-    """Nodes of LOCAL_WORLD_SIZE ranks where a launcher says so and it fits, else one node; as fast as devices of such a
+    """Returns nodes of LOCAL_WORLD_SIZE ranks where a launcher says so and it fits, else one node; as fast as devices of such a
     type are about.
     """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))

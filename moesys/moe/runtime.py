@@ -269,7 +269,7 @@ def _device_of(layers: Sequence[Experts], channel: Channel) -> torch.device:
 
 
 def on_urgent_stream(backends: str) -> object | None:
-    """Options of a process group whose collectives go before other work that is ready on a GPU; None where no GPU has
+    """Returns options of a process group whose collectives go before other work that is ready on a GPU; None where no GPU has
     NCCL in ``backends``, which are told by device, as in "cpu:gloo,cuda:nccl".
     """
     if "cuda:nccl" not in backends.split(","):
