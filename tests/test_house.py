@@ -61,7 +61,7 @@ BUDGETS = {
     "moesys, entry points": Budget(163, 2),
     "benchmarks": Budget(4_312, 38),
     "experiments": Budget(1_394, 15),
-    "tests": Budget(37_852, 291),
+    "tests": Budget(37_853, 291),
 }
 TOTAL = Budget(34_423, 253)
 OUTSIDE = ("benchmarks", "experiments", "tests")

@@ -34,8 +34,8 @@ FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=4), split=ms.Flo
 # Layouts change, by the counts of two micro-batches.
 PLANNED = FSEP.replace(name="planned", balance=ms.Greedy(), replan_every=2, predictor=ms.WindowMean(steps=2))
 # Functions that go another way on the CPU: they read a kernel's words, of which a GPU's copy is looked at later, and
-# take a header as it lies.
-ON_THE_CPU = ("raise_if_given_up", "_raise_if_found", "_framed")
+# take numbers of the host as they lie.
+ON_THE_CPU = ("raise_if_given_up", "_raise_if_found", "_framed", "index_of")
 # Experts and their gradients, which no plan of tokens is about, are brought by tables that the host makes of layouts.
 OF_LAYOUTS = ("moesys.moe.pulled_experts", "moesys.kernels.symmetric.pulls")
 # Goes by pinned memory on a GPU; what it reads is counted.
