@@ -202,7 +202,7 @@ def group_timeout_s(group: dist.ProcessGroup | None, device_type: str) -> float:
 
 
 def forget_meshes() -> None:
-    """Has ``DTensor`` forget the meshes of a process group that is gone, for a process that comes to have another.
+    """Makes ``DTensor`` forget the meshes of a process group that is gone, for a process that comes to have another.
 
     What an operation made of tensors on a mesh is kept and given for an equal mesh, which has other groups: those of
     the same number in their order, if any. Needs ``torch.distributed.tensor.debug._clear_sharding_prop_cache``. Without

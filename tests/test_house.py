@@ -50,7 +50,7 @@ PACKAGES = {
 BUDGETS = {
     "moesys/config": Budget(2_064, 17),
     "moesys, ground files": Budget(1_832, 15),
-    "moesys/kernels": Budget(4_882, 45),
+    "moesys/kernels": Budget(4_884, 45),
     "moesys/balance": Budget(5_090, 38),
     "moesys/overlap": Budget(2_827, 18),
     "moesys/moe": Budget(3_405, 20),
@@ -61,9 +61,9 @@ BUDGETS = {
     "moesys, entry points": Budget(168, 2),
     "benchmarks": Budget(4_312, 38),
     "experiments": Budget(1_394, 15),
-    "tests": Budget(38_295, 291),
+    "tests": Budget(38_296, 291),
 }
-TOTAL = Budget(34_777, 253)
+TOTAL = Budget(34_779, 253)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
@@ -187,7 +187,7 @@ def sources(package: str = "moesys") -> Iterator[tuple[str, ast.Module]]:
 
 def begins_with_a_verb(docstring: str) -> bool:
     """Returns whether the first word of a docstring is a verb in the third person."""
-    first, _, rest = docstring.partition(" ")
+    first, rest = re.match(r"([^\s,]*),?\s*(.*)", docstring, re.DOTALL).groups()
     word = first.lower()
     if not re.fullmatch(r"[A-Z][a-z-]*[^s\W]s", first) or word in NOT_VERBS:
         return False

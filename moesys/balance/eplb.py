@@ -85,7 +85,7 @@ def heaviest_replicated(tokens_E: Sequence[int], num_replicas: int) -> list[int]
 
 
 def packed(weight_P: Sequence[int], room_B: Sequence[int]) -> list[list[int]]:
-    """Items of each bin, in the order they came: the heaviest first, into the lightest bin that has room.
+    """Returns the items of each bin, in the order they came: the heaviest first, into the lightest bin that has room.
 
     Equal items come, and equal bins are taken, by lowest index. There must be room for all.
     """

@@ -58,7 +58,7 @@ class Laer(Balance):
 
 
 def proportional_replicas(tokens_E: Sequence[int], num_slots: int, num_nodes: int) -> list[int]:
-    """Replicas of each expert, at least 1: to the most tokens a replica, in steps of a replica a node.
+    """Returns the replicas of each expert, at least 1: to the most tokens a replica, in steps of a replica a node.
 
     Starts at one a node where that fits, else at one. An expert below one a node grows by one, others by ``num_nodes``
     at once; an expert that finds fewer slots left is retired, so that some slots may stay empty.

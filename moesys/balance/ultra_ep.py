@@ -28,7 +28,7 @@ class UltraEp(QuotaPlanner):
     min_tokens: int = Field(1024, ge=1, description="the least piece, where a threshold has to be searched for")
 
     def token_plan(self, problem: PlanningProblem) -> TokenPlan:
-        """Levels each domain of the cluster by itself, so that copies stay where the fastest links are.
+        """Balances each domain of the cluster by itself, so that copies stay where the fastest links are.
 
         *Greedy* for a threshold: ranks from the most tokens down, and the experts at home of each likewise, at ties the
         lower first. While a rank has more than the threshold, it gives as much of an expert as it must, as the receiver

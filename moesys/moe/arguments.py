@@ -201,8 +201,8 @@ def check_order(mesh: DeviceMesh) -> None:
 
 
 def cluster_of(num_ranks: int, device_type: str) -> ClusterSpec:
-    """Nodes of LOCAL_WORLD_SIZE ranks where a launcher says so and it fits, else one node; as fast as devices of such a
-    type are about.
+    """Returns nodes of LOCAL_WORLD_SIZE ranks if a launcher sets it and it divides the ranks, else one node, with the
+    typical speeds of the device type.
     """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     if not 0 < per_node < num_ranks or num_ranks % per_node:

@@ -125,7 +125,7 @@ class Lookahead:
         return False
 
     def after_backward(self) -> None:
-        """Notes that a layer's backward is through."""
+        """Records that a layer's backward is through."""
 
 
 class Link:

@@ -269,8 +269,9 @@ def _device_of(layers: Sequence[Experts], channel: Channel) -> torch.device:
 
 
 def on_urgent_stream(backends: str) -> object | None:
-    """Options of a process group whose collectives go before other work that is ready on a GPU; None where no GPU has
-    NCCL in ``backends``, which are told by device, as in "cpu:gloo,cuda:nccl".
+    """Returns options of a process group whose collectives go before other work that is ready on a GPU.
+
+    ``backends``: by device, as in "cpu:gloo,cuda:nccl". Returns None if GPUs do not use NCCL.
     """
     if "cuda:nccl" not in backends.split(","):
         return None

@@ -33,8 +33,9 @@ EP = ms.Strategy(name="ep", overlap=DEVICE)
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=4), split=ms.FlowSplit(), overlap=DEVICE)
 # Layouts change, by the counts of two micro-batches.
 PLANNED = FSEP.replace(name="planned", balance=ms.Greedy(), replan_every=2, predictor=ms.WindowMean(steps=2))
-# What reads a kernel's words on the CPU alone, where it has ended; on a GPU a copy of them is looked at later.
-ON_THE_CPU = ("raise_if_given_up", "_raise_if_found")
+# Functions that go another way on the CPU: they read a kernel's words, of which a GPU's copy is looked at later, and
+# take numbers of the host as they lie.
+ON_THE_CPU = ("raise_if_given_up", "_raise_if_found", "_framed", "index_of")
 # Experts and their gradients, which no plan of tokens is about, are brought by tables that the host makes of layouts.
 OF_LAYOUTS = ("moesys.moe.pulled_experts", "moesys.kernels.symmetric.pulls")
 # Goes by pinned memory on a GPU; what it reads is counted.

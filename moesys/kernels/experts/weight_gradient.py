@@ -100,7 +100,7 @@ def weight_gradient(
         left: [P or T, L], right: [P or T, R]: float32, float16 or bfloat16, the same, contiguous like all arguments.
         tile: ``rows`` and ``columns`` are those of a tile of the result; blocks cut it down to what fits.
         out_GLR: where it is written, in place of a new tensor: each matrix contiguous; between two of them may be a
-            gap. Of any float dtype; of float64 with ``blocks``.
+            gap. Of any float dtype; with ``blocks`` of float64, or of float32 where one rank has all rows of a group.
 
     Returns:
         [G, L, R], zeros for a group without rows; a new one is float32, or float64 with ``blocks``. What is infinite or
@@ -120,8 +120,10 @@ def weight_gradient(
     if blocks is not None:
         grid_G, block_rows = blocks.grid_G, blocks.rows
         require_contiguous(grid_G=grid_G)
-        if out_GLR.dtype != torch.float64:
-            raise ValueError(f"out_GLR is {out_GLR.dtype}; sums of blocks are exact in torch.float64 alone")
+        if out_GLR.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"out_GLR is {out_GLR.dtype}; sums of blocks are written in torch.float64 or torch.float32"
+            )
         tile = cut_to_fit(tile)
     num_tiles = num_groups * triton.cdiv(L, tile.rows) * triton.cdiv(R, tile.columns)
     sizes = OuterSizes(L, R, out_GLR.stride(0), Gather(gathered == "left", top_k), block_rows)

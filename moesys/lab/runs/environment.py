@@ -118,7 +118,7 @@ def source_digest(counts: Callable[[str], bool] = lambda _: True) -> str:
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

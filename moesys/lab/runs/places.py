@@ -75,7 +75,7 @@ class TrialObserver:
         return Path()
 
     def start(self, trial: Trial) -> None:
-        """Notes that this trial runs now, or is the next one whose result is returned."""
+        """Records that this trial runs now, or is the next one whose result is returned."""
 
     def tick_of(self, trial: Trial) -> Callable[[], None]:
         """Returns the function that the trial calls after each of its steps, in any process, to count them."""

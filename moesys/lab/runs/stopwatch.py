@@ -52,15 +52,15 @@ class Quantiles:
 
 
 def wall_ms(work: Work) -> float:
-    """Milliseconds by the host's clock."""
+    """Returns milliseconds by the host's clock."""
     start = time.perf_counter()
     work()
     return (time.perf_counter() - start) * 1e3
 
 
 def processor_ms(work: Work) -> float:
-    """Milliseconds of processor time of this process, all threads: what others do to the machine does not count, nor
-    does waiting.
+    """Returns milliseconds of processor time of this process, all threads: neither what others do nor
+    waiting counts.
     """
     start = time.process_time()
     work()
@@ -92,7 +92,7 @@ def interleave(
 
 
 def repeated_ms(work: Work, repeats: int, before: Callable[[], object] = lambda: None) -> list[float]:
-    """Milliseconds of one work alone, by repetition, after one of warm-up; ``before`` as ``interleave`` has it."""
+    """Returns milliseconds of one work alone, by repetition, after one of warm-up. ``before``: see ``interleave``."""
     return interleave({"": partial(wall_ms, work)}, repeats, before=before)[""]
 
 

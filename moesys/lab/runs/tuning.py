@@ -160,7 +160,7 @@ def _follow(place: Place, experiment: Experiment) -> TuneResult:
 
 
 def _draw_seeds(experiment: Experiment) -> tuple[int, ...]:
-    """Seeds whose routing differs and is there before anything runs."""
+    """Returns the seeds whose routing differs and is there before anything runs."""
     workload = experiment.workload
     drawn = isinstance(workload, Generated) or (isinstance(workload, Replay) and "{seed}" in workload.trace)
     return experiment.seeds[:_MOST_DRAWS] if drawn else ()
