@@ -287,7 +287,7 @@ def filled_up(problem: CpSatProblem, rows: Rows) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a solve found, None without a solution; the bound of its objective; deterministic seconds it took."""
+    """The result of a solve: the solution, or None; the bound of the objective; the deterministic seconds it took."""
 
     layout: ExpertLayout | None
     bound: int

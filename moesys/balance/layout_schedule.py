@@ -170,7 +170,7 @@ class LayoutSchedule:
 
     @property
     def has_request(self) -> bool:
-        """Whether it is time to request a plan, which ``request`` does."""
+        """This is true if it is time to call ``request``."""
         return self._asked_for is not None
 
     @property

@@ -40,7 +40,7 @@ class Ema(Declared):
 
 
 class Adaptive(Declared):
-    """Of several predictors the one that was closest lately: each is tested on every load before it sees it."""
+    """Uses the predictor that was closest lately: each one is tested on every load before it sees the load."""
 
     kind: Literal["adaptive"] = "adaptive"
     candidates: tuple[Annotated[Last | WindowMean | Ema, Field(discriminator="kind")], ...] = Field(
@@ -50,9 +50,9 @@ class Adaptive(Declared):
 
 
 class Oracle(Declared):
-    """The load of the micro-batch that the plan will serve: what no predictor can beat.
+    """Predicts the load of the micro-batch that the plan will serve, which no predictor can beat.
 
-    In simulations, and in training where routing is replayed.
+    It is available in simulations, and in training in which routing is replayed.
     """
 
     kind: Literal["oracle"] = "oracle"

@@ -383,7 +383,7 @@ class Experts(nn.Module):
             )
         if self.outside is not None:
             raise TypeError("a copy would read the parameters of the original; make other experts for other parameters")
-        # What has not been read may lie on a device.
+        # A plan that has not been read yet may be on a device.
         _ = self.last_plan
         connected = {"token_channel", "store", "planner", "link", "context", "load_log", "followers"}
         connected |= {"_executors", "_computes"}

@@ -89,7 +89,7 @@ class Planner:
     def __post_init__(self) -> None:
         strategy, split = self.strategy, self.strategy.split
         self._by_own_code, self._own_code_ran = bool(strategy.balance.own_code or split.own_code), False
-        # Whether a plan is a built-in split of the tokens over the layout that the schedule has, and nothing more.
+        # This is true if a plan is only a built-in split of the tokens over the layout of the schedule.
         plain = isinstance(strategy.reduction, Ordered) and split.own_code is None
         self._only_splits = plain and not split.follows_planner and not strategy.plans_on_counts
 

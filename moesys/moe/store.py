@@ -158,7 +158,7 @@ class ExpertShards(ABC):
         self.shape, self.rank, self.num_ranks = shape, rank, num_ranks
         self.form, self.flat = form or ExpertForm.of(shape), form is None
         self.memory = PagePool()
-        # What ranks hold under the newest layout, and whether that is just what they own.
+        # The experts that ranks hold under the newest layout, and whether these are just the experts that they own.
         self._kept: tuple[HeldByRank | None, bool] = (None, False)
 
     @abstractmethod

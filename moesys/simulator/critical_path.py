@@ -41,7 +41,7 @@ class PathPart:
 
     @property
     def is_of_rank(self) -> bool:
-        """Whether ``rank`` is a rank, and not a node."""
+        """This is true if ``rank`` is the number of a rank, and false if it is that of a node."""
         return not self.lane.startswith("NIC")
 
     @property

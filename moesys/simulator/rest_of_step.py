@@ -40,7 +40,7 @@ class RestUnit:
 
 @dataclass(frozen=True)
 class RestOfStep:
-    """What a step does besides the experts of its layers.
+    """The work of a step other than the experts of its layers.
 
     other_seconds: the forward of the rest of a layer (attention, norms, router), before its experts; a number, or one
         per rank [R].

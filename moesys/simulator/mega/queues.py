@@ -187,7 +187,7 @@ def joined(first: Launch, second: Launch) -> Launch:
 
 @dataclass(frozen=True)
 class Queues:
-    """What ``events`` runs, with the kind, group, rank and launch of each run, [X].
+    """The tasks that ``events`` runs, with the kind, group, rank and launch of each run, [X].
 
     names, combines_L: those of launches.
     """

@@ -46,7 +46,7 @@ Part = Literal[
     "head",
 ]
 
-# What a layer keeps of forward, besides its output.
+# The tensors that a layer keeps from its forward pass, besides its output.
 #   none       every tensor that backward reads.
 #   selective  the inputs of its two halves, attention and MLP. Backward runs again what leads from them to tensors that
 #              it reads: not the output projection, down projections, combine and residuals.

@@ -257,7 +257,7 @@ def update_bytes(optimizer: str) -> int:
 
 @dataclass(frozen=True)
 class EndOfStep:
-    """What happens after the last backward of a step, on all stages of ``run``."""
+    """The work after the last backward pass of a step, on all stages of ``run``."""
 
     run: ModelRun
     units: Units
