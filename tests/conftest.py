@@ -1,5 +1,6 @@
 """What all tests share: local ranks started once, outputs born as NaN, one thread, and how long hypothesis searches."""
 
+import gc
 import importlib
 import os
 import sys
@@ -28,8 +29,8 @@ pytest.register_assert_rewrite("hf_cases")
 # Tests that use ranks have a fixture that gives them; these files start ranks, workers or other programs themselves.
 PROCESSES = (
     *("balance/test_agreement", "benchmarks/shaped/", "benchmarks/test_bench_models", "experiments/test_experiments"),
-    *("golden/test_golden", "gpu/test_gpu_plugin", "gpu/test_planted_faults_of_ranks", "hf/test_watch_callback"),
-    *("kernels/test_aot", "kernels/test_listings", "kernels/test_oldest_triton", "kernels/test_promises"),
+    *("golden/test_golden", "gpu/test_gpu_plugin", "gpu/test_planted_faults_of_ranks"),
+    *("kernels/test_aot", "kernels/test_oldest_triton"),
     *("lab/calibrate/test_calibrate", "lab/commands/test_demo", "lab/ranks/", "lab/runs/test_bisect"),
     *("lab/runs/test_ends", "lab/runs/test_kill", "lab/runs/test_record_routing", "lab/runs/test_runner"),
     *("lab/runs/test_slurm", "lab/runs/test_tuning", "lab/runs/test_watched_run", "lab/runs/test_workers"),
@@ -55,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ranks)
         if path.startswith(INTERPRETER):
             item.add_marker(pytest.mark.interpreter)
+
+
+def pytest_collection_finish() -> None:
+    """Spares collections of garbage a walk through all modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def _fixtures_of(item: pytest.Item) -> list[Any]:

@@ -2,6 +2,10 @@
 
 Writes JSON into a folder: `usual.json`, rows of ``kernels --aot``; `pinned.json`, rows of the products at
 blocks whose warps have different work; `mega.json`, rows of MegaKernels. With "sweep" at all sizes and points.
+`signatures.json`: how many signatures each kernel has, after the first layer or split and after others.
+`listings.json`: assembly of small kernels between ranks, and the bytes that a thread has in flight.
+
+Tensors may be on the meta device: an op that asked one for a number would raise.
 """
 
 from __future__ import annotations
@@ -9,18 +13,33 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import triton
+from torch import Tensor
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.kernels import ahead_of_time
 from benchmarks.kernels.aot import POINTS, CompiledKernel, compile_mega, compile_size
 from benchmarks.kernels.drawn_layer import SIZES
+from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import PINNED
+from moesys.kernels.mega.arguments import publish
+from moesys.kernels.mega.exchange import regions
+from moesys.kernels.routing import route
+from moesys.kernels.split import flow
+from moesys.kernels.split.tables import SplitTables
+from moesys.kernels.symmetric.counts import count_regions, receive_counts
+from moesys.kernels.symmetric.heap import Heap
+from moesys.kernels.symmetric.pulls import Copy, start_copies
 from moesys.lab.show.tables import plain
 
 # 3.6 cannot specialise epilogues that split a tile.
@@ -28,7 +47,19 @@ SPECIALISES = not triton.__version__.startswith("3.6.")
 PRODUCTS = ("up", "down", "activation_gradient", "input_gradient")
 
 
+# Tokens and experts of layers: multiples of 16 and not, one and none.
+FIRST = (256, 8)
+OTHERS = ((255, 8), (1, 8), (0, 8), (4096, 8), (48, 7), (33, 1), (1 << 17, 256))
+# Ranks, experts and places of splits.
+SPLITS = ((1, 1, 1), (16, 16, 32), (31, 7, 29))
+# Ranks and experts of what travels between ranks, more than a warp has threads.
+RANKS, EXPERTS = 64, 256
+
+
 def main(folder: Path, sweep: bool) -> None:
+    # Signatures first: what has been compiled is compiled no more.
+    (folder / "signatures.json").write_text(json.dumps(signatures()))
+    (folder / "listings.json").write_text(json.dumps(listings()))
     command = ["kernels", "--aot", "--no-mega", "--size", "all" if sweep else SIZES[0].name]
     done = CliRunner().invoke(app, [*command, "--json", str(folder / "usual.json")])
     assert done.exit_code == 0, done.output
@@ -36,6 +67,72 @@ def main(folder: Path, sweep: bool) -> None:
         write(folder / "pinned.json", compile_pinned(folder / "blocks.json"))
     sizes, points = (SIZES, tuple(POINTS)) if sweep else (SIZES[:1], ("fused",))
     write(folder / "mega.json", [row for size in sizes for row in compile_mega(size, torch.bfloat16, print, points)])
+
+
+@contextmanager
+def counting() -> Iterator[dict[str, set[str]]]:
+    """Gives the signatures of each kernel that is launched, and compiles nothing."""
+    seen: dict[str, set[str]] = defaultdict(set)
+
+    def count(*, fn: Any, key: Any, **_: Any) -> bool:
+        seen[fn.name.rpartition(".")[2]].add(str(key))
+        # Instead of compiling.
+        return True
+
+    with (
+        mock.patch.object(triton.knobs.runtime, "jit_cache_hook", count),
+        mock.patch.object(ahead_of_time, "read_machine_code", lambda compiled: compiled),
+        ahead_of_time.compiling(),
+    ):
+        yield seen
+
+
+def signatures() -> dict[str, Any]:
+    """Returns the numbers of signatures of a first layer, what has new ones after others, and those of all splits."""
+    with counting() as seen:
+        compute_layer(*FIRST)
+        first = {name: len(keys) for name, keys in seen.items()}
+        again = {}
+        for T, E in OTHERS:
+            compute_layer(T, E)
+            again[f"{T} tokens, {E} experts"] = [name for name, keys in seen.items() if len(keys) > first.get(name, 0)]
+    with counting() as seen:
+        for R, E, P in SPLITS:
+            shapes = ((P,), (P,), (E, R), (E + 1,), (P,), (P,), (P,), (R + 1,), (R,), (R,), (3, R), (3, R))
+            tables = SplitTables(*(meta(*shape, dtype=torch.int32) for shape in shapes))
+            flow.split(meta(R, E, dtype=torch.int64), tables, turn=R, phases=R)
+    return {"first": first, "again": again, "splits": {name: len(keys) for name, keys in seen.items()}}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def compute_layer(T: int, E: int, H: int = 128, I: int = 64, K: int = 2) -> None:
+    """Forward and backward."""
+    x_TH, weight_TK = meta(T, H), meta(T, K, dtype=torch.float32)
+    matrices = ExpertMatrices(meta(E, 2 * I, H), meta(E, H, I), meta(E, dtype=torch.int32), "swiglu")
+    blocks = TileConfigs.all_of(TileConfig())
+    routing = route(meta(T, K, dtype=torch.int64), E)
+    y_TH, state = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
+    out = meta(E, 2 * I, H, dtype=torch.float32), meta(E, H, I, dtype=torch.float32)
+    experts_backward(y_TH, x_TH, weight_TK, matrices, state, blocks, out)
+
+
+def listings() -> dict[str, tuple[str, int]]:
+    """Returns PTX, and bytes in flight, by the kernel's name."""
+    read = ahead_of_time.read_machine_code
+    shared = {**regions(1, 1, 1, torch.bfloat16, RANKS, 1), **count_regions(RANKS, EXPERTS)}
+    heap = Heap.virtual(shared, RANKS, "meta")[0]
+    number = meta(1, dtype=torch.int32)
+    with (
+        mock.patch.object(ahead_of_time, "read_machine_code", lambda of: (read(of), of.asm["ptx"])),
+        ahead_of_time.compiling() as found,
+    ):
+        publish(heap, number, {})
+        receive_counts(heap, number, number.expand(RANKS), EXPERTS)
+        start_copies([Copy(0, 0, 0)], torch.device("meta"))
+    return {code.name: (ptx, code.flight_bytes) for code, ptx in found}
 
 
 def compile_pinned(path: Path) -> list[CompiledKernel]:

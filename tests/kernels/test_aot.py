@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,10 @@ from moesys.kernels.experts.tile_tuner import PINNED
 
 GEMMS = {*PRODUCTS, "dW1", "dW2"}
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
+# Of one kernel more than one: a matrix as it lies or transposed; either side gathered; with and without weights.
+SIGNATURES = {"_grouped_gemm": 2, "_outer_products": 2, "_combine": 2}
+# Memory that is read or written by an instruction: the register that holds its address.
+LOAD, STORE = (re.compile(rf"\b{kind}\.global\.\S+ .*?\[ (%rd\d+) \+ 0 \]") for kind in ("ld", "st"))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,11 @@ def compiled(tmp_path_factory):
 
 
 def rows_of(folder, name):
-    return json.loads((folder / f"{name}.json").read_text())["rows"]
+    return written(folder, name)["rows"]
+
+
+def written(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
 
 
 @pytest.mark.timeout(2700)
@@ -101,3 +110,35 @@ def test_specialised_warps_and_descriptors_are_in_the_machine_code(compiled):
         assert (code["spills"], code["stack_bytes"]) == (0, 0)
     assert [row["wrong"] for row in rows if row["wrong"]] == []
     assert "_gather_rows" in {row["code"]["name"] for row in rows}
+
+
+@pytest.mark.timeout(2700)
+def test_counts_compile_nothing_anew(compiled):
+    """Nor does a layer without tokens, with one, or with other experts, or a split of other sizes."""
+    counted = written(compiled, "signatures")
+    assert len(counted["first"]) >= 10
+    for name, number in counted["first"].items():
+        assert number == SIGNATURES.get(name, 1), name
+    assert not any(counted["again"].values()), counted["again"]
+    assert counted["splits"] == {"_fill_quotas": 1, "_push": 1, "_share_out": 1}
+
+
+@pytest.mark.timeout(2700)
+@pytest.mark.parametrize("kernel", ["_publish", "_receive"])
+def test_a_number_is_counted_on_when_all_threads_have_read_it(compiled, kernel):
+    """A warp that came later would read what the first one wrote, and raise a flag for the wrong epoch."""
+    read, counted_on = {}, 0
+    for line in written(compiled, "listings")[kernel][0].splitlines():
+        if found := LOAD.search(line):
+            read[found[1]] = False
+        elif "bar.sync" in line:
+            read = dict.fromkeys(read, True)
+        elif (found := STORE.search(line)) and found[1] in read:
+            assert read[found[1]], line
+            counted_on += 1
+    assert counted_on == 1
+
+
+@pytest.mark.timeout(2700)
+def test_copies_by_programs_have_eight_loads_of_a_thread_on_their_way(compiled):
+    assert written(compiled, "listings")["_copy"][1] == 8 * 16

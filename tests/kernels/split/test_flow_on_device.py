@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import numpy as np
@@ -130,49 +128,6 @@ def test_nothing_waits_for_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
     split(tokens_RE, found, torch.tensor(3))
     with pytest.raises(AssertionError, match="waits for the device"):
         split_reference(tokens_RE, found)
-
-
-ONE_BINARY = """
-import collections
-import torch
-import triton
-from benchmarks.kernels import ahead_of_time
-from moesys.kernels.split import flow
-from moesys.kernels.split.tables import SplitTables
-
-def empty(*shape, dtype=torch.int32):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-def tables(R, E, P):
-    shapes = ((P,), (P,), (E, R), (E + 1,), (P,), (P,), (P,), (R + 1,), (R,), (R,), (3, R), (3, R))
-    return SplitTables(*(empty(*shape) for shape in shapes))
-
-signatures = collections.defaultdict(set)
-
-def count(*, fn, key, **_):
-    signatures[fn.name].add(str(key))
-    # Instead of compiling.
-    return True
-
-triton.knobs.runtime.jit_cache_hook = count
-ahead_of_time.read_machine_code = lambda compiled: compiled
-with ahead_of_time.compiling():
-    # of one, and sizes that are and are not multiples of 16
-    for R, E, P in ((1, 1, 1), (16, 16, 32), (31, 7, 29)):
-        found = tables(R, E, P)
-        flow.split(empty(R, E, dtype=torch.int64), found, turn=R, phases=R)
-print(*(f"{name}:{len(keys)}" for name, keys in sorted(signatures.items())))
-"""
-
-
-@pytest.mark.timeout(300)
-def test_no_count_makes_a_second_binary() -> None:
-    """What would be compiled for Hopper, on tensors without values: an op that waits for one raises."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", ONE_BINARY]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    expected = ["_fill_quotas:1", "_push:1", "_share_out:1"]
-    assert [name.rpartition(".")[2] for name in done.stdout.split()] == expected, done.stderr[-4000:]
 
 
 @pytest.mark.parametrize(

@@ -233,11 +233,13 @@ def test_a_dead_rank_is_named(ranks: LocalRanks, fn: object, args: tuple[int, in
 
 
 def test_ranks_without_an_answer_are_named_with_their_stacks(ranks: LocalRanks) -> None:
-    with pytest.raises(RankError, match=r"^1 of 3 ranks failed: rank 1 gave no answer within 3 s") as caught:
-        ranks.run(sleep_on, 1, 60.0, num_ranks=3, timeout_s=3.0)
+    ranks.run(process_and_threads)
+    with pytest.raises(RankError, match=r"^1 of 3 ranks failed: rank 1 gave no answer within 1 s") as caught:
+        ranks.run(sleep_on, 1, 60.0, num_ranks=3, timeout_s=1.0)
     assert "in sleep_on" in caught.value.failures[1]
-    with pytest.raises(RankError, match=r"^2 of 3 ranks failed: ranks 0, 2 gave no answer within 3 s"):
-        ranks.run(barrier_without, 1, num_ranks=3, timeout_s=3.0)
+    ranks.run(process_and_threads)
+    with pytest.raises(RankError, match=r"^2 of 3 ranks failed: ranks 0, 2 gave no answer within 1 s"):
+        ranks.run(barrier_without, 1, num_ranks=3, timeout_s=1.0)
 
 
 def barrier_without(missing: int) -> None:
@@ -309,16 +311,22 @@ def end_parent(parent, pids_path):
     time.sleep(60)
 
 if __name__ == "__main__":
-    LocalRanks(3).run(end_parent, os.getpid(), sys.argv[1])
+    ranks = LocalRanks(3, environment={"MOESYS_TEST_VARIABLE": "here"})
+    print(ranks.run(os.getenv, "MOESYS_TEST_VARIABLE"), os.getenv("MOESYS_TEST_VARIABLE"), flush=True)
+    ranks.run(end_parent, os.getpid(), sys.argv[1])
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a stopped process with its parent")
-def test_ranks_end_with_a_killed_parent_even_while_stopped(tmp_path: Path) -> None:
+def test_ranks_have_variables_from_their_start_and_end_with_a_killed_parent_even_while_stopped(tmp_path: Path) -> None:
+    """In a process of its own, as this one's first pool has started already."""
     script = tmp_path / "orphaning.py"
     script.write_text(ORPHANING)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    ended = subprocess.run([sys.executable, script, f"{tmp_path}/pid"], env=environment, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, script, f"{tmp_path}/pid"], env=environment, stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    assert ended.stdout == "['here', 'here', 'here'] None\n"
     assert ended.returncode == -signal.SIGKILL
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
     deadline_s = time.monotonic() + 20
@@ -335,19 +343,6 @@ def test_memory_that_moesys_leaves_unwritten_shows(ranks: LocalRanks) -> None:
         assert integers.eq(torch.iinfo(torch.int32).max).all()
         assert bools.all()
     assert memory_outside_moesys().eq(1).all()
-
-
-def test_ranks_have_variables_from_their_start() -> None:
-    # In a process of its own, as this one's first pool has started already.
-    script = """
-import os
-from moesys.lab.ranks.pool import LocalRanks
-if __name__ == "__main__":
-    with LocalRanks(1, environment={"MOESYS_TEST_VARIABLE": "here"}) as ranks:
-        print(ranks.run(os.getenv, "MOESYS_TEST_VARIABLE"), os.getenv("MOESYS_TEST_VARIABLE"))
-"""
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert told == "['here'] None\n"
 
 
 def listening_addresses() -> list[str]:

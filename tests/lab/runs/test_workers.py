@@ -98,7 +98,9 @@ def test_a_short_experiment_needs_no_worker(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stop", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "stop", [*(pytest.param(stop, marks=pytest.mark.slow) for stop in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL]
+)
 def test_what_is_stopped_keeps_what_is_finished_and_leaves_nobody(tmp_path, stop):
     workload = simulation().workload.replace(steps=150)
     slow = WAITING.replace(balance=Waiting(seconds=0.5))
