@@ -64,13 +64,13 @@ FLOORS_IN = {
     ),
     "balance": (
         {"planning_problem", "topology"},
-        {"replicas", "flow"},
+        {"flow"},
         {"static", "even_split", "quotas", "certificate", "late_slots"},
         {"*"},
         {"greedy"},
         {"cp_sat"},
         {"planners"},
-        {"plan", "budget", "warm_up"},
+        {"plan", "budget"},
         {"layout_schedule", "replay"},
     ),
     "overlap": ({"comm"}, {"*"}),
@@ -313,6 +313,12 @@ def test_the_table_sees(path, source, violation):
 )
 def test_the_table_allows(path, source):
     assert violations(path, source) == []
+
+
+def test_the_tables_name_what_is_there():
+    inside = {f"{room}/{place}" for room, floors in FLOORS_IN.items() for place in set().union(*floors) - {"*"}}
+    paths = [ROOT / "moesys" / name for name in sorted({*FLOOR_OF, *inside})]
+    assert [path for path in paths if not (path.is_dir() or path.with_suffix(".py").is_file())] == []
 
 
 def test_no_files_import_each_other_in_a_circle():

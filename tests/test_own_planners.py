@@ -22,6 +22,7 @@ import moesys as ms
 from moesys.balance.planners import checked_layout, checked_split
 from moesys.balance.quotas import QuotaPlanner
 from moesys.config.member import RECORDED
+from moesys.kinds import BALANCES, SPLITS
 from moesys.lab.runs.declarations import balance_of, declared_in, load_experiment, split_of
 
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3))
@@ -99,13 +100,12 @@ def test_its_fields_count_in_the_fingerprint_and_unions_keep_their_own_members()
     [
         (
             {"balance": {"kind": "rotated"}},
-            "balance\n  Value error, kind='rotated' is no kind of balance; use one of static, eplb, laer, flex_moe, "
-            "greedy, cp_sat, moon_ep, llep, ultra_ep, faster_moe, or the import path of a class of your own that "
-            "extends ms.Balance, such as my_planners:RoundRobin",
+            f"balance\n  Value error, kind='rotated' is no kind of balance; use one of {', '.join(BALANCES)}, or the "
+            "import path of a class of your own that extends ms.Balance, such as my_planners:RoundRobin",
         ),
         (
             {"split": {"kind": "greedy"}},
-            "kind='greedy' is no kind of split; use one of even, proportional, flow, quotas, or",
+            f"kind='greedy' is no kind of split; use one of {', '.join(SPLITS)}, or",
         ),
         ({"split": Rotated()}, "kind='foreign_planners:Rotated' is no kind of split"),
         (

@@ -13,11 +13,13 @@ from moesys.balance.laer import BYTES_PER_TOKEN, Laer, laer_seconds, proportiona
 from moesys.balance.planners import plan_layout
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.static import Static
-from moesys.config import ClusterSpec, Ep, ModelShape, Strategy
+from moesys.config import Balance, ClusterSpec, Ep, ModelShape, Strategy
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix
 
-PLANNERS = [Static(), Eplb(), Laer(), Laer(candidates=("even",)), Laer(candidates=("proportional",)), Greedy()]
+# Those with quotas need slots for the experts of a rank (test_quotas.py), and CpSat takes seconds (test_cp_sat.py).
+PLANNERS = [planner() for kind, planner in Balance.kinds().items() if not planner.has_quotas and kind != "cp_sat"]
+PLANNERS += [Laer(candidates=("even",)), Laer(candidates=("proportional",))]
 
 
 @pytest.mark.parametrize("config", PLANNERS, ids=lambda config: repr(config))

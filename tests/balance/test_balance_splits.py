@@ -17,14 +17,12 @@ from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.proportional_split import Proportional
-from moesys.config import ClusterSpec
+from moesys.config import ClusterSpec, Split
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 
 SPLITS = [
-    EvenSplit(),
-    Proportional(),
-    FlowSplit(),
+    *(split() for split in Split.kinds().values() if not split.follows_planner),
     FlowSplit(traffic="exact"),
     FlowSplit(max_inter_node=0.1),
     FlowSplit(traffic="exact", max_inter_node=0.1),

@@ -18,7 +18,7 @@ from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.proportional_split import Proportional
-from moesys.config import ClusterSpec
+from moesys.config import ClusterSpec, Split
 from moesys.kernels.split.flow import split
 from moesys.kernels.split.tables import entries_of
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
@@ -210,21 +210,16 @@ def assert_shares_are_the_hosts(config, load, layout, cluster, turn):
     assert torch.equal(found_RP, tokens_by_replica(expected, torch.device("cpu")))
 
 
-@given(data=st.data(), instance=instances(max_ranks=10), turn=st.integers(-3, 9))
-def test_even_shares_are_the_hosts(data, instance, turn):
-    """Duplicates of a rank share, and count twice."""
-    layout = data.draw(layouts(instance))
-    twice = ExpertLayout(np.concatenate([layout.expert_RS] * 2, axis=1), layout.num_experts)
-    for each in (layout, twice):
-        assert_shares_are_the_hosts(EvenSplit(), instance.load, each, instance.cluster, turn)
-
-
 # A program of the interpreter a replica.
+@pytest.mark.parametrize("kind", [kind for kind, split in Split.kinds().items() if split().on_device])
 @settings(max_examples=15)
 @given(data=st.data(), instance=instances(max_ranks=8, max_experts=6), turn=st.integers(-3, 9))
-def test_shares_by_room_are_the_hosts(data, instance, turn):
+def test_every_split_of_devices_is_the_hosts(kind, data, instance, turn):
+    """With each replica twice on its rank, too: ``EvenSplit`` counts both."""
     layout, cluster = data.draw(layouts(instance)), data.draw(with_domains(instance.cluster))
-    assert_shares_are_the_hosts(Proportional(), instance.load, layout, cluster, turn)
+    twice = ExpertLayout(np.concatenate([layout.expert_RS] * 2, axis=1), layout.num_experts)
+    for each in (layout, twice):
+        assert_shares_are_the_hosts(Split.class_of(kind)(), instance.load, each, cluster, turn)
 
 
 def test_rooms_whose_products_do_not_fit_lose_the_hosts_bits():

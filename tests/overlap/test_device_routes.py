@@ -25,7 +25,7 @@ from moesys.overlap.device_routes import PendingRoutes, chunk_numbers, own_repli
 from moesys.overlap.device_split import device_split
 from moesys.overlap.routes import build_routes, chunk_counts
 
-SPLITS = (ms.FlowSplit(), ms.EvenSplit(), ms.Proportional())
+SPLITS = tuple(split for kind in ms.Split.kinds().values() if (split := kind()).on_device)
 
 
 @dataclass

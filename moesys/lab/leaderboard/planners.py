@@ -17,15 +17,14 @@ from moesys.balance.even_split import EvenSplit
 from moesys.balance.faster_moe import FasterMoe
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.proportional_split import Proportional
 from moesys.balance.quotas import Quotas
 from moesys.config import Balance, ClusterSpec, Ep, Fsep, Last, ModelShape, Predictor, Split, Strategy
 from moesys.journal import in_words
 from moesys.lab.runs.declarations import import_named
 
 _FLOWS: tuple[Split, ...] = (FlowSplit(), FlowSplit(max_inter_node="seconds"))
-_SPLITS: tuple[Split, ...] = (EvenSplit(), Proportional(), *_FLOWS)
-# All planners of moesys take part, also those that are still to come.
+# All planners and splits of moesys take part, also those that are still to come.
+_SPLITS = (*(split() for split in Split.kinds().values() if not split.follows_planner), _FLOWS[1])
 _PLANNERS = tuple(planner() for planner in Balance.kinds().values() if planner is not CpSat)
 _ON_COUNTS = tuple(planner for planner in _PLANNERS if planner.has_quotas)
 _LAYOUTS = (*(planner for planner in _PLANNERS if not planner.has_quotas), Eplb(hierarchical=True, num_groups=8))
