@@ -1,5 +1,6 @@
 """What all tests share: local ranks started once, outputs born as NaN, one thread, and how long hypothesis searches."""
 
+import atexit
 import gc
 import importlib
 import os
@@ -59,9 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spares collections of garbage a walk through all modules and tests."""
+    """Spares collections of garbage a walk through all modules and tests, until the end, which would report leaks."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 def _fixtures_of(item: pytest.Item) -> list[Any]:
