@@ -1,5 +1,6 @@
 """What all tests share: local ranks started once, outputs born as NaN, one thread, and how long hypothesis searches."""
 
+import atexit
 import gc
 import importlib
 import os
@@ -34,7 +35,7 @@ PROCESSES = (
     *("lab/calibrate/test_calibrate", "lab/commands/test_demo", "lab/ranks/", "lab/runs/test_bisect"),
     *("lab/runs/test_ends", "lab/runs/test_kill", "lab/runs/test_record_routing", "lab/runs/test_runner"),
     *("lab/runs/test_slurm", "lab/runs/test_tuning", "lab/runs/test_watched_run", "lab/runs/test_workers"),
-    *("overlap/test_mega_compiles", "test_files_of_ranks", "tuner/test_worker_processes"),
+    *("test_files_of_ranks", "tuner/test_worker_processes"),
 )
 # Folders and files whose tests run kernels in Triton's interpreter, or compile them.
 INTERPRETER = (
@@ -59,9 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spares collections of garbage a walk through all modules and tests."""
+    """Spares collections of garbage a walk through all modules and tests, until the end, which would report leaks."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 def _fixtures_of(item: pytest.Item) -> list[Any]:

@@ -2,6 +2,7 @@
 is loaded is frozen, so that no collection of garbage walks through it, or copies it from the server that ranks share.
 """
 
+import atexit
 import gc
 
 from moesys.balance.planners import warm_up
@@ -9,3 +10,5 @@ from moesys.balance.planners import warm_up
 warm_up()
 gc.collect()
 gc.freeze()
+# At the end of the server, what is left would be reported as leaked.
+atexit.register(gc.unfreeze)

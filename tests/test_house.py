@@ -12,7 +12,6 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -179,10 +178,11 @@ NOUNS_IN_ED = {"Bed", "Feed", "Need", "Seed", "Shed", "Speed"}
 PUBLIC_PARTICIPLES = {"Declared", "Generated", "Ordered", "Pipelined"}
 
 
-def sources(package: str = "moesys") -> Iterator[tuple[str, ast.Module]]:
-    """Yields the path below ``package`` and the syntax tree of each file."""
-    for path in sorted((ROOT / package).rglob("*.py")):
-        yield path.relative_to(ROOT / package).as_posix(), ast.parse(path.read_text())
+@cache
+def sources(package: str = "moesys") -> list[tuple[str, ast.Module]]:
+    """Returns the path below ``package`` and the syntax tree of each file."""
+    files = sorted((ROOT / package).rglob("*.py"))
+    return [(path.relative_to(ROOT / package).as_posix(), ast.parse(path.read_text())) for path in files]
 
 
 def begins_with_a_verb(docstring: str) -> bool:

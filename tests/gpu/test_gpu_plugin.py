@@ -115,6 +115,7 @@ def test_a_check_depends_only_on_checks_before_it() -> None:
     assert tuple(names) == CHECKS
 
 
+@pytest.mark.slow
 def test_a_rehearsal_passes_the_checks_that_need_no_gpu(tmp_path: Path) -> None:
     wanted = "test_device or graph or collectives or shared or bench_kernels"
     done = run_pytest(tmp_path, "-k", wanted)

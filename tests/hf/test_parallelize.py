@@ -98,7 +98,7 @@ def assert_as_alone(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "strategy", "sizes"),
     [
-        ("qwen3_moe", LENT, (2, 2)),
+        pytest.param("qwen3_moe", LENT, (2, 2), marks=pytest.mark.slow),
         ("gpt_oss", FSEP, (2, 2)),
         ("deepseek_v3", FSEP.replace(overlap=ms.Pipelined(chunks=2)), None),
     ],

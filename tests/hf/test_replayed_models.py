@@ -326,22 +326,31 @@ def test_ranks_under_a_strategy_replay_their_own(ranks: LocalRanks, family: str)
             assert relative(gradients[name], gradient) <= 1e-5, name
 
 
-def compiled_on_ranks(first: str, ids: list[Tensor]) -> dict[str, Tensor]:
+def compiled_on_ranks(compiled: str, first: str, ids: list[Tensor]) -> dict[str, Tensor]:
     model = drawn("qwen3_moe").eval()
     strategy = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=5), balance=ms.Eplb())
     runtime = ms.parallelize(model, strategy)
-    found = recorded_and_replayed(compile_whole(model), ids[dist.get_rank()], first)
+    found = recorded_and_replayed(COMPILED[compiled](model), ids[dist.get_rank()], first)
     runtime.close()
     return found
 
 
-@pytest.mark.parametrize("first", ["plain", pytest.param("recorded", marks=pytest.mark.slow)])
-def test_compiled_models_under_a_strategy_are_recorded_and_replayed(ranks: LocalRanks, first: str) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "first"),
+    [
+        ("blocks", "plain"),
+        pytest.param("whole", "plain", marks=pytest.mark.slow),
+        pytest.param("whole", "recorded", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_models_under_a_strategy_are_recorded_and_replayed(
+    ranks: LocalRanks, compiled: str, first: str
+) -> None:
     model = drawn("qwen3_moe", experts_implementation="eager").eval()
     with torch.no_grad(), ms.record_routing(model) as live:
         model(input_ids=text(0))
     ids = [other_experts(model, rank) for rank in range(2)]
-    for rank, found in enumerate(ranks.run(compiled_on_ranks, first, ids, num_ranks=2, timeout_s=100.0)):
+    for rank, found in enumerate(ranks.run(compiled_on_ranks, compiled, first, ids, num_ranks=2, timeout_s=100.0)):
         assert torch.equal(found["live"], live[0])
         assert torch.equal(found["replayed"], ids[rank])
         assert torch.equal(found["after"], live[0])

@@ -3,6 +3,7 @@
 Writes JSON into a folder: `usual.json`, rows of ``kernels --aot``; `pinned.json`, rows of the products at
 blocks whose warps have different work; `mega.json`, rows of MegaKernels. With "sweep" at all sizes and points.
 `signatures.json`: how many signatures each kernel has, after the first layer or split and after others.
+`launches.json`: what a first micro-batch of MegaKernels compiles before it publishes anything, and launches then.
 `listings.json`: assembly of small kernels between ranks, and the bytes that a thread has in flight.
 
 Tensors may be on the meta device: an op that asked one for a number would raise.
@@ -22,6 +23,7 @@ from unittest import mock
 
 import torch
 import triton
+from compile_before import launches
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -59,6 +61,7 @@ RANKS, EXPERTS = 64, 256
 def main(folder: Path, sweep: bool) -> None:
     # Signatures first: what has been compiled is compiled no more.
     (folder / "signatures.json").write_text(json.dumps(signatures()))
+    (folder / "launches.json").write_text(json.dumps(launches()))
     (folder / "listings.json").write_text(json.dumps(listings()))
     command = ["kernels", "--aot", "--no-mega", "--size", "all" if sweep else SIZES[0].name]
     done = CliRunner().invoke(app, [*command, "--json", str(folder / "usual.json")])

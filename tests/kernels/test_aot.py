@@ -25,7 +25,8 @@ def compiled(tmp_path_factory):
     """The folder into which one process wrote what it compiled."""
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", PINNED)}
     script, folder = Path(__file__).with_name("compile_for_hopper.py"), tmp_path_factory.mktemp("compiled")
-    environment["PYTHONPATH"] = os.pathsep.join([str(script.parents[2]), environment.get("PYTHONPATH", "")])
+    places = [str(script.parents[2]), str(script.parents[1] / "overlap"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(places)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", script, folder, *["sweep"] * SWEEP],
         env=environment,
@@ -142,3 +143,19 @@ def test_a_number_is_counted_on_when_all_threads_have_read_it(compiled, kernel):
 @pytest.mark.timeout(2700)
 def test_copies_by_programs_have_eight_loads_of_a_thread_on_their_way(compiled):
     assert written(compiled, "listings")["_copy"][1] == 8 * 16
+
+
+@pytest.mark.timeout(2700)
+def test_all_kernels_of_both_directions_are_compiled_before_anything_is_published(compiled):
+    """A rank that compiles makes nobody wait in a kernel: it compiles every signature that a micro-batch launches
+    before it publishes, ranks meet on their hosts, and the next micro-batch compiles nothing again.
+    """
+    for launches in written(compiled, "launches"):
+        met = [place for place, (name, *_) in enumerate(launches) if name == "met"]
+        assert len(met) == 1
+        ahead, behind = launches[: met[0]], launches[met[0] + 1 :]
+        assert all(compiling for *_, compiling in ahead)
+        assert not any(compiling for *_, compiling in behind)
+        names = {(name, signature) for name, signature, _ in ahead}
+        assert {(name, signature) for name, signature, _ in behind} <= names
+        assert {"_publish", "_mega_dispatch", "_mega_combine", "_spoil"} <= {name for name, _ in names}

@@ -257,7 +257,7 @@ def straight_and_resumed(path: Path, strategy: ms.Strategy, linked: bool) -> tup
 @pytest.mark.parametrize(
     ("strategy", "linked"),
     [
-        (TIGHT, False),
+        pytest.param(TIGHT, False, marks=pytest.mark.slow),
         pytest.param(BEHIND, True, marks=pytest.mark.slow),
         (BEHIND.replace(replan_every=3, lag=2), True),
         # Greedy leaves experts of so small a model at home

@@ -17,14 +17,17 @@ from moesys.moe.call import _in_dtypes
 from moesys.moe.masters import DTYPES
 from moesys.overlap.experts_triton import TritonExperts
 
-# Those among which each mutant shows; the sweep tries more. Others, in slices: MOESYS_LAYOUT_CASES=200:10000.
-QUICK = "0:200" if os.environ.get("MOESYS_SWEEP") == "1" else "0:24"
+SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
+# Half of those among which each mutant shows; the sweep tries more. Others, in slices: MOESYS_LAYOUT_CASES=200:10000.
+QUICK = "0:200" if SWEEP else "0:12"
 FIRST, LAST = map(int, os.environ.get("MOESYS_LAYOUT_CASES", QUICK).split(":"))
 SLICE = 50
 # Cases in which a mutant shows, if it does.
 TRIED = range(24)
 # Of kernels, in the interpreter, which is slow. Others, in slices: MOESYS_KERNEL_CASES=4:300.
-FIRST_ON_KERNELS, LAST_ON_KERNELS = map(int, os.environ.get("MOESYS_KERNEL_CASES", "0:4").split(":"))
+FIRST_ON_KERNELS, LAST_ON_KERNELS = map(
+    int, os.environ.get("MOESYS_KERNEL_CASES", "0:4" if SWEEP else "0:2").split(":")
+)
 TRIED_ON_KERNELS = range(60)
 
 

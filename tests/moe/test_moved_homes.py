@@ -123,7 +123,9 @@ def several_trainings(cases: list[dict[float, str]], strategy: ms.Strategy) -> l
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "strategy"), [(2, EP), (4, EP.replace(overlap=ms.Pipelined(chunks=2)))], ids=["2", "4"]
+    ("num_ranks", "strategy"),
+    [pytest.param(2, EP, marks=pytest.mark.slow), (4, EP.replace(overlap=ms.Pipelined(chunks=2)))],
+    ids=["2", "4"],
 )
 def test_homes_change_no_bit_where_nothing_is_lent(ranks: LocalRanks, num_ranks: int, strategy: ms.Strategy) -> None:
     """Losses, dx, gradients, masters, moments, router biases, loads: by the model's ids, from start or in between."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.row_traffic import row_traffic
 
+SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 CLUSTERS = {
     "2 nodes x 2 ranks": ms.ClusterSpec(num_nodes=2, ranks_per_node=2),
     "nodes of 3 and 1": ms.ClusterSpec(num_nodes=2, ranks_per_node=(3, 1)),
@@ -33,9 +35,9 @@ def shape(dtype: str = "float32", K: int = 4) -> ms.ModelShape:
 
 
 def of(strategy: ms.Strategy, **changes: Any) -> list[ms.Strategy]:
-    """Sequential twice, and in chunks."""
-    overlaps = [ms.Sequential(**changes), ms.Sequential(**changes)]
-    overlaps += [ms.Pipelined(chunks=chunks, **changes) for chunks in (3, 8)]
+    """Sequential, and in chunks; the sweep has each twice."""
+    overlaps = [ms.Sequential(**changes), ms.Pipelined(chunks=3, **changes)]
+    overlaps += [ms.Sequential(**changes), ms.Pipelined(chunks=8, **changes)] * SWEEP
     return [strategy.replace(overlap=overlap) for overlap in overlaps]
 
 
@@ -56,9 +58,10 @@ def test_rows_once_a_node_change_no_bit_and_sums_a_node_have_bits_of_their_own(
         variants += of(strategy, node_dispatch="once", combine="per_node")
         cases += [Case(shape(dtype), each, TOKENS, cluster=CLUSTERS[name], shuffle_layouts=True) for each in variants]
     for rank, results in enumerate(ranks.run(run_cases, cases, timeout_s=240)):
-        for strategy, first in zip(STRATEGIES, (0, 9), strict=True):
+        for number, strategy in enumerate(STRATEGIES):
             what = f"rank {rank}, {strategy.name}"
-            direct, once, sums = results[first], results[first + 1 : first + 5], results[first + 5 : first + 9]
+            direct, *others = results[number * len(variants) :][: len(variants)]
+            once, sums = others[: len(others) // 2], others[len(others) // 2 :]
             assert_same_bits([direct, *once], what)
             assert_same_bits(sums, what)
             tolerance = {"float32": 1e-5, "bfloat16": 3e-2}[dtype]
@@ -231,15 +234,22 @@ def expected_bytes(
     return received
 
 
-@pytest.mark.parametrize("sums", [False, True], ids=["every row home", "sums home"])
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("name", [name for name in CLUSTERS if name != "one node"])
-def test_bytes_on_the_wire_are_those_of_the_formula(ranks: LocalRanks, name: str, chunks: int, sums: bool) -> None:
-    cluster, tokens = CLUSTERS[name], [37, 0, 41, 9]
-    overlap = ms.Pipelined(chunks=chunks, node_dispatch="once", combine="per_node" if sums else "ordered")
-    found = ranks.run(counted_bytes, cluster, overlap, tokens)
-    entries = found[0][0]
-    expected = expected_bytes(entries, cluster, tokens, sums)
-    across = sum(count for source, _, to, count in entries if cluster.node_of_rank[source] != cluster.node_of_rank[to])
-    assert across > 50, "the case has rows that cross"
-    assert [received for _, received in found] == expected
+def all_counted(cases: list[tuple[ms.ClusterSpec, ms.Overlap, list[int]]]) -> list[tuple[list, dict]]:
+    return [counted_bytes(*case) for case in cases]
+
+
+def test_bytes_on_the_wire_are_those_of_the_formula(ranks: LocalRanks) -> None:
+    """Every cluster of several nodes, whole and in chunks, with every row home and with sums home."""
+    tokens = [37, 0, 41, 9]
+    cases = [
+        (cluster, ms.Pipelined(chunks=chunks, node_dispatch="once", combine=combine), tokens)
+        for cluster in CLUSTERS.values()
+        if cluster.num_nodes > 1
+        for chunks in (1, 3)
+        for combine in ("ordered", "per_node")
+    ]
+    for (cluster, overlap, _), *found in zip(cases, *ranks.run(all_counted, cases), strict=True):
+        entries, node = found[0][0], cluster.node_of_rank
+        expected = expected_bytes(entries, cluster, tokens, overlap.combine == "per_node")
+        assert sum(count for source, _, to, count in entries if node[source] != node[to]) > 50, "no rows cross"
+        assert [received for _, received in found] == expected, (cluster, overlap)

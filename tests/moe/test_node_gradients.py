@@ -71,12 +71,22 @@ def brought_home(cluster: ms.ClusterSpec) -> list[tuple[dict[int, Tensor], Tenso
     return found
 
 
+def all_brought_home() -> list[list[tuple[dict[int, Tensor], Tensor, dict, list[list[int]]]]]:
+    return [brought_home(cluster) for cluster in CLUSTERS.values()]
+
+
+@pytest.fixture(scope="module")
+def homes(ranks: LocalRanks) -> dict[str, tuple[Any, ...]]:
+    """What each rank has of each layout, by cluster."""
+    return dict(zip(CLUSTERS, zip(*ranks.run(all_brought_home), strict=True), strict=True))
+
+
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_gradients_are_summed_in_rank_order_and_nodes_in_their_order(ranks: LocalRanks, name: str) -> None:
+def test_gradients_are_summed_in_rank_order_and_nodes_in_their_order(homes: dict[str, Any], name: str) -> None:
     cluster = CLUSTERS[name]
     in_rank_order = cluster.replace(num_nodes=1, ranks_per_node=4)
     differs = False
-    for of_ranks in zip(*ranks.run(brought_home, cluster), strict=True):
+    for of_ranks in zip(*homes[name], strict=True):
         gradients = [mine for mine, *_ in of_ranks]
         found = torch.cat([local for _, local, *_ in of_ranks], dim=1)
         assert torch.equal(found, summed_by_node(gradients, cluster))
@@ -86,11 +96,11 @@ def test_gradients_are_summed_in_rank_order_and_nodes_in_their_order(ranks: Loca
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_bytes_on_the_wire_are_those_of_the_formula(ranks: LocalRanks, name: str) -> None:
+def test_bytes_on_the_wire_are_those_of_the_formula(homes: dict[str, Any], name: str) -> None:
     """A sum of each distinct expert leaves a node for each outside owner; gradients reach all carriers of a node."""
     cluster = CLUSTERS[name]
     node, s = cluster.node_of_rank, -(-SHAPE.expert_parameters // 4)
-    for rank, of_layouts in enumerate(ranks.run(brought_home, cluster)):
+    for rank, of_layouts in enumerate(homes[name]):
         for _, _, received, expert_RS in of_layouts:
             held = [set(experts) - {-1} for experts in expert_RS]
             by_node = [

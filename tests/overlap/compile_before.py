@@ -1,14 +1,14 @@
-"""A script, for a process in which Triton does not interpret: which kernels a first micro-batch of MegaKernels compiles
-before it publishes anything, and which it launches then.
+"""Which kernels a first micro-batch of MegaKernels compiles before it publishes anything, and which it launches then.
 
-Prints JSON: of each launch its kernel, its signature, and whether it was for the compiler alone.
+For a process in which Triton does not interpret: `tests/kernels/compile_for_hopper.py` asks.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -58,39 +58,37 @@ def zeroed(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return born
 
 
-def main() -> None:
+def launches() -> list[list[tuple[str, str, bool]]]:
+    """Returns, for each point, the kernel of each launch, its signature, and whether it was for the compiler alone."""
     seen: list[tuple[str, str, bool]] = []
-
-    def note(*, fn: Any, key: Any, **_: Any) -> bool:
-        seen.append((fn.name.rpartition(".")[2], str(key), compiling_ahead()))
-        # Instead of compiling.
-        return True
-
-    def compiling_ahead() -> bool:
-        return bool(ahead)
-
     ahead: list[int] = []
     compile_ = MegaKernelRun._compile
+
+    def note(*, fn: Any, key: Any, **_: Any) -> bool:
+        seen.append((fn.name.rpartition(".")[2], str(key), bool(ahead)))
+        # Instead of compiling.
+        return True
 
     def noted(*args: Any) -> None:
         ahead.append(1)
         compile_(*args)
         ahead.clear()
 
-    MegaKernelRun._compile = noted  # type: ignore[method-assign]
-    signals.raise_if_given_up = lambda heap: None
+    patches: list[tuple[Any, str, Any]] = [
+        (MegaKernelRun, "_compile", noted),
+        (signals, "raise_if_given_up", lambda heap: None),
+        (triton.knobs.runtime, "jit_cache_hook", note),
+        (ahead_of_time, "read_machine_code", lambda compiled: compiled),
+    ]
     for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        setattr(place, name, zeroed(getattr(place, name)))
-    triton.knobs.runtime.jit_cache_hook = note
-    ahead_of_time.read_machine_code = lambda compiled: compiled
+        patches.append((place, name, zeroed(getattr(place, name))))
     found = []
-    with ahead_of_time.compiling():
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
+        stack.enter_context(ahead_of_time.compiling())
         for point in POINTS:
             seen.clear()
             run(point, seen)
             found.append(list(seen))
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -35,7 +35,7 @@ def several_seeds(cluster: str, **changes) -> SimulatedWorkload:
 @pytest.mark.parametrize(
     ("workload", "space", "starts", "memory_gb"),
     [
-        (several_seeds("slow ranks", skew=1.5), SMALL, [EP], None),
+        pytest.param(several_seeds("slow ranks", skew=1.5), SMALL, [EP], None, marks=pytest.mark.slow),
         (several_seeds("even", skew=2.0, micro_batches=2, steps=2), SMALL, [EP], 0.04),
         # Plans with too many rows are refused on the way.
         (

@@ -128,9 +128,14 @@ def test_what_is_kept_for_backward_is_x_and_h():
     assert [t.shape for t in activations if t.dtype == torch.float32] == [(T, K)]
 
 
-@pytest.mark.parametrize("rows", [16, 32])
-@pytest.mark.parametrize("columns", [16, 64])
-@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize(
+    ("programs", "columns", "rows"),
+    [
+        *((1, 16, 16), (5, 64, 16), (5, 16, 32), (1, 64, 32)),
+        # Every pair of them is above.
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((5, 16, 16), (1, 64, 16), (1, 16, 32), (5, 64, 32))),
+    ],
+)
 def test_tiles_and_programs_change_no_bit(rows, columns, programs):
     """But for ``activation_gradient.columns`` below 32, which sums of the routing weight's gradient follow."""
     x, expert, weight, gate_up, down = (tensor.detach() for tensor in arguments(torch.float16))

@@ -190,12 +190,16 @@ UNDER_TORCHRUN = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
+from moesys import collectives
 from moesys.lab.runs import places
 from moesys.lab.runs.declarations import load_experiment
 from moesys.lab.runs.runner import run
 # On both ranks at once, and not on one when the other has failed.
 import moesys.lab.train.loop
 
+# How long the other one waits for the reason.
+collectives._MOST_PATIENCE_S = 0.0
+collectives.guarded.__kwdefaults__["grace_s"] = 1.0
 measured = places.run_measured
 
 def fails_on_rank_1(*arguments):
