@@ -126,6 +126,13 @@ def test_proportional_split_rotates_ties_and_shares_alike_where_there_is_no_room
     assert split_tokens(load, crowded, cluster, Proportional()).tokens_RER[0, 0].tolist() == [3, 3, 0]
 
 
+def test_proportional_split_shares_all_tokens_among_the_ranks_that_hold_experts():
+    """Rank 2 holds nothing: of a mean of 5, expert 1 leaves 2 on rank 0, so that 6 tokens are divided as 2 to 5."""
+    layout = ExpertLayout([[0, 1], [0, -1], [-1, -1]], num_experts=2)
+    plan = split_tokens(LoadMatrix([[6, 3], [0, 0], [0, 0]]), layout, ClusterSpec(ranks_per_node=3), Proportional())
+    assert plan.tokens_RER[0, 0].tolist() == [2, 4, 0]
+
+
 def test_proportional_split_survives_loads_near_the_end_of_int64():
     layout = ExpertLayout([[0, 1], [0, 2]], num_experts=3)
     load = LoadMatrix([[3 * 2**45, 3 * 2**45, 0], [3 * 2**45, 0, 2**45]])
