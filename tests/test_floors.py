@@ -425,6 +425,7 @@ REFUSED_BY_THE_LAYER = (
 )
 
 
+@pytest.mark.ranks
 def test_what_is_imported_loads_nothing_that_it_does_not_need() -> None:
     """The layer loads no simulator, solver or compiler, imported or run; the hosts load no transformers."""
     program = LOADED.format(refused=REFUSED_BY_THE_LAYER)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from compile_for_hopper import PRODUCTS, SPECIALISES
+from compile_for_hopper import PRODUCTS, QUICK, SPECIALISES
 
 from moesys.kernels.experts.tile_tuner import PINNED
 
@@ -60,16 +60,8 @@ def test_no_spills_tensor_cores_and_wide_copies(compiled):
             assert tile_rows * columns >= 128 * 128
             assert code["mma"]
             assert set(code["copy_bytes"]) <= {16}
-    assert {row["op"] for row in rows} >= GEMMS | {
-        "route",
-        "tiles",
-        "groups",
-        "combine",
-        "counts",
-        "split",
-        "shares",
-        "chunks",
-    }
+    others = {"route", "tiles", "groups", "combine", "counts", "split", "shares", "chunks"}
+    assert {row["op"] for row in rows} >= (GEMMS | others if SWEEP else {*QUICK})
 
 
 @pytest.mark.timeout(2700)

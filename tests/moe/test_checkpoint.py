@@ -159,7 +159,7 @@ def test_a_checkpoint_of_four_ranks_loads_on_any_ranks_as_any_sharding(ranks: Lo
     assert any(name.endswith("moe.1.experts.masters/exp_avg_sq") for name in saved[0]["ep"])
     for before in saved[1:]:
         assert_same(before["ep"], saved[0]["ep"])
-    visits = {0: [load_each(tmp_path)]} | {n: ranks.run(load_each, tmp_path, num_ranks=n) for n in (1, 2, 4)}
+    visits = {0: [load_each(tmp_path)]} | {n: ranks.run(load_each, tmp_path, num_ranks=n) for n in (2, 4)}
     for num_ranks, results in visits.items():
         for rank, result in enumerate(results):
             for (source, target), after in result.items():

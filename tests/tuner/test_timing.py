@@ -134,11 +134,10 @@ def test_too_many_trials_are_refused():
     "name", [name if name == "slow ranks" else pytest.param(name, marks=pytest.mark.slow) for name in CLUSTERS]
 )
 def test_30_trials_find_the_clocks_best_though_the_model_is_wrong(name):
-    cluster = CLUSTERS[name]
     """The clock knows another machine than the model: each kind of sharding and overlap is off by its own factor, each
     point by up to 5 %, and each trial by up to 1 %.
     """
-    workload = drawn(cluster, steps=2)
+    workload = drawn(CLUSTERS[name], steps=2)
     simulated_ms = exhausted(workload, SMALL)
     off = random.Random(1)
     by_kind = {

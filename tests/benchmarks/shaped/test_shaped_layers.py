@@ -165,6 +165,7 @@ def test_hosts_of_two_ranks() -> None:
 
 
 @pytest.mark.skipif(bool(LACKS), reason=LACKS)
+@pytest.mark.slow
 def test_a_tiny_run() -> None:
     shape = ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=1)
     case = replace(split_case(2, 500, 0), shape=shape, num_tokens=(48, 80))

@@ -57,16 +57,13 @@ def printed(environment: dict[str, str], script: str, *arguments: str) -> list:
     return json.loads(done.stdout)
 
 
-def slow(*values: str) -> list:
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
 def test_a_training_with_plans_under_way_ends_well_and_a_rank_that_raises_waits_for_none(
     environment: dict[str, str],
 ) -> None:
-    """In one process, whose start takes most of the time."""
-    # One rank of two is freed slowly, in turns.
-    assert printed(environment, "forked_ranks.py", "open", "2", "rank 1 raises", "1") == [[0, 0], [0, 0], [0, 1]]
+    """In one process, whose start takes most of the time. The rank that is freed slowly is the first; the other one:
+    fifty trainings.
+    """
+    assert printed(environment, "forked_ranks.py", "open", "1", "rank 1 raises", "1") == [[0, 0], [0, 1]]
 
 
 @pytest.mark.slow
@@ -78,7 +75,8 @@ def test_a_training_ends_well_whatever_is_gone(environment: dict[str, str], mode
 KINDS = ("simulated", "simulated on workers", "trained", "tuned", "MegaKernels", "local ranks")
 
 
-@pytest.mark.parametrize("kind", ["local ranks", *slow("simulated", "simulated on workers", "trained", "MegaKernels")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tuned"])
 def test_a_run_leaves_nothing(environment: dict[str, str], tmp_path: Path, kind: str) -> None:
     assert printed(environment, "one_end.py", kind, "1", str(tmp_path / "all")) == [0]
 

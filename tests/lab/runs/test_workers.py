@@ -218,6 +218,16 @@ except ValueError as error:
 """
 
 
+def test_workers_that_do_not_start_are_told(monkeypatch):
+    """As in a script without a guard; the next test has one."""
+    workers = Workers(1)
+    monkeypatch.setattr(workers, "_ask", lambda *_: None)
+    with pytest.raises(ValueError, match=r'a script needs `if __name__ == "__main__":` around what it runs, or use'):
+        workers.submit(variable, "OMP_NUM_THREADS").result()
+    workers.close()
+
+
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told(tmp_path):
     written(tmp_path, simulation())
     (tmp_path / "script.py").write_text(UNGUARDED)

@@ -114,7 +114,7 @@ def test_300_steps_of_every_strategy_end_at_the_same_loss(ranks: LocalRanks) -> 
     [
         pytest.param(EP, FOUR[1], marks=pytest.mark.slow),
         (FSEP, FOUR[3]),
-        (LENT, LENT.replace(overlap=ms.Pipelined(chunks=3))),
+        pytest.param(LENT, LENT.replace(overlap=ms.Pipelined(chunks=3)), marks=pytest.mark.slow),
     ],
     ids=["ep", "fsep", "ep with replicas"],
 )
