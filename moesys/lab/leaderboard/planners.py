@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -160,7 +161,8 @@ def named_planner(text: str) -> Balance | Split:
     errors: list[str] = []
     for union in (Balance, Split):
         try:
-            found: Balance | Split = TypeAdapter(union).validate_python(fields)
+            planner: Any = TypeAdapter(union).validate_python(fields)
+            found: Balance | Split = planner
             return found
         except ValueError as error:
             errors.append(in_words(error))
