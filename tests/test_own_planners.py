@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import secrets
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +20,15 @@ from foreign_planners import FirstHolder, Rotated
 from hypothesis import given
 from hypothesis import strategies as st
 from lab_cases import moesys
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 import moesys as ms
 from moesys.balance.planners import checked_layout, checked_split
 from moesys.balance.quotas import QuotaPlanner
 from moesys.config.member import RECORDED
 from moesys.kinds import BALANCES, SPLITS
-from moesys.lab.runs.declarations import balance_of, declared_in, load_experiment, split_of
+from moesys.lab.runs.declarations import balance_of, declared_in, import_module_of_user, load_experiment, split_of
+from moesys.lab.runs.slurm import Slurm
 
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3))
 OWN = FSEP.replace(name="own", balance=Rotated(step=2, shifts=(1, 2)), split=FirstHolder())
@@ -110,8 +115,8 @@ def test_its_fields_count_in_the_fingerprint_and_unions_keep_their_own_members()
         ({"split": Rotated()}, "kind='foreign_planners:Rotated' is no kind of split"),
         (
             {"balance": {"kind": "antigravity:Fly"}},
-            "kind='antigravity:Fly' names a class that is not imported, and reading a name imports nothing; import Fly "
-            "from antigravity before, where it extends ms.Balance, or use one of static",
+            "kind='antigravity:Fly' names a module that is not imported, and reading a name imports nothing; import "
+            "antigravity first, in a command by --import antigravity, or use one of static",
         ),
         ({"balance": {"kind": "foreign_planners:Rotated", "stepp": 1}}, "Extra inputs are not permitted"),
         ({"balance": {"kind": "foreign_planners:Rotated", "step": "far"}}, "balance.step\n  Input should be a valid"),
@@ -314,21 +319,83 @@ def test_the_tuner_tries_those_that_a_space_lists(file: Path, tmp_path: Path) ->
     assert declared_in(result.path / "tuned.toml", ms.Strategy).balance.kind in ("in_turn:InTurn", "static")
 
 
+@pytest.fixture
+def eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Gives the name of a module that makes the file ``imported`` when it is imported. It lies in the current folder,
+    where Python looks for modules too.
+    """
+    # Classes of earlier tests may still be there.
+    name = f"eager_{secrets.token_hex(4)}"
+    (tmp_path / f"{name}.py").write_text(f"import pathlib\npathlib.Path('imported').touch()\n{FILE}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def in_file(path: str, fields: dict[str, Any]) -> Path:
+    Path(path).write_text(json.dumps(fields) if path.endswith(".json") else tomli_w.dumps(fields))
+    return Path(path)
+
+
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
-def test_a_file_that_declares_something_else_imports_nothing(tmp_path: Path, suffix: str) -> None:
-    (tmp_path / "eager.py").write_text("from pathlib import Path\nPath(__file__).with_name('imported').touch()\n")
-    fields = FSEP.model_dump(mode="json", exclude_none=True) | {"balance": {"kind": "eager:Mine"}}
-    path = tmp_path / f"strategy{suffix}"
-    for more, message in (({"lags": 3}, "lags"), ({"lag": "x"}, "lag"), ({"name": ""}, "name")):
-        path.write_text(json.dumps(fields | more) if suffix == ".json" else tomli_w.dumps(fields | more))
-        with pytest.raises(ValueError, match=f"declares no strategy: {message}"):
-            declared_in(path, ms.Strategy)
-        assert not (tmp_path / "imported").exists()
-    path.write_text(json.dumps(fields) if suffix == ".json" else tomli_w.dumps(fields))
-    with pytest.raises(ValueError, match="'Mine'"):
-        declared_in(path, ms.Strategy)
-    assert (tmp_path / "imported").exists()
-    sys.modules.pop("eager")
+def test_reading_a_file_imports_nothing(eager: str, suffix: str, file: Path) -> None:
+    planner = {"balance": {"kind": f"{eager}:InTurn", "turn": 1}}
+    strategy = FSEP.model_dump(mode="json", exclude_none=True) | planner
+    experiment = load_experiment(file).replace(strategies=(FSEP,)).model_dump(mode="json", exclude_none=True)
+    path = f"declared{suffix}"
+    declared: list[tuple[type[BaseModel], dict[str, Any]]] = [
+        (ms.Experiment, experiment | {"strategies": [strategy]}),
+        (ms.Space, {"balance": ["static", f"{eager}:InTurn"]}),
+        (ms.Space, {"balance": [planner["balance"]]}),
+        (Slurm, {"further": {"balance": f"{eager}:InTurn"}}),
+        (Slurm, planner),
+        (ms.Strategy, strategy | {"lags": 3}),
+        (ms.Strategy, strategy),
+    ]
+    for kind, fields in declared:
+        with suppress(ValueError):
+            declared_in(in_file(path, fields), kind)
+        assert not Path("imported").exists()
+    way_out = f"names a module that is not imported, .*; import {eager} first, in a command by --import {eager}, or"
+    with pytest.raises(ValueError, match=way_out):
+        declared_in(Path(path), ms.Strategy)
+    import_module_of_user(eager)
+    assert Path("imported").exists()
+    assert declared_in(Path(path), ms.Strategy).balance.turn == 1
+    in_file(path, strategy | {"balance": {"kind": f"{eager}:InTurns"}})
+    with pytest.raises(ValueError, match=r":InTurns' is no class of your own that extends ms\.Balance; name one, or"):
+        declared_in(Path(path), ms.Strategy)
+
+
+@pytest.mark.parametrize("suffix", ["", ".py"])
+@pytest.mark.parametrize("command", ["explain", "simulate --draws 1", "run --jobs 1", "tune --jobs 1"])
+def test_a_command_imports_what_its_line_names(
+    eager: str, file: Path, command: str, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = FSEP.model_dump(mode="json", exclude_none=True) | {"name": "own", "balance": {"kind": f"{eager}:InTurn"}}
+    small = load_experiment(file).replace(strategies=(FSEP,)).model_dump(mode="json", exclude_none=True)
+    line = [*command.split(), in_file("small.toml", small | {"strategies": [*small["strategies"], own]})]
+    assert moesys(*line) == 2
+    error = capsys.readouterr().err
+    assert f"in a command by --import {eager}, or" in error
+    assert "Traceback" not in error
+    assert not Path("imported").exists()
+    assert moesys(*line, "--import", f"{eager}{suffix}") == 0
+
+
+def test_a_module_that_cannot_be_imported_is_named(eager: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("folder").mkdir()
+    Path("folder", "broken.py").write_text("raise SystemExit(3)")
+    Path("folder", f"{eager}.py").write_text(FILE)
+    for name, words in (
+        ("folder/nowhere.py", "folder/nowhere.py is not a file; give the file or the module that defines the planners"),
+        ("nowhere", "nowhere cannot be imported: ModuleNotFoundError: No module named 'nowhere'; modules are looked"),
+        ("folder/broken.py", "folder/broken.py cannot be imported: SystemExit: 3"),
+        (f"folder/{eager}.py", f"/{eager}.py already; give one of the files another name"),
+    ):
+        assert moesys("explain", "none.toml", "--import", f"{eager}.py", "--import", name) == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["[" * 10**5, '{"a": ' * 10**5, '{"name": 1', "\xff", ""])
@@ -356,12 +423,12 @@ def test_the_command_line_names_it_by_import_path(
     for wrong, message in [
         (
             "nowhere:InTurn",
-            "cannot be imported: ModuleNotFoundError: No module named 'nowhere'; modules are looked for",
+            "nowhere cannot be imported: ModuleNotFoundError: No module named 'nowhere'; modules are looked for",
         ),
-        ("named_on_the_command_line:Out", "cannot be imported: AttributeError"),
-        ("named_on_the_command_line:rows", "is no class of your own that extends ms.Balance; name one"),
+        ("named_on_the_command_line:Out", f"kind='{name[:-6]}Out' is no class of your own that extends ms.Balance"),
+        ("named_on_the_command_line:rows", f"kind='{name[:-6]}rows' is no class of your own that extends ms.Balance"),
     ]:
-        with pytest.raises(ValueError, match=f"^balance='{wrong}': kind='{wrong}' {message}"):
+        with pytest.raises(ValueError, match=f"^balance='{wrong}': {message}"):
             balance_of(wrong)
     with pytest.raises(ValueError, match=r"is no class of your own that extends ms\.Split"):
         split_of(name)

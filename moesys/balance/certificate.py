@@ -137,7 +137,8 @@ def certify(
     load, layout = plan.load, plan.layout
     if cluster.num_ranks != layout.num_ranks:
         raise ValueError(
-            f"the plan is for {layout.num_ranks} ranks but the cluster has {cluster.num_ranks}; certify it on its own"
+            f"the plan is for {layout.num_ranks} ranks but the cluster has {cluster.num_ranks}; give the cluster "
+            "that it was planned for"
         )
     slots_R = _slots(layout, slots_per_rank)
     domain_R = domains_of(cluster, replicas_within)
@@ -338,7 +339,7 @@ def certify_seconds(plan: TokenPlan, cluster: ClusterSpec, model: ModelShape, st
     if (layout.num_ranks, layout.num_experts) != (cluster.num_ranks, model.num_experts):
         raise ValueError(
             f"the plan is for {layout.num_ranks} ranks and {layout.num_experts} experts, cluster and model have "
-            f"{cluster.num_ranks} and {model.num_experts}; certify it on its own"
+            f"{cluster.num_ranks} and {model.num_experts}; give those that it was planned for"
         )
     slots_R = np.array(strategy.slots(model, cluster))
     if (layout.filled_R > slots_R).any():

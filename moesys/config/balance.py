@@ -69,7 +69,7 @@ class RecordedBalance(Balance):
     model_config = ConfigDict(extra="allow")
 
     def layout(self, problem: Any) -> Any:
-        raise NotImplementedError(f"{self.kind} is named by a record, and a record is run by nobody")
+        raise NotImplementedError(self.not_run)
 
 
 Balance.recorded = RecordedBalance

@@ -30,7 +30,8 @@ def _printable(text: str, info: ValidationInfo) -> str:
 
 
 # What people call a thing: it is printed in tables, written to terminals, and part of names of files.
-DisplayName = Annotated[str, Field(max_length=200), AfterValidator(_printable)]
+LONGEST_NAME = 200
+DisplayName = Annotated[str, Field(max_length=LONGEST_NAME), AfterValidator(_printable)]
 
 
 class Declared(BaseModel):

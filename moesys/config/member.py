@@ -246,7 +246,7 @@ class Member(Declared):
         if there is not None and there != cls.own_code.digest:
             raise ValueError(
                 f"kind={path!r} is of another source than when it was written (source_digest={there!r}, now "
-                f"{cls.own_code.digest!r}); leave source_digest out to take it as it is now"
+                f"{cls.own_code.digest!r}); bring that source back, or leave source_digest out to take it as it is now"
             )
         return fields
 
@@ -256,6 +256,14 @@ class Member(Declared):
         if self.own_code is not None and getattr(cls, method) is getattr(_union_of(cls), method):
             raise ValueError(f"{self.kind} has no method of its own; write def {self.method}(self, problem)")
         return self
+
+    @property
+    def not_run(self) -> str:
+        """Why a class that a record names cannot plan, and what to do."""
+        return (
+            f"{self.kind} is named by a record, and a record is run by nobody; import its module, and take "
+            "Strategy.from_json(strategy.to_json())"
+        )
 
     @model_serializer(mode="wrap")
     def _with_source(self, fields_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -346,10 +354,14 @@ class Member(Declared):
             return own.model_validate(value)
         if recorded:
             return cls.recorded.model_validate(value)
-        module, _, name = kind.partition(":")
+        module = kind.partition(":")[0]
+        if module in sys.modules:
+            raise ValueError(
+                f"kind={kind!r} is no class of your own that extends ms.{cls.__name__}; name one, or use one of {kinds}"
+            )
         raise ValueError(
-            f"kind={kind!r} names a class that is not imported, and reading a name imports nothing; import {name} from "
-            f"{module} before, where it extends ms.{cls.__name__}, or use one of {kinds}"
+            f"kind={kind!r} names a module that is not imported, and reading a name imports nothing; import {module} "
+            f"first, in a command by --import {module}, or use one of {kinds}"
         )
 
 

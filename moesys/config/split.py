@@ -50,7 +50,7 @@ class RecordedSplit(Split):
     model_config = ConfigDict(extra="allow")
 
     def split(self, problem: Any) -> Any:
-        raise NotImplementedError(f"{self.kind} is named by a record, and a record is run by nobody")
+        raise NotImplementedError(self.not_run)
 
 
 Split.recorded = RecordedSplit

@@ -260,6 +260,6 @@ class Strategy(Declared):
 def _check_room(late_slots: int, slots_R: tuple[int, ...]) -> None:
     if fewer := [slots for slots in slots_R if 0 < slots < late_slots] or [0] * (max(slots_R) == 0):
         raise ValueError(
-            f"late_slots={late_slots} are more than the {fewer[0]} slots that a rank has; "
-            f"use at most {fewer[0]}, or give every rank that holds experts at least {late_slots}"
+            f"late_slots={late_slots} are more than the {min(fewer)} slots that a rank has; "
+            f"use at most {min(fewer)}, or give every rank that holds experts at least {late_slots}"
         )

@@ -17,6 +17,7 @@ from moesys.balance.even_split import EvenSplit
 from moesys.balance.plan import LayerPlan, StepPlan
 from moesys.balance.static import Static
 from moesys.config import ClusterSpec, Declared, Ep, Fsep, Last, ModelShape, Strategy
+from moesys.config.base import LONGEST_NAME
 from moesys.config.overlap import Sequential
 from moesys.limits import out_of_memory
 
@@ -201,7 +202,7 @@ class Setting:
             # No row crosses to another node.
             changes["overlap"] = overlap.replace(node_dispatch="direct", combine="ordered")
         plain = strategy.replace(**changes)
-        return plain.replace(name=_name_of(plain))
+        return plain.replace(name=_name_of(plain)[:LONGEST_NAME])
 
 
 def _name_of(strategy: Strategy) -> str:

@@ -27,10 +27,10 @@ from moesys.collectives import guarded
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import ModelTraining, RealTraining, Training
-from moesys.lab.commands.options import refusing
+from moesys.lab.commands.options import Imports, refusing
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.comparison import compare_records
-from moesys.lab.runs.declarations import strategy_in
+from moesys.lab.runs.declarations import import_module_of_user, strategy_in
 from moesys.lab.runs.environment import load_environments
 from moesys.lab.runs.places import RankTrials, TrialError, no_tick
 from moesys.lab.runs.records import RunFolder
@@ -44,13 +44,17 @@ def bisect_command(
     a: Annotated[str, typer.Argument(metavar="A", help="A strategy by name.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one, or the same once more.")],
     seed: Annotated[int | None, typer.Option(help="The one whose losses part first by default.")] = None,
+    imports: Imports = None,
 ) -> int:
     """Prints the first difference of strategies ``a`` and ``b``, under ``seed`` or the seed whose recorded losses
     differ first. Returns the exit code: 1 if a bit differs. Under torchrun only rank 0 prints.
     """
+    for name in imports or ():
+        import_module_of_user(name)
     folder = RunFolder(run)
     experiment = folder.experiment()
-    first, second = (strategy_in(experiment, name) for name in (a, b))
+    # A record may name planners that are not imported, and these strategies are trained.
+    first, second = (Strategy.from_json(strategy_in(experiment, name).to_json()) for name in (a, b))
     if not isinstance(experiment.workload, RealTraining):
         raise ValueError(f"{run} was simulated, and bisect compares what is computed; give the folder of a training")
     seed = _seed(seed, experiment, folder, first, second)

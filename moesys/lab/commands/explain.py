@@ -26,8 +26,8 @@ from moesys.config import Fsep, ModelShape, Oracle, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
-from moesys.lab.commands.options import ExperimentFile, ModelLayers, refusing
-from moesys.lab.runs.declarations import declared_in, load_experiment, strategy_in
+from moesys.lab.commands.options import ExperimentFile, Imports, ModelLayers, refusing
+from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiment, strategy_in
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.lab.show.step_explanation import (
     ExpertChange,
@@ -59,8 +59,11 @@ def explain_command(
     micro_batch: Annotated[int | None, typer.Option(help="From 0; the last one by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a tree.")] = False,
     model_layers: ModelLayers = None,
+    imports: Imports = None,
 ) -> None:
     """Explains a strategy of the experiment in ``file``, by default the last one, or one in a file of its own."""
+    for name in imports or ():
+        import_module_of_user(name)
     experiment = load_experiment(file)
     chosen = _chosen(strategy, experiment)
     explanation = explain(chosen, experiment, micro_batch=micro_batch, model_layers=model_layers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EACCES, EPERM, EROFS
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Literal
@@ -45,7 +46,10 @@ def _reason(error: ValueError | OSError) -> str:
     # Not at the top: it needs pydantic.
     from moesys.journal import in_words
 
-    return f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else in_words(error)
+    if not (isinstance(error, OSError) and error.filename):
+        return in_words(error)
+    way_out = "; give another path, or get access to this one" if error.errno in (EACCES, EPERM, EROFS) else ""
+    return f"{error.strerror}: {error.filename}{way_out}"
 
 
 def in_a_folder(path: Path | None) -> Path | None:
@@ -70,6 +74,14 @@ def in_a_folder(path: Path | None) -> Path | None:
 ExperimentFile = Annotated[
     Path,
     typer.Argument(metavar="FILE", help="A .py file with a function that returns an Experiment; or .json, .toml."),
+]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        help="A module or .py file with planners of yours, which a .toml or .json file names; may be repeated.",
+    ),
 ]
 RunFolders = Annotated[Path, typer.Option(help="Folder of run folders.")]
 ModelLayers = Annotated[

@@ -15,9 +15,9 @@ from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Training
 from moesys.journal import in_words
-from moesys.lab.commands.options import ExperimentFile, Format, FormatOption, Jobs, RunFolders, refusing
+from moesys.lab.commands.options import ExperimentFile, Format, FormatOption, Imports, Jobs, RunFolders, refusing
 from moesys.lab.ranks.process_start import writes
-from moesys.lab.runs.declarations import declared_in, load_experiments
+from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiments
 from moesys.lab.runs.runner import RunResult, run
 from moesys.lab.runs.slurm import Slurm, slurm_of
 from moesys.lab.show.progress import RunProgress
@@ -56,12 +56,15 @@ def run_command(
             metavar="FILE", help="A further Strategy, .toml or .json, as moesys tune writes; may be repeated."
         ),
     ] = None,
+    imports: Imports = None,
 ) -> int:
     """Runs what is left of each experiment in ``file``, and prints its table; for a sweep, draws the chart beside the
     run folders. Returns the exit code. Under torchrun only rank 0 prints.
 
     Progress goes where the tables go, or to stderr if a table is for a machine to read.
     """
+    for name in imports or ():
+        import_module_of_user(name)
     told = sys.stdout if form == "table" else sys.stderr
     comparisons: list[Comparison] = []
     code = 0

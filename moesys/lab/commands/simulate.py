@@ -23,9 +23,9 @@ from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay, Workload
 from moesys.journal import in_words
-from moesys.lab.commands.options import ModelLayers, refusing
+from moesys.lab.commands.options import Imports, ModelLayers, refusing
 from moesys.lab.commands.simulate_model import simulate_whole_model
-from moesys.lab.runs.declarations import cluster_of, load_experiment, strategy_in
+from moesys.lab.runs.declarations import cluster_of, import_module_of_user, load_experiment, strategy_in
 from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import drawn_like, rest_of, timed_steps
@@ -88,6 +88,7 @@ def simulate_command(
     skew: Annotated[float, typer.Option(min=0, help="With --model: of drawn routing; 0: even.")] = 0.0,
     fp8: Annotated[bool, typer.Option("--fp8", help="With --model: products with weights in float8.")] = False,
     optimizer: Annotated[str, typer.Option(help="With --model: adam, adam_bf16 or sgd.")] = "adam",
+    imports: Imports = None,
 ) -> None:
     """Simulates a step of an experiment, of a plan or of a whole model, prints the tables and writes the files."""
     if (file is None) == (model is None):
@@ -97,6 +98,8 @@ def simulate_command(
         source = ctx.get_parameter_source(option.name or "")
         if option.name in others and source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter(f"{option.opts[0]} is for {of}; leave it out")
+    for name in imports or ():
+        import_module_of_user(name)
     if out is not None:
         # Before all is simulated.
         out.mkdir(parents=True, exist_ok=True)

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from moesys.lab.commands.options import ExperimentFile, Jobs, ModelLayers, RunFolders, refusing
+from moesys.lab.commands.options import ExperimentFile, Imports, Jobs, ModelLayers, RunFolders, refusing
 from moesys.lab.ranks.process_start import writes
-from moesys.lab.runs.declarations import declared_in, load_experiment
+from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiment
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.tuning import tune
 from moesys.lab.show.comparisons import ratio_words
@@ -49,8 +49,11 @@ def tune_command(
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank in timed trials.")] = 1,
     jobs: Jobs = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, and keep the old journal beside.")] = False,
+    imports: Imports = None,
 ) -> None:
     """Tunes the experiment in ``file``, prints the result and writes it to a folder. Only rank 0 of torchrun prints."""
+    for name in imports or ():
+        import_module_of_user(name)
     experiment = load_experiment(file)
     declared = None if space is None else declared_in(space, Space)
     bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes, jobs)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -20,7 +18,7 @@ from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.quotas import Quotas
 from moesys.config import Balance, ClusterSpec, Ep, Fsep, Last, ModelShape, Predictor, Split, Strategy
 from moesys.journal import in_words
-from moesys.lab.runs.declarations import import_named
+from moesys.lab.runs.declarations import own_kind
 
 _FLOWS: tuple[Split, ...] = (FlowSplit(), FlowSplit(max_inter_node="seconds"))
 # All planners and splits of moesys take part, also those that are still to come.
@@ -145,35 +143,26 @@ def named_planner(text: str) -> Balance | Split:
 
     Raises ValueError if there is no such class, or if a field is missing or wrong.
     """
-    file, folder = None, Path.cwd()
     if text.lstrip().startswith("{"):
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"planner={text!r} is not valid JSON: {error}") from None
     else:
-        path, colon, name = text.rpartition(":") if ":" in text else text.rpartition(".")
-        if not (path and colon and name):
+        path, _, name = text.rpartition(":") if ":" in text else text.rpartition(".")
+        if not (path and name):
             raise ValueError(f"planner={text!r} names no class; give file.py:Class, module:Class, or JSON with a kind")
-        if path.endswith(".py"):
-            file, folder = Path(path), Path(path).resolve().parent
-            if not file.is_file():
-                raise ValueError(f"planner={text!r}: {file} is not a file; give the file that has {name}")
-        fields = {"kind": f"{file.stem if file else path}:{name}"}
+        fields = {"kind": f"{path}:{name}"}
+    try:
+        fields["kind"] = own_kind(str(fields.get("kind")))
+    except ValueError as error:
+        raise ValueError(f"planner={text!r}: {error}") from None
     errors: list[str] = []
     for union in (Balance, Split):
         try:
-            import_named({union.union: fields}, folder)
             planner: Any = TypeAdapter(union).validate_python(fields)
+            found: Balance | Split = planner
+            return found
         except ValueError as error:
             errors.append(in_words(error))
-            continue
-        source = Path(inspect.getfile(type(planner)))
-        if file and not (source.is_file() and source.read_bytes() == file.read_bytes()):
-            raise ValueError(
-                f"planner={text!r}: {planner.kind} was imported from {source} already; give one of the files another "
-                "name"
-            )
-        found: Balance | Split = planner
-        return found
     raise ValueError(f"planner={text!r}: {'; '.join(dict.fromkeys(errors))}")

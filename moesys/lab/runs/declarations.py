@@ -7,8 +7,8 @@ A Python file may also have ``experiments()``, which returns a list: those are r
 
 What is read here is frozen: a file that is edited while its experiment runs changes nothing.
 
-Files of declarations that people hand over may name planners of their own by import path: those are imported. What a
-run has recorded is read without.
+Reading a file imports no module that it names. ``import_module_of_user`` imports those that the command line names, by
+``--import`` or as a planner.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
 from moesys.config.experiment import Experiment
-from moesys.config.member import RECORDED, Member, importable, module_of_text, run_module
+from moesys.config.member import RECORDED, importable, module_of_text, run_module
 from moesys.files import read_json, read_toml
 from moesys.journal import in_words
 
 # The name of the module of a file whose own name is that of another module.
 _MODULE = "moesys_experiment_file"
-_UNIONS: dict[str, type[Member]] = {union.union: union for union in (Balance, Split)}
 _LIST = "experiments"
 _PRESETS = {name: getattr(presets, name) for name in ("a100", "h800", "h100", "h200", "b200", "gb200", "gb300")}
 T = TypeVar("T")
@@ -76,8 +75,7 @@ def _loaded(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
 
 
 def declared_in(path: Path, kind: type[D]) -> D:
-    """Reads what a .json or .toml file declares, and then imports the user's planners that it names, also from its
-    folder. A file that declares something else imports nothing.
+    """Reads what a .json or .toml file declares. Planners of the user's own that it names have been imported before.
 
     Raises ValueError, which names the file, and OSError for one that cannot be read.
     """
@@ -86,8 +84,6 @@ def declared_in(path: Path, kind: type[D]) -> D:
         raise ValueError(f"{name.lower()}={str(path)!r} is no .json or .toml file; give one that declares a {name}")
     fields = read_json(path) if path.suffix == ".json" else read_toml(path)
     try:
-        kind.model_validate(fields, context=RECORDED)
-        import_named(fields, path.resolve().parent)
         return kind.model_validate(fields)
     except ValueError as error:
         raise ValueError(f"{path} declares no {name.lower()}: {in_words(error)}") from None
@@ -102,54 +98,6 @@ def recorded_experiment(path: Path) -> Experiment:
         return Experiment.model_validate_json(path.read_bytes(), context=RECORDED)
     except ValidationError as error:
         raise ValueError(f"{path} declares no experiment: {in_words(error)}") from None
-
-
-def import_named(fields: Any, folder: Path) -> None:
-    """Imports the planners that ``fields`` name by import path, from ``folder``, the current folder and where Python
-    finds modules. Those that are there stay as they are.
-
-    Raises ValueError for what cannot be imported, and for what is no planner.
-    """
-    for union, path in _named(fields):
-        if union.own_class(path) is None:
-            _import(union, path, folder)
-
-
-def _named(fields: Any) -> Iterator[tuple[type[Member], str]]:
-    if isinstance(fields, list):
-        for one in fields:
-            yield from _named(one)
-    if not isinstance(fields, dict):
-        return
-    for key, value in fields.items():
-        if key not in _UNIONS:
-            yield from _named(value)
-            continue
-        # A strategy has one; a space lists them, whole or by name.
-        for one in value if isinstance(value, list) else [value]:
-            kind = one.get("kind") if isinstance(one, dict) else one
-            if isinstance(kind, str) and ":" in kind:
-                yield _UNIONS[key], kind
-
-
-def _import(union: type[Member], path: str, folder: Path) -> None:
-    name, _, class_name = path.partition(":")
-    folders = [str(folder), str(Path.cwd())]
-    sys.path[:0] = folders
-    try:
-        found: Any = import_module(name)
-        for part in class_name.split("."):
-            found = getattr(found, part)
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"kind={path!r} cannot be imported: {type(error).__name__}: {error}; modules are looked for in "
-            f"{folders[0]}, in the current folder and where PYTHONPATH says"
-        ) from None
-    finally:
-        for added in folders:
-            sys.path.remove(added)
-    if not (isinstance(found, type) and issubclass(found, union) and found.own_code is not None):
-        raise ValueError(f"kind={path!r} is no class of your own that extends ms.{union.__name__}; name one")
 
 
 def _from_python(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
@@ -309,13 +257,53 @@ def cluster_of(text: str) -> ClusterSpec:
         raise ValueError(f"cluster={text!r}: {in_words(error)}") from None
 
 
+def import_module_of_user(name: str) -> str:
+    """Imports the module that the command line names, and returns its name: ``my_planners``, from the current folder or
+    where Python finds modules, or the file ``folder/my_planners.py``.
+
+    Raises ValueError for what cannot be imported, and for a file whose name is that of another imported module.
+    """
+    file = Path(name) if name.endswith(".py") else None
+    if file and not file.is_file():
+        raise ValueError(f"{name} is not a file; give the file or the module that defines the planners")
+    module_name = file.stem if file else name
+    folders = [str(file.resolve().parent)] if file else []
+    folders.append(str(Path.cwd()))
+    sys.path[:0] = folders
+    try:
+        module = import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{name} cannot be imported: {type(error).__name__}: {error}; modules are looked for in the current folder "
+            "and where PYTHONPATH says, so add the folder there, or give the file, as in folder/my_planners.py"
+        ) from None
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
+    source = getattr(module, "__file__", None)
+    if file and not (source and Path(source).read_bytes() == file.read_bytes()):
+        raise ValueError(
+            f"{name}: {module_name} was imported from {source} already; give one of the files another name"
+        )
+    return module_name
+
+
+def own_kind(kind: str) -> str:
+    """Returns the ``kind`` of a class of the user's own, whose module is imported now, and others as they are. Raises
+    ValueError as ``import_module_of_user`` does.
+    """
+    module, _, name = kind.partition(":")
+    return f"{import_module_of_user(module)}:{name}" if name else kind
+
+
 def _member(text: str, field: str, union: TypeAdapter[T]) -> T:
     try:
         fields: Any = pydantic_core.from_json(text) if text.lstrip().startswith("{") else {"kind": text}
     except ValueError as error:
         raise ValueError(f"{field}={text!r} is no JSON: {error}") from None
     try:
-        import_named({field: fields}, Path.cwd())
+        if isinstance(kind := fields.get("kind"), str):
+            fields["kind"] = own_kind(kind)
         return union.validate_python(fields)
     except ValueError as error:
         raise ValueError(f"{field}={text!r}: {in_words(error)}") from None

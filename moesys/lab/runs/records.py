@@ -110,7 +110,7 @@ def _differing_fields(there: Declared, here: Declared, path: str) -> dict[str, t
         if kinds[0] != kinds[1]:
             return {f"{path}.kind": kinds}
         # A class of one's own, of which the record has what it was made of. A file that is read twice makes two.
-        a, b = (planner.model_dump()["source_digest"] for planner in (there, here))
+        a, b = (planner.model_dump().get("source_digest") for planner in (there, here))
         if a != b:
             return {f"{path}.source_digest": (a, b)}
     found: dict[str, tuple[Any, Any]] = {}

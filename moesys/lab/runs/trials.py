@@ -172,12 +172,11 @@ def routing_of(workload: Replay | Generated, model: ModelShape, cluster: Cluster
             f"trace {path} is of {trace.num_experts} experts and top_k={trace.top_k}, but the model has "
             f"num_experts={model.num_experts} and top_k={model.top_k}; replay it on a model that has as many"
         )
-    if (most := trace.num_micro_batches - workload.micro_batches) < workload.warmup:
-        way_out = f"warmup <= {most}" if most >= 0 else f"micro_batches <= {trace.num_micro_batches}"
+    if workload.warmup + workload.micro_batches > trace.num_micro_batches:
         raise ValueError(
             f"warmup={workload.warmup} leaves nothing to time of the {trace.num_micro_batches} micro-batches that "
             f"trace {path} has on {cluster.num_ranks} ranks, with micro_batches={workload.micro_batches} a step; "
-            f"use {way_out}"
+            f"use warmup and micro_batches that are at most {trace.num_micro_batches} together"
         )
     empty_S = trace.tokens_SLRE.sum(axis=(1, 2, 3)) == 0
     if empty_S.any():

@@ -78,11 +78,18 @@ def _config(workload: ModelTraining) -> Any:
     if kind not in transformers.CONFIG_MAPPING:
         raise ValueError(f"model={workload.model!r}: transformers knows no model_type={kind!r}")
     try:
-        return transformers.AutoConfig.for_model(kind, **fields)
+        config = transformers.AutoConfig.for_model(kind, **fields)
     # Its validators raise classes of their own, in several lines.
     except Exception as error:
         words = " ".join(str(error).split())
         raise ValueError(f"model={workload.model!r}: transformers refuses its config.json: {words}") from error
+    # Without this, transformers may ask whether to run the code that the configuration names.
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"model={workload.model!r}: transformers {transformers.__version__} has no language model of model_type="
+            f"{kind!r}, and code that config.json names is not run; take a model that transformers has"
+        )
+    return config
 
 
 def _model(workload: ModelTraining, config: Any, seed: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,13 @@ def test_the_command_finds_where_ordered_sums_part(tmp_path: Path) -> None:
     ):
         refused = CliRunner().invoke(app, ["bisect", str(run), *arguments])
         assert (refused.exit_code, refused.stderr) == (2, f"Error: {why}\n")
+
+
+def test_a_recorded_planner_that_is_not_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    experiment = training(strategies=(FSEP,)).model_dump(mode="json")
+    experiment["strategies"][0] |= {"name": "own", "balance": {"kind": "bisected:Waiting", "seconds": 0.0}}
+    Path("experiment.json").write_text(json.dumps(experiment))
+    refused = CliRunner().invoke(app, ["bisect", ".", "own", "own", "--seed", "0"])
+    assert refused.exit_code == 2
+    assert "import bisected first, in a command by --import bisected" in refused.stderr

@@ -99,9 +99,9 @@ def test_the_rest_of_a_step_takes_its_time():
 def test_a_trace_must_hold_a_whole_step(tmp_path):
     workload = replay(tmp_path, [[[[2, 1, 1, 0], [1, 2, 0, 1]]]] * 3, micro_batches=2)
     assert len(values(run_simulated(EP, MODEL, CLUSTER, workload, seed=0))["step_ms"]) == 1
-    with pytest.raises(ValueError, match=r"warmup=2 leaves nothing .* micro_batches=2 a step; use warmup <= 1"):
+    with pytest.raises(ValueError, match=r"warmup=2 leaves nothing .* micro_batches=2 a step; use warmup and"):
         run_simulated(EP, MODEL, CLUSTER, workload.replace(warmup=2), seed=0)
-    with pytest.raises(ValueError, match=r"micro_batches=4 a step; use micro_batches <= 3"):
+    with pytest.raises(ValueError, match=r"micro_batches=4 a step; use warmup and micro_batches that are at"):
         run_simulated(EP, MODEL, CLUSTER, workload.replace(micro_batches=4), seed=0)
 
 
@@ -162,7 +162,7 @@ def test_each_seed_replays_its_own_trace_after_the_warm_up(tmp_path):
     zero, one = (run_simulated(EP, MODEL, CLUSTER, workload, seed) for seed in (0, 1))
     assert (zero.tokens_LE, one.tokens_LE) == ([[4, 4, 0, 0]], [[0, 0, 4, 4]])
     assert len(zero.samples["step_ms"].values) == 2
-    with pytest.raises(ValueError, match=r"warmup=3 leaves nothing to time of the 3 micro-batches .* use warmup <= 2"):
+    with pytest.raises(ValueError, match=r"warmup=3 leaves nothing to time of the 3 .* that are at most 3 together"):
         run_simulated(EP, MODEL, CLUSTER, workload.replace(warmup=3), seed=0)
 
 

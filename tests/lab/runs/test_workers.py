@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import worker_planners
 from lab_cases import moesys
 from runner_cases import EP, FAILING, FSEP, simulation, training
 from test_kill import MARKER, alive, gone
@@ -48,6 +49,19 @@ def first_in_line(strategy, *others, **changes) -> Experiment:
     """One whose first trial is that of ``strategy``."""
     experiments = (simulation(strategies=(strategy, *others), seeds=(seed,), **changes) for seed in range(100))
     return next(one for one in experiments if one.trials()[0].strategy == strategy)
+
+
+def test_workers_and_jobs_have_the_planners_that_the_command_imported(tmp_path, monkeypatch):
+    (tmp_path / "own_ones.py").write_text(Path(worker_planners.__file__).read_text())
+    waiting = FSEP.model_dump(mode="json") | {"name": "own", "balance": {"kind": "own_ones:Waiting", "seconds": 0.0}}
+    experiment = simulation(strategies=(EP,), seeds=(0, 1)).model_dump(mode="json")
+    experiment["strategies"].append(waiting)
+    (tmp_path / "experiment.json").write_text(json.dumps(experiment))
+    monkeypatch.chdir(tmp_path)
+    for out, options in (("workers", ("--jobs", 2)), ("jobs", ("--slurm", "cluster=local"))):
+        assert moesys("run", "experiment.json", "--out", out, "--import", "own_ones", *options) == 0
+        (folder,) = Path(out).iterdir()
+        assert {record.strategy: record.status for record in RunFolder(folder).records()} == {"ep": "ok", "own": "ok"}
 
 
 class Finished(QuietProgress):

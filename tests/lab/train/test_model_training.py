@@ -128,6 +128,21 @@ def test_a_configuration_that_transformers_refuses_is_told_in_a_line(ranks: Loca
         ranks.run(losses, [(EP, workload("olmoe-small", config=config))], num_ranks=2)
 
 
+def test_code_that_a_configuration_names_is_neither_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    from moesys.lab.train.model_learner import ModelLearner
+
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("transformers asked whether to run it"))
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    code = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}
+    (tmp_path / "config.json").write_text(json.dumps(read_config("olmoe-small") | code))
+    (tmp_path / "modeling.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(ValueError, match=r"no language model of model_type='vit', and code that config\.json names is"):
+        ModelLearner(EP, CLUSTER, workload(str(tmp_path)), 0, None, torch.device("cpu"))
+
+
 def test_a_step_tells_the_load_of_the_model_s_layers(ranks: LocalRanks) -> None:
     result = ranks.run(one_step, workload("deepseek-v3-small"), num_ranks=2)[0]
     # The first of three layers is dense; 2 ranks x 2 sequences x 32 tokens x 2 choices.
