@@ -118,7 +118,7 @@ STRATEGIES: dict[str, Callable[[int], ms.Strategy]] = {
     "fsep, invariant": lambda slots: _fsep(slots, overlap=ms.Pipelined(chunks=2), reduction=INVARIANT),
 }
 # Nodes of several kinds.
-NODES = {1: (1,), 2: (1, 1), 3: (1, 2), 4: (1, 2, 1)}
+NODES = {1: (1,), 2: (1, 1), 3: (2, 1), 4: (1, 2, 1)}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesys.overlap.exact_sum import add_on_grid, grid_below, largest_size
+from moesys.overlap.exact_sum import add_on_grid, grid_below, largest_size, row_sizes, row_sizes_on_device
 
 # Of very different sizes, and some of which cancel.
 SEEDS = st.integers(0, 2**32 - 1)
@@ -73,6 +73,22 @@ def test_no_addend_is_farther_from_itself_than_half_a_grid(seed: int) -> None:
     for place, value in enumerate(found.tolist()):
         exact = sum(Fraction(float(part[place])) for part in parts)
         assert abs(Fraction(value) - exact) <= len(parts) * Fraction(bound) * Fraction(1, 2**51)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_addends_are_rounded_to_the_grid_and_halves_to_even(dtype: torch.dtype) -> None:
+    into = torch.zeros(6, dtype=torch.float64)
+    add_on_grid(into, torch.tensor([0.5, 1.5, -2.5, 0.75, -0.25, 3.0], dtype=dtype) * 4, 4.0)
+    assert into.tolist() == [0.0, 8.0, -8.0, 4.0, 0.0, 12.0]
+
+
+@given(SEEDS, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_the_largest_sizes_of_rows_are_the_same_on_devices(seed: int, dtype: torch.dtype) -> None:
+    rows_NA = torch.stack(addends(seed, dtype))
+    assert row_sizes(rows_NA).equal(rows_NA.to(torch.float32).abs().amax(dim=1))
+    assert row_sizes_on_device(rows_NA).equal(row_sizes(rows_NA))
+    rows_NA[0, 1] = math.nan
+    assert row_sizes(rows_NA)[0] == row_sizes_on_device(rows_NA)[0] == math.inf
 
 
 @pytest.mark.parametrize("bound", [1e-290, 2.0**-60, 0.75, 1.0, 3.0, 2.0**52, 1e80])
