@@ -262,7 +262,7 @@ _METADATA_CLASSES = {
 class _MetadataUnpickler(pickle._Unpickler):
     """Reads the metadata of a checkpoint, and runs none of its code."""
 
-    dispatch: ClassVar[dict[int, Callable[[pickle._Unpickler], None]]] = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch}
 
     def find_class(self, module: str, name: str) -> Any:
         # Python 3.13 calls the module of paths so.
@@ -274,10 +274,10 @@ class _MetadataUnpickler(pickle._Unpickler):
 
     def load_build(self) -> None:
         """Sets the attributes of an instance. Those of a class or function, which all code has, stay."""
-        made = self.stack[-2]
+        made = self.stack[-2]  # type: ignore[attr-defined]
         if isinstance(made, type) or not is_dataclass(made):
             raise pickle.UnpicklingError(f"it changes {made!r}, which torch does not do there")
-        super().load_build()
+        super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
 
