@@ -23,6 +23,11 @@ SHAPE = ms.ModelShape(hidden_size=7, intermediate_size=5, num_experts=6, top_k=2
 CLUSTER = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=100, inter_node_gb_per_s=10)
 
 
+def test_experts_that_leave_after_forward_are_restored_again_for_backward():
+    shardings = (ms.Fsep(slots_per_rank=2), ms.Fsep(slots_per_rank=2, reshard_after_forward=False), ms.Ep())
+    assert [cost.restores_per_step(sharding) for sharding in shardings] == [2, 1, 1]
+
+
 # --- expert GEMMs ---
 
 
