@@ -45,6 +45,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from watch_cases import write_run
 
 import moesys as ms
+from moesys import collectives
 from moesys.__main__ import main
 from moesys.collectives import guarded
 from moesys.hf.trainer import ResumableTrainer
@@ -414,7 +415,7 @@ def serve(handle: int) -> None:
     """
     connection = Connection(handle)
     torch.set_num_threads(1)
-    # As every rank and layer takes it.
+    collectives.FAILURE_GRACE_S = GRACE_S
     assert guarded.__kwdefaults__ is not None
     guarded.__kwdefaults__["grace_s"] = GRACE_S
     prepare()
