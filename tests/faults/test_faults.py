@@ -185,8 +185,9 @@ def result_of(job: Job, ended: list[Ended]) -> Any:
     if job.target in TRAININGS:
         return [{name: each.result[name] for name in ("losses", "parameters")} for each in ended]
     if job.target.startswith("run"):
-        (folder,) = (path.parent for path in job.out.glob("*/records.jsonl"))
-        records = RunFolder(folder).records()
+        # A run begins another folder beside one that has a folder in the place of experiment.json.
+        *_, folder = (None, *sorted(path.parent for path in job.out.glob("*/records.jsonl")))
+        records = RunFolder(folder).records() if folder else []
         # What was recorded is not run again. Samples of real ranks are times.
         assert len(records) == len({(each.identity, each.error) for each in records})
         return [
