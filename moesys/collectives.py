@@ -65,6 +65,22 @@ def guarded(
 
 
 @contextmanager
+def silent_ranks_named(what: str) -> Iterator[None]:
+    """Raises ``CollectiveError``, with the ranks that do not answer, where a collective of others' code fails in the
+    block. Other errors pass.
+    """
+    try:
+        yield
+    except EXPLAINED:
+        raise
+    except RuntimeError as error:
+        # Gloo has no class of errors of its own.
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            raise
+        raise failure_of(what, dist.group.WORLD, error, "cpu", FAILURE_GRACE_S, None) from error
+
+
+@contextmanager
 def agreement(what: str, other: type[Exception] = RuntimeError) -> Iterator[None]:
     """Ends on all ranks together: raises the error of the block on the ranks where it fails, and an ``other`` that
     repeats it on the ranks where it does not. A collective of all ranks, if there is a process group; ``what`` names it

@@ -57,7 +57,7 @@ class LayerLine:
 
 @dataclass(frozen=True)
 class EventLine:
-    """A departure from the plan."""
+    """A departure from the plan, or the first value of a layer that is not finite."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _AS_JSON
 
@@ -72,7 +72,7 @@ class StepLine:
 
     num_ranks: the ranks that trained it. time_s: its end, in seconds since 1970. step_ms: its duration.
     numbers: what the training adds, such as its loss; nan is written for what is not finite.
-    layers: the layers that ran. events: departures from the plan since the line before.
+    layers: the layers that ran. events: those since the line before.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _AS_JSON

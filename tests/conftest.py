@@ -31,7 +31,7 @@ pytest.register_assert_rewrite("hf_cases")
 PROCESSES = (
     *("balance/test_agreement", "benchmarks/shaped/", "benchmarks/test_bench_models", "experiments/test_experiments"),
     *("golden/test_golden", "gpu/test_gpu_plugin", "gpu/test_planted_faults_of_ranks"),
-    *("kernels/test_aot", "kernels/test_oldest_triton"),
+    *("faults/", "kernels/test_aot", "kernels/test_oldest_triton"),
     *("lab/calibrate/test_calibrate", "lab/commands/test_demo", "lab/ranks/", "lab/runs/test_bisect"),
     *("lab/runs/test_ends", "lab/runs/test_kill", "lab/runs/test_record_routing", "lab/runs/test_runner"),
     *("lab/runs/test_slurm", "lab/runs/test_tuning", "lab/runs/test_watched_run", "lab/runs/test_workers"),
@@ -88,6 +88,17 @@ def pytest_configure() -> None:
     settings.register_profile("quick", max_examples=25, **shared)
     settings.register_profile("sweep", max_examples=400, **shared)
     settings.load_profile("sweep" if os.environ.get("MOESYS_SWEEP") == "1" else "quick")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the table of the fault injector after a sweep."""
+    # Not at the top: ranks import this file without the folders of pytest.
+    import faults
+
+    if os.environ.get("MOESYS_SWEEP") == "1" and (trials := faults.tried(faults.journal())):
+        terminalreporter.section("faults, with this code")
+        for line in faults.table(trials):
+            terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session")

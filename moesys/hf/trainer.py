@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from moesys.collectives import silent_ranks_named
 from moesys.files import whole_folder
 from moesys.moe.runtime import PlanningState
 from moesys.moe.watch import Watch
@@ -122,6 +123,13 @@ class ResumableTrainer(Trainer):
     # None only before training.
     model: Any
     lr_scheduler: Any
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Trains as ``Trainer.train`` does. Raises ``CollectiveError`` where a collective of ``Trainer`` or FSDP fails,
+        such as the gathering of losses, because another rank is gone.
+        """
+        with silent_ranks_named("Trainer.train()"):
+            return super().train(*args, **options)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -173,6 +173,9 @@ class Experts(nn.Module):
                 call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
             y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters)
             self._count(call)
+            if self.load_log is not None and self.training and torch.is_grad_enabled() and not call.replayed:
+                micro_batch = self.schedule.micro_batch - 1
+                self.load_log.check(self.layer_index, micro_batch, inputs[0], inputs[1], masters, y_TH)
             return y_TH.to(x_TH.dtype)
 
     def _replayed_or_planned(self, expert_TK: Tensor, dtype: torch.dtype, flags: int) -> LayerCall:

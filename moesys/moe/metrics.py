@@ -1,8 +1,13 @@
-"""Metrics of one layer: its loads, and its traffic, waiting and planning."""
+"""Metrics of one layer: its loads, its traffic, waiting and planning, and where its values are not finite."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from moesys.balance.plan import LayerPlan
 from moesys.load import IntArray
@@ -57,17 +62,62 @@ class LayerLoad:
         return cls(plan.tokens.max_over_mean, plan.load.tokens_E)
 
 
+class NonFiniteValue(NamedTuple):
+    """NaN or infinity in the values of a layer; ``what`` names them."""
+
+    layer: int
+    micro_batch: int
+    what: str
+
+
+class FiniteChecks:
+    """The checks of a rank's layers for NaN and infinity, in the order in which they were made. None waits for the
+    device before ``first`` is called.
+    """
+
+    def __init__(self) -> None:
+        self._checks: list[tuple[NonFiniteValue, Tensor]] = []
+
+    def add(self, layer: int, micro_batch: int, what: str, *tensors: Tensor) -> None:
+        finite = [tensor.detach().isfinite().all() for tensor in tensors]
+        self._checks.append((NonFiniteValue(layer, micro_batch, what), torch.stack(finite).all()))
+
+    def first(self) -> NonFiniteValue | None:
+        """Returns the first one that failed, and forgets them all; None if all values are finite."""
+        checks, self._checks = self._checks, []
+        return next((value for value, finite in checks if not finite), None)
+
+    def clear(self) -> None:
+        self._checks.clear()
+
+
 class LoadLog:
-    """The loads of a layer's training micro-batches since they were last taken, for who watches the layer.
+    """The loads of a layer's training micro-batches since they were last taken, for who watches the layer, and checks
+    of what was computed in them.
 
     A plan that lies on a device is read when it is taken, so that no micro-batch waits for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checks: FiniteChecks) -> None:
         self._loads: list[LayerLoad | UnreadPlan] = []
+        self._checks = checks
 
     def add(self, unread: UnreadPlan) -> None:
         self._loads.append(LayerLoad.of(unread) if isinstance(unread.plan, LayerPlan) else unread)
+
+    def check(
+        self, layer: int, micro_batch: int, x_TH: Tensor, weight_TK: Tensor, masters: Sequence[Tensor], y_TH: Tensor
+    ) -> None:
+        """Checks the values of a micro-batch, and in backward the gradient of its output."""
+        self._checks.add(layer, micro_batch, "the input", x_TH)
+        self._checks.add(layer, micro_batch, "the routing weights", weight_TK)
+        if len(self._loads) == 1:
+            # Parameters change between steps only.
+            self._checks.add(layer, micro_batch, "the parameters of experts", *masters)
+        self._checks.add(layer, micro_batch, "the output", y_TH)
+        if y_TH.requires_grad:
+            checks = self._checks
+            y_TH.register_hook(lambda dy_TH: checks.add(layer, micro_batch, "the gradient of the output", dy_TH))
 
     def take(self) -> list[LayerLoad]:
         """Returns them in their order. Waits for the device."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moesys.moe.experts import Experts, experts_of
-from moesys.moe.metrics import LoadLog
+from moesys.moe.metrics import FiniteChecks, LoadLog
 from moesys.step_lines import SCALARS, EventLine, LayerLine, StepLine, step_file, step_journal, write_spans
 from moesys.timeline import Timeline
 
@@ -68,7 +68,8 @@ class Watch:
 
     Every rank watches its own ``model`` and has its own file there, ``rank-0000.jsonl`` and so on: loads and events are
     those of all ranks, bytes and milliseconds the rank's. No rank waits for another. A run that is resumed with the
-    same folder appends. A disk that is full or gone is a warning, and its steps are missing. In one's own loop:
+    same folder appends. A disk that is full or gone is a warning, and its steps are missing. An event names the first
+    layer of a rank in which a value is NaN or infinite, in the first step that has one. In one's own loop:
 
     ```python
     with ms.Watch(model, "runs/first") as watch:
@@ -98,7 +99,9 @@ class Watch:
         last = self._journal.last()
         self._next = 0 if last is None else last.step + 1
         self._num_events = dict.fromkeys(self.layers, 0)
-        self._logs = {layer: LoadLog() for layer in self.layers}
+        self._checks, self._is_finite = FiniteChecks(), True
+        self._not_finite: list[EventLine] = []
+        self._logs = {layer: LoadLog(self._checks) for layer in self.layers}
         for layer, log in self._logs.items():
             layer.load_log = log
         self.begin()
@@ -110,6 +113,7 @@ class Watch:
         for layer, log in self._logs.items():
             layer.meter.clear()
             log.clear()
+        self._checks.clear()
         self._begin_s = time.perf_counter()
 
     def step(self, step: int | None = None, /, **numbers: float | Tensor) -> None:
@@ -126,6 +130,7 @@ class Watch:
         """Returns the line of a step and begins the next one; None for a step that is not to be written."""
         step = self._next if step is None else step
         self._next = step + 1
+        self._look_for_non_finite()
         line = self._step_line(step) if step % self.every == 0 else None
         self.begin()
         return line
@@ -189,8 +194,18 @@ class Watch:
             tokens_E=tuple(tokens_E.tolist()) if layer.token_channel.rank == 0 else (),
         )
 
+    def _look_for_non_finite(self) -> None:
+        """Keeps an event for the next line that is written, where the values of this step are the first that are not
+        finite.
+        """
+        value = self._checks.first()
+        if value is not None and self._is_finite:
+            what = f"rank {self.rank}: NaN or infinity in {value.what}"
+            self._not_finite.append(EventLine(value.layer, value.micro_batch, what))
+        self._is_finite = value is None
+
     def _new_events(self) -> list[EventLine]:
-        found = []
+        found, self._not_finite = self._not_finite, []
         for layer in self.layers:
             events = layer.schedule.events
             found += [

@@ -146,9 +146,10 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def tokens_of(batch: int, hidden_size: int) -> Tensor:
+def tokens_of(batch: int, hidden_size: int, rank: int | None = None) -> Tensor:
     """A rank's tokens of a micro-batch; each later one is pulled farther, in a direction of its own."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(100 * batch + rank)
     drift_H = torch.randn(hidden_size, generator=torch.Generator().manual_seed(batch))
     return torch.randn(11 + 7 * rank + batch, hidden_size, generator=generator) + batch * drift_H

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness import Stack
 
 import moesys as ms
-from moesys.collectives import guarded
+from moesys.collectives import guarded, silent_ranks_named
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
@@ -97,6 +97,11 @@ def call_without(victim: int, name: str, folder: str) -> None:
         case "whole_folder()":
             with ms.whole_folder(folder):
                 pass
+        case "Trainer.train()":
+            with pytest.raises(RuntimeError, match="no collective"), silent_ranks_named(name):
+                raise RuntimeError("no collective")
+            with silent_ranks_named(name):
+                dist.all_reduce(torch.zeros(1))
 
 
 @pytest.mark.parametrize(
@@ -106,6 +111,7 @@ def call_without(victim: int, name: str, folder: str) -> None:
         "link()",
         pytest.param("sync_gradients()", marks=pytest.mark.slow),
         "whole_folder()",
+        pytest.param("Trainer.train()", marks=pytest.mark.slow),
     ],
 )
 def test_a_call_names_itself_and_the_rank_that_died(mortal_ranks: LocalRanks, name: str, tmp_path: Path) -> None:

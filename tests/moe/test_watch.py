@@ -20,6 +20,7 @@ from torch import nn
 import moesys as ms
 from moesys.balance.layout_schedule import PlanEvent
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.runs.watched_run import read_watched_run
 from moesys.step_lines import StepLine, read_spans, step_journal
 
 H, NUM_RANKS, MICRO_BATCHES = 16, 2, 3
@@ -126,6 +127,48 @@ def test_what_came_before_begin_is_not_counted(ranks: LocalRanks, tmp_path: Path
         first[begin], second[begin] = (layer["restored_mib"] for layer in layers)
     assert first[True] == second[True] == first[False] > 0
     assert second[False] > first[False]
+
+
+def train_with_a_fault(folder: Path, place: str, value: float) -> None:
+    """Four steps, of which Watch writes every other one. In the second one, rank 1 has ``value`` in layer 1."""
+    model = two_layers(EP)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+    def spoil(tensor: torch.Tensor) -> torch.Tensor:
+        spoilt = tensor.clone()
+        spoilt[3, 2] = value
+        return spoilt
+
+    with ms.Watch(model, folder, every=2) as watch:
+        for step in range(4):
+            here = step == 1 and dist.get_rank() == 1
+            if here and place == "the parameters of experts":
+                with torch.no_grad():
+                    model[1].experts.masters.to_local()[0, 0] = value
+            x = model[0](x_of(step, 0, dist.get_rank()))
+            y = model[1](spoil(x) if here and place == "the input" else x)
+            if here and place == "the gradient of the output":
+                y.register_hook(spoil)
+            y.square().mean().backward()
+            ms.sync_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step()
+
+
+@pytest.mark.parametrize("place", ["the input", "the parameters of experts", "the gradient of the output"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_the_first_layer_and_rank_with_nan_or_infinity_are_named(
+    ranks: LocalRanks, tmp_path: Path, place: str, value: float
+) -> None:
+    ranks.run(train_with_a_fault, tmp_path, place, value, num_ranks=2)
+    of_ranks = [[event for line in lines_of(tmp_path, rank) for event in line["events"]] for rank in range(2)]
+    # Each rank writes one event, although all later steps are not finite either.
+    assert [len(events) for events in of_ranks] == [1, 1]
+    assert of_ranks[1] == [{"layer": 1, "micro_batch": 1, "what": f"rank 1: NaN or infinity in {place}"}]
+    assert of_ranks[0][0]["what"].startswith("rank 0: NaN or infinity in ")
+    events = read_watched_run(tmp_path).events
+    assert {event.event.what for event in events} == {event["what"] for events in of_ranks for event in events}
 
 
 # --- one rank -------------------------------------------------------------------------------------------------

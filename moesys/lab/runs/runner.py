@@ -117,12 +117,13 @@ def run(
         # A trace that is missing or does not fit is one error, not one a trial.
         for seed in experiment.seeds:
             routing[seed] = routing_of(experiment.workload, experiment.model, experiment.cluster, seed).digest
-    with sigterm_as_ctrl_c(), ExitStack() as opened:
+    # Ranks and workers count steps until they are gone, so the recorder is closed behind them.
+    with sigterm_as_ctrl_c(), ExitStack() as recording, ExitStack() as opened:
         make = partial(SlurmTrials, jobs) if isinstance(jobs, Slurm) else partial(place_for, jobs=jobs)
         place = opened.enter_context(closing(make(experiment, threads)))
         recorder = place.on_writer(lambda: _Recorder(experiment, RunFolder.open(experiment, out, fresh=fresh), routing))
         if recorder:
-            opened.enter_context(closing(recorder))
+            recording.enter_context(closing(recorder))
         left = place.share(recorder.left(retry_failed) if recorder else None)
         num_run, stopped = 0, False
         try:
@@ -166,7 +167,12 @@ class _Recorder(TrialObserver):
             raise
 
     def close(self) -> None:
+        self._clear_steps()
         self._folder.close()
+
+    def _clear_steps(self) -> None:
+        for file in self.folder.glob(f"{_STEPS}*"):
+            file.unlink(missing_ok=True)
 
     @property
     def folder(self) -> Path:
@@ -187,8 +193,7 @@ class _Recorder(TrialObserver):
         return tuple(trial for trial in self.trials if trial.identity in again or trial.identity not in self._recorded)
 
     def begin(self, left: Sequence[Trial], threads: int) -> None:
-        for file in self.folder.glob(f"{_STEPS}*"):
-            file.unlink()
+        self._clear_steps()
         anew = {trial.identity for trial in left}
         self.progress.begin(self.experiment, [r for r in self.records() if r.identity not in anew], len(left))
         # It imports torch, after the progress has begun.

@@ -26,7 +26,7 @@ NEWEST_STEPS = 100
 
 
 class RunEvent(NamedTuple):
-    """A departure from the plan, and the step in whose line it stands."""
+    """An event, and the step in whose line it stands."""
 
     step: int
     event: EventLine
@@ -82,11 +82,15 @@ def read_watched_run(folder: Path) -> WatchedRun:
     num_ranks_S = np.array(first.num_ranks)[first.kept_N]
     columns: dict[int, _LayerColumns] = defaultdict(lambda: _LayerColumns(len(steps_S)))
     tokens_E: dict[int, IntArray] = {}
+    # Most are those of all ranks, and the others name theirs.
+    events: dict[RunEvent, None] = {}
     for rank in files:
         lines = first if rank == lowest else _RankLines.read(files[rank])
         # If a run is resumed with fewer ranks, the old lines of the other ranks stay behind.
         lines.fold_into(columns, steps_S, num_ranks_S > rank)
         tokens_E = lines.tokens_E() | tokens_E
+        wanted = set(steps_S[num_ranks_S > rank].tolist())
+        events |= {event: None for line, event in lines.events if lines.kept_N[line] and event.step in wanted}
     by_layer = [columns[layer] for layer in sorted(columns)]
     return WatchedRun(
         folder=folder,
@@ -105,7 +109,7 @@ def read_watched_run(folder: Path) -> WatchedRun:
         plan_ms_SL=_beside([column.mean_S(1) for column in by_layer], steps_S),
         restored_mib_SL=_beside([column.sum_S(2) for column in by_layer], steps_S),
         tokens_E=dict(sorted(tokens_E.items())),
-        events=tuple(event for line, event in first.events if first.kept_N[line]),
+        events=tuple(sorted(events, key=lambda event: event.step)),
         timeline=read_spans(folder),
     )
 

@@ -176,9 +176,7 @@ def watch_page(run: WatchedRun) -> str:
     parts += _loads(run, bins)
     parts.append(section("By layer", _layer_table(run), _LAYER_NOTE))
     parts += _times(run, bins)
-    parts.append(
-        section("Events", _events(run), "Departures from the plan: from one on, bits are not an undisturbed run's.")
-    )
+    parts.append(section("Events", _events(run), _EVENTS_NOTE))
     if run.timeline is not None and run.timeline.spans:
         newest = sorted(run.timeline.spans, key=lambda span: span.start_us)[-_MOST_SPANS:]
         num_older = len(run.timeline.spans) - len(newest)
@@ -240,6 +238,12 @@ _LAYER_NOTE = (
     "Load: the busiest rank's tokens over the mean. p50 is the median over steps of the median of a step's "
     "micro-batches, p95 the 95th percentile over steps of theirs. The others are means over steps; milliseconds are "
     "means over ranks too."
+)
+
+
+_EVENTS_NOTE = (
+    "Departures from the plan, from which on bits are not those of an undisturbed run; and the first layer of each "
+    "rank with a value that is not finite."
 )
 
 

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from left_behind import MARKER, SHARED, alive, gone, unmapped
 from runner_cases import EP, FSEP, PIPELINED, training
-from test_kill import MARKER, alive, gone, recorded
+from test_kill import recorded
 
 from moesys.lab.runs.records import RunFolder
 
 HERE = Path(__file__).parents[1]
-SHARED = Path("/dev/shm")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
 
@@ -34,20 +34,6 @@ def environment() -> Iterator[dict[str, str]]:
     while (left := unmapped(before)) and time.monotonic() < until_s:
         time.sleep(0.2)
     assert not left, f"shared memory is left: {left}"
-
-
-def unmapped(before: set[str]) -> list[str]:
-    """New shared memory of moesys and torch that no process uses: that of other tests has one. Semaphores are removed
-    by Python's resource tracker, and other programs that were killed leave some.
-    """
-    new = [name for name in os.listdir(SHARED) if name not in before and name.startswith(("moesys", "torch"))]
-    used = ""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            used += maps.read_text()
-        except OSError:
-            continue
-    return [name for name in new if f"{SHARED}/{name}" not in used]
 
 
 def printed(environment: dict[str, str], script: str, *arguments: str) -> list:

@@ -12,31 +12,12 @@ import uuid
 from pathlib import Path
 
 import pytest
+from left_behind import MARKER, alive, gone
 from runner_cases import EP, FSEP, PIPELINED, training
 
 from moesys.lab.runs.records import RunFolder
 
 NUM_KILLS = 10 if os.environ.get("MOESYS_SWEEP") == "1" else 2
-MARKER = "MOESYS_TEST_MARKER"
-
-
-def alive(marker: str) -> list[int]:
-    """Processes, ended ones not yet reaped left out, that have the marker in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARKER}={marker}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
-def gone(marker: str, within_s: float) -> bool:
-    deadline_s = time.monotonic() + within_s
-    while alive(marker) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return not alive(marker)
 
 
 def recorded(out: Path) -> list[str]:

@@ -138,6 +138,18 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(tmp_path):
     assert listener.started + rest.started == [trial.identity for trial in experiment.trials()]
 
 
+class FullDisk(QuietProgress):
+    def start(self, trial, steps):
+        steps.tick()
+        raise OSError("no room")
+
+
+def test_a_run_that_an_error_ends_leaves_no_counts_of_steps(tmp_path):
+    with pytest.raises(OSError, match="no room"):
+        run(simulation(), tmp_path, jobs=1, progress=FullDisk())
+    assert not list(tmp_path.rglob(".steps*"))
+
+
 def test_a_missing_trace_is_refused_before_anything_is_written(tmp_path):
     experiment = simulation(workload=Replay(trace=str(tmp_path / "nowhere.npz")), seeds=(0,))
     with pytest.raises(ValueError, match=r"nowhere\.npz does not exist"):

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import worker_planners
 from lab_cases import moesys
+from left_behind import MARKER, alive, gone
 from runner_cases import EP, FAILING, FSEP, simulation, training
-from test_kill import MARKER, alive, gone
 from test_tuning import SPACE, written
 from worker_planners import Dying, Waiting
 
