@@ -127,6 +127,17 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not TOML: {error}") from None
 
 
+def number_set(variable: str, default: int) -> int:
+    """Returns the number to which launchers set a variable of the environment, ``default`` where it is not set.
+
+    Raises ValueError, which names the variable, for anything else than 0 and above.
+    """
+    text = os.environ.get(variable, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise ValueError(f"{variable}={text[:40]!r} is no number; set a whole number of at least 0, or leave it out")
+    return int(text)
+
+
 def resolved(path: Path) -> Path:
     """Returns ``path`` without symbolic links. Raises OSError for links that name each other."""
     try:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import BaseModel, StrictInt
 
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem, check_model
@@ -52,8 +53,9 @@ class LayerPlan:
         return json.dumps(self._fields())
 
     @classmethod
-    def from_json(cls, text: str) -> LayerPlan:
-        return cls._from_fields(json.loads(text))
+    def from_json(cls, text: str | bytes) -> LayerPlan:
+        """Raises ValueError for anything else than a plan."""
+        return _LayerFields.model_validate_json(text).plan()
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -64,14 +66,6 @@ class LayerPlan:
             "entries": self.tokens.entries.tolist(),
         }
 
-    @classmethod
-    def _from_fields(cls, fields: dict[str, Any]) -> LayerPlan:
-        load = LoadMatrix(fields["tokens_RE"])
-        layout = ExpertLayout(fields["expert_RS"], fields["num_experts"])
-        # JSON does not say how long the rows of no entries are.
-        entries = fields["entries"] or np.zeros((0, 4), dtype=np.int64)
-        return cls(TokenPlan(entries, load, layout), fields["turn"])
-
     def __str__(self) -> str:
         tokens_R = self.tokens.tokens_R.tolist()
         head = f"{self.load.total} tokens, max/mean {self.tokens.max_over_mean:.3f}, turn {self.turn}"
@@ -80,6 +74,32 @@ class LayerPlan:
             for rank, tokens in enumerate(tokens_R)
         )
         return "\n".join([head, *ranks])
+
+
+class _LayerFields(BaseModel):
+    """The fields of a layer's plan in JSON. Others, such as a certificate, are ignored."""
+
+    turn: StrictInt
+    num_experts: StrictInt
+    tokens_RE: list[list[StrictInt]]
+    expert_RS: list[list[StrictInt]]
+    entries: list[list[StrictInt]]
+
+    def plan(self) -> LayerPlan:
+        layout = ExpertLayout(self.expert_RS, self.num_experts)
+        # JSON does not say how long the rows of no entries are.
+        entries = self.entries or np.zeros((0, 4), dtype=np.int64)
+        return LayerPlan(TokenPlan(entries, LoadMatrix(self.tokens_RE), layout), self.turn)
+
+
+class _StepFields(BaseModel):
+    """The fields of a step's plan in JSON."""
+
+    strategy: Strategy
+    model: ModelShape
+    cluster: ClusterSpec
+    layers: list[_LayerFields]
+    previous: list[list[list[StrictInt]]] | None
 
 
 def plan_layer(
@@ -165,17 +185,17 @@ class StepPlan:
         return json.dumps(fields)
 
     @classmethod
-    def from_json(cls, text: str) -> StepPlan:
-        fields: dict[str, Any] = json.loads(text)
-        model = ModelShape.model_validate(fields["model"])
-        previous = fields["previous"]
+    def from_json(cls, text: str | bytes) -> StepPlan:
+        """Raises ValueError for anything else than a plan."""
+        # Its plans are made, so that planners of somebody's own need not be there.
+        fields = _StepFields.model_validate_json(text, context=RECORDED)
+        previous, num_experts = fields.previous, fields.model.num_experts
         return cls(
-            # Its plans are made, so that planners of somebody's own need not be there.
-            strategy=Strategy.model_validate(fields["strategy"], context=RECORDED),
-            model=model,
-            cluster=ClusterSpec.model_validate(fields["cluster"]),
-            layers=tuple(LayerPlan._from_fields(plan) for plan in fields["layers"]),
-            previous=None if previous is None else tuple(ExpertLayout(rows, model.num_experts) for rows in previous),
+            strategy=fields.strategy,
+            model=fields.model,
+            cluster=fields.cluster,
+            layers=tuple(layer.plan() for layer in fields.layers),
+            previous=None if previous is None else tuple(ExpertLayout(rows, num_experts) for rows in previous),
         )
 
     def __str__(self) -> str:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from moesys.files import read_json
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import (
     OPERAND_BYTES,
@@ -297,7 +298,7 @@ def _read(path: Path, changed_ns: int) -> Mapping[str, TileConfigs]:
 def _parse(path: Path) -> Mapping[str, TileConfigs]:
     """Returns configurations by shape class; none if the file is damaged, which the next tuning replaces."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         return {key: TileConfigs.from_json(json.dumps(blocks)) for key, blocks in found.items()}
     except (AttributeError, OSError, ValueError):
         return {}

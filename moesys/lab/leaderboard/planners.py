@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pydantic_core
 from pydantic import TypeAdapter
 
 from moesys.balance.cp_sat import SOLVED_WHOLE, CpSat
@@ -149,8 +149,8 @@ def named_planner(text: str) -> Balance | Split:
     file, folder = None, Path.cwd()
     if text.lstrip().startswith("{"):
         try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
+            fields = pydantic_core.from_json(text)
+        except ValueError as error:
             raise ValueError(f"planner={text!r} is not valid JSON: {error}") from None
     else:
         path, colon, name = text.rpartition(":") if ":" in text else text.rpartition(".")
