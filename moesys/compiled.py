@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, cached_property, partial, update_wrapper
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +37,7 @@ def cache_dir(folder: Path) -> str:
         source = path.read_bytes()
         if b"moesys.compiled import" in source:
             digest.update(source)
-    places = (os.environ.get("NUMBA_CACHE_DIR"), room / "__pycache__", *user_caches())
-    for place in places:
+    for place in chain((os.environ.get("NUMBA_CACHE_DIR"), room / "__pycache__"), _user_caches()):
         if place is not None and _is_writable(Path(place)):
             found = Path(place) / f"{room.name}-{digest.hexdigest()[:16]}"
             if not found.exists():
@@ -45,22 +47,28 @@ def cache_dir(folder: Path) -> str:
     return ""
 
 
-def user_caches() -> list[Path]:
-    """Returns the folders in which this user's caches may be, best first: the last is for users without a home."""
+def _user_caches() -> Iterator[Path]:
+    """Yields the folders in which this user's caches may be, best first: the last is for users without a home, and is
+    made when it is asked for.
+    """
     named, home = os.environ.get("XDG_CACHE_HOME"), os.path.expanduser("~")
-    found = [Path(named)] if named else [Path(home, ".cache")] if os.path.isdir(home) else []
-    shared = Path(tempfile.gettempdir(), f"moesys-{os.getuid()}")
-    # Machine code in a folder that somebody else made there would be run.
-    if not shared.exists() or (shared.stat().st_uid == os.getuid() and not shared.is_symlink()):
-        found.append(shared)
-    return [path / "moesys" for path in found]
+    if named or os.path.isdir(home):
+        yield Path(named or Path(home, ".cache"), "moesys")
+    # There may be no folder for temporary files.
+    with suppress(OSError):
+        own = Path(tempfile.gettempdir(), f"moesys-{os.getuid()}")
+        with suppress(FileExistsError):
+            own.mkdir(mode=0o700)
+        found = own.lstat()
+        # Machine code in a folder that somebody else can write would be run.
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            yield own / "moesys"
 
 
 def _is_writable(folder: Path) -> bool:
     """Returns whether files can be written into ``folder``, or it and its parents can be made."""
-    while not folder.exists():
-        folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK)
+    found = next((each for each in (folder, *folder.parents) if os.path.exists(each)), None)
+    return found is not None and os.path.isdir(found) and os.access(found, os.W_OK | os.X_OK)
 
 
 class _LazyFunction:

@@ -32,6 +32,8 @@ import pydantic_core
 
 # Errors of folders in which no file can be made or renamed, although a file that is there may be written.
 _FIXED_NAMES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
+# So often a file is made anew that others remove before it is locked.
+_TRIES = 100
 
 
 @contextmanager
@@ -50,11 +52,12 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     if new is None:
         buffer = io.BytesIO()
         yield buffer
-        path.write_bytes(buffer.getbuffer())
+        with _errors_name(path):
+            path.write_bytes(buffer.getbuffer())
         return
     beside, handle = new
     try:
-        with open(handle, "w+b") as file:
+        with _errors_name(path), open(handle, "w+b") as file:
             yield file
             file.flush()
             if mode is not None:
@@ -71,6 +74,17 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         beside.unlink(missing_ok=True)
 
 
+@contextmanager
+def _errors_name(path: Path) -> Iterator[None]:
+    """Adds ``path`` to errors of the system that name no file, such as those of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
 def _new_file_beside(path: Path, mode: int | None) -> tuple[Path, int] | None:
     """Makes an empty file beside ``path``, locked, and removes those that killed writers left.
 
@@ -82,21 +96,23 @@ def _new_file_beside(path: Path, mode: int | None) -> tuple[Path, int] | None:
     prefix = f".{os.fsencode(path.name)[:150].decode(errors='ignore')}."
     for left in path.parent.glob(f"{glob.escape(prefix)}*"):
         if re.fullmatch(r"\d+-[0-9a-f]{8}", left.name.removeprefix(prefix)):
-            with suppress(OSError), left.open("r+b") as file:
+            with suppress(OSError), open(os.open(left, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
                 if _lock(file.fileno()):
                     left.unlink()
-    while True:
+    for _ in range(_TRIES):
         new = path.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
         try:
-            handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600)
         except OSError as error:
             if mode is None or error.errno not in _FIXED_NAMES:
                 raise
             return None
         # Another writer may have taken it for a leftover before it was locked.
-        if _lock(handle) is not False and os.fstat(handle).st_nlink:
+        locked = _lock(handle)
+        if locked is None or (locked and os.fstat(handle).st_nlink):
             return new, handle
         os.close(handle)
+    raise OSError(errno.EAGAIN, "other processes remove every new file beside it", str(path))
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -165,7 +181,7 @@ def append_line(path: Path, line: bytes, *, sync: bool = True, lock: FolderLock 
         lock.check()
     is_new = not path.exists()
     cut_torn_line(path)
-    with path.open("ab", buffering=0) as file:
+    with _errors_name(path), path.open("ab", buffering=0) as file:
         if (written := file.write(line)) != len(line):
             cut_torn_line(path)
             raise OSError(errno.ENOSPC, f"took {written} of {len(line)} bytes, the disk may be full", str(path))
@@ -188,7 +204,8 @@ def cut_torn_line(path: Path) -> None:
 class FolderLock:
     """The right to write a folder, which one process at a time has until it calls ``close`` or ends in whatever way.
 
-    It lies in a file, which names the process that has it.
+    It lies in a file, which names the process that has it. On file systems without locks, ``is_locked`` is False, and
+    nobody is refused.
     """
 
     def __init__(self, folder: Path, path: Path | None = None) -> None:
@@ -197,19 +214,23 @@ class FolderLock:
         Raises ValueError if another process has it.
         """
         self.folder, self._path = folder, path or folder / ".lock"
-        while True:
-            self._file = self._path.open("a+", encoding="utf-8")
-            if _lock(self._file.fileno()) is False:
-                self._file.seek(0)
-                holder = self._file.read().strip() or "another process"
+        for _ in range(_TRIES):
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            self._file = os.fdopen(handle, "r+", encoding="utf-8", errors="replace")
+            locked = _lock(handle)
+            if locked is False:
+                holder = self._file.read(200).strip() or "another process"
                 self._file.close()
                 raise ValueError(
                     f"{folder} is being written by {holder}; wait until it ends, or use another name or out folder"
                 )
+            self.is_locked = locked is True
             # The one who had it may have removed the file before this process locked it.
             if self.is_there:
                 break
             self._file.close()
+        else:
+            raise ValueError(f"{folder}: other processes remove {self._path}; end them, or use another folder")
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._file.flush()
@@ -217,6 +238,8 @@ class FolderLock:
     @property
     def is_there(self) -> bool:
         """Whether the file of the lock is where it was made; the folder may have been removed, or made anew."""
+        if not self.is_locked:
+            return self._path.exists()
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except OSError:
@@ -236,6 +259,9 @@ class FolderLock:
         self.close()
 
     def close(self) -> None:
+        """Gives up the lock, which forked processes have too as long as it is not taken from the file."""
+        if not self._file.closed and self.is_locked:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_UN)
         self._file.close()
 
     def __enter__(self) -> Self:

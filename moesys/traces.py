@@ -15,7 +15,6 @@ import io
 import json
 import re
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -28,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import pydantic_core
 
+from moesys.config.base import CONTROL
 from moesys.config.workload import Generated
 from moesys.files import whole_file
 from moesys.load import IntArray, as_int64, frozen_int64
@@ -51,8 +51,9 @@ class Trace:
 
     ``top_k``: experts a token goes to, so that a rank's counts in a layer sum to T·K. ``meta``: whatever says where the
     trace is from. ``iterations``: the number of each micro-batch in the run it is from, rising, where not every one was
-    recorded; 0 to S-1 if left out. Raises ValueError for negative counts, empty dimensions, and counts that no router
-    makes: an expert that has more tokens of a rank than the rank has, which are its counts' sum divided by ``top_k``.
+    recorded; 0 to S-1 if left out. Raises ValueError for negative counts, empty dimensions, a name or ``meta`` that is
+    no text or has control characters, and counts that no router makes: an expert that has more tokens of a rank than
+    the rank has, which are its counts' sum divided by ``top_k``.
     """
 
     tokens_SLRE: IntArray
@@ -75,6 +76,9 @@ class Trace:
                 f"top_k={self.top_k} does not fit {tokens_SLRE.shape[3]} experts; give the experts a token goes to"
             )
         _check_shares(tokens_SLRE, self.top_k)
+        for text in (self.name, *self.meta, *self.meta.values()):
+            if not isinstance(text, str) or CONTROL.search(text):
+                raise ValueError(f"the name or meta has {text!r}; give text without control characters")
         iterations = tuple(map(int, self.iterations)) or tuple(range(len(tokens_SLRE)))
         if len(iterations) != len(tokens_SLRE):
             raise ValueError(
@@ -151,7 +155,7 @@ class Trace:
 
 def _check_shares(tokens_SLRE: IntArray, top_k: int) -> None:
     """Raises ValueError if an expert has more tokens of a rank than the rank has: a token names an expert once."""
-    tokens_SLR = tokens_SLRE.sum(axis=-1) // top_k
+    tokens_SLR = -(-tokens_SLRE.sum(axis=-1) // top_k)
     if (over := np.argwhere(tokens_SLRE.max(axis=-1) > tokens_SLR)).size:
         s, layer, rank = over[0].tolist()
         expert = int(tokens_SLRE[s, layer, rank].argmax())
@@ -166,8 +170,13 @@ def _check_shares(tokens_SLRE: IntArray, top_k: int) -> None:
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:
-    """Writes one .npz file, completely or not at all."""
+    """Writes one .npz file, completely or not at all. Raises ValueError for more counts than ``load_trace`` reads."""
     path = Path(path)
+    if trace.tokens_SLRE.size > MOST_COUNTS:
+        raise ValueError(
+            f"the trace has {trace.tokens_SLRE.size:,} counts, and a file at most {MOST_COUNTS:,}; save fewer "
+            "micro-batches"
+        )
     header = {"version": FORMAT_VERSION, "top_k": trace.top_k, "name": trace.name, "meta": trace.meta}
     # most counts are small, and packed narrowly they take half as much
     narrow_SLRE = trace.tokens_SLRE.astype(np.min_scalar_type(trace.tokens_SLRE.max()))
@@ -193,13 +202,13 @@ def load_trace(path: str | Path) -> Trace:
         version, top_k, name, meta = (header[field] for field in ("version", "top_k", "name", "meta"))
         if version != FORMAT_VERSION:
             raise ValueError(f"its version is {version}, this moesys reads {FORMAT_VERSION}")
-        texts = [name, *meta, *meta.values()]
-        if type(top_k) is not int or iterations_S.dtype.kind not in "iu" or not all(map(str.isprintable, texts)):
-            raise ValueError("its top_k or iterations are no whole numbers, or its name or meta no printable text")
+        if type(top_k) is not int or iterations_S.dtype.kind not in "iu":
+            raise ValueError("its top_k or iterations are no whole numbers")
         return Trace(tokens_SLRE, top_k, name, meta, tuple(iterations_S.tolist()))
     except KeyError as error:
         raise ValueError(f"{path} is no trace: {error.args[0]}; {way_out}") from None
-    except (ValueError, TypeError, AttributeError, OSError, zipfile.BadZipFile, zlib.error) as error:
+    # Damaged bytes make zipfile and numpy raise almost any error.
+    except Exception as error:
         raise ValueError(f"{path} is no trace: {error}; {way_out}") from None
 
 

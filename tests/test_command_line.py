@@ -133,7 +133,7 @@ BAD_FILES = [
     pytest.param(
         "a.toml",
         "name = \n",
-        "a.toml declares no experiment: Invalid value (at line 1, column 8)",
+        "a.toml is not TOML: Invalid value (at line 1, column 8)",
         id="toml",
     ),
     pytest.param(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import moesys
-from moesys.compiled import cache_dir
+from moesys.compiled import _user_caches, cache_dir
 
 # Nobody lets this process write anywhere.
 READ_ONLY = """
@@ -67,3 +67,20 @@ assert one_more(1) == 2
     path = tmp_path / "program.py"
     path.write_text(of_machine + program)
     subprocess.run([sys.executable, path], check=True, timeout=60, env=environment)
+
+
+def test_a_user_without_a_home_has_caches_where_nobody_else_can_write(tmp_path, monkeypatch):
+    """Machine code is run, so that a folder of somebody else, or that they can write, is none for it."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own = tmp_path / f"moesys-{os.getuid()}"
+    assert list(_user_caches()) == [own / "moesys"]
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o777)
+    assert list(_user_caches()) == []
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    assert list(_user_caches()) == []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    assert list(_user_caches()) == []

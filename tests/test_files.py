@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -166,8 +167,8 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
 for write in (lambda: append_line(lines, b"second\n"), lambda: write_whole(page, "x" * 11)):
     try:
         write()
-    except OSError:
-        print("refused")
+    except OSError as error:
+        print(Path(error.filename).name)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 append_line(lines, b"third\n", sync=False)
 """
@@ -175,7 +176,7 @@ append_line(lines, b"third\n", sync=False)
 
 def test_a_full_disk_takes_whole_lines_and_files_or_none(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path], capture_output=True, text=True, check=True)
-    assert done.stdout == "refused\nrefused\n"
+    assert done.stdout == "lines\npage\n"
     assert (tmp_path / "lines").read_text() == "first\nthird\n"
     assert (tmp_path / "page").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 2
@@ -193,3 +194,50 @@ def test_a_folder_has_one_writer_who_is_named(tmp_path: Path) -> None:
         with FolderLock(tmp_path, tmp_path / ".lock") as third:
             assert third.is_there
             assert not second.is_there
+
+
+def test_a_file_that_others_cannot_read_is_replaced_by_one_that_they_never_can(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text("old")
+    path.chmod(0o600)
+    with whole_file(path) as file:
+        assert stat.S_IMODE(os.fstat(file.fileno()).st_mode) == 0o600
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    """A link that somebody else made would let them empty any file of this user."""
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".lock").symlink_to("victim")
+    with pytest.raises(OSError, match="lock"):
+        FolderLock(tmp_path)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_lock_that_is_given_up_is_free_while_forked_processes_have_its_file(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    child = subprocess.Popen(["sleep", "60"], pass_fds=[lock._file.fileno()])
+    try:
+        with pytest.raises(ValueError, match="is being written by"):
+            FolderLock(tmp_path)
+        lock.close()
+        FolderLock(tmp_path).close()
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_where_there_are_no_locks_nobody_is_refused_and_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_locks(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", without_locks)
+    path = tmp_path / "page.md"
+    with FolderLock(tmp_path) as first, FolderLock(tmp_path) as second, whole_file(path) as other:
+        other.write(b"other")
+        write_whole(path, "new")
+        assert not first.is_locked
+        first.check()
+        second.check()
+    assert path.read_text() == "other"

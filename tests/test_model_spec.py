@@ -123,7 +123,7 @@ def _changed(base: str, **changes: Any) -> dict[str, Any]:
             "glm4_moe, gpt_oss, kimi_k2, mixtral, olmoe, qwen2_moe, qwen3_moe; or declare a ModelSpec, layer by layer",
         ),
         (
-            lambda: ms.ModelSpec.from_config({"text_config": {}}),
+            lambda: ms.ModelSpec.from_config({"text_config": {"model_type": "qwen3_moe"}}),
             "has model_type=None, whose layers are not known; take that of the language model, which is its "
             "text_config",
         ),

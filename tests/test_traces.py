@@ -321,6 +321,21 @@ def test_numbers_that_do_not_fit_are_refused(iterations, message):
     assert_refuses(lambda: dataclasses.replace(TRACE, iterations=iterations), message)
 
 
+def test_what_would_not_be_read_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("moesys.traces.MOST_COUNTS", TRACE.tokens_SLRE.size - 1)
+    assert_refuses(
+        lambda: save_trace(TRACE, tmp_path / "large.npz"),
+        "the trace has 48 counts, and a file at most 47; save fewer micro-batches",
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("texts", [{"name": "a\x1bb"}, {"meta": {"a\nb": ""}}, {"meta": {"a": 3}}])
+def test_names_are_text_without_control_characters(texts):
+    with pytest.raises(ValueError, match=r"the name or meta has .*; give text without control characters"):
+        dataclasses.replace(TRACE, **texts)
+
+
 # --- concentration ---
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 FINGERPRINT_SCHEMA = 2
 BYTES_PER_GB = 10**9
@@ -17,10 +18,14 @@ DType = Literal["float32", "bfloat16", "float16"]
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def _printable(text: str) -> str:
-    if not text.isprintable():
-        wrong = next(character for character in text if not character.isprintable())
-        raise ValueError(f"the name has the character {wrong!r}; use one line of printable characters")
+# Characters that move the cursor, end a line or change the direction of what follows.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def _printable(text: str, info: ValidationInfo) -> str:
+    # What was recorded before names were checked is read, and escaped where it is printed.
+    if not info.context and (wrong := CONTROL.search(text)):
+        raise ValueError(f"the name has the character {wrong[0]!r}; use one line without control characters")
     return text
 
 

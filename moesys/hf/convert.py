@@ -5,17 +5,18 @@ One process, and an expert, a stored shard or another parameter at a time.
 
 from __future__ import annotations
 
+import io
 import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import reduce
 from itertools import pairwise
 from math import prod
 from operator import gt
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -53,6 +54,7 @@ from moesys.hf.hub_files import (
     read_config,
     skeleton,
     tied_names,
+    without_links,
 )
 
 METADATA = ".metadata"
@@ -94,7 +96,7 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
 
 def _model(place: Path, num_tensors: int) -> Any:
     """Returns the model that config.json, ``place`` or in it, declares, on the meta device."""
-    file = inside(place, "config.json") if place.is_dir() else place
+    file = without_links(place, "config.json") if place.is_dir() else place
     if not file.exists():
         raise ValueError(f"{file} is not there; name the config.json of the model by --config")
     config = read_config(file)
@@ -247,6 +249,8 @@ _METADATA_CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    # Those of torch up to 2.2.
+    "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", *(name for name, each in vars(torch).items() if isinstance(each, torch.dtype))},
     "collections": {"OrderedDict"},
@@ -254,21 +258,35 @@ _METADATA_CLASSES = {
 }
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the metadata of a checkpoint and runs none of its code."""
+# The one of Python, because that of C calls no method of a subclass for BUILD.
+class _MetadataUnpickler(pickle._Unpickler):
+    """Reads the metadata of a checkpoint, and runs none of its code."""
+
+    dispatch: ClassVar[dict[int, Callable[[pickle._Unpickler], None]]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
+        # Python 3.13 calls the module of paths so.
+        module = module.removesuffix("._local")
         if name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which torch does not write there")
-        return super().find_class(module, name)
+        # This system can make no path of the other.
+        return super().find_class(module, f"Pure{name}" if name in ("PosixPath", "WindowsPath") else name)
+
+    def load_build(self) -> None:
+        """Sets the attributes of an instance. Those of a class or function, which all code has, stay."""
+        made = self.stack[-2]
+        if isinstance(made, type) or not is_dataclass(made):
+            raise pickle.UnpicklingError(f"it changes {made!r}, which torch does not do there")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 def _read_metadata(folder: Path) -> Metadata:
     """Returns the metadata of a distributed checkpoint. Raises ValueError, which names the file, for anything else."""
     path = inside(folder, METADATA)
     try:
-        with path.open("rb") as file:
-            found = _MetadataUnpickler(file).load()
+        found = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
     # Damaged bytes make a pickle raise almost any error.
     except Exception as error:
         raise ValueError(
@@ -298,11 +316,15 @@ def _metadata_fault(found: Any) -> str:
                 ):
                     return f"{name} has a piece at {list(chunk.offsets)} of shape {list(chunk.sizes)}, outside of it"
             # Ranks that have nothing of a tensor store an empty piece.
-            pieces = {tuple(chunk.offsets): prod(chunk.sizes) for chunk in each.chunks if prod(chunk.sizes)}
+            pieces = {chunk.offsets: prod(chunk.sizes) for chunk in each.chunks if prod(chunk.sizes)}
             if sum(pieces.values()) != prod(each.size):
                 return f"the pieces of {name} have {sum(pieces.values())} of its {prod(each.size)} values"
             if not isinstance(name, str) or not isinstance(each.properties.dtype, torch.dtype):
                 return f"{name} has dtype {each.properties.dtype}"
+            for offsets, size in pieces.items():
+                info = found.storage_data[MetadataIndex(name, offsets)]
+                if info.length < size * each.properties.dtype.itemsize and not info.transform_descriptors:
+                    return f"the piece of {name} at {list(offsets)} has {size} values in {info.length} bytes"
         for index, info in found.storage_data.items():
             if (
                 not isinstance(index, MetadataIndex)
@@ -310,7 +332,7 @@ def _metadata_fault(found: Any) -> str:
                 or min(info.offset, info.length) < 0
             ):
                 return f"{index} lies at {info}"
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         return str(error)
     return ""
 

@@ -22,6 +22,7 @@ import pydantic_core
 import torch
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -34,7 +35,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from moesys.files import read_json
+from moesys.files import read_json, resolved
 from moesys.hf.experts_module import DTYPES, ExpertsModule, is_experts
 
 INDEX = "model.safetensors.index.json"
@@ -83,10 +84,12 @@ def skeleton(config: Any, num_tensors: int) -> Any:
     layers than ``num_tensors``, those of a checkpoint, can fill.
     """
     architectures = config.architectures or []
-    if architectures:
+    if not architectures:
+        kind = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
+    elif isinstance(architectures, list):
         kind = getattr(transformers, str(architectures[0]), None)
     else:
-        kind = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
+        kind = None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ValueError(
             f"config.json has architectures={architectures} and model_type={config.model_type!r}, a model that "
@@ -214,22 +217,37 @@ def _of_one(conversion: WeightTransform, expert: int) -> WeightTransform:
 def other_files(folder: Path) -> list[Path]:
     """Returns the files of a folder that are not weights. Raises ValueError for a link out of the folder."""
     return [
-        inside(folder, path.name)
+        without_links(folder, path.name)
         for path in sorted(folder.iterdir())
         if path.is_file() and not path.name.endswith(WEIGHTS) and not path.name.startswith(".")
     ]
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Returns the path of a file that a checkpoint in ``folder`` names. Raises ValueError for one outside of it.
+    """Returns the path of a file that a checkpoint in ``folder`` names, which may be a link, as weights often are.
 
-    The hub's cache has links from ``snapshots/REVISION`` to ``blobs``, which are followed.
+    Raises ValueError for a name that leads out of the folder, and for what is no regular file.
     """
-    path, whole = folder / name, folder.resolve()
-    found = path.resolve()
-    blobs = whole.parent.parent / "blobs"
-    if not (found.is_relative_to(whole) or (whole.parent.name == "snapshots" and found.parent == blobs)):
-        raise ValueError(f"{path} is outside of {folder}, at {found}; copy the file into the folder, or remove it")
+    path = folder / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{folder}: the checkpoint names {name!r}, which is outside of it; do not use it")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file; remove it, or fetch the checkpoint again")
+    return path
+
+
+def without_links(folder: Path, name: str) -> Path:
+    """Returns the path of a file in ``folder`` that is copied. Raises ValueError for a link out of the folder, because
+    somebody else could thereby have a file of this user copied; links into the hub's cache are followed.
+    """
+    path, whole = inside(folder, name), resolved(folder)
+    found = resolved(path)
+    caches = [Path(HF_HUB_CACHE).resolve()]
+    if whole.parent.name == "snapshots":
+        # The files of a revision link to those of the model, or of the whole cache.
+        caches += [place / "blobs" for place in whole.parents[1:3]]
+    if not any(map(found.is_relative_to, [whole, *caches])):
+        raise ValueError(f"{path} is a link out of {folder}, to {found}; copy the file into the folder, or remove it")
     return path
 
 

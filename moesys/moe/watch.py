@@ -150,7 +150,8 @@ class Watch:
             if layer.load_log is log:
                 layer.load_log = None
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with _disk_errors_as_warnings(self.folder):
+                self._tensorboard.close()
 
     def __enter__(self) -> Self:
         return self

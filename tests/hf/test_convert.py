@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from test_parallelize import made, steps, whole
 from test_save_pretrained import give_freed_memory_back, large, peak
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -284,13 +285,17 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
         config_says(architectures=["Trainer"]),
         r"architectures=\['Trainer'\] and ",
     ),
+    "architectures that are no list": (
+        config_says(architectures={"0": "Qwen3MoeForCausalLM"}),
+        r"config\.json has architectures=\{.*\} and |config\.json is not read by ",
+    ),
     "no header": (
         written("model.safetensors", "\x04\0\0\0\0\0\0\0null"),
         r"model\.safetensors is torn: it has 12 bytes, and its header cannot be read",
     ),
     "an index of another folder": (
         written("model.safetensors.index.json", '{"weight_map": {"a": "../../secret.safetensors"}}'),
-        r"secret\.safetensors is outside of .*hub, at .*; copy the file into the folder, or remove it",
+        r"hub: the checkpoint names '\.\./\.\./secret\.safetensors', which is outside of it; do not use it",
     ),
     "an index of numbers": (
         written("model.safetensors.index.json", '{"weight_map": {"a": 3}}'),
@@ -349,10 +354,18 @@ class RunsCode:
         return os.mkdir, ("code ran",)
 
 
+# Sets an attribute of what the name in front of it stands for.
+SETTING = pickle.dumps((None, {"is_absolute": 1}), protocol=2)[2:-1] + pickle.BUILD + pickle.STOP
+CHANGES_A_CLASS = b"\x80\x02cpathlib\nPurePosixPath\n" + SETTING
+CHANGES_AN_ENUM = pickle.dumps(_MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, protocol=2)[:-1] + SETTING
+
+
 def metadata_with(change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    """Returns a function that replaces the metadata in a folder by what ``change`` makes of it, or its pickle."""
+
     def write(folder: Path) -> None:
-        found = pickle.loads((folder / ".metadata").read_bytes())
-        (folder / ".metadata").write_bytes(pickle.dumps(change(found)))
+        found = change(pickle.loads((folder / ".metadata").read_bytes()))
+        (folder / ".metadata").write_bytes(found if isinstance(found, bytes) else pickle.dumps(found))
 
     return write
 
@@ -360,6 +373,17 @@ def metadata_with(change: Callable[[Any], Any]) -> Callable[[Path], None]:
 def without_pieces(found: Any) -> Any:
     first = next(iter(found.state_dict_metadata))
     found.state_dict_metadata[first].chunks.clear()
+    return found
+
+
+def with_a_pipe(folder: Path) -> None:
+    (folder / "__0_0.distcp").unlink()
+    os.mkfifo(folder / "__0_0.distcp")
+
+
+def larger(found: Any) -> Any:
+    each = next(each for each in found.state_dict_metadata.values() if len(each.size) == 2)
+    each.size = each.chunks[0].sizes = torch.Size([10**5, 10**5])
     return found
 
 
@@ -393,11 +417,27 @@ DISTRIBUTED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a file elsewhere": (
         metadata_with(lambda found: elsewhere(found, "../start/__0_0.distcp", "../secret")),
-        r"secret is outside of .*start",
+        r"start: the checkpoint names '\.\./start/__0_0\.distcp', which is outside of it; do not use it",
     ),
     "a link out of it": (
         lambda folder: (folder / "tokenizer.json").symlink_to("/etc/hostname"),
-        r"tokenizer\.json is outside of .*start, at /etc/hostname; copy the file into the folder, or remove it",
+        r"tokenizer\.json is a link out of .*start, to /etc/hostname; copy the file into the folder, or remove it",
+    ),
+    "a class that is changed": (
+        metadata_with(lambda _: CHANGES_A_CLASS),
+        r"\.metadata .* \(it changes <class 'pathlib\.PurePosixPath'>, which torch does not do there",
+    ),
+    "an enum that is changed": (
+        metadata_with(lambda _: CHANGES_AN_ENUM),
+        r"\.metadata .* \(it changes <_MEM_FORMAT_ENCODING\.TORCH_CONTIGUOUS_FORMAT: 0>, which torch does not do",
+    ),
+    "more values than bytes": (
+        metadata_with(lambda found: larger(found)),
+        r"the piece of model\.\S+ at \[0, 0\] has \d{10,} values in \d+ bytes; save the checkpoint again",
+    ),
+    "a pipe for values": (
+        with_a_pipe,
+        r"__0_0\.distcp is no regular file; remove it, or fetch the checkpoint again",
     ),
     "no config": (lambda folder: (folder / "config.json").unlink(), r"config\.json is not there; name .* by --config"),
     "another config": (
@@ -421,15 +461,59 @@ def test_a_wrong_distributed_checkpoint_is_refused(good: Path, tmp_path: Path, w
     assert [path.name for path in tmp_path.iterdir()] == ["start"]
 
 
-def test_a_folder_of_the_hub_s_cache_is_read_through_its_links(good: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["of the model", "of the whole cache"])
+def test_a_folder_of_the_hub_s_cache_is_read_through_its_links(good: Path, tmp_path: Path, shared: bool) -> None:
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
-    shutil.copytree(good, blobs)
+    shutil.copytree(good, tmp_path / "blobs" if shared else blobs)
     snapshot.mkdir(parents=True)
-    for path in blobs.iterdir():
+    blobs.mkdir(exist_ok=True)
+    for path in good.iterdir():
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+        if shared:
+            (blobs / path.name).symlink_to(f"../../blobs/{path.name}")
     assert quietly(snapshot, tmp_path / "start") == "dcp"
     assert (tmp_path / "start" / "config.json").read_bytes() == (good / "config.json").read_bytes()
     assert not (tmp_path / "start" / "config.json").is_symlink()
+
+
+def test_weights_may_be_links(good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "hub")
+    (tmp_path / "hub" / "model.safetensors").rename(tmp_path / "weights")
+    (tmp_path / "hub" / "model.safetensors").symlink_to("../weights")
+    assert quietly(tmp_path / "hub", tmp_path / "start") == "dcp"
+    (tmp_path / "start" / "__0_0.distcp").rename(tmp_path / "values")
+    (tmp_path / "start" / "__0_0.distcp").symlink_to("../values")
+    assert quietly(tmp_path / "start", tmp_path / "back") == "hub"
+    assert_same(tensors(tmp_path / "back"), tensors(good))
+
+
+NAMES_OF_OTHERS = {
+    "Python 3.13": [(b"cpathlib\nPosixPath", b"cpathlib._local\nPosixPath")],
+    "Windows": [(b"cpathlib\nPosixPath", b"cpathlib\nWindowsPath")],
+    "torch 2.2": [
+        (
+            b"ctorch.distributed.checkpoint.metadata\nTensorProperties",
+            b"ctorch.distributed._shard.sharded_tensor.metadata\nTensorProperties",
+        ),
+        (
+            b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING",
+            b"ctorch.distributed._shard.sharded_tensor.metadata\nMEM_FORMAT_ENCODING",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("whose", NAMES_OF_OTHERS)
+def test_metadata_that_other_versions_wrote_is_read(good: Path, tmp_path: Path, whose: str) -> None:
+    quietly(good, tmp_path / "start")
+    path = tmp_path / "start" / ".metadata"
+    written = pickle.dumps(replace(pickle.loads(path.read_bytes()), planner_data=(Path("a"),)), protocol=2)
+    for ours, theirs in NAMES_OF_OTHERS[whose]:
+        assert ours in written
+        written = written.replace(ours, theirs)
+    path.write_bytes(written)
+    assert quietly(tmp_path / "start", tmp_path / "back") == "hub"
+    assert_same(tensors(tmp_path / "back"), tensors(good))
 
 
 def test_the_command(good: Path, tmp_path: Path) -> None:

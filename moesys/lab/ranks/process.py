@@ -40,6 +40,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ("numpy", "torch", "torch.distributed", __name__)
 _PR_SET_PDEATHSIG = 1
 _SERVER_FOLDER = "moesys-ranks-"
+# Bytes of a path to that folder: the address of a socket in it has at most 107.
+_LONGEST_PLACE = 64
 STORE_ADDRESS = "127.0.0.1"
 # Seconds to wait for a process after all those that must answer: to end its death, or to print its stacks.
 DEATH_S = 0.3
@@ -114,16 +116,24 @@ def _give_server_a_folder() -> None:
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is not None:
         return
-    for left in Path(tempfile.gettempdir()).glob(f"{_SERVER_FOLDER}*"):
-        with contextlib.suppress(OSError, ValueError), FolderLock(left):
-            shutil.rmtree(left)
-    while config.get("tempdir") is None:
-        folder = Path(tempfile.mkdtemp(prefix=_SERVER_FOLDER))
+    place = tempfile.gettempdir()
+    if len(os.fsencode(place)) > _LONGEST_PLACE:
+        place = "/tmp"
+    for left in Path(place).glob(f"{_SERVER_FOLDER}*"):
+        with contextlib.suppress(OSError, ValueError):
+            if left.lstat().st_uid == os.getuid() and not left.is_symlink():
+                with FolderLock(left) as lock:
+                    if lock.is_locked:
+                        shutil.rmtree(left)
+    for _ in range(100):
+        folder = Path(tempfile.mkdtemp(prefix=_SERVER_FOLDER, dir=place))
         # Another process may have taken it for one that was left.
         with contextlib.suppress(OSError, ValueError):
             lock = FolderLock(folder)
             multiprocessing.util.Finalize(None, _remove_folder, args=(folder, lock), exitpriority=-100)
             config["tempdir"] = str(folder)
+            return
+    raise OSError(f"other processes remove every new folder in {place}; set TMPDIR to another one")
 
 
 def _remove_folder(folder: Path, lock: FolderLock) -> None:

@@ -79,17 +79,17 @@ def declared_in(path: Path, kind: type[D]) -> D:
     """Reads what a .json or .toml file declares, and then imports the user's planners that it names, also from its
     folder. A file that declares something else imports nothing.
 
-    Raises ValueError, which names the file.
+    Raises ValueError, which names the file, and OSError for one that cannot be read.
     """
     name = kind.__name__
     if path.suffix not in (".json", ".toml") or not path.is_file():
         raise ValueError(f"{name.lower()}={str(path)!r} is no .json or .toml file; give one that declares a {name}")
+    fields = read_json(path) if path.suffix == ".json" else read_toml(path)
     try:
-        fields = read_json(path) if path.suffix == ".json" else read_toml(path)
         kind.model_validate(fields, context=RECORDED)
         import_named(fields, path.resolve().parent)
         return kind.model_validate(fields)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} declares no {name.lower()}: {in_words(error)}") from None
 
 

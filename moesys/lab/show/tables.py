@@ -33,6 +33,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from moesys.config.base import CONTROL
 from moesys.files import write_whole
 
 _LATEX = {
@@ -253,13 +254,11 @@ def _one_line(text: str) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Returns the text with escapes, such as ``\\x1b``, in place of characters that are not printable or in ``keep``.
+    """Returns the text with escapes, such as ``\\x1b``, in place of control characters that are not in ``keep``.
 
     What is read from files of others could otherwise move the cursor, or look like lines of moesys.
     """
-    return "".join(
-        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
-    )
+    return CONTROL.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------

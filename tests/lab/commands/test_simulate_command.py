@@ -237,7 +237,7 @@ def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
     """Rank 70 of 80 has all the rows."""
     load = np.zeros((1, 1, 80, 4), dtype=int)
     load[0, 0, 70, 3] = 1000
-    save_trace(Trace(load, top_k=2), tmp_path / "trace.npz")
+    save_trace(Trace(load, top_k=1), tmp_path / "trace.npz")
     ranks = ClusterSpec(num_nodes=10, ranks_per_node=8)
     replay = Replay(trace=str(tmp_path / "trace.npz"))
     one = declared(cluster=ranks, workload=replay, strategies=(EP,), seeds=(0,))
@@ -260,7 +260,7 @@ def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
         (["missing.json"], "missing.json is not a file"),
         (["{broken}"], "is no StepPlan: KeyError('model')"),
         (["{text}"], "is no StepPlan and no experiment"),
-        (["{number}"], "number.json declares no experiment: Input should be an object"),
+        (["{number}"], "number.json declares no experiment: Input should be a valid dictionary"),
         (["{bytes}"], "bytes.json is no StepPlan and no experiment: 'utf-8' codec"),
     ],
 )

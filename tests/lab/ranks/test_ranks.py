@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -393,17 +394,31 @@ if __name__ == "__main__":
 
 
 def test_what_a_killed_process_left_in_temporary_folders_is_removed_by_the_next(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+    """A link that somebody else made there is not followed. The address of a socket is too long below ``tmp_path``."""
+    script, victim = tmp_path / "script.py", tmp_path / "victim"
     script.write_text(KILLED_WITH_RANKS)
-    (tmp_path / "tmp").mkdir()
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    found = []
-    for how in ("killed", "ends"):
-        done = subprocess.run(
-            [sys.executable, script, how], env=environment, capture_output=True, text=True, check=False
-        )
-        found.append(done.stdout.split())
-        assert done.returncode == (-signal.SIGKILL if how == "killed" else 0), done.stderr
-    assert [len(folders) for folders in found] == [1, 1]
-    assert found[0] != found[1]
-    assert os.listdir(tmp_path / "tmp") == []
+    victim.mkdir()
+    (victim / "precious").write_text("")
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        Path(place, "moesys-ranks-link").symlink_to(victim)
+        found = []
+        for how in ("killed", "ends"):
+            done = subprocess.run(
+                [sys.executable, script, how],
+                env={**os.environ, "TMPDIR": place},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            found.append(done.stdout.split())
+            assert done.returncode == (-signal.SIGKILL if how == "killed" else 0), done.stderr
+        assert [len(folders) for folders in found] == [2, 2]
+        assert set(found[0]) & set(found[1]) == {"moesys-ranks-link"} == set(os.listdir(place))
+    assert [path.name for path in victim.iterdir()] == ["precious"]
+
+
+def test_ranks_start_where_the_folder_for_temporary_files_has_a_long_path(tmp_path: Path) -> None:
+    script, place = tmp_path / "script.py", tmp_path / ("long" * 30)
+    script.write_text(KILLED_WITH_RANKS)
+    place.mkdir()
+    subprocess.run([sys.executable, script, "ends"], env={**os.environ, "TMPDIR": str(place)}, check=True, timeout=60)

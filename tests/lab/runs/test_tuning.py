@@ -338,8 +338,8 @@ def test_a_strategy_that_is_called_tuned_keeps_its_name(tmp_path):
     [
         ("space.txt", "", "is no .json or .toml file"),
         ("space.toml", "balnce = []", "declares no space: balnce is no field that can be searched; use one of "),
-        ("space.json", "{", "declares no space"),
-        ("space.toml", b"\xff", "space.toml declares no space: 'utf-8' codec"),
+        ("space.json", "{", "space.json is not JSON: EOF"),
+        ("space.toml", b"\xff", "space.toml is not TOML: 'utf-8' codec"),
         ("space.toml", 'balance = [{ kind = "greedy" }]\nsharding = [{ kind = "ep" }]', "space has no point"),
     ],
 )
