@@ -195,14 +195,15 @@ def load_trace(path: str | Path) -> Trace:
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is no trace: it is not an .npz file; {way_out}")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # numpy does not close a file of its own that is torn.
+        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             _check_size(file.zip)
             header, tokens_SLRE = pydantic_core.from_json(str(file["header"])), file["tokens_SLRE"]
-            iterations_S = file["iterations_S"] if "iterations_S" in file else np.zeros(0, int)
+            iterations_S = file["iterations_S"] if "iterations_S" in file else np.arange(len(tokens_SLRE))
         version, top_k, name, meta = (header[field] for field in ("version", "top_k", "name", "meta"))
         if version != FORMAT_VERSION:
             raise ValueError(f"its version is {version}, this moesys reads {FORMAT_VERSION}")
-        if type(top_k) is not int or iterations_S.dtype.kind not in "iu":
+        if type(top_k) is not int or iterations_S.dtype.kind not in "iu" or not iterations_S.size:
             raise ValueError("its top_k or iterations are no whole numbers")
         return Trace(tokens_SLRE, top_k, name, meta, tuple(iterations_S.tolist()))
     except KeyError as error:

@@ -19,6 +19,7 @@ from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem, check_model
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.config.member import RECORDED
+from moesys.journal import in_words
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.limits import out_of_memory, too_many_rows
 from moesys.load import LoadMatrix
@@ -55,7 +56,10 @@ class LayerPlan:
     @classmethod
     def from_json(cls, text: str | bytes) -> LayerPlan:
         """Raises ValueError for anything else than a plan."""
-        return _LayerFields.model_validate_json(text).plan()
+        try:
+            return _LayerFields.model_validate_json(text).plan()
+        except ValueError as error:
+            raise ValueError(f"the text is no plan of a layer: {in_words(error)}") from None
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -100,6 +104,12 @@ class _StepFields(BaseModel):
     cluster: ClusterSpec
     layers: list[_LayerFields]
     previous: list[list[list[StrictInt]]] | None
+
+    def plan(self) -> StepPlan:
+        layers, previous = tuple(layer.plan() for layer in self.layers), None
+        if self.previous is not None:
+            previous = tuple(ExpertLayout(expert_RS, self.model.num_experts) for expert_RS in self.previous)
+        return StepPlan(self.strategy, self.model, self.cluster, layers, previous)
 
 
 def plan_layer(
@@ -187,16 +197,11 @@ class StepPlan:
     @classmethod
     def from_json(cls, text: str | bytes) -> StepPlan:
         """Raises ValueError for anything else than a plan."""
-        # Its plans are made, so that planners of somebody's own need not be there.
-        fields = _StepFields.model_validate_json(text, context=RECORDED)
-        previous, num_experts = fields.previous, fields.model.num_experts
-        return cls(
-            strategy=fields.strategy,
-            model=fields.model,
-            cluster=fields.cluster,
-            layers=tuple(layer.plan() for layer in fields.layers),
-            previous=None if previous is None else tuple(ExpertLayout(rows, num_experts) for rows in previous),
-        )
+        try:
+            # Its plans are made, so that planners of somebody's own need not be there.
+            return _StepFields.model_validate_json(text, context=RECORDED).plan()
+        except ValueError as error:
+            raise ValueError(f"the text is no plan of a step: {in_words(error)}") from None
 
     def __str__(self) -> str:
         head = f"{self.strategy.name}: {len(self.layers)} layers on {self.cluster.num_ranks} ranks"

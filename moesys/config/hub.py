@@ -14,11 +14,10 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import pydantic_core
-
 from moesys.config.base import DType
 from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
 from moesys.config.model import ModelShape
+from moesys.files import json_of
 
 # Configurations of another model_type that are one of these families.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
@@ -90,10 +89,7 @@ def read_config(model: str) -> dict[str, Any]:
 
 def parse_config(text: str, source: str) -> dict[str, Any]:
     """Returns the JSON object that ``text`` is. Raises ValueError, in which ``source`` says where it is from."""
-    try:
-        config = pydantic_core.from_json(text)
-    except ValueError as error:
-        raise ValueError(f"{source} is no JSON: {error}") from None
+    config = json_of(text, source)
     if not isinstance(config, dict):
         raise ValueError(f"{source} holds no JSON object, so it is no config.json of transformers")
     return config

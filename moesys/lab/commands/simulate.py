@@ -21,7 +21,6 @@ from moesys.balance.plan import StepPlan, why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay, Workload
-from moesys.journal import in_words
 from moesys.lab.commands.options import ModelLayers, refusing
 from moesys.lab.commands.simulate_model import simulate_whole_model
 from moesys.lab.runs.declarations import cluster_of, load_experiment, strategy_in
@@ -189,7 +188,7 @@ def _step_plan(file: Path) -> StepPlan | None:
     try:
         return StepPlan.from_json(text)
     except ValueError as error:
-        raise ValueError(f"{file} is no StepPlan: {in_words(error)}; write one with StepPlan.to_json()") from None
+        raise ValueError(f"{file}: {error}; write one with StepPlan.to_json()") from None
 
 
 def _changed(experiment: Experiment, layers: int | None, cluster: str | None) -> Experiment:

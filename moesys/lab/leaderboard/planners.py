@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pydantic_core
 from pydantic import TypeAdapter
 
 from moesys.balance.cp_sat import SOLVED_WHOLE, CpSat
@@ -20,6 +19,7 @@ from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.proportional_split import Proportional
 from moesys.balance.quotas import Quotas
 from moesys.config import Balance, ClusterSpec, Ep, Fsep, Last, ModelShape, Predictor, Split, Strategy
+from moesys.files import json_of
 from moesys.journal import in_words
 from moesys.lab.runs.declarations import import_named
 
@@ -148,10 +148,7 @@ def named_planner(text: str) -> Balance | Split:
     """
     file, folder = None, Path.cwd()
     if text.lstrip().startswith("{"):
-        try:
-            fields = pydantic_core.from_json(text)
-        except ValueError as error:
-            raise ValueError(f"planner={text!r} is not valid JSON: {error}") from None
+        fields = json_of(text, f"planner={text!r}")
     else:
         path, colon, name = text.rpartition(":") if ":" in text else text.rpartition(".")
         if not (path and colon and name):
