@@ -360,7 +360,7 @@ def watched_training(folder: Path) -> Attempt:
                 found = list(step_journal(wrong).read())
                 said = [json_said(line) for line in wrong.read_bytes().split(b"\n")[:-1]]
                 assert same([json.loads(step_journal(wrong).to_line(line)) for line in found], said)
-            if draw.random() < (1.0 if not SWEEPS else 0.25):
+            if draw.random() < (0.1 if SWEEPS else 0.5):
                 printed_by(report_command, folder, folder / "report.html")
                 page = (folder / "report.html").read_text()
                 assert "<script>" not in page
@@ -751,7 +751,7 @@ def planning_state(folder: Path) -> Attempt:
         with refused("state"):
             schedule.load_state_dict(state)
             again = json.loads(json.dumps(schedule.state_dict(0.0)))
-            assert schedule.events or same(again, state)
+            assert schedule.events or same(state, again)
             for load in loads[3:]:
                 schedule.commit(agreed=schedule.ready(0.0))
                 schedule.observe(load)
