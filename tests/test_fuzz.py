@@ -67,13 +67,16 @@ from moesys.lab.commands.simulate import _step_plan
 from moesys.lab.commands.simulate_model import named_strategy, parallelism_of
 from moesys.lab.leaderboard.planners import named_planner
 from moesys.lab.ranks.devices import device_of
+from moesys.lab.ranks.torchrun_ranks import TorchrunRanks
 from moesys.lab.runs.declarations import balance_of, cluster_of, declared_in, predictor_of, split_of
 from moesys.lab.runs.environment import Environment, save_environment
 from moesys.lab.runs.places import place_for
 from moesys.lab.runs.records import RunFolder, record_journal
 from moesys.lab.runs.slurm import Slurm, slurm_of
+from moesys.lab.runs.watched_run import read_watched_run
 from moesys.lab.show.tables import print_full
 from moesys.lab.train.text import load_files
+from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.moe.arguments import cluster_of as cluster_of_ranks
 from moesys.step_lines import read_spans, step_journal, write_spans
@@ -943,3 +946,189 @@ def variable(folder: Path) -> Attempt:
             read()
 
     return attempt
+
+
+# --- faults that were found ----------------------------------------------------------------------------------------
+
+DEEP = "[" * 100_000 + "]" * 100_000
+LIE = npy(Random(0), np.zeros(1, np.int64)).replace(b"(1,), }         ", b"(99999999999,), }")
+LINE = vars(Entry.about(lab_cases.EP, "measured", "seed 0", 1.0))
+SETTING = {"model": "a"}
+MODEL = {"model_type": "olmoe", "num_hidden_layers": 10**12}
+
+
+def written(folder: Path, name: str, text: str | bytes | list[Any] | dict[str, Any]) -> Path:
+    path = folder / name
+    text = text if isinstance(text, str | bytes) else json.dumps(text)
+    path.write_bytes(text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text)
+    return path
+
+
+def megatron(folder: Path, **fields: Any) -> Trace:
+    record = {"step": 1, "block": "decoder", "layer": 0, "topk": 2, "top_indices": [[0, 1]]}
+    written(folder, "router_trace_rank0.jsonl", record | fields)
+    return megatron_trace(folder, 4)
+
+
+def journal(folder: Path, head: Any, *lines: Any) -> TuneJournal:
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in (head, *lines))
+    return TuneJournal(written(folder, "journal.jsonl", text), SETTING)
+
+
+def planned(predictor: Any, **fields: Any) -> None:
+    """Loads a state with changed ``fields`` of its history."""
+    cluster, strategy = ms.ClusterSpec(ranks_per_node=2), ms.Strategy(name="x", balance=ms.Eplb(), predictor=predictor)
+    schedule = LayoutSchedule(0, strategy, lab_cases.MODEL, cluster)
+    schedule.observe(LoadMatrix([[1, 2, 3, 4], [4, 3, 2, 1]]))
+    state = schedule.state_dict(0.0)
+    memory = fields.pop("memory", {})
+    state["history"] |= {
+        "memory": state["history"]["memory"] | memory if memory else state["history"]["memory"]
+    } | fields
+    schedule.load_state_dict(state)
+
+
+def tokens_of_lines(folder: Path, *counts: tuple[int, ...]) -> None:
+    lines = [replace(watch_cases.step_line(step, [0]), step=step) for step in range(len(counts))]
+    layers = [replace(line.layers[0], tokens_E=tokens_E) for line, tokens_E in zip(lines, counts, strict=True)]
+    watch_cases.write_lines(folder, [replace(line, layers=(layer,)) for line, layer in zip(lines, layers, strict=True)])
+    read_watched_run(folder)
+
+
+def with_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    load_files([str(written(folder, "text.txt", "b"))], str(folder / "tokenizer.json"), 3)
+
+
+def fewer_layers_than_none(folder: Path) -> None:
+    small_checkpoint(folder)
+    config = json.loads((folder / "one" / "config.json").read_text())
+    written(folder / "one", "config.json", config | {"num_hidden_layers": -1})
+    converted(folder / "one", folder / "out")
+
+
+def load_layer(tensors: dict[str, Any]) -> None:
+    layer = ms.MoELayer(lab_cases.MODEL, lab_cases.EP)
+    layer.load_full_state_dict(layer.full_state_dict() | tensors)
+
+
+FOUND: list[tuple[Callable[[Path], object], str]] = [
+    (lambda _: LayerPlan.from_json(DEEP), "the text is no plan of a layer: "),
+    (lambda _: LayerPlan.from_json('{"turn": 0}'), "no plan of a layer: num_experts: Field required"),
+    (lambda _: StepPlan.from_json("[]"), "no plan of a step: "),
+    (lambda folder: _step_plan(written(folder, "step.json", DEEP)), r"step\.json is no StepPlan and no experiment"),
+    (lambda folder: read_layout(written(folder, "plan.json", DEEP)), r"plan\.json: the text is no plan of a layer"),
+    (
+        lambda folder: read_load(written(folder, "load.npy", LIE)),
+        r"load\.npy: it is no array of \.npy: .* its head says",
+    ),
+    (lambda folder: read_load(written(folder, "load.json", DEEP)), r"load\.json is not JSON"),
+    (lambda _: ExpertLayout(np.array([[2**64 - 1, 0]]), 1), "expert_RS has 18446744073709551615; use integers below"),
+    (lambda _: LoadMatrix(np.array([[2**63, 0]])), "tokens_RE has 9223372036854775808; use integers below"),
+    (lambda _: LoadMatrix([[1], [1, 2]]), "tokens_RE is no array"),
+    (
+        lambda folder: megatron(folder, step=1.5),
+        r"line 1 of .*rank0\.jsonl holds no routing: step=1.5 is no whole number",
+    ),
+    (lambda folder: megatron(folder, layer=True), "layer=True is no whole number"),
+    (lambda folder: megatron(folder, top_indices=[[2**64 - 1, 2**64 - 2]]), r"a token has 18446744073709551615; use"),
+    (lambda folder: megatron(folder, top_indices=[], topk=7), r"test_.*: top_k=7 does not fit 4 experts"),
+    (
+        lambda folder: vllm_trace(
+            written(folder, "x.jsonl", {"choices": [{"routed_experts": base64.b64encode(LIE).decode()}]}), 4, 1, 1
+        ),
+        r"line 1 of .*x\.jsonl holds no routing: it is no array of \.npy: .* its head says shape \(99999999999,\)",
+    ),
+    (lambda folder: journal(folder, {"schema": 1, "setting": [1]}), "is no journal of a tuning"),
+    (lambda folder: journal(folder, DEEP), "is no journal of a tuning"),
+    (
+        lambda folder: journal(folder, {"schema": 1, "setting": SETTING}, LINE | {"fingerprint": []}),
+        "line 2.*fingerprint",
+    ),
+    (
+        lambda folder: journal(folder, {"schema": 1, "setting": SETTING}, LINE | {"steps_ms": {"0": ["x"]}}),
+        "steps_ms.0.0",
+    ),
+    (lambda folder: journal(folder, {"schema": 1, "setting": SETTING}, DEEP), "line 2 of .* is no entry of a tuning"),
+    (lambda _: Space.from_toml(f"overlap = {DEEP}"), "nested too deeply"),
+    (lambda _: TileConfigs.from_json(DEEP), "these are no blocks"),
+    (lambda _: balance_of('{"kind": "\udc80"}'), "balance=.* is not JSON"),
+    (lambda _: named_planner(f'{{"kind": {DEEP}}}'), "planner=.* is not JSON"),
+    (
+        lambda folder: ms.ModelSpec.from_config(written(folder, "c.json", MODEL)),
+        "num_hidden_layers=1000000000000; use at",
+    ),
+    (
+        lambda folder: ms.ModelSpec.from_config(MODEL | {"num_hidden_layers": 3, "mlp_layer_types": ["sparse"]}),
+        "num_hidden_layers=3 and 1 mlp_layer_types; give one a layer",
+    ),
+    (lambda folder: ms.ModelSpec.from_config(written(folder, "c.json", DEEP)), r"c\.json is not JSON"),
+    (lambda _: ms.ModelSpec.from_config("a\0b"), "cannot read"),
+    (lambda _: load_layer({"gate.weight": None}), "gate.weight is of NoneType; give a tensor"),
+    (
+        lambda _: load_layer({"gate.weight": torch.zeros(4, 16, dtype=torch.complex64)}),
+        "gate.weight is of torch.complex64",
+    ),
+    (lambda _: ms.MoELayer(lab_cases.MODEL, lab_cases.EP).experts.set_extra_state("[]"), "none of a layer's experts"),
+    (lambda _: planned(ms.Last(), shape=[3, 4]), "the state of layer 0 is damaged: history is of loads of shape"),
+    (lambda _: planned(ms.Last(), memory=[[[1, 2, 3, 4]]]), "the state of a load history is damaged"),
+    (lambda _: planned(ms.Ema(), memory={"weight": -1}), "the state of a load history is damaged: .*weight=-1"),
+    (lambda _: planned(ms.Ema(), memory={"mean": [[-1, 2, 3, 4], [1, 2, 3, 4]]}), "load history is damaged"),
+    (lambda _: planned(ms.Adaptive(), memory={"errors": [0.5]}), "load history is damaged: .*errors="),
+    (lambda folder: tokens_of_lines(folder, (1, 2, 3), (1,)), r"rank-0000\.jsonl: step 1 has 1 experts in layer 0"),
+    (with_tokenizer, "tokenizer=.* does not encode .*text.txt"),
+    (fewer_layers_than_none, "num_hidden_layers=-1"),
+]
+
+
+@pytest.mark.parametrize(("read", "message"), FOUND, ids=lambda value: value[:40] if isinstance(value, str) else None)
+def test_what_was_once_believed_is_refused_by_name(
+    read: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    with memory_limit(MOST_BYTES), time_limit(MOST_SECONDS), pytest.raises(ValueError, match=message):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("variables", "read", "message"),
+    [
+        ({"LOCAL_WORLD_SIZE": "x"}, lambda: cluster_of_ranks(8, "cpu"), "LOCAL_WORLD_SIZE='x' is no number"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, lambda: check_ranks(5, "cpu"), "WORLD_SIZE='' is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "²"}, lambda: place_for(lab_cases.experiment(), 1), "WORLD_SIZE='²' is no number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, TorchrunRanks, "RANK=2 is not one of WORLD_SIZE=2 ranks"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, TorchrunRanks, "RANK='-1' is no number"),
+    ],
+)
+def test_variables_that_are_no_numbers_are_named(
+    variables: dict[str, str], read: Callable[[], object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        read()
+
+
+@pytest.mark.parametrize("columns", ["²", "9" * 5000, "0"])
+def test_a_width_that_is_none_does_not_end_a_command(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    print_on_terminal()
+
+
+def test_damage_that_needs_no_refusal_is_passed_over(tmp_path: Path) -> None:
+    from transformers.trainer import TRAINER_STATE_NAME
+
+    from moesys.hf.trainer import _has_state
+
+    assert "torch" not in replace(ENVIRONMENT, packages={}).machine_line
+    assert _parse(written(tmp_path, "blocks.json", DEEP)) == {}
+    written(tmp_path, TRAINER_STATE_NAME, DEEP)
+    assert not _has_state(str(tmp_path))
+
+
+def test_a_trace_without_iterations_is_not_numbered(tmp_path: Path) -> None:
+    header = np.array(json.dumps({"version": 1, "top_k": 2, "name": "", "meta": {}}))
+    np.savez(tmp_path / "trace.npz", header=header, tokens_SLRE=TRACE.tokens_SLRE, iterations_S=np.zeros(0, int))
+    with pytest.raises(ValueError, match=r"trace\.npz is no trace: its top_k or iterations are no whole numbers"):
+        load_trace(tmp_path / "trace.npz")
