@@ -360,20 +360,10 @@ class LayoutSchedule:
         """
         try:
             found = _STATE.validate_python(state)
-            layout, *plans = (
-                None if expert_RS is None else ExpertLayout(expert_RS, self.num_experts)
-                for expert_RS in (found.layout, *(plan for _, plan in found.pending))
-            )
-            assert layout is not None
-            shape = layout.expert_RS.shape
-            if any(plan is not None and plan.expert_RS.shape != shape for plan in plans):
-                raise ValueError(f"pending has a plan of another shape than its layout, {shape}")
-            if (loads := (found.history or {}).get("shape")) not in (None, [len(found.layout), self.num_experts]):
-                raise ValueError(f"history is of loads of shape {loads}, and its layout of shape {shape}")
+            layout = ExpertLayout(found.layout, self.num_experts)
+            plans = [None if plan is None else ExpertLayout(plan, self.num_experts) for _, plan in found.pending]
         except ValueError as error:
-            raise ValueError(
-                f"the state of layer {self.layer} is damaged: {in_words(error)}; load another checkpoint"
-            ) from None
+            raise self._damage(in_words(error)) from None
         expert_RS = layout.expert_RS
         self.micro_batch = found.micro_batch
         if not self.follows_history:
@@ -386,6 +376,10 @@ class LayoutSchedule:
             self.layout = self._first_layout()
             self.tell(f"history is of {expert_RS.shape[0]} ranks with {expert_RS.shape[1]} slots: begun anew")
             return
+        if any(plan is not None and plan.expert_RS.shape != expert_RS.shape for plan in plans):
+            raise self._damage(f"pending has a plan of another shape than its layout, {expert_RS.shape}")
+        if (loads := (found.history or {}).get("shape")) not in (None, [len(expert_RS), self.num_experts]):
+            raise self._damage(f"history is of loads of shape {loads}, and its layout of {len(expert_RS)} ranks")
         if self._history is not None and found.history is not None:
             if found.history.get("predictor") != self.strategy.predictor.model_dump(mode="json"):
                 self.tell("history is of another predictor: begun anew, layout kept")
@@ -397,6 +391,9 @@ class LayoutSchedule:
         self.layout = layout
         for (due, _), plan in zip(found.pending, plans, strict=True):
             self._pending.append((due, MissedPlan() if plan is None else SolvedPlan(plan)))
+
+    def _damage(self, what: str) -> ValueError:
+        return ValueError(f"the state of layer {self.layer} is damaged: {what}; load another checkpoint")
 
     def _first_layout(self) -> ExpertLayout:
         """Returns the layout for the time before the first load is known, when all experts are alike."""
