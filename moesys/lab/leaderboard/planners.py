@@ -154,9 +154,10 @@ def named_planner(text: str) -> Balance | Split:
         if not (path and colon and name):
             raise ValueError(f"planner={text!r} names no class; give file.py:Class, module:Class, or JSON with a kind")
         if path.endswith(".py"):
-            file, folder = Path(path), Path(path).resolve().parent
+            file = Path(path)
             if not file.is_file():
                 raise ValueError(f"planner={text!r}: {file} is not a file; give the file that has {name}")
+            folder = file.resolve().parent
         fields = {"kind": f"{file.stem if file else path}:{name}"}
     errors: list[str] = []
     for union in (Balance, Split):
