@@ -360,8 +360,9 @@ class LayoutSchedule:
         """
         try:
             found = _STATE.validate_python(state)
-            layout = ExpertLayout(found.layout, self.num_experts)
-            plans = [None if plan is None else ExpertLayout(plan, self.num_experts) for _, plan in found.pending]
+            rows: list[Any] = [found.layout, *(plan for _, plan in found.pending)]
+            layout, *plans = (None if each is None else ExpertLayout(each, self.num_experts) for each in rows)
+            assert layout is not None
         except ValueError as error:
             raise self._damage(in_words(error)) from None
         expert_RS = layout.expert_RS

@@ -90,10 +90,10 @@ class _LayerFields(BaseModel):
     entries: list[list[StrictInt]]
 
     def plan(self) -> LayerPlan:
-        layout = ExpertLayout(self.expert_RS, self.num_experts)
+        fields: dict[str, Any] = vars(self)
+        load, layout = LoadMatrix(fields["tokens_RE"]), ExpertLayout(fields["expert_RS"], self.num_experts)
         # JSON does not say how long the rows of no entries are.
-        entries = self.entries or np.zeros((0, 4), dtype=np.int64)
-        return LayerPlan(TokenPlan(entries, LoadMatrix(self.tokens_RE), layout), self.turn)
+        return LayerPlan(TokenPlan(fields["entries"] or np.zeros((0, 4), dtype=np.int64), load, layout), self.turn)
 
 
 class _StepFields(BaseModel):
@@ -106,9 +106,9 @@ class _StepFields(BaseModel):
     previous: list[list[list[StrictInt]]] | None
 
     def plan(self) -> StepPlan:
-        layers, previous = tuple(layer.plan() for layer in self.layers), None
-        if self.previous is not None:
-            previous = tuple(ExpertLayout(expert_RS, self.model.num_experts) for expert_RS in self.previous)
+        layers, rows, previous = tuple(layer.plan() for layer in self.layers), vars(self)["previous"], None
+        if rows is not None:
+            previous = tuple(ExpertLayout(expert_RS, self.model.num_experts) for expert_RS in rows)
         return StepPlan(self.strategy, self.model, self.cluster, layers, previous)
 
 
