@@ -103,9 +103,10 @@ def fault(attempt: Attempt, name: str, seed: int) -> str:
         with time_limit(MOST_SECONDS):
             attempt(random.Random(f"{name} {seed}"))
     except (Exception, HangError) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/moesys/" in frame.filename]
-        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} " if frames else ""
-        return f"{name}, seed {seed}: {where}{type(error).__name__}: {str(error)[:300]!r}"
+        root = str(Path(__file__).parents[1])
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(root)]
+        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+        return f"{name}, seed {seed}: {where} {type(error).__name__}: {str(error)[:300]!r}"
     return ""
 
 
