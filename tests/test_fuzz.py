@@ -129,6 +129,8 @@ def same(read: Any, said: Any) -> bool:
         return str(read).lower() == said.strip().lower() or float(said) == read
     if isinstance(said, int) and isinstance(read, float):
         return float(said) == read
+    if isinstance(said, float) and read in ("NaN", "Infinity", "-Infinity"):
+        return same(float(read), said)
     return read == said or (read != read and said != said)
 
 
@@ -1080,6 +1082,10 @@ FOUND: list[tuple[Callable[[Path], object], str]] = [
     (lambda _: planned(ms.Ema(), memory={"mean": [[-1, 2, 3, 4], [1, 2, 3, 4]]}), "load history is damaged"),
     (lambda _: planned(ms.Adaptive(), memory={"errors": [0.5]}), "load history is damaged: .*errors="),
     (lambda folder: tokens_of_lines(folder, (1, 2, 3), (1,)), r"rank-0000\.jsonl: step 1 has 1 experts in layer 0"),
+    (
+        lambda _: ms.Ep(slot_gb_per_rank=1e308),
+        "slot_gb_per_rank.*\n.*less than or equal to 1000000000",
+    ),
     (with_tokenizer, "tokenizer=.* does not encode .*text.txt"),
     (fewer_layers_than_none, "num_hidden_layers=-1"),
 ]
