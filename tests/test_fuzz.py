@@ -45,7 +45,7 @@ from mutated_inputs import (
     time_limit,
 )
 from rich.table import Table
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -1012,6 +1012,14 @@ def fewer_layers_than_none(folder: Path) -> None:
     converted(folder / "one", folder / "out")
 
 
+def expert_of_no_number(folder: Path) -> None:
+    small_checkpoint(folder)
+    path = folder / "one" / "model.safetensors"
+    tensors = {name.replace("experts.0", "experts.-1"): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    converted(folder / "one", folder / "out")
+
+
 def load_layer(tensors: dict[str, Any]) -> None:
     layer = ms.MoELayer(lab_cases.MODEL, lab_cases.EP)
     layer.load_full_state_dict(layer.full_state_dict() | tensors)
@@ -1088,6 +1096,7 @@ FOUND: list[tuple[Callable[[Path], object], str]] = [
     ),
     (with_tokenizer, "tokenizer=.* does not encode .*text.txt"),
     (fewer_layers_than_none, "num_hidden_layers=-1"),
+    (expert_of_no_number, r"experts\.-1\.\w+\.weight belongs to expert -1, and no file has expert 0"),
 ]
 
 

@@ -203,11 +203,11 @@ def _check_experts(model: Any, files: HubFiles, names: HubNames, source: Source)
 
 
 def _numbers(tensors: list[str]) -> list[int]:
-    """Returns the expert numbers in tensor names that differ in nothing else."""
+    """Returns the expert numbers in tensor names that differ in nothing else, -1 for what is no number."""
     # From the end, because a prefix such as "model." may be missing from some of the names.
     parts = zip(*(reversed(tensor.split(".")) for tensor in tensors), strict=False)
-    differing = (part for part in parts if len(set(part)) > 1 and all(map(str.isdecimal, part)))
-    return [int(part) for part in next(differing, map(str, range(len(tensors))))]
+    differing = next((part for part in parts if len(set(part)) > 1), map(str, range(len(tensors))))
+    return [int(part) if part.isdecimal() else -1 for part in differing]
 
 
 def _field(folder: Path, config: Any, num_experts: int) -> str:
