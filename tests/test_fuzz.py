@@ -985,10 +985,9 @@ def planned(predictor: Any, **fields: Any) -> None:
     schedule = LayoutSchedule(0, strategy, lab_cases.MODEL, cluster)
     schedule.observe(LoadMatrix([[1, 2, 3, 4], [4, 3, 2, 1]]))
     state = schedule.state_dict(0.0)
-    memory = fields.pop("memory", {})
-    state["history"] |= {
-        "memory": state["history"]["memory"] | memory if memory else state["history"]["memory"]
-    } | fields
+    if isinstance(memory := fields.get("memory"), dict):
+        fields["memory"] = state["history"]["memory"] | memory
+    state["history"] |= fields
     schedule.load_state_dict(state)
 
 
