@@ -22,7 +22,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -131,7 +131,14 @@ def same(read: Any, said: Any) -> bool:
         return float(said) == read
     if isinstance(said, float) and read in ("NaN", "Infinity", "-Infinity"):
         return same(float(read), said)
-    return read == said or (read != read and said != said)
+    # JSON has no nan, and null stands for it.
+    return read == said or (read != read and (said is None or said != said))
+
+
+def known(said: Any, read: Any) -> Any:
+    """Returns what an input said, without fields that its reader does not have."""
+    both = isinstance(said, dict) and isinstance(read, dict)
+    return {name: known(value, read[name]) for name, value in said.items() if name in read} if both else said
 
 
 def json_said(data: bytes) -> Any:
@@ -365,7 +372,7 @@ def watched_training(folder: Path) -> Attempt:
             else:
                 found = list(step_journal(wrong).read())
                 said = [json_said(line) for line in wrong.read_bytes().split(b"\n")[:-1]]
-                assert same([json.loads(step_journal(wrong).to_line(line)) for line in found], said)
+                assert same([asdict(line) for line in found], said)
             if draw.random() < (0.1 if SWEEPS else 0.5):
                 printed_by(report_command, folder, folder / "report.html")
                 page = (folder / "report.html").read_text()
@@ -752,12 +759,13 @@ def planning_state(folder: Path) -> Attempt:
         which = draw.randrange(len(states))
         schedule = LayoutSchedule(0, strategies[which], model, cluster)
         state = altered(draw, states[which])
-        if not isinstance(state, dict) or b"\x01" in json.dumps(state).encode() or "\\u0001" in json.dumps(state):
+        # Texts stand for raw JSON, of which there is none in a dict.
+        if not isinstance(state, dict) or "\\u0001" in json.dumps(state):
             return
         with refused("state"):
             schedule.load_state_dict(state)
             again = json.loads(json.dumps(schedule.state_dict(0.0)))
-            assert schedule.events or same({"homes": None} | state, again)
+            assert schedule.events or same(again, known(state, again))
             for load in loads[3:]:
                 schedule.commit(agreed=schedule.ready(0.0))
                 schedule.observe(load)
@@ -1025,6 +1033,11 @@ def load_layer(tensors: dict[str, Any]) -> None:
     layer.load_full_state_dict(layer.full_state_dict() | tensors)
 
 
+def overlapping_spans(folder: Path) -> None:
+    written(folder, "spans-0000.json", [["a", 0.0, 2.0, "k", ""], ["a", 1.0, 3.0, "k", ""]])
+    read_spans(folder)
+
+
 FOUND: list[tuple[Callable[[Path], object], str]] = [
     (lambda _: LayerPlan.from_json(DEEP), "the text is no plan of a layer: "),
     (lambda _: LayerPlan.from_json('{"turn": 0}'), "no plan of a layer: num_experts: Field required"),
@@ -1097,6 +1110,7 @@ FOUND: list[tuple[Callable[[Path], object], str]] = [
         lambda _: ms.Ep(slot_gb_per_rank=1e308),
         "slot_gb_per_rank.*\n.*less than or equal to 1000000000",
     ),
+    (overlapping_spans, r"spans-0000\.json has no spans of a rank: spans overlap"),
     (with_tokenizer, "tokenizer=.* does not encode .*text.txt"),
     (fewer_layers_than_none, "num_hidden_layers=-1"),
     (expert_of_no_number, "belongs to expert 1, and no file has expert 0"),
