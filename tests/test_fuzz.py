@@ -74,6 +74,7 @@ from moesys.lab.runs.places import place_for
 from moesys.lab.runs.records import RunFolder, record_journal
 from moesys.lab.runs.slurm import Slurm, slurm_of
 from moesys.lab.runs.watched_run import read_watched_run
+from moesys.lab.show.pages import watch_page
 from moesys.lab.show.tables import print_full
 from moesys.lab.train.text import load_files
 from moesys.layout import ExpertLayout
@@ -1159,6 +1160,17 @@ def test_damage_that_needs_no_refusal_is_passed_over(tmp_path: Path) -> None:
     assert _parse(written(tmp_path, "blocks.json", DEEP)) == {}
     written(tmp_path, TRAINER_STATE_NAME, DEEP)
     assert not _has_state(str(tmp_path))
+
+
+def test_control_characters_of_spans_do_not_reach_the_page(tmp_path: Path) -> None:
+    watch_cases.write_run(tmp_path, 1, 1)
+    written(tmp_path, "spans-0000.json", [["a", 0.0, 2.0, "k\0", "d\0"]])
+    with warnings.catch_warnings():
+        # Of characters that a font does not have.
+        warnings.simplefilter("ignore", UserWarning)
+        page = watch_page(read_watched_run(tmp_path))
+    assert "\0" not in page
+    assert "d\\x00" in page
 
 
 def test_a_trace_without_iterations_is_not_numbered(tmp_path: Path) -> None:
