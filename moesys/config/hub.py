@@ -14,10 +14,11 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import pydantic_core
+
 from moesys.config.base import DType
 from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
 from moesys.config.model import ModelShape
-from moesys.files import json_of
 
 # Configurations of another model_type that are one of these families.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
@@ -89,7 +90,10 @@ def read_config(model: str) -> dict[str, Any]:
 
 def parse_config(text: str, source: str) -> dict[str, Any]:
     """Returns the JSON object that ``text`` is. Raises ValueError, in which ``source`` says where it is from."""
-    config = json_of(text, source)
+    try:
+        config = pydantic_core.from_json(text.encode())
+    except ValueError as error:
+        raise ValueError(f"{source} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{source} holds no JSON object, so it is no config.json of transformers")
     return config

@@ -24,10 +24,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+import pydantic_core
 import torch
 import triton
 
-from moesys.files import read_json
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import (
     OPERAND_BYTES,
@@ -298,7 +298,7 @@ def _read(path: Path, changed_ns: int) -> Mapping[str, TileConfigs]:
 def _parse(path: Path) -> Mapping[str, TileConfigs]:
     """Returns configurations by shape class; none if the file is damaged, which the next tuning replaces."""
     try:
-        found = read_json(path)
+        found = pydantic_core.from_json(path.read_bytes())
         return {key: TileConfigs.from_json(json.dumps(blocks)) for key, blocks in found.items()}
     except (AttributeError, OSError, ValueError):
         return {}
