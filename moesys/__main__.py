@@ -6,6 +6,8 @@ A command is imported when it is called, so that ``--help`` does not wait for to
 from __future__ import annotations
 
 import io
+import os
+import re
 import sys
 from importlib import import_module
 from typing import Any
@@ -123,6 +125,10 @@ def main() -> None:
         # A terminal that is not UTF-8 shows another character for a line of a table, rather than nothing.
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
+    for name in ("COLUMNS", "LINES"):
+        # Rich takes for a number what is none, and believes 0.
+        if not re.fullmatch("[1-9][0-9]{0,3}", os.environ.get(name, "1")):
+            del os.environ[name]
     with sigterm_as_ctrl_c() as terminated:
         try:
             app()

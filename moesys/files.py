@@ -125,10 +125,18 @@ def read_json(path: Path) -> Any:
     """Returns the content of a JSON file. Raises ValueError, which names the file, for what is not JSON or nested too
     deeply, and OSError for a file that cannot be read.
     """
+    return json_of(path.read_bytes(), str(path))
+
+
+def json_of(text: str | bytes, source: str) -> Any:
+    """Returns what a text in JSON says. Raises ValueError, which names ``source``, for what is not JSON or nested too
+    deeply.
+    """
     try:
-        return pydantic_core.from_json(path.read_bytes())
+        # Some texts of the command line are none in UTF-8.
+        return pydantic_core.from_json(text.encode() if isinstance(text, str) else text)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{source} is not JSON: {error}") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -141,6 +149,17 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
+
+
+def number_set(variable: str, default: int) -> int:
+    """Returns the number to which launchers set a variable of the environment, ``default`` where it is not set.
+
+    Raises ValueError, which names the variable, for anything else than 0 and above.
+    """
+    text = os.environ.get(variable, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise ValueError(f"{variable}={text[:40]!r} is no number; set a whole number of at least 0, or leave it out")
+    return int(text)
 
 
 def resolved(path: Path) -> Path:

@@ -16,14 +16,24 @@ MOST_TOKENS = 2**61
 
 def frozen_int64(name: str, values: Any, num_dims: int) -> IntArray:
     """Returns a read-only int64 copy of ``values``, or raises a ValueError that names it."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name} is no array: {error}") from None
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} has dtype {array.dtype}; it counts, so give integers")
     if array.ndim != num_dims:
         raise ValueError(f"{name} has shape {array.shape}; it needs {num_dims} dimensions")
-    array = array.astype(np.int64, order="C")
+    array = as_int64(name, array)
     array.setflags(write=False)
     return array
+
+
+def as_int64(name: str, array: npt.NDArray[Any]) -> IntArray:
+    """Returns a copy of integers as int64. Raises ValueError, with ``name``, for those that it cannot hold."""
+    if array.size and array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} has {array.max()}; use integers below 2**63")
+    return array.astype(np.int64, order="C")
 
 
 @dataclass(frozen=True, eq=False)

@@ -124,7 +124,8 @@ def read_spans(folder: Path) -> Timeline | None:
 
 def _spans(rank: int, path: Path) -> list[Span]:
     try:
-        return [Span(rank, *fields) for fields in _SPANS.validate_json(path.read_bytes())]
+        # A timeline refuses spans that overlap.
+        return list(Timeline((Span(rank, *of) for of in _SPANS.validate_json(path.read_bytes())), "measured").spans)
     except ValueError as error:
         raise ValueError(f"{path} has no spans of a rank: {in_words(error)}; delete the file") from None
 

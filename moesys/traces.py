@@ -21,7 +21,7 @@ from hashlib import sha256
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ import pydantic_core
 from moesys.config.base import CONTROL
 from moesys.config.workload import Generated
 from moesys.files import whole_file
-from moesys.load import IntArray, frozen_int64
+from moesys.load import IntArray, as_int64, frozen_int64
 
 FORMAT_VERSION = 1
 # Counts of a trace that is read: 2 GiB in memory.
@@ -195,14 +195,15 @@ def load_trace(path: str | Path) -> Trace:
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is no trace: it is not an .npz file; {way_out}")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # numpy does not close a file of its own that is torn.
+        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             _check_size(file.zip)
             header, tokens_SLRE = pydantic_core.from_json(str(file["header"])), file["tokens_SLRE"]
-            iterations_S = file["iterations_S"] if "iterations_S" in file else np.zeros(0, int)
+            iterations_S = file["iterations_S"] if "iterations_S" in file else np.arange(len(tokens_SLRE))
         version, top_k, name, meta = (header[field] for field in ("version", "top_k", "name", "meta"))
         if version != FORMAT_VERSION:
             raise ValueError(f"its version is {version}, this moesys reads {FORMAT_VERSION}")
-        if type(top_k) is not int or iterations_S.dtype.kind not in "iu":
+        if type(top_k) is not int or iterations_S.dtype.kind not in "iu" or not iterations_S.size:
             raise ValueError("its top_k or iterations are no whole numbers")
         return Trace(tokens_SLRE, top_k, name, meta, tuple(iterations_S.tolist()))
     except KeyError as error:
@@ -216,9 +217,7 @@ def _check_size(file: zipfile.ZipFile) -> None:
     """Raises ValueError for arrays that take more memory than ``MOST_COUNTS``: a small file may unpack to anything."""
     for member in file.infolist():
         with file.open(member) as array:
-            major, _ = np.lib.format.read_magic(array)
-            read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(array)
+            shape, _, dtype = _array_head(array)
         if prod(shape) * max(dtype.itemsize, 8) > 8 * MOST_COUNTS:
             raise ValueError(
                 f"its {member.filename} of shape {shape} has more than {MOST_COUNTS:,} counts; save fewer micro-batches"
@@ -333,8 +332,7 @@ def megatron_trace(folder: str | Path, num_experts: int) -> Trace:
         raise ValueError(f"{folder}: not every step has all {len(layers)} layers; leave the steps out that were cut")
     tokens_SLRE = [[[counts[step, layer][0] for counts in of_rank.values()] for layer in layers] for step in steps]
     widths = {top_k for counts in of_rank.values() for _, top_k in counts.values()}
-    top_k, name = _one_top_k(widths, folder), Path(folder).name
-    return Trace(np.array(tokens_SLRE), top_k, name, {"from": "Megatron"}, tuple(steps))
+    return _imported(np.array(tokens_SLRE), widths, Path(folder), "Megatron", tuple(steps))
 
 
 def vllm_trace(path: str | Path, num_experts: int, num_ranks: int, responses_per_rank: int) -> Trace:
@@ -366,7 +364,7 @@ def vllm_trace(path: str | Path, num_experts: int, num_ranks: int, responses_per
         num_batches, num_ranks, responses_per_rank, -1, num_experts
     )
     tokens_SLRE = by_rank.sum(axis=2).swapaxes(1, 2)
-    return Trace(tokens_SLRE, _one_top_k({top_k for _, top_k in responses}, path), Path(path).stem, {"from": "vLLM"})
+    return _imported(tokens_SLRE, {top_k for _, top_k in responses}, Path(path), "vLLM")
 
 
 def _megatron_rank(path: Path, num_experts: int) -> dict[tuple[int, _Layer], tuple[IntArray, int]]:
@@ -383,14 +381,21 @@ def _megatron_record(record: dict[str, Any], num_experts: int) -> tuple[tuple[in
     ids_TK = _whole_numbers(record["top_indices"])
     if ids_TK.ndim == 1 and (not ids_TK.size or record.get("topk", 1) == 1):
         # A rank without tokens, or top-1 without a dimension of its own.
-        ids_TK = ids_TK.reshape(-1, int(record.get("topk", 1)))
+        ids_TK = ids_TK.reshape(-1, _number(record, "topk", 1))
     if ids_TK.ndim != 2:
         raise ValueError(f"top_indices has shape {ids_TK.shape}, and [tokens, top-k] is two dimensions")
     if record["block"] not in ("decoder", "mtp"):
         raise ValueError(f"block={record['block']!r} is neither 'decoder' nor 'mtp'")
-    layer = record["block"], int(record.get("mtp_idx", 0)), int(record["layer"])
+    layer = record["block"], _number(record, "mtp_idx", 0), _number(record, "layer")
     [counts_E] = _counts_LE(ids_TK[:, None, :], num_experts)
-    return (int(record["step"]), layer), counts_E, ids_TK.shape[1]
+    return (_number(record, "step"), layer), counts_E, ids_TK.shape[1]
+
+
+def _number(record: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = record[name] if default is None else record.get(name, default)
+    if type(value) is not int or not 0 <= value < 2**53:
+        raise ValueError(f"{name}={value!r} is no whole number")
+    return value
 
 
 def _vllm_response(response: dict[str, Any], num_experts: int) -> tuple[IntArray, int]:
@@ -404,20 +409,40 @@ def _vllm_response(response: dict[str, Any], num_experts: int) -> tuple[IntArray
 
 
 def _vllm_array(part: str | list[Any]) -> IntArray:
-    ids: Any = part
-    if isinstance(part, str):
-        ids = np.lib.format.read_array(io.BytesIO(base64.b64decode(part, validate=True)), allow_pickle=False)
-    ids_TLK = _whole_numbers(ids)
+    ids_TLK = _whole_numbers(read_array(base64.b64decode(part, validate=True)) if isinstance(part, str) else part)
     if ids_TLK.ndim != 3:
         raise ValueError(f"routed_experts has shape {ids_TLK.shape}, and [tokens, layers, top-k] is three dimensions")
     return ids_TLK
+
+
+def read_array(data: bytes) -> npt.NDArray[Any]:
+    """Returns the array in the bytes of an .npy file. Raises ValueError for anything else, and for one of objects."""
+    file = io.BytesIO(data)
+    try:
+        shape, _, dtype = _array_head(file)
+        if prod(shape) * dtype.itemsize > len(data):
+            raise ValueError(f"it has {len(data)} bytes, and its head says shape {shape} of {dtype}")
+        file.seek(0)
+        array: npt.NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+    # Damaged bytes make numpy raise almost any error.
+    except Exception as error:
+        raise ValueError(f"it is no array of .npy: {error}") from None
+    return array
+
+
+def _array_head(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Returns shape, order and dtype by the head of an .npy file."""
+    major, _ = np.lib.format.read_magic(file)
+    head = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+    found: tuple[tuple[int, ...], bool, np.dtype[Any]] = head(file)
+    return found
 
 
 def _whole_numbers(ids: Any) -> IntArray:
     array = np.asarray(ids)
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"expert ids are {array.dtype}; give whole numbers")
-    return array.astype(np.int64)
+    return as_int64("a token", array)
 
 
 def _counts_LE(ids_TLK: IntArray, num_experts: int) -> IntArray:
@@ -462,6 +487,16 @@ def _checked(parsed: Callable[[str], T], line: str, where: str) -> T:
         raise ValueError(f"{where} has no {error.args[0]}") from None
     except (ValueError, TypeError, AttributeError, IndexError, OverflowError, EOFError, RecursionError) as error:
         raise ValueError(f"{where} holds no routing: {error}") from None
+
+
+def _imported(
+    tokens_SLRE: IntArray, widths: set[int], source: Path, tool: str, iterations: tuple[int, ...] = ()
+) -> Trace:
+    top_k, name = _one_top_k(widths, source), source.name if source.is_dir() else source.stem
+    try:
+        return Trace(tokens_SLRE, top_k, name, {"from": tool}, iterations)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def _one_top_k(widths: set[int], source: str | Path) -> int:

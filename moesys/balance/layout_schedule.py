@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from pydantic import NonNegativeInt, TypeAdapter
 
 from moesys.balance.homes import Homes
 from moesys.balance.planners import plan_layout, warm_up
 from moesys.balance.predictors import LoadHistory
 from moesys.config import ClusterSpec, ModelShape, Oracle, Strategy
+from moesys.journal import in_words
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 
@@ -127,6 +129,20 @@ class PlanEvent:
     layer: int
     micro_batch: int
     what: str
+
+
+@dataclass(frozen=True)
+class _State:
+    """What ``LayoutSchedule.state_dict`` returns. pending: the micro-batches that plans are due for; None is late."""
+
+    micro_batch: NonNegativeInt
+    layout: list[list[int]]
+    history: dict[str, Any] | None
+    pending: list[tuple[NonNegativeInt, list[list[int]] | None]]
+    homes: list[int] | None = None
+
+
+_STATE = TypeAdapter(_State)
 
 
 class LayoutSchedule:
@@ -339,9 +355,18 @@ class LayoutSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where another run stopped. With the state of other ranks or slots, planning begins anew; with that
         of other homes, only the layouts do.
+
+        Raises ValueError for anything else than a state of as many experts.
         """
-        expert_RS = np.asarray(state["layout"], dtype=np.int64)
-        self.micro_batch = state["micro_batch"]
+        try:
+            found = _STATE.validate_python(state)
+            rows: list[Any] = [found.layout, *(plan for _, plan in found.pending)]
+            layout, *plans = (None if each is None else ExpertLayout(each, self.num_experts) for each in rows)
+            assert layout is not None
+        except ValueError as error:
+            raise self._damage(in_words(error)) from None
+        expert_RS = layout.expert_RS
+        self.micro_batch = found.micro_batch
         if not self.follows_history:
             return
         self._drop_pending()
@@ -352,18 +377,24 @@ class LayoutSchedule:
             self.layout = self._first_layout()
             self.tell(f"history is of {expert_RS.shape[0]} ranks with {expert_RS.shape[1]} slots: begun anew")
             return
-        if self._history is not None and state["history"] is not None:
-            try:
-                self._history.load_state_dict(state["history"])
-            except ValueError:
+        if any(plan is not None and plan.expert_RS.shape != expert_RS.shape for plan in plans):
+            raise self._damage(f"pending has a plan of another shape than its layout, {expert_RS.shape}")
+        if (loads := (found.history or {}).get("shape")) not in (None, [len(expert_RS), self.num_experts]):
+            raise self._damage(f"history is of loads of shape {loads}, and its layout of {len(expert_RS)} ranks")
+        if self._history is not None and found.history is not None:
+            if found.history.get("predictor") != self.strategy.predictor.model_dump(mode="json"):
                 self.tell("history is of another predictor: begun anew, layout kept")
-        if state.get("homes") != self._moved_homes:
+            else:
+                self._history.load_state_dict(found.history)
+        if found.homes != self._moved_homes:
             self._begin_layouts_anew("history is of other homes: layouts begun anew")
             return
-        self.layout = ExpertLayout(expert_RS, self.num_experts)
-        for due, plan in state["pending"]:
-            ticket = MissedPlan() if plan is None else SolvedPlan(ExpertLayout(plan, self.num_experts))
-            self._pending.append((due, ticket))
+        self.layout = layout
+        for (due, _), plan in zip(found.pending, plans, strict=True):
+            self._pending.append((due, MissedPlan() if plan is None else SolvedPlan(plan)))
+
+    def _damage(self, what: str) -> ValueError:
+        return ValueError(f"the state of layer {self.layer} is damaged: {what}; load another checkpoint")
 
     def _first_layout(self) -> ExpertLayout:
         """Returns the layout for the time before the first load is known, when all experts are alike."""

@@ -13,11 +13,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import BaseModel, StrictInt
 
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem, check_model
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.config.member import RECORDED
+from moesys.journal import in_words
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.limits import out_of_memory, too_many_rows
 from moesys.load import LoadMatrix
@@ -52,8 +54,12 @@ class LayerPlan:
         return json.dumps(self._fields())
 
     @classmethod
-    def from_json(cls, text: str) -> LayerPlan:
-        return cls._from_fields(json.loads(text))
+    def from_json(cls, text: str | bytes) -> LayerPlan:
+        """Raises ValueError for anything else than a plan."""
+        try:
+            return _LayerFields.model_validate_json(text).plan()
+        except ValueError as error:
+            raise ValueError(f"the text is no plan of a layer: {in_words(error)}") from None
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -64,14 +70,6 @@ class LayerPlan:
             "entries": self.tokens.entries.tolist(),
         }
 
-    @classmethod
-    def _from_fields(cls, fields: dict[str, Any]) -> LayerPlan:
-        load = LoadMatrix(fields["tokens_RE"])
-        layout = ExpertLayout(fields["expert_RS"], fields["num_experts"])
-        # JSON does not say how long the rows of no entries are.
-        entries = fields["entries"] or np.zeros((0, 4), dtype=np.int64)
-        return cls(TokenPlan(entries, load, layout), fields["turn"])
-
     def __str__(self) -> str:
         tokens_R = self.tokens.tokens_R.tolist()
         head = f"{self.load.total} tokens, max/mean {self.tokens.max_over_mean:.3f}, turn {self.turn}"
@@ -80,6 +78,38 @@ class LayerPlan:
             for rank, tokens in enumerate(tokens_R)
         )
         return "\n".join([head, *ranks])
+
+
+class _LayerFields(BaseModel):
+    """The fields of a layer's plan in JSON. Others, such as a certificate, are ignored."""
+
+    turn: StrictInt
+    num_experts: StrictInt
+    tokens_RE: list[list[StrictInt]]
+    expert_RS: list[list[StrictInt]]
+    entries: list[list[StrictInt]]
+
+    def plan(self) -> LayerPlan:
+        fields: dict[str, Any] = vars(self)
+        load, layout = LoadMatrix(fields["tokens_RE"]), ExpertLayout(fields["expert_RS"], self.num_experts)
+        # JSON does not say how long the rows of no entries are.
+        return LayerPlan(TokenPlan(fields["entries"] or np.zeros((0, 4), dtype=np.int64), load, layout), self.turn)
+
+
+class _StepFields(BaseModel):
+    """The fields of a step's plan in JSON."""
+
+    strategy: Strategy
+    model: ModelShape
+    cluster: ClusterSpec
+    layers: list[_LayerFields]
+    previous: list[list[list[StrictInt]]] | None
+
+    def plan(self) -> StepPlan:
+        layers, rows, previous = tuple(layer.plan() for layer in self.layers), vars(self)["previous"], None
+        if rows is not None:
+            previous = tuple(ExpertLayout(expert_RS, self.model.num_experts) for expert_RS in rows)
+        return StepPlan(self.strategy, self.model, self.cluster, layers, previous)
 
 
 def plan_layer(
@@ -165,18 +195,13 @@ class StepPlan:
         return json.dumps(fields)
 
     @classmethod
-    def from_json(cls, text: str) -> StepPlan:
-        fields: dict[str, Any] = json.loads(text)
-        model = ModelShape.model_validate(fields["model"])
-        previous = fields["previous"]
-        return cls(
+    def from_json(cls, text: str | bytes) -> StepPlan:
+        """Raises ValueError for anything else than a plan."""
+        try:
             # Its plans are made, so that planners of somebody's own need not be there.
-            strategy=Strategy.model_validate(fields["strategy"], context=RECORDED),
-            model=model,
-            cluster=ClusterSpec.model_validate(fields["cluster"]),
-            layers=tuple(LayerPlan._from_fields(plan) for plan in fields["layers"]),
-            previous=None if previous is None else tuple(ExpertLayout(rows, model.num_experts) for rows in previous),
-        )
+            return _StepFields.model_validate_json(text, context=RECORDED).plan()
+        except ValueError as error:
+            raise ValueError(f"the text is no plan of a step: {in_words(error)}") from None
 
     def __str__(self) -> str:
         head = f"{self.strategy.name}: {len(self.layers)} layers on {self.cluster.num_ranks} ranks"

@@ -8,7 +8,7 @@ from typing import Any, Protocol, assert_never
 import numpy as np
 
 from moesys.config import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
-from moesys.load import IntArray, LoadMatrix
+from moesys.load import IntArray, LoadMatrix, frozen_int64
 
 # An Ema keeps 2^-20 tokens and predicts 1/256 tokens, so that experts with few tokens keep their differences.
 EMA_KEPT_BITS = 20
@@ -82,14 +82,20 @@ class LoadHistory:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where another history stopped. Raises ValueError for the state of another predictor."""
+        """Continues where another history stopped. Raises ValueError for the state of another predictor, and for
+        anything else than a state.
+        """
         if state["predictor"] != self.config.model_dump(mode="json"):
             raise ValueError(
                 f"the state is of predictor {state['predictor']}, this history of {self.config!r}; "
                 "resume with the same predictor, or begin a new history"
             )
-        self._shape_RE = None if state["shape"] is None else tuple(state["shape"])
-        self._memory.restore(state["memory"])
+        try:
+            shape_RE = None if state["shape"] is None else tuple(state["shape"])
+            self._memory.restore(state["memory"], shape_RE)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the state of a load history is damaged: {error!r}; load another checkpoint") from None
+        self._shape_RE = shape_RE
 
 
 def window(config: Predictor) -> int | None:
@@ -119,7 +125,10 @@ class _Memory(Protocol):
 
     def state(self) -> Any: ...
 
-    def restore(self, state: Any) -> None: ...
+    def restore(self, state: Any, shape_RE: tuple[int, ...] | None) -> None:
+        """Continues with ``state``. ``shape_RE``: of the loads, None if there were none. Raises KeyError, TypeError or
+        ValueError for anything else than a state.
+        """
 
 
 def _memory_of(config: Predictor) -> _Memory:
@@ -162,9 +171,11 @@ class _Window:
     def state(self) -> Any:
         return [tokens_RE.tolist() for tokens_RE in self._tokens_KRE]
 
-    def restore(self, state: Any) -> None:
-        self._tokens_KRE.clear()
-        self._tokens_KRE.extend(np.array(tokens_RE, dtype=np.int64) for tokens_RE in state)
+    def restore(self, state: Any, shape_RE: tuple[int, ...] | None) -> None:
+        found = [_kept_counts(tokens_RE, shape_RE) for tokens_RE in state]
+        if len(found) > self._steps or bool(found) != (shape_RE is not None):
+            raise ValueError(f"it has {len(found)} loads of shape {shape_RE}")
+        self._tokens_KRE = deque(found, maxlen=self._steps)
 
 
 class _MovingAverage:
@@ -195,9 +206,13 @@ class _MovingAverage:
     def state(self) -> Any:
         return {"weight": self._weight, "mean": None if self._mean_RE is None else self._mean_RE.tolist()}
 
-    def restore(self, state: Any) -> None:
-        self._weight = state["weight"]
-        self._mean_RE = None if state["mean"] is None else np.array(state["mean"], dtype=np.int64)
+    def restore(self, state: Any, shape_RE: tuple[int, ...] | None) -> None:
+        weight, one = state["weight"], 1 << EMA_WEIGHT_BITS
+        least, most = (0, 0) if shape_RE is None else (one, one * one // (one - self._decay))
+        if type(weight) is not int or not least <= weight <= most or (state["mean"] is None) != (shape_RE is None):
+            raise ValueError(f"weight={weight!r} of loads of shape {shape_RE}")
+        self._mean_RE = None if shape_RE is None else _kept_counts(state["mean"], shape_RE)
+        self._weight = weight
 
 
 class _Contest:
@@ -243,10 +258,27 @@ class _Contest:
             "histories": [history.state_dict() for history in self._histories],
         }
 
-    def restore(self, state: Any) -> None:
-        self._begun, self._errors = state["begun"], list(state["errors"])
+    def restore(self, state: Any, shape_RE: tuple[int, ...] | None) -> None:
+        begun, errors = state["begun"], list(state["errors"])
+        if (
+            begun is not (shape_RE is not None)
+            or len(errors) != len(self._histories)
+            or not all(type(error) is int and error >= 0 for error in errors)
+        ):
+            raise ValueError(f"begun={begun!r} and errors={errors}")
         for history, kept in zip(self._histories, state["histories"], strict=True):
             history.load_state_dict(kept)
+            if history._shape_RE != shape_RE:
+                raise ValueError(f"a candidate has loads of shape {history._shape_RE}, and not {shape_RE}")
+        self._begun, self._errors = begun, errors
+
+
+def _kept_counts(values: Any, shape_RE: tuple[int, ...] | None) -> IntArray:
+    """Returns counts of a state. Raises ValueError for those that are no counts of that shape."""
+    counts_RE = frozen_int64("a load", values, num_dims=2)
+    if counts_RE.shape != shape_RE or counts_RE.min(initial=0) < 0 or counts_RE.max(initial=0) >= LARGEST_SUM:
+        raise ValueError(f"it has counts of shape {counts_RE.shape}, where {shape_RE} of 0 and above are meant")
+    return counts_RE
 
 
 def _error(predicted_E: list[int], actual_E: list[int]) -> int:

@@ -59,11 +59,7 @@ class Declared(BaseModel):
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
-        try:
-            fields = tomllib.loads(text)
-        except RecursionError:
-            raise ValueError("the TOML is nested too deeply") from None
-        return cls.model_validate(fields)
+        return cls.model_validate(toml_fields(text))
 
     def fingerprint(self) -> str:
         """Returns 64 hex digits: the sha256 of all fields, defaults included, without display names.
@@ -77,6 +73,14 @@ class Declared(BaseModel):
         return {
             name: _identity(getattr(self, name)) for name in type(self).model_fields if name not in self.display_fields
         }
+
+
+def toml_fields(text: str) -> dict[str, Any]:
+    """Returns what a text in TOML declares. Raises ValueError for other texts."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("the TOML is nested too deeply") from None
 
 
 def _identity(value: Any) -> Any:

@@ -14,6 +14,8 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import pydantic_core
+
 from moesys.config.base import DType
 from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
 from moesys.config.model import ModelShape
@@ -27,6 +29,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "top_k": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
 }
+# Of a config.json: more are a slip, and each is an object.
+MOST_LAYERS = 10_000
 _FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _PACKAGED = files("moesys.config") / "models"
 _PUBLISHED = _PACKAGED / "published"
@@ -75,8 +79,8 @@ def read_config(model: str) -> dict[str, Any]:
         path = path / "config.json" if path.is_dir() else path
         try:
             text, source = path.read_text(encoding="utf-8"), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"it is no text: {error}"
             raise ValueError(
                 f"model={model!r}: cannot read {path}: {reason}; give a config.json, a folder with one, or one of "
                 f"{', '.join([*model_names(), *published_names()])}"
@@ -87,9 +91,9 @@ def read_config(model: str) -> dict[str, Any]:
 def parse_config(text: str, source: str) -> dict[str, Any]:
     """Returns the JSON object that ``text`` is. Raises ValueError, in which ``source`` says where it is from."""
     try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source} is no JSON: {error}") from None
+        config = pydantic_core.from_json(text.encode())
+    except ValueError as error:
+        raise ValueError(f"{source} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{source} holds no JSON object, so it is no config.json of transformers")
     return config
@@ -119,13 +123,19 @@ def moe_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
     but the first ``first_k_dense_replace``, those in ``mlp_only_layers``, and of ``decoder_sparse_step`` all but the
     last.
     """
+    num_layers = _whole(config, "num_hidden_layers")
+    if num_layers > MOST_LAYERS:
+        raise ValueError(f"the config.json has num_hidden_layers={num_layers}; use at most {MOST_LAYERS}")
     if isinstance(kinds := config.get("mlp_layer_types"), list):
+        if num_layers not in (0, len(kinds)):
+            raise ValueError(
+                f"the config.json has num_hidden_layers={num_layers} and {len(kinds)} mlp_layer_types; give one a layer"
+            )
         return tuple(kind != "dense" for kind in kinds)
     listed, every = config.get("mlp_only_layers"), _whole(config, "decoder_sparse_step") or 1
     dense = listed if isinstance(listed, list) else []
     first = max(_whole(config, name) for name in _FIRST_DENSE)
-    layers = range(_whole(config, "num_hidden_layers"))
-    return tuple(layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in layers)
+    return tuple(layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))
 
 
 def num_moe_layers(config: Mapping[str, Any]) -> int:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from moesys.config.base import Declared
 
 SlotCount = Annotated[int, Field(ge=0, strict=True)]
-SlotGigabytes = Annotated[float, Field(ge=0)]
+SlotGigabytes = Annotated[float, Field(ge=0, le=1e9)]
 
 
 class Ep(Declared):

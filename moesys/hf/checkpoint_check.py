@@ -5,7 +5,6 @@ transformers warns of what is missing and draws it at random, or fails on some r
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from moesys.files import read_json
 from moesys.hf.hub_files import HubFiles, HubNames, has_safetensors, read_config, skeleton, tied_names
 
 ALL = slice(None)
@@ -203,17 +203,17 @@ def _check_experts(model: Any, files: HubFiles, names: HubNames, source: Source)
 
 
 def _numbers(tensors: list[str]) -> list[int]:
-    """Returns the expert numbers in tensor names that differ in nothing else."""
+    """Returns the expert numbers in tensor names that differ in nothing else, -1 for what is no number."""
     # From the end, because a prefix such as "model." may be missing from some of the names.
     parts = zip(*(reversed(tensor.split(".")) for tensor in tensors), strict=False)
-    differing = (part for part in parts if len(set(part)) > 1 and all(map(str.isdecimal, part)))
-    return [int(part) for part in next(differing, map(str, range(len(tensors))))]
+    differing = next((part for part in parts if len(set(part)) > 1), map(str, range(len(tensors))))
+    return [int(part) if part.isdecimal() else -1 for part in differing]
 
 
 def _field(folder: Path, config: Any, num_experts: int) -> str:
     """Returns the name of what says how many experts there are, as config.json has it where that is there."""
     path = folder / "config.json"
-    written = json.loads(path.read_text()) if path.exists() else {}
+    written = read_json(path) if path.exists() else {}
     fields = [*written.items(), *config.to_dict().items()]
     return next((name for name, value in fields if "experts" in name and value == num_experts), "num_experts")
 

@@ -96,7 +96,7 @@ def skeleton(config: Any, num_tensors: int) -> Any:
             f"transformers {transformers.__version__} does not have; take one that does, and no code of one's own"
         )
     try:
-        if (num_layers := getattr(config.get_text_config(), "num_hidden_layers", 0)) <= num_tensors:
+        if 0 < (num_layers := getattr(config.get_text_config(), "num_hidden_layers", 1)) <= num_tensors:
             return without_memory(kind, config)
     except Exception as error:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from moesys.collectives import silent_ranks_named
-from moesys.files import whole_folder
+from moesys.files import read_json, whole_folder
 from moesys.moe.runtime import PlanningState
 from moesys.moe.watch import Watch
 from moesys.step_lines import StepLine
@@ -188,7 +187,7 @@ def _training_folder(checkpoint: str) -> str:
 def _has_state(checkpoint: str) -> bool:
     """Returns whether the file that ``Trainer`` writes last is there and complete."""
     try:
-        json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        read_json(Path(checkpoint) / TRAINER_STATE_NAME)
     except (OSError, ValueError):
         return False
     return True

@@ -5,7 +5,6 @@ T tokens of this rank, H hidden size, K top-k.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from moesys.config import ClusterSpec, ModelShape, Strategy, presets
 from moesys.config.base import Declared
+from moesys.files import number_set
 from moesys.kernels.torch_internals import refuse_function_transforms
 from moesys.torch_private import require_values
 
@@ -204,7 +204,7 @@ def cluster_of(num_ranks: int, device_type: str) -> ClusterSpec:
     """Returns nodes of LOCAL_WORLD_SIZE ranks if a launcher sets it and it divides the ranks, else one node, with the
     typical speeds of the device type.
     """
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    per_node = number_set("LOCAL_WORLD_SIZE", num_ranks)
     if not 0 < per_node < num_ranks or num_ranks % per_node:
         per_node = num_ranks
     nodes = num_ranks // per_node

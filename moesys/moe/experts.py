@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+import pydantic_core
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from moesys.balance.homes import Homes
 from moesys.balance.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, ModelShape, Strategy
+from moesys.load import frozen_int64
 from moesys.moe.arguments import check_inputs, check_kinds, cluster_of, declaration, mesh_of, require_module
 from moesys.moe.call import NUM_SAVED, LayerCall, Link, Lookahead, RoutedExperts, current_tape
 from moesys.moe.masters import DTYPES, ExpertForm, Masters, OutsideExperts, OutsideMasters, OwnMasters, distributed
@@ -365,14 +367,19 @@ class Experts(nn.Module):
         return json.dumps(self.schedule.state_dict(STATE_TIMEOUT_S) | {"counted": self.counted_E.tolist()})
 
     def set_extra_state(self, state: str) -> None:
-        loaded = json.loads(state)
-        if len(loaded["counted"]) != self.shape.num_experts:
+        """Raises ValueError for anything else than the state of as many experts."""
+        try:
+            loaded = pydantic_core.from_json(state)
+            counted = frozen_int64("counted", loaded.pop("counted"), num_dims=1)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"state is none of a layer's experts: {error!r}; load another checkpoint") from None
+        if len(counted) != self.shape.num_experts:
             raise ValueError(
-                f"state is of {len(loaded['counted'])} experts, and these are {self.shape.num_experts}; load that of "
-                "the same model"
+                f"state is of {len(counted)} experts, and these are {self.shape.num_experts}; load that of the same "
+                "model"
             )
         self.schedule.load_state_dict(loaded)
-        self.counted_E = torch.tensor(loaded["counted"], dtype=torch.int64)
+        self.counted_E = torch.tensor(counted)
         self.store.drop_prefetched()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -156,6 +156,9 @@ class MoELayer(nn.Module):
         if unknown := sorted(set(state) - set(wanted)):
             raise ValueError(f"state has {unknown}, which this layer has not; drop them or change the shape")
         for name, size in wanted.items():
+            if not isinstance(state[name], Tensor) or not state[name].is_floating_point():
+                kind = getattr(state[name], "dtype", type(state[name]).__name__)
+                raise ValueError(f"{name} is of {kind}; give a tensor of a floating-point dtype")
             if state[name].shape != size:
                 raise ValueError(f"{name} has shape {tuple(state[name].shape)}; this layer's is {tuple(size)}")
         self.experts.store.drop_prefetched()

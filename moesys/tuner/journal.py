@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
+
+import pydantic_core
+from pydantic import ConfigDict
 
 from moesys.config import Strategy
 from moesys.files import FolderLock, append_line, cut_torn_line
+from moesys.journal import Journal
 
 JOURNAL_SCHEMA = 1
 
@@ -33,6 +37,8 @@ class Entry:
     steps_ms: milliseconds of each simulated step, by seed; ``ms`` is their mean.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
     fingerprint: str
     name: str
     stage: Stage
@@ -42,27 +48,15 @@ class Entry:
     strategy: dict[str, Any] = field(default_factory=dict)
     steps_ms: dict[str, list[float]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        none = self.ms is None and self.stage in ("pruned", "refused")
+        if not none and (self.ms is None or not 0 <= self.ms < math.inf):
+            raise ValueError(f"ms={self.ms!r} of stage={self.stage!r} are no milliseconds")
+
     @classmethod
     def about(cls, strategy: Strategy, stage: Stage, of: str, ms: float | None, reason: str = "") -> Self:
         fields = strategy.model_dump(mode="json", exclude_none=True)
         return cls(strategy.fingerprint(), strategy.name, stage, of, ms, reason, fields)
-
-    def to_line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
-
-    @classmethod
-    def from_line(cls, line: bytes) -> Self:
-        """Reads an entry. Raises ValueError for a line that is not one."""
-        try:
-            entry = cls(**json.loads(line))
-        except TypeError as error:
-            raise ValueError(str(error)) from None
-        if entry.stage not in get_args(Stage):
-            raise ValueError(f"stage={entry.stage!r} is none of {', '.join(get_args(Stage))}")
-        none = entry.ms is None and entry.stage in ("pruned", "refused")
-        if not none and not (isinstance(entry.ms, int | float) and 0 <= entry.ms < math.inf):
-            raise ValueError(f"ms={entry.ms!r} of stage={entry.stage!r} are no milliseconds")
-        return entry
 
 
 class TuneJournal:
@@ -75,19 +69,20 @@ class TuneJournal:
     """
 
     def __init__(self, path: Path | None, setting: dict[str, str], lock: FolderLock | None = None) -> None:
-        self.path, self._lock = path, lock
+        self.path = path
         self._found: dict[tuple[str, str, bool], Entry] = {}
         if path is None:
             return
         cut_torn_line(path)
-        lines = path.read_bytes().splitlines() if path.exists() else []
+        self._lines = Journal(path, Entry, lock=lock)
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         if lines:
             self._check(lines[0], setting)
         else:
             append_line(path, json.dumps({"schema": JOURNAL_SCHEMA, "setting": setting}).encode() + b"\n", lock=lock)
         for number, line in enumerate(lines[1:], start=2):
             try:
-                self._keep(Entry.from_line(line))
+                self._keep(self._lines.from_line(line))
             except ValueError as error:
                 raise ValueError(
                     f"line {number} of {path} is no entry of a tuning: {error}; delete the line to find it out again"
@@ -95,8 +90,8 @@ class TuneJournal:
 
     def _check(self, line: bytes, setting: dict[str, str]) -> None:
         try:
-            head = json.loads(line)
-            schema, there = head["schema"], head["setting"]
+            head = pydantic_core.from_json(line)
+            schema, there = head["schema"], dict(head["setting"])
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{self.path} is no journal of a tuning; use another folder") from None
         if schema != JOURNAL_SCHEMA:
@@ -118,7 +113,7 @@ class TuneJournal:
         if self.find(entry.fingerprint, entry.of, pruned=entry.stage == "pruned") is entry:
             return
         if self.path is not None:
-            append_line(self.path, entry.to_line(), sync=entry.stage == "measured", lock=self._lock)
+            self._lines.append(entry, sync=entry.stage == "measured")
         self._keep(entry)
 
     def entries(self) -> tuple[Entry, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from pydantic import (
 
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.config import Declared, Fsep, Strategy, WindowMean
+from moesys.config.base import toml_fields
 from moesys.config.member import Member
 from moesys.tuner.workload import Setting
 
@@ -133,7 +133,7 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
-        return cls.model_validate(tomllib.loads(text))
+        return cls.model_validate(toml_fields(text))
 
     @model_serializer(mode="plain")
     def _serialised(self) -> dict[str, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from tuner_cases import EP
@@ -61,7 +62,7 @@ def test_other_files_are_no_journals(tmp_path, text):
         TuneJournal(tmp_path / "journal.jsonl", SETTING)
 
 
-WHOLE = json.loads(entry().to_line())
+WHOLE = asdict(entry())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
+import pydantic_core
 import torch
 from torch import Tensor
 
@@ -161,7 +162,7 @@ class TileConfigs:
     def from_json(text: str) -> TileConfigs:
         """Raises ValueError for anything that ``to_json`` does not write."""
         try:
-            blocks = {name: TileConfig(**block) for name, block in json.loads(text).items()}
+            blocks = {name: TileConfig(**block) for name, block in pydantic_core.from_json(text).items()}
             return TileConfigs(**blocks)
         except (AttributeError, TypeError, ValueError) as error:
             names = ", ".join(field.name for field in fields(TileConfigs))

@@ -24,6 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+import pydantic_core
 import torch
 import triton
 
@@ -297,7 +298,7 @@ def _read(path: Path, changed_ns: int) -> Mapping[str, TileConfigs]:
 def _parse(path: Path) -> Mapping[str, TileConfigs]:
     """Returns configurations by shape class; none if the file is damaged, which the next tuning replaces."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = pydantic_core.from_json(path.read_bytes())
         return {key: TileConfigs.from_json(json.dumps(blocks)) for key, blocks in found.items()}
     except (AttributeError, OSError, ValueError):
         return {}

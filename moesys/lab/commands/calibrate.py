@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from moesys.files import write_whole
+from moesys.files import number_set, write_whole
 from moesys.lab.calibrate.measurement import PARTS, Calibration, calibrate, four_digits
 from moesys.lab.calibrate.timings import GRIDS, Effort
 from moesys.lab.commands.options import ResultFile, in_a_folder, refusing
@@ -75,7 +74,7 @@ def check_ranks(num_ranks: int | None, device_type: str) -> None:
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda', but torch sees no GPU here; use --device cpu")
     if joins():
-        started = int(os.environ["WORLD_SIZE"])
+        started = number_set("WORLD_SIZE", 1)
         if num_ranks not in (None, started):
             raise ValueError(f"ranks={num_ranks}, but torchrun started {started}; leave --ranks out")
     elif device_type == "cuda":

@@ -18,13 +18,13 @@ from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.plan import LayerPlan
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
-from moesys.files import write_whole
+from moesys.files import read_json, write_whole
 from moesys.lab.commands.options import refusing
 from moesys.lab.runs.declarations import balance_of, cluster_of, split_of
 from moesys.lab.show.tables import add_head, add_line, print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
-from moesys.traces import load_trace
+from moesys.traces import load_trace, read_array
 
 MOST_RANKS_SHOWN = 128
 MOST_EXPERTS_SHOWN = 16
@@ -97,11 +97,11 @@ def read_load(path: Path, micro_batch: int | None = None, layer: int | None = No
     try:
         match path.suffix:
             case ".npy":
-                return LoadMatrix(np.load(path, allow_pickle=False))
+                return LoadMatrix(read_array(path.read_bytes()))
             case ".csv":
                 return LoadMatrix(np.loadtxt(path, delimiter=",", dtype=np.int64, ndmin=2))
             case _:
-                content = json.loads(path.read_text(encoding="utf-8"))
+                content = read_json(path)
                 return LoadMatrix(content["tokens_RE"] if isinstance(content, dict) else content)
     except KeyError as error:
         raise ValueError(f"load {path} has no {error}; give a list of rows, or a plan that moesys wrote") from None
@@ -128,7 +128,7 @@ def read_layout(path: Path) -> ExpertLayout:
         return LayerPlan.from_json(path.read_text(encoding="utf-8")).layout
     except FileNotFoundError:
         raise ValueError(f"previous {path} is not a file; give a plan that moesys plan --out wrote") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"previous {path}: {error}; give a plan that moesys plan --out wrote") from None
 
 

@@ -4,7 +4,6 @@ and what sets its length.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,15 +13,14 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import pydantic_core
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
 from moesys.balance.plan import StepPlan, why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay, Workload
-from moesys.journal import in_words
 from moesys.lab.commands.options import Imports, ModelLayers, refusing
 from moesys.lab.commands.simulate_model import simulate_whole_model
 from moesys.lab.runs.declarations import cluster_of, import_module_of_user, load_experiment, strategy_in
@@ -185,14 +183,15 @@ def _step_plan(file: Path) -> StepPlan | None:
         return None
     try:
         text = file.read_text(encoding="utf-8")
-        fields = json.loads(text)
-        if not isinstance(fields, dict) or "layers" not in fields:
-            return None
+        fields = pydantic_core.from_json(text)
+    except ValueError as error:
+        raise ValueError(f"{file} is no StepPlan and no experiment: {error}") from None
+    if not isinstance(fields, dict) or "layers" not in fields:
+        return None
+    try:
         return StepPlan.from_json(text)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no StepPlan: {error!r}; write one with StepPlan.to_json()") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
-        raise ValueError(f"{file} is no StepPlan and no experiment: {in_words(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; write one with StepPlan.to_json()") from None
 
 
 def _changed(experiment: Experiment, layers: int | None, cluster: str | None) -> Experiment:

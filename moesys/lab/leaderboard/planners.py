@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.quotas import Quotas
 from moesys.config import Balance, ClusterSpec, Ep, Fsep, Last, ModelShape, Predictor, Split, Strategy
+from moesys.files import json_of
 from moesys.journal import in_words
 from moesys.lab.runs.declarations import own_kind
 
@@ -144,10 +144,7 @@ def named_planner(text: str) -> Balance | Split:
     Raises ValueError if there is no such class, or if a field is missing or wrong.
     """
     if text.lstrip().startswith("{"):
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"planner={text!r} is not valid JSON: {error}") from None
+        fields = json_of(text, f"planner={text!r}")
     else:
         path, _, name = text.rpartition(":") if ":" in text else text.rpartition(".")
         if not (path and name):

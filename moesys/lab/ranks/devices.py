@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+
+from moesys.files import number_set
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -34,7 +35,7 @@ def device_of(device: str, rank: int) -> torch.device:
     """
     if device == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % _num_gpus())
+    return torch.device("cuda", number_set("LOCAL_RANK", rank) % _num_gpus())
 
 
 def rank_device(device: str) -> torch.device:

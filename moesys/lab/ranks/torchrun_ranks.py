@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from moesys.config import ClusterSpec
+from moesys.files import number_set
 from moesys.lab.ranks.pool import LocalRanks, RankError
 from moesys.lab.ranks.process import Outcome, leave_groups
 from moesys.lab.ranks.process_start import LOOPBACK, first_line, joins
@@ -69,6 +70,9 @@ class TorchrunRanks:
     """
 
     def __init__(self, backend: str = "gloo", *, threads: int = 1) -> None:
+        rank, num_ranks = (number_set(name, 0) for name in ("RANK", "WORLD_SIZE"))
+        if rank >= num_ranks:
+            raise ValueError(f"RANK={rank} is not one of WORLD_SIZE={num_ranks} ranks; start them by torchrun")
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # On one host gloo would take the interface of the host name, which on many laptops is none that works.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)

@@ -25,13 +25,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-import pydantic_core
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
 from moesys.config.experiment import Experiment
 from moesys.config.member import RECORDED, importable, module_of_text, run_module
-from moesys.files import read_json, read_toml
+from moesys.files import json_of, read_json, read_toml
 from moesys.journal import in_words
 
 # The name of the module of a file whose own name is that of another module.
@@ -297,10 +296,7 @@ def own_kind(kind: str) -> str:
 
 
 def _member(text: str, field: str, union: TypeAdapter[T]) -> T:
-    try:
-        fields: Any = pydantic_core.from_json(text) if text.lstrip().startswith("{") else {"kind": text}
-    except ValueError as error:
-        raise ValueError(f"{field}={text!r} is no JSON: {error}") from None
+    fields: Any = json_of(text, f"{field}={text!r}") if text.lstrip().startswith("{") else {"kind": text}
     try:
         if isinstance(kind := fields.get("kind"), str):
             fields["kind"] = own_kind(kind)

@@ -65,7 +65,8 @@ class Environment:
         """The environment in one line, for the foot of a table."""
         parts = [self.cpu, f"{self.cores} cores", f"{self.torch_threads} thread{'s' * (self.torch_threads > 1)} a rank"]
         parts += [f"{self.gpus.count(gpu)} × {gpu}" for gpu in dict.fromkeys(self.gpus)]
-        parts += [f"Python {self.python}", f"torch {self.packages['torch']}"]
+        parts.append(f"Python {self.python}")
+        parts += [f"torch {self.packages['torch']}"] if "torch" in self.packages else []
         if self.git_commit:
             parts.append(f"moesys {self.git_commit[:8]}{' with uncommitted changes' if self.git_dirty else ''}")
         return ", ".join(parts)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import ModelTraining, RealTraining, Training
+from moesys.files import number_set
 from moesys.lab.ranks.process_start import first_line, joins
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.trials import Measurement, run_measured, run_simulated
@@ -208,7 +209,7 @@ class RankTrials(Place):
         if not joins():
             self._backend = _backend_of(workload, self._num_ranks)
             return
-        world_size = int(os.environ["WORLD_SIZE"])
+        world_size = number_set("WORLD_SIZE", 1)
         if world_size != self._num_ranks:
             raise ValueError(
                 f"torchrun started {world_size} ranks but the experiment's cluster has {self._num_ranks}; "
@@ -217,7 +218,7 @@ class RankTrials(Place):
         os.environ.update(_environment_of(workload))
         from moesys.lab.ranks.torchrun_ranks import TorchrunRanks
 
-        backend = _backend_of(workload, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        backend = _backend_of(workload, number_set("LOCAL_WORLD_SIZE", world_size))
         self._ranks = TorchrunRanks(backend, threads=threads)
         self.writes = self._ranks.writes
 

@@ -146,7 +146,8 @@ class _LayerColumns:
 class _RankLines:
     """All lines of one rank's file, by columns; ``kept_N`` are those that count."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.steps: list[int] = []
         self.num_ranks: list[int] = []
         self.times_s: list[float] = []
@@ -161,7 +162,7 @@ class _RankLines:
 
     @classmethod
     def read(cls, path: Path) -> _RankLines:
-        found = cls()
+        found = cls(path)
         for number, line in enumerate(step_journal(path).read()):
             found._add(number, line)
         # A line counts if no later one is of the same step or of one before: there the run began again.
@@ -205,5 +206,11 @@ class _RankLines:
         for number, line in self._newest:
             for layer in line.layers:
                 if self.kept_N[number] and layer.tokens_E:
-                    totals[layer.layer] = totals.get(layer.layer, 0) + np.array(layer.tokens_E, dtype=np.int64)
+                    tokens_E = np.array(layer.tokens_E, dtype=np.int64)
+                    if (total_E := totals.setdefault(layer.layer, np.zeros_like(tokens_E))).shape != tokens_E.shape:
+                        raise ValueError(
+                            f"{self.path}: step {line.step} has {len(tokens_E)} experts in layer {layer.layer}, and a "
+                            f"step before it {len(total_E)}; delete the line"
+                        )
+                    total_E += tokens_E
         return totals

@@ -24,7 +24,7 @@ from matplotlib.transforms import Affine2D
 
 from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
 from moesys.lab.show.figures import OKABE_ITO, STYLE, draw_timeline, lanes_of
-from moesys.lab.show.tables import Sheet, written_columns
+from moesys.lab.show.tables import Sheet, printable, written_columns
 from moesys.load import IntArray
 from moesys.timeline import Timeline
 
@@ -62,10 +62,10 @@ _MOST_BINS, _MOST_DOTS, _MOST_EVENTS, _MOST_SPANS = 160, 60, 200, 3000
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """Returns the whole file. ``parts`` are its body, in HTML."""
+    """Returns the whole file. ``parts`` are its body, in HTML, whose control characters are escaped."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     lines = ["<!DOCTYPE html>", f'<html lang="en"><head>{head}<style>{_CSS}</style></head>', "<body>"]
-    return "\n".join([*lines, *parts, "</body></html>", ""])
+    return printable("\n".join([*lines, *parts, "</body></html>", ""]), keep="\n\t")
 
 
 def section(title: str, content: str, note: str = "") -> str:

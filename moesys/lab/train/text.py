@@ -192,10 +192,15 @@ def _encoder(tokenizer: str) -> Encode:
 
     def encode(text: bytes, source: str) -> Tokens:
         try:
-            return np.array(known.encode(text.decode(), add_special_tokens=False).ids, dtype=np.uint32)
+            decoded = text.decode()
         except UnicodeDecodeError as error:
             raise ValueError(
                 f'data: {source} is no text in UTF-8 ({error}); leave it out, or use tokenizer="bytes"'
             ) from None
+        try:
+            return np.array(known.encode(decoded, add_special_tokens=False).ids, dtype=np.uint32)
+        # It raises no narrower class.
+        except Exception as error:
+            raise ValueError(f"tokenizer={tokenizer!r} does not encode {source}: {error}") from None
 
     return encode

@@ -75,7 +75,7 @@ def test_members_are_a_kind_or_json():
         (cluster_of, "b200:0", "cluster='b200:0': num_nodes: Input should be greater than or equal to 1"),
         (cluster_of, "0x8", "cluster='0x8': num_nodes: Input should be greater than or equal to 1"),
         (balance_of, "best", "balance='best': kind='best' is no kind of balance; use one of static, eplb, laer"),
-        (split_of, "{", "split='{' is no JSON"),
+        (split_of, "{", "split='{' is not JSON"),
         (predictor_of, '{"kind": "ema", "decay": 2}', "ema.decay: Input should be less than 1"),
     ],
 )

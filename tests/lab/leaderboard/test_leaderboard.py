@@ -328,7 +328,7 @@ def test_a_split_of_one_s_own_goes_over_all_layouts(tmp_path: Path) -> None:
     [
         ("alone", "planner='alone' names no class; give file.py:Class, module:Class, or JSON with a kind"),
         ('{"kind": "best"}', 'planner=\'{"kind": "best"}\''),
-        ('{"kind"', "is not valid JSON"),
+        ('{"kind"', "is not JSON"),
         ("nowhere.py:Mine", "nowhere.py is not a file; give the file or the module that defines the planners"),
         ("no.such.module:Mine", "no.such.module cannot be imported: ModuleNotFoundError"),
         (

@@ -175,7 +175,7 @@ def test_a_model_without_experts_and_one_that_is_not_there_are_refused(tmp_path:
     with pytest.raises(ValueError, match=r"cannot read .*; give a config\.json, a folder with one, or one of deepseek"):
         ms.ModelTraining(model=str(tmp_path / "nowhere"))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         ms.ModelTraining(model=str(tmp_path))
 
 
@@ -220,7 +220,7 @@ def test_another_model_brings_its_own_configuration() -> None:
     with pytest.raises(ValueError, match="cannot read nowhere"):
         how.replace(model="nowhere")
     for config in ("{", "[]"):
-        with pytest.raises(ValueError, match=r"config (is no JSON|holds no JSON object)"):
+        with pytest.raises(ValueError, match=r"config (is not JSON|holds no JSON object)"):
             how.replace(config=config)
     with pytest.raises(ValueError, match="at least 1 character"):
         how.replace(data="")
