@@ -12,8 +12,10 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/python -m moesys demo
 
+# The first command compiles the loops of planners and simulators, which ranks and workers would otherwise compile side by side.
 test: lint .venv/oldest-triton
-	$(PYTEST)
+	$(BIN)/pytest -q -n $(WORKERS) tests/golden/test_golden.py
+	$(PYTEST) --ignore tests/golden/test_golden.py
 
 # Slow cases too, and with MOESYS_SWEEP more of what is drawn. GPU checks are a run of their own: pytest -m gpu tests/gpu.
 test-all: lint aot
