@@ -60,7 +60,7 @@ BUDGETS = {
     "moesys, entry points": Budget(173, 2),
     "benchmarks": Budget(4_312, 38),
     "experiments": Budget(1_394, 15),
-    "tests": Budget(41_040, 296),
+    "tests": Budget(41_041, 296),
 }
 TOTAL = Budget(35_059, 253)
 OUTSIDE = ("benchmarks", "experiments", "tests")

@@ -265,7 +265,7 @@ class _Contest:
             or len(errors) != len(self._histories)
             or not all(type(error) is int and error >= 0 for error in errors)
         ):
-            raise ValueError(f"begun={begun!r} and errors={errors}")
+            raise ValueError(f"begun is {begun!r}, and errors are {errors}")
         for history, kept in zip(self._histories, state["histories"], strict=True):
             history.load_state_dict(kept)
             if history._shape_RE != shape_RE:
