@@ -245,7 +245,7 @@ class FolderLock:
 
     @property
     def is_there(self) -> bool:
-        """Whether the file of the lock is where it was made; the folder may have been removed, or made anew."""
+        """This is true if the file of the lock is where it was made: the folder may be removed, or made anew."""
         if not self.is_locked:
             return self._path.exists()
         try:

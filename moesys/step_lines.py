@@ -20,7 +20,7 @@ from moesys.timeline import Span, Timeline
 
 # The fields of a ``LayerLine`` that are drawn over steps.
 SCALARS = ("load_p50", "load_p95", "experts_without_tokens", "exposed_ms", "plan_ms", "restored_mib")
-# What fits into int64, so that it can be added up.
+# A count is bounded, so that sums of counts fit into int64.
 Count = Annotated[int, Field(ge=-(2**53), le=2**53)]
 # JSON has no nan: null stands for it.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]

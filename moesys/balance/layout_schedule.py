@@ -133,7 +133,7 @@ class PlanEvent:
 
 @dataclass(frozen=True)
 class _State:
-    """What ``LayoutSchedule.state_dict`` returns. pending: the micro-batches that plans are due for; None is late."""
+    """The fields of ``LayoutSchedule.state_dict``. pending: the micro-batches that plans are due for; None is late."""
 
     micro_batch: NonNegativeInt
     layout: list[list[int]]

@@ -23,14 +23,14 @@ CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff
 
 
 def _printable(text: str, info: ValidationInfo) -> str:
-    # What was recorded before names were checked is read, and escaped where it is printed.
+    # A record may be older than this check: its names are read, and escaped where they are printed.
     if not info.context and (wrong := CONTROL.search(text)):
         raise ValueError(f"the name has the character {wrong[0]!r}; use one line without control characters")
     return text
 
 
-# What people call a thing: it is printed in tables, written to terminals, and part of names of files.
 LONGEST_NAME = 200
+# A name that people give: it is printed in tables, written to terminals, and part of names of files.
 DisplayName = Annotated[str, Field(max_length=LONGEST_NAME), AfterValidator(_printable)]
 
 

@@ -29,7 +29,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "top_k": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
 }
-# Of a config.json: more are a slip, and each is an object.
+# A config.json with more layers is a slip, and each layer is an object.
 MOST_LAYERS = 10_000
 _FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _PACKAGED = files("moesys.config") / "models"

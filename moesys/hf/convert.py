@@ -236,7 +236,7 @@ def _by_expert(tensors: dict[str, Tensor], rows: range | None) -> Iterator[tuple
         yield expert, {name: each[index : index + 1] for name, each in tensors.items()}
 
 
-# What torch pickles into the metadata of a checkpoint, by module. Anything else could run code.
+# torch pickles these classes into the metadata of a checkpoint, by module. Anything else could run code.
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -249,7 +249,7 @@ _METADATA_CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    # Those of torch up to 2.2.
+    # torch up to 2.2 has them there.
     "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size", *(name for name, each in vars(torch).items() if isinstance(each, torch.dtype))},

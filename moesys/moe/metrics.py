@@ -85,7 +85,12 @@ class FiniteChecks:
     def first(self) -> NonFiniteValue | None:
         """Returns the first one that failed, and forgets them all; None if all values are finite."""
         checks, self._checks = self._checks, []
-        return next((value for value, finite in checks if not finite), None)
+        if not checks:
+            return None
+        # One copy, because the host waits for each. Parameters may be on another device than what a layer computes.
+        device = checks[0][1].device
+        finite = torch.stack([finite.to(device) for _, finite in checks]).tolist()
+        return next((value for (value, _), is_finite in zip(checks, finite, strict=True) if not is_finite), None)
 
     def clear(self) -> None:
         self._checks.clear()

@@ -17,7 +17,7 @@ from moesys.config import Balance, ClusterSpec, Ep, ModelShape, Strategy
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix
 
-# Those with quotas need slots for the experts of a rank (test_quotas.py), and CpSat takes seconds (test_cp_sat.py).
+# Balancers with quotas need slots for the experts of a rank (test_quotas.py), and CpSat takes seconds (test_cp_sat.py).
 PLANNERS = [planner() for kind, planner in Balance.kinds().items() if not planner.has_quotas and kind != "cp_sat"]
 PLANNERS += [Laer(candidates=("even",)), Laer(candidates=("proportional",))]
 

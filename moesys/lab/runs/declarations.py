@@ -81,11 +81,15 @@ def declared_in(path: Path, kind: type[D]) -> D:
     name = kind.__name__
     if path.suffix not in (".json", ".toml") or not path.is_file():
         raise ValueError(f"{name.lower()}={str(path)!r} is no .json or .toml file; give one that declares a {name}")
-    fields = read_json(path) if path.suffix == ".json" else read_toml(path)
+    fields = _fields_in(path)
     try:
         return kind.model_validate(fields)
     except ValueError as error:
         raise ValueError(f"{path} declares no {name.lower()}: {in_words(error)}") from None
+
+
+def _fields_in(path: Path) -> Any:
+    return read_json(path) if path.suffix == ".json" else read_toml(path)
 
 
 def recorded_experiment(path: Path) -> Experiment:
@@ -251,7 +255,7 @@ def cluster_of(text: str) -> ClusterSpec:
                 "no .json or .toml file; give one, or nodes and ranks a node as in 4x8, or nodes of a preset as in "
                 f"h100:4 ({', '.join(_PRESETS)})"
             )
-        return ClusterSpec.model_validate(read_json(path) if path.suffix == ".json" else read_toml(path))
+        return ClusterSpec.model_validate(_fields_in(path))
     except (ValueError, OSError) as error:
         raise ValueError(f"cluster={text!r}: {in_words(error)}") from None
 

@@ -256,7 +256,7 @@ def _one_line(text: str) -> str:
 def printable(text: str, keep: str = "") -> str:
     """Returns the text with escapes, such as ``\\x1b``, in place of control characters that are not in ``keep``.
 
-    What is read from files of others could otherwise move the cursor, or look like lines of moesys.
+    Otherwise text from files of others could move the cursor, or look like lines of moesys.
     """
     return CONTROL.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
