@@ -310,6 +310,7 @@ def after_damage(fault: Fault, server: Server, job: Job, wanted: Any, ticks: lis
         # When something is there.
         late = replace(fault, at=0.5 + fault.at / 2)
         server.run(replace(job, strike=strike_of(late, "kill", ticks)))
+    killed = set(temporary(job.folder))
     path = damage(
         fault,
         job.out
@@ -324,7 +325,8 @@ def after_damage(fault: Fault, server: Server, job: Job, wanted: Any, ticks: lis
         if job.target not in TRAININGS:
             assert ended[0].code == 2, ended
             assert "Traceback" not in text, text
-        assert not temporary(job.folder)
+        # A folder that is refused stays as it is.
+        assert killed.issuperset(temporary(job.folder))
         return "refused"
     # The lines of an unfinished file are a page too.
     if job.target != "report" or fault.kind == "other version":
