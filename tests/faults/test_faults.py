@@ -254,6 +254,9 @@ def resumed(server: Server, job: Job, wanted: Any) -> None:
         ended = server.run(job)
     assert not any(each.code for each in ended), "\n".join(each.stderr for each in ended)
     assert result_of(job, ended) == wanted
+    if job.target in TRAININGS and temporary(job.folder):
+        # It was killed while the last save removed the checkpoint before: the next save does so.
+        server.run(replace(job, steps=job.steps + SAVE_EVERY))
     assert not temporary(job.folder)
     until_s = time.monotonic() + 10
     while (left := os.listdir(job.folder / "tmp")) and time.monotonic() < until_s:
