@@ -166,6 +166,7 @@ def main(
     repeats: int = 9,
     peer: Path | None = None,
     json_path: Path | None = None,
+    wide: bool = False,
 ) -> int:
     """Measures, writes and prints; returns the exit code. Raises ValueError for a peer that does not exist."""
     rebalance = load_peer(peer) if peer else None
@@ -189,5 +190,6 @@ def main(
     publish(
         Report("planner-scale", title, "measured", [sheet], data={"machine": machine, "rows": rows}),
         json_path=json_path,
+        wide=wide,
     )
     return 0

@@ -81,7 +81,7 @@ def _words(found: FirstDifference) -> str:
     experts = f", {_numbered('expert', found.experts)}" if found.experts else ""
     return (
         f"the first difference is in step {found.step}, {found.tensor}{experts}, on {ranks}: "
-        f"{found.num_different} of {found.num_elements} numbers, by {found.largest:.2g} at most"
+        f"{found.num_different:,} of {found.num_elements:,} numbers, by {found.largest:.2g} at most"
     )
 
 
