@@ -119,7 +119,7 @@ def _save_table(comparison: Comparison, environments: Sequence[Environment], fol
 class MetricRow:
     """One metric of one strategy, over all samples of all seeds; the median is that of the seeds' medians."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
     median: Annotated[float | None, Column("median", figure)]
     lowest: Annotated[float | None, Column("lowest", figure)]
     highest: Annotated[float | None, Column("highest", figure)]

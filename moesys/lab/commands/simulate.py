@@ -39,8 +39,14 @@ MOST_TRACED_RANKS = 64
 MOST_DRAWN_RANKS = 8
 TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
 LEGEND = (
-    "Means over ranks, but for the step. exposed = tokens + restore + waiting: a rank computes nothing meanwhile.",
-    "tokens: until rows have come; restore: until experts have, or gradients; waiting: for slower ranks.",
+    ColumnNote(
+        "Means over ranks, but for the step. exposed = tokens + restore + waiting: a rank computes nothing meanwhile.",
+        "exposed_ms",
+    ),
+    ColumnNote(
+        "tokens: until rows have come; restore: until experts have, or gradients; waiting: for slower ranks.",
+        "tokens_ms",
+    ),
     ColumnNote(
         "critical path: what the step waited for, from its start to its end, as shares of it; most first.",
         "critical_path",
@@ -347,7 +353,7 @@ class StepDraws:
 class SimulatedStrategy:
     """A row of the table. Columns without an interval are means over draws."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
     step_ms: Annotated[str, Column("step\nms", kept=True)]
     speedup: Annotated[str, Column("speed-up", align="right", kept=True)]
     max_over_mean: Annotated[float, Column("load\nmax/mean", ".2f")]

@@ -111,7 +111,7 @@ def named_strategy(text: str) -> Strategy:
 class WholeModelStep:
     """A row: a step of a model under one strategy."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
     step_ms: Annotated[float, Column("step ms", figure, kept=True)]
     spread: Annotated[str, Column("p10 to p90", align="right")]
     speedup: Annotated[float, Column("speed-up", ".2f", kept=True)]

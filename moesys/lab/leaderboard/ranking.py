@@ -54,7 +54,7 @@ class RankedPlanner:
     """
 
     place: Annotated[int | None, Column("place")]
-    planner: Annotated[str, Column("planner + split", align="left", kept=True)]
+    planner: Annotated[str, Column("planner + split", align="left", wraps=True, kept=True)]
     slowdown: Annotated[PairedRatio | None, Column("slowdown [95 %]", in_words, kept=True)]
     by_workload: Annotated[Mapping[str, float], Column("{}", ".3f")]
     layer_ms: Annotated[float | None, Column("a layer, ms", ".2f")]
@@ -64,7 +64,7 @@ class RankedPlanner:
     restored_gb: Annotated[float | None, Column("restored GB", ".2f")]
     memory_gb: Annotated[float | None, Column("memory GB", ".2f")]
     planning_ms: Annotated[float | None, Column("planning ms", ".2f")]
-    cannot: Annotated[str | None, Column("cannot plan in")]
+    cannot: Annotated[str | None, Column("cannot plan in", wraps=True)]
 
 
 @dataclass(frozen=True)

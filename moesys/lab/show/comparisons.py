@@ -26,7 +26,7 @@ COMPARISON_SCHEMA = 1
 class ComparedStrategy:
     """A row of the table of a comparison. Metrics are medians over seeds of each seed's median."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
     step_ms: Annotated[float | None, Column("step\nms", figure, kept=True)]
     speedup: Annotated[str, Column("speed-up\n[95 %]", align="right", kept=True)]
     exposed_ms: Annotated[float | None, Column("exposed\nms", figure)]
