@@ -128,8 +128,8 @@ BAD_FILES = [
     pytest.param(
         "a.toml",
         experiment().to_toml().replace("name =", "nam =", 1),
-        "a.toml declares no experiment: Experiment has no field 'nam'; its fields are name, description, model, cluster, "
-        "strategies, workload, seeds, repeat_baseline; did you mean 'name'?",
+        "a.toml declares no experiment: Experiment has no field 'nam'; its fields are name, description, model, "
+        "cluster, strategies, workload, seeds, repeat_baseline; did you mean 'name'?",
         id="field",
     ),
     pytest.param(

@@ -55,7 +55,7 @@ LONGEST_NAME = 200
 DisplayName = Annotated[str, Field(max_length=LONGEST_NAME), AfterValidator(_printable)]
 
 
-class Worded(BaseModel):
+class WordedModel(BaseModel):
     """Base of models that raise ValueError with the message of ``in_words`` where pydantic raises ValidationError."""
 
     def __init__(self, /, *values: Any, **fields: Any) -> None:
@@ -80,7 +80,7 @@ class Worded(BaseModel):
             return super().model_validate_json(json_data, **options)
 
 
-class Declared(Worded):
+class Declared(WordedModel):
     """Base of everything a person declares: frozen, strict about names, re-validated by ``replace``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always", allow_inf_nan=False)

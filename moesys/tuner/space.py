@@ -23,7 +23,7 @@ from pydantic import (
 
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.config import Declared, Fsep, Strategy, WindowMean
-from moesys.config.base import Worded, in_words, toml_fields
+from moesys.config.base import WordedModel, in_words, toml_fields
 from moesys.config.member import Member
 from moesys.tuner.workload import Setting
 
@@ -92,7 +92,7 @@ def _checked(listed: Values) -> Values:
     return {path: found[path] for path in listed}
 
 
-class Space(Worded, RootModel[dict[str, tuple[Any, ...]]]):
+class Space(WordedModel, RootModel[dict[str, tuple[Any, ...]]]):
     """Every combination of one value per field of ``Strategy``; a field that is not named has its default.
 
     ``Space({"sharding": ("ep", "fsep"), "sharding.fsep.slots_per_rank": (2, 3), "overlap": ("sequential", "pipelined"),

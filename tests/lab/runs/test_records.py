@@ -132,7 +132,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path, line, reason):
 
 def test_a_field_of_the_wrong_kind_is_named():
     line = LINES.to_line(some_records(experiment())[0]).replace(b'"seed":', b'"seed":"x","sead":')
-    with pytest.raises(ValueError, match=r"seed: .*valid integer[\s\S]*sead: "):
+    with pytest.raises(ValueError, match=r"seed=.x. .*valid integer[\s\S]*sead=0: "):
         LINES.from_line(line)
 
 
