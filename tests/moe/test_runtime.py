@@ -505,7 +505,7 @@ def closed_with_plans_under_way(linked: bool, timeout_s: float | None = None) ->
     model = Stack(SHAPE, FSEP.replace(lag=3), num_layers=2)
     runtime = ms.link(model, plan_timeout_s=timeout_s) if linked else None
     solve = PlanRequest.solve
-    PlanRequest.solve = lambda *args, **kwargs: (time.sleep(0.4 - 0.1 * dist.get_rank()), solve(*args, **kwargs))[1]
+    PlanRequest.solve = lambda *args, **kwargs: (time.sleep(0.1 - 0.05 * dist.get_rank()), solve(*args, **kwargs))[1]
     losses, layouts = [], []
     try:
         for batch in range(6):
