@@ -45,7 +45,6 @@ def test_linking_changes_no_bit(ranks: LocalRanks, num_ranks: int) -> None:
     plain = ranks.run(train, SHAPE, FSEP, False, num_ranks=num_ranks)
     variants = {
         "linked": (FSEP, True, False),
-        "prefetch and delay": (BEHIND, True, False),
         "prefetch, delay, recomputed": (BEHIND, True, True),
         "kept after forward": (
             BEHIND.replace(sharding=BEHIND.sharding.replace(reshard_after_forward=False)),
