@@ -6,7 +6,6 @@ from contextlib import suppress
 from typing import Any, get_args
 
 import pytest
-from pydantic import ValidationError
 
 from moesys import config
 from moesys.balance.flow.flow_split import FlowSplit
@@ -109,7 +108,7 @@ def changed(declared: Declared, field: str) -> Declared | None:
     """Returns the declaration with another valid value of one field, None if there is none among those tried."""
     words = words_in(type(declared).model_fields[field].annotation)
     for value in (*words, *((word,) for word in words), *NUMBERS, *PARTS):
-        with suppress(ValidationError, TypeError, AttributeError):
+        with suppress(ValueError, TypeError, AttributeError):
             if (other := declared.replace(**{field: value})) != declared:
                 return other
     return None

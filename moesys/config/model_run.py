@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import BYTES_PER_ELEMENT, Declared
+from moesys.config.base import BYTES_PER_ELEMENT, Declared, LongName
 from moesys.config.cluster import ClusterSpec
 from moesys.config.layer_spec import MoeMlp
 from moesys.config.model import ModelShape
@@ -116,7 +116,7 @@ class ModelRun(Declared):
     fp8_rows: bool = Field(
         False, description="with fp8, rows go to experts in float8, gradients too; both come home in the model's dtype"
     )
-    gradient_dtype: Literal["float32", "bfloat16"] = Field(
+    gradient_dtype: Annotated[Literal["float32", "bfloat16"], LongName] = Field(
         "float32", description="of the gradients that a rank keeps between micro-batches, and sums with other ranks"
     )
     host_us: float = Field(

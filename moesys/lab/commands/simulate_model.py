@@ -12,10 +12,10 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from moesys.config import BYTES_PER_GB, ModelSpec, Strategy, presets
+from moesys.config.base import in_words
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
 from moesys.files import write_whole
-from moesys.journal import in_words
 from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
 from moesys.lab.show.tables import Column, Sheet, figure, print_sheet

@@ -48,7 +48,7 @@ def test_skewed_routing_has_an_interval() -> None:
         (["simulate", "some.py", "--skew", "1"], "--skew is for --model; leave it out"),
         (["simulate", "--model", "qwen3-moe-small"], "give --cluster, as in --cluster h100:4"),
         ([*ARGUMENTS, "--parallel", "tp"], "parallel='tp' gives no value"),
-        ([*ARGUMENTS, "--parallel", "px=2"], "px: Extra inputs are not permitted"),
+        ([*ARGUMENTS, "--parallel", "px=2"], "Parallelism has no field 'px'; its fields are"),
         ([*ARGUMENTS, "--parallel", "pp=3"], "which does not divide the cluster's 8 ranks"),
         ([*ARGUMENTS, "--strategy", "best"], "strategy='best' is none; use ep, fsep:SLOTS"),
         ([*ARGUMENTS, "--optimizer", "lion"], "optimizer"),
