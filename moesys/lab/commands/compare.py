@@ -48,7 +48,7 @@ def compare_command(
         raise ValueError(f"--metric={metric} is not recorded; choose one of {', '.join(known) or 'none'}")
     if metric is not None and form != "table":
         raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
-    if len(groups) > 1 and form in ("csv", "json"):
+    if len(groups) > 1 and form in ("csv", "csv-samples", "json"):
         raise ValueError(
             f"--format={form} holds one comparison, and these folders make {len(groups)}; give them one at a time"
         )

@@ -91,7 +91,7 @@ Jobs = Annotated[
     int | None,
     typer.Option(min=1, help="Processes that simulate; one a core by default, 1: no others. The results are the same."),
 ]
-Format = Literal["table", "markdown", "csv", "json", "latex"]
+Format = Literal["table", "markdown", "csv", "csv-samples", "json", "latex"]
 FormatOption = Annotated[Format, typer.Option("--format", help="All but table print nothing else to stdout.")]
 Wide = Annotated[bool, typer.Option("--wide", help="Print all columns of tables, even if the terminal breaks them.")]
 ResultFile = Annotated[

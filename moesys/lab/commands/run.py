@@ -104,7 +104,7 @@ def _experiments(
     file: Path, form: Format, num_seeds: int | None, interpret: bool, strategies: Sequence[Path]
 ) -> list[Experiment]:
     experiments = load_experiments(file)
-    if len(experiments) > 1 and form in ("csv", "json"):
+    if len(experiments) > 1 and form in ("csv", "csv-samples", "json"):
         raise ValueError(
             f"--format={form} holds one comparison, and {file} has {len(experiments)} experiments; "
             "leave it out here, and give their run folders to moesys compare one at a time"
