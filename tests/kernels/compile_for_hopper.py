@@ -68,9 +68,10 @@ def main(folder: Path, sweep: bool) -> None:
     (folder / "launches.json").write_text(json.dumps(launches()))
     (folder / "listings.json").write_text(json.dumps(listings()))
     if sweep:
-        command = ["kernels", "--aot", "--no-mega", "--size", "all", "--json", str(folder / "usual.json")]
+        command = ["kernels", "--aot", "--no-mega", "--size", "all", "--out", str(folder)]
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
+        (folder / "kernels_aot.json").rename(folder / "usual.json")
     else:
         write(folder / "usual.json", compile_size(SIZES[0], torch.bfloat16, print, QUICK))
     if SPECIALISES:
