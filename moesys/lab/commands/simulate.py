@@ -12,6 +12,7 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import Annotated
 
+import matplotlib as mpl
 import numpy as np
 import pydantic_core
 import typer
@@ -28,7 +29,7 @@ from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import drawn_like, rest_of, timed_steps
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
-from moesys.lab.show.figures import timeline_chart, write_chrome_trace
+from moesys.lab.show.figures import STYLE, TimelinePanel, draw_timelines, save, write_chrome_trace
 from moesys.lab.show.tables import Column, ColumnNote, Sheet, counted, figure, print_sheet
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.rest_of_step import RestOfStep
@@ -36,7 +37,7 @@ from moesys.simulator.simulation import Simulation, exposed_ms
 from moesys.simulator.step_program import simulation
 
 MOST_TRACED_RANKS = 64
-MOST_DRAWN_RANKS = 8
+MOST_DRAWN_RANKS = 4
 TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
 LEGEND = (
     "Means over ranks, but for the step. exposed = tokens + restore + waiting: a rank computes nothing meanwhile.",
@@ -73,7 +74,8 @@ def simulate_command(
     draws: Annotated[int, typer.Option(min=1, help="Other seeds, or of a single trace further steps.")] = 8,
     model_layers: ModelLayers = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write a trace for Perfetto and a chart of each strategy there.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Write traces for Perfetto and a chart of all strategies there."),
     ] = None,
     model: Annotated[
         str | None,
@@ -139,10 +141,10 @@ def _simulate(
                 draws.add(simulation(plans, rest), plans, against)
                 shape = shape or _shape_words(plans[0])
         # Before the table is printed, whose reader may stop before its end.
-        files = [] if out is None else [_write(of, out / stem, name) for stem, of in _by_stem(found)]
+        files = [] if out is None else _write(found, out, f"SIMULATED: {name}, {shape}")
     print_sheet(step_sheet(f"SIMULATED: {name}, {shape}", found, words), wide=wide)
-    for paths in files:
-        print("written to " + ", ".join(map(str, paths)))
+    for path in files:
+        print(f"written to {path}")
 
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
@@ -284,14 +286,21 @@ def _by_stem(of_strategies: Sequence[StepDraws]) -> Iterator[tuple[str, StepDraw
         yield taken[-1], of
 
 
-def _write(draws: StepDraws, stem: Path, name: str) -> list[Path]:
-    """Writes a trace of the first draw for Perfetto, and a chart if there is something to draw."""
-    of, num_ranks = draws.first, draws.first.cluster.num_ranks
-    traced = of.timeline.only(_some_ranks(of, MOST_TRACED_RANKS))
-    drawn = of.timeline.only(_some_ranks(of, MOST_DRAWN_RANKS))
-    trace = write_chrome_trace(traced, stem.with_name(f"{stem.name}.trace.json"), of.critical_path)
-    words = f"{name}, {draws.name}" + f" on {num_ranks} ranks" * (num_ranks > MOST_DRAWN_RANKS)
-    return [trace, *(timeline_chart(drawn, stem, name=words) if drawn.spans else [])]
+def _write(found: Sequence[StepDraws], out: Path, title: str) -> list[Path]:
+    """Writes a trace of the first draw of each strategy for Perfetto, and a chart of all if there is something to
+    draw.
+    """
+    paths, panels = [], []
+    for stem, draws in _by_stem(found):
+        of = draws.first
+        traced = of.timeline.only(_some_ranks(of, MOST_TRACED_RANKS))
+        paths.append(write_chrome_trace(traced, out / f"{stem}.trace.json", of.critical_path))
+        panel = TimelinePanel(draws.name, of.timeline, tuple(_some_ranks(of, MOST_DRAWN_RANKS)), of.critical_path)
+        panels += [panel] if panel.spans else []
+    if not panels:
+        return paths
+    with mpl.rc_context(STYLE):
+        return [*paths, *save(draw_timelines(panels, title=title), out / "timelines")]
 
 
 def _some_ranks(of: Simulation, most: int) -> list[int]:
