@@ -56,7 +56,7 @@ COMMANDS = {
     pages.
 
     The default settings take about ten minutes on one core. A planner of yours is a class that extends ms.Balance or
-    ms.Split (docs/leaderboard.md). For example: moesys leaderboard --quick --planner my_planners.py:Heaviest; on your
+    ms.Split (docs/planners.md). For example: moesys leaderboard --quick --planner my_planners.py:Heaviest; on your
     own routing: moesys leaderboard --trace run.npz --traces-only --model mixtral-8x7b --cluster h100:2 --lag 10""",
     "report": """Make a page of a watched training. Losses, loads by layer, waiting, events; one file, to open in a
     browser.

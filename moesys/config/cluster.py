@@ -31,11 +31,13 @@ class ClusterSpec(Declared):
     model_config = ConfigDict(revalidate_instances="never")
 
     num_nodes: int = Field(1, ge=1)
+    """Number of nodes."""
     ranks_per_node: int | tuple[int, ...] = Field(1, description="one number for every node, or one a node")
     ranks_per_domain: int | tuple[int, ...] | None = Field(
         None, description="ranks that the fastest links join: one number for every domain, or one a domain; None: nodes"
     )
     name: DisplayName = ""
+    """Name in tables; not part of the fingerprint."""
     intra_node_gb_per_s: float = Field(
         216.269, ge=SLOWEST_GB_PER_S, description="between two ranks of a domain, in or out of each, GB/s"
     )

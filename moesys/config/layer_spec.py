@@ -91,6 +91,7 @@ class Mla(Declared):
 
     kind: Literal["mla"] = "mla"
     num_heads: int = Field(ge=1)
+    """Number of attention heads."""
     q_lora_rank: int | None = Field(None, ge=1, description="width of the latent of queries; None: queries have none")
     kv_lora_rank: int = Field(ge=1, description="width of the latent of keys and values")
     qk_nope_head_dim: int = Field(ge=1, description="width of a head's queries and keys without position")
@@ -159,6 +160,7 @@ class MoeMlp(Declared):
 
     kind: Literal["moe"] = "moe"
     shape: ModelShape
+    """Shape of the experts and of the router."""
     shared_intermediate_size: int | None = Field(None, ge=1, description="width of the shared expert (Qwen2-MoE)")
     shared_gate: bool = Field(False, description="a sigmoid of each token scales the shared expert (Qwen2-MoE)")
     expert_bias: bool = Field(False, description="both products of an expert have a bias (GPT-OSS)")
@@ -208,7 +210,9 @@ class LayerSpec(Declared):
     """One layer: attention and an MLP, each behind an RMSNorm, each added to the row that it read."""
 
     attention: Attention
+    """Attention of the layer."""
     mlp: Mlp
+    """Dense MLP, or experts, of the layer."""
 
     @property
     def has_experts(self) -> bool:

@@ -20,6 +20,7 @@ class ModelShape(Declared):
     num_experts: int = Field(ge=1, description="E, routed experts")
     top_k: int = Field(ge=1, description="K, experts a token is sent to (num_experts_per_tok elsewhere)")
     dtype: DType = "float32"
+    """Dtype of computation and of restored experts; masters are float32."""
     scoring_func: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="softmax over all experts, or sigmoid with a correction bias (DeepSeek-V3)"
     )

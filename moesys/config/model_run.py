@@ -34,6 +34,7 @@ class Parallelism(Declared):
     virtual_stages: int = Field(1, ge=1, description="parts of the model in each stage; more than 1: interleaved")
     expert: int | None = Field(None, ge=1, description="ranks of an expert group; None: all of a stage")
     schedule: PipelineSchedule = "1f1b"
+    """Schedule of the pipeline."""
     overlap_micro_batches: bool = Field(
         False, description="a micro-batch's forward runs beside another's backward: one computes while the other sends"
     )
@@ -104,9 +105,13 @@ class ModelRun(Declared):
     """
 
     model: ModelSpec
+    """The model."""
     cluster: ClusterSpec
+    """The cluster, whose nodes are equal."""
     strategy: Strategy = Field({"name": "ep"}, validate_default=True)
+    """Strategy of the layers with experts."""
     parallelism: Parallelism = Parallelism()
+    """How ranks share everything else."""
     seq_len: int = Field(4096, ge=1, description="tokens of a sequence")
     micro_batch: int = Field(1, ge=1, description="sequences of a data-parallel rank in a micro-batch")
     global_batch: int | None = Field(

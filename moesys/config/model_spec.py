@@ -28,6 +28,7 @@ class ModelSpec(Declared):
     tied_embeddings: bool = Field(False, description="the head's weights are those of the embedding")
     layers: tuple[LayerSpec, ...] = Field(min_length=1, description="in the order in which they run")
     dtype: DType = "bfloat16"
+    """Dtype of activations and of the weights that products read."""
 
     @classmethod
     def from_config(

@@ -88,6 +88,7 @@ class Pipelined(_Messages):
 
     kind: Literal["pipelined"] = "pipelined"
     chunks: int = Field(ge=1)
+    """Number of parts into which the tokens of a micro-batch are divided."""
 
     def words(self) -> list[str]:
         """Describes what runs beside what, for ``explain``."""

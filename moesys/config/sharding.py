@@ -22,6 +22,7 @@ class Ep(Declared):
 
     kind: Literal["ep"] = "ep"
     slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
+    """Experts that a rank can hold, one number or one per rank. None and no memory for slots: none are lent."""
     slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
         None, description="memory for experts in their compute dtype, 1e9 bytes a rank, instead of slots_per_rank"
     )
@@ -60,12 +61,14 @@ class Fsep(Declared):
 
     kind: Literal["fsep"] = "fsep"
     slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
+    """Experts that a rank can hold at a time, one number or one per rank."""
     slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
         None, description="memory for experts in their compute dtype, 1e9 bytes a rank, instead of slots_per_rank"
     )
     prefetch_layers: int = Field(0, ge=0, description="restores of so many next layers are in flight (linked)")
     delay_reshard: bool = Field(False, description="gradients travel behind the next backward (linked)")
     reshard_after_forward: bool = True
+    """Frees experts after forward and gathers them again in backward; False keeps them."""
     restore: Literal["flat", "hierarchical"] = Field(
         "flat", description="one all-to-all, or one copy a node and then a spread inside it"
     )

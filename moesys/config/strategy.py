@@ -30,6 +30,7 @@ class WindowMean(Declared):
 
     kind: Literal["window_mean"] = "window_mean"
     steps: int = Field(5, ge=1)
+    """Number of newest loads that are averaged."""
 
 
 class Ema(Declared):
@@ -37,6 +38,7 @@ class Ema(Declared):
 
     kind: Literal["ema"] = "ema"
     decay: float = Field(0.7, ge=0, lt=1)
+    """The load of k micro-batches ago has the weight ``decay`` to the power of k."""
 
 
 class Adaptive(Declared):
@@ -46,6 +48,7 @@ class Adaptive(Declared):
     candidates: tuple[Annotated[Last | WindowMean | Ema, Field(discriminator="kind")], ...] = Field(
         (Last(), WindowMean(steps=5), Ema(decay=0.5), Ema(decay=0.9)), min_length=1
     )
+    """Predictors of which the most accurate one is used."""
     memory: int = Field(16, ge=1, description="loads over which an error is forgotten to 1/e")
 
 
@@ -95,12 +98,19 @@ class Strategy(Declared):
     """Everything that decides how an MoE layer runs, and nothing that decides what it computes."""
 
     name: DisplayName = Field(min_length=1)
+    """Name in tables; not part of the fingerprint."""
     sharding: Sharding = Ep()
+    """How expert weights are distributed over ranks."""
     balance: Balance = Field({"kind": "static"}, validate_default=True)
+    """The planner of layouts: which rank holds which experts."""
     predictor: Predictor = Last()
+    """The load that ``balance`` plans for."""
     split: Split = Field({"kind": "even"}, validate_default=True)
+    """How the current tokens are divided over replicas."""
     overlap: Overlap = Sequential()
+    """Which communication runs beside computation."""
     reduction: Reduction = Ordered()
+    """The order of sums, and so which results have the same bits."""
     replan_every: int = Field(1, ge=1, description="a layout is planned after every so many micro-batches")
     lag: int = Field(
         1, ge=0, description="a plan made on micro-batch t is used from t + lag on; 0: on the counts that it is made on"
