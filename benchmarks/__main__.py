@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from benchmarks.harness.options import Repeats
-from moesys.lab.commands.options import ResultFile, in_a_folder, refusing
+from moesys.lab.commands.options import ResultFile, Wide, in_a_folder, refusing
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
 COMPUTING, LINKS = "Computing, measured here", "Links, measured here"
@@ -89,12 +89,15 @@ def bench_planner_scale(
     seeds: Annotated[int, typer.Option(min=1, help="Generated loads of each case.")] = 3,
     repeats: Repeats = 9,
     json: ResultFile = None,
+    wide: Wide = False,
 ) -> None:
     """Time planners and splits for 8 to 1,024 ranks. Which planner is best: moesys leaderboard."""
     from benchmarks import planner_scale
 
     with refusing():
-        raise typer.Exit(planner_scale.main(num_seeds=seeds, repeats=repeats, peer=peer_eplb, json_path=json))
+        raise typer.Exit(
+            planner_scale.main(num_seeds=seeds, repeats=repeats, peer=peer_eplb, json_path=json, wide=wide)
+        )
 
 
 @app.command("record-routing", rich_help_panel=COMPUTING)
@@ -120,6 +123,7 @@ def bench_calibration_check(
         Path | None, typer.Option(metavar="FILE", help="Write a page there, in Markdown.", callback=in_a_folder)
     ] = None,
     json: ResultFile = None,
+    wide: Wide = False,
 ) -> None:
     """Compare measured steps of layers and small models with the steps simulated with a calibration, on CPU ranks.
 
@@ -128,7 +132,7 @@ def bench_calibration_check(
     from benchmarks import calibration_check
 
     with refusing():
-        raise typer.Exit(calibration_check.main(file, repeats, out, json))
+        raise typer.Exit(calibration_check.main(file, repeats, out, json, wide))
 
 
 @app.command("shaped", rich_help_panel=LINKS)
@@ -154,6 +158,7 @@ def bench_shaped(
         Path | None, typer.Option(metavar="FILE", help="Write a page there, in Markdown.", callback=in_a_folder)
     ] = None,
     json: ResultFile = None,
+    wide: Wide = False,
 ) -> None:
     """Measure overlap, splits and layouts between hosts with slow links, beside the simulator. Linux, root.
 
@@ -166,7 +171,7 @@ def bench_shaped(
 
     with refusing():
         asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case or ())
-    raise typer.Exit(bench.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
+    raise typer.Exit(bench.main(asked, repeats=repeats, shares=shares, out=out, json_path=json, wide=wide))
 
 
 def main() -> None:

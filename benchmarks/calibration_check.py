@@ -84,7 +84,7 @@ class StepCheck:
         return self.simulated_ms / self.measured_ms.median - 1
 
 
-def main(file: Path, repeats: int, page: Path | None, json_path: Path | None) -> int:
+def main(file: Path, repeats: int, page: Path | None, json_path: Path | None, wide: bool) -> int:
     """Measures as many ranks as the ``ClusterSpec`` in ``file`` has, and writes and prints the comparison.
 
     Raises ValueError if torchrun started another number of ranks.
@@ -105,7 +105,7 @@ def main(file: Path, repeats: int, page: Path | None, json_path: Path | None) ->
         data = {"machine": machine_line(1), "cluster": cluster, "layers": layers, "models": models}
         notes = [f"{machine_line(1)}; simulated with {file.name}."]
         report = Report("calibration-check", "Calibration check", "measured", sheets, notes, data=data)
-        publish(report, page=page, json_path=json_path)
+        publish(report, page=page, json_path=json_path, wide=wide)
     return 0
 
 

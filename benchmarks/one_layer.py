@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.harness.contest import Case, Contestant, Near, hold
 from benchmarks.harness.options import Repeats, chosen
 from moesys.config import LayoutInvariant, ModelShape, Ordered, Strategy
-from moesys.lab.commands.options import ResultFile, refusing
+from moesys.lab.commands.options import ResultFile, Wide, refusing
 from moesys.lab.runs.stopwatch import Quantiles, Work, machine_line, processor_ms, wall_ms
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, publish
@@ -92,7 +92,7 @@ class Row:
     num_tokens: Annotated[int, Column("T")]
     model: ModelShape
     samples_ms: dict[str, list[float]]
-    wrong: Annotated[str, Column("wrong")]
+    wrong: Annotated[str, Column("wrong", wraps=True)]
 
     @property
     def dtype(self) -> Annotated[str, Column("dtype", after="num_tokens")]:
@@ -127,13 +127,14 @@ def bench_layer(
         bool, typer.Option("--reduction", help="Compare LayoutInvariant with Ordered instead.")
     ] = False,
     json: ResultFile = None,
+    wide: Wide = False,
 ) -> None:
     """Compare one rank of MoELayer with transformers' MoE blocks. Exit code 1 if an output is wrong."""
     with refusing():
         cases = select(shape, dtype, tokens)
     threads = threads or torch.get_num_threads()
     rows = measure(cases, repeats=repeats, threads=threads, reduction=reduction)
-    publish((reduction_report if reduction else report)(rows, repeats, threads), json_path=json)
+    publish((reduction_report if reduction else report)(rows, repeats, threads), json_path=json, wide=wide)
     raise typer.Exit(int(any(row.wrong for row in rows)))
 
 

@@ -26,7 +26,7 @@ from benchmarks.harness.options import Repeats, chosen
 from benchmarks.harness.paced_link import PacedLink
 from moesys.config import Fsep, ModelShape, Strategy
 from moesys.config.overlap import Pipelined
-from moesys.lab.commands.options import ResultFile, refusing
+from moesys.lab.commands.options import ResultFile, Wide, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, machine_line, repeated_ms
 from moesys.lab.show.progress import steps_told
@@ -110,7 +110,7 @@ class Row:
     samples_ms: list[float]
     first_ms: list[float]
     exposed_ms: dict[str, float]
-    wrong: Annotated[str, Column("bits")]
+    wrong: Annotated[str, Column("bits", wraps=True)]
 
     @property
     def step_ms(self) -> Annotated[float | None, Column("step", ".1f", after="samples_ms")]:
@@ -147,6 +147,7 @@ def bench_overlap(
         Path | None, typer.Option(metavar="DIR", help="Folder for overlap_mega.json and .md (with --part mega).")
     ] = None,
     json: ResultFile = None,
+    wide: Wide = False,
 ) -> None:
     """Compare overlapped with sequential steps over paced links. Exit code 1 if a bit differs."""
     if part == "mega":
@@ -154,7 +155,7 @@ def bench_overlap(
 
         with refusing():
             asked = mega_contest.asked_for(size, dtype, gb_per_s, num_tokens=tokens, repeats=repeats, device=device)
-        raise typer.Exit(mega_contest.main(asked, out))
+        raise typer.Exit(mega_contest.main(asked, out, wide=wide))
     with refusing():
         names = chosen("part", part, [known.name for known in PARTS])
     parts = [replace(known, num_tokens=tokens or known.num_tokens) for known in PARTS if known.name in names]
@@ -172,7 +173,8 @@ def bench_overlap(
     ]
     title = "MEASURED: overlap over paced links, forward + backward, ms (median)"
     data = {"machine": machine, "num_ranks": NUM_RANKS, "parts": parts, "paces": paces, "rows": rows}
-    publish(Report("overlap", title, "measured", [Sheet(title, rows, notes, "part")], data=data), json_path=json)
+    sheet = Sheet(title, rows, notes, "part")
+    publish(Report("overlap", title, "measured", [sheet], data=data), json_path=json, wide=wide)
     raise typer.Exit(int(any(row.wrong for row in rows)))
 
 

@@ -100,7 +100,7 @@ class SizeRow:
     """
 
     case: Annotated[str, Column("case")]
-    planner: Annotated[str, Column("planner + split")]
+    planner: Annotated[str, Column("planner + split", wraps=True)]
     layout_ms: Annotated[float, Column("layout ms", ".3f")]
     split_ms: Annotated[float, Column("split ms", ".3f")]
     max_over_mean: Annotated[float, Column("max/mean", ".4f")]
@@ -166,6 +166,7 @@ def main(
     repeats: int = 9,
     peer: Path | None = None,
     json_path: Path | None = None,
+    wide: bool = False,
 ) -> int:
     """Measures, writes and prints; returns the exit code. Raises ValueError for a peer that does not exist."""
     rebalance = load_peer(peer) if peer else None
@@ -189,5 +190,6 @@ def main(
     publish(
         Report("planner-scale", title, "measured", [sheet], data={"machine": machine, "rows": rows}),
         json_path=json_path,
+        wide=wide,
     )
     return 0

@@ -21,7 +21,7 @@ from moesys.balance.plan import StepPlan, plan_layer
 from moesys.config import Fsep, Overlap, Strategy, presets
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.config.workload import Generated
-from moesys.lab.commands.options import ResultFile, refusing
+from moesys.lab.commands.options import ResultFile, Wide, refusing
 from moesys.lab.runs.stopwatch import machine_line, wall_ms
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, figure, publish
@@ -62,6 +62,7 @@ def bench_simulate(
     most_ranks: Annotated[int, typer.Option(min=1, help="Leave out larger clusters.")] = 1024,
     repeats: Repeats = 3,
     json: ResultFile = None,
+    wide: Wide = False,
 ) -> None:
     """Time the simulator: one layer on 32 ranks, 32 layers on up to 1,024."""
     with refusing():
@@ -76,7 +77,7 @@ def bench_simulate(
     title = "MEASURED: time of the simulator"
     sheet = Sheet(title, timings, [f"Medians of {repeats} repetitions, without planning. {machine}"])
     data = {"machine": machine, "rows": timings}
-    publish(Report("simulate", title, "measured", [sheet], data=data), json_path=json)
+    publish(Report("simulate", title, "measured", [sheet], data=data), json_path=json, wide=wide)
 
 
 def time_step(name: str, layers: int, ranks: int, repeats: int) -> Timing:

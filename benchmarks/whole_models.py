@@ -37,7 +37,7 @@ from benchmarks.harness.options import Repeats, chosen
 from moesys.balance.planners import warm_up
 from moesys.config import Strategy
 from moesys.hf.registration import register
-from moesys.lab.commands.options import ResultFile, refusing
+from moesys.lab.commands.options import ResultFile, Wide, refusing
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, machine_line
@@ -76,7 +76,7 @@ class Row:
     theirs_ms: list[float]
     max_over_mean: Annotated[float | None, Column("max/mean", ".2f")]
     peak_mib: Annotated[float | None, Column("peak MiB", ",.0f")]
-    wrong: Annotated[str, Column("wrong")]
+    wrong: Annotated[str, Column("wrong", wraps=True)]
 
     @property
     def step_ms(self) -> Annotated[float | None, Column("step", ".0f", after="name")]:
@@ -96,6 +96,7 @@ def bench_models(
     repeats: Repeats = 9,
     memory: Annotated[bool, typer.Option("--memory", help="Also measure the peak memory of a rank.")] = False,
     json: ResultFile = None,
+    wide: Wide = False,
 ) -> None:
     """Train transformers' models under strategies and under its own all_to_all. Exit code 1 if a gradient differs."""
     with refusing():
@@ -118,7 +119,8 @@ def bench_models(
         )
     title = "MEASURED: a training step of transformers' models, ms (median)"
     data = {"machine": machine, "num_ranks": ranks, "rows": rows}
-    publish(Report("models", title, "measured", [Sheet(title, rows, notes, "part")], data=data), json_path=json)
+    sheet = Sheet(title, rows, notes, "part")
+    publish(Report("models", title, "measured", [sheet], data=data), json_path=json, wide=wide)
     raise typer.Exit(int(any(row.wrong for row in rows)))
 
 

@@ -112,7 +112,7 @@ class CompiledKernel:
         return f"{block.rows}x{block.columns}x{block.contraction}" if block else ""
 
     @property
-    def wrong(self) -> Annotated[str, Column("falls short", after="op")]:
+    def wrong(self) -> Annotated[str, Column("falls short", after="op", wraps=True)]:
         """How the kernel falls short, or "" if it does not."""
         code, found = self.code, []
         if code.spills or code.stack_bytes:
@@ -131,7 +131,7 @@ class CompiledKernel:
         return "; ".join(found)
 
 
-def main(sizes: Sequence[Size], json_path: Path | None, mega: bool, arch: str) -> int:
+def main(sizes: Sequence[Size], json_path: Path | None, mega: bool, arch: str, *, wide: bool = False) -> int:
     """Compiles, writes and prints; returns 1 if a kernel falls short. ``mega``: compiles MegaKernels too."""
     rows: list[CompiledKernel] = []
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
@@ -146,7 +146,7 @@ def main(sizes: Sequence[Size], json_path: Path | None, mega: bool, arch: str) -
     title = f"COMPILED: kernels for {arch}, not run"
     notes = [f"bfloat16, triton {triton.__version__}; {len(rows)} kernels, {short} of them fall short"]
     sheet = Sheet(title, rows, notes, group_by="size")
-    publish(Report("kernels aot", title, "compiled", [sheet], data={"rows": rows}), json_path=json_path)
+    publish(Report("kernels aot", title, "compiled", [sheet], data={"rows": rows}), json_path=json_path, wide=wide)
     return int(short > 0)
 
 

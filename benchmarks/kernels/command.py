@@ -16,7 +16,7 @@ from benchmarks.kernels.drawn_layer import SIZES, Size
 from benchmarks.kernels.gemm_timer import GemmTimer
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import OPS, Gpu, blocks_for, cache_file, tune_blocks
-from moesys.lab.commands.options import ResultFile, refusing
+from moesys.lab.commands.options import ResultFile, Wide, refusing
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Report, Sheet, publish
 
@@ -39,6 +39,7 @@ def bench_kernels(
     extras: Annotated[bool, typer.Option(help="Check graphs, compile, checkpoints and large offsets too.")] = True,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write kernels.json and kernels.md there.")] = None,
     json: ResultFile = None,
+    wide: Wide = False,
 ) -> None:
     """Check and time the kernels of one GPU and other implementations; compile them with --aot, tune them with --tune.
 
@@ -54,17 +55,17 @@ def bench_kernels(
         with refusing():
             sizes = [by_name[name] for name in chosen("size", size, by_name)]
         if tune:
-            raise typer.Exit(tune_tiles(sizes))
+            raise typer.Exit(tune_tiles(sizes, wide=wide))
         from benchmarks.kernels.aot import main
 
-        raise typer.Exit(main(sizes, json, mega, arch))
+        raise typer.Exit(main(sizes, json, mega, arch, wide=wide))
     from benchmarks.kernels import kernels_contest
 
     with refusing():
         asked = kernels_contest.asked_for(
             size, routing, contestants, peers=peer or (), dtype=dtype, repeats=repeats, extras=extras, device=device
         )
-    raise typer.Exit(kernels_contest.main(asked, out))
+    raise typer.Exit(kernels_contest.main(asked, out, wide=wide))
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def tile_words(block: TileConfig) -> str:
     return f"{tile}, {block.warps} warps, {block.stages} stages, {block.operands}"
 
 
-def tune_tiles(sizes: Sequence[Size]) -> int:
+def tune_tiles(sizes: Sequence[Size], *, wide: bool = False) -> int:
     """Finds, keeps and prints the fastest tiles on this GPU; returns 2 without a GPU, or if they cannot be kept."""
     if not torch.cuda.is_available():
         print("tuning times kernels on a GPU, and this machine has none that torch can use", file=sys.stderr)
@@ -98,7 +99,8 @@ def tune_tiles(sizes: Sequence[Size]) -> int:
         print(error, file=sys.stderr)
         return 2
     title = f"TUNED: {gpu.name}"
-    publish(Report("kernels tune", title, "measured", [Sheet(title, rows, [f"kept in {cache_file(gpu)}"])]))
+    sheet = Sheet(title, rows, [f"kept in {cache_file(gpu)}"])
+    publish(Report("kernels tune", title, "measured", [sheet]), wide=wide)
     return 0
 
 

@@ -163,7 +163,7 @@ class LayerResult:
         Column("peak, MB", lambda of: f"{of.peak / 1e6:.0f}"),
     ] = None
     errors: Annotated[dict[str, float], Column("{}", ".1e")] = field(default_factory=dict)
-    wrong: Annotated[str, Column("wrong")] = ""
+    wrong: Annotated[str, Column("wrong", wraps=True)] = ""
 
     @property
     def ms(self) -> Annotated[dict[str, Quantiles], Column("{}, ms", after="samples_ms")]:
@@ -221,7 +221,7 @@ class ContestResults:
         return Report("kernels", "Kernels of one device", self.source, sheets, notes, data=plain(self))
 
 
-def main(asked: KernelsContest, out: Path | None = None) -> int:
+def main(asked: KernelsContest, out: Path | None = None, *, wide: bool = False) -> int:
     """Checks, times and prints; returns 1 if a check of moesys fails.
 
     ``out``: the folder of kernels.json, with all samples, and of kernels.md, with the tables.
@@ -263,7 +263,7 @@ def main(asked: KernelsContest, out: Path | None = None) -> int:
             tell(f"{asked.scale.far.name}: offsets")
             check = partial(far_offsets, asked.scale.far, asked.dtype, asked.device)
             add([], [found_of(asked.scale.far.name, "offsets", check)])
-    publish(found.report())
+    publish(found.report(), wide=wide)
     return int(not found.holds)
 
 

@@ -160,7 +160,7 @@ def rows_of(outcomes: Mapping[str, Outcome]) -> list[MegaRow]:
     return rows
 
 
-def main(asked: MegaContest, out: Path | None = None) -> int:
+def main(asked: MegaContest, out: Path | None = None, *, wide: bool = False) -> int:
     """Checks, times and prints; returns 1 if a bit differs.
 
     ``out``: the folder of overlap_mega.json, with all samples, and of overlap_mega.md, with the table.
@@ -174,7 +174,7 @@ def main(asked: MegaContest, out: Path | None = None) -> int:
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         page, json_path = out / "overlap_mega.md", out / "overlap_mega.json"
-    publish(_report(asked, layer, meter.source, meter.machine, rows), page=page, json_path=json_path)
+    publish(_report(asked, layer, meter.source, meter.machine, rows), page=page, json_path=json_path, wide=wide)
     return int(any(row.wrong for row in rows))
 
 

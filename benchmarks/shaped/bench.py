@@ -78,7 +78,7 @@ class Setting:
     max_over_mean: Annotated[float | None, Column("max/mean", ".2f")] = None
     inter_node_share: Annotated[float | None, Column("between hosts", ".0%")] = None
     simulated_ms: Annotated[float | None, Column("simulated ms", ".0f")] = None
-    wrong: Annotated[str, Column("wrong")] = ""
+    wrong: Annotated[str, Column("wrong", wraps=True)] = ""
 
     @property
     def measured_ms(self) -> Annotated[Quantiles | None, Column("measured ms", ".0f", after="samples_ms")]:
@@ -253,6 +253,7 @@ def main(
     shares: bool = True,
     out: Path | None = None,
     json_path: Path | None = None,
+    wide: bool = False,
 ) -> int:
     """Measures, writes and prints; returns the exit code: 1 if a result was wrong, 2 if hosts cannot be made here."""
     reason = f"shaped links cannot be made: {lacks}" if (lacks := lacks_hosts()) else ""
@@ -262,5 +263,5 @@ def main(
         print(f"error: {reason}", file=sys.stderr)
         return 2
     results = run_cases(cases, repeats, shares=shares)
-    publish(report(results), page=out, json_path=json_path)
+    publish(report(results), page=out, json_path=json_path, wide=wide)
     return int(any(result.timed != result.settings for result in results))

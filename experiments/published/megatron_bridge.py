@@ -56,7 +56,7 @@ from scipy.stats import spearmanr
 from moesys.config import ClusterSpec, ModelSpec, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.overlap import Sequential
-from moesys.lab.commands.options import ReportFolder
+from moesys.lab.commands.options import ReportFolder, Wide
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Sheet, publish_simulated
 from moesys.simulator.model.model_cost import model_flops_per_token
@@ -354,7 +354,7 @@ def sheets(listed: Sequence[RowResult], pairs: Sequence[PairResult]) -> list[She
     ]
 
 
-def main(out: ReportFolder = None) -> None:
+def main(out: ReportFolder = None, wide: Wide = False) -> None:
     """Simulate whole models beside the tokens per second that Megatron-Bridge published, with every row's error."""
     rows = published_rows()
     rates = fit_rates([row for row in rows.values() if row.fitted and row.listed])
@@ -366,7 +366,7 @@ def main(out: ReportFolder = None) -> None:
     pairs = [pair_result(found[before], found[after]) for before, after in published_pairs()]
     tables = sheets([one for one in found.values() if one.published_row.listed], pairs)
     publish_simulated(
-        "throughput", "tokens a second of whole models", tables, (__doc__ or "").strip().split("\n\n"), out
+        "throughput", "tokens a second of whole models", tables, (__doc__ or "").strip().split("\n\n"), out, wide=wide
     )
 
 

@@ -39,7 +39,7 @@ from scipy.optimize import brentq
 from moesys.balance.plan import plan_layer
 from moesys.config import ClusterSpec, ModelShape, Overlap, Strategy, presets
 from moesys.config.overlap import MegaKernel, Sequential
-from moesys.lab.commands.options import ReportFolder
+from moesys.lab.commands.options import ReportFolder, Wide
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, Sheet, publish_simulated
 from moesys.layout import TokenPlan
@@ -234,7 +234,7 @@ def overlap_sheet(rows: Sequence[OverlapRow], cluster: str) -> Sheet:
     return Sheet(f"SIMULATED: {cluster}, by fused_rate", rows, notes)
 
 
-def main(out: ReportFolder = None) -> None:
+def main(out: ReportFolder = None, wide: Wide = False) -> None:
     """Simulate MegaKernels on Hopper against one stage after another, over a range of rates of fused tiles."""
     parts, sheets = published_parts(), []
     fitted = next(part for part in parts if part.use == "fitted").explaining_rate()
@@ -252,7 +252,9 @@ def main(out: ReportFolder = None) -> None:
         rows = [part_row(part, rates) for part in parts]
     note = "explained by: the fused_rate at which a fused part takes as long as published; empty where 1 is too slow."
     sheets.append(Sheet("SIMULATED beside published: parts of a layer forward, by fused_rate", rows, [note]))
-    publish_simulated("uniep", "MegaKernels beside UniEP's range", sheets, (__doc__ or "").strip().split("\n\n"), out)
+    publish_simulated(
+        "uniep", "MegaKernels beside UniEP's range", sheets, (__doc__ or "").strip().split("\n\n"), out, wide=wide
+    )
 
 
 if __name__ == "__main__":

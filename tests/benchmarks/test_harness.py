@@ -63,10 +63,10 @@ def test_a_table_follows_from_its_rows() -> None:
 
 
 def test_a_report_is_written_whatever_becomes_of_its_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(*_: object) -> None:
+    def closed(*_: object, **__: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(tables, "print_full", closed)
+    monkeypatch.setattr(tables, "print_sheet", closed)
     data = {"rows": ROWS, "cluster": ClusterSpec(ranks_per_node=3)}
     report = Report("sent", "What was sent", "measured", [Sheet("MEASURED: sent", ROWS, ["a note"])], data=data)
     with pytest.raises(BrokenPipeError):

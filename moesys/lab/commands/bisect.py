@@ -20,6 +20,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import torch.distributed as dist
 import typer
+from rich.text import Text
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -34,6 +35,7 @@ from moesys.lab.runs.declarations import import_module_of_user, strategy_in
 from moesys.lab.runs.environment import load_environments
 from moesys.lab.runs.places import RankTrials, TrialError, no_tick
 from moesys.lab.runs.records import RunFolder
+from moesys.lab.show.tables import print_full, printable
 from moesys.lab.train.loop import Trainer
 from moesys.torch_private import NO_BACKWARD, current_backward
 
@@ -68,7 +70,8 @@ def bisect_command(
     if writes():
         names = f"{first.name} and {second.name}, seed {seed}"
         steps = workload.warmup + workload.steps
-        print(f"{names}: no bit differs in {steps} steps" if difference is None else f"{names}: {_words(difference)}")
+        found = f"no bit differs in {steps} steps" if difference is None else _words(difference)
+        print_full(Text(printable(f"{names}: {found}")))
     return int(difference is not None)
 
 
@@ -81,7 +84,7 @@ def _words(found: FirstDifference) -> str:
     experts = f", {_numbered('expert', found.experts)}" if found.experts else ""
     return (
         f"the first difference is in step {found.step}, {found.tensor}{experts}, on {ranks}: "
-        f"{found.num_different} of {found.num_elements} numbers, by {found.largest:.2g} at most"
+        f"{found.num_different:,} of {found.num_elements:,} numbers, by {found.largest:.2g} at most"
     )
 
 

@@ -12,7 +12,7 @@ import typer
 from moesys.files import number_set, write_whole
 from moesys.lab.calibrate.measurement import PARTS, Calibration, calibrate, four_digits
 from moesys.lab.calibrate.timings import GRIDS, Effort
-from moesys.lab.commands.options import ResultFile, in_a_folder, refusing
+from moesys.lab.commands.options import ResultFile, Wide, in_a_folder, refusing
 from moesys.lab.ranks.process_start import joins, writes
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.environment import available_cores
@@ -46,6 +46,7 @@ def calibrate_command(
         Path | None, typer.Option(metavar="FILE", help="Write a page of Markdown to this file.", callback=in_a_folder)
     ] = None,
     json: ResultFile = None,
+    wide: Wide = False,
 ) -> None:
     """Measures, writes and prints. Under torchrun all ranks call it, and the first one writes and prints.
 
@@ -66,7 +67,7 @@ def calibrate_command(
         # First, as the reader of the printed tables may close the pipe.
         if out is not None:
             write_whole(out, spec_text(found, out.suffix))
-        publish(report(found, threads), page=page, json_path=json)
+        publish(report(found, threads), page=page, json_path=json, wide=wide)
 
 
 def check_ranks(num_ranks: int | None, device_type: str) -> None:

@@ -32,7 +32,7 @@ from moesys.config.overlap import Pipelined
 from moesys.config.strategy import Reduction
 from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands.compare import report
-from moesys.lab.commands.options import RunFolders, refusing
+from moesys.lab.commands.options import RunFolders, Wide, refusing
 from moesys.lab.runs.comparison import Comparison
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.runner import RunResult, run
@@ -118,16 +118,17 @@ def replay_experiment(traces: Path) -> Experiment:
 def demo_command(
     out: RunFolders = Path("runs"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Train again, in new run folders.")] = False,
+    wide: Wide = False,
 ) -> int:
     """Trains, compares, replays, compares and draws; recorded trials are not repeated. Returns the exit code."""
     # hidden, so that ``compare runs/*`` does not take it for a run folder
     traces = out.resolve() / ".demo-traces"
     training = training_experiment()
-    trained, compared = _run(training, out, fresh, record_routing=traces / TRACE)
+    trained, compared = _run(training, out, fresh, wide, record_routing=traces / TRACE)
     if trained.failed or compared.unequal:
         return 1
     print()
-    replayed, _ = _run(replay_experiment(traces), out, fresh)
+    replayed, _ = _run(replay_experiment(traces), out, fresh, wide)
     drawn = [*_draw_losses(trained), *_draw_cluster(replayed)]
     print(f"\nRun folders: {trained.path} and {replayed.path}. Figures, as SVG and PNG:")
     for path in drawn:
@@ -152,13 +153,13 @@ def _strategies(slots_per_rank: int, reduction: Reduction) -> tuple[Strategy, ..
 
 
 def _run(
-    experiment: Experiment, out: Path, fresh: bool, record_routing: Path | None = None
+    experiment: Experiment, out: Path, fresh: bool, wide: bool, record_routing: Path | None = None
 ) -> tuple[RunResult, Comparison]:
     result = run(
         experiment, out, fresh=fresh, record_routing=record_routing, progress=RunProgress(Console(file=sys.stdout))
     )
     print(result)
-    return result, report(result, "table")
+    return result, report(result, "table", wide=wide)
 
 
 def _draw_losses(trained: RunResult) -> list[Path]:

@@ -26,7 +26,7 @@ from moesys.config import Fsep, ModelShape, Oracle, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
-from moesys.lab.commands.options import ExperimentFile, Imports, ModelLayers, refusing
+from moesys.lab.commands.options import ExperimentFile, Imports, ModelLayers, Wide, refusing
 from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiment, strategy_in
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.lab.show.step_explanation import (
@@ -60,6 +60,7 @@ def explain_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a tree.")] = False,
     model_layers: ModelLayers = None,
     imports: Imports = None,
+    wide: Wide = False,
 ) -> None:
     """Explains a strategy of the experiment in ``file``, by default the last one, or one in a file of its own."""
     for name in imports or ():
@@ -71,7 +72,7 @@ def explain_command(
     if as_json:
         print(explanation.to_json())
     else:
-        print_full(tree)
+        print_full(tree, wide=wide)
 
 
 def _chosen(name: str | None, experiment: Experiment) -> Strategy:

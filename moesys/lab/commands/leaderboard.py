@@ -16,7 +16,7 @@ import typer
 
 from moesys.config import ModelShape, ModelSpec
 from moesys.config.layer_spec import MoeMlp
-from moesys.lab.commands.options import refusing
+from moesys.lab.commands.options import Wide, refusing
 from moesys.lab.leaderboard.planners import GROUPS, named_planner
 from moesys.lab.leaderboard.ranking import write_pages
 from moesys.lab.leaderboard.scores import FILE, results
@@ -62,6 +62,7 @@ def leaderboard_command(
         int, typer.Option(min=1, help="Draws of each workload, and parts of each recording; packaged ones have 4.")
     ] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="Two small settings, in seconds.")] = False,
+    wide: Wide = False,
 ) -> None:
     """Scores the planners of which ``out`` has no results, writes the pages there and prints the rankings."""
     added = [named_planner(text) for text in planner or ()]
@@ -80,7 +81,8 @@ def leaderboard_command(
     )
     out.mkdir(parents=True, exist_ok=True)
     found = results(scored_in, groups, seeds, out)
-    markdown, html = write_pages(out, scored_in, groups, found, _introduction(_command(ctx), seeds, lag, warm_up))
+    introduction = _introduction(_command(ctx), seeds, lag, warm_up)
+    markdown, html = write_pages(out, scored_in, groups, found, introduction, wide)
     print(f"pages: {markdown} and {html}; every sample: {out / FILE}")
 
 

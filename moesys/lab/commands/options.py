@@ -93,6 +93,7 @@ Jobs = Annotated[
 ]
 Format = Literal["table", "markdown", "csv", "json", "latex"]
 FormatOption = Annotated[Format, typer.Option("--format", help="All but table print nothing else to stdout.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Print all columns of tables, even if the terminal breaks them.")]
 ResultFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write what was measured to this file.", callback=in_a_folder)
 ]

@@ -21,7 +21,7 @@ from moesys.config import Balance, ClusterSpec, Split
 from moesys.files import read_json, write_whole
 from moesys.lab.commands.options import refusing
 from moesys.lab.runs.declarations import balance_of, cluster_of, split_of
-from moesys.lab.show.tables import add_head, add_line, print_full
+from moesys.lab.show.tables import add_head, add_line, counted, print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.traces import load_trace, read_array
@@ -151,12 +151,12 @@ def plan_tree(
     """
     load, layout = plan.load, plan.layout
     leaving = plan.tokens.inter_node_tokens(cluster.domain_of_rank)
-    tree = Tree(Text(f"{title}, {load.total} tokens on {cluster.num_ranks} ranks", style="bold"))
-    held = add_head(tree, f"layout: {int(layout.filled_R.sum())} replicas of {load.num_experts} experts")
+    tree = Tree(Text(f"{title}, {load.total:,} tokens on {counted(cluster.num_ranks, 'rank')}", style="bold"))
+    held = add_head(tree, f"layout: {int(layout.filled_R.sum()):,} replicas of {load.num_experts} experts")
     if previous is not None:
         moved = num_moves(previous.replicas_RE, layout.replicas_RE)
-        add_line(held, "moves", f"{moved} replicas are on ranks that did not hold them before")
-    add_line(held, "between nodes", f"{leaving} tokens ({leaving / max(1, load.total):.2%})")
+        add_line(held, "moves", f"{moved:,} replicas are on ranks that did not hold them before")
+    add_line(held, "between nodes", f"{leaving:,} tokens ({leaving / max(1, load.total):.2%})")
     tokens_RE = np.zeros((cluster.num_ranks, load.num_experts), dtype=np.int64)
     _, expert_N, rank_N, count_N = plan.tokens.entries.T
     np.add.at(tokens_RE, (rank_N, expert_N), count_N)
@@ -165,14 +165,14 @@ def plan_tree(
         ranks = list(range(first, first + size))
         first += size
         tokens_R = {rank: int(plan.tokens.tokens_R[rank]) for rank in ranks}
-        branch = add_head(held, f"node {node}: {sum(tokens_R.values())} tokens")
+        branch = add_head(held, f"node {node}: {sum(tokens_R.values()):,} tokens")
         by_tokens = sorted(ranks, key=lambda rank: (-tokens_R[rank], rank))
         shown = ranks if cluster.num_ranks <= MOST_RANKS_SHOWN else sorted({by_tokens[0], by_tokens[-1]})
         for rank in shown:
             experts = sorted(set(layout.experts_of(rank)), key=lambda expert: (-tokens_RE[rank, expert], expert))
-            words = ", ".join(f"expert {expert} {tokens_RE[rank, expert]}" for expert in experts[:MOST_EXPERTS_SHOWN])
+            words = ", ".join(f"expert {expert} {tokens_RE[rank, expert]:,}" for expert in experts[:MOST_EXPERTS_SHOWN])
             more = f" and {len(experts) - MOST_EXPERTS_SHOWN} more" if len(experts) > MOST_EXPERTS_SHOWN else ""
-            add_line(branch, f"rank {rank}", f"{tokens_R[rank]} tokens: {words or 'no expert'}{more}")
+            add_line(branch, f"rank {rank}", f"{tokens_R[rank]:,} tokens: {words or 'no expert'}{more}")
     proof = add_head(tree, f"certificate: max/mean {certificate.max_over_mean:.4f}")
     for line in str(certificate).splitlines():
         name, _, words = line.partition(":")

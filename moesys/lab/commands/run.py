@@ -15,7 +15,7 @@ from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Training
 from moesys.journal import in_words
-from moesys.lab.commands.options import ExperimentFile, Format, FormatOption, Imports, Jobs, RunFolders, refusing
+from moesys.lab.commands.options import ExperimentFile, Format, FormatOption, Imports, Jobs, RunFolders, Wide, refusing
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiments
 from moesys.lab.runs.runner import RunResult, run
@@ -57,6 +57,7 @@ def run_command(
         ),
     ] = None,
     imports: Imports = None,
+    wide: Wide = False,
 ) -> int:
     """Runs what is left of each experiment in ``file``, and prints its table; for a sweep, draws the chart beside the
     run folders. Returns the exit code. Under torchrun only rank 0 prints.
@@ -84,7 +85,7 @@ def run_command(
             progress=RunProgress(Console(file=told)),
         )
         if writes():
-            comparisons.append(_report(result, form, told))
+            comparisons.append(_report(result, form, told, wide))
             code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
         if result.stopped:
             break
@@ -138,12 +139,12 @@ def _interpreted(experiment: Experiment) -> Training:
     return experiment.workload.replace(interpret=True)
 
 
-def _report(result: RunResult, form: Format, told: TextIO) -> Comparison:
+def _report(result: RunResult, form: Format, told: TextIO, wide: bool) -> Comparison:
     # Not at the top, here and below: a typo in the file is told before torch and scipy are there.
     from moesys.lab.commands.compare import report
 
     print(result, file=told)
-    return report(result, form)
+    return report(result, form, wide=wide)
 
 
 def _draw(comparisons: Sequence[Comparison], path_stem: Path, told: TextIO) -> None:

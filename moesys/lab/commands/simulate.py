@@ -21,15 +21,15 @@ from moesys.balance.plan import StepPlan, why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay, Workload
-from moesys.lab.commands.options import Imports, ModelLayers, refusing
+from moesys.lab.commands.options import Imports, ModelLayers, Wide, refusing
 from moesys.lab.commands.simulate_model import simulate_whole_model
 from moesys.lab.runs.declarations import cluster_of, import_module_of_user, load_experiment, strategy_in
 from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import drawn_like, rest_of, timed_steps
-from moesys.lab.show.comparisons import ratio_words
+from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.figures import timeline_chart, write_chrome_trace
-from moesys.lab.show.tables import Column, Sheet, figure, print_sheet
+from moesys.lab.show.tables import Column, ColumnNote, Sheet, counted, figure, print_sheet
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation, exposed_ms
@@ -39,9 +39,18 @@ MOST_TRACED_RANKS = 64
 MOST_DRAWN_RANKS = 8
 TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
 LEGEND = (
-    "Means over ranks, but for the step. exposed = tokens + restore + waiting: a rank computes nothing meanwhile.",
-    "tokens: until rows have come; restore: until experts have, or gradients; waiting: for slower ranks.",
-    "critical path: what the step waited for, from its start to its end, as shares of it; most first.",
+    ColumnNote(
+        "Means over ranks, but for the step. exposed = tokens + restore + waiting: a rank computes nothing meanwhile.",
+        "exposed_ms",
+    ),
+    ColumnNote(
+        "tokens: until rows have come; restore: until experts have, or gradients; waiting: for slower ranks.",
+        "tokens_ms",
+    ),
+    ColumnNote(
+        "critical path: what the step waited for, from its start to its end, as shares of it; most first.",
+        "critical_path",
+    ),
 )
 
 
@@ -87,6 +96,7 @@ def simulate_command(
     fp8: Annotated[bool, typer.Option("--fp8", help="With --model: products with weights in float8.")] = False,
     optimizer: Annotated[str, typer.Option(help="With --model: adam, adam_bf16 or sgd.")] = "adam",
     imports: Imports = None,
+    wide: Wide = False,
 ) -> None:
     """Simulates a step of an experiment, of a plan or of a whole model, prints the tables and writes the files."""
     if (file is None) == (model is None):
@@ -102,7 +112,7 @@ def simulate_command(
         # Before all is simulated.
         out.mkdir(parents=True, exist_ok=True)
     if file is not None:
-        _simulate(*_todo(file, strategy or (), layers, cluster, step, draws), model_layers, out)
+        _simulate(*_todo(file, strategy or (), layers, cluster, step, draws), model_layers, out, wide)
         return
     assert model is not None
     simulate_whole_model(
@@ -113,6 +123,7 @@ def simulate_command(
         skew=skew,
         draws=draws,
         out=out,
+        wide=wide,
         seq_len=tokens,
         micro_batch=micro_batch,
         global_batch=global_batch,
@@ -121,7 +132,9 @@ def simulate_command(
     )
 
 
-def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | None, out: Path | None) -> None:
+def _simulate(
+    name: str, todo: Sequence[Todo], words: str, model_layers: int | None, out: Path | None, wide: bool
+) -> None:
     found, shape = [], ""
     with Console(stderr=True).status("") as status:
         for of_strategy, of_draws, rest in todo:
@@ -133,7 +146,7 @@ def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | N
                 shape = shape or _shape_words(plans[0])
         # Before the table is printed, whose reader may stop before its end.
         files = [] if out is None else [_write(of, out / stem, name) for stem, of in _by_stem(found)]
-    print_sheet(step_sheet(f"SIMULATED: {name}, {shape}", found, words))
+    print_sheet(step_sheet(f"SIMULATED: {name}, {shape}", found, words), wide=wide)
     for paths in files:
         print("written to " + ", ".join(map(str, paths)))
 
@@ -265,7 +278,8 @@ def _first_layers(plan: StepPlan, layers: int | None) -> StepPlan:
 
 def _shape_words(plan: StepPlan) -> str:
     cluster = plan.cluster
-    return f"one step of {len(plan.layers)} layers on {cluster.num_ranks} ranks of {cluster.num_nodes} nodes"
+    layers, ranks = counted(len(plan.layers), "layer"), counted(cluster.num_ranks, "rank")
+    return f"one step of {layers} on {ranks} of {counted(cluster.num_nodes, 'node')}"
 
 
 def _by_stem(of_strategies: Sequence[StepDraws]) -> Iterator[tuple[str, StepDraws]]:
@@ -339,9 +353,9 @@ class StepDraws:
 class SimulatedStrategy:
     """A row of the table. Columns without an interval are means over draws."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
-    step_ms: Annotated[str, Column("step\nms")]
-    speedup: Annotated[str, Column("speed-up", align="right")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
+    step_ms: Annotated[str, Column("step\nms", kept=True)]
+    speedup: Annotated[str, Column("speed-up", align="right", kept=True)]
     max_over_mean: Annotated[float, Column("load\nmax/mean", ".2f")]
     experts_ms: Annotated[float, Column("experts\nms", figure)]
     other_ms: Annotated[float, Column("other\nms", figure)]
@@ -367,7 +381,8 @@ def step_sheet(title: str, of_strategies: Sequence[StepDraws], draws: str) -> Sh
         for of in of_strategies
     ]
     against = [f"{of.name} would not run: {reason}." for of in of_strategies for reason in of.would_not_run]
-    return Sheet(title, rows, [*LEGEND, *_draw_words(of_strategies, draws), *against])
+    notes = [*LEGEND, *_draw_words(of_strategies, draws), *against]
+    return Sheet(title, rows, notes, unclear=unclear_rows([row.speedup for row in rows]))
 
 
 def _draw_words(of_strategies: Sequence[StepDraws], draws: str) -> Iterator[str]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich import box
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from moesys.config import BYTES_PER_GB, ModelSpec, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
@@ -20,7 +18,7 @@ from moesys.files import write_whole
 from moesys.journal import in_words
 from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
-from moesys.lab.show.tables import figure, print_full
+from moesys.lab.show.tables import Column, Sheet, figure, print_sheet
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 
@@ -38,6 +36,7 @@ def simulate_whole_model(
     skew: float,
     draws: int,
     out: Path | None,
+    wide: bool,
     **fields: Any,
 ) -> None:
     """Simulates a step of a model under each strategy, prints the tables and writes the files.
@@ -64,7 +63,8 @@ def simulate_whole_model(
                 status.update(f"{name}: {words}")
 
             steps.append(simulate_model(run, routing, draws=draws, tell=tell))
-    print_full(Group(*tables(steps)), notes(steps, skew))
+    for sheet in sheets(steps, notes_on(steps, skew)):
+        print_sheet(sheet, wide=wide)
     for path in [] if out is None else _write(steps, out):
         print(f"written to {path}")
 
@@ -107,60 +107,76 @@ def named_strategy(text: str) -> Strategy:
 # --- what is shown --------------------------------------------------------------------------------------------------
 
 
-def tables(steps: Sequence[ModelStep]) -> list[Text | Table]:
-    """Returns the tables of times, of what ranks do, and of memory, each under its title."""
+@dataclass(frozen=True)
+class WholeModelStep:
+    """A row: a step of a model under one strategy."""
+
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
+    step_ms: Annotated[float, Column("step ms", figure, kept=True)]
+    spread: Annotated[str, Column("p10 to p90", align="right")]
+    speedup: Annotated[float, Column("speed-up", ".2f", kept=True)]
+    tokens_per_second: Annotated[float, Column("tokens/s per rank", ",.0f")]
+    mfu: Annotated[float | None, Column("MFU", ".1%")]
+    max_over_mean: Annotated[float, Column("max/mean", ".2f")]
+    peak_gb: Annotated[float, Column("peak GB", ".1f", kept=True)]
+    verdict: Annotated[str, Column("verdict", align="left", wraps=True, kept=True)]
+
+
+@dataclass(frozen=True)
+class PartOfStep:
+    """A row: a part of the time or of the memory, by strategy."""
+
+    time: Annotated[str, Column("mean of ranks, ms", align="left")]
+    memory: Annotated[str, Column("rank that holds most, GB", align="left")]
+    by_strategy: Annotated[Mapping[str, str], Column("{}", align="right")]
+
+
+def sheets(steps: Sequence[ModelStep], notes: Sequence[str] = ()) -> list[Sheet]:
+    """Returns the tables of times, of what ranks do, and of memory, which has the notes."""
     run = steps[0].run
     parallel = run.parallelism
     sizes = {short: getattr(parallel, name) for short, name in SHORT.items() if name != "expert"}
     words = ", ".join(f"{name} {size}" for name, size in (sizes | {"ep": run.groups.expert}).items() if size != 1)
+    micro_batches = f"{run.num_micro_batches:,} micro-batch{'es' * (run.num_micro_batches != 1)}"
     title = (
         f"SIMULATED: {run.model.name or 'a model'} of {run.model.num_parameters / 1e9:.1f} billion parameters "
         f"({run.model.active_parameters / 1e9:.1f} active), on {run.cluster.name or 'a cluster'}"
-        f"{', ' + words if words else ''}: {run.num_micro_batches} micro-batches of {run.micro_batch} x "
-        f"{run.seq_len:,} tokens"
+        f"{', ' + words if words else ''}: {micro_batches} of {run.micro_batch} x {run.seq_len:,} tokens"
     )
-    names = [step.run.strategy.name for step in steps]
-    summary = _table("strategy", ["step ms", "p10 to p90", "speed-up", "tokens/s a rank", "MFU", "max/mean"])
-    summary.add_column("peak GB", justify="right")
-    summary.add_column("verdict")
+    summary = []
     for step in steps:
-        low, high = step.interval
-        summary.add_row(
-            step.run.strategy.name,
-            figure(1e3 * step.seconds),
-            f"{figure(1e3 * low)} to {figure(1e3 * high)}" if high > low else "",
-            f"{steps[0].seconds / step.seconds:.2f}",
-            f"{step.tokens_per_second:,.0f}",
-            "" if step.mfu is None else f"{step.mfu:.1%}",
-            f"{max(draw.max_over_mean for draw in step.draws):.2f}",
-            f"{step.peak.gb:.1f}",
-            step.verdict or "runs, by what is counted",
+        low, high = (figure(1e3 * seconds) for seconds in step.interval)
+        summary.append(
+            WholeModelStep(
+                strategy=step.run.strategy.name,
+                step_ms=1e3 * step.seconds,
+                spread=f"{low} to {high}" if low != high else "",
+                speedup=steps[0].seconds / step.seconds,
+                tokens_per_second=step.tokens_per_second,
+                mfu=step.mfu,
+                max_over_mean=max(draw.max_over_mean for draw in step.draws),
+                peak_gb=step.peak.gb,
+                verdict=step.verdict or "fits",
+            )
         )
-    where = _table("mean of ranks, ms", names)
+    where = []
     for part in dict.fromkeys(name for step in steps for name in step.shares):
-        shares = [(step.shares.get(part, 0.0), step.seconds) for step in steps]
-        if any(seconds > 5e-6 for seconds, _ in shares):
-            where.add_row(part, *(f"{figure(1e3 * seconds)}  {seconds / whole:4.0%}" for seconds, whole in shares))
-    held = _table("rank that holds most, GB", names)
+        shares = {step.run.strategy.name: (step.shares.get(part, 0.0), step.seconds) for step in steps}
+        if any(seconds > 5e-6 for seconds, _ in shares.values()):
+            cells = {name: f"{figure(1e3 * one)}  {one / whole:4.0%}" for name, (one, whole) in shares.items()}
+            where.append(PartOfStep(part, "", cells))
+    held = []
     for part in steps[0].peak.parts:
-        held.add_row(part, *(f"{step.peak.parts[part] / BYTES_PER_GB:.1f}" for step in steps))
-    titles = (title, "What takes the time", "What takes the memory")
+        cells = {step.run.strategy.name: f"{step.peak.parts[part] / BYTES_PER_GB:.1f}" for step in steps}
+        held.append(PartOfStep("", part, cells))
     return [
-        each
-        for words, table in zip(titles, (summary, where, held), strict=True)
-        for each in (Text(words, style="bold"), table)
+        Sheet(title, summary),
+        Sheet("What takes the time", where),
+        Sheet("What takes the memory", held, notes),
     ]
 
 
-def _table(first: str, others: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    return table
-
-
-def notes(steps: Sequence[ModelStep], skew: float) -> list[str]:
+def notes_on(steps: Sequence[ModelStep], skew: float) -> list[str]:
     """Returns how to read the tables, and the effect of faster layers."""
     faster = "; ".join(
         f"{step.run.strategy.name}: " + ", ".join(f"{step.speed_up(by):.2f}" for by in _FASTER) for step in steps

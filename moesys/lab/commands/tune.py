@@ -12,12 +12,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from moesys.lab.commands.options import ExperimentFile, Imports, Jobs, ModelLayers, RunFolders, refusing
+from moesys.lab.commands.options import ExperimentFile, Imports, Jobs, ModelLayers, RunFolders, Wide, refusing
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiment
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.tuning import tune
-from moesys.lab.show.comparisons import ratio_words
+from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.progress import TuneProgress
 from moesys.lab.show.tables import Column, Sheet, figure, print_sheet
 from moesys.tuner.space import SearchBounds, Space
@@ -50,6 +50,7 @@ def tune_command(
     jobs: Jobs = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, and keep the old journal beside.")] = False,
     imports: Imports = None,
+    wide: Wide = False,
 ) -> None:
     """Tunes the experiment in ``file``, prints the result and writes it to a folder. Only rank 0 of torchrun prints."""
     for name in imports or ():
@@ -63,7 +64,7 @@ def tune_command(
     if writes():
         tuned = result.tuned
         for sheet in tune_sheets(tuned, experiment.name):
-            print_sheet(sheet)
+            print_sheet(sheet, wide=wide)
         print(
             f"Decided by {tuned.decided_by} times: {tuned.speedup:.3f} x as fast as {tuned.baseline.name}.\n"
             f"The strategy and its reasons: {result.path / 'tuned.toml'}\n"
@@ -78,10 +79,10 @@ def tune_command(
 class TunedStrategy:
     """A row: a strategy, its step time and its speed-up, over several draws or timed trials if it has such."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
-    ms: Annotated[float, Column("step ms", figure)]
-    speedup: Annotated[str | None, Column("speed-up", align="right")] = None
-    paired: Annotated[str | None, Column("speed-up [95 %]", align="right")] = None
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
+    ms: Annotated[float, Column("step ms", figure, kept=True)]
+    speedup: Annotated[str | None, Column("speed-up", align="right", kept=True)] = None
+    paired: Annotated[str | None, Column("speed-up [95 %]", align="right", kept=True)] = None
     num_draws: Annotated[int | None, Column("draws")] = None
     num_trials: Annotated[int | None, Column("trials")] = None
 
@@ -91,8 +92,8 @@ class ChosenField:
     """A row: a field of the chosen strategy."""
 
     field: Annotated[str, Column("field", align="left")]
-    value: Annotated[str, Column("value", align="left", wraps=True)]
-    why: Annotated[str, Column("why", align="left", wraps=True)]
+    value: Annotated[str, Column("value", align="left", wraps=True, kept=True)]
+    why: Annotated[str, Column("why", align="left", wraps=True, kept=True)]
 
 
 def tune_sheets(tuned: TunePick, name: str) -> list[Sheet]:
@@ -147,7 +148,8 @@ def _drawn(tuned: TunePick, name: str) -> Sheet:
         rows.append(TunedStrategy(draws.strategy.name, mean_ms, paired=ratio_words(ratio), num_draws=ratio.n))
     seeds = "seeds" if tuned.search.baseline and len(tuned.search.of.seeds) > 1 else "seeds, or steps of the only one"
     notes = [f"A draw: {seeds}. Paired with {tuned.baseline.name}'s; Student's t on logarithms."]
-    return Sheet(f"SIMULATED: {name}, the fastest on further draws", rows, notes)
+    unclear = unclear_rows([row.paired for row in rows])
+    return Sheet(f"SIMULATED: {name}, the fastest on further draws", rows, notes, unclear=unclear)
 
 
 def _measured(tuned: TunePick, name: str) -> Sheet:

@@ -54,8 +54,8 @@ class RankedPlanner:
     """
 
     place: Annotated[int | None, Column("place")]
-    planner: Annotated[str, Column("planner + split")]
-    slowdown: Annotated[PairedRatio | None, Column("slowdown [95 %]", in_words)]
+    planner: Annotated[str, Column("planner + split", align="left", wraps=True, kept=True)]
+    slowdown: Annotated[PairedRatio | None, Column("slowdown [95 %]", in_words, kept=True)]
     by_workload: Annotated[Mapping[str, float], Column("{}", ".3f")]
     layer_ms: Annotated[float | None, Column("a layer, ms", ".2f")]
     max_over_mean: Annotated[float | None, Column("max/mean", ".3f")]
@@ -64,7 +64,7 @@ class RankedPlanner:
     restored_gb: Annotated[float | None, Column("restored GB", ".2f")]
     memory_gb: Annotated[float | None, Column("memory GB", ".2f")]
     planning_ms: Annotated[float | None, Column("planning ms", ".2f")]
-    cannot: Annotated[str | None, Column("cannot plan in")]
+    cannot: Annotated[str | None, Column("cannot plan in", wraps=True)]
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,7 @@ def write_pages(
     groups: Sequence[PlannerGroup],
     found: Sequence[PlannerResult],
     introduction: Sequence[str],
+    wide: bool,
 ) -> list[Path]:
     """Writes ``found`` as a page of Markdown and one of HTML, prints each group's ranking, and returns the pages."""
     markdown, html = folder / "leaderboard.md", folder / "leaderboard.html"
@@ -193,7 +194,7 @@ def write_pages(
     write(Report("leaderboard", TITLE, "simulated", sheets, introduction=introduction), page=markdown)
     write_whole(html, _html(introduction, workloads, parts))
     for tables, _ in parts:
-        print_sheet(replace(tables[0], without=("by_workload", "cannot"), notes=()))
+        print_sheet(replace(tables[0], without=("by_workload", "cannot"), notes=()), wide=wide)
     return [markdown, html]
 
 
@@ -211,8 +212,8 @@ def _tables_and_figure(group: PlannerGroup, found: Sequence[PlannerResult]) -> t
 @dataclass(frozen=True)
 class WorkloadRow:
     name: Annotated[str, Column("workload")]
-    about: Annotated[str, Column("routing")]
-    where: Annotated[str, Column("models and clusters")]
+    about: Annotated[str, Column("routing", align="left")]
+    where: Annotated[str, Column("models and clusters", align="left")]
 
 
 def _workloads(scored_in: Sequence[RoutingSetting]) -> list[WorkloadRow]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,7 +16,7 @@ from moesys.config.workload import RealTraining, Training
 from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, Row
 from moesys.lab.runs.records import setting_fingerprint
 from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
-from moesys.lab.show.tables import Column, Sheet, counted, escaped, figure, latex_table, markdown_table
+from moesys.lab.show.tables import Column, ColumnNote, Sheet, counted, escaped, figure, latex_table, markdown_table
 
 Format = Literal["markdown", "csv", "json", "latex"]
 COMPARISON_SCHEMA = 1
@@ -25,9 +26,9 @@ COMPARISON_SCHEMA = 1
 class ComparedStrategy:
     """A row of the table of a comparison. Metrics are medians over seeds of each seed's median."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
-    step_ms: Annotated[float | None, Column("step\nms", figure)]
-    speedup: Annotated[str, Column("speed-up\n[95 %]", align="right")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
+    step_ms: Annotated[float | None, Column("step\nms", figure, kept=True)]
+    speedup: Annotated[str, Column("speed-up\n[95 %]", align="right", kept=True)]
     exposed_ms: Annotated[float | None, Column("exposed\nms", figure)]
     load_max_over_mean: Annotated[float | None, Column("load\nmax/mean", ".2f")]
     restored_mib: Annotated[float | None, Column("restored\nMiB", figure)]
@@ -35,7 +36,7 @@ class ComparedStrategy:
     inter_node_share: Annotated[float | None, Column("between\nnodes %", ".1f", 100)]
     final_loss: Annotated[float | None, Column("loss\nat end", ".4f")]
     would_run: Annotated[str, Column("would\nrun", align="right")]
-    n: Annotated[str, Column("n")]
+    n: Annotated[str, Column("n", kept=True)]
     agreement: Annotated[str, Column("agreement", align="right")]
 
 
@@ -58,7 +59,8 @@ def comparison_sheet(comparison: Comparison, machine: str = "") -> Sheet:
     ]
     best = [place for place, row in enumerate(comparison.rows) if row.name in comparison.best]
     title = f"{comparison.source.upper()}: {comparison.experiment.name}"
-    return Sheet(title, rows, _legend(comparison, machine), best=best)
+    unclear = unclear_rows([row.speedup for row in rows])
+    return Sheet(title, rows, _legend(comparison, machine), best=best, unclear=unclear)
 
 
 def format_comparison(comparison: Comparison, form: Format, machine: str = "") -> str:
@@ -109,6 +111,11 @@ def ratio_words(ratio: PairedRatio) -> str:
     return f"{mark}{ratio.estimate:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
+def unclear_rows(speedups: Sequence[str | None]) -> list[int]:
+    """Returns the indices of the speed-ups that ``ratio_words`` marks, because they may be due to chance."""
+    return [place for place, words in enumerate(speedups) if words and words.startswith(("~ ", "? "))]
+
+
 def _agreement_cell(row: Row, comparison: Comparison) -> str:
     if comparison.source == "simulated":
         return "n/a"
@@ -139,18 +146,28 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
     agreements = [row.agreement for row in comparison.rows if row.agreement is not None]
     if any(agreement.exact for agreement in agreements):
         lines.append(
-            f"Agreement: every loss must have the bits of {baseline}'s, same seed, same step, of strategies with its "
-            "LayoutInvariant reduction. Where one has not, that is an error, and no speed is shown."
+            ColumnNote(
+                f"Agreement: every loss must have the bits of {baseline}'s, same seed, same step, of strategies with "
+                "its LayoutInvariant reduction. Where one has not, that is an error, and no speed is shown.",
+                "agreement",
+            )
         )
     if tolerance := max((agreement.tolerance for agreement in agreements), default=0.0):
         lines.append(
-            f"Agreement: the largest relative difference of a loss from {baseline}'s, same seed, same step. "
-            f"Above {tolerance:g} ({experiment.model.dtype}) within the first {JUDGED_STEPS} steps the numbers differ, "
-            "and no speed is shown."
+            ColumnNote(
+                f"Agreement: the largest relative difference of a loss from {baseline}'s, same seed, same step. Above "
+                f"{tolerance:g} ({experiment.model.dtype}) within the first {JUDGED_STEPS} steps the numbers differ, "
+                "and no speed is shown.",
+                "agreement",
+            )
         )
         if any(row.agreement and row.agreement.holds and row.agreement.steps_left for row in comparison.rows):
             lines.append(
-                "For some steps: after those a loss is further off, as when a rounding sends a token to another expert."
+                ColumnNote(
+                    "For some steps: after those a loss is further off, as when a rounding sends a token to another "
+                    "expert.",
+                    "agreement",
+                )
             )
     starved = {row.name: sum(map(sum, row.samples.get("starved_experts", {}).values())) for row in comparison.rows}
     if any(starved.values()):

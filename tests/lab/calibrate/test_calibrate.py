@@ -492,12 +492,12 @@ def test_a_folder_that_takes_no_file_is_refused_before_anything_is_measured(monk
 
 @pytest.mark.usefixtures("_tiny")
 def test_what_was_measured_is_written_before_it_is_printed(monkeypatch):
-    def stops(*_: object) -> None:
+    def stops(*_: object, **__: object) -> None:
         raise BrokenPipeError
 
     known = KnownRanks(KNOWN.replace(ranks_per_node=2))
     monkeypatch.setattr(command, "start_ranks", lambda *_, **__: (known, known.cluster))
-    monkeypatch.setattr(tables, "print_full", stops)
+    monkeypatch.setattr(tables, "print_sheet", stops)
     with pytest.raises(BrokenPipeError):
         command.calibrate_command(2, json=Path("samples.json"), out=Path("here.toml"))
     assert "cluster" in json.loads(Path("samples.json").read_text())

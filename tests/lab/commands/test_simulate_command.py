@@ -209,7 +209,7 @@ def test_a_step_that_takes_no_time_has_no_speed_up(tmp_path):
 def test_a_reader_who_has_enough_is_no_error_and_a_full_disk_is_one(tmp_path, monkeypatch, capsys):
     file = written(tmp_path, declared())
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
     for command, prints in ((simulate, "print_sheet"), (explain, "print_full")):

@@ -30,7 +30,7 @@ def test_it_says_and_writes_what_is_simulated(tmp_path: Path) -> None:
         assert again.run.num_micro_batches == 2
     for name in ("memory.svg", "memory.png"):
         assert (tmp_path / "out" / name).stat().st_size > 1000
-    assert "runs, by what is counted" in found.output
+    assert found.output.count(" fits") == 2
 
 
 def test_skewed_routing_has_an_interval() -> None:
