@@ -44,7 +44,7 @@ def refusing() -> Iterator[None]:
 
 def _reason(error: ValueError | OSError) -> str:
     # Not at the top: it needs pydantic.
-    from moesys.journal import in_words
+    from moesys.config.base import in_words
 
     if not (isinstance(error, OSError) and error.filename):
         return in_words(error)

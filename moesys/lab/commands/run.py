@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Training
-from moesys.journal import in_words
 from moesys.lab.commands.options import ExperimentFile, Format, FormatOption, Imports, Jobs, RunFolders, Wide, refusing
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiments
@@ -124,10 +122,7 @@ def _with(further: Sequence[Strategy], experiment: Experiment) -> Experiment:
     """Adds strategies, except for those that the experiment already has, under any name."""
     there = {strategy.fingerprint() for strategy in experiment.strategies}
     new = [strategy for strategy in further if strategy.fingerprint() not in there]
-    try:
-        return experiment.replace(strategies=(*experiment.strategies, *new)) if new else experiment
-    except ValidationError as error:
-        raise ValueError(in_words(error)) from None
+    return experiment.replace(strategies=(*experiment.strategies, *new)) if new else experiment
 
 
 def _interpreted(experiment: Experiment) -> Training:

@@ -258,7 +258,7 @@ def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
         (["{plan}", "--step", "1"], "--step is for experiments"),
         (["{plan}", "--layers", "2"], "layers=2 is more than the 1 that there are"),
         (["missing.json"], "missing.json is not a file"),
-        (["{broken}"], "is no plan of a step: strategy: Field required"),
+        (["{broken}"], "is no plan of a step: strategy is missing"),
         (["{text}"], "is no StepPlan and no experiment"),
         (["{number}"], "number.json declares no experiment: Input should be a valid dictionary"),
         (["{bytes}"], "bytes.json is no StepPlan and no experiment: 'utf-8' codec"),
