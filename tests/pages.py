@@ -31,7 +31,8 @@ FENCE = re.compile(
 
 # Commands that no test runs, and why. Their options are checked all the same.
 NOT_RUN = {
-    r"pip|make|srun|#SBATCH|head=|#!": "installs, or needs Slurm",
+    r"pip|make|srun|head=": "installs, or needs Slurm",
+    r"\.venv/bin/": "runs the tests",
     r"torchrun --nnodes": "needs several hosts",
     r"torchrun .* -m moesys": "the same trials as the command before it",
     r".*--slurm": "needs Slurm",

@@ -22,13 +22,12 @@ class ModelSpec(Declared):
     ``dtype`` is that of activations and of the weights that products read; masters are float32 whatever it says.
     """
 
-    name: DisplayName = Field("", description="for people; not part of the fingerprint")
+    name: DisplayName = Field("", description="name in tables; not part of the fingerprint")
     hidden_size: int = Field(ge=1, description="H, width of a token")
     vocab_size: int = Field(ge=1, description="V, rows of the embedding and columns of the head")
     tied_embeddings: bool = Field(False, description="the head's weights are those of the embedding")
-    layers: tuple[LayerSpec, ...] = Field(min_length=1, description="in the order in which they run")
-    dtype: DType = "bfloat16"
-    """Dtype of activations and of the weights that products read."""
+    layers: tuple[LayerSpec, ...] = Field(min_length=1, description="layers in the order in which they run")
+    dtype: DType = Field("bfloat16", description="dtype of activations and of the weights that products read")
 
     @classmethod
     def from_config(
