@@ -15,7 +15,7 @@ import typer
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.files import write_whole
-from moesys.lab.commands.options import Format, FormatOption, Wide, refusing
+from moesys.lab.commands.options import AsJson, Format, FormatOption, Wide, refusing
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
 from moesys.lab.runs.records import RunFolder, setting_fingerprint
@@ -35,12 +35,16 @@ def compare(runs: Sequence[Path | str]) -> list[Comparison]:
 
 @refusing()
 def compare_command(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Run folders, as runs/demo-1234abcd.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, such as runs/demo-1234abcd.")],
     form: FormatOption = "table",
-    metric: Annotated[str | None, typer.Option(help="One metric's samples, such as router_entropy.")] = None,
+    as_json: AsJson = False,
     wide: Wide = False,
+    metric: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show the samples of one metric, such as router_entropy.")
+    ] = None,
 ) -> int:
     """Prints a table for each model, cluster and workload among ``folders``, or for one metric."""
+    form = "json" if as_json else form
     groups = _groups([RunFolder(folder) for folder in folders])
     comparisons = [_merged(group) for group in groups]
     known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
@@ -48,7 +52,7 @@ def compare_command(
         raise ValueError(f"--metric={metric} is not recorded; choose one of {', '.join(known) or 'none'}")
     if metric is not None and form != "table":
         raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
-    if len(groups) > 1 and form in ("csv", "json"):
+    if len(groups) > 1 and form in ("csv", "csv-samples", "json"):
         raise ValueError(
             f"--format={form} holds one comparison, and these folders make {len(groups)}; give them one at a time"
         )

@@ -17,7 +17,7 @@ from moesys.config.workload import Generated
 from moesys.files import write_whole
 from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
-from moesys.lab.show.tables import Column, Sheet, figure, print_sheet
+from moesys.lab.show.tables import Column, Output, Sheet, figure, print_sheet
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 
@@ -32,8 +32,7 @@ def simulate_whole_model(
     parallel: str,
     skew: float,
     draws: int,
-    out: Path | None,
-    wide: bool,
+    output: Output,
     **fields: Any,
 ) -> None:
     """Simulates a step of a model under each strategy, prints the tables and writes the files.
@@ -52,7 +51,7 @@ def simulate_whole_model(
     if len(set(strategies)) < len(strategies):
         raise ValueError(f"strategy={list(strategies)} names one twice; give each once")
     steps = []
-    with Console(stderr=True).status("") as status:
+    with Console(stderr=True, quiet=output.quiet).status("") as status:
         for name in strategies:
             run = ModelRun.model_validate(declared | {"strategy": named_strategy(name)})
 
@@ -60,10 +59,14 @@ def simulate_whole_model(
                 status.update(f"{name}: {words}")
 
             steps.append(simulate_model(run, routing, draws=draws, tell=tell))
-    for sheet in sheets(steps, notes_on(steps, skew)):
-        print_sheet(sheet, wide=wide)
-    for path in [] if out is None else _write(steps, out):
-        print(f"written to {path}")
+    files = [] if output.folder is None else _write(steps, output.folder)
+    if output.as_json:
+        print(_json(steps))
+    else:
+        for sheet in sheets(steps, notes_on(steps, skew)):
+            print_sheet(sheet, wide=output.wide)
+    if files:
+        output.tell_written(path.name for path in files)
 
 
 def parallelism_of(text: str) -> Parallelism:
@@ -188,9 +191,13 @@ def notes_on(steps: Sequence[ModelStep], skew: float) -> list[str]:
 def _write(steps: Sequence[ModelStep], out: Path) -> list[Path]:
     """Writes the simulated steps as data, and a chart of the memory."""
     found = out / "model.json"
-    write_whole(found, json.dumps([_fields(step) for step in steps], indent=2))
+    write_whole(found, _json(steps))
     parts = {step.run.strategy.name: step.peak.parts for step in steps}
     return [found, *memory_chart(parts, out / "memory", have_gb=steps[0].run.cluster.memory_gb)]
+
+
+def _json(steps: Sequence[ModelStep]) -> str:
+    return json.dumps([_fields(step) for step in steps], indent=2)
 
 
 def _fields(step: ModelStep) -> Mapping[str, Any]:

@@ -28,8 +28,9 @@ from moesys.lab.leaderboard.workloads import RoutingSetting
 from moesys.lab.runs.statistics import PairedRatio, paired_ratio
 from moesys.lab.show.figures import OKABE_ITO
 from moesys.lab.show.pages import PAGE_STYLE, inline_svg, page, sheet_section
-from moesys.lab.show.tables import Column, Report, Sheet, print_sheet, write
+from moesys.lab.show.tables import Column, Report, Sheet, write
 
+PAGE, HTML_PAGE = "leaderboard.md", "leaderboard.html"
 TITLE = "SIMULATED: a leaderboard of planners"
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
@@ -184,18 +185,15 @@ def write_pages(
     groups: Sequence[PlannerGroup],
     found: Sequence[PlannerResult],
     introduction: Sequence[str],
-    wide: bool,
-) -> list[Path]:
-    """Writes ``found`` as a page of Markdown and one of HTML, prints each group's ranking, and returns the pages."""
-    markdown, html = folder / "leaderboard.md", folder / "leaderboard.html"
+) -> Report:
+    """Writes ``found`` as a page of Markdown and one of HTML, and returns each group's ranking, to be printed."""
     parts = [_tables_and_figure(group, [one for one in found if one.group == group.name]) for group in groups]
     workloads = Sheet("Workloads", _workloads(scored_in))
     sheets = [workloads, *(sheet for tables, _ in parts for sheet in tables)]
-    write(Report("leaderboard", TITLE, "simulated", sheets, introduction=introduction), page=markdown)
-    write_whole(html, _html(introduction, workloads, parts))
-    for tables, _ in parts:
-        print_sheet(replace(tables[0], without=("by_workload", "cannot"), notes=()), wide=wide)
-    return [markdown, html]
+    write(Report("leaderboard", TITLE, "simulated", sheets, introduction=introduction), page=folder / PAGE)
+    write_whole(folder / HTML_PAGE, _html(introduction, workloads, parts))
+    rankings = [replace(tables[0], without=("by_workload", "cannot"), notes=()) for tables, _ in parts]
+    return Report("leaderboard", TITLE, "simulated", rankings)
 
 
 def _tables_and_figure(group: PlannerGroup, found: Sequence[PlannerResult]) -> tuple[list[Sheet], str]:
