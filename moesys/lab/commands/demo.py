@@ -157,7 +157,7 @@ def _run(
     result = run(
         experiment, out, fresh=fresh, record_routing=record_routing, progress=RunProgress(Console(file=sys.stdout))
     )
-    print(result)
+    print(result.summary)
     return result, report(result, "table")
 
 

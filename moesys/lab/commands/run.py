@@ -142,7 +142,7 @@ def _report(result: RunResult, form: Format, told: TextIO) -> Comparison:
     # Not at the top, here and below: a typo in the file is told before torch and scipy are there.
     from moesys.lab.commands.compare import report
 
-    print(result, file=told)
+    print(result.summary, file=told)
     return report(result, form)
 
 
