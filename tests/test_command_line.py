@@ -102,7 +102,8 @@ BAD_FILES = [
         "a.py: experiment() failed\n"
         '  File "a.py", line 7, in experiment\n    return _shape()\n'
         '  File "a.py", line 4, in _shape\n    return ms.ModelShape(hidden_size=8)\n'
-        "ValidationError: intermediate_size: Field required; num_experts: Field required; top_k: Field required",
+        "ValueError: ModelShape needs intermediate_size, num_experts, top_k; write ms.ModelShape(hidden_size=..., "
+        "intermediate_size=..., num_experts=..., top_k=...)",
         id="raises",
     ),
     pytest.param(
@@ -127,7 +128,8 @@ BAD_FILES = [
     pytest.param(
         "a.toml",
         experiment().to_toml().replace("name =", "nam =", 1),
-        "a.toml declares no experiment: name: Field required; nam: Extra inputs are not permitted",
+        "a.toml declares no experiment: Experiment has no field 'nam'; its fields are name, description, model, "
+        "cluster, strategies, workload, seeds, repeat_baseline; did you mean 'name'?",
         id="field",
     ),
     pytest.param(

@@ -126,10 +126,10 @@ class Certificate(Display):
     def __str__(self) -> str:
         experts, ranks = _named("expert", self.tight.experts), _named("rank", self.tight.ranks)
         lines = (
-            f"busiest rank: {self.max_tokens} tokens, {self.max_over_mean:.4f} × the mean of {float(self.mean):.1f}",
-            f"this layout:  at least {self.layout_bound} (gap {self.layout_gap:.2%}), for {self.tight.tokens} tokens "
-            f"live only on {ranks}: {experts}",
-            f"any layout:   at least {self.bound} (gap {self.gap:.2%}), by {self.bound_kind}",
+            f"busiest rank: {self.max_tokens:,} tokens, {self.max_over_mean:.4f} × the mean of {float(self.mean):,.1f}",
+            f"this layout:  at least {self.layout_bound:,} (gap {self.layout_gap:.2%}), for {self.tight.tokens:,} "
+            f"tokens live only on {ranks}: {experts}",
+            f"any layout:   at least {self.bound:,} (gap {self.gap:.2%}), by {self.bound_kind}",
         )
         return "\n".join(lines)
 

@@ -18,9 +18,9 @@ from pydantic import BaseModel, StrictInt
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem, check_model
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
+from moesys.config.base import in_words
 from moesys.config.member import RECORDED
 from moesys.display import Columns, Display
-from moesys.journal import in_words
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.limits import out_of_memory, too_many_rows
 from moesys.load import LoadMatrix

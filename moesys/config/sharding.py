@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared
+from moesys.config.base import Declared, OfKind
 
 SlotCount = Annotated[int, Field(ge=0, strict=True)]
 SlotGigabytes = Annotated[float, Field(ge=0, le=1e9)]
@@ -88,4 +88,4 @@ class Fsep(Declared):
         return self.restore == self.reshard == "flat"
 
 
-Sharding = Annotated[Ep | Fsep, Field(discriminator="kind")]
+Sharding = Annotated[Ep | Fsep, OfKind()]

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from moesys.config.balance import Balance
-from moesys.config.base import BYTES_PER_GB, Declared, DisplayName
+from moesys.config.base import BYTES_PER_GB, Declared, DisplayName, OfKind
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.overlap import Overlap, Sequential
@@ -43,7 +43,7 @@ class Adaptive(Declared):
     """Uses the predictor that was closest lately: each one is tested on every load before it sees the load."""
 
     kind: Literal["adaptive"] = "adaptive"
-    candidates: tuple[Annotated[Last | WindowMean | Ema, Field(discriminator="kind")], ...] = Field(
+    candidates: tuple[Annotated[Last | WindowMean | Ema, OfKind()], ...] = Field(
         (Last(), WindowMean(steps=5), Ema(decay=0.5), Ema(decay=0.9)), min_length=1
     )
     memory: int = Field(16, ge=1, description="loads over which an error is forgotten to 1/e")
@@ -58,7 +58,7 @@ class Oracle(Declared):
     kind: Literal["oracle"] = "oracle"
 
 
-Predictor = Annotated[Last | WindowMean | Ema | Adaptive | Oracle, Field(discriminator="kind")]
+Predictor = Annotated[Last | WindowMean | Ema | Adaptive | Oracle, OfKind()]
 
 
 class Ordered(Declared):
@@ -88,7 +88,7 @@ class LayoutInvariant(Declared):
     gradient_bytes: ClassVar[int] = 8
 
 
-Reduction = Annotated[Ordered | LayoutInvariant, Field(discriminator="kind")]
+Reduction = Annotated[Ordered | LayoutInvariant, OfKind()]
 
 
 class Strategy(Declared):

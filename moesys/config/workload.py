@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared
+from moesys.config.base import Declared, LongName, OfKind
 from moesys.config.hub import num_moe_layers, parse_config, read_config, shape_of
 from moesys.config.model import ModelShape
 
@@ -93,7 +93,9 @@ class ModelTraining(RealTraining):
     model: str = Field(min_length=1)
     data: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     tokenizer: str = Field("bytes", min_length=1)
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="what layers compute in; masters are float32")
+    dtype: Annotated[Literal["float32", "bfloat16"], LongName] = Field(
+        "float32", description="what layers compute in; masters are float32"
+    )
     config: str = Field("", description="content of the config.json, read where it is left out", repr=False)
 
     @model_validator(mode="before")
@@ -194,4 +196,4 @@ class Generated(CostModelWorkload):
     steps: int = Field(20, ge=1, description="timed steps after the warm-up")
 
 
-Workload = Annotated[Training | ModelTraining | Replay | Generated, Field(discriminator="kind")]
+Workload = Annotated[Training | ModelTraining | Replay | Generated, OfKind()]

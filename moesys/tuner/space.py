@@ -23,7 +23,7 @@ from pydantic import (
 
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.config import Declared, Fsep, Strategy, WindowMean
-from moesys.config.base import toml_fields
+from moesys.config.base import WordedModel, in_words, toml_fields
 from moesys.config.member import Member
 from moesys.tuner.workload import Setting
 
@@ -92,7 +92,7 @@ def _checked(listed: Values) -> Values:
     return {path: found[path] for path in listed}
 
 
-class Space(RootModel[dict[str, tuple[Any, ...]]]):
+class Space(WordedModel, RootModel[dict[str, tuple[Any, ...]]]):
     """Every combination of one value per field of ``Strategy``; a field that is not named has its default.
 
     ``Space({"sharding": ("ep", "fsep"), "sharding.fsep.slots_per_rank": (2, 3), "overlap": ("sequential", "pipelined"),
@@ -102,9 +102,9 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
     that field for each listed kind of overlap that has it, ``sharding.fsep.slots_per_rank`` for one kind; members
     that are listed whole stay as they are. In a file, ``none`` stands for None.
 
-    Combinations that ``Strategy`` refuses, or that do not fit the model, are no points. Raises ValidationError, which
-    names the path, for unknown fields and kinds, for fields of kinds that are not listed, and for values that a field
-    refuses.
+    Combinations that ``Strategy`` refuses, or that do not fit the model, are no points. Raises ValueError, which names
+    the path, for unknown fields and kinds, for fields of kinds that are not listed, and for values that
+    a field refuses.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -169,7 +169,7 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
                 continue
             members, choices = found.setdefault(value, []), self.choices(part, value)
             for values in itertools.product(*choices.values()):
-                with suppress(ValidationError):
+                with suppress(ValueError):
                     members.append(_classes_of(part)[value](**dict(zip(choices, values, strict=True))))
         return found
 
@@ -233,7 +233,7 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
                         # Slots are declared as a number or as memory.
                         other = {"slot_gb_per_rank": None} if field == "slots_per_rank" else {}
                         for value in values:
-                            with suppress(ValidationError):
+                            with suppress(ValueError):
                                 yield f"{part}.{field}", value, {part: own.replace(**{field: value} | other)}
                     members = [value for value in self.root.get(part, ()) if getattr(value, "kind", "") == kind]
                 yield from ((f"{part}.kind", member, {part: member}) for member in members)
@@ -402,7 +402,7 @@ def _field_value(path: str, value: Any, adapters: list[TypeAdapter[Any]]) -> Any
     except ValidationError as error:
         if value == _NONE:
             return _field_value(path, None, adapters)
-        raise ValueError(f"{path}={value!r}: {_in_words(error)}") from None
+        raise ValueError(f"{path}={value!r}: {in_words(error)}") from None
 
 
 def _part_value(part: str, value: Any) -> Any:
@@ -418,8 +418,4 @@ def _part_value(part: str, value: Any) -> Any:
     try:
         return _adapter(Strategy, part).validate_python(value)
     except ValidationError as error:
-        raise ValueError(f"{part}={value!r}: {_in_words(error)}") from None
-
-
-def _in_words(error: ValidationError) -> str:
-    return "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors(include_url=False))
+        raise ValueError(f"{part}={value!r}: {in_words(error)}") from None

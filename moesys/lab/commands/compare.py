@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.files import write_whole
-from moesys.lab.commands.options import Format, FormatOption, refusing
+from moesys.lab.commands.options import AsJson, Format, FormatOption, Wide, refusing
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
 from moesys.lab.runs.records import RunFolder, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.show.comparisons import comparison_sheet, format_comparison
-from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, terminal_table
+from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, svg_table
 
 
 def compare(runs: Sequence[Path | str]) -> list[Comparison]:
@@ -36,11 +35,16 @@ def compare(runs: Sequence[Path | str]) -> list[Comparison]:
 
 @refusing()
 def compare_command(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Run folders, as runs/demo-1234abcd.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, such as runs/demo-1234abcd.")],
     form: FormatOption = "table",
-    metric: Annotated[str | None, typer.Option(help="One metric's samples, such as router_entropy.")] = None,
+    as_json: AsJson = False,
+    wide: Wide = False,
+    metric: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show the samples of one metric, such as router_entropy.")
+    ] = None,
 ) -> int:
     """Prints a table for each model, cluster and workload among ``folders``, or for one metric."""
+    form = "json" if as_json else form
     groups = _groups([RunFolder(folder) for folder in folders])
     comparisons = [_merged(group) for group in groups]
     known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
@@ -48,7 +52,7 @@ def compare_command(
         raise ValueError(f"--metric={metric} is not recorded; choose one of {', '.join(known) or 'none'}")
     if metric is not None and form != "table":
         raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
-    if len(groups) > 1 and form in ("csv", "json"):
+    if len(groups) > 1 and form in ("csv", "csv-samples", "json"):
         raise ValueError(
             f"--format={form} holds one comparison, and these folders make {len(groups)}; give them one at a time"
         )
@@ -58,20 +62,20 @@ def compare_command(
         if len(groups) > 1:
             print(*(folder.path for folder in group))
         if metric is None:
-            _print(comparison, form, of_group)
+            _print(comparison, form, of_group, wide)
         else:
-            print_sheet(_metric_sheet(comparison, metric))
+            print_sheet(_metric_sheet(comparison, metric), wide=wide)
     return max(_told_unequal(comparison, group) for group, comparison in zip(groups, comparisons, strict=True))
 
 
-def report(result: RunResult, form: Format) -> Comparison:
+def report(result: RunResult, form: Format, *, wide: bool = False) -> Comparison:
     """Prints the table of a run, and writes it to ``table.txt`` and ``table.svg`` in the run folder."""
     comparison = compare_records(result.experiment, result.records)
     folder = RunFolder(result.path)
     environments = _environments([folder], comparison)
     _save_table(comparison, environments, folder.path)
     _warn(environments)
-    _print(comparison, form, environments)
+    _print(comparison, form, environments, wide)
     _told_unequal(comparison, [folder])
     return comparison
 
@@ -99,10 +103,10 @@ def _told_unequal(comparison: Comparison, folders: Sequence[RunFolder]) -> int:
     return int(bool(comparison.unequal))
 
 
-def _print(comparison: Comparison, form: Format, environments: Sequence[Environment]) -> None:
+def _print(comparison: Comparison, form: Format, environments: Sequence[Environment], wide: bool) -> None:
     machine = environments[0].machine_line if environments else ""
     if form == "table":
-        print_sheet(comparison_sheet(comparison, machine))
+        print_sheet(comparison_sheet(comparison, machine), wide=wide)
     else:
         print(format_comparison(comparison, form, machine), end="")
 
@@ -112,18 +116,14 @@ def _save_table(comparison: Comparison, environments: Sequence[Environment], fol
     text = io.StringIO()
     print_sheet(sheet, text)
     write_whole(folder / "table.txt", text.getvalue())
-    console = Console(file=io.StringIO(), record=True, width=160)
-    console.print(terminal_table(sheet))
-    for note in sheet.notes:
-        console.print(note, highlight=False, markup=False)
-    write_whole(folder / "table.svg", console.export_svg(title=comparison.experiment.name))
+    write_whole(folder / "table.svg", svg_table(sheet, comparison.experiment.name))
 
 
 @dataclass(frozen=True)
 class MetricRow:
     """One metric of one strategy, over all samples of all seeds; the median is that of the seeds' medians."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
     median: Annotated[float | None, Column("median", figure)]
     lowest: Annotated[float | None, Column("lowest", figure)]
     highest: Annotated[float | None, Column("highest", figure)]

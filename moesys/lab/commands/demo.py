@@ -32,7 +32,7 @@ from moesys.config.overlap import Pipelined
 from moesys.config.strategy import Reduction
 from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands.compare import report
-from moesys.lab.commands.options import RunFolders, refusing
+from moesys.lab.commands.options import Quiet, RunFolders, Wide, refusing
 from moesys.lab.runs.comparison import Comparison
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.runner import RunResult, run
@@ -40,6 +40,7 @@ from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.runs.trials import routing_of
 from moesys.lab.show.figures import computed_tokens, load_heat_map, loss_chart, timeline_chart
 from moesys.lab.show.progress import RunProgress
+from moesys.lab.show.tables import Output
 from moesys.simulator.step_program import simulate
 
 SEEDS = tuple(range(MIN_SEEDS))
@@ -117,17 +118,20 @@ def replay_experiment(traces: Path) -> Experiment:
 @refusing()
 def demo_command(
     out: RunFolders = Path("runs"),
+    quiet: Quiet = False,
+    wide: Wide = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Train again, in new run folders.")] = False,
 ) -> int:
     """Trains, compares, replays, compares and draws; recorded trials are not repeated. Returns the exit code."""
     # hidden, so that ``compare runs/*`` does not take it for a run folder
     traces = out.resolve() / ".demo-traces"
     training = training_experiment()
-    trained, compared = _run(training, out, fresh, record_routing=traces / TRACE)
+    show = Output(quiet=quiet, wide=wide)
+    trained, compared = _run(training, out, show, fresh, record_routing=traces / TRACE)
     if trained.failed or compared.unequal:
         return 1
     print()
-    replayed, _ = _run(replay_experiment(traces), out, fresh)
+    replayed, _ = _run(replay_experiment(traces), out, show, fresh)
     drawn = [*_draw_losses(trained), *_draw_cluster(replayed)]
     print(f"\nRun folders: {trained.path} and {replayed.path}. Figures, as SVG and PNG:")
     for path in drawn:
@@ -152,13 +156,13 @@ def _strategies(slots_per_rank: int, reduction: Reduction) -> tuple[Strategy, ..
 
 
 def _run(
-    experiment: Experiment, out: Path, fresh: bool, record_routing: Path | None = None
+    experiment: Experiment, out: Path, show: Output, fresh: bool, record_routing: Path | None = None
 ) -> tuple[RunResult, Comparison]:
-    result = run(
-        experiment, out, fresh=fresh, record_routing=record_routing, progress=RunProgress(Console(file=sys.stdout))
-    )
-    print(result.summary)
-    return result, report(result, "table")
+    progress = RunProgress(Console(file=sys.stdout, quiet=show.quiet))
+    result = run(experiment, out, fresh=fresh, record_routing=record_routing, progress=progress)
+    if not show.quiet:
+        print(result.summary)
+    return result, report(result, "table", wide=show.wide)
 
 
 def _draw_losses(trained: RunResult) -> list[Path]:

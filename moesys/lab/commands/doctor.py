@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from moesys.lab.commands.options import Wide
 from moesys.lab.show.tables import Column, Sheet, print_sheet
 
 State = Literal["ok", "slow", "missing", "broken"]
@@ -45,9 +46,9 @@ class Check:
     """
 
     name: Annotated[str, Column("check", align="left", wraps=True)]
-    found: Annotated[str, Column("found", align="left", wraps=True)]
-    state: Annotated[State, Column("state")]
-    hint: Annotated[str, Column("what it would enable, or what to do", align="left", wraps=True)] = ""
+    found: Annotated[str, Column("found", align="left", wraps=True, kept=True)]
+    state: Annotated[State, Column("state", kept=True)]
+    hint: Annotated[str, Column("what it would enable, or what to do", align="left", wraps=True, kept=True)] = ""
 
 
 def _check(name: str, found: str, good: bool, state: State, hint: str) -> Check:
@@ -71,6 +72,7 @@ def doctor_command(
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Test this machine's GPUs layer by layer, then time them.")
     ] = False,
+    wide: Wide = False,
 ) -> int:
     """Prints all checks. Returns 1 if something that the default install needs is broken."""
     if gpu and as_json:
@@ -83,7 +85,7 @@ def doctor_command(
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
-        print_sheet(Sheet("What this machine has", checks, [_verdict(checks)]))
+        print_sheet(Sheet("What this machine has", checks, [_verdict(checks)]), wide=wide)
     return int(any(check.state == "broken" for check in checks))
 
 

@@ -26,7 +26,7 @@ from moesys.config import Fsep, ModelShape, Oracle, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
-from moesys.lab.commands.options import ExperimentFile, Imports, ModelLayers, refusing
+from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Wide, refusing
 from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiment, strategy_in
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.lab.show.step_explanation import (
@@ -53,11 +53,17 @@ from moesys.traces import Trace
 def explain_command(
     file: ExperimentFile,
     strategy: Annotated[
-        str | None, typer.Option(help="One by name, or a Strategy's .toml or .json; the last by default.")
+        str | None,
+        typer.Option(metavar="NAME", help="Name of a strategy, or a Strategy in .toml or .json (default: the last)."),
     ] = None,
-    layer: Annotated[int | None, typer.Option(help="In detail; the least even one by default.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="From 0; the last one by default.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a tree.")] = False,
+    layer: Annotated[
+        int | None, typer.Option(metavar="N", help="Layer to show in detail (default: the least balanced one).")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Micro-batch to explain, from 0 (default: the last one).")
+    ] = None,
+    as_json: AsJson = False,
+    wide: Wide = False,
     model_layers: ModelLayers = None,
     imports: Imports = None,
 ) -> None:
@@ -71,7 +77,7 @@ def explain_command(
     if as_json:
         print(explanation.to_json())
     else:
-        print_full(tree)
+        print_full(tree, wide=wide)
 
 
 def _chosen(name: str | None, experiment: Experiment) -> Strategy:

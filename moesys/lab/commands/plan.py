@@ -19,9 +19,9 @@ from moesys.balance.plan import LayerPlan
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
 from moesys.files import read_json, write_whole
-from moesys.lab.commands.options import refusing
+from moesys.lab.commands.options import CLUSTER_HELP, AsJson, OutFile, refusing
 from moesys.lab.runs.declarations import balance_of, cluster_of, split_of
-from moesys.lab.show.tables import add_head, add_line, print_full
+from moesys.lab.show.tables import add_head, add_line, counted, print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.traces import load_trace, read_array
@@ -34,21 +34,31 @@ LOAD_SUFFIXES = (".npz", ".npy", ".csv", ".json")
 @refusing()
 def plan_command(
     load: Annotated[
-        Path, typer.Option(metavar="FILE", help="Tokens [rank, expert] as .npy, .csv or .json; or a trace, .npz.")
+        Path,
+        typer.Option(metavar="FILE", help="Tokens of each rank for each expert, .npy, .csv or .json; or a .npz trace."),
     ],
     cluster: Annotated[
         str,
-        typer.Option(
-            help="Nodes x ranks a node, as 4x8; nodes of a preset, as h100:4; or a ClusterSpec in .json or .toml."
-        ),
+        typer.Option(metavar="CLUSTER", help=CLUSTER_HELP),
     ],
-    slots: Annotated[int | None, typer.Option(min=1, help="Slots a rank; one more than needed by default.")] = None,
-    balance: Annotated[str, typer.Option(help='A kind, or its JSON: {"kind": "greedy", "effort": 4}.')] = "greedy",
-    split: Annotated[str, typer.Option(help='A kind, or its JSON: {"kind": "flow", "max_inter_node": 0.1}.')] = "flow",
-    previous: Annotated[Path | None, typer.Option(help="A plan that --out wrote: the layout in force.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write plan and certificate to this file, as JSON.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Of the trace, from 0; the last by default.")] = None,
-    layer: Annotated[int | None, typer.Option(help="Of the trace; the first by default.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Slots per rank (default: one more than needed).")
+    ] = None,
+    balance: Annotated[
+        str, typer.Option(metavar="KIND", help='Balancer, such as greedy or {"kind": "greedy", "effort": 4}.')
+    ] = "greedy",
+    split: Annotated[
+        str, typer.Option(metavar="KIND", help='Split, such as flow or {"kind": "flow", "max_inter_node": 0.1}.')
+    ] = "flow",
+    previous: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plan that --out wrote, whose layout is in force.")
+    ] = None,
+    out: OutFile = None,
+    as_json: AsJson = False,
+    micro_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Micro-batch of the trace, from 0 (default: the last).")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(metavar="N", help="Layer of the trace (default: the first).")] = None,
 ) -> None:
     """Makes a plan of one layer, certifies it, writes and prints it."""
     spec, balance_config, split_config = cluster_of(cluster), balance_of(balance), split_of(split)
@@ -56,9 +66,14 @@ def plan_command(
     slots_per_rank = slots if slots is not None else -(-wanted.num_experts // spec.num_ranks) + 1
     before = None if previous is None else read_layout(previous)
     plan, certificate = make_plan(wanted, spec, slots_per_rank, balance_config, split_config, before)
-    tree = plan_tree(plan, certificate, spec, f"{load.name}: {balance_config.kind} + {split_config.kind}", before)
+    text = plan_json(plan, certificate)
     if out is not None:
-        save_plan(plan, certificate, out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, text)
+    if as_json:
+        print(text, end="")
+        return
+    tree = plan_tree(plan, certificate, spec, f"{load.name}: {balance_config.kind} + {split_config.kind}", before)
     print_full(tree, [] if out is None else [f"Written to {out}."])
 
 
@@ -132,11 +147,9 @@ def read_layout(path: Path) -> ExpertLayout:
         raise ValueError(f"previous {path}: {error}; give a plan that moesys plan --out wrote") from None
 
 
-def save_plan(plan: LayerPlan, certificate: Certificate, path: Path) -> None:
-    """Writes a plan with its certificate, complete or not at all."""
-    fields: dict[str, Any] = {**json.loads(plan.to_json()), "certificate": certificate.to_dict()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(fields) + "\n")
+def plan_json(plan: LayerPlan, certificate: Certificate) -> str:
+    """Returns a plan with its certificate."""
+    return json.dumps({**json.loads(plan.to_json()), "certificate": certificate.to_dict()}) + "\n"
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------
@@ -151,12 +164,12 @@ def plan_tree(
     """
     load, layout = plan.load, plan.layout
     leaving = plan.tokens.inter_node_tokens(cluster.domain_of_rank)
-    tree = Tree(Text(f"{title}, {load.total} tokens on {cluster.num_ranks} ranks", style="bold"))
-    held = add_head(tree, f"layout: {int(layout.filled_R.sum())} replicas of {load.num_experts} experts")
+    tree = Tree(Text(f"{title}, {load.total:,} tokens on {counted(cluster.num_ranks, 'rank')}", style="bold"))
+    held = add_head(tree, f"layout: {int(layout.filled_R.sum()):,} replicas of {load.num_experts} experts")
     if previous is not None:
         moved = num_moves(previous.replicas_RE, layout.replicas_RE)
-        add_line(held, "moves", f"{moved} replicas are on ranks that did not hold them before")
-    add_line(held, "between nodes", f"{leaving} tokens ({leaving / max(1, load.total):.2%})")
+        add_line(held, "moves", f"{moved:,} replicas are on ranks that did not hold them before")
+    add_line(held, "between nodes", f"{leaving:,} tokens ({leaving / max(1, load.total):.2%})")
     tokens_RE = np.zeros((cluster.num_ranks, load.num_experts), dtype=np.int64)
     _, expert_N, rank_N, count_N = plan.tokens.entries.T
     np.add.at(tokens_RE, (rank_N, expert_N), count_N)
@@ -165,14 +178,14 @@ def plan_tree(
         ranks = list(range(first, first + size))
         first += size
         tokens_R = {rank: int(plan.tokens.tokens_R[rank]) for rank in ranks}
-        branch = add_head(held, f"node {node}: {sum(tokens_R.values())} tokens")
+        branch = add_head(held, f"node {node}: {sum(tokens_R.values()):,} tokens")
         by_tokens = sorted(ranks, key=lambda rank: (-tokens_R[rank], rank))
         shown = ranks if cluster.num_ranks <= MOST_RANKS_SHOWN else sorted({by_tokens[0], by_tokens[-1]})
         for rank in shown:
             experts = sorted(set(layout.experts_of(rank)), key=lambda expert: (-tokens_RE[rank, expert], expert))
-            words = ", ".join(f"expert {expert} {tokens_RE[rank, expert]}" for expert in experts[:MOST_EXPERTS_SHOWN])
+            words = ", ".join(f"expert {expert} {tokens_RE[rank, expert]:,}" for expert in experts[:MOST_EXPERTS_SHOWN])
             more = f" and {len(experts) - MOST_EXPERTS_SHOWN} more" if len(experts) > MOST_EXPERTS_SHOWN else ""
-            add_line(branch, f"rank {rank}", f"{tokens_R[rank]} tokens: {words or 'no expert'}{more}")
+            add_line(branch, f"rank {rank}", f"{tokens_R[rank]:,} tokens: {words or 'no expert'}{more}")
     proof = add_head(tree, f"certificate: max/mean {certificate.max_over_mean:.4f}")
     for line in str(certificate).splitlines():
         name, _, words = line.partition(":")

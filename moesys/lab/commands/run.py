@@ -8,14 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Training
-from moesys.journal import in_words
-from moesys.lab.commands.options import ExperimentFile, Format, FormatOption, Imports, Jobs, RunFolders, refusing
+from moesys.lab.commands.options import (
+    AsJson,
+    ExperimentFile,
+    Format,
+    FormatOption,
+    Imports,
+    Jobs,
+    Quiet,
+    RunFolders,
+    Threads,
+    Wide,
+    refusing,
+)
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiments
 from moesys.lab.runs.runner import RunResult, run
@@ -31,29 +41,36 @@ def run_command(
     file: ExperimentFile,
     out: RunFolders = Path("runs"),
     form: FormatOption = "table",
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds 0 to N-1 in all, instead of the file's.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    wide: Wide = False,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Use the seeds 0 to N-1 instead of the experiment's.")
+    ] = None,
+    threads: Threads = 1,
     jobs: Jobs = None,
     slurm: Annotated[
         str | None,
         typer.Option(
-            metavar="OPTIONS", help="A job of Slurm for each trial: partition=gpu,time=2:00:00, or a .toml or .json."
+            metavar="OPTIONS", help="Run trials as Slurm jobs: time=2:00:00,partition=gpu, or a .toml or .json file."
         ),
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first trial that fails.")] = False,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed before.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run folder.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed earlier.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run folder.")] = False,
     record_routing: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A training's routing; {seed} and {strategy} vary."),
+        typer.Option(
+            metavar="FILE", help="Record the routing of a training in FILE, with {seed} and {strategy} in it."
+        ),
     ] = None,
     interpret: Annotated[
-        bool, typer.Option("--interpret", help="Experts by the GPU's kernels, slowly, in Triton's interpreter.")
+        bool, typer.Option("--interpret", help="Compute experts by GPU kernels in Triton's interpreter (slow).")
     ] = False,
     strategy: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="A further Strategy, .toml or .json, as moesys tune writes; may be repeated."
+            metavar="FILE", help="Add a Strategy, .toml or .json, such as moesys tune writes; may be repeated."
         ),
     ] = None,
     imports: Imports = None,
@@ -65,12 +82,13 @@ def run_command(
     """
     for name in imports or ():
         import_module_of_user(name)
+    form = "json" if as_json else form
     told = sys.stdout if form == "table" else sys.stderr
     comparisons: list[Comparison] = []
     code = 0
     where = jobs if slurm is None else _slurm(slurm, jobs)
     for experiment in _experiments(file, form, seeds, interpret, strategy or ()):
-        if comparisons:
+        if comparisons and not quiet:
             print(file=told)
         result = run(
             experiment,
@@ -81,10 +99,12 @@ def run_command(
             threads=threads,
             jobs=where,
             record_routing=record_routing,
-            progress=RunProgress(Console(file=told)),
+            progress=RunProgress(Console(file=told, quiet=quiet)),
         )
         if writes():
-            comparisons.append(_report(result, form, told))
+            if not quiet:
+                print(result.summary, file=told)
+            comparisons.append(_report(result, form, wide))
             code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
         if result.stopped:
             break
@@ -105,7 +125,7 @@ def _experiments(
     file: Path, form: Format, num_seeds: int | None, interpret: bool, strategies: Sequence[Path]
 ) -> list[Experiment]:
     experiments = load_experiments(file)
-    if len(experiments) > 1 and form in ("csv", "json"):
+    if len(experiments) > 1 and form in ("csv", "csv-samples", "json"):
         raise ValueError(
             f"--format={form} holds one comparison, and {file} has {len(experiments)} experiments; "
             "leave it out here, and give their run folders to moesys compare one at a time"
@@ -123,10 +143,7 @@ def _with(further: Sequence[Strategy], experiment: Experiment) -> Experiment:
     """Adds strategies, except for those that the experiment already has, under any name."""
     there = {strategy.fingerprint() for strategy in experiment.strategies}
     new = [strategy for strategy in further if strategy.fingerprint() not in there]
-    try:
-        return experiment.replace(strategies=(*experiment.strategies, *new)) if new else experiment
-    except ValidationError as error:
-        raise ValueError(in_words(error)) from None
+    return experiment.replace(strategies=(*experiment.strategies, *new)) if new else experiment
 
 
 def _interpreted(experiment: Experiment) -> Training:
@@ -138,12 +155,11 @@ def _interpreted(experiment: Experiment) -> Training:
     return experiment.workload.replace(interpret=True)
 
 
-def _report(result: RunResult, form: Format, told: TextIO) -> Comparison:
+def _report(result: RunResult, form: Format, wide: bool) -> Comparison:
     # Not at the top, here and below: a typo in the file is told before torch and scipy are there.
     from moesys.lab.commands.compare import report
 
-    print(result.summary, file=told)
-    return report(result, form)
+    return report(result, form, wide=wide)
 
 
 def _draw(comparisons: Sequence[Comparison], path_stem: Path, told: TextIO) -> None:

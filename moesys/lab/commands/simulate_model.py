@@ -5,27 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich import box
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from moesys.config import BYTES_PER_GB, ModelSpec, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
 from moesys.files import write_whole
-from moesys.journal import in_words
 from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
-from moesys.lab.show.tables import figure, print_full
+from moesys.lab.show.tables import Column, Output, Sheet, figure, print_sheet
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 
-# The names of fields of ``Parallelism`` in ``--parallel``.
-SHORT = {"tp": "tensor", "cp": "context", "pp": "pipeline", "vp": "virtual_stages", "ep": "expert"}
 _FASTER = (1.25, 1.5, 2.0)
 
 
@@ -37,7 +32,7 @@ def simulate_whole_model(
     parallel: str,
     skew: float,
     draws: int,
-    out: Path | None,
+    output: Output,
     **fields: Any,
 ) -> None:
     """Simulates a step of a model under each strategy, prints the tables and writes the files.
@@ -56,7 +51,7 @@ def simulate_whole_model(
     if len(set(strategies)) < len(strategies):
         raise ValueError(f"strategy={list(strategies)} names one twice; give each once")
     steps = []
-    with Console(stderr=True).status("") as status:
+    with Console(stderr=True, quiet=output.quiet).status("") as status:
         for name in strategies:
             run = ModelRun.model_validate(declared | {"strategy": named_strategy(name)})
 
@@ -64,29 +59,30 @@ def simulate_whole_model(
                 status.update(f"{name}: {words}")
 
             steps.append(simulate_model(run, routing, draws=draws, tell=tell))
-    print_full(Group(*tables(steps)), notes(steps, skew))
-    for path in [] if out is None else _write(steps, out):
-        print(f"written to {path}")
+    files = [] if output.folder is None else _write(steps, output.folder)
+    if output.as_json:
+        print(_json(steps))
+    else:
+        for sheet in sheets(steps, notes_on(steps, skew)):
+            print_sheet(sheet, wide=output.wide)
+    if files:
+        output.tell_written(path.name for path in files)
 
 
 def parallelism_of(text: str) -> Parallelism:
-    """Reads ``tp=2,pp=8,vp=4,ep=32,recompute=full``: short names, or those of ``Parallelism``'s fields.
-
-    Raises ValueError for others.
-    """
+    """Reads ``tp=2,pp=8,vp=4,ep=32,recompute=full``: fields of ``Parallelism``. Raises ValueError for others."""
     fields: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"parallel={part!r} gives no value; write it as in tp=2,pp=8,ep=32")
-        field = SHORT.get(name.strip(), name.strip())
-        if field in fields:
+        if (field := name.strip()) in fields:
             raise ValueError(f"parallel={text!r} gives {field} twice; give it once")
         fields[field] = value.strip()
     try:
         return Parallelism.model_validate(fields)
     except ValueError as error:
-        raise ValueError(f"parallel={text!r}: {in_words(error)}") from None
+        raise ValueError(f"parallel={text!r}: {error}") from None
 
 
 def named_strategy(text: str) -> Strategy:
@@ -107,60 +103,76 @@ def named_strategy(text: str) -> Strategy:
 # --- what is shown --------------------------------------------------------------------------------------------------
 
 
-def tables(steps: Sequence[ModelStep]) -> list[Text | Table]:
-    """Returns the tables of times, of what ranks do, and of memory, each under its title."""
+@dataclass(frozen=True)
+class WholeModelStep:
+    """A row: a step of a model under one strategy."""
+
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
+    step_ms: Annotated[float, Column("step ms", figure, kept=True)]
+    spread: Annotated[str, Column("p10 to p90", align="right")]
+    speedup: Annotated[float, Column("speed-up", ".2f", kept=True)]
+    tokens_per_second: Annotated[float, Column("tokens/s per rank", ",.0f")]
+    mfu: Annotated[float | None, Column("MFU", ".1%")]
+    max_over_mean: Annotated[float, Column("max/mean", ".2f")]
+    peak_gb: Annotated[float, Column("peak GB", ".1f", kept=True)]
+    verdict: Annotated[str, Column("verdict", align="left", wraps=True, kept=True)]
+
+
+@dataclass(frozen=True)
+class PartOfStep:
+    """A row: a part of the time or of the memory, by strategy."""
+
+    time: Annotated[str, Column("mean of ranks, ms", align="left")]
+    memory: Annotated[str, Column("rank that holds most, GB", align="left")]
+    by_strategy: Annotated[Mapping[str, str], Column("{}", align="right")]
+
+
+def sheets(steps: Sequence[ModelStep], notes: Sequence[str] = ()) -> list[Sheet]:
+    """Returns the tables of times, of what ranks do, and of memory, which has the notes."""
     run = steps[0].run
     parallel = run.parallelism
-    sizes = {short: getattr(parallel, name) for short, name in SHORT.items() if name != "expert"}
+    sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "vp")}
     words = ", ".join(f"{name} {size}" for name, size in (sizes | {"ep": run.groups.expert}).items() if size != 1)
+    micro_batches = f"{run.num_micro_batches:,} micro-batch{'es' * (run.num_micro_batches != 1)}"
     title = (
         f"SIMULATED: {run.model.name or 'a model'} of {run.model.num_parameters / 1e9:.1f} billion parameters "
         f"({run.model.active_parameters / 1e9:.1f} active), on {run.cluster.name or 'a cluster'}"
-        f"{', ' + words if words else ''}: {run.num_micro_batches} micro-batches of {run.micro_batch} x "
-        f"{run.seq_len:,} tokens"
+        f"{', ' + words if words else ''}: {micro_batches} of {run.micro_batch} x {run.seq_len:,} tokens"
     )
-    names = [step.run.strategy.name for step in steps]
-    summary = _table("strategy", ["step ms", "p10 to p90", "speed-up", "tokens/s a rank", "MFU", "max/mean"])
-    summary.add_column("peak GB", justify="right")
-    summary.add_column("verdict")
+    summary = []
     for step in steps:
-        low, high = step.interval
-        summary.add_row(
-            step.run.strategy.name,
-            figure(1e3 * step.seconds),
-            f"{figure(1e3 * low)} to {figure(1e3 * high)}" if high > low else "",
-            f"{steps[0].seconds / step.seconds:.2f}",
-            f"{step.tokens_per_second:,.0f}",
-            "" if step.mfu is None else f"{step.mfu:.1%}",
-            f"{max(draw.max_over_mean for draw in step.draws):.2f}",
-            f"{step.peak.gb:.1f}",
-            step.verdict or "runs, by what is counted",
+        low, high = (figure(1e3 * seconds) for seconds in step.interval)
+        summary.append(
+            WholeModelStep(
+                strategy=step.run.strategy.name,
+                step_ms=1e3 * step.seconds,
+                spread=f"{low} to {high}" if low != high else "",
+                speedup=steps[0].seconds / step.seconds,
+                tokens_per_second=step.tokens_per_second,
+                mfu=step.mfu,
+                max_over_mean=max(draw.max_over_mean for draw in step.draws),
+                peak_gb=step.peak.gb,
+                verdict=step.verdict or "fits",
+            )
         )
-    where = _table("mean of ranks, ms", names)
+    where = []
     for part in dict.fromkeys(name for step in steps for name in step.shares):
-        shares = [(step.shares.get(part, 0.0), step.seconds) for step in steps]
-        if any(seconds > 5e-6 for seconds, _ in shares):
-            where.add_row(part, *(f"{figure(1e3 * seconds)}  {seconds / whole:4.0%}" for seconds, whole in shares))
-    held = _table("rank that holds most, GB", names)
+        shares = {step.run.strategy.name: (step.shares.get(part, 0.0), step.seconds) for step in steps}
+        if any(seconds > 5e-6 for seconds, _ in shares.values()):
+            cells = {name: f"{figure(1e3 * one)}  {one / whole:4.0%}" for name, (one, whole) in shares.items()}
+            where.append(PartOfStep(part, "", cells))
+    held = []
     for part in steps[0].peak.parts:
-        held.add_row(part, *(f"{step.peak.parts[part] / BYTES_PER_GB:.1f}" for step in steps))
-    titles = (title, "What takes the time", "What takes the memory")
+        cells = {step.run.strategy.name: f"{step.peak.parts[part] / BYTES_PER_GB:.1f}" for step in steps}
+        held.append(PartOfStep("", part, cells))
     return [
-        each
-        for words, table in zip(titles, (summary, where, held), strict=True)
-        for each in (Text(words, style="bold"), table)
+        Sheet(title, summary),
+        Sheet("What takes the time", where),
+        Sheet("What takes the memory", held, notes),
     ]
 
 
-def _table(first: str, others: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    return table
-
-
-def notes(steps: Sequence[ModelStep], skew: float) -> list[str]:
+def notes_on(steps: Sequence[ModelStep], skew: float) -> list[str]:
     """Returns how to read the tables, and the effect of faster layers."""
     faster = "; ".join(
         f"{step.run.strategy.name}: " + ", ".join(f"{step.speed_up(by):.2f}" for by in _FASTER) for step in steps
@@ -179,9 +191,13 @@ def notes(steps: Sequence[ModelStep], skew: float) -> list[str]:
 def _write(steps: Sequence[ModelStep], out: Path) -> list[Path]:
     """Writes the simulated steps as data, and a chart of the memory."""
     found = out / "model.json"
-    write_whole(found, json.dumps([_fields(step) for step in steps], indent=2))
+    write_whole(found, _json(steps))
     parts = {step.run.strategy.name: step.peak.parts for step in steps}
     return [found, *memory_chart(parts, out / "memory", have_gb=steps[0].run.cluster.memory_gb)]
+
+
+def _json(steps: Sequence[ModelStep]) -> str:
+    return json.dumps([_fields(step) for step in steps], indent=2)
 
 
 def _fields(step: ModelStep) -> Mapping[str, Any]:

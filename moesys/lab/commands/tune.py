@@ -12,14 +12,25 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from moesys.lab.commands.options import ExperimentFile, Imports, Jobs, ModelLayers, RunFolders, refusing
+from moesys.lab.commands.options import (
+    AsJson,
+    ExperimentFile,
+    Imports,
+    Jobs,
+    ModelLayers,
+    Quiet,
+    RunFolders,
+    Threads,
+    Wide,
+    refusing,
+)
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiment
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.tuning import tune
-from moesys.lab.show.comparisons import ratio_words
+from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.progress import TuneProgress
-from moesys.lab.show.tables import Column, Sheet, figure, print_sheet
+from moesys.lab.show.tables import Column, Output, Report, Sheet, figure, publish
 from moesys.tuner.space import SearchBounds, Space
 from moesys.tuner.tune import TunePick
 
@@ -30,26 +41,34 @@ MOST_SHOWN = 8
 def tune_command(
     file: ExperimentFile,
     space: Annotated[
-        Path | None, typer.Option(metavar="SPACE", help="A Space in .json or .toml; by default all that may pay.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Space to search, in .json or .toml (default: all that may be faster)."),
     ] = None,
     out: RunFolders = Path("runs"),
-    budget: Annotated[int, typer.Option(min=1, help="Points to look at in the cost model, before neighbours.")] = 256,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    budget: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of strategies to simulate, before their neighbours.")
+    ] = 256,
     timed: Annotated[
-        int | None, typer.Option(min=0, max=30, help="Timed trials; 30 of a training by default, else 0.")
+        int | None,
+        typer.Option(min=0, max=30, metavar="N", help="Number of timed trials (default: 30 for a training, else 0)."),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Of the file's, for the cost model.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Number of the experiment's seeds to simulate.")] = 2,
     memory_gb: Annotated[
-        float | None, typer.Option("--memory-gb", min=0, help="Of a rank, 1e9 bytes; the cluster's by default.")
+        float | None,
+        typer.Option("--memory-gb", min=0, metavar="GB", help="Memory of a rank (default: that of the cluster)."),
     ] = None,
     model_layers: ModelLayers = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of what the search draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the search.")] = 0,
     minutes: Annotated[
-        float | None, typer.Option(help="Answer after so many with the best until then; when through by default.")
+        float | None, typer.Option(metavar="N", help="Stop after this time with the best strategy so far.")
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank in timed trials.")] = 1,
+    threads: Threads = 1,
     jobs: Jobs = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, and keep the old journal beside.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start again, and keep the old journal beside.")] = False,
     imports: Imports = None,
+    wide: Wide = False,
 ) -> None:
     """Tunes the experiment in ``file``, prints the result and writes it to a folder. Only rank 0 of torchrun prints."""
     for name in imports or ():
@@ -57,17 +76,19 @@ def tune_command(
     experiment = load_experiment(file)
     declared = None if space is None else declared_in(space, Space)
     bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes, jobs)
-    with closing(TuneProgress(Console(file=sys.stdout))) as progress:
+    console = Console(file=sys.stderr if as_json else sys.stdout, quiet=quiet)
+    with closing(TuneProgress(console)) as progress:
         told = progress if writes() else None
         result = tune(experiment, declared, bounds, out=out, timed=timed, threads=threads, fresh=fresh, told=told)
     if writes():
         tuned = result.tuned
-        for sheet in tune_sheets(tuned, experiment.name):
-            print_sheet(sheet)
+        report = Report("tune", "", tuned.decided_by, tune_sheets(tuned, experiment.name))
+        publish(report, Output(None, as_json, quiet, wide))
         print(
             f"Decided by {tuned.decided_by} times: {tuned.speedup:.3f} x as fast as {tuned.baseline.name}.\n"
             f"The strategy and its reasons: {result.path / 'tuned.toml'}\n"
-            f"With it as the last strategy, for moesys run and explain: {result.path / 'experiment.toml'}"
+            f"With it as the last strategy, for moesys run and explain: {result.path / 'experiment.toml'}",
+            file=console.file,
         )
 
 
@@ -78,10 +99,10 @@ def tune_command(
 class TunedStrategy:
     """A row: a strategy, its step time and its speed-up, over several draws or timed trials if it has such."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
-    ms: Annotated[float, Column("step ms", figure)]
-    speedup: Annotated[str | None, Column("speed-up", align="right")] = None
-    paired: Annotated[str | None, Column("speed-up [95 %]", align="right")] = None
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
+    ms: Annotated[float, Column("step ms", figure, kept=True)]
+    speedup: Annotated[str | None, Column("speed-up", align="right", kept=True)] = None
+    paired: Annotated[str | None, Column("speed-up [95 %]", align="right", kept=True)] = None
     num_draws: Annotated[int | None, Column("draws")] = None
     num_trials: Annotated[int | None, Column("trials")] = None
 
@@ -91,8 +112,8 @@ class ChosenField:
     """A row: a field of the chosen strategy."""
 
     field: Annotated[str, Column("field", align="left")]
-    value: Annotated[str, Column("value", align="left", wraps=True)]
-    why: Annotated[str, Column("why", align="left", wraps=True)]
+    value: Annotated[str, Column("value", align="left", wraps=True, kept=True)]
+    why: Annotated[str, Column("why", align="left", wraps=True, kept=True)]
 
 
 def tune_sheets(tuned: TunePick, name: str) -> list[Sheet]:
@@ -147,7 +168,8 @@ def _drawn(tuned: TunePick, name: str) -> Sheet:
         rows.append(TunedStrategy(draws.strategy.name, mean_ms, paired=ratio_words(ratio), num_draws=ratio.n))
     seeds = "seeds" if tuned.search.baseline and len(tuned.search.of.seeds) > 1 else "seeds, or steps of the only one"
     notes = [f"A draw: {seeds}. Paired with {tuned.baseline.name}'s; Student's t on logarithms."]
-    return Sheet(f"SIMULATED: {name}, the fastest on further draws", rows, notes)
+    unclear = unclear_rows([row.paired for row in rows])
+    return Sheet(f"SIMULATED: {name}, the fastest on further draws", rows, notes, unclear=unclear)
 
 
 def _measured(tuned: TunePick, name: str) -> Sheet:

@@ -28,8 +28,9 @@ from moesys.lab.leaderboard.workloads import RoutingSetting
 from moesys.lab.runs.statistics import PairedRatio, paired_ratio
 from moesys.lab.show.figures import OKABE_ITO
 from moesys.lab.show.pages import PAGE_STYLE, inline_svg, page, sheet_section
-from moesys.lab.show.tables import Column, Report, Sheet, print_sheet, write
+from moesys.lab.show.tables import Column, Report, Sheet, write
 
+PAGE, HTML_PAGE = "leaderboard.md", "leaderboard.html"
 TITLE = "SIMULATED: a leaderboard of planners"
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
@@ -54,8 +55,8 @@ class RankedPlanner:
     """
 
     place: Annotated[int | None, Column("place")]
-    planner: Annotated[str, Column("planner + split")]
-    slowdown: Annotated[PairedRatio | None, Column("slowdown [95 %]", in_words)]
+    planner: Annotated[str, Column("planner + split", align="left", wraps=True, kept=True)]
+    slowdown: Annotated[PairedRatio | None, Column("slowdown [95 %]", in_words, kept=True)]
     by_workload: Annotated[Mapping[str, float], Column("{}", ".3f")]
     layer_ms: Annotated[float | None, Column("a layer, ms", ".2f")]
     max_over_mean: Annotated[float | None, Column("max/mean", ".3f")]
@@ -64,7 +65,7 @@ class RankedPlanner:
     restored_gb: Annotated[float | None, Column("restored GB", ".2f")]
     memory_gb: Annotated[float | None, Column("memory GB", ".2f")]
     planning_ms: Annotated[float | None, Column("planning ms", ".2f")]
-    cannot: Annotated[str | None, Column("cannot plan in")]
+    cannot: Annotated[str | None, Column("cannot plan in", wraps=True)]
 
 
 @dataclass(frozen=True)
@@ -184,17 +185,15 @@ def write_pages(
     groups: Sequence[PlannerGroup],
     found: Sequence[PlannerResult],
     introduction: Sequence[str],
-) -> list[Path]:
-    """Writes ``found`` as a page of Markdown and one of HTML, prints each group's ranking, and returns the pages."""
-    markdown, html = folder / "leaderboard.md", folder / "leaderboard.html"
+) -> Report:
+    """Writes ``found`` as a page of Markdown and one of HTML, and returns each group's ranking, to be printed."""
     parts = [_tables_and_figure(group, [one for one in found if one.group == group.name]) for group in groups]
     workloads = Sheet("Workloads", _workloads(scored_in))
     sheets = [workloads, *(sheet for tables, _ in parts for sheet in tables)]
-    write(Report("leaderboard", TITLE, "simulated", sheets, introduction=introduction), page=markdown)
-    write_whole(html, _html(introduction, workloads, parts))
-    for tables, _ in parts:
-        print_sheet(replace(tables[0], without=("by_workload", "cannot"), notes=()))
-    return [markdown, html]
+    write(Report("leaderboard", TITLE, "simulated", sheets, introduction=introduction), page=folder / PAGE)
+    write_whole(folder / HTML_PAGE, _html(introduction, workloads, parts))
+    rankings = [replace(tables[0], without=("by_workload", "cannot"), notes=()) for tables, _ in parts]
+    return Report("leaderboard", TITLE, "simulated", rankings)
 
 
 def _tables_and_figure(group: PlannerGroup, found: Sequence[PlannerResult]) -> tuple[list[Sheet], str]:
@@ -211,8 +210,8 @@ def _tables_and_figure(group: PlannerGroup, found: Sequence[PlannerResult]) -> t
 @dataclass(frozen=True)
 class WorkloadRow:
     name: Annotated[str, Column("workload")]
-    about: Annotated[str, Column("routing")]
-    where: Annotated[str, Column("models and clusters")]
+    about: Annotated[str, Column("routing", align="left")]
+    where: Annotated[str, Column("models and clusters", align="left")]
 
 
 def _workloads(scored_in: Sequence[RoutingSetting]) -> list[WorkloadRow]:

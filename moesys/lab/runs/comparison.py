@@ -139,9 +139,8 @@ class Comparison(Display):
 
     @cached_property
     def best(self) -> frozenset[str]:
-        """Names of the fastest row and of those that no paired interval tells from it, of what would run.
-
-        Empty where the fastest cannot be told from any other, as with too few seeds.
+        """The name of the winner: the row that is faster than each of the others that would run, where the paired
+        interval of both excludes 1. Empty if there is none, as with too few seeds.
         """
         rivals = [row for row in self.rows if row.speedup is not None and not row.repeat]
         rivals += [self.baseline] * (self.baseline.n > 0)
@@ -149,8 +148,8 @@ class Comparison(Display):
         if len(rivals) < 2:
             return frozenset()
         first = max(rivals, key=lambda row: row.speedup.estimate if row.speedup else 1.0)
-        slower = {row.name for row in rivals if row is not first and _is_faster(first, row)}
-        return frozenset(row.name for row in rivals if row.name not in slower) if slower else frozenset()
+        wins = all(_is_faster(first, row) for row in rivals if row is not first)
+        return frozenset([first.name]) if wins else frozenset()
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draws the speed-up of each strategy with its interval: blue if the interval does not contain 1, else grey."""

@@ -25,13 +25,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter
 
 from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
+from moesys.config.base import in_words
 from moesys.config.experiment import Experiment
 from moesys.config.member import RECORDED, importable, module_of_text, run_module
 from moesys.files import json_of, read_json, read_toml
-from moesys.journal import in_words
 
 # The name of the module of a file whose own name is that of another module.
 _MODULE = "moesys_experiment_file"
@@ -85,7 +85,7 @@ def declared_in(path: Path, kind: type[D]) -> D:
     try:
         return kind.model_validate(fields)
     except ValueError as error:
-        raise ValueError(f"{path} declares no {name.lower()}: {in_words(error)}") from None
+        raise ValueError(f"{path} declares no {name.lower()}: {error}") from None
 
 
 def _fields_in(path: Path) -> Any:
@@ -99,8 +99,8 @@ def recorded_experiment(path: Path) -> Experiment:
     """
     try:
         return Experiment.model_validate_json(path.read_bytes(), context=RECORDED)
-    except ValidationError as error:
-        raise ValueError(f"{path} declares no experiment: {in_words(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} declares no experiment: {error}") from None
 
 
 def _from_python(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
@@ -202,7 +202,7 @@ def _own_lines(path: Path, what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         lines = "".join(traceback.format_list(own))
-        raise ValueError(f"{what}\n{lines}{type(error).__name__}: {in_words(error)}") from None
+        raise ValueError(f"{what}\n{lines}{type(error).__name__}: {error}") from None
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def cluster_of(text: str) -> ClusterSpec:
             )
         return ClusterSpec.model_validate(_fields_in(path))
     except (ValueError, OSError) as error:
-        raise ValueError(f"cluster={text!r}: {in_words(error)}") from None
+        raise ValueError(f"cluster={text!r}: {error}") from None
 
 
 def import_module_of_user(name: str) -> str:

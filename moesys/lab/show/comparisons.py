@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,9 +16,9 @@ from moesys.config.workload import RealTraining, Training
 from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, Row
 from moesys.lab.runs.records import setting_fingerprint
 from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
-from moesys.lab.show.tables import Column, Sheet, counted, escaped, figure, latex_table, markdown_table
+from moesys.lab.show.tables import Column, ColumnNote, Sheet, counted, escaped, figure, latex_table, markdown_table
 
-Format = Literal["markdown", "csv", "json", "latex"]
+Format = Literal["markdown", "csv", "csv-samples", "json", "latex"]
 COMPARISON_SCHEMA = 1
 
 
@@ -25,9 +26,9 @@ COMPARISON_SCHEMA = 1
 class ComparedStrategy:
     """A row of the table of a comparison. Metrics are medians over seeds of each seed's median."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
-    step_ms: Annotated[float | None, Column("step\nms", figure)]
-    speedup: Annotated[str, Column("speed-up\n[95 %]", align="right")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
+    step_ms: Annotated[float | None, Column("step\nms", figure, kept=True)]
+    speedup: Annotated[str, Column("speed-up\n[95 %]", align="right", kept=True)]
     exposed_ms: Annotated[float | None, Column("exposed\nms", figure)]
     load_max_over_mean: Annotated[float | None, Column("load\nmax/mean", ".2f")]
     restored_mib: Annotated[float | None, Column("restored\nMiB", figure)]
@@ -35,7 +36,7 @@ class ComparedStrategy:
     inter_node_share: Annotated[float | None, Column("between\nnodes %", ".1f", 100)]
     final_loss: Annotated[float | None, Column("loss\nat end", ".4f")]
     would_run: Annotated[str, Column("would\nrun", align="right")]
-    n: Annotated[str, Column("n")]
+    n: Annotated[str, Column("n", kept=True)]
     agreement: Annotated[str, Column("agreement", align="right")]
 
 
@@ -58,7 +59,8 @@ def comparison_sheet(comparison: Comparison, machine: str = "") -> Sheet:
     ]
     best = [place for place, row in enumerate(comparison.rows) if row.name in comparison.best]
     title = f"{comparison.source.upper()}: {comparison.experiment.name}"
-    return Sheet(title, rows, _legend(comparison, machine), best=best)
+    unclear = unclear_rows([row.speedup for row in rows])
+    return Sheet(title, rows, _legend(comparison, machine), best=best, unclear=unclear)
 
 
 def format_comparison(comparison: Comparison, form: Format, machine: str = "") -> str:
@@ -69,7 +71,10 @@ def format_comparison(comparison: Comparison, form: Format, machine: str = "") -
             notes = [f"- {escaped(note)}" for note in sheet.notes]
             return "\n".join([f"### {escaped(sheet.title)}", "", markdown_table(sheet), "", *notes]) + "\n"
         case "csv":
-            return _csv(comparison)
+            units = {metric: unit for row in comparison.rows for metric, unit in row.units.items()}
+            return _csv([_csv_fields(row, comparison, units) for row in comparison.rows])
+        case "csv-samples":
+            return _csv(list(_samples(comparison)))
         case "json":
             return _json(comparison, machine)
         case "latex":
@@ -109,6 +114,11 @@ def ratio_words(ratio: PairedRatio) -> str:
     return f"{mark}{ratio.estimate:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
+def unclear_rows(speedups: Sequence[str | None]) -> list[int]:
+    """Returns the indices of the speed-ups that ``ratio_words`` marks, because they may be due to chance."""
+    return [place for place, words in enumerate(speedups) if words and words.startswith(("~ ", "? "))]
+
+
 def _agreement_cell(row: Row, comparison: Comparison) -> str:
     if comparison.source == "simulated":
         return "n/a"
@@ -139,18 +149,28 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
     agreements = [row.agreement for row in comparison.rows if row.agreement is not None]
     if any(agreement.exact for agreement in agreements):
         lines.append(
-            f"Agreement: every loss must have the bits of {baseline}'s, same seed, same step, of strategies with its "
-            "LayoutInvariant reduction. Where one has not, that is an error, and no speed is shown."
+            ColumnNote(
+                f"Agreement: every loss must have the bits of {baseline}'s, same seed, same step, of strategies with "
+                "its LayoutInvariant reduction. Where one has not, that is an error, and no speed is shown.",
+                "agreement",
+            )
         )
     if tolerance := max((agreement.tolerance for agreement in agreements), default=0.0):
         lines.append(
-            f"Agreement: the largest relative difference of a loss from {baseline}'s, same seed, same step. "
-            f"Above {tolerance:g} ({experiment.model.dtype}) within the first {JUDGED_STEPS} steps the numbers differ, "
-            "and no speed is shown."
+            ColumnNote(
+                f"Agreement: the largest relative difference of a loss from {baseline}'s, same seed, same step. Above "
+                f"{tolerance:g} ({experiment.model.dtype}) within the first {JUDGED_STEPS} steps the numbers differ, "
+                "and no speed is shown.",
+                "agreement",
+            )
         )
         if any(row.agreement and row.agreement.holds and row.agreement.steps_left for row in comparison.rows):
             lines.append(
-                "For some steps: after those a loss is further off, as when a rounding sends a token to another expert."
+                ColumnNote(
+                    "For some steps: after those a loss is further off, as when a rounding sends a token to another "
+                    "expert.",
+                    "agreement",
+                )
             )
     starved = {row.name: sum(map(sum, row.samples.get("starved_experts", {}).values())) for row in comparison.rows}
     if any(starved.values()):
@@ -188,15 +208,26 @@ def _source_words(comparison: Comparison, machine: str) -> str:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def _csv(comparison: Comparison) -> str:
-    """Returns one line per row with unrounded numbers: the median of each metric, and all fields of the speed-up."""
-    units = {metric: unit for row in comparison.rows for metric, unit in row.units.items()}
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     text = io.StringIO()
-    rows = [_csv_fields(row, comparison, units) for row in comparison.rows]
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def _samples(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    """Yields a line per sample of each metric, and per loss; losses are those of warm-up steps too."""
+    for row in comparison.rows:
+        losses = {"loss": ("nats per token", row.losses)}
+        metrics = {metric: (row.units[metric], by_seed) for metric, by_seed in row.samples.items()} | losses
+        for metric, (unit, by_seed) in metrics.items():
+            for seed, values in by_seed.items():
+                for number, value in enumerate(values):
+                    yield {
+                        **{"strategy": row.name, "source": comparison.source, "seed": seed},
+                        **{"metric": metric, "unit": unit, "sample": number, "value": value},
+                    }
 
 
 def _json(comparison: Comparison, machine: str) -> str:
@@ -219,6 +250,7 @@ def _json(comparison: Comparison, machine: str) -> str:
 
 
 def _csv_fields(row: Row, comparison: Comparison, units: dict[str, str]) -> dict[str, Any]:
+    """Returns the line of a row, with unrounded numbers: the median of each metric, and all fields of the speed-up."""
     ratio, agreement = row.speedup, row.agreement
     return {
         "strategy": row.name,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from io import StringIO
+from typing import Annotated
 
 import numpy as np
-from rich import box
-from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from moesys.balance.certificate import SecondsCertificate
 from moesys.config import ClusterSpec, Fsep, Strategy
 from moesys.display import Columns, Display
-from moesys.lab.show.tables import add_head, add_line, counted, figure, print_full
+from moesys.lab.show.tables import Column, Sheet, WholeTable, add_head, add_line, counted, figure, print_full
 from moesys.simulator.simulation import COMPUTED_KINDS
 
 MOST_PLACES = 5
@@ -60,11 +59,11 @@ class Traffic:
     milliseconds of one that shares its links with no other.
     """
 
-    kind: str
-    intra_node_bytes: int
-    inter_node_bytes: int
-    times: int
-    alone_ms: float
+    kind: Annotated[str, Column("all-to-all")]
+    intra_node_bytes: Annotated[int, Column("intra node MiB", figure, 1 / MIB)]
+    inter_node_bytes: Annotated[int, Column("inter node MiB", figure, 1 / MIB)]
+    times: Annotated[int, Column("times a step")]
+    alone_ms: Annotated[float, Column("ms, links to itself", figure)]
 
 
 @dataclass(frozen=True)
@@ -80,29 +79,49 @@ class LayerExplanation:
     mean_ms, critical_ms: the layer's part of those of ``StepExplanation``.
     """
 
-    layer: int
+    layer: Annotated[int, Column("layer", align="left")]
     tokens_E: list[int]
     experts_R: list[list[int]]
     late_experts_R: list[list[int]]
     change: LayoutChange | None
     num_kept: int
     tokens_R: list[int]
-    max_over_mean: float
-    even_max_over_mean: float
-    least_max_over_mean: float
+    max_over_mean: Annotated[float, Column("ranks, this split", ".3f")]
+    even_max_over_mean: Annotated[float, Column("ranks, even split", ".3f")]
+    least_max_over_mean: Annotated[float, Column("ranks, least", ".3f")]
     seconds: SecondsCertificate
     on_rank: int
     within_node: int
     between_nodes: int
-    busiest_rank: int
+    busiest_rank: Annotated[int, Column("busiest rank")]
     busiest_tokens: dict[int, int]
     traffic: list[Traffic]
     critical_ms: dict[str, float]
     mean_ms: dict[str, float]
 
     @property
-    def expert_max_over_mean(self) -> float:
+    def expert_max_over_mean(self) -> Annotated[float, Column("experts max/mean", ".2f", after="layer")]:
         return max(self.tokens_E) / np.mean(self.tokens_E).item() if any(self.tokens_E) else 1.0
+
+    @property
+    def num_moved(self) -> Annotated[str | None, Column("replicas moved", after="expert_max_over_mean", align="right")]:
+        if self.change is None:
+            return None
+        return f"{sum(len(moved.gained_ranks) for moved in self.change.experts):,} at {self.change.since}"
+
+    @property
+    def leaving_rank(self) -> Annotated[float, Column("leave rank %", ".1f", 100, after="least_max_over_mean")]:
+        """The share of tokens whose expert is on another rank."""
+        return (self.within_node + self.between_nodes) / max(1, self.num_tokens)
+
+    @property
+    def leaving_node(self) -> Annotated[float, Column("leave node %", ".1f", 100, after="leaving_rank")]:
+        """The share of tokens whose expert is on another node."""
+        return self.between_nodes / max(1, self.num_tokens)
+
+    @property
+    def waiting_ms(self) -> Annotated[float, Column("wait ms (mean)", figure)]:
+        return sum(value for kind, value in self.mean_ms.items() if kind not in COMPUTED_KINDS)
 
     @property
     def num_tokens(self) -> int:
@@ -226,7 +245,7 @@ def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> 
         for words in _memory_words(explanation.mega):
             memory.add(Text(words))
     _time_branch(tree, explanation)
-    add_head(tree, counted(len(layers), "layer")).add(_layers_table(layers))
+    add_head(tree, counted(len(layers), "layer")).add(_table(layers))
     _layer_branch(tree, layers[layer], explanation.strategy, explanation.critical_rank)
     return tree
 
@@ -286,7 +305,7 @@ def _memory_words(memory: MegaKernelMemory) -> list[str]:
     return [
         f"{memory.symmetric_bytes / BYTES_PER_GB:.3f} GB that peers reach, for all layers together",
         *([f"{pulled_gb:.3f} GB where they pull experts and gradients, for all layers together"] if pulled_gb else []),
-        f"{memory.num_rows} private rows on the busiest, of {memory.most_rows} that rows_cap allows"
+        f"{memory.num_rows:,} private rows on the busiest, of {memory.most_rows:,} that rows_cap allows"
         f"{' and there is always memory for' if memory.held_rows > memory.num_rows else ''}: "
         f"{memory.kept_bytes / BYTES_PER_GB:.3f} GB a layer from forward to backward, "
         f"{memory.backward_bytes / BYTES_PER_GB:.3f} GB more in backward",
@@ -309,52 +328,23 @@ def _time_branch(tree: Tree, explanation: StepExplanation) -> None:
 # --- layers ---
 
 
-def _layers_table(layers: Iterable[LayerExplanation]) -> Table:
-    table = _new_table(
-        *("layer", "experts max/mean", "replicas moved", "ranks, even split", "ranks, this split", "ranks, least"),
-        *("leave rank %", "leave node %", "busiest rank", "wait ms (mean)"),
-    )
-    for layer in layers:
-        shares = (layer.within_node + layer.between_nodes, layer.between_nodes)
-        table.add_row(
-            str(layer.layer),
-            f"{layer.expert_max_over_mean:.2f}",
-            _moved_cell(layer),
-            *(f"{value:.3f}" for value in (layer.even_max_over_mean, layer.max_over_mean, layer.least_max_over_mean)),
-            *(f"{100 * share / max(1, layer.num_tokens):.1f}" for share in shares),
-            str(layer.busiest_rank),
-            figure(_waiting(layer.mean_ms)),
-        )
-    return table
-
-
-def _moved_cell(layer: LayerExplanation) -> str:
-    if layer.change is None:
-        return ""
-    return f"{sum(len(moved.gained_ranks) for moved in layer.change.experts)} at {layer.change.since}"
-
-
-def _waiting(ms: dict[str, float]) -> float:
-    return sum(value for kind, value in ms.items() if kind not in COMPUTED_KINDS)
-
-
 def _layer_branch(tree: Tree, layer: LayerExplanation, strategy: Strategy, critical_rank: int) -> None:
     branch = add_head(tree, f"layer {layer.layer}")
     _load_branch(branch, layer)
     _layout_branch(branch, layer, strategy)
     _split_branch(branch, layer)
-    add_head(branch, "bytes of one all-to-all").add(_traffic_table(layer.traffic))
+    add_head(branch, "bytes of one all-to-all").add(_table(layer.traffic))
     times = add_head(branch, "the layer's share of the step")
     times.add(_ms_table(critical_rank, layer.critical_ms, layer.mean_ms))
 
 
 def _load_branch(branch: Tree, layer: LayerExplanation) -> None:
     load = add_head(
-        branch, f"load: {layer.num_tokens} tokens routed, experts max/mean {layer.expert_max_over_mean:.2f}"
+        branch, f"load: {layer.num_tokens:,} tokens routed, experts max/mean {layer.expert_max_over_mean:.2f}"
     )
     mean = layer.num_tokens / len(layer.tokens_E)
     hottest = [
-        f"expert {expert} {layer.tokens_E[expert]} ({layer.tokens_E[expert] / mean:.2f} × the mean)"
+        f"expert {expert} {layer.tokens_E[expert]:,} ({layer.tokens_E[expert] / mean:.2f} × the mean)"
         for expert in layer.hottest(3)
         if layer.tokens_E[expert]
     ]
@@ -413,29 +403,18 @@ def _split_branch(branch: Tree, layer: LayerExplanation) -> None:
         ("leave the rank, not the node", layer.within_node),
         ("leave the node", layer.between_nodes),
     ):
-        add_line(split, name, f"{tokens} tokens ({100 * tokens / max(1, layer.num_tokens):.1f} %)")
+        add_line(split, name, f"{tokens:,} tokens ({100 * tokens / max(1, layer.num_tokens):.1f} %)")
     add_line(split, "seconds", str(layer.seconds))
     rank = layer.busiest_rank
-    experts = ", ".join(f"expert {expert} {tokens}" for expert, tokens in layer.busiest_tokens.items() if tokens)
-    add_line(split, "busiest", f"rank {rank} with {layer.tokens_R[rank]} tokens: {experts or 'none'}")
-
-
-def _traffic_table(traffic: Iterable[Traffic]) -> Table:
-    table = _new_table("all-to-all", "intra node MiB", "inter node MiB", "times a step", "ms, links to itself")
-    for one in traffic:
-        mib = (figure(count / MIB) for count in (one.intra_node_bytes, one.inter_node_bytes))
-        table.add_row(one.kind, *mib, str(one.times), figure(one.alone_ms))
-    return table
+    experts = ", ".join(f"expert {expert} {tokens:,}" for expert, tokens in layer.busiest_tokens.items() if tokens)
+    add_line(split, "busiest", f"rank {rank} with {layer.tokens_R[rank]:,} tokens: {experts or 'none'}")
 
 
 # --- branches and tables ---
 
 
-def _new_table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table
+def _table(rows: Sequence[object]) -> WholeTable:
+    return WholeTable(Sheet("", rows), framed=False)
 
 
 def _listed(noun: str, numbers: list[int]) -> str:
@@ -446,11 +425,20 @@ def _listed(noun: str, numbers: list[int]) -> str:
     return f"{noun}{'s' * (len(numbers) > 1)} {shown}{more}"
 
 
-def _ms_table(critical_rank: int, critical_ms: dict[str, float], mean_ms: dict[str, float]) -> Table:
-    table = _new_table("ms", f"rank {critical_rank}, which computes longest", "mean over ranks")
-    for kind in sorted({**critical_ms, **mean_ms}, key=lambda kind: -mean_ms.get(kind, 0.0)):
-        table.add_row(_kind_words(kind), *(figure(ms.get(kind, 0.0)) for ms in (critical_ms, mean_ms)))
-    return table
+@dataclass(frozen=True)
+class SpentTime:
+    """A row: the milliseconds of one kind of work or of waiting, by the header of their column."""
+
+    kind: Annotated[str, Column("ms")]
+    ms: Annotated[Mapping[str, float], Column("{}", figure)]
+
+
+def _ms_table(critical_rank: int, critical_ms: dict[str, float], mean_ms: dict[str, float]) -> WholeTable:
+    by_column = {f"rank {critical_rank}, which computes longest": critical_ms, "mean over ranks": mean_ms}
+    kinds = sorted({**critical_ms, **mean_ms}, key=lambda kind: -mean_ms.get(kind, 0.0))
+    return _table(
+        [SpentTime(_kind_words(kind), {name: ms.get(kind, 0.0) for name, ms in by_column.items()}) for kind in kinds]
+    )
 
 
 def _kind_words(kind: str) -> str:

@@ -17,17 +17,20 @@ This module imports neither torch nor pydantic, so that it works where they are 
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal, TextIO, get_type_hints
+from typing import IO, Any, Literal, TextIO, get_type_hints
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import CONSOLE_SVG_FORMAT, Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -47,6 +50,10 @@ _LATEX = {
     "[": "{[}",
     "]": "{]}",
 } | {character: f"\\{character}" for character in "&%$#_{}"}
+# A narrower column of sentences would make its rows very high.
+_LEAST_TEXT = 20
+# The least width of a picture, whose notes are broken at it.
+_PICTURE_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,8 @@ class Column:
     scale: the factor by which a number is multiplied first, such as 100 for per cent.
     after: the field or property that a property follows; by default it is last.
     align: by default the right if a cell begins with a number, else the left.
-    wraps: whether a narrow terminal may break the cells into several lines.
+    wraps: whether a narrow terminal may break the cells between words into several lines.
+    kept: whether even a narrow terminal shows the column. Others are left out, except for the first one.
     """
 
     header: str
@@ -68,6 +76,7 @@ class Column:
     after: str = ""
     align: Literal["", "left", "right"] = ""
     wraps: bool = False
+    kept: bool = False
 
     def words(self, value: Any) -> str:
         if value is None:
@@ -76,12 +85,23 @@ class Column:
         return self.form(scaled) if callable(self.form) else format(scaled, self.form)
 
 
+class ColumnNote(str):
+    """A note about one column, by the name of its field: a table without the column is shown without the note."""
+
+    column: str
+
+    def __new__(cls, text: str, column: str) -> ColumnNote:
+        note = super().__new__(cls, text)
+        note.column = column
+        return note
+
+
 @dataclass(frozen=True)
 class Sheet:
     """A table: ``rows`` are dataclasses of one class.
 
     group_by: the field whose changes separate groups of rows by a line. without: fields that this table leaves out.
-    best: the indices of the rows to highlight.
+    best: the indices of the rows to highlight. unclear: those of the rows that show no difference, which are grey.
     """
 
     title: str
@@ -90,16 +110,51 @@ class Sheet:
     group_by: str = ""
     without: Collection[str] = ()
     best: Collection[int] = ()
+    unclear: Collection[int] = ()
 
 
 @dataclass(frozen=True)
 class WrittenColumn:
-    """A column as text."""
+    """A column as text. ``field``: the field or property that declares it."""
 
+    field: str
     header: str
     cells: tuple[str, ...]
     align: Literal["left", "right"]
     wraps: bool
+    kept: bool
+
+    @property
+    def name(self) -> str:
+        """The header in one line."""
+        return " ".join(self.header.split())
+
+    @property
+    def most(self) -> int:
+        """The width at which no line is broken, except for headers where they say so."""
+        return _widest([*self._header_lines, *self.cells])
+
+    @property
+    def least(self) -> int:
+        """The least width at which no word is broken; cells are in one line, unless the column wraps."""
+        cells = self.cells
+        if self.wraps:
+            cells = (min(_LEAST_TEXT, _widest(cells)) * " ", *(word for cell in cells for word in cell.split()))
+        return _widest([*self.header.split(), *cells])
+
+    def header_within(self, width: int) -> str:
+        """Returns the header in lines of at most this width, which is at least ``least``."""
+        return "\n".join(
+            textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in self._header_lines
+        )
+
+    @property
+    def _header_lines(self) -> list[str]:
+        return self.header.replace(", ", ",\n").split("\n")
+
+
+def _widest(texts: Sequence[str]) -> int:
+    return max(map(cell_len, texts))
 
 
 def figure(value: float) -> str:
@@ -110,8 +165,8 @@ def figure(value: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns the number and its noun, singular or plural: ``1 rank``, ``2 ranks``."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    """Returns the number and its noun, singular or plural: ``1 rank``, ``2,048 ranks``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------
@@ -147,8 +202,16 @@ def written_columns(sheet: Sheet) -> list[WrittenColumn]:
                 cells = tuple(printable(column.words(value)) for value in of_rows)
                 if header and any(cells):
                     align = column.align or ("right" if any(map(_is_number, cells)) else "left")
-                    written.append(WrittenColumn(header, cells, align, column.wraps))
+                    written.append(WrittenColumn(name, header, cells, align, column.wraps, column.kept))
+    if written:
+        written[0] = replace(written[0], kept=True)
     return written
+
+
+def notes_of(sheet: Sheet, columns: Sequence[WrittenColumn]) -> list[str]:
+    """Returns the notes of a table that shows these columns."""
+    shown = {column.field for column in columns}
+    return [note for note in sheet.notes if not isinstance(note, ColumnNote) or note.column in shown]
 
 
 def _declared(annotation: Any) -> list[Column]:
@@ -172,20 +235,70 @@ def _rows(columns: Sequence[WrittenColumn]) -> list[tuple[str, ...]]:
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 
-def terminal_table(sheet: Sheet) -> Table:
-    """Returns the table for a terminal."""
-    table = Table(title=Text(printable(sheet.title), style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    columns = written_columns(sheet)
-    for column in columns:
-        header = Text(column.header.replace(", ", ",\n"))
-        table.add_column(header, justify=column.align, no_wrap=not column.wraps)
-    groups = [getattr(row, sheet.group_by) if sheet.group_by else None for row in sheet.rows]
-    for place, cells in enumerate(_rows(columns)):
-        if place and groups[place] != groups[place - 1]:
-            table.add_section()
-        # Text, because rich would take brackets in a string for its markup.
-        table.add_row(*map(Text, cells), style="bold green" if place in sheet.best else None)
-    return table
+class WholeTable:
+    """A table for a terminal. Its columns are whole, or they are left out, from the right, and named in a line below.
+
+    framed: whether the title stands above the table, and space around it; in a tree neither does.
+    """
+
+    def __init__(self, sheet: Sheet, *, framed: bool = True) -> None:
+        self._sheet = sheet
+        self._framed = framed
+        self._columns = written_columns(sheet)
+
+    def shown(self, width: int) -> list[WrittenColumn]:
+        """Returns the columns for which there is room, and those that are always kept."""
+        shown = list(self._columns)
+        while self._width([column.least for column in shown]) > width:
+            others = [place for place, column in enumerate(shown) if not column.kept]
+            if not others:
+                break
+            del shown[others[-1]]
+        return shown
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        words = [printable(self._sheet.title)] if self._framed else []
+        least = _widest([*(word for line in words for word in line.split()), ""])
+        kept = self._width([column.least for column in self._columns if column.kept])
+        most = self._width([column.most for column in self._columns])
+        return Measurement(max(least, kept), max(_widest([*words, ""]), most))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = self.shown(options.max_width)
+        if self._framed:
+            yield Text(printable(self._sheet.title), style="bold")
+        yield self._drawn(shown, self._widths(shown, options.max_width))
+        if left_out := [column.name for column in self._columns if column not in shown]:
+            words = f"+{counted(len(left_out), 'column')} ({', '.join(left_out)}): --wide"
+            yield Text(printable(words), style="dim")
+
+    def _width(self, widths: Sequence[int]) -> int:
+        return sum(widths) + 3 * len(widths) + (1 if self._framed else -3)
+
+    def _widths(self, shown: Sequence[WrittenColumn], width: int) -> list[int]:
+        """Gives each column its least width, and what is left to the narrowest that could use it."""
+        widths = [column.least for column in shown]
+        while self._width(widths) < width:
+            growing = [place for place, column in enumerate(shown) if widths[place] < column.most]
+            if not growing:
+                break
+            widths[min(growing, key=lambda place: widths[place])] += 1
+        return widths
+
+    def _drawn(self, shown: Sequence[WrittenColumn], widths: Sequence[int]) -> Table:
+        sheet = self._sheet
+        table = Table(box=box.SIMPLE_HEAD, show_edge=self._framed, pad_edge=self._framed)
+        for column, width in zip(shown, widths, strict=True):
+            header = Text(column.header_within(width))
+            table.add_column(header, justify=column.align, no_wrap=not column.wraps, width=width)
+        groups = [getattr(row, sheet.group_by) if sheet.group_by else None for row in sheet.rows]
+        for place, cells in enumerate(_rows(shown)):
+            if place and groups[place] != groups[place - 1]:
+                table.add_section()
+            style = "bold green" if place in sheet.best else "dim" if place in sheet.unclear else None
+            # Text, because rich would take brackets in a string for its markup.
+            table.add_row(*map(Text, cells), style=style)
+        return table
 
 
 def markdown_table(sheet: Sheet) -> str:
@@ -200,13 +313,14 @@ def markdown_table(sheet: Sheet) -> str:
 
 
 def latex_table(sheet: Sheet) -> str:
-    """Returns a table for the package booktabs, with the best rows in bold and the title and the notes as caption."""
+    """Returns a table for the package booktabs: the best rows in bold, the notes below, and the title as caption."""
     columns = written_columns(sheet)
-    caption = " ".join(_in_latex(note) for note in (f"{sheet.title}.", *sheet.notes))
     lines = [_latex_row([_in_latex(column.header) for column in columns]), r"\midrule"]
     for place, cells in enumerate(_rows(columns)):
         texts = [_in_latex(cell) for cell in cells]
         lines.append(_latex_row([rf"\textbf{{{of}}}" if of and place in sheet.best else of for of in texts]))
+    notes = " ".join(_in_latex(note) for note in notes_of(sheet, columns))
+    label = re.sub("[^a-z0-9]+", "-", sheet.title.lower()).strip("-")
     return "\n".join(
         [
             r"\begin{table}",
@@ -216,11 +330,23 @@ def latex_table(sheet: Sheet) -> str:
             *lines,
             r"\bottomrule",
             r"\end{tabular}",
-            rf"\caption{{{caption}}}",
+            *([rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize {notes}}}"] if notes else []),
+            rf"\caption{{{_in_latex(sheet.title)}.}}",
+            rf"\label{{tab:{label}}}",
             r"\end{table}",
             "",
         ]
     )
+
+
+def svg_table(sheet: Sheet, title: str) -> str:
+    """Returns a picture of the table and its notes, under the title of a window. It loads no fonts."""
+    table, file = WholeTable(sheet), io.StringIO()
+    console = Console(file=file, record=True, width=max(_PICTURE_WIDTH, _size(table, file).maximum))
+    console.print(table)
+    _print_notes(console, notes_of(sheet, written_columns(sheet)))
+    code = re.sub(r"@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title=title, code_format=code)
 
 
 def plain(value: Any) -> Any:
@@ -264,21 +390,40 @@ def printable(text: str, keep: str = "") -> str:
 # --- printing ---------------------------------------------------------------------------------------------------------
 
 
-def print_full(content: RenderableType, notes: Sequence[str] = (), file: TextIO | None = None) -> None:
-    """Prints a table or a tree and its notes below, one per line; ``file`` is stdout by default.
+def print_full(
+    content: RenderableType, notes: Sequence[str] = (), file: TextIO | None = None, *, wide: bool = False
+) -> None:
+    """Prints a tree and its notes below, one per line; ``file`` is stdout by default.
 
-    On a terminal the content fits the window, and notes break between words. In a pipe or a file it is plain text as
-    wide as its content, where rich would cut names at 80 columns.
+    On a terminal the content fits the window, and notes break between words. In a pipe or a file all is plain text as
+    wide as its content, where rich would cut names at 80 columns. ``wide`` shows all columns of tables on a terminal
+    too.
     """
-    file = file or sys.stdout
-    console = Console(file=file)
-    if not console.is_terminal:
-        widest = Console(file=file, width=10_000)
-        console = Console(file=file, width=max(1, Measurement.get(widest, widest.options, content).maximum))
-    elif not console.width:
-        # Rich believes COLUMNS=0.
-        console = Console(file=file, width=80)
-    console.print(content)
+    window, console = _consoles(content, file, wide)
+    console.print(content, crop=False)
+    _print_notes(window, notes)
+
+
+def _consoles(content: RenderableType, file: TextIO | None, wide: bool) -> tuple[Console, Console]:
+    """Returns a console as wide as the window, and one for the content, which is wider if columns must be kept."""
+    window = _window(file)
+    size = _size(content, window.file)
+    width = max(size.minimum, window.width) if window.is_terminal and not wide else size.maximum
+    return window, Console(file=window.file, width=max(1, width))
+
+
+def _window(file: TextIO | None = None) -> Console:
+    console = Console(file=file or sys.stdout)
+    # Rich believes COLUMNS=0.
+    return console if console.width else Console(file=console.file, width=80)
+
+
+def _size(content: RenderableType, file: IO[str]) -> Measurement:
+    widest = Console(file=file, width=10_000)
+    return Measurement.get(widest, widest.options, content)
+
+
+def _print_notes(console: Console, notes: Sequence[str]) -> None:
     for note in notes:
         console.print(printable(note), soft_wrap=not console.is_terminal, highlight=False, markup=False)
 
@@ -293,9 +438,12 @@ def add_line(tree: Tree, name: str, words: str) -> None:
     tree.add(Text.assemble((f"{printable(name)}: ", "cyan"), printable(words)))
 
 
-def print_sheet(sheet: Sheet, file: TextIO | None = None) -> None:
-    """Prints a table and its notes."""
-    print_full(terminal_table(sheet), sheet.notes, file)
+def print_sheet(sheet: Sheet, file: TextIO | None = None, *, wide: bool = False) -> None:
+    """Prints a table and its notes; ``file`` and ``wide`` as in ``print_full``."""
+    table = WholeTable(sheet)
+    window, console = _consoles(table, file, wide)
+    console.print(table, crop=False)
+    _print_notes(window, notes_of(sheet, table.shown(console.width)))
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -307,7 +455,8 @@ class Report:
 
     name: the benchmark's name. title: the title of its page, to which the date is added. source: "measured",
     "simulated" or "rehearsed". introduction: paragraphs of the page above the tables. notes: lines below all tables;
-    a table may have notes of its own. data: what JSON holds besides, by name: the rows themselves, with all fields.
+    a table may have notes of its own. data: what JSON holds, by name: the rows themselves, with all fields; by default
+    the tables.
     """
 
     name: str
@@ -319,31 +468,45 @@ class Report:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-def publish(report: Report, *, page: Path | None = None, json_path: Path | None = None) -> None:
-    """Writes the requested files and then prints, because the reader of a pipe may stop before the end."""
-    write(report, page=page, json_path=json_path)
-    for sheet in filled(report):
-        print_sheet(sheet)
-    for note in report.notes:
-        print(note)
+@dataclass(frozen=True)
+class Output:
+    """What a command is asked to show, by its options --out, --json, --quiet and --wide."""
+
+    folder: Path | None = None
+    as_json: bool = False
+    quiet: bool = False
+    wide: bool = False
+
+    def files(self, report: Report) -> dict[str, Path]:
+        """Creates the folder, and returns the paths of its files for ``write``; none without a folder."""
+        if self.folder is None:
+            return {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stem = report.name.replace(" ", "_")
+        return {"page": self.folder / f"{stem}.md", "json_path": self.folder / f"{stem}.json"}
+
+    def tell_written(self, names: Iterable[str]) -> None:
+        """Says which files of the folder were written, below the results."""
+        print(f"Written to {self.folder}: {', '.join(names)}", file=sys.stderr if self.as_json else sys.stdout)
 
 
-def publish_simulated(
-    name: str,
-    subject: str,
-    sheets: Sequence[Sheet],
-    introduction: Sequence[str],
-    folder: Path | None,
-    *,
-    data: Mapping[str, Any] | None = None,
-    json_path: Path | None = None,
-) -> None:
-    """Prints simulated tables; with a folder, writes ``<name>_simulated_<date>.md`` there first."""
-    page = None if folder is None else folder / f"{name}_simulated_{date.today().isoformat()}.md"
-    report = Report(
-        name, f"SIMULATED: {subject}", "simulated", sheets, introduction=introduction, data={} if data is None else data
-    )
-    publish(report, page=page, json_path=json_path)
+PLAIN_OUTPUT = Output()
+
+
+def publish(report: Report, output: Output = PLAIN_OUTPUT) -> None:
+    """Prints the tables, or the JSON instead. With a folder, it writes both there first, because the reader of a pipe
+    may stop before the end.
+    """
+    files = output.files(report)
+    write(report, **files)
+    if output.as_json:
+        print(to_json(report), end="")
+    else:
+        for sheet in filled(report):
+            print_sheet(sheet, wide=output.wide)
+        _print_notes(_window(), report.notes)
+    if files:
+        output.tell_written(path.name for path in files.values())
 
 
 def write(report: Report, *, page: Path | None = None, json_path: Path | None = None) -> None:
@@ -358,14 +521,16 @@ def to_markdown(report: Report) -> str:
     """Returns a page of ``docs/measured``."""
     parts = [f"# {report.title}, {date.today().isoformat()}", *report.introduction]
     for sheet in filled(report):
-        parts += [f"## {sheet.title}", markdown_table(sheet), _listed(sheet.notes)]
+        notes = notes_of(sheet, written_columns(sheet))
+        parts += [f"## {sheet.title}", markdown_table(sheet), _listed(notes)]
     return "\n\n".join(part for part in (*parts, _listed(report.notes)) if part) + "\n"
 
 
 def to_json(report: Report) -> str:
     """Returns all results, with every sample."""
     head = {"benchmark": report.name, "source": report.source, "date": date.today().isoformat()}
-    return json.dumps({**head, **plain(report.data)}, indent=1) + "\n"
+    tables = [{"title": sheet.title, "rows": sheet.rows, "notes": sheet.notes} for sheet in filled(report)]
+    return json.dumps({**head, **plain(report.data or {"tables": tables})}, indent=1) + "\n"
 
 
 def filled(report: Report) -> list[Sheet]:

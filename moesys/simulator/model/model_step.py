@@ -134,7 +134,7 @@ def _passed(run: ModelRun, unit: Unit) -> RestUnit:
     rest, ring = unit.rest, Ring.of_dense(run)
     if run.parallelism.dense != "full" or ring.size == 1:
         return RestUnit(rest.forward, rest.backward, rest.again, unit.has_experts)
-    held = unit.parameters / run.parallelism.tensor
+    held = unit.parameters / run.parallelism.tp
     gathered, reduced = held * run.model.bytes_per_element, held * run.gradient_bytes
     # Parameters are copied out of the gathered buffer, and gradients into the one that is reduced.
     placed_s = memory_seconds(2 * gathered, run.cluster)
@@ -344,7 +344,7 @@ def run_parts(run: ModelRun, parts: Sequence[Sequence[PartSeconds]]) -> Pipeline
     """Runs ``parts[stage][chunk]`` as the schedule of ``run`` says; rows travel in the model's dtype."""
     parallel, cluster = run.parallelism, run.cluster
     hop_s = 0.0
-    if parallel.pipeline > 1:
+    if parallel.pp > 1:
         num_bytes = run.tokens_per_rank * run.model.hidden_size * run.model.bytes_per_element
         hop_s = num_bytes / (cluster.intra_node_gb_per_s * 1e9) + cluster.intra_node_us * 1e-6
         stage = run.groups.stage

@@ -165,7 +165,7 @@ def test_a_plan_of_one_step_is_simulated(tmp_path):
 def test_traces_and_charts_are_written(tmp_path):
     code, output = run(written(tmp_path, declared()), "--out", tmp_path / "found", "--strategy", "fsep")
     assert code == 0
-    assert output.splitlines()[-1].startswith("written to ")
+    assert output.splitlines()[-1].startswith("Written to ")
     assert {path.name for path in (tmp_path / "found").iterdir()} == {"fsep.trace.json", "fsep.svg", "fsep.png"}
     trace = json.loads((tmp_path / "found" / "fsep.trace.json").read_text())
     assert trace["otherData"] == {"source": "SIMULATED"}
@@ -209,10 +209,10 @@ def test_a_step_that_takes_no_time_has_no_speed_up(tmp_path):
 def test_a_reader_who_has_enough_is_no_error_and_a_full_disk_is_one(tmp_path, monkeypatch, capsys):
     file = written(tmp_path, declared())
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    for command, prints in ((simulate, "print_sheet"), (explain, "print_full")):
+    for command, prints in ((simulate, "publish"), (explain, "print_full")):
         name = command.__name__.rpartition(".")[2]
         monkeypatch.setattr(command, prints, fails)
         number = errno.ENOSPC
@@ -258,7 +258,7 @@ def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
         (["{plan}", "--step", "1"], "--step is for experiments"),
         (["{plan}", "--layers", "2"], "layers=2 is more than the 1 that there are"),
         (["missing.json"], "missing.json is not a file"),
-        (["{broken}"], "is no plan of a step: strategy: Field required"),
+        (["{broken}"], "is no plan of a step: strategy is missing"),
         (["{text}"], "is no StepPlan and no experiment"),
         (["{number}"], "number.json declares no experiment: Input should be a valid dictionary"),
         (["{bytes}"], "bytes.json is no StepPlan and no experiment: 'utf-8' codec"),

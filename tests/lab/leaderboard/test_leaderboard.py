@@ -237,7 +237,7 @@ def test_another_source_is_another_planner(tmp_path: Path) -> None:
 def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text('{"schema": 1}\n')
-    with pytest.raises(ValueError, match=r"line 1 of .* is not a result: .*scores: Field required.*; delete the line"):
+    with pytest.raises(ValueError, match=r"line 1 of .* is not a result: .*scores is missing.*; delete the line"):
         list(result_journal(tmp_path).read())
     path.write_text('{"schema": 9}\n')
     with pytest.raises(ValueError, match="it has schema 9, and this moesys reads schema 1"):

@@ -99,13 +99,13 @@ def test_a_baseline_that_failed_leaves_no_speedup():
     ("step_ms", "best"),
     [
         ({"fsep": 8.0, FSEP_WIDE.name: 5.0}, {FSEP_WIDE.name}),
-        ({"fsep": 5.0, FSEP_WIDE.name: 5.0}, {"fsep", FSEP_WIDE.name}),
+        ({"fsep": 5.0, FSEP_WIDE.name: 5.0}, set()),
         ({"fsep": 20.0, FSEP_WIDE.name: 20.0}, {"ep"}),
-        ({"fsep": 10.0, FSEP_WIDE.name: 20.0}, {"ep", "fsep"}),
+        ({"fsep": 10.0, FSEP_WIDE.name: 20.0}, set()),
         ({"fsep": 10.0, FSEP_WIDE.name: 10.0}, set()),
     ],
 )
-def test_the_best_are_those_that_nothing_tells_from_the_fastest(step_ms, best):
+def test_the_best_is_faster_than_every_other(step_ms, best):
     of = experiment(**THREE, repeat_baseline=True)
     comparison = compare_records(of, records(of, {"ep": 10.0} | step_ms, noise=0.0))
     assert comparison.best == best

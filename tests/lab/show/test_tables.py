@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -24,11 +25,12 @@ from moesys.lab.show.comparisons import comparison_sheet, format_comparison, rat
 from moesys.lab.show.tables import (
     Column,
     Sheet,
+    WholeTable,
     figure,
     latex_table,
     markdown_table,
     print_sheet,
-    terminal_table,
+    svg_table,
     written_columns,
 )
 
@@ -183,14 +185,26 @@ def test_figures_keep_four_digits(value, words):
     assert figure(value) == words
 
 
-def test_the_best_row_is_bold_green_on_a_terminal():
+def test_only_the_winner_is_bold_green_and_what_is_unclear_is_grey():
     file = io.StringIO()
     Console(file=file, force_terminal=True, width=200, color_system="standard").print(
-        terminal_table(comparison_sheet(measured()))
+        WholeTable(comparison_sheet(measured(repeat_baseline=True)))
     )
-    green = [line for line in file.getvalue().splitlines() if "\x1b[1;32m" in line]
-    assert len(green) == 1
-    assert FSEP_WIDE.name in green[0]
+    rows = [line for line in file.getvalue().splitlines() if "bit-equal" in line]
+    assert [re.search(r"\x1b\[[\d;]+m", row)[0] if "\x1b" in row else "" for row in rows] == [
+        *("\x1b[2m", "\x1b[1;32m", ""),
+    ]
+
+
+def test_a_picture_loads_no_fonts_and_cuts_nothing():
+    name = "a-long-name-" * 12
+    of = experiment(strategies=(EP, FSEP.replace(name=name)))
+    comparison = compare_records(of, records(of, {"ep": 10.0, name: 8.0}))
+    picture = svg_table(comparison_sheet(comparison), "tiny")
+    assert "url(" not in picture.replace("url(#", "")
+    assert "@font-face" not in picture
+    assert name in picture
+    assert "…" not in picture
 
 
 def test_a_pipe_gets_the_full_width():
@@ -254,6 +268,16 @@ def test_csv_has_one_row_a_strategy_with_unrounded_figures():
     assert rows[1]["source"] == "measured"
 
 
+def test_csv_of_samples_has_one_row_a_number():
+    comparison = measured()
+    rows = list(csv.DictReader(io.StringIO(format_comparison(comparison, "csv-samples"))))
+    of_row = [row for row in rows if (row["strategy"], row["seed"], row["metric"]) == ("fsep", "3", "step_ms")]
+    assert [(row["sample"], float(row["value"]), row["unit"]) for row in of_row] == [
+        (str(number), value, "ms") for number, value in enumerate(comparison.rows[2].samples["step_ms"][3])
+    ]
+    assert sum(row["metric"] == "loss" for row in rows) == 3 * 8 * 4
+
+
 def test_latex_escapes_what_tex_would_read():
     odd = FSEP.replace(name=r"[a] 50% $x_1 #2 {b} ~^\ & more")
     of = experiment(strategies=(EP, odd))
@@ -262,6 +286,8 @@ def test_latex_escapes_what_tex_would_read():
     head = r"strategy & step ms & speed-up {[}95 \%{]} & exposed ms & load max/mean & loss at end & n & agreement \\"
     assert head in text
     assert r"\begin{tabular}{lrrrrrrr}" in text
+    assert text.count(r"\caption{MEASURED: tiny.}") == text.count(r"\label{tab:measured-tiny}") == 1
+    assert text.index(r"\end{tabular}") < text.index("Speed-up: ep's step time") < text.index(r"\caption")
     assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")
     assert text.count("{") == text.count("}")
 
