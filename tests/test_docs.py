@@ -34,7 +34,7 @@ PAGES = [
 WITH_BLOCKS = [page.stem for page in PAGES if any(block.language in ("python", "sh") for block in blocks_of(page.stem))]
 
 # The other pages have tests of their own, that of transformers tests/hf/test_train_your_model.py.
-FOLLOWED = [page for page in WITH_BLOCKS if page not in ("strategy", "results", "transformers")]
+FOLLOWED = [page for page in WITH_BLOCKS if page not in ("strategy", "transformers")]
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -150,7 +150,7 @@ def test_the_reading_example_reads_a_run_folder(
         seeds=(0, 1),
     )
     ms.run(small)
-    (block,) = [block.text for block in blocks_of("results") if block.language == "python"]
+    (block,) = [each.text for each in blocks_of("results") if each.language == "python" and not each.title]
     exec(block, {})
     printed = capsys.readouterr().out
     assert all(strategy.name in printed for strategy in small.strategies)
