@@ -17,7 +17,7 @@ from moesys.config.workload import Generated
 from moesys.files import write_whole
 from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
-from moesys.lab.show.tables import Column, Output, Sheet, figure, print_sheet
+from moesys.lab.show.tables import Column, Output, Sheet, counted, figure, print_sheet
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 
@@ -193,7 +193,9 @@ def _write(steps: Sequence[ModelStep], out: Path) -> list[Path]:
     found = out / "model.json"
     write_whole(found, _json(steps))
     parts = {step.run.strategy.name: step.peak.parts for step in steps}
-    return [found, *memory_chart(parts, out / "memory", have_gb=steps[0].run.cluster.memory_gb)]
+    run = steps[0].run
+    name = f"{run.model.name or 'a model'} on {run.cluster.name or counted(run.cluster.num_ranks, 'rank')}"
+    return [found, *memory_chart(parts, out / "memory", name=name, have_gb=run.cluster.memory_gb)]
 
 
 def _json(steps: Sequence[ModelStep]) -> str:
