@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 
 from moesys.config import ClusterSpec, ModelShape, Overlap, Sharding, Strategy
+from moesys.display import Columns, Display
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 
 
-@dataclass(frozen=True, eq=False)
-class PlanningProblem:
+@dataclass(frozen=True, eq=False, repr=False)
+class PlanningProblem(Display):
     """One layer's load, and where its experts and tokens may go.
 
     - ``load``: tokens of each source rank for each expert;
@@ -39,6 +40,13 @@ class PlanningProblem:
     sharding: Sharding | None = None
     overlap: Overlap | None = None
     units_per_token: int = 1
+
+    def _facts(self) -> str:
+        return f"{self.load._facts()}, {sum(self.slots_R):,} slots, turn {self.turn}"
+
+    def _columns(self) -> Columns:
+        ranks = range(self.load.num_ranks)
+        return {"rank": ranks, "tokens": self.load.tokens_RE.sum(axis=1), "slots": self.slots_R}
 
     @classmethod
     def of_layout(

@@ -146,6 +146,13 @@ class Declared(WordedModel):
         identity = {"schema": FINGERPRINT_SCHEMA, "type": type(self).__name__, "fields": self._identity()}
         return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yields only the fields that differ from their defaults, so that a printed declaration is short."""
+        fields = type(self).model_fields
+        for name, value in super().__repr_args__():
+            if name not in fields or fields[name].is_required() or not _is_default(value, fields[name].default):
+                yield name, value
+
     def _identity(self) -> dict[str, Any]:
         return {
             name: _identity(getattr(self, name)) for name in type(self).model_fields if name not in self.display_fields
@@ -269,6 +276,13 @@ def toml_fields(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("the TOML is nested too deeply") from None
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if isinstance(default, dict):
+        # The default of a union is declared by its kind, so that its class is imported only when it is needed.
+        return default == {"kind": getattr(value, "kind", None)} and not any(value.__repr_args__())
+    return bool(value == default)
 
 
 def _identity(value: Any) -> Any:

@@ -127,7 +127,7 @@ def _fields(declared: Declared) -> dict[str, Any]:
             fields |= declared.model_dump(mode="json", include={name})
         except PydanticSerializationError:
             # The class of a planner that is defined inside a function has no source digest, so its fields are compared.
-            fields[name] = repr(getattr(declared, name))
+            fields[name] = repr(dict(getattr(declared, name)))
     return fields
 
 

@@ -153,5 +153,5 @@ def _run(
     progress = RunProgress(Console(file=sys.stdout, quiet=show.quiet))
     result = run(experiment, out, fresh=fresh, record_routing=record_routing, progress=progress)
     if not show.quiet:
-        print(result)
+        print(result.summary)
     return result, report(result, "table", wide=show.wide)

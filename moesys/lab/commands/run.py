@@ -104,7 +104,7 @@ def run_command(
         )
         if writes():
             if not quiet:
-                print(result, file=told)
+                print(result.summary, file=told)
             comparisons.append(_report(result, form, wide))
             folders.append(result.path)
             code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
