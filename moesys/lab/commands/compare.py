@@ -16,6 +16,7 @@ from rich.console import Console
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.files import write_whole
+from moesys.kinds import did_you_mean
 from moesys.lab.commands.options import Format, FormatOption, refusing
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
@@ -25,13 +26,14 @@ from moesys.lab.show.comparisons import comparison_sheet, format_comparison
 from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, terminal_table
 
 
-def compare(runs: Sequence[Path | str]) -> list[Comparison]:
-    """Returns a comparison for each model, cluster and workload among run folders.
+def compare(runs: Path | str | Sequence[Path | str]) -> list[Comparison]:
+    """Returns a comparison for each model, cluster and workload among run folders: one, or several.
 
     Folders with the same setting share a comparison, so seeds and strategies may come from several. Raises ValueError
     for a path that is not a run folder, and for a folder that cannot be read.
     """
-    return [_merged(group) for group in _groups([RunFolder(Path(folder)) for folder in runs])]
+    folders = [runs] if isinstance(runs, Path | str) else runs
+    return [_merged(group) for group in _groups([RunFolder(Path(folder)) for folder in folders])]
 
 
 @refusing()
@@ -45,7 +47,8 @@ def compare_command(
     comparisons = [_merged(group) for group in groups]
     known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
     if metric is not None and metric not in known:
-        raise ValueError(f"--metric={metric} is not recorded; choose one of {', '.join(known) or 'none'}")
+        choices = f"{', '.join(known) or 'none'}{did_you_mean(metric, known)}"
+        raise ValueError(f"--metric={metric} is not recorded; choose one of {choices}")
     if metric is not None and form != "table":
         raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
     if len(groups) > 1 and form in ("csv", "json"):

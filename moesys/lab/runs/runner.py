@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from moesys.config.base import check_type
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Replay
 from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
@@ -110,6 +111,7 @@ def run(
     Raises ValueError, before any trial, for what cannot run or be resumed, and ``RunInterruption`` for Ctrl-C and, in
     the main thread of a program that does not handle it by itself, for SIGTERM.
     """
+    check_type(Experiment, experiment=experiment)
     if record_routing is not None:
         _check_recording(experiment, str(record_routing))
     routing: dict[int, str] = {}
