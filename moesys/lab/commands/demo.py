@@ -40,7 +40,7 @@ from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.runs.trials import routing_of
 from moesys.lab.show.figures import computed_tokens, load_heat_map, loss_chart, timeline_chart
 from moesys.lab.show.progress import RunProgress
-from moesys.lab.show.tables import Output
+from moesys.lab.show.tables import CommandOutput
 from moesys.simulator.step_program import simulate
 
 SEEDS = tuple(range(MIN_SEEDS))
@@ -126,7 +126,7 @@ def demo_command(
     # hidden, so that ``compare runs/*`` does not take it for a run folder
     traces = out.resolve() / ".demo-traces"
     training = training_experiment()
-    show = Output(quiet=quiet, wide=wide)
+    show = CommandOutput(quiet=quiet, wide=wide)
     trained, compared = _run(training, out, show, fresh, record_routing=traces / TRACE)
     if trained.failed or compared.unequal:
         return 1
@@ -156,7 +156,7 @@ def _strategies(slots_per_rank: int, reduction: Reduction) -> tuple[Strategy, ..
 
 
 def _run(
-    experiment: Experiment, out: Path, show: Output, fresh: bool, record_routing: Path | None = None
+    experiment: Experiment, out: Path, show: CommandOutput, fresh: bool, record_routing: Path | None = None
 ) -> tuple[RunResult, Comparison]:
     progress = RunProgress(Console(file=sys.stdout, quiet=show.quiet))
     result = run(experiment, out, fresh=fresh, record_routing=record_routing, progress=progress)
