@@ -18,7 +18,7 @@ from moesys.files import write_whole
 from moesys.kinds import did_you_mean
 from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
-from moesys.lab.show.tables import Column, Output, Sheet, counted, figure, print_sheet
+from moesys.lab.show.tables import Column, CommandOutput, Sheet, counted, figure, print_sheet
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 
@@ -33,7 +33,7 @@ def simulate_whole_model(
     parallel: str,
     skew: float,
     draws: int,
-    output: Output,
+    output: CommandOutput,
     **fields: Any,
 ) -> None:
     """Simulates a step of a model under each strategy, prints the tables and writes the files.

@@ -30,7 +30,7 @@ from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.tuning import tune
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.progress import TuneProgress
-from moesys.lab.show.tables import Column, Output, Report, Sheet, figure, publish
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.tuner.space import SearchBounds, Space
 from moesys.tuner.tune import TunePick
 
@@ -83,7 +83,7 @@ def tune_command(
     if writes():
         tuned = result.tuned
         report = Report("tune", "", tuned.decided_by, tune_sheets(tuned, experiment.name))
-        publish(report, Output(None, as_json, quiet, wide))
+        publish(report, CommandOutput(None, as_json, quiet, wide))
         print(
             f"Decided by {tuned.decided_by} times: {tuned.speedup:.3f} x as fast as {tuned.baseline.name}.\n"
             f"The strategy and its reasons: {result.path / 'tuned.toml'}\n"
