@@ -5,173 +5,201 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
-from typer.main import get_command
 
 from benchmarks.harness.options import Repeats
-from moesys.lab.commands.options import ResultFile, Wide, in_a_folder, refusing
+from moesys.lab.commands.options import (
+    AsJson,
+    CommandPage,
+    OutFolder,
+    Quiet,
+    Wide,
+    command_line,
+    folder_to_write,
+    refusing,
+)
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
 COMPUTING, LINKS = "Computing, measured here", "Links, measured here"
 
 
-class Page(NamedTuple):
-    """The function of a command as ``module:name``, the heading that lists the command, and its line there."""
-
-    function: str
-    heading: str
-    summary: str
-
-
-PAGES = {
-    "layer": Page(
-        "benchmarks.one_layer:bench_layer", COMPUTING, "Compare one rank of MoELayer with transformers' MoE blocks."
-    ),
-    "kernels": Page(
-        "benchmarks.kernels.command:bench_kernels", COMPUTING, "Check, time, tune or compile the kernels of one GPU."
-    ),
-    "models": Page(
-        "benchmarks.whole_models:bench_models", COMPUTING, "Train transformers' models on ranks, by strategy."
-    ),
-    "simulate": Page("benchmarks.simulator_speed:bench_simulate", COMPUTING, "Time the simulator."),
-    "overlap": Page(
-        "benchmarks.paced_overlap:bench_overlap", LINKS, "Compare overlapped with sequential steps over paced links."
-    ),
-}
-
-
-class Commands(TyperGroup):
-    """Lists all commands under headings, and imports those of ``PAGES`` when they are called."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*PAGES, *super().list_commands(ctx)]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in PAGES:
-            return super().get_command(ctx, cmd_name)
-        module, _, function = PAGES[cmd_name].function.partition(":")
-        page = typer.Typer(add_completion=False, rich_markup_mode=None)
-        page.command(cmd_name)(getattr(importlib.import_module(module), function))
-        return get_command(page)
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        limit = formatter.width - 6 - max(map(len, self.list_commands(ctx)))
-        lines = [(page.heading, name, page.summary) for name, page in PAGES.items()]
-        lines += [
-            (getattr(command, "rich_help_panel", ""), name, command.get_short_help_str(limit))
-            for name, command in self.commands.items()
-        ]
-        for heading in dict.fromkeys(line[0] for line in lines):
-            with formatter.section(heading):
-                formatter.write_dl([line[1:] for line in lines if line[0] == heading])
-
-
-app = typer.Typer(
-    name="benchmarks",
-    help="Measure on this machine.",
-    cls=Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
-
-@app.command("planner-scale", rich_help_panel=COMPUTING)
+@refusing()
 def bench_planner_scale(
     peer_eplb: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Time this checkout of deepseek-ai/EPLB as well.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Time this checkout of deepseek-ai/EPLB as well.", exists=True, file_okay=False
+        ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Generated loads of each case.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Number of generated loads of each case.")] = 3,
     repeats: Repeats = 9,
-    json: ResultFile = None,
+    out: OutFolder = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     wide: Wide = False,
-) -> None:
-    """Time planners and splits for 8 to 1,024 ranks. Which planner is best: moesys leaderboard."""
+) -> int:
+    """Times planners and splits."""
     from benchmarks import planner_scale
+    from moesys.lab.show.tables import Output
 
-    with refusing():
-        raise typer.Exit(
-            planner_scale.main(num_seeds=seeds, repeats=repeats, peer=peer_eplb, json_path=json, wide=wide)
-        )
+    output = Output(out, as_json, quiet, wide)
+    return planner_scale.main(num_seeds=seeds, repeats=repeats, peer=peer_eplb, output=output)
 
 
-@app.command("record-routing", rich_help_panel=COMPUTING)
+@refusing()
 def bench_record_routing(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the traces.", exists=True, file_okay=False)],
-) -> None:
-    """Record the routing that moesys leaderboard replays: trains three small models, in a quarter of an hour."""
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of the traces; it is created.", callback=folder_to_write)
+    ],
+    quiet: Quiet = False,
+) -> int:
+    """Trains three small models and records their routing."""
     from benchmarks import record_routing
 
-    raise typer.Exit(record_routing.main(folder))
+    return record_routing.main(folder, quiet)
 
 
-@app.command("calibration-check", rich_help_panel=COMPUTING)
+@refusing()
 def bench_calibration_check(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", help="A ClusterSpec that moesys calibrate wrote here.", exists=True, dir_okay=False
+            metavar="FILE", help="ClusterSpec that moesys calibrate wrote here.", exists=True, dir_okay=False
         ),
     ],
     repeats: Repeats = 7,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page there, in Markdown.", callback=in_a_folder)
-    ] = None,
-    json: ResultFile = None,
+    out: OutFolder = None,
+    as_json: AsJson = False,
     wide: Wide = False,
-) -> None:
-    """Compare measured steps of layers and small models with the steps simulated with a calibration, on CPU ranks.
-
-    For example: moesys calibrate --ranks 2 --out here.toml; python -m benchmarks calibration-check here.toml
-    """
+) -> int:
+    """Compares measured steps with steps simulated with a calibration."""
     from benchmarks import calibration_check
+    from moesys.lab.show.tables import Output
 
-    with refusing():
-        raise typer.Exit(calibration_check.main(file, repeats, out, json, wide))
+    return calibration_check.main(file, repeats, Output(out, as_json, wide=wide))
 
 
-@app.command("shaped", rich_help_panel=LINKS)
+@refusing()
 def bench_shaped(
-    hosts: Annotated[list[int] | None, typer.Option(help="2 or 4, may be repeated; both by default.")] = None,
+    hosts: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="Number of hosts, 2 or 4; may be repeated (default: both).")
+    ] = None,
     case: Annotated[
         list[str] | None,
         typer.Option(
-            help="overlap, split, nodes or planners, may be repeated; all of these by default. Or models, alone."
+            metavar="NAME",
+            help="overlap, split, nodes or planners; may be repeated (default: all of these). Or models, alone.",
         ),
     ] = None,
     mbit: Annotated[
-        list[float] | None, typer.Option(help="Of each link, may be repeated; instead of the cases' own.")
+        list[float] | None,
+        typer.Option(metavar="MBIT", help="Mbit/s of each link; may be repeated (default: by case)."),
     ] = None,
     latency_us: Annotated[
-        float | None, typer.Option("--latency-us", help="Between hosts, one way; instead of the cases' own.")
+        float | None,
+        typer.Option("--latency-us", metavar="US", help="Microseconds between hosts, one way (default: by case)."),
     ] = None,
     repeats: Repeats = 7,
     shares: Annotated[
-        bool, typer.Option(help="Each host has its share of the processor; without, hosts compete for it.")
+        bool, typer.Option(help="Whether each host has its own share of the processor, or hosts compete for it.")
     ] = True,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page there, in Markdown.", callback=in_a_folder)
-    ] = None,
-    json: ResultFile = None,
+    out: OutFolder = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     wide: Wide = False,
-) -> None:
-    """Measure overlap, splits and layouts between hosts with slow links, beside the simulator. Linux, root.
-
-    Hosts are network namespaces of this machine. All cases take about ten minutes on 2 cores. Exit code 1 if a result
-    is wrong. For example: python -m benchmarks shaped --case overlap --hosts 2 --mbit 100 --mbit 500 --out shaped.md
-
-    --case models measures training steps of transformers' small models, in half an hour.
-    """
+) -> int:
+    """Measures steps between hosts with slow links."""
     from benchmarks.shaped import bench, cases
+    from moesys.lab.show.tables import Output
 
-    with refusing():
-        asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case or ())
-    raise typer.Exit(bench.main(asked, repeats=repeats, shares=shares, out=out, json_path=json, wide=wide))
+    asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case or ())
+    return bench.main(asked, repeats=repeats, shares=shares, output=Output(out, as_json, quiet, wide))
+
+
+PAGES = {
+    "layer": CommandPage(
+        "benchmarks.one_layer:bench_layer",
+        COMPUTING,
+        "Compare one rank of MoELayer with transformers' MoE blocks.",
+        "Exit code 1: an output is wrong.",
+        ("python -m benchmarks layer --shape qwen3-30b --dtype float32 --out found",),
+    ),
+    "kernels": CommandPage(
+        "benchmarks.kernels.command:bench_kernels",
+        COMPUTING,
+        "Check, time, tune or compile the kernels of one GPU.",
+        "Other implementations are timed beside them.\n\nExit code 1: a check fails.",
+        (
+            "python -m benchmarks kernels --size olmoe,30b --routing zipf --out found",
+            "python -m benchmarks kernels --aot --size olmoe",
+        ),
+    ),
+    "models": CommandPage(
+        "benchmarks.whole_models:bench_models",
+        COMPUTING,
+        "Train transformers' models on ranks, by strategy.",
+        "Transformers' own all_to_all is timed beside them.\n\nExit code 1: a gradient differs.",
+        ("python -m benchmarks models --model olmoe --routing skewed --sequences 2",),
+    ),
+    "simulate": CommandPage(
+        "benchmarks.simulator_speed:bench_simulate",
+        COMPUTING,
+        "Time the simulator.",
+        "The cases are one layer on 32 ranks, and 32 layers on up to 1,024 ranks.",
+        ("python -m benchmarks simulate --most-ranks 128",),
+    ),
+    "planner-scale": CommandPage(
+        bench_planner_scale,
+        COMPUTING,
+        "Time planners and splits for 8 to 1,024 ranks.",
+        "Which planner is best is the question of moesys leaderboard.",
+        ("python -m benchmarks planner-scale --seeds 1 --out found",),
+    ),
+    "record-routing": CommandPage(
+        bench_record_routing,
+        COMPUTING,
+        "Record the routing that moesys leaderboard replays.",
+        "It trains three small models, in a quarter of an hour on two cores.",
+        ("python -m benchmarks record-routing recorded",),
+    ),
+    "calibration-check": CommandPage(
+        bench_calibration_check,
+        COMPUTING,
+        "Compare measured steps with those simulated by a calibration.",
+        "The steps are those of layers and of small models, on CPU ranks.",
+        (
+            "moesys calibrate --ranks 2 --out here",
+            "python -m benchmarks calibration-check here/cluster.toml --out found",
+        ),
+    ),
+    "overlap": CommandPage(
+        "benchmarks.paced_overlap:bench_overlap",
+        LINKS,
+        "Compare overlapped with sequential steps over paced links.",
+        "Exit code 1: a bit differs.",
+        (
+            "python -m benchmarks overlap --part chunks --out found",
+            "python -m benchmarks overlap --part mega --size qwen3-30b --gb-per-s 100",
+        ),
+    ),
+    "shaped": CommandPage(
+        bench_shaped,
+        LINKS,
+        "Compare measured with simulated steps between hosts.",
+        "Hosts are network namespaces of this machine with slow links, which needs Linux and root. All cases take "
+        "about ten minutes on 2 cores. The case models, training steps of transformers' small models, takes half an "
+        "hour.\n\nExit code 1: a result is wrong.",
+        (
+            "python -m benchmarks shaped --case overlap --hosts 2 --mbit 100 --mbit 500",
+            "python -m benchmarks shaped --case models --out found",
+        ),
+    ),
+}
+
+app = command_line("benchmarks", "Measure on this machine.", PAGES)
 
 
 def main() -> None:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from benchmarks.harness.contest import Case, Contestant, Near, hold
 from benchmarks.harness.options import Repeats, chosen
 from moesys.config import LayoutInvariant, ModelShape, Ordered, Strategy
-from moesys.lab.commands.options import ResultFile, Wide, refusing
+from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
 from moesys.lab.runs.stopwatch import Quantiles, Work, machine_line, processor_ms, wall_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Report, Sheet, publish
+from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import DTYPES
 
@@ -118,23 +118,30 @@ class Row:
 
 
 def bench_layer(
-    shape: Annotated[str, typer.Option(help="Names of layers, separated by commas, or all.")] = "all",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or all.")] = "all",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Number of tokens, instead of the layer's own.")] = None,
+    shape: Annotated[str, typer.Option(metavar="NAMES", help="Names of layers, separated by commas, or all.")] = "all",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or all.")] = "all",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of tokens, instead of the layer's own.")
+    ] = None,
     repeats: Repeats = 9,
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of threads (default: torch's).")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of threads (default: torch's).")
+    ] = None,
     reduction: Annotated[
         bool, typer.Option("--reduction", help="Compare LayoutInvariant with Ordered instead.")
     ] = False,
-    json: ResultFile = None,
+    out: OutFolder = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     wide: Wide = False,
 ) -> None:
     """Compare one rank of MoELayer with transformers' MoE blocks. Exit code 1 if an output is wrong."""
     with refusing():
         cases = select(shape, dtype, tokens)
     threads = threads or torch.get_num_threads()
-    rows = measure(cases, repeats=repeats, threads=threads, reduction=reduction)
-    publish((reduction_report if reduction else report)(rows, repeats, threads), json_path=json, wide=wide)
+    output = Output(out, as_json, quiet, wide)
+    rows = measure(cases, repeats=repeats, threads=threads, reduction=reduction, quiet=quiet)
+    publish((reduction_report if reduction else report)(rows, repeats, threads), output)
     raise typer.Exit(int(any(row.wrong for row in rows)))
 
 
@@ -149,7 +156,9 @@ def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None
     ]
 
 
-def measure(cases: Sequence[ScaledLayer], *, repeats: int, threads: int, reduction: bool = False) -> list[Row]:
+def measure(
+    cases: Sequence[ScaledLayer], *, repeats: int, threads: int, reduction: bool = False, quiet: bool = False
+) -> list[Row]:
     """Measures each case, one row per direction.
 
     Outputs and gradients are compared with those of the first contestant before anything is timed, and a case is not
@@ -159,7 +168,7 @@ def measure(cases: Sequence[ScaledLayer], *, repeats: int, threads: int, reducti
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with steps_told("layer", len(cases)) as tell:
+        with steps_told("layer", len(cases), quiet) as tell:
             for case in cases:
                 tell(f"{case.name}, {case.shape.dtype}")
                 rows += _measure(case, repeats, reduction)

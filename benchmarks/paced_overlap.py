@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -26,11 +25,11 @@ from benchmarks.harness.options import Repeats, chosen
 from benchmarks.harness.paced_link import PacedLink
 from moesys.config import Fsep, ModelShape, Strategy
 from moesys.config.overlap import Pipelined
-from moesys.lab.commands.options import ResultFile, Wide, refusing
+from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, machine_line, repeated_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Report, Sheet, publish
+from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 
 _SHAPE = ModelShape(hidden_size=512, intermediate_size=512, num_experts=8, top_k=2)
@@ -131,35 +130,41 @@ class Row:
 
 
 def bench_overlap(
-    part: Annotated[str, typer.Option(help="chunks, experts, all, or mega: MegaKernels on a GPU.")] = "all",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per rank, instead of the part's own.")] = None,
+    part: Annotated[
+        str, typer.Option(metavar="NAME", help="chunks, experts, all, or mega: MegaKernels on a GPU.")
+    ] = "all",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens per rank, instead of the part's own.")
+    ] = None,
     repeats: Repeats = 9,
-    threads: Annotated[int, typer.Option(min=1, help="Threads per rank.")] = 1,
-    size: Annotated[str, typer.Option(help="Name of a layer (with --part mega).")] = "qwen3-30b",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32 (with --part mega).")] = "bfloat16",
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="Threads per rank.")] = 1,
+    size: Annotated[str, typer.Option(metavar="NAME", help="Name of a layer (with --part mega).")] = "qwen3-30b",
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="bfloat16, float16 or float32 (with --part mega).")
+    ] = "bfloat16",
     gb_per_s: Annotated[
-        float, typer.Option("--gb-per-s", help="Link bandwidth per rank in GB/s (with --part mega).")
+        float, typer.Option("--gb-per-s", metavar="GB", help="Link bandwidth per rank in GB/s (with --part mega).")
     ] = 100.0,
     device: Annotated[
-        str, typer.Option(help="cuda, or cpu for a rehearsal on a toy layer (with --part mega).")
+        str, typer.Option(metavar="DEVICE", help="cuda, or cpu for a rehearsal on a toy layer (with --part mega).")
     ] = "cuda",
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for overlap_mega.json and .md (with --part mega).")
-    ] = None,
-    json: ResultFile = None,
+    out: OutFolder = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     wide: Wide = False,
 ) -> None:
     """Compare overlapped with sequential steps over paced links. Exit code 1 if a bit differs."""
+    output = Output(out, as_json, quiet, wide)
     if part == "mega":
         from benchmarks.mega import mega_contest
 
         with refusing():
             asked = mega_contest.asked_for(size, dtype, gb_per_s, num_tokens=tokens, repeats=repeats, device=device)
-        raise typer.Exit(mega_contest.main(asked, out, wide=wide))
+        raise typer.Exit(mega_contest.main(asked, output))
     with refusing():
         names = chosen("part", part, [known.name for known in PARTS])
     parts = [replace(known, num_tokens=tokens or known.num_tokens) for known in PARTS if known.name in names]
-    rows, paces = measure(parts, repeats, threads)
+    rows, paces = measure(parts, repeats, threads, quiet)
     machine = f"{machine_line(threads)}; {NUM_RANKS} ranks"
     notes = [
         machine,
@@ -174,7 +179,7 @@ def bench_overlap(
     title = "MEASURED: overlap over paced links, forward + backward, ms (median)"
     data = {"machine": machine, "num_ranks": NUM_RANKS, "parts": parts, "paces": paces, "rows": rows}
     sheet = Sheet(title, rows, notes, "part")
-    publish(Report("overlap", title, "measured", [sheet], data=data), json_path=json, wide=wide)
+    publish(Report("overlap", title, "measured", [sheet], data=data), output)
     raise typer.Exit(int(any(row.wrong for row in rows)))
 
 
@@ -189,7 +194,7 @@ def _note(part: Part, pace: Pace, rows: Sequence[Row]) -> str:
     )
 
 
-def measure(parts: Sequence[Part], repeats: int, threads: int) -> tuple[list[Row], list[Pace]]:
+def measure(parts: Sequence[Part], repeats: int, threads: int, quiet: bool = False) -> tuple[list[Row], list[Pace]]:
     """Measures each part on ``NUM_RANKS`` local ranks of ``threads`` threads.
 
     The pace of the links is chosen in the same run, such that ``COMMUNICATION_SHARE`` of the first strategy's step is
@@ -197,7 +202,7 @@ def measure(parts: Sequence[Part], repeats: int, threads: int) -> tuple[list[Row
     """
     rows, paces = [], []
     ranks, _ = start_ranks(NUM_RANKS, threads=threads)
-    with closing(ranks), steps_told("overlap", len(parts)) as tell:
+    with closing(ranks), steps_told("overlap", len(parts), quiet) as tell:
         for part in parts:
             tell(part.name)
             by_rank = ranks.run(measure_on_rank, part, repeats, timeout_s=_RANKS_TIMEOUT_S)

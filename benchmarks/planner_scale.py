@@ -25,7 +25,7 @@ from moesys.balance.planners import plan_layouts, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
 from moesys.lab.runs.stopwatch import machine_line, repeated_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Report, Sheet, publish
+from moesys.lab.show.tables import PLAIN_OUTPUT, Column, Output, Report, Sheet, publish
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 
@@ -165,8 +165,7 @@ def main(
     num_seeds: int = 3,
     repeats: int = 9,
     peer: Path | None = None,
-    json_path: Path | None = None,
-    wide: bool = False,
+    output: Output = PLAIN_OUTPUT,
 ) -> int:
     """Measures, writes and prints; returns the exit code. Raises ValueError for a peer that does not exist."""
     rebalance = load_peer(peer) if peer else None
@@ -174,7 +173,7 @@ def main(
     if rebalance:
         runs += [(case, PEER) for case in cases if case.num_ranks <= MOST_PEER_RANKS]
     rows = []
-    with steps_told("planner-scale", len(runs)) as tell:
+    with steps_told("planner-scale", len(runs), output.quiet) as tell:
         for case, planner in sorted(runs, key=lambda run: cases.index(run[0])):
             tell(f"{case.name}, {planner}")
             rows.append(measure(case, planner, num_seeds, repeats, rebalance if planner == PEER else None))
@@ -189,7 +188,6 @@ def main(
     sheet = Sheet(title, rows, notes, group_by="case")
     publish(
         Report("planner-scale", title, "measured", [sheet], data={"machine": machine, "rows": rows}),
-        json_path=json_path,
-        wide=wide,
+        output,
     )
     return 0

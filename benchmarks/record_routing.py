@@ -61,7 +61,7 @@ RECIPES = (
 )
 
 
-def record(recipe: Recipe, text: Text) -> Trace:
+def record(recipe: Recipe, text: Text, quiet: bool = False) -> Trace:
     """Trains from drawn weights, and counts the routers' choices before each of the recipe's steps."""
     fields = read_config(recipe.base) | recipe.changes
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -71,7 +71,7 @@ def record(recipe: Recipe, text: Text) -> Trace:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     num_experts = fields.get("num_experts") or fields["n_routed_experts"]
     counted = []
-    with steps_told(recipe.name, recipe.steps[-1] + 1) as tell:
+    with steps_told(recipe.name, recipe.steps[-1] + 1, quiet) as tell:
         for step in range(recipe.steps[-1] + 1):
             if step in recipe.steps:
                 with torch.no_grad():
@@ -126,11 +126,13 @@ def _move_biases(model: Any, chosen_LTK: Tensor, num_experts: int) -> None:
         bias_E += BIAS_RATE * torch.sign(tokens_E.mean() - tokens_E)
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, quiet: bool = False) -> int:
     """Records all recipes, writes their traces into ``folder`` and prints facts; returns the exit code."""
     text = load_text()
+    folder.mkdir(parents=True, exist_ok=True)
     for recipe in RECIPES:
-        trace = record(recipe, text)
+        trace = record(recipe, text, quiet)
         save_trace(trace, folder / f"{recipe.name}.npz")
         print(*facts(trace), sep="\n")
+    print(f"Written to {folder}: {', '.join(f'{recipe.name}.npz' for recipe in RECIPES)}")
     return 0

@@ -21,10 +21,10 @@ from moesys.balance.plan import StepPlan, plan_layer
 from moesys.config import Fsep, Overlap, Strategy, presets
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.config.workload import Generated
-from moesys.lab.commands.options import ResultFile, Wide, refusing
+from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
 from moesys.lab.runs.stopwatch import machine_line, wall_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Report, Sheet, figure, publish
+from moesys.lab.show.tables import Column, Output, Report, Sheet, figure, publish
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulation
 from moesys.traces import generate
@@ -58,10 +58,14 @@ class Timing:
 
 
 def bench_simulate(
-    overlap: Annotated[str, typer.Option(help="sequential, pipelined, mega_kernel or all.")] = "sequential",
-    most_ranks: Annotated[int, typer.Option(min=1, help="Leave out larger clusters.")] = 1024,
+    overlap: Annotated[
+        str, typer.Option(metavar="NAME", help="sequential, pipelined, mega_kernel or all.")
+    ] = "sequential",
+    most_ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Leave out larger clusters.")] = 1024,
     repeats: Repeats = 3,
-    json: ResultFile = None,
+    out: OutFolder = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     wide: Wide = False,
 ) -> None:
     """Time the simulator: one layer on 32 ranks, 32 layers on up to 1,024."""
@@ -69,7 +73,7 @@ def bench_simulate(
         names = chosen("overlap", overlap, OVERLAPS)
     asked = [(name, *size) for size in SIZES if size[1] <= most_ranks for name in names]
     timings = []
-    with steps_told("simulate", len(asked)) as tell:
+    with steps_told("simulate", len(asked), quiet) as tell:
         for name, layers, ranks in asked:
             tell(f"{name}, {layers} layers on {ranks} ranks")
             timings.append(time_step(name, layers, ranks, repeats))
@@ -77,7 +81,7 @@ def bench_simulate(
     title = "MEASURED: time of the simulator"
     sheet = Sheet(title, timings, [f"Medians of {repeats} repetitions, without planning. {machine}"])
     data = {"machine": machine, "rows": timings}
-    publish(Report("simulate", title, "measured", [sheet], data=data), json_path=json, wide=wide)
+    publish(Report("simulate", title, "measured", [sheet], data=data), Output(out, as_json, quiet, wide))
 
 
 def time_step(name: str, layers: int, ranks: int, repeats: int) -> Timing:

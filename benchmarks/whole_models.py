@@ -37,12 +37,12 @@ from benchmarks.harness.options import Repeats, chosen
 from moesys.balance.planners import warm_up
 from moesys.config import Strategy
 from moesys.hf.registration import register
-from moesys.lab.commands.options import ResultFile, Wide, refusing
+from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Report, Sheet, publish
+from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
 
 THEIRS = "all_to_all"
 # After this many steps the peak of memory no longer grows.
@@ -88,20 +88,26 @@ class Row:
 
 
 def bench_models(
-    model: Annotated[str, typer.Option(help="olmoe, qwen3-moe, deepseek-v3, separated by commas, or all.")] = "all",
-    routing: Annotated[str, typer.Option(help="balanced, skewed or all.")] = "all",
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences of 256 tokens per rank.")] = 8,
-    hidden: Annotated[int, typer.Option(min=64, help="Hidden size; experts are twice as wide.")] = HIDDEN,
-    ranks: Annotated[int, typer.Option(min=2, help="Number of local ranks of one thread; a divisor of 8.")] = 2,
+    model: Annotated[
+        str, typer.Option(metavar="NAMES", help="olmoe, qwen3-moe, deepseek-v3, separated by commas, or all.")
+    ] = "all",
+    routing: Annotated[str, typer.Option(metavar="NAME", help="balanced, skewed or all.")] = "all",
+    sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences of 256 tokens per rank.")] = 8,
+    hidden: Annotated[int, typer.Option(min=64, metavar="N", help="Hidden size; experts are twice as wide.")] = HIDDEN,
+    ranks: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Number of local ranks of one thread; a divisor of 8.")
+    ] = 2,
     repeats: Repeats = 9,
     memory: Annotated[bool, typer.Option("--memory", help="Also measure the peak memory of a rank.")] = False,
-    json: ResultFile = None,
+    out: OutFolder = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     wide: Wide = False,
 ) -> None:
     """Train transformers' models under strategies and under its own all_to_all. Exit code 1 if a gradient differs."""
     with refusing():
         models, ways = chosen("model", model, MODELS), chosen("routing", routing, ROUTINGS)
-    rows = measure([Part(of, way, sequences, hidden) for of in models for way in ways], ranks, repeats, memory)
+    rows = measure([Part(of, way, sequences, hidden) for of in models for way in ways], ranks, repeats, memory, quiet)
     machine = f"{machine_line(1, ('torch', 'transformers'))}; {ranks} ranks of one thread"
     notes = [
         machine,
@@ -120,15 +126,15 @@ def bench_models(
     title = "MEASURED: a training step of transformers' models, ms (median)"
     data = {"machine": machine, "num_ranks": ranks, "rows": rows}
     sheet = Sheet(title, rows, notes, "part")
-    publish(Report("models", title, "measured", [sheet], data=data), json_path=json, wide=wide)
+    publish(Report("models", title, "measured", [sheet], data=data), Output(out, as_json, quiet, wide))
     raise typer.Exit(int(any(row.wrong for row in rows)))
 
 
-def measure(parts: Sequence[Part], num_ranks: int, repeats: int, memory: bool) -> list[Row]:
+def measure(parts: Sequence[Part], num_ranks: int, repeats: int, memory: bool, quiet: bool = False) -> list[Row]:
     """Measures each part on local ranks, or on those that torchrun started."""
     rows = []
     ranks, _ = start_ranks(num_ranks)
-    with tempfile.TemporaryDirectory() as folder, closing(ranks), steps_told("models", len(parts)) as tell:
+    with tempfile.TemporaryDirectory() as folder, closing(ranks), steps_told("models", len(parts), quiet) as tell:
         for part in parts:
             tell(f"{part.model}, {part.routing}")
             path = Path(folder, part.model)

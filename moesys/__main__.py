@@ -9,110 +9,169 @@ import io
 import os
 import re
 import sys
-from importlib import import_module
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
-from typer.main import get_command
 
+from moesys.lab.commands.options import CommandPage, command_line
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
-# The help of each command, which is the function NAME_command of moesys.lab.commands.NAME.
+START, RUN, SIMULATE = "Start here", "Run and compare", "Simulate and plan"
+CHECKPOINTS, MACHINE = "Checkpoints", "This machine"
+
 COMMANDS = {
-    "demo": """Train four strategies here, side by side. Then replay their routing on simulated GPUs.
-
-    Under 3 minutes on 2 cores.""",
-    "run": """Run an experiment, or what is left of it. Exit code 1 if a trial failed, or parts from what it must
-    equal.
-
-    A .py file with experiments(), which returns a list, has them all run, one after another; of a sweep over one number
-    of the workload a chart is drawn too.""",
-    "compare": "Compare the strategies of run folders. Those of one model, cluster and workload share a table.",
-    "bisect": """Find the first tensor in which two strategies differ. Step, tensor with its layer, rank, and by how
-    much.
-
-    Both are trained again, in turns, on as many ranks as before, and every tensor is compared bit by bit: outputs and
-    gradients of all modules on each rank; gradients of parameters, the norm, parameters and optimizer state whole. Exit
-    code 1 if a bit differs. For example: moesys bisect runs/convergence-1234abcd ep fsep""",
-    "explain": "Explain one step's plan. What moved and why, bytes by link, who waits for what.",
-    "simulate": """Simulate one step of each strategy: how long, what is exposed, and what the step waits for.
-
-    For example: moesys simulate experiments/rebalance_ablation.py --cluster 16x8 --layers 32 --out found; of a whole
-    model: moesys simulate --model qwen3-30b-a3b --cluster h100:4 --parallel ep=32,recompute=selective""",
-    "tune": """Search the fastest strategy for an experiment, and say why each of its fields is what it is.
-
-    Closed forms rule points out, the cost model ranks the rest; a training's best are timed on real ranks. The same
-    command goes on where it was stopped. For example: moesys tune experiments/skew_sweep.py --memory-gb 80""",
-    "calibrate": """Measure this machine or cluster, and write it as a ClusterSpec for simulations.
-
-    It measures experts forward and backward, attention, norms, the optimizer, and links inside and between nodes; on
-    GPUs also fused tiles and flags. It takes about two minutes on 2 cores. Under torchrun it measures the ranks that
-    torchrun started. For example: moesys calibrate --ranks 2 --out here.toml""",
-    "plan": """Plan one layer: who holds which expert, who computes what, and how far that can be from the best.
-
-    For example: moesys plan --load load.csv --cluster 4x8 --slots 3 --out plan.json""",
-    "leaderboard": """Rank all planners on recorded and generated routing by the simulated seconds of a layer, and write
-    pages.
-
-    The default settings take about ten minutes on one core. A planner of yours is a class that extends ms.Balance or
-    ms.Split (docs/leaderboard.md). For example: moesys leaderboard --quick --planner my_planners.py:Heaviest; on your
-    own routing: moesys leaderboard --trace run.npz --traces-only --model mixtral-8x7b --cluster h100:2 --lag 10""",
-    "report": """Make a page of a watched training. Losses, loads by layer, waiting, events; one file, to open in a
-    browser.
-
-    It may be asked for while the training runs.""",
-    "convert": """Convert a model's checkpoint: of the hub's format to a distributed one, or back.
-
-    The first is what from_pretrained reads, the second what dcp.load reads on any number of ranks, as {"model": ...}.
-    Config and tokenizer go along, an optimizer does not. OUT is there when all of it is. For example: moesys convert
-    checkpoints/last tuned --config Qwen3-30B-A3B""",
-    "doctor": """Check what this machine has and what it lacks. Exit code 1 if something is broken.
-
-    --gpu runs pytest -m gpu tests/gpu of a checkout within ten minutes, alone or as one of torchrun's ranks, and writes
-    a report to send back into doctor/. The first failure names the layer that it is in. Without a GPU, the checks that
-    can be are rehearsed.""",
+    "demo": CommandPage(
+        "moesys.lab.commands.demo:demo_command",
+        START,
+        "Train and compare four strategies on this machine.",
+        "Ranks of this machine train a small OLMoE under four strategies. The routing of the first one is then "
+        "replayed on simulated GPUs. The demo takes less than 3 minutes on 2 cores, and a second call trains nothing "
+        "again.",
+        ("moesys demo", "moesys demo --out demo-runs --fresh"),
+    ),
+    "run": CommandPage(
+        "moesys.lab.commands.run:run_command",
+        RUN,
+        "Run an experiment, or the trials of it that are left.",
+        "If FILE has a function experiments() that returns a list, all of them run one after another, and a chart is "
+        "drawn if they differ in one number of the workload.\n\n"
+        "Exit code 1: a trial failed, or has other bits than it must have.",
+        ("moesys run experiments/overlap_ablation.py", "moesys run experiments/skew_sweep.py --seeds 2 --out sweeps"),
+    ),
+    "compare": CommandPage(
+        "moesys.lab.commands.compare:compare_command",
+        RUN,
+        "Compare the strategies of run folders in a table.",
+        "Run folders with the same model, cluster and workload share a table.",
+        (
+            "moesys compare runs/demo-1234abcd",
+            "moesys compare runs/first-1234abcd runs/more-1234abcd --format markdown",
+            "moesys compare runs/demo-1234abcd --metric router_entropy",
+        ),
+    ),
+    "bisect": CommandPage(
+        "moesys.lab.commands.bisect:bisect_command",
+        RUN,
+        "Find the first tensor in which two strategies differ.",
+        "Both strategies are trained again, step by step in turns, on as many ranks as before. Every tensor is "
+        "compared bit by bit: outputs and gradients of all modules on each rank, then gradients of parameters, the "
+        "norm, parameters and optimizer state. The result names the step, the tensor with its layer, and the "
+        "rank.\n\n"
+        "Exit code 1: a bit differs.",
+        ("moesys bisect runs/convergence-1234abcd ep fsep", "moesys bisect runs/demo-1234abcd ep ep --seed 0"),
+    ),
+    "report": CommandPage(
+        "moesys.lab.commands.report:report_command",
+        RUN,
+        "Write the page of a watched training, also while it runs.",
+        "The page is one HTML file with the losses, the load of each layer, idle times and events.",
+        ("moesys report runs/first", "moesys report runs/first --out page.html"),
+    ),
+    "simulate": CommandPage(
+        "moesys.lab.commands.simulate:simulate_command",
+        SIMULATE,
+        "Simulate one step of each strategy, or of a whole model.",
+        "The tables show how long the step takes, which communication is exposed, and what the step waits for.",
+        (
+            "moesys simulate experiments/rebalance_ablation.py --cluster 16x8 -o found",
+            "moesys simulate --model qwen3-30b-a3b --cluster h100:4 --parallel ep=32",
+        ),
+    ),
+    "tune": CommandPage(
+        "moesys.lab.commands.tune:tune_command",
+        SIMULATE,
+        "Search for the fastest strategy, with reasons for each field.",
+        "Lower bounds rule strategies out, and the simulator ranks the rest. The best strategies for a training are "
+        "also timed on ranks. The same command continues a search that was stopped.",
+        (
+            "moesys tune experiments/skew_sweep.py --memory-gb 80",
+            "moesys tune experiments/skew_sweep.py --budget 32 --minutes 5",
+        ),
+    ),
+    "explain": CommandPage(
+        "moesys.lab.commands.explain:explain_command",
+        SIMULATE,
+        "Explain the plan of one step: moves, traffic, critical path.",
+        "The tree shows what moved and why, the bytes on each kind of link, and which rank waits for what.",
+        (
+            "moesys explain experiments/rebalance_ablation.py",
+            "moesys explain experiments/rebalance_ablation.py --strategy greedy --layer 0",
+        ),
+    ),
+    "plan": CommandPage(
+        "moesys.lab.commands.plan:plan_command",
+        SIMULATE,
+        "Plan one layer, and bound how far the plan is from the best.",
+        "The tree shows which rank holds which experts and how many tokens it computes.",
+        (
+            "moesys plan --load load.csv --cluster 4x8 --slots 3 --out plan.json",
+            "moesys plan --load trace.npz --cluster h100:4 --layer 2 --previous plan.json",
+        ),
+    ),
+    "leaderboard": CommandPage(
+        "moesys.lab.commands.leaderboard:leaderboard_command",
+        SIMULATE,
+        "Rank all planners by the simulated time of a layer.",
+        "The planners run on recorded and generated routing. The default settings take about ten minutes on one core. "
+        "A planner of yours is a class that extends ms.Balance or ms.Split (docs/planners.md).",
+        (
+            "moesys leaderboard --quick --planner my_planners.py:Heaviest",
+            "moesys leaderboard --trace run.npz --traces-only --model mixtral-8x7b",
+        ),
+    ),
+    "convert": CommandPage(
+        "moesys.lab.commands.convert:convert_command",
+        CHECKPOINTS,
+        "Convert a checkpoint: the hub's format to torch's, or back.",
+        "from_pretrained reads the hub's format. dcp.load reads the other one, a distributed checkpoint, on any number "
+        'of ranks, under the key "model". Config and tokenizer are copied, the optimizer is not. OUT appears when it '
+        "is complete.",
+        ("moesys convert Qwen3-30B-A3B start", "moesys convert checkpoints/last tuned --config Qwen3-30B-A3B"),
+    ),
+    "doctor": CommandPage(
+        "moesys.lab.commands.doctor:doctor_command",
+        MACHINE,
+        "Say what works on this machine, and how to get the rest.",
+        "With --gpu it runs the GPU checks of a checkout (pytest -m gpu tests/gpu) within ten minutes, alone or as one "
+        "of torchrun's ranks, and writes a report into doctor/. The first failure names the layer that it is "
+        "in.\n\n"
+        "Exit code 1: something is broken, or a GPU check failed.",
+        ("moesys doctor", "moesys doctor --gpu", "torchrun --nproc-per-node 8 -m moesys doctor --gpu"),
+    ),
+    "calibrate": CommandPage(
+        "moesys.lab.commands.calibrate:calibrate_command",
+        MACHINE,
+        "Measure this machine or cluster for simulations.",
+        "It measures experts forward and backward, attention, norms, the optimizer, and links inside and between "
+        "nodes; on GPUs also fused tiles and flags. On 2 cores it takes about two minutes. Under torchrun it measures "
+        "the ranks that torchrun started.",
+        (
+            "moesys calibrate --ranks 2 --out here",
+            "moesys simulate experiments/skew_sweep.py --cluster here/cluster.toml",
+        ),
+    ),
 }
 
-
-class Commands(TyperGroup):
-    """Lists all commands by the first sentences of their help, and imports the one that is called."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, imported(name) if name in COMMANDS else command, rest
+app = command_line("moesys", "Declare, train and compare strategies for Mixture-of-Experts layers.", COMMANDS)
 
 
-def imported(name: str) -> Any:
-    """Returns the command of ``COMMANDS``, with its options."""
-    page = typer.Typer(add_completion=False, rich_markup_mode=None)
-    page.command(name, help=COMMANDS[name])(getattr(import_module(f"moesys.lab.commands.{name}"), f"{name}_command"))
-    return get_command(page)
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"moesys {version('moesys')}")
+        raise typer.Exit
 
 
-def _end(code: int | None, **_: Any) -> None:
-    raise typer.Exit(code or 0)
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Takes the options of moesys itself."""
 
 
-app = typer.Typer(
-    name="moesys",
-    help="Declare, train and compare strategies for Mixture-of-Experts layers.",
-    cls=Commands,
-    no_args_is_help=True,
-    result_callback=_end,
-    pretty_exceptions_enable=False,
-    # Plain messages survive a pipe, and --help need not wait for rich.
-    rich_markup_mode=None,
-)
-for _name, _help in COMMANDS.items():
-    app.command(_name, help=_help)(lambda: None)
-
-
-@app.command(
-    hidden=True,
-    help="Print where the benchmarks are.",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench() -> int:
     """Prints where the benchmarks are."""
     print("The benchmarks run from a checkout of moesys: python -m benchmarks --help")

@@ -370,8 +370,13 @@ def test_reading_a_file_imports_nothing(eager: str, suffix: str, file: Path) -> 
         declared_in(Path(path), ms.Strategy)
 
 
-@pytest.mark.parametrize("suffix", ["", ".py"])
-@pytest.mark.parametrize("command", ["explain", "simulate --draws 1", "run --jobs 1", "tune --jobs 1"])
+@pytest.mark.parametrize(
+    ("command", "suffix"),
+    [
+        *((command, "") for command in ("simulate --draws 1", "run --jobs 1", "tune --jobs 1 --budget 1")),
+        *(("explain", suffix) for suffix in ("", ".py")),
+    ],
+)
 def test_a_command_imports_what_its_line_names(
     eager: str, file: Path, command: str, suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

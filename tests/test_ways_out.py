@@ -24,15 +24,15 @@ from lab_cases import moesys
 from torch import nn
 
 import moesys as ms
-from moesys.__main__ import COMMANDS, imported
+from benchmarks.__main__ import PAGES
+from moesys.__main__ import COMMANDS
 from moesys.balance.homes import Homes
 from moesys.config.hub import read_config
 from moesys.config.member import RECORDED
 from moesys.journal import Journal
-from moesys.lab.commands.calibrate import spec_file
-from moesys.lab.commands.options import in_a_folder
+from moesys.lab.commands.options import file_to_write, folder_to_write
 from moesys.lab.commands.plan import read_layout, read_load
-from moesys.lab.commands.simulate_model import SHORT, named_strategy, parallelism_of
+from moesys.lab.commands.simulate_model import named_strategy, parallelism_of
 from moesys.lab.leaderboard.planners import named_planner
 from moesys.lab.leaderboard.workloads import recorded_in, settings
 from moesys.lab.runs.declarations import (
@@ -391,7 +391,9 @@ def named(pattern: str) -> dict[str, Path]:
 
 
 def test_options_that_are_named_exist() -> None:
-    options = {opt for name in COMMANDS for option in imported(name).params for opt in option.opts} | {"--help"}
+    options = {opt for name in COMMANDS for option in COMMANDS[name].load(name).params for opt in option.opts} | {
+        "--help"
+    }
     found = named(r"(?<![\w-])(--[a-z][a-z-]+)")
     assert len(found) > 20
     assert {name: path for name, path in found.items() if name not in options | OTHERS} == {}
@@ -399,12 +401,11 @@ def test_options_that_are_named_exist() -> None:
 
 def test_commands_extras_and_pages_that_are_named_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    benchmarks = (ROOT / "benchmarks" / "__main__.py").read_text(encoding="utf-8")
     before = "to|by|for|with|run|call|see|is|example:|routing:|-m"
     for pattern, exists in (
         (rf"\b(?:{before}) moesys ([a-z]+)\b", lambda name: name in COMMANDS),
         (r"moesys\[(\w+)\]", lambda name: name in extras),
-        (r"python -m benchmarks ([a-z][a-z-]*)", lambda name: re.search(rf'"{name}"(: Page\(|, rich)', benchmarks)),
+        (r"python -m benchmarks ([a-z][a-z-]*)", lambda name: name in PAGES),
         (r"((?:docs|experiments)/\w[\w/.-]*\.(?:md|py))", lambda name: (ROOT / name).is_file()),
     ):
         found = named(pattern)
@@ -437,7 +438,7 @@ def test_calls_that_are_named_have_their_arguments() -> None:
 
 def test_fields_that_errors_name_exist() -> None:
     """A name before an equals sign is that of a field, or of a parameter, somewhere in the package."""
-    known = set(SHORT) | OTHERS
+    known = set(OTHERS)
     for tree in sources().values():
         for node in ast.walk(tree):
             match node:

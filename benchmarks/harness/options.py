@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-Repeats = Annotated[int, typer.Option(min=1, help="Number of timed repetitions.")]
+Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="Number of timed repetitions.")]
 
 
 def chosen(what: str, words: str, known: Collection[str]) -> list[str]:

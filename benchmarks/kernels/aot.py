@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, NamedTuple
 
@@ -52,7 +51,7 @@ from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Report, Sheet, publish
+from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
 
 COPY_BYTES = 16
 # Counts, places, weights and flags are loaded one at a time; elements of rows are not.
@@ -131,12 +130,12 @@ class CompiledKernel:
         return "; ".join(found)
 
 
-def main(sizes: Sequence[Size], json_path: Path | None, mega: bool, arch: str, *, wide: bool = False) -> int:
+def main(sizes: Sequence[Size], mega: bool, arch: str, output: Output) -> int:
     """Compiles, writes and prints; returns 1 if a kernel falls short. ``mega``: compiles MegaKernels too."""
     rows: list[CompiledKernel] = []
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
     num_ops = NUM_OPS + NUM_MEGA_OPS * mega
-    with warnings.catch_warnings(), steps_told("compiling", num_ops * len(sizes)) as tell:
+    with warnings.catch_warnings(), steps_told("compiling", num_ops * len(sizes), output.quiet) as tell:
         warnings.simplefilter("ignore", UserWarning)
         for size in sizes:
             rows += compile_size(size, torch.bfloat16, tell, target=target)
@@ -146,7 +145,7 @@ def main(sizes: Sequence[Size], json_path: Path | None, mega: bool, arch: str, *
     title = f"COMPILED: kernels for {arch}, not run"
     notes = [f"bfloat16, triton {triton.__version__}; {len(rows)} kernels, {short} of them fall short"]
     sheet = Sheet(title, rows, notes, group_by="size")
-    publish(Report("kernels aot", title, "compiled", [sheet], data={"rows": rows}), json_path=json_path, wide=wide)
+    publish(Report("kernels aot", title, "compiled", [sheet], data={"rows": rows}), output)
     return int(short > 0)
 
 

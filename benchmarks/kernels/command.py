@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -16,29 +15,39 @@ from benchmarks.kernels.drawn_layer import SIZES, Size
 from benchmarks.kernels.gemm_timer import GemmTimer
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import OPS, Gpu, blocks_for, cache_file, tune_blocks
-from moesys.lab.commands.options import ResultFile, Wide, refusing
+from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Report, Sheet, publish
+from moesys.lab.show.tables import PLAIN_OUTPUT, Column, Output, Report, Sheet, publish
 
 
 def bench_kernels(
     aot: Annotated[bool, typer.Option("--aot", help="Compile without a GPU and read the machine code.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Find the fastest tiles on this GPU and keep them.")] = False,
     mega: Annotated[bool, typer.Option(help="Compile MegaKernels too (with --aot).")] = True,
-    arch: Annotated[Literal["sm_90", "sm_100"], typer.Option(help="Hopper or Blackwell (with --aot).")] = "sm_90",
-    size: Annotated[str, typer.Option(help="Names of layers, separated by commas, or all.")] = "all",
-    routing: Annotated[str, typer.Option(help="uniform, balanced, zipf, k-experts, router, or all.")] = "all",
-    contestants: Annotated[str, typer.Option(help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
+    arch: Annotated[
+        Literal["sm_90", "sm_100"],
+        typer.Option(metavar="ARCH", help="sm_90 (Hopper) or sm_100 (Blackwell) (with --aot)."),
+    ] = "sm_90",
+    size: Annotated[str, typer.Option(metavar="NAMES", help="Names of layers, separated by commas, or all.")] = "all",
+    routing: Annotated[
+        str, typer.Option(metavar="NAMES", help="uniform, balanced, zipf, k-experts, router, or all.")
+    ] = "all",
+    contestants: Annotated[
+        str, typer.Option(metavar="NAMES", help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")
+    ] = "all",
     peer: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=DIR", help="scattermoe, liger or sonicmoe in DIR; may be repeated."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    repeats: Annotated[int, typer.Option(min=0, help="Number of timed repetitions; 0 only checks.")] = 15,
-    device: Annotated[str, typer.Option(help="cuda, or cpu for a rehearsal on a toy in the interpreter.")] = "cuda",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="bfloat16, float16 or float32.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(min=0, metavar="N", help="Number of timed repetitions; 0 only checks.")] = 15,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="cuda, or cpu for a rehearsal on a toy in the interpreter.")
+    ] = "cuda",
     extras: Annotated[bool, typer.Option(help="Check graphs, compile, checkpoints and large offsets too.")] = True,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write kernels.json and kernels.md there.")] = None,
-    json: ResultFile = None,
+    out: OutFolder = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     wide: Wide = False,
 ) -> None:
     """Check and time the kernels of one GPU and other implementations; compile them with --aot, tune them with --tune.
@@ -48,24 +57,23 @@ def bench_kernels(
     """
     if aot and tune:
         raise typer.BadParameter("--aot and --tune are two commands; give one of them")
-    if json is not None and not aot:
-        raise typer.BadParameter("--json is for --aot alone; to keep what is timed give --out DIR")
+    output = Output(out, as_json, quiet, wide)
     if aot or tune:
         by_name = {known.name: known for known in SIZES}
         with refusing():
             sizes = [by_name[name] for name in chosen("size", size, by_name)]
         if tune:
-            raise typer.Exit(tune_tiles(sizes, wide=wide))
+            raise typer.Exit(tune_tiles(sizes, output))
         from benchmarks.kernels.aot import main
 
-        raise typer.Exit(main(sizes, json, mega, arch, wide=wide))
+        raise typer.Exit(main(sizes, mega, arch, output))
     from benchmarks.kernels import kernels_contest
 
     with refusing():
         asked = kernels_contest.asked_for(
             size, routing, contestants, peers=peer or (), dtype=dtype, repeats=repeats, extras=extras, device=device
         )
-    raise typer.Exit(kernels_contest.main(asked, out, wide=wide))
+    raise typer.Exit(kernels_contest.main(asked, output))
 
 
 @dataclass(frozen=True)
@@ -83,14 +91,14 @@ def tile_words(block: TileConfig) -> str:
     return f"{tile}, {block.warps} warps, {block.stages} stages, {block.operands}"
 
 
-def tune_tiles(sizes: Sequence[Size], *, wide: bool = False) -> int:
+def tune_tiles(sizes: Sequence[Size], output: Output = PLAIN_OUTPUT) -> int:
     """Finds, keeps and prints the fastest tiles on this GPU; returns 2 without a GPU, or if they cannot be kept."""
     if not torch.cuda.is_available():
         print("tuning times kernels on a GPU, and this machine has none that torch can use", file=sys.stderr)
         return 2
     gpu, rows = Gpu.of(torch.device("cuda")), []
     try:
-        with steps_told("tuning", len(OPS) * len(sizes)) as tell:
+        with steps_told("tuning", len(OPS) * len(sizes), output.quiet) as tell:
             for size in sizes:
                 shape, found = tune_size(size, tell)
                 untuned = blocks_for(shape, gpu.multiprocessors, gpu.capability)
@@ -100,7 +108,7 @@ def tune_tiles(sizes: Sequence[Size], *, wide: bool = False) -> int:
         return 2
     title = f"TUNED: {gpu.name}"
     sheet = Sheet(title, rows, [f"kept in {cache_file(gpu)}"])
-    publish(Report("kernels tune", title, "measured", [sheet]), wide=wide)
+    publish(Report("kernels tune", title, "measured", [sheet]), output)
     return 0
 
 

@@ -41,7 +41,7 @@ from benchmarks.kernels.drawn_layer import (
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.lab.runs.stopwatch import Quantiles
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Report, Sheet, plain, publish, write
+from moesys.lab.show.tables import PLAIN_OUTPUT, Column, Output, Report, Sheet, plain, publish, write
 
 WHOLE = "forward + backward"
 # Multiplications and additions of a gated expert per row, in multiples of H·I.
@@ -221,7 +221,7 @@ class ContestResults:
         return Report("kernels", "Kernels of one device", self.source, sheets, notes, data=plain(self))
 
 
-def main(asked: KernelsContest, out: Path | None = None, *, wide: bool = False) -> int:
+def main(asked: KernelsContest, output: Output = PLAIN_OUTPUT) -> int:
     """Checks, times and prints; returns 1 if a check of moesys fails.
 
     ``out``: the folder of kernels.json, with all samples, and of kernels.md, with the tables.
@@ -236,19 +236,16 @@ def main(asked: KernelsContest, out: Path | None = None, *, wide: bool = False) 
             found.absent[name] = in_a_line(error)
     extras = asked.extras and OURS in here
     steps = len(asked.sizes) * len(asked.routings) * (len(here) + 1 + (OURS in here)) + 2 * extras
-    page = json_path = None
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        page, json_path = out / "kernels.md", out / "kernels.json"
+    files = output.files(found.report())
     # A file that cannot be written fails before anything is measured.
-    write(found.report(), page=page, json_path=json_path)
-    with steps_told("kernels", steps) as tell:
+    write(found.report(), **files)
+    with steps_told("kernels", steps, output.quiet) as tell:
 
         def add(measured: list[LayerResult], findings: list[Finding]) -> None:
             found.measured += measured
             found.findings += findings
             meter.free()
-            write(found.report(), page=page, json_path=json_path)
+            write(found.report(), **files)
 
         if extras:
             tell(f"{asked.scale.small.name}: inside torch")
@@ -263,7 +260,7 @@ def main(asked: KernelsContest, out: Path | None = None, *, wide: bool = False) 
             tell(f"{asked.scale.far.name}: offsets")
             check = partial(far_offsets, asked.scale.far, asked.dtype, asked.device)
             add([], [found_of(asked.scale.far.name, "offsets", check)])
-    publish(found.report(), wide=wide)
+    publish(found.report(), output)
     return int(not found.holds)
 
 

@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -38,7 +37,7 @@ from moesys.kernels.symmetric.pacing import paced_link
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.stopwatch import Quantiles
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Report, Sheet, publish
+from moesys.lab.show.tables import PLAIN_OUTPUT, Column, Output, Report, Sheet, publish
 
 ON_GPU_RANKS, ON_GPU_BIT_RUNS = 4, 20
 TOY = Size("toy", 12, 32, 16, 4, 2)
@@ -160,21 +159,17 @@ def rows_of(outcomes: Mapping[str, Outcome]) -> list[MegaRow]:
     return rows
 
 
-def main(asked: MegaContest, out: Path | None = None, *, wide: bool = False) -> int:
+def main(asked: MegaContest, output: Output = PLAIN_OUTPUT) -> int:
     """Checks, times and prints; returns 1 if a bit differs.
 
     ``out``: the folder of overlap_mega.json, with all samples, and of overlap_mega.md, with the table.
     """
     meter = GpuMeter(asked.device) if asked.device.type == "cuda" else CpuMeter()
     layer = draw_layer(asked.size, asked.num_ranks, asked.dtype, asked.device)
-    with steps_told("overlap mega", len(asked.points) + 2) as tell:
+    with steps_told("overlap mega", len(asked.points) + 2, output.quiet) as tell:
         outcomes = (_on_streams if asked.device.type == "cuda" else _on_processes)(asked, layer, tell)
     rows = rows_of(outcomes)
-    page = json_path = None
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        page, json_path = out / "overlap_mega.md", out / "overlap_mega.json"
-    publish(_report(asked, layer, meter.source, meter.machine, rows), page=page, json_path=json_path, wide=wide)
+    publish(_report(asked, layer, meter.source, meter.machine, rows), output)
     return int(any(row.wrong for row in rows))
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -33,7 +32,7 @@ from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import Quantiles, machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Report, Sheet, publish
+from moesys.lab.show.tables import PLAIN_OUTPUT, Column, Output, Report, Sheet, publish
 from moesys.simulator.model.simulate_model import simulate_model
 from moesys.simulator.step_program import simulation
 
@@ -122,13 +121,15 @@ class CaseResult:
         return [setting for setting in self.settings if setting.samples_ms]
 
 
-def run_cases(cases: Sequence[ShapedCase], repeats: int = 7, *, shares: bool = True) -> list[CaseResult]:
+def run_cases(
+    cases: Sequence[ShapedCase], repeats: int = 7, *, shares: bool = True, quiet: bool = False
+) -> list[CaseResult]:
     """Measures and simulates. ``shares``: whether each host has a share of the processor, or hosts compete for it."""
     results = []
     for strategy in {strategy for case in cases for strategy in case.strategies}:
         # Planners are compiled once here, and not on all ranks at once.
         warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
-    with steps_told("shaped links", len(cases)) as begin:
+    with steps_told("shaped links", len(cases), quiet) as begin:
         for number, each, latency_us in dict.fromkeys(case.hosts for case in cases):
             first, *_ = together = [case for case in cases if case.hosts == (number, each, latency_us)]
             cpus = SHARED_OUT * available_cores() / number if shares else None
@@ -251,9 +252,7 @@ def main(
     *,
     repeats: int = 7,
     shares: bool = True,
-    out: Path | None = None,
-    json_path: Path | None = None,
-    wide: bool = False,
+    output: Output = PLAIN_OUTPUT,
 ) -> int:
     """Measures, writes and prints; returns the exit code: 1 if a result was wrong, 2 if hosts cannot be made here."""
     reason = f"shaped links cannot be made: {lacks}" if (lacks := lacks_hosts()) else ""
@@ -262,6 +261,6 @@ def main(
     if reason:
         print(f"error: {reason}", file=sys.stderr)
         return 2
-    results = run_cases(cases, repeats, shares=shares)
-    publish(report(results), page=out, json_path=json_path, wide=wide)
+    results = run_cases(cases, repeats, shares=shares, quiet=output.quiet)
+    publish(report(results), output)
     return int(any(result.timed != result.settings for result in results))

@@ -39,8 +39,8 @@ from experiments.published.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROU
 from experiments.published.laer_setup import CONSTANTS, METHODS, Constants, LaerModel, PublishedRow
 from moesys.config import Overlap, presets
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
-from moesys.lab.commands.options import ReportFolder, Wide
-from moesys.lab.show.tables import Column, Sheet, figure, publish_simulated
+from moesys.lab.commands.options import AsJson, OutFolder, Wide
+from moesys.lab.show.tables import Column, Output, Report, Sheet, figure, publish
 
 # --- the fit --------------------------------------------------------------------------------------------------
 # Between the ends of ``ROWS_SLOWDOWNS`` seconds lie on a straight line (within 1 in 1,000), and a dispatcher delays all
@@ -485,7 +485,7 @@ def stages_sheet(stages: Sequence[StageRow], num_fits: int) -> Sheet:
     return Sheet("SIMULATED: the 24 rows stage by stage, times as fast, geometric means", stages, [note])
 
 
-def main(out: ReportFolder = None, wide: Wide = False) -> None:
+def main(out: OutFolder = None, as_json: AsJson = False, wide: Wide = False) -> None:
     """Simulate LAER-MoE's published rows with constants that are fitted to one of four shapes."""
     fits = as_good(fit(simulate_grid(laer.model_of(laer.FITTED_SHAPE))))
     claims = reproduce(fits[0].constants)
@@ -497,9 +497,9 @@ def main(out: ReportFolder = None, wide: Wide = False) -> None:
     tables = sheets(claims, fits)
     tables.append(megatron_sheet(fits[0].constants, SEEDS, laer_seconds))
     tables.append(stages_sheet(stage_rows(fits), len(fits)))
-    publish_simulated(
-        "laer_reproduction", "LAER-MoE's measurements", tables, (__doc__ or "").strip().split("\n\n"), out, wide=wide
-    )
+    title, introduction = "SIMULATED: LAER-MoE's measurements", (__doc__ or "").strip().split("\n\n")
+    report = Report("laer_reproduction", title, "simulated", tables, introduction=introduction)
+    publish(report, Output(out, as_json, wide=wide))
 
 
 if __name__ == "__main__":

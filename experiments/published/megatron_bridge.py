@@ -56,9 +56,9 @@ from scipy.stats import spearmanr
 from moesys.config import ClusterSpec, ModelSpec, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.overlap import Sequential
-from moesys.lab.commands.options import ReportFolder, Wide
+from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Sheet, publish_simulated
+from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
 from moesys.simulator.model.model_cost import model_flops_per_token
 from moesys.simulator.model.simulate_model import simulate_model
 
@@ -138,10 +138,10 @@ class PublishedRow(BaseModel, frozen=True):
             model=_model(self.model),
             cluster=self.cluster,
             parallelism=Parallelism(
-                tensor=self.tensor,
-                pipeline=self.pipeline,
-                virtual_stages=self.virtual_stages,
-                expert=self.expert,
+                tp=self.tensor,
+                pp=self.pipeline,
+                vp=self.virtual_stages,
+                ep=self.expert,
                 overlap_micro_batches=self.overlaps,
                 dense="optimizer",
                 recompute="none",
@@ -354,20 +354,20 @@ def sheets(listed: Sequence[RowResult], pairs: Sequence[PairResult]) -> list[She
     ]
 
 
-def main(out: ReportFolder = None, wide: Wide = False) -> None:
+def main(out: OutFolder = None, as_json: AsJson = False, quiet: Quiet = False, wide: Wide = False) -> None:
     """Simulate whole models beside the tokens per second that Megatron-Bridge published, with every row's error."""
     rows = published_rows()
     rates = fit_rates([row for row in rows.values() if row.fitted and row.listed])
     found = {}
-    with steps_told("Megatron-Bridge", len(rows)) as tell:
+    with steps_told("Megatron-Bridge", len(rows), quiet) as tell:
         for number, row in rows.items():
             tell(f"row {number}, {row.model}")
             found[number] = simulate_row(row, rates[row.system, row.precision])
     pairs = [pair_result(found[before], found[after]) for before, after in published_pairs()]
     tables = sheets([one for one in found.values() if one.published_row.listed], pairs)
-    publish_simulated(
-        "throughput", "tokens a second of whole models", tables, (__doc__ or "").strip().split("\n\n"), out, wide=wide
-    )
+    title, introduction = "SIMULATED: tokens a second of whole models", (__doc__ or "").strip().split("\n\n")
+    report = Report("throughput", title, "simulated", tables, introduction=introduction)
+    publish(report, Output(out, as_json, quiet, wide))
 
 
 if __name__ == "__main__":

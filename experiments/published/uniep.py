@@ -39,9 +39,9 @@ from scipy.optimize import brentq
 from moesys.balance.plan import plan_layer
 from moesys.config import ClusterSpec, ModelShape, Overlap, Strategy, presets
 from moesys.config.overlap import MegaKernel, Sequential
-from moesys.lab.commands.options import ReportFolder, Wide
+from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Sheet, publish_simulated
+from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.load import LoadMatrix
 from moesys.simulator.mega.layer_pass import QueuedPass
@@ -234,14 +234,14 @@ def overlap_sheet(rows: Sequence[OverlapRow], cluster: str) -> Sheet:
     return Sheet(f"SIMULATED: {cluster}, by fused_rate", rows, notes)
 
 
-def main(out: ReportFolder = None, wide: Wide = False) -> None:
+def main(out: OutFolder = None, as_json: AsJson = False, quiet: Quiet = False, wide: Wide = False) -> None:
     """Simulate MegaKernels on Hopper against one stage after another, over a range of rates of fused tiles."""
     parts, sheets = published_parts(), []
     fitted = next(part for part in parts if part.use == "fitted").explaining_rate()
     assert fitted is not None
     rates = (*RATES, fitted)
     nodes = ("1 x 8 H100", "1 x 8 H800")
-    with steps_told("uniep", len(nodes) * len(LAYERS) + 1) as tell:
+    with steps_told("uniep", len(nodes) * len(LAYERS) + 1, quiet) as tell:
         for name in nodes:
             overlaps = []
             for layer in LAYERS:
@@ -252,9 +252,9 @@ def main(out: ReportFolder = None, wide: Wide = False) -> None:
         rows = [part_row(part, rates) for part in parts]
     note = "explained by: the fused_rate at which a fused part takes as long as published; empty where 1 is too slow."
     sheets.append(Sheet("SIMULATED beside published: parts of a layer forward, by fused_rate", rows, [note]))
-    publish_simulated(
-        "uniep", "MegaKernels beside UniEP's range", sheets, (__doc__ or "").strip().split("\n\n"), out, wide=wide
-    )
+    title, introduction = "SIMULATED: MegaKernels beside UniEP's range", (__doc__ or "").strip().split("\n\n")
+    report = Report("uniep", title, "simulated", sheets, introduction=introduction)
+    publish(report, Output(out, as_json, quiet, wide))
 
 
 if __name__ == "__main__":

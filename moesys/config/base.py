@@ -9,7 +9,6 @@ import reprlib
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from inspect import signature
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
@@ -28,6 +27,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
+
+from moesys.kinds import did_you_mean
 
 FINGERPRINT_SCHEMA = 2
 BYTES_PER_GB = 10**9
@@ -146,6 +147,13 @@ class Declared(WordedModel):
         identity = {"schema": FINGERPRINT_SCHEMA, "type": type(self).__name__, "fields": self._identity()}
         return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yields only the fields that differ from their defaults, so that a printed declaration is short."""
+        fields = type(self).model_fields
+        for name, value in super().__repr_args__():
+            if name not in fields or fields[name].is_required() or not _is_default(value, fields[name].default):
+                yield name, value
+
     def _identity(self) -> dict[str, Any]:
         return {
             name: _identity(getattr(self, name)) for name in type(self).model_fields if name not in self.display_fields
@@ -194,16 +202,6 @@ def of_class(declared: type[Declared], fields: Any, info: ValidationInfo) -> Any
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def did_you_mean(given: Any, choices: Iterable[str]) -> str:
-    """Returns ``; did you mean 'greedy'?`` for the choice that is closest to ``given``, and "" if none is close."""
-    # A name's beginning counts too: QWEN3 for QWEN3_30B_A3B.
-    folded = {choice.lower(): choice for choice in choices}
-    word = given.lower() if isinstance(given, str) else ""
-    begun = [choice for choice in folded if len(word) > 2 and choice.startswith(word)]
-    close = begun if len(begun) == 1 else get_close_matches(word, folded, n=1)
-    return f"; did you mean {folded[close[0]]!r}?" if close else ""
-
-
 def in_words(error: BaseException) -> str:
     """Returns the message of an exception; that of pydantic in one line: ``overlap.chunks=0 should be ...; ...``."""
     if not isinstance(error, ValidationError):
@@ -249,6 +247,14 @@ def _fields(declared: type[BaseModel]) -> str:
     return ", ".join(name for name in declared.model_fields if name != "kind") or "none"
 
 
+def check_type(kind: type, **given: Any) -> None:
+    """Raises TypeError for an argument that is not of ``kind``, and ValueError for a class or a function."""
+    for name, value in given.items():
+        if not isinstance(value, kind):
+            _check_called(value)
+            raise TypeError(f"{name}={reprlib.repr(value)} is of type {type(value).__name__}; give {_call(kind)}")
+
+
 def _check_called(value: Any) -> None:
     """Raises ValueError for a class or a function in the place of what it returns."""
     if isinstance(value, type | FunctionType):
@@ -269,6 +275,13 @@ def toml_fields(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("the TOML is nested too deeply") from None
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if isinstance(default, dict):
+        # The default of a union is declared by its kind, so that its class is imported only when it is needed.
+        return default == {"kind": getattr(value, "kind", None)} and not any(value.__repr_args__())
+    return bool(value == default)
 
 
 def _identity(value: Any) -> Any:

@@ -278,6 +278,11 @@ class Member(Declared):
             return super().__eq__(other)
         return self.own_code.is_that_of(other.own_code) and self.__dict__ == other.__dict__
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yields the fields that differ from their defaults, without the kind of a user's class."""
+        args = super().__repr_args__()
+        return args if self.own_code is None else ((name, value) for name, value in args if name != "kind")
+
     def _identity(self) -> dict[str, Any]:
         """Returns the fields that count; for a class of a user's own all fields, and the digest of its source."""
         if self.own_code is None and not isinstance(self, self.recorded):

@@ -34,6 +34,7 @@ from benchmarks.kernels.drawn_layer import (
     relative_errors,
 )
 from benchmarks.kernels.kernels_contest import FLOPS, LayerResult, measure_layer
+from moesys.lab.show.tables import Output
 
 # Rows of a multiple of 16 bytes, as torch's grouped GEMM wants them.
 TINY = Size("tiny", 10, 16, 8, 3, 2)
@@ -134,10 +135,9 @@ def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch: pytest.MonkeyPatc
         (("--peer", "scattermoe"), "peer='scattermoe' names no folder; use NAME=DIR"),
         (("--peer", "momoe=."), "peer='momoe' is not known; use some of scattermoe, liger, sonicmoe"),
         (("--dtype", "float64"), "dtype='float64' is not known; use one of bfloat16, float16, float32"),
-        (("--json", "found.json"), "--json is for --aot alone; to keep what is timed give --out DIR"),
         (("--aot", "--tune"), "--aot and --tune are two commands; give one of them"),
     ],
-    ids=["size", "routing", "contestant", "folder", "peer", "dtype", "file", "two commands"],
+    ids=["size", "routing", "contestant", "folder", "peer", "dtype", "two commands"],
 )
 def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], message: str) -> None:
     code, output = run("--device", "cpu", *arguments)
@@ -218,7 +218,9 @@ def test_a_folder_that_cannot_be_written_to_is_known_first(tmp_path: Path, monke
     monkeypatch.setattr(contest, "measure_layer", lambda *_: pytest.fail("measured already"))
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        contest.main(contest.asked_for(device="cpu", dtype="float32", extras=False), tmp_path / "file" / "found")
+        contest.main(
+            contest.asked_for(device="cpu", dtype="float32", extras=False), Output(tmp_path / "file" / "found")
+        )
 
 
 # --- what is compared ----------------------------------------------------------------------------------------

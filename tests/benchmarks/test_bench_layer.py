@@ -42,11 +42,11 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 def test_measures_every_case_and_writes_every_sample(tmp_path: Path) -> None:
-    code, output = run("--repeats", "2", "--threads", "1", "--json", str(tmp_path / "out.json"))
+    code, output = run("--repeats", "2", "--threads", "1", "--out", str(tmp_path))
     assert code == 0, output
     assert "MEASURED" in output
     assert "differs" not in output
-    written = json.loads((tmp_path / "out.json").read_text())
+    written = json.loads((tmp_path / "layer.json").read_text())
     assert written["source"] == "measured"
     assert "1 threads" in written["machine"]
     found = {(row["shape"], row["model"]["dtype"], row["direction"]) for row in written["rows"]}
@@ -78,8 +78,8 @@ def test_a_wrong_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return right(self, x) * 1.001
 
     monkeypatch.setattr(MoELayer, "forward", wrong)
-    path = tmp_path / "out.json"
-    code, output = run("--shape", "tiny", "--dtype", "float32", "--repeats", "2", "--json", str(path))
+    path = tmp_path / "layer.json"
+    code, output = run("--shape", "tiny", "--dtype", "float32", "--repeats", "2", "--out", str(tmp_path))
     assert code == 1
     assert "moesys: output differs from eager by 1.0e-03" in output
     for row in json.loads(path.read_text())["rows"]:
@@ -104,8 +104,8 @@ def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_reductions_are_timed_in_both_dtypes(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    code, output = run("--reduction", "--shape", "tiny", "--tokens", "1024", "--repeats", "3", "--json", str(path))
+    path = tmp_path / "layer.json"
+    code, output = run("--reduction", "--shape", "tiny", "--tokens", "1024", "--repeats", "3", "--out", str(tmp_path))
     assert code == 0, output
     rows = json.loads(path.read_text())["rows"]
     assert [(row["dtype"], row["direction"], row["wrong"]) for row in rows] == [
@@ -120,8 +120,10 @@ def test_both_reductions_are_timed_in_both_dtypes(tmp_path: Path) -> None:
 
 def test_wrong_sums_of_a_reduction_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockSums, "blocks", lambda sums, rows: [slice(0, rows // 4), slice(rows // 4, rows // 2)])
-    path = tmp_path / "out.json"
-    code, _ = run(*("--reduction", "--shape", "tiny", "--dtype", "float32"), *("--tokens", "1024", "--json", str(path)))
+    path = tmp_path / "layer.json"
+    code, _ = run(
+        *("--reduction", "--shape", "tiny", "--dtype", "float32"), *("--tokens", "1024", "--out", str(tmp_path))
+    )
     assert code == 1
     for row in json.loads(path.read_text())["rows"]:
         assert row["samples_ms"] == {}
@@ -130,8 +132,10 @@ def test_wrong_sums_of_a_reduction_are_not_timed(tmp_path: Path, monkeypatch: py
 
 
 def test_tokens_that_are_no_whole_blocks_are_not_timed(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    code, _ = run(*("--reduction", "--shape", "tiny", "--dtype", "float32"), *("--tokens", "33", "--json", str(path)))
+    path = tmp_path / "layer.json"
+    code, _ = run(
+        *("--reduction", "--shape", "tiny", "--dtype", "float32"), *("--tokens", "33", "--out", str(tmp_path))
+    )
     assert code == 1
     for row in json.loads(path.read_text())["rows"]:
         assert row["samples_ms"] == {}

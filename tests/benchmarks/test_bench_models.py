@@ -24,9 +24,9 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    out = tmp_path / "out.json"
+    out = tmp_path / "models.json"
     only = ("--model", "qwen3-moe", "--routing", "skewed", "--sequences", "1")
-    code, output = run(*only, "--repeats", "1", "--json", str(out), *options)
+    code, output = run(*only, "--repeats", "1", "--out", str(tmp_path), *options)
     assert code == 0, output
     assert ("peak MiB" in output) == ("--memory" in options)
     assert "MEASURED" in output

@@ -13,8 +13,8 @@ from benchmarks.__main__ import app
 
 @pytest.mark.slow
 def test_a_part_is_measured_over_links_of_a_chosen_pace(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    arguments = ["overlap", "--part", "chunks", "--tokens", "32", "--repeats", "1", "--json", str(path)]
+    path = tmp_path / "overlap.json"
+    arguments = ["overlap", "--part", "chunks", "--tokens", "32", "--repeats", "1", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "MEASURED: overlap over paced links" in result.output

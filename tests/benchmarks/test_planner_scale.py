@@ -55,11 +55,11 @@ def test_a_zipf_load_has_its_exponent_in_an_order_of_its_own() -> None:
 
 def test_the_command_prints_a_table_and_writes_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner_scale.main, "__kwdefaults__", planner_scale.main.__kwdefaults__ | {"cases": (CASE,)})
-    arguments = ["planner-scale", "--seeds", "1", "--repeats", "1", "--json", str(tmp_path / "rows.json")]
+    arguments = ["planner-scale", "--seeds", "1", "--repeats", "1", "--out", str(tmp_path / "new" / "folder")]
     result = CliRunner().invoke(app, [*arguments, "--peer-eplb", str(fake_eplb(tmp_path))])
     assert result.exit_code == 0, result.output
     assert "MEASURED: planning times over sizes" in result.output
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "new" / "folder" / "planner-scale.json").read_text())["rows"]
     assert [row["planner"] for row in rows] == [*planner_scale.PLANNERS, PEER]
 
 

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 LIMIT_S = 60.0
 # Of collectives where a rank is gone: the others notice no earlier where it hangs.
-SHORT_S = 6.0
+SHORT_S = 4.0
 # How long a process is stopped, and beyond what others wait for it.
 STOPPED_S, HUNG_S = 1.5, SHORT_S + 8.0
 PATHS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("faults", "hf", "lab", "moe", "oracles"))]

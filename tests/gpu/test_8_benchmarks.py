@@ -53,9 +53,7 @@ def test_bench_calibrate(gpu: GpuRank) -> str:
     alone = gpu.num_gpus == 1 and "WORLD_SIZE" not in os.environ
     if alone and gpu.rank:
         return "only the first rank measures"
-    names = {"out": "cluster.toml", "page": "calibrate.md", "json": "calibrate.json"}
-    outputs = [word for option, name in names.items() for word in (f"--{option}", str(gpu.folder / name))]
-    _run([*CALIBRATE, *outputs], _torchrun_variables(gpu, 1 if alone else gpu.num_ranks))
+    _run([*CALIBRATE, "--out", str(gpu.folder)], _torchrun_variables(gpu, 1 if alone else gpu.num_ranks))
     return "cluster.toml: a ClusterSpec, for simulations of this machine"
 
 
@@ -63,7 +61,7 @@ def test_bench_calibrate(gpu: GpuRank) -> str:
 def test_bench_models(gpu: GpuRank) -> str:
     """The time of a step of small models, on CPU ranks of this machine."""
     gpu.require_gpu("it trains small models on CPU ranks: python -m benchmarks models")
-    _run([*MODELS, "--json", str(gpu.folder / "models.json")])
+    _run([*MODELS, "--out", str(gpu.folder)])
     return "models.json: small models on CPU ranks beside transformers' own all_to_all"
 
 

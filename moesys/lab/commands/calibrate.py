@@ -3,77 +3,80 @@
 from __future__ import annotations
 
 from contextlib import closing, nullcontext
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 import typer
 
 from moesys.files import number_set, write_whole
-from moesys.lab.calibrate.measurement import PARTS, Calibration, calibrate, four_digits
-from moesys.lab.calibrate.timings import GRIDS, Effort
-from moesys.lab.commands.options import ResultFile, Wide, in_a_folder, refusing
+from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Threads, Wide, refusing
 from moesys.lab.ranks.process_start import joins, writes
-from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Report, Sheet, publish, write
+from moesys.lab.show.tables import Output, Report, Sheet, publish, write
+
+if TYPE_CHECKING:
+    # They import torch, which takes seconds.
+    from moesys.lab.calibrate.measurement import Calibration
 
 MOST_LOCAL_RANKS = 8
-
-
-def spec_file(path: Path | None) -> Path | None:
-    """Raises typer.BadParameter for a ClusterSpec's file of another kind, or one that could not be written."""
-    if path is not None and path.suffix not in (".toml", ".json"):
-        raise typer.BadParameter(f"{path} is neither .toml nor .json; name a file of one of these kinds")
-    return in_a_folder(path)
+CLUSTER_FILE = "cluster.toml"
 
 
 @refusing()
 def calibrate_command(
-    ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks; one per core by default, at most 8.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of local ranks (default: one per core, at most 8).")
+    ] = None,
     device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="cuda measures the ranks that torchrun started, one per GPU.")
+        Literal["cpu", "cuda"],
+        typer.Option(metavar="DEVICE", help="cpu, or cuda for the ranks that torchrun started, one per GPU."),
     ] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, help="Threads per rank.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed windows of everything.")] = 7,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the ClusterSpec to this .toml or .json file.", callback=spec_file),
-    ] = None,
-    page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page of Markdown to this file.", callback=in_a_folder)
-    ] = None,
-    json: ResultFile = None,
+    threads: Threads = 1,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Number of timed windows of each case.")] = 7,
+    out: OutFolder = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     wide: Wide = False,
 ) -> None:
     """Measures, writes and prints. Under torchrun all ranks call it, and the first one writes and prints.
 
-    ``json`` gets all samples so far after each timing, so that a crash does not lose them.
+    The folder gets all samples so far after each timing, so that a crash does not lose them.
     """
     check_ranks(ranks, device)
+    # Not at the top: they import torch, and what was given wrongly is refused before.
+    from moesys.lab.calibrate.measurement import PARTS, calibrate
+    from moesys.lab.calibrate.timings import GRIDS, Effort
+    from moesys.lab.ranks.torchrun_ranks import start_ranks
 
     def keep(samples: dict[str, Any]) -> None:
-        if json is not None and writes():
+        if out is not None and writes():
             so_far = {"machine": machine_line(threads), "finished": False, "samples_s": samples}
-            write(Report("calibrate", "", "measured", (), data=so_far), json_path=json)
+            out.mkdir(parents=True, exist_ok=True)
+            write(Report("calibrate", "", "measured", (), data=so_far), json_path=out / "calibrate.json")
 
     started, cluster = start_ranks(ranks or min(MOST_LOCAL_RANKS, available_cores()), device, threads=threads)
-    with closing(started), steps_told("calibrate", len(PARTS)) if writes() else nullcontext(lambda _: None) as tell:
+    told = steps_told("calibrate", len(PARTS), quiet) if writes() else nullcontext(lambda _: None)
+    with closing(started), told as tell:
         grid, effort = GRIDS[device], Effort(repeats=repeats)
         found = calibrate(started, cluster, device_type=device, grid=grid, effort=effort, tell=tell, keep=keep)
     if writes():
         # First, as the reader of the printed tables may close the pipe.
         if out is not None:
-            write_whole(out, spec_text(found, out.suffix))
-        publish(report(found, threads), page=page, json_path=json, wide=wide)
+            write_whole(out / CLUSTER_FILE, spec_text(found))
+        output = Output(out, as_json, quiet, wide)
+        publish(report(found, threads), output)
+        if out is not None:
+            output.tell_written([f"{CLUSTER_FILE}, for moesys simulate --cluster {out / CLUSTER_FILE}"])
 
 
 def check_ranks(num_ranks: int | None, device_type: str) -> None:
     """Raises ValueError if such ranks are not available."""
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no GPU here; use --device cpu")
+    if device_type == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("device='cuda', but torch sees no GPU here; use --device cpu")
     if joins():
         started = number_set("WORLD_SIZE", 1)
         if num_ranks not in (None, started):
@@ -85,16 +88,16 @@ def check_ranks(num_ranks: int | None, device_type: str) -> None:
         )
 
 
-def spec_text(found: Calibration, suffix: str) -> str:
-    """Returns the ``ClusterSpec`` as JSON or TOML; comments in TOML name the fields that were not measured."""
-    if suffix == ".json":
-        return found.cluster.to_json() + "\n"
+def spec_text(found: Calibration) -> str:
+    """Returns the ``ClusterSpec`` as TOML, with comments that name the fields that were not measured."""
     notes = [f"{figure.field}: {figure.how}" for figure in found.figures if not figure.measured]
     head = ["Measured by moesys calibrate.", *notes]
     return "".join(f"# {line}\n" for line in head) + "\n" + found.cluster.to_toml()
 
 
 def report(found: Calibration, threads: int) -> Report:
+    from moesys.lab.calibrate.measurement import four_digits
+
     machine = machine_line(threads)
     notes = [
         f"{machine}; {found.cluster.num_ranks} ranks, all measured at the same time.",

@@ -15,37 +15,45 @@ import typer
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.files import write_whole
-from moesys.lab.commands.options import Format, FormatOption, Wide, refusing
+from moesys.kinds import did_you_mean
+from moesys.lab.commands.options import AsJson, Format, FormatOption, Wide, refusing
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
-from moesys.lab.runs.records import RunFolder, setting_fingerprint
+from moesys.lab.runs.records import INDEX_FILE, RunFolder, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.show.comparisons import comparison_sheet, format_comparison
 from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, svg_table
 
 
-def compare(runs: Sequence[Path | str]) -> list[Comparison]:
-    """Returns a comparison for each model, cluster and workload among run folders.
+def compare(runs: Path | str | Sequence[Path | str]) -> list[Comparison]:
+    """Returns a comparison for each model, cluster and workload among run folders: one, or several.
 
     Folders with the same setting share a comparison, so seeds and strategies may come from several. Raises ValueError
     for a path that is not a run folder, and for a folder that cannot be read.
     """
-    return [_merged(group) for group in _groups([RunFolder(Path(folder)) for folder in runs])]
+    folders = [runs] if isinstance(runs, Path | str) else runs
+    return [_merged(group) for group in _groups([RunFolder(Path(folder)) for folder in folders])]
 
 
 @refusing()
 def compare_command(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Run folders, as runs/demo-1234abcd.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, such as runs/demo-1234abcd.")],
     form: FormatOption = "table",
-    metric: Annotated[str | None, typer.Option(help="One metric's samples, such as router_entropy.")] = None,
+    as_json: AsJson = False,
     wide: Wide = False,
+    metric: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show the samples of one metric, such as router_entropy.")
+    ] = None,
 ) -> int:
     """Prints a table for each model, cluster and workload among ``folders``, or for one metric."""
-    groups = _groups([RunFolder(folder) for folder in folders])
+    form = "json" if as_json else form
+    # A shell takes the list of runs for one of runs/*.
+    groups = _groups([RunFolder(folder) for folder in folders if folder.name != INDEX_FILE or len(folders) == 1])
     comparisons = [_merged(group) for group in groups]
     known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
     if metric is not None and metric not in known:
-        raise ValueError(f"--metric={metric} is not recorded; choose one of {', '.join(known) or 'none'}")
+        choices = f"{', '.join(known) or 'none'}{did_you_mean(metric, known)}"
+        raise ValueError(f"--metric={metric} is not recorded; choose one of {choices}")
     if metric is not None and form != "table":
         raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
     if len(groups) > 1 and form in ("csv", "csv-samples", "json"):

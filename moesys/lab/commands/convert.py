@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moesys.lab.commands.options import refusing
+from moesys.lab.commands.options import Quiet, refusing
 from moesys.lab.show.progress import bytes_progress
 
 
@@ -17,16 +17,21 @@ def convert_command(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="SOURCE", help="A model's folder as from the hub; or a checkpoint of torch.distributed.checkpoint."
+            metavar="SOURCE", help="Folder of a model from the hub, or of a checkpoint of torch.distributed.checkpoint."
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make: of the other format.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that is created, in the other format.")],
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The model's config.json, or its folder, where SOURCE does not have it."),
+        typer.Option(metavar="FILE", help="config.json of the model, or its folder, if SOURCE has none."),
     ] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Converts ``source`` to the other format, and prints the new folder."""
+    # Checked here, because transformers and torch take seconds to import.
+    for path, what in ((source, "give the folder of a checkpoint"), (config, "give the config.json of the model")):
+        if path is not None and not path.exists():
+            raise ValueError(f"{path} does not exist; {what}")
     from moesys.hf.registration import check_transformers
 
     try:
@@ -36,6 +41,6 @@ def convert_command(
     # Not at the top: it imports transformers, which may be missing.
     from moesys.hf.convert import convert
 
-    with bytes_progress(sys.stderr) as tick:
+    with bytes_progress(sys.stderr, quiet) as tick:
         convert(source, out, config, tick)
     print(out)

@@ -23,10 +23,11 @@ from moesys.balance.planners import split_tokens
 from moesys.balance.predictors import window
 from moesys.balance.replay import Replan, ReplayBatch, replay_layer
 from moesys.config import Fsep, ModelShape, Oracle, Strategy
+from moesys.config.base import check_type
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
-from moesys.lab.commands.options import ExperimentFile, Imports, ModelLayers, Wide, refusing
+from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Wide, refusing
 from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiment, strategy_in
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.lab.show.step_explanation import (
@@ -53,14 +54,19 @@ from moesys.traces import Trace
 def explain_command(
     file: ExperimentFile,
     strategy: Annotated[
-        str | None, typer.Option(help="One by name, or a Strategy's .toml or .json; the last by default.")
+        str | None,
+        typer.Option(metavar="NAME", help="Name of a strategy, or a Strategy in .toml or .json (default: the last)."),
     ] = None,
-    layer: Annotated[int | None, typer.Option(help="In detail; the least even one by default.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="From 0; the last one by default.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a tree.")] = False,
+    layer: Annotated[
+        int | None, typer.Option(metavar="N", help="Layer to show in detail (default: the least balanced one).")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Micro-batch to explain, from 0 (default: the last one).")
+    ] = None,
+    as_json: AsJson = False,
+    wide: Wide = False,
     model_layers: ModelLayers = None,
     imports: Imports = None,
-    wide: Wide = False,
 ) -> None:
     """Explains a strategy of the experiment in ``file``, by default the last one, or one in a file of its own."""
     for name in imports or ():
@@ -93,6 +99,8 @@ def explain(
     Raises ValueError for a micro-batch that the workload does not have, and for a strategy that does not fit the
     experiment.
     """
+    check_type(Strategy, strategy=strategy)
+    check_type(Experiment, experiment=experiment)
     trace, routing = _routing(experiment)
     if micro_batch is None:
         micro_batch = trace.num_micro_batches - 1

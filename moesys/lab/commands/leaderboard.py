@@ -16,13 +16,14 @@ import typer
 
 from moesys.config import ModelShape, ModelSpec
 from moesys.config.layer_spec import MoeMlp
-from moesys.lab.commands.options import Wide, refusing
+from moesys.lab.commands.options import CLUSTER_HELP, AsJson, Quiet, Wide, model_names_known, refusing
 from moesys.lab.leaderboard.planners import GROUPS, named_planner
-from moesys.lab.leaderboard.ranking import write_pages
+from moesys.lab.leaderboard.ranking import HTML_PAGE, PAGE, write_pages
 from moesys.lab.leaderboard.scores import FILE, results
 from moesys.lab.leaderboard.workloads import SCORED, TOKENS_PER_RANK, WARM_UP, recorded_in, settings
 from moesys.lab.runs.declarations import cluster_of, predictor_of
 from moesys.lab.runs.stopwatch import machine_line
+from moesys.lab.show.tables import Output, publish
 
 # The options that the page shows, in this order.
 _SHOWN = ("seeds", "quick", "planner", "trace", "traces_only", "model", "cluster", "slots", "lag", "predictor")
@@ -32,37 +33,58 @@ _SHOWN = ("seeds", "quick", "planner", "trace", "traces_only", "model", "cluster
 def leaderboard_command(
     ctx: typer.Context,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of pages and results; the same folder resumes a stopped run.")
+        Path,
+        typer.Option(
+            *("--out", "-o"),
+            metavar="DIR",
+            help="Folder of pages and results; it is created, or a stopped run resumed.",
+        ),
     ] = Path("leaderboard"),
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    wide: Wide = False,
     planner: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PLANNER",
-            help="A planner of yours as FILE.py:CLASS or module:CLASS, or a kind with fields as JSON; may be repeated.",
+            help="Planner of yours, FILE.py:CLASS or module:CLASS, or a kind with fields as JSON; may be repeated.",
         ),
     ] = None,
     trace: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="A recorded trace as a workload; may be repeated.")
+        list[Path] | None, typer.Option(metavar="FILE", help="Recorded trace to add as a workload; may be repeated.")
     ] = None,
-    traces_only: Annotated[bool, typer.Option("--traces-only", help="No workloads except --trace.")] = False,
+    traces_only: Annotated[bool, typer.Option("--traces-only", help="Use no workloads except --trace.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="A config.json, its folder or a packaged name; default: models by workload.")
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Name of a packaged model, or a config.json or its folder (default: by workload).",
+            autocompletion=model_names_known,
+        ),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="As 2x8 or h100:4, or a ClusterSpec in a file; default: clusters by workload.")
+        str | None, typer.Option(metavar="CLUSTER", help=f"{CLUSTER_HELP[:-1]} (default: by workload).")
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(min=1, help="Slots per rank; default: a rule for each group of planners.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Slots per rank (default: a rule for each group of planners)."),
     ] = None,
     lag: Annotated[
-        int, typer.Option(min=1, help="Micro-batches from the newest load that a layout is planned on to its use.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Micro-batches from the newest load that a layout is planned on to its use."
+        ),
     ] = 1,
-    predictor: Annotated[str, typer.Option(help="A kind or its JSON: the load that layouts are planned on.")] = "last",
+    predictor: Annotated[
+        str, typer.Option(metavar="KIND", help="Predictor of the load that layouts are planned on, as a kind or JSON.")
+    ] = "last",
     seeds: Annotated[
-        int, typer.Option(min=1, help="Draws of each workload, and parts of each recording; packaged ones have 4.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Draws of each workload, and parts of each recording (at most 4 if packaged)."
+        ),
     ] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="Two small settings, in seconds.")] = False,
-    wide: Wide = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only two small settings.")] = False,
 ) -> None:
     """Scores the planners of which ``out`` has no results, writes the pages there and prints the rankings."""
     added = [named_planner(text) for text in planner or ()]
@@ -80,10 +102,11 @@ def leaderboard_command(
         warm_up=warm_up,
     )
     out.mkdir(parents=True, exist_ok=True)
-    found = results(scored_in, groups, seeds, out)
-    introduction = _introduction(_command(ctx), seeds, lag, warm_up)
-    markdown, html = write_pages(out, scored_in, groups, found, introduction, wide)
-    print(f"pages: {markdown} and {html}; every sample: {out / FILE}")
+    found = results(scored_in, groups, seeds, out, quiet=quiet)
+    report = write_pages(out, scored_in, groups, found, _introduction(_command(ctx), seeds, lag, warm_up))
+    output = Output(None, as_json, quiet, wide)
+    publish(report, output)
+    replace(output, folder=out).tell_written([PAGE, HTML_PAGE, f"{FILE} with every sample"])
 
 
 def _models(name: str) -> dict[str, ModelShape]:
@@ -106,7 +129,7 @@ def _command(ctx: typer.Context) -> str:
 
 def _introduction(command: str, seeds: int, lag: int, warm_up: int) -> list[str]:
     return [
-        f"`{command}`; `docs/leaderboard.md` has the rules.",
+        f"`{command}`; `docs/planners.md` has the rules.",
         f"Forward and backward of a layer without overlap (`Sequential`), {TOKENS_PER_RANK:,} tokens per rank, "
         f"simulated; {seeds} seeds. Planners see {warm_up} micro-batches and are scored on the next "
         f"{SCORED}. All planners of a group have the same slots, lag, predictor and sharding. Layouts from history are "

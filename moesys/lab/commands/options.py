@@ -1,4 +1,5 @@
-"""Options that several commands share, and how a command ends that cannot do what it was asked to do.
+"""How a command line lists and imports its commands, the options that several commands share, and how a command ends
+that cannot do what it was asked to do.
 
 Importing this module imports neither torch nor pydantic.
 """
@@ -6,16 +7,106 @@ Importing this module imports neither torch nor pydantic.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import EACCES, EPERM, EROFS
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from moesys.lab.ranks.process_start import RunInterruption, writes
+
+# --- command lines ----------------------------------------------------------------------------------------------------
+
+_HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
+class _InPanels:
+    """Shows help in rich's panels. Errors stay plain, because boxes would break their lines in a pipe."""
+
+    def format_help(self: Any, ctx: Any, formatter: Any) -> None:
+        from typer.rich_utils import rich_format_help
+
+        for parameter in self.get_params(ctx):
+            if parameter.param_type_name == "argument" or parameter.is_flag:
+                # What the name of an argument says already, and a flag takes no value: words need the column.
+                parameter.display_type_rich = lambda **_: None
+        rich_format_help(obj=self, ctx=ctx, markup_mode="rich")
+
+
+class HelpedCommand(_InPanels, TyperCommand):
+    """A command whose help has panels."""
+
+
+class CommandPage(NamedTuple):
+    """The function of a command, which returns its exit code, and the help of the command.
+
+    function: ``module:name``, if importing its module takes long. panel: the heading under which the command is listed
+    with its summary. details: paragraphs below the summary. examples: whole command lines. Text is in rich's markup,
+    where square brackets are escaped.
+    """
+
+    function: str | Callable[..., Any]
+    panel: str
+    summary: str
+    details: str = ""
+    examples: tuple[str, ...] = ()
+
+    @property
+    def epilog(self) -> str:
+        return "\n".join([f"Example{'s' * (len(self.examples) > 1)}:", *(f"  {line}" for line in self.examples)])
+
+    def load(self, name: str) -> Any:
+        """Imports the command, and returns it with its options."""
+        function = self.function
+        if isinstance(function, str):
+            module, _, attribute = function.partition(":")
+            function = getattr(import_module(module), attribute)
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
+        app.command(
+            name,
+            cls=HelpedCommand,
+            help="\n\n".join(filter(None, (self.summary, self.details))),
+            epilog=self.epilog,
+            context_settings=_HELP_OPTIONS,
+        )(function)
+        return get_command(app)
+
+
+def command_line(name: str, text: str, pages: Mapping[str, CommandPage]) -> typer.Typer:
+    """Returns a command line that imports a command of ``pages`` when it is called, so that ``--help`` does not wait
+    for torch. A command returns its exit code, or None for 0.
+    """
+
+    class Commands(_InPanels, TyperGroup):
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            called, command, rest = super().resolve_command(ctx, args)
+            return called, pages[called].load(called) if called and called in pages else command, rest
+
+    def end(code: int | None, **_: Any) -> None:
+        raise typer.Exit(code or 0)
+
+    app = typer.Typer(
+        name=name,
+        help=text,
+        cls=Commands,
+        no_args_is_help=True,
+        result_callback=end,
+        context_settings=_HELP_OPTIONS,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    for each, page in pages.items():
+        app.command(each, short_help=page.summary, rich_help_panel=page.panel)(lambda: None)
+    return app
+
+
+# --- how commands end -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -52,54 +143,101 @@ def _reason(error: ValueError | OSError) -> str:
     return f"{error.strerror}: {error.filename}{way_out}"
 
 
-def in_a_folder(path: Path | None) -> Path | None:
-    """Raises typer.BadParameter for a file that could not be written, before anything is measured.
+def folder_to_write(path: Path | None) -> Path | None:
+    """Raises typer.BadParameter for a folder that could not be made or written to, before anything is computed.
 
     Only the first of torchrun's ranks writes, so other hosts need no such folder.
     """
-    if not writes():
+    if path is None or not writes():
         return path
-    if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"{path.parent} is not a folder; make it, or write elsewhere")
+    if path.exists() and not path.is_dir():
+        raise typer.BadParameter(f"{path} is a file; give the path of a folder")
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    try:
+        TemporaryFile(dir=there).close()
+    except OSError as error:
+        way_out = "give another path, or get access to this one"
+        raise typer.BadParameter(f"{there} takes no file: {error.strerror}; {way_out}") from None
+    return path
+
+
+def file_to_write(path: Path | None) -> Path | None:
+    """Raises typer.BadParameter for a file that could not be written, before anything is computed."""
     if path is not None and path.is_dir():
         raise typer.BadParameter(f"{path} is a folder; name a file in it")
-    if path is not None:
-        try:
-            TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            raise typer.BadParameter(f"{path.parent} takes no file: {error.strerror}; write elsewhere") from None
+    folder_to_write(path and path.parent)
     return path
+
+
+# --- options of several commands --------------------------------------------------------------------------------------
+
+
+def model_names_known(begun: str) -> list[str]:
+    """Returns the names of packaged models that start with ``begun``, for the completion of shells."""
+    from moesys.config.hub import model_names, published_names
+
+    return [name for name in (*model_names(), *published_names()) if name.startswith(begun)]
 
 
 ExperimentFile = Annotated[
     Path,
-    typer.Argument(metavar="FILE", help="A .py file with a function that returns an Experiment; or .json, .toml."),
+    typer.Argument(metavar="FILE", help="An experiment: .py with a function that returns it, .json or .toml."),
 ]
 Imports = Annotated[
     list[str] | None,
     typer.Option(
         "--import",
         metavar="MODULE",
-        help="A module or .py file with planners of yours, which a .toml or .json file names; may be repeated.",
+        help="Module or .py file that defines planners which FILE names; may be repeated.",
     ),
 ]
-RunFolders = Annotated[Path, typer.Option(help="Folder of run folders.")]
+RunFolders = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of run folders; it is created.")]
 ModelLayers = Annotated[
-    int | None, typer.Option(min=1, help="Of the whole model, whose memory counts; the workload's by default.")
+    int | None,
+    typer.Option(min=1, metavar="N", help="Layers of the whole model, for its memory (default: the workload's)."),
 ]
 Jobs = Annotated[
     int | None,
-    typer.Option(min=1, help="Processes that simulate; one a core by default, 1: no others. The results are the same."),
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Number of worker processes for simulation (default: one per core). Does not change results.",
+    ),
 ]
+CLUSTER_HELP = "Nodes x ranks per node, as 4x8; a preset and its nodes, as h100:4; or a ClusterSpec in a file."
+Threads = Annotated[int, typer.Option(min=1, metavar="N", help="Threads per rank.")]
 Format = Literal["table", "markdown", "csv", "csv-samples", "json", "latex"]
-FormatOption = Annotated[Format, typer.Option("--format", help="All but table print nothing else to stdout.")]
-Wide = Annotated[bool, typer.Option("--wide", help="Print all columns of tables, even if the terminal breaks them.")]
-ResultFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write what was measured to this file.", callback=in_a_folder)
+FormatOption = Annotated[
+    Format,
+    typer.Option(
+        "--format",
+        metavar="FORMAT",
+        help="table, markdown, csv, csv-samples, json or latex. All but table have stdout to themselves.",
+    ),
 ]
-ReportFolder = Annotated[
+# Every command that prints results has these, and they mean the same everywhere.
+Wide = Annotated[bool, typer.Option("--wide", help="Print all columns of tables, even if the terminal breaks them.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the results as JSON instead of tables; nothing else goes to stdout.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the results and errors, no progress.")]
+OutFolder = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="DIR", help="Write the tables as a dated page into this folder.", exists=True, file_okay=False
+        "--out",
+        "-o",
+        metavar="DIR",
+        help="Write the results into this folder; it is created.",
+        callback=folder_to_write,
+    ),
+]
+OutFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        "-o",
+        metavar="FILE",
+        help="Write the result to this file; its folder is created.",
+        callback=file_to_write,
     ),
 ]

@@ -19,7 +19,7 @@ from moesys.balance.plan import LayerPlan
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
 from moesys.files import read_json, write_whole
-from moesys.lab.commands.options import refusing
+from moesys.lab.commands.options import CLUSTER_HELP, AsJson, OutFile, refusing
 from moesys.lab.runs.declarations import balance_of, cluster_of, split_of
 from moesys.lab.show.tables import add_head, add_line, counted, print_full
 from moesys.layout import ExpertLayout
@@ -34,21 +34,31 @@ LOAD_SUFFIXES = (".npz", ".npy", ".csv", ".json")
 @refusing()
 def plan_command(
     load: Annotated[
-        Path, typer.Option(metavar="FILE", help="Tokens [rank, expert] as .npy, .csv or .json; or a trace, .npz.")
+        Path,
+        typer.Option(metavar="FILE", help="Tokens of each rank for each expert, .npy, .csv or .json; or a .npz trace."),
     ],
     cluster: Annotated[
         str,
-        typer.Option(
-            help="Nodes x ranks a node, as 4x8; nodes of a preset, as h100:4; or a ClusterSpec in .json or .toml."
-        ),
+        typer.Option(metavar="CLUSTER", help=CLUSTER_HELP),
     ],
-    slots: Annotated[int | None, typer.Option(min=1, help="Slots a rank; one more than needed by default.")] = None,
-    balance: Annotated[str, typer.Option(help='A kind, or its JSON: {"kind": "greedy", "effort": 4}.')] = "greedy",
-    split: Annotated[str, typer.Option(help='A kind, or its JSON: {"kind": "flow", "max_inter_node": 0.1}.')] = "flow",
-    previous: Annotated[Path | None, typer.Option(help="A plan that --out wrote: the layout in force.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write plan and certificate to this file, as JSON.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Of the trace, from 0; the last by default.")] = None,
-    layer: Annotated[int | None, typer.Option(help="Of the trace; the first by default.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Slots per rank (default: one more than needed).")
+    ] = None,
+    balance: Annotated[
+        str, typer.Option(metavar="KIND", help='Balancer, such as greedy or {"kind": "greedy", "effort": 4}.')
+    ] = "greedy",
+    split: Annotated[
+        str, typer.Option(metavar="KIND", help='Split, such as flow or {"kind": "flow", "max_inter_node": 0.1}.')
+    ] = "flow",
+    previous: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plan that --out wrote, whose layout is in force.")
+    ] = None,
+    out: OutFile = None,
+    as_json: AsJson = False,
+    micro_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Micro-batch of the trace, from 0 (default: the last).")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(metavar="N", help="Layer of the trace (default: the first).")] = None,
 ) -> None:
     """Makes a plan of one layer, certifies it, writes and prints it."""
     spec, balance_config, split_config = cluster_of(cluster), balance_of(balance), split_of(split)
@@ -56,9 +66,14 @@ def plan_command(
     slots_per_rank = slots if slots is not None else -(-wanted.num_experts // spec.num_ranks) + 1
     before = None if previous is None else read_layout(previous)
     plan, certificate = make_plan(wanted, spec, slots_per_rank, balance_config, split_config, before)
-    tree = plan_tree(plan, certificate, spec, f"{load.name}: {balance_config.kind} + {split_config.kind}", before)
+    text = plan_json(plan, certificate)
     if out is not None:
-        save_plan(plan, certificate, out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, text)
+    if as_json:
+        print(text, end="")
+        return
+    tree = plan_tree(plan, certificate, spec, f"{load.name}: {balance_config.kind} + {split_config.kind}", before)
     print_full(tree, [] if out is None else [f"Written to {out}."])
 
 
@@ -132,11 +147,9 @@ def read_layout(path: Path) -> ExpertLayout:
         raise ValueError(f"previous {path}: {error}; give a plan that moesys plan --out wrote") from None
 
 
-def save_plan(plan: LayerPlan, certificate: Certificate, path: Path) -> None:
-    """Writes a plan with its certificate, complete or not at all."""
-    fields: dict[str, Any] = {**json.loads(plan.to_json()), "certificate": certificate.to_dict()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(fields) + "\n")
+def plan_json(plan: LayerPlan, certificate: Certificate) -> str:
+    """Returns a plan with its certificate."""
+    return json.dumps({**json.loads(plan.to_json()), "certificate": certificate.to_dict()}) + "\n"
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------

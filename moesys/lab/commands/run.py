@@ -13,7 +13,19 @@ from rich.console import Console
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Training
-from moesys.lab.commands.options import ExperimentFile, Format, FormatOption, Imports, Jobs, RunFolders, Wide, refusing
+from moesys.lab.commands.options import (
+    AsJson,
+    ExperimentFile,
+    Format,
+    FormatOption,
+    Imports,
+    Jobs,
+    Quiet,
+    RunFolders,
+    Threads,
+    Wide,
+    refusing,
+)
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiments
 from moesys.lab.runs.runner import RunResult, run
@@ -29,33 +41,39 @@ def run_command(
     file: ExperimentFile,
     out: RunFolders = Path("runs"),
     form: FormatOption = "table",
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds 0 to N-1 in all, instead of the file's.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    wide: Wide = False,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Use the seeds 0 to N-1 instead of the experiment's.")
+    ] = None,
+    threads: Threads = 1,
     jobs: Jobs = None,
     slurm: Annotated[
         str | None,
         typer.Option(
-            metavar="OPTIONS", help="A job of Slurm for each trial: partition=gpu,time=2:00:00, or a .toml or .json."
+            metavar="OPTIONS", help="Run trials as Slurm jobs: time=2:00:00,partition=gpu, or a .toml or .json file."
         ),
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first trial that fails.")] = False,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed before.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run folder.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed earlier.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run folder.")] = False,
     record_routing: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A training's routing; {seed} and {strategy} vary."),
+        typer.Option(
+            metavar="FILE", help="Record the routing of a training in FILE, with {seed} and {strategy} in it."
+        ),
     ] = None,
     interpret: Annotated[
-        bool, typer.Option("--interpret", help="Experts by the GPU's kernels, slowly, in Triton's interpreter.")
+        bool, typer.Option("--interpret", help="Compute experts by GPU kernels in Triton's interpreter (slow).")
     ] = False,
     strategy: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE", help="A further Strategy, .toml or .json, as moesys tune writes; may be repeated."
+            metavar="FILE", help="Add a Strategy, .toml or .json, such as moesys tune writes; may be repeated."
         ),
     ] = None,
     imports: Imports = None,
-    wide: Wide = False,
 ) -> int:
     """Runs what is left of each experiment in ``file``, and prints its table; for a sweep, draws the chart beside the
     run folders. Returns the exit code. Under torchrun only rank 0 prints.
@@ -64,12 +82,14 @@ def run_command(
     """
     for name in imports or ():
         import_module_of_user(name)
+    form = "json" if as_json else form
     told = sys.stdout if form == "table" else sys.stderr
     comparisons: list[Comparison] = []
+    folders: list[Path] = []
     code = 0
     where = jobs if slurm is None else _slurm(slurm, jobs)
     for experiment in _experiments(file, form, seeds, interpret, strategy or ()):
-        if comparisons:
+        if comparisons and not quiet:
             print(file=told)
         result = run(
             experiment,
@@ -80,15 +100,23 @@ def run_command(
             threads=threads,
             jobs=where,
             record_routing=record_routing,
-            progress=RunProgress(Console(file=told)),
+            progress=RunProgress(Console(file=told, quiet=quiet)),
         )
         if writes():
-            comparisons.append(_report(result, form, told, wide))
+            if not quiet:
+                print(result.summary, file=told)
+            comparisons.append(_report(result, form, wide))
+            folders.append(result.path)
             code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
         if result.stopped:
             break
     if len(comparisons) > 1:
         _draw(comparisons, out / file.stem, told)
+    if folders:
+        # Not at the top: it imports the simulator and matplotlib.
+        from moesys.lab.commands.report import tell_where
+
+        tell_where(folders, told)
     return code
 
 
@@ -134,11 +162,10 @@ def _interpreted(experiment: Experiment) -> Training:
     return experiment.workload.replace(interpret=True)
 
 
-def _report(result: RunResult, form: Format, told: TextIO, wide: bool) -> Comparison:
+def _report(result: RunResult, form: Format, wide: bool) -> Comparison:
     # Not at the top, here and below: a typo in the file is told before torch and scipy are there.
     from moesys.lab.commands.compare import report
 
-    print(result, file=told)
     return report(result, form, wide=wide)
 
 
@@ -171,15 +198,17 @@ def _sweep_files(comparisons: Sequence[Comparison], path_stem: Path) -> list[Pat
         return []
     # Not at the top: most runs draw nothing.
     from moesys.lab.show.figures import speedup_chart
+    from moesys.lab.show.run_page import subject
 
     first = experiments[0]
+    about = type(first.workload).model_fields[field].description
     rows = [{row.name: row for row in comparison.rows if not row.repeat} for comparison in comparisons]
     return speedup_chart(
-        field,
+        f"{field}: {about}" if about else f"{field.replace('_', ' ')} of the workload",
         [getattr(experiment.workload, field) for experiment in experiments],
         {one.name: [row[one.name].speedup for row in rows] for one in first.strategies if one != first.baseline},
         path_stem,
-        name=path_stem.name,
+        name=f"{path_stem.name}, {subject(first)}",
         source=comparisons[0].source,
         baseline=comparisons[0].baseline.name,
     )

@@ -7,11 +7,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Annotated
 
+import matplotlib as mpl
 import numpy as np
 import pydantic_core
 import typer
@@ -21,22 +22,32 @@ from moesys.balance.plan import StepPlan, why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay, Workload
-from moesys.lab.commands.options import Imports, ModelLayers, Wide, refusing
+from moesys.lab.commands.options import (
+    CLUSTER_HELP,
+    AsJson,
+    Imports,
+    OutFolder,
+    Quiet,
+    Wide,
+    model_names_known,
+    refusing,
+)
 from moesys.lab.commands.simulate_model import simulate_whole_model
 from moesys.lab.runs.declarations import cluster_of, import_module_of_user, load_experiment, strategy_in
 from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import drawn_like, rest_of, timed_steps
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
-from moesys.lab.show.figures import timeline_chart, write_chrome_trace
-from moesys.lab.show.tables import Column, ColumnNote, Sheet, counted, figure, print_sheet
+from moesys.lab.show.figures import STYLE, TimelinePanel, draw_timelines, save, write_chrome_trace
+from moesys.lab.show.tables import Column, ColumnNote, Output, Report, Sheet, counted, figure, publish
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation, exposed_ms
 from moesys.simulator.step_program import simulation
 
 MOST_TRACED_RANKS = 64
-MOST_DRAWN_RANKS = 8
+MOST_DRAWN_RANKS = 4
+_FILE_PANEL, _MODEL_PANEL = "Options with FILE, an experiment or a plan", "Options with --model, a whole model"
 TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
 LEGEND = (
     ColumnNote(
@@ -59,44 +70,90 @@ def simulate_command(
     ctx: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="An experiment in .py, .json or .toml; or a StepPlan in .json."),
+        typer.Argument(metavar="FILE", help="An experiment, .py, .json or .toml; or a StepPlan, .json."),
     ] = None,
     strategy: Annotated[
         list[str] | None,
         typer.Option(
-            help="By name, may be repeated; all by default. With --model: ep, fsep:SLOTS, laer:SLOTS, a file."
+            metavar="NAME",
+            help="Strategy to simulate, may be repeated: a name in FILE (default: all); with --model ep, fsep:SLOTS, "
+            "laer:SLOTS or a file (default: ep).",
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Draw so many, or take the first of a trace.")] = None,
     cluster: Annotated[
         str | None,
+        typer.Option(metavar="CLUSTER", help=f"{CLUSTER_HELP} With FILE, 4x8 keeps the speeds of its cluster."),
+    ] = None,
+    draws: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of draws: seeds, or further steps of a single trace.")
+    ] = 8,
+    out: OutFolder = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    wide: Wide = False,
+    layers: Annotated[
+        int | None,
         typer.Option(
-            help="Nodes x ranks a node at the experiment's speeds, as 128x8; nodes of a preset, as h100:16; or a "
-            "ClusterSpec in a file."
+            min=1, metavar="N", help="Number of layers to draw, or to take from a trace.", rich_help_panel=_FILE_PANEL
         ),
     ] = None,
-    step: Annotated[int, typer.Option(min=0, help="Of the timed steps, from 0; planners have seen those before.")] = 0,
-    draws: Annotated[int, typer.Option(min=1, help="Other seeds, or of a single trace further steps.")] = 8,
-    model_layers: ModelLayers = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write a trace for Perfetto and a chart of each strategy there.")
+    step: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Timed step, from 0; planners have seen the steps before it.",
+            rich_help_panel=_FILE_PANEL,
+        ),
+    ] = 0,
+    model_layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Layers of the whole model, for its memory (default: the workload's).",
+            rich_help_panel=_FILE_PANEL,
+        ),
     ] = None,
+    imports: Imports = None,
     model: Annotated[
         str | None,
-        typer.Option(help="A config.json, its folder, or a packaged name, instead of FILE."),
+        typer.Option(
+            metavar="MODEL",
+            help="Name of a packaged model, or a config.json or its folder, instead of FILE.",
+            autocompletion=model_names_known,
+            rich_help_panel=_MODEL_PANEL,
+        ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="With --model: of a sequence.")] = 4096,
-    micro_batch: Annotated[int, typer.Option(min=1, help="With --model: sequences of a rank at once.")] = 1,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="With --model: sequences of a step.")] = None,
     parallel: Annotated[
         str,
-        typer.Option(help="With --model: sizes of groups and more, as in tp=2,pp=8,vp=4,ep=32,recompute=selective."),
+        typer.Option(
+            metavar="SIZES",
+            help="Sizes of groups and more: tp=2,pp=8,vp=4,ep=32, recompute=selective.",
+            rich_help_panel=_MODEL_PANEL,
+        ),
     ] = "",
-    skew: Annotated[float, typer.Option(min=0, help="With --model: of drawn routing; 0: even.")] = 0.0,
-    fp8: Annotated[bool, typer.Option("--fp8", help="With --model: products with weights in float8.")] = False,
-    optimizer: Annotated[str, typer.Option(help="With --model: adam, adam_bf16 or sgd.")] = "adam",
-    imports: Imports = None,
-    wide: Wide = False,
+    tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens per sequence.", rich_help_panel=_MODEL_PANEL)
+    ] = 4096,
+    micro_batch: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Sequences per micro-batch.", rich_help_panel=_MODEL_PANEL)
+    ] = 1,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Sequences per step.", rich_help_panel=_MODEL_PANEL)
+    ] = None,
+    skew: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="X", help="Skew of the drawn routing; 0 is balanced.", rich_help_panel=_MODEL_PANEL
+        ),
+    ] = 0.0,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="Multiply by weights in float8.", rich_help_panel=_MODEL_PANEL)
+    ] = False,
+    optimizer: Annotated[
+        str, typer.Option(metavar="NAME", help="adam, adam_bf16 or sgd.", rich_help_panel=_MODEL_PANEL)
+    ] = "adam",
 ) -> None:
     """Simulates a step of an experiment, of a plan or of a whole model, prints the tables and writes the files."""
     if (file is None) == (model is None):
@@ -108,11 +165,12 @@ def simulate_command(
             raise typer.BadParameter(f"{option.opts[0]} is for {of}; leave it out")
     for name in imports or ():
         import_module_of_user(name)
+    output = Output(out, as_json, quiet, wide)
     if out is not None:
         # Before all is simulated.
         out.mkdir(parents=True, exist_ok=True)
     if file is not None:
-        _simulate(*_todo(file, strategy or (), layers, cluster, step, draws), model_layers, out, wide)
+        _simulate(*_todo(file, strategy or (), layers, cluster, step, draws), model_layers, output)
         return
     assert model is not None
     simulate_whole_model(
@@ -122,8 +180,7 @@ def simulate_command(
         parallel=parallel,
         skew=skew,
         draws=draws,
-        out=out,
-        wide=wide,
+        output=output,
         seq_len=tokens,
         micro_batch=micro_batch,
         global_batch=global_batch,
@@ -132,11 +189,9 @@ def simulate_command(
     )
 
 
-def _simulate(
-    name: str, todo: Sequence[Todo], words: str, model_layers: int | None, out: Path | None, wide: bool
-) -> None:
+def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | None, output: Output) -> None:
     found, shape = [], ""
-    with Console(stderr=True).status("") as status:
+    with Console(stderr=True, quiet=output.quiet).status("") as status:
         for of_strategy, of_draws, rest in todo:
             found.append(draws := StepDraws(of_strategy))
             for plans in of_draws:
@@ -145,10 +200,12 @@ def _simulate(
                 draws.add(simulation(plans, rest), plans, against)
                 shape = shape or _shape_words(plans[0])
         # Before the table is printed, whose reader may stop before its end.
-        files = [] if out is None else [_write(of, out / stem, name) for stem, of in _by_stem(found)]
-    print_sheet(step_sheet(f"SIMULATED: {name}, {shape}", found, words), wide=wide)
-    for paths in files:
-        print("written to " + ", ".join(map(str, paths)))
+        out = output.folder
+        files = [] if out is None else _write(found, out, f"SIMULATED: {name}, {shape}")
+    sheet = step_sheet(f"SIMULATED: {name}, {shape}", found, words)
+    publish(Report("simulate", "", "simulated", [sheet]), replace(output, folder=None))
+    if files:
+        output.tell_written(path.name for path in files)
 
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
@@ -290,14 +347,21 @@ def _by_stem(of_strategies: Sequence[StepDraws]) -> Iterator[tuple[str, StepDraw
         yield taken[-1], of
 
 
-def _write(draws: StepDraws, stem: Path, name: str) -> list[Path]:
-    """Writes a trace of the first draw for Perfetto, and a chart if there is something to draw."""
-    of, num_ranks = draws.first, draws.first.cluster.num_ranks
-    traced = of.timeline.only(_some_ranks(of, MOST_TRACED_RANKS))
-    drawn = of.timeline.only(_some_ranks(of, MOST_DRAWN_RANKS))
-    trace = write_chrome_trace(traced, stem.with_name(f"{stem.name}.trace.json"), of.critical_path)
-    words = f"{name}, {draws.name}" + f" on {num_ranks} ranks" * (num_ranks > MOST_DRAWN_RANKS)
-    return [trace, *(timeline_chart(drawn, stem, name=words) if drawn.spans else [])]
+def _write(found: Sequence[StepDraws], out: Path, title: str) -> list[Path]:
+    """Writes a trace of the first draw of each strategy for Perfetto, and a chart of all if there is something to
+    draw.
+    """
+    paths, panels = [], []
+    for stem, draws in _by_stem(found):
+        of = draws.first
+        traced = of.timeline.only(_some_ranks(of, MOST_TRACED_RANKS))
+        paths.append(write_chrome_trace(traced, out / f"{stem}.trace.json", of.critical_path))
+        panel = TimelinePanel(draws.name, of.timeline, tuple(_some_ranks(of, MOST_DRAWN_RANKS)), of.critical_path)
+        panels += [panel] if panel.spans else []
+    if not panels:
+        return paths
+    with mpl.rc_context(STYLE):
+        return [*paths, *save(draw_timelines(panels, title=title), out / "timelines")]
 
 
 def _some_ranks(of: Simulation, most: int) -> list[int]:

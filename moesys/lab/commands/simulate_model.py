@@ -12,18 +12,16 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from moesys.config import BYTES_PER_GB, ModelSpec, Strategy, presets
-from moesys.config.base import in_words
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
 from moesys.files import write_whole
+from moesys.kinds import did_you_mean
 from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
-from moesys.lab.show.tables import Column, Sheet, figure, print_sheet
+from moesys.lab.show.tables import Column, Output, Sheet, counted, figure, print_sheet
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 
-# The names of fields of ``Parallelism`` in ``--parallel``.
-SHORT = {"tp": "tensor", "cp": "context", "pp": "pipeline", "vp": "virtual_stages", "ep": "expert"}
 _FASTER = (1.25, 1.5, 2.0)
 
 
@@ -35,8 +33,7 @@ def simulate_whole_model(
     parallel: str,
     skew: float,
     draws: int,
-    out: Path | None,
-    wide: bool,
+    output: Output,
     **fields: Any,
 ) -> None:
     """Simulates a step of a model under each strategy, prints the tables and writes the files.
@@ -55,7 +52,7 @@ def simulate_whole_model(
     if len(set(strategies)) < len(strategies):
         raise ValueError(f"strategy={list(strategies)} names one twice; give each once")
     steps = []
-    with Console(stderr=True).status("") as status:
+    with Console(stderr=True, quiet=output.quiet).status("") as status:
         for name in strategies:
             run = ModelRun.model_validate(declared | {"strategy": named_strategy(name)})
 
@@ -63,30 +60,30 @@ def simulate_whole_model(
                 status.update(f"{name}: {words}")
 
             steps.append(simulate_model(run, routing, draws=draws, tell=tell))
-    for sheet in sheets(steps, notes_on(steps, skew)):
-        print_sheet(sheet, wide=wide)
-    for path in [] if out is None else _write(steps, out):
-        print(f"written to {path}")
+    files = [] if output.folder is None else _write(steps, output.folder)
+    if output.as_json:
+        print(_json(steps))
+    else:
+        for sheet in sheets(steps, notes_on(steps, skew)):
+            print_sheet(sheet, wide=output.wide)
+    if files:
+        output.tell_written(path.name for path in files)
 
 
 def parallelism_of(text: str) -> Parallelism:
-    """Reads ``tp=2,pp=8,vp=4,ep=32,recompute=full``: short names, or those of ``Parallelism``'s fields.
-
-    Raises ValueError for others.
-    """
+    """Reads ``tp=2,pp=8,vp=4,ep=32,recompute=full``: fields of ``Parallelism``. Raises ValueError for others."""
     fields: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"parallel={part!r} gives no value; write it as in tp=2,pp=8,ep=32")
-        field = SHORT.get(name.strip(), name.strip())
-        if field in fields:
+        if (field := name.strip()) in fields:
             raise ValueError(f"parallel={text!r} gives {field} twice; give it once")
         fields[field] = value.strip()
     try:
         return Parallelism.model_validate(fields)
     except ValueError as error:
-        raise ValueError(f"parallel={text!r}: {in_words(error)}") from None
+        raise ValueError(f"parallel={text!r}: {error}") from None
 
 
 def named_strategy(text: str) -> Strategy:
@@ -101,7 +98,10 @@ def named_strategy(text: str) -> Strategy:
         return {"fsep": presets.fsep, "laer": presets.laer}[name](int(slots))
     if Path(text).suffix in (".json", ".toml"):
         return declared_in(Path(text), Strategy)
-    raise ValueError(f"strategy={text!r} is none; use ep, fsep:SLOTS, laer:SLOTS, or a Strategy's .toml or .json")
+    raise ValueError(
+        f"strategy={text!r} is not known; use ep, fsep:SLOTS, laer:SLOTS, or the .toml or .json file of a Strategy"
+        f"{did_you_mean(text, ('fsep:SLOTS', 'laer:SLOTS'))}"
+    )
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def sheets(steps: Sequence[ModelStep], notes: Sequence[str] = ()) -> list[Sheet]
     """Returns the tables of times, of what ranks do, and of memory, which has the notes."""
     run = steps[0].run
     parallel = run.parallelism
-    sizes = {short: getattr(parallel, name) for short, name in SHORT.items() if name != "expert"}
+    sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "vp")}
     words = ", ".join(f"{name} {size}" for name, size in (sizes | {"ep": run.groups.expert}).items() if size != 1)
     micro_batches = f"{run.num_micro_batches:,} micro-batch{'es' * (run.num_micro_batches != 1)}"
     title = (
@@ -195,9 +195,15 @@ def notes_on(steps: Sequence[ModelStep], skew: float) -> list[str]:
 def _write(steps: Sequence[ModelStep], out: Path) -> list[Path]:
     """Writes the simulated steps as data, and a chart of the memory."""
     found = out / "model.json"
-    write_whole(found, json.dumps([_fields(step) for step in steps], indent=2))
+    write_whole(found, _json(steps))
     parts = {step.run.strategy.name: step.peak.parts for step in steps}
-    return [found, *memory_chart(parts, out / "memory", have_gb=steps[0].run.cluster.memory_gb)]
+    run = steps[0].run
+    name = f"{run.model.name or 'a model'} on {run.cluster.name or counted(run.cluster.num_ranks, 'rank')}"
+    return [found, *memory_chart(parts, out / "memory", name=name, have_gb=run.cluster.memory_gb)]
+
+
+def _json(steps: Sequence[ModelStep]) -> str:
+    return json.dumps([_fields(step) for step in steps], indent=2)
 
 
 def _fields(step: ModelStep) -> Mapping[str, Any]:

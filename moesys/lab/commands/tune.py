@@ -12,14 +12,25 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from moesys.lab.commands.options import ExperimentFile, Imports, Jobs, ModelLayers, RunFolders, Wide, refusing
+from moesys.lab.commands.options import (
+    AsJson,
+    ExperimentFile,
+    Imports,
+    Jobs,
+    ModelLayers,
+    Quiet,
+    RunFolders,
+    Threads,
+    Wide,
+    refusing,
+)
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiment
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.tuning import tune
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.progress import TuneProgress
-from moesys.lab.show.tables import Column, Sheet, figure, print_sheet
+from moesys.lab.show.tables import Column, Output, Report, Sheet, figure, publish
 from moesys.tuner.space import SearchBounds, Space
 from moesys.tuner.tune import TunePick
 
@@ -30,25 +41,32 @@ MOST_SHOWN = 8
 def tune_command(
     file: ExperimentFile,
     space: Annotated[
-        Path | None, typer.Option(metavar="SPACE", help="A Space in .json or .toml; by default all that may pay.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Space to search, in .json or .toml (default: all that may be faster)."),
     ] = None,
     out: RunFolders = Path("runs"),
-    budget: Annotated[int, typer.Option(min=1, help="Points to look at in the cost model, before neighbours.")] = 256,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    budget: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of strategies to simulate, before their neighbours.")
+    ] = 256,
     timed: Annotated[
-        int | None, typer.Option(min=0, max=30, help="Timed trials; 30 of a training by default, else 0.")
+        int | None,
+        typer.Option(min=0, max=30, metavar="N", help="Number of timed trials (default: 30 for a training, else 0)."),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Of the file's, for the cost model.")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Number of the experiment's seeds to simulate.")] = 2,
     memory_gb: Annotated[
-        float | None, typer.Option("--memory-gb", min=0, help="Of a rank, 1e9 bytes; the cluster's by default.")
+        float | None,
+        typer.Option("--memory-gb", min=0, metavar="GB", help="Memory of a rank (default: that of the cluster)."),
     ] = None,
     model_layers: ModelLayers = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of what the search draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the search.")] = 0,
     minutes: Annotated[
-        float | None, typer.Option(help="Answer after so many with the best until then; when through by default.")
+        float | None, typer.Option(metavar="N", help="Stop after this time with the best strategy so far.")
     ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank in timed trials.")] = 1,
+    threads: Threads = 1,
     jobs: Jobs = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, and keep the old journal beside.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start again, and keep the old journal beside.")] = False,
     imports: Imports = None,
     wide: Wide = False,
 ) -> None:
@@ -58,17 +76,19 @@ def tune_command(
     experiment = load_experiment(file)
     declared = None if space is None else declared_in(space, Space)
     bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes, jobs)
-    with closing(TuneProgress(Console(file=sys.stdout))) as progress:
+    console = Console(file=sys.stderr if as_json else sys.stdout, quiet=quiet)
+    with closing(TuneProgress(console)) as progress:
         told = progress if writes() else None
         result = tune(experiment, declared, bounds, out=out, timed=timed, threads=threads, fresh=fresh, told=told)
     if writes():
         tuned = result.tuned
-        for sheet in tune_sheets(tuned, experiment.name):
-            print_sheet(sheet, wide=wide)
+        report = Report("tune", "", tuned.decided_by, tune_sheets(tuned, experiment.name))
+        publish(report, Output(None, as_json, quiet, wide))
         print(
             f"Decided by {tuned.decided_by} times: {tuned.speedup:.3f} x as fast as {tuned.baseline.name}.\n"
             f"The strategy and its reasons: {result.path / 'tuned.toml'}\n"
-            f"With it as the last strategy, for moesys run and explain: {result.path / 'experiment.toml'}"
+            f"With it as the last strategy, for moesys run and explain: {result.path / 'experiment.toml'}",
+            file=console.file,
         )
 
 

@@ -200,7 +200,12 @@ class PlannerResult:
 
 
 def results(
-    settings: Sequence[RoutingSetting], groups: Sequence[PlannerGroup], num_samples: int, folder: Path
+    settings: Sequence[RoutingSetting],
+    groups: Sequence[PlannerGroup],
+    num_samples: int,
+    folder: Path,
+    *,
+    quiet: bool = False,
 ) -> list[PlannerResult]:
     """Returns the results of all planners in all settings, and scores those that ``folder`` has no line of. It goes
     sample by sample, so that an unfinished leaderboard has all settings.
@@ -212,7 +217,7 @@ def results(
         journal = replace(result_journal(folder), lock=lock)
         known, found = {result.key: result for result in journal.read()}, []
         rounds = [(one, sample, _digest(one, sample)) for sample in range(num_samples) for one in settings]
-        with steps_told("leaderboard", len(rounds)) as tell:
+        with steps_told("leaderboard", len(rounds), quiet) as tell:
             for setting, sample, routing in rounds:
                 tell(f"{setting.name}, seed {sample}")
                 names = setting.routing.name, setting.model_name, setting.cluster_name

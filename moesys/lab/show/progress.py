@@ -67,7 +67,7 @@ class Bars(Progress):
 
 
 def is_live(console: Console) -> bool:
-    return console.is_terminal and not console.is_dumb_terminal
+    return console.is_terminal and not console.is_dumb_terminal and not console.quiet
 
 
 @contextmanager
@@ -81,16 +81,18 @@ def _bars_on(console: Console, *columns: ProgressColumn) -> Iterator[Bars | None
 
 
 @contextmanager
-def steps_told(what: str, total: int) -> Iterator[Callable[[str], None]]:
+def steps_told(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """Yields a function to call with the name of each of ``total`` steps when it begins.
 
-    It shows them on stderr, because tables go to stdout.
+    It shows them on stderr, because tables go to stdout; ``quiet``: not at all.
     """
-    with _bars_on(Console(stderr=True), MofNCompleteColumn(), TimeRemainingColumn()) as bars:
+    with _bars_on(Console(stderr=True, quiet=quiet), MofNCompleteColumn(), TimeRemainingColumn()) as bars:
         task, begun = bars.add_task(what, total=total) if bars else TaskID(0), 0
 
         def show(name: str) -> None:
             nonlocal begun
+            if quiet:
+                return
             if bars is None:
                 print(f"{what} [{begun + 1}/{total}] {name}", file=sys.stderr, flush=True)
             else:
@@ -101,17 +103,19 @@ def steps_told(what: str, total: int) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def bytes_progress(file: TextIO) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function to call with the number of bytes that are done, and of all; without bars, it prints tenths."""
+def bytes_progress(file: TextIO, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Yields a function to call with the number of bytes that are done, and of all; without bars, it prints tenths,
+    and nothing if ``quiet``.
+    """
     columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with _bars_on(Console(file=file), *columns) as bars:
-        task, tenths = bars.add_task("") if bars else TaskID(0), 0
+    with _bars_on(Console(file=file, quiet=quiet), *columns) as bars:
+        task, tenths = bars.add_task("", visible=False) if bars else TaskID(0), 0
 
         def show(done: int, total: int) -> None:
             nonlocal tenths
             if bars is not None:
-                bars.update(task, completed=done, total=total)
-            elif 10 * done // total > tenths:
+                bars.update(task, completed=done, total=total, visible=True)
+            elif not quiet and 10 * done // total > tenths:
                 tenths = 10 * done // total
                 print(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=file, flush=True)
 
@@ -122,13 +126,15 @@ def bytes_progress(file: TextIO) -> Iterator[Callable[[int, int], None]]:
 
 
 class _Display:
-    """A console with bars if it can redraw; lines are printed above them."""
+    """A console with bars if it can redraw; lines are printed above them. A quiet console shows errors alone."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bars: Bars | None = None
 
-    def _say(self, line: str, style: str = "") -> None:
+    def _say(self, line: str, style: str = "", is_error: bool = False) -> None:
+        if self._console.quiet and not is_error:
+            return
         if is_live(self._console):
             self._console.print(Text(line, style=style))
         else:
@@ -165,7 +171,7 @@ class RunProgress(_Display, QuietProgress):
         self._num_done += 1
         self._note(record)
         if record.status == "failed" or self._bars is None:
-            self._say(self._line(record), style="red")
+            self._say(self._line(record), style="red", is_error=record.status == "failed")
 
     def end(self) -> None:
         if self._bars:
@@ -247,7 +253,7 @@ class TuneProgress(_Display):
             self._best_ms = entry.ms if self._best_ms is None else min(self._best_ms, entry.ms)
         if entry.stage == "measured" or (entry.stage == "refused" and entry.of.startswith("seed")):
             result = f"{entry.ms:,.1f} ms" if entry.ms is not None else f"FAILED: {entry.reason}"
-            self._say(f"  {entry.name}: {result}")
+            self._say(f"  {entry.name}: {result}", is_error=entry.ms is None)
         if self._bars and self._task is not None:
             self._bars.advance(self._task)
 

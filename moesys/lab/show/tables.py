@@ -22,7 +22,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -455,7 +455,8 @@ class Report:
 
     name: the benchmark's name. title: the title of its page, to which the date is added. source: "measured",
     "simulated" or "rehearsed". introduction: paragraphs of the page above the tables. notes: lines below all tables;
-    a table may have notes of its own. data: what JSON holds besides, by name: the rows themselves, with all fields.
+    a table may have notes of its own. data: what JSON holds, by name: the rows themselves, with all fields; by default
+    the tables.
     """
 
     name: str
@@ -467,30 +468,45 @@ class Report:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-def publish(report: Report, *, page: Path | None = None, json_path: Path | None = None, wide: bool = False) -> None:
-    """Writes the requested files and then prints, because the reader of a pipe may stop before the end."""
-    write(report, page=page, json_path=json_path)
-    for sheet in filled(report):
-        print_sheet(sheet, wide=wide)
-    _print_notes(_window(), report.notes)
+@dataclass(frozen=True)
+class Output:
+    """What a command is asked to show, by its options --out, --json, --quiet and --wide."""
+
+    folder: Path | None = None
+    as_json: bool = False
+    quiet: bool = False
+    wide: bool = False
+
+    def files(self, report: Report) -> dict[str, Path]:
+        """Creates the folder, and returns the paths of its files for ``write``; none without a folder."""
+        if self.folder is None:
+            return {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stem = report.name.replace(" ", "_")
+        return {"page": self.folder / f"{stem}.md", "json_path": self.folder / f"{stem}.json"}
+
+    def tell_written(self, names: Iterable[str]) -> None:
+        """Says which files of the folder were written, below the results."""
+        print(f"Written to {self.folder}: {', '.join(names)}", file=sys.stderr if self.as_json else sys.stdout)
 
 
-def publish_simulated(
-    name: str,
-    subject: str,
-    sheets: Sequence[Sheet],
-    introduction: Sequence[str],
-    folder: Path | None,
-    *,
-    data: Mapping[str, Any] | None = None,
-    wide: bool = False,
-) -> None:
-    """Prints simulated tables; with a folder, writes ``<name>_simulated_<date>.md`` there first."""
-    page = None if folder is None else folder / f"{name}_simulated_{date.today().isoformat()}.md"
-    report = Report(
-        name, f"SIMULATED: {subject}", "simulated", sheets, introduction=introduction, data={} if data is None else data
-    )
-    publish(report, page=page, wide=wide)
+PLAIN_OUTPUT = Output()
+
+
+def publish(report: Report, output: Output = PLAIN_OUTPUT) -> None:
+    """Prints the tables, or the JSON instead. With a folder, it writes both there first, because the reader of a pipe
+    may stop before the end.
+    """
+    files = output.files(report)
+    write(report, **files)
+    if output.as_json:
+        print(to_json(report), end="")
+    else:
+        for sheet in filled(report):
+            print_sheet(sheet, wide=output.wide)
+        _print_notes(_window(), report.notes)
+    if files:
+        output.tell_written(path.name for path in files.values())
 
 
 def write(report: Report, *, page: Path | None = None, json_path: Path | None = None) -> None:
@@ -513,7 +529,8 @@ def to_markdown(report: Report) -> str:
 def to_json(report: Report) -> str:
     """Returns all results, with every sample."""
     head = {"benchmark": report.name, "source": report.source, "date": date.today().isoformat()}
-    return json.dumps({**head, **plain(report.data)}, indent=1) + "\n"
+    tables = [{"title": sheet.title, "rows": sheet.rows, "notes": sheet.notes} for sheet in filled(report)]
+    return json.dumps({**head, **plain(report.data or {"tables": tables})}, indent=1) + "\n"
 
 
 def filled(report: Report) -> list[Sheet]:

@@ -35,6 +35,7 @@ from moesys.lab.calibrate.timings import (
 )
 from moesys.lab.commands import calibrate as command
 from moesys.lab.commands import options
+from moesys.lab.ranks import torchrun_ranks
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import start_ranks
@@ -311,7 +312,7 @@ def test_what_is_not_there_is_not_measured_and_says_so():
             expected = pytest.approx(getattr(cluster, f"{there}_{unit}"), rel=2e-3)
             assert getattr(found.cluster, f"{there}_{unit}") == expected
             assert getattr(found.cluster, f"{absent}_{unit}") == expected
-        text = command.spec_text(found, ".toml")
+        text = command.spec_text(found)
         assert ClusterSpec.from_toml(text) == found.cluster
         assert "# flag_us: not measured: on a CPU, flags are seen only in Triton's interpreter" in text
         assert "# fused_rate: not measured: on a CPU, MegaKernels run only in Triton's interpreter" in text
@@ -364,7 +365,7 @@ def test_real_ranks_become_a_cluster_with_links_inside_and_between_nodes(ranks: 
     assert all(message.ms.n == QUICK.repeats for link in found.links for message in link.messages)
     assert all(each.ms.median > 0 and each.ms.n == 4 * QUICK.repeats for each in found.passes)
     assert found.cluster.memory_gb_per_s > 0
-    assert ClusterSpec.from_json(command.spec_text(found, ".json")) == found.cluster
+    assert ClusterSpec.from_toml(command.spec_text(found)) == found.cluster
 
 
 def joins_two_hosts(port: int) -> tuple[ClusterSpec, list[int], bool]:
@@ -405,16 +406,14 @@ def _tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_tiny")
 def test_two_ranks_are_measured_shown_and_written():
-    done = run_command(
-        "--ranks", "2", "--repeats", "2", "--out", "here.toml", "--json", "samples.json", "--page", "here.md"
-    )
+    done = run_command("--ranks", "2", "--repeats", "2", "--out", "new/here")
     assert done.exit_code == 0, done.output
-    cluster = ClusterSpec.from_toml(Path("here.toml").read_text())
+    cluster = ClusterSpec.from_toml(Path("new/here/cluster.toml").read_text())
     assert cluster.node_sizes == (2,)
     assert cluster.name.startswith("1 x 2 ")
     assert "MEASURED: 1 x 2 " in done.output
     assert "there is no such link" in done.output
-    written = json.loads(Path("samples.json").read_text())
+    written = json.loads(Path("new/here/calibrate.json").read_text())
     assert written["cluster"] == cluster.model_dump(mode="json")
     assert np.shape(written["samples_s"]["experts"]) == (2, len(TINY.cases("experts")))
     assert written["samples_s"]["experts"][0][0].keys() == {"forward", "input_gradients", "backward"}
@@ -423,7 +422,7 @@ def test_two_ranks_are_measured_shown_and_written():
         "experts beside copies",
     }
     assert written["samples_s"]["basics"][0].keys() == {"launch", "memory copy", "update"}
-    page = Path("here.md").read_text()
+    page = Path("new/here/calibrate.md").read_text()
     assert page.startswith("# moesys calibrate, measured: 1 x 2 ")
     for heading in ("MEASURED: computation", "MEASURED: links", "MEASURED: 1 x 2 "):
         assert heading in page
@@ -431,7 +430,7 @@ def test_two_ranks_are_measured_shown_and_written():
 
 def test_what_a_file_warns_of_stands_above_the_figures():
     found = calibrate(KnownRanks(KNOWN), KNOWN, grid=TINY)
-    text = command.spec_text(found, ".toml")
+    text = command.spec_text(found)
     assert text.startswith("# Measured by moesys calibrate.\n# fused_rate: not measured: ")
     assert ClusterSpec.from_toml(text) == found.cluster
 
@@ -445,21 +444,20 @@ def test_what_was_measured_outlives_a_crash(monkeypatch: pytest.MonkeyPatch):
             return super().run(fn, *args)
 
     crashing = Crashing(KNOWN.replace(ranks_per_node=2))
-    monkeypatch.setattr(command, "start_ranks", lambda *_, **__: (crashing, crashing.cluster))
+    monkeypatch.setattr(torchrun_ranks, "start_ranks", lambda *_, **__: (crashing, crashing.cluster))
     with pytest.raises(RuntimeError, match="lost"):
-        command.calibrate_command(2, json=Path("samples.json"), out=Path("here.toml"))
-    written = json.loads(Path("samples.json").read_text())
+        command.calibrate_command(2, out=Path("here"))
+    written = json.loads(Path("here/calibrate.json").read_text())
     assert not written["finished"]
     assert written["samples_s"].keys() == {"basics"}
     assert crashing.calls[-1] == "closed"
-    assert not Path("here.toml").exists()
+    assert not Path("here/cluster.toml").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "variables", "message"),
     [
-        (["--out", "here.yaml"], {}, "here.yaml is neither .toml nor .json; name a file of one of these kinds"),
-        (["--out", "nowhere/here.toml"], {}, "nowhere is not a folder; make it, or write elsewhere"),
+        (["--out", "here.toml"], {}, "here.toml is a file; give the path of a folder"),
         (["--device", "cuda"], {}, "device='cuda', but torch sees no GPU here; use --device cpu"),
         (["--ranks", "3"], {"RANK": "0", "WORLD_SIZE": "2"}, "ranks=3, but torchrun started 2; leave --ranks out"),
     ],
@@ -467,6 +465,7 @@ def test_what_was_measured_outlives_a_crash(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.usefixtures("_tiny")
 def test_what_cannot_be_is_refused(arguments, variables, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    Path("here.toml").touch()
     with mock.patch.dict(os.environ, variables):
         done = run_command(*arguments)
     assert done.exit_code == 2
@@ -487,7 +486,7 @@ def test_a_folder_that_takes_no_file_is_refused_before_anything_is_measured(monk
     monkeypatch.setenv("RANK", "0")
     done = run_command("--out", "here.toml")
     assert done.exit_code == 2
-    assert ". takes no file: Read-only file system; write elsewhere" in " ".join(done.output.split())
+    assert ". takes no file: Read-only file system; give another path" in " ".join(done.output.split())
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -496,12 +495,12 @@ def test_what_was_measured_is_written_before_it_is_printed(monkeypatch):
         raise BrokenPipeError
 
     known = KnownRanks(KNOWN.replace(ranks_per_node=2))
-    monkeypatch.setattr(command, "start_ranks", lambda *_, **__: (known, known.cluster))
+    monkeypatch.setattr(torchrun_ranks, "start_ranks", lambda *_, **__: (known, known.cluster))
     monkeypatch.setattr(tables, "print_sheet", stops)
     with pytest.raises(BrokenPipeError):
-        command.calibrate_command(2, json=Path("samples.json"), out=Path("here.toml"))
-    assert "cluster" in json.loads(Path("samples.json").read_text())
-    ClusterSpec.from_toml(Path("here.toml").read_text())
+        command.calibrate_command(2, out=Path("here"))
+    assert "cluster" in json.loads(Path("here/calibrate.json").read_text())
+    ClusterSpec.from_toml(Path("here/cluster.toml").read_text())
 
 
 def test_gpus_are_those_of_torchrun(monkeypatch):

@@ -62,7 +62,7 @@ def test_what_cannot_be_is_refused(arguments: list[str], said: str) -> None:
 
 
 def test_short_names_and_long_ones() -> None:
-    assert parallelism_of("tp=2, pipeline=4,vp=2") == ms.Parallelism(tensor=2, pipeline=4, virtual_stages=2)
+    assert parallelism_of("tp=2, pp=4,vp=2") == ms.Parallelism(tp=2, pp=4, vp=2)
     assert parallelism_of("") == ms.Parallelism()
     assert named_strategy("laer:3") == ms.presets.laer(3)
     assert named_strategy("fsep:2").slots(ms.presets.MIXTRAL_8X7B, ms.presets.h100()) == (2,) * 8

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from moesys.__main__ import app
-from moesys.lab.commands.bisect import FirstDifference, find_first_difference
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.places import no_tick
+from moesys.lab.train.first_difference import FirstDifference, find_first_difference
 from moesys.lab.train.loop import Trainer
 from moesys.moe.masters import local_part
 
