@@ -138,7 +138,7 @@ def _simulated(tuned: TunePick, name: str) -> Sheet:
         ratio = "" if baseline is None else f"{baseline.ms / one.ms:.3f}"
         rows.append(TunedStrategy(one.strategy.name, one.ms, "baseline" if one == baseline else ratio))
     notes = [
-        f"{tuned.search.num_points} of {tuned.space.num_combinations} combinations were looked at in the cost model; "
+        f"{tuned.search.num_points:,} of {tuned.space.num_combinations:,} combinations were looked at in the cost model; "
         f"speed-up is over {tuned.baseline.name}."
     ]
     if tuned.not_seen:
@@ -151,7 +151,7 @@ def _simulated(tuned: TunePick, name: str) -> Sheet:
     if tuned.search.refused:
         strategy, reason = tuned.search.refused[0]
         notes.append(
-            f"{len(tuned.search.refused)} points would not run, or cannot be simulated, such as {strategy.name}: "
+            f"{len(tuned.search.refused):,} points would not run, or cannot be simulated, such as {strategy.name}: "
             f"{reason}"
         )
     return Sheet(f"SIMULATED: {name}, tuning", rows, notes)
