@@ -37,6 +37,7 @@ NOT_RUN = {
     r"torchrun .* -m moesys": "the same trials as the command before it",
     r".*--slurm": "needs Slurm",
     r"python -m (benchmarks|experiments)": "takes minutes, or needs root",
+    r"moesys (leaderboard --out board|(run|tune) experiments/overlap_ablation)": "takes longer than a test may",
 }
 # Commands that take more than a few seconds, and those that need what these leave behind.
 SLOW = re.compile(
