@@ -263,8 +263,9 @@ def _workloads(scored_in: Sequence[RoutingSetting]) -> list[WorkloadRow]:
 def _html(words: Sequence[str], workloads: Sheet, parts: Sequence[tuple[list[Sheet], str]]) -> str:
     body = [f"<h1>{escape(TITLE)}, {date.today().isoformat()}</h1>"]
     for (ranked, *_), _ in parts:
-        name = ranked.title.removeprefix("SIMULATED: ")
-        body.append(f'<p class="headline">{escape(f"{name[:1].upper()}{name[1:]}: {ranked.notes[0]}")}</p>')
+        name, words = ranked.title.removeprefix("SIMULATED: "), ranked.notes[0]
+        words = f"{name[:1].upper()}{name[1:]}: {words[:1].lower()}{words[1:]}"
+        body.append(f'<p class="headline">{escape(words)}</p>')
     for tables, figure in parts:
         first, *others = map(sheet_section, tables)
         body += [first, f"<section>{figure}</section>", *others]

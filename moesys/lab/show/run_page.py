@@ -254,7 +254,10 @@ def index_page(folder: Path) -> str:
     title = f"{_INDEX_TITLE} in {folder.resolve().name}"
     foreign = ", ".join(path.name for path in children if path not in ours)
     note = f'<p class="note">Not written by moesys: {escape(foreign)}.</p>' if foreign else ""
-    return page(title, [f"<h1>{escape(title)}</h1>", f"<section>{drawn}</section>", note])
+    names = sorted(path.name for path in folder.glob("*.svg"))
+    charts = " ".join(f'<a href="{quote(name)}">{escape(name)}</a>' for name in names)
+    sweeps = f"<p>Sweeps: {charts}</p>" if names else ""
+    return page(title, [f"<h1>{escape(title)}</h1>", f"<section>{drawn}</section>", sweeps, note])
 
 
 def _listed(path: Path) -> tuple[str, str, str, str]:
