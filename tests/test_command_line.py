@@ -230,8 +230,14 @@ def test_run_prints_a_line_a_trial_and_the_table_and_then_has_nothing_to_do():
     second = moesys("run", "small.py")
     assert second.stdout.splitlines()[0] == "nothing to do: 4 of 4 trials are recorded"
     assert second.stdout.splitlines()[1:] == lines[6:]
-    (folder,) = Path("runs").iterdir()
-    assert (folder / "table.txt").read_text().splitlines() == lines[6:]
+    (folder,) = Path("runs").glob("small-*")
+    assert lines[-4:] == [
+        "",
+        f"Results: {folder}",
+        "  report.html: tables, speed-ups, loads and timelines, to open in a browser",
+        "All runs: runs/index.html",
+    ]
+    assert (folder / "table.txt").read_text().splitlines() == lines[6:-4]
     assert (folder / "table.svg").read_text().startswith("<svg")
     assert (
         moesys("run", "small.py", "--seeds", "3")
@@ -337,7 +343,7 @@ def test_differing_environments_are_named(monkeypatch):
     assert moesys("run", "small.json", "--seeds", "1").exit_code == 0
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     assert "MKL_CBWR" in moesys("run", "small.json").stderr
-    folder = str(next(Path("runs").iterdir()))
+    folder = str(next(Path("runs").glob("small-*")))
     warning = moesys("compare", folder).stderr.splitlines()
     assert warning[0] == "Warning: these records come from 2 environments, which differ in"
     assert any(line.startswith("  variables.MKL_CBWR: ") and line.endswith(" / AVX2") for line in warning)

@@ -35,9 +35,9 @@ class Parallelism(Declared):
     pp: int = Field(1, ge=1, description="pipeline parallelism: stages")
     vp: int = Field(1, ge=1, description="virtual pipeline: parts of the model in each stage; more than 1: interleaved")
     ep: int | None = Field(None, ge=1, description="expert parallelism: ranks of an expert group; None: all of a stage")
-    schedule: PipelineSchedule = "1f1b"
+    schedule: PipelineSchedule = Field("1f1b", description="schedule of the pipeline")
     overlap_micro_batches: bool = Field(
-        False, description="a micro-batch's forward runs beside another's backward: one computes while the other sends"
+        False, description="run a micro-batch's forward concurrently with another's backward"
     )
     dense: Literal["replicated", "optimizer", "full"] = Field(
         "optimizer", description="what data-parallel ranks shard of dense parameters: nothing, optimizer states, or all"
@@ -102,10 +102,10 @@ class ModelRun(Declared):
     often as ``global_batch`` needs.
     """
 
-    model: ModelSpec
-    cluster: ClusterSpec
-    strategy: Strategy = Field({"name": "ep"}, validate_default=True)
-    parallelism: Parallelism = Parallelism()
+    model: ModelSpec = Field(description="the model")
+    cluster: ClusterSpec = Field(description="the cluster, whose nodes are equal")
+    strategy: Strategy = Field({"name": "ep"}, validate_default=True, description="strategy of the layers with experts")
+    parallelism: Parallelism = Field(Parallelism(), description="how ranks share everything else")
     seq_len: int = Field(4096, ge=1, description="tokens of a sequence")
     micro_batch: int = Field(1, ge=1, description="sequences of a data-parallel rank in a micro-batch")
     global_batch: int | None = Field(
@@ -113,10 +113,10 @@ class ModelRun(Declared):
     )
     fp8: bool = Field(False, description="products with weights in float8; masters, scores, router and head are not")
     fp8_rows: bool = Field(
-        False, description="with fp8, rows go to experts in float8, gradients too; both come home in the model's dtype"
+        False, description="with fp8: dispatch rows and gradients in float8; both return in the model's dtype"
     )
     gradient_dtype: Annotated[Literal["float32", "bfloat16"], LongName] = Field(
-        "float32", description="of the gradients that a rank keeps between micro-batches, and sums with other ranks"
+        "float32", description="dtype of gradients that are kept between micro-batches and summed over ranks"
     )
     host_us: float = Field(
         0.0,

@@ -406,7 +406,7 @@ def test_a_history_of_other_ranks_leaves_nothing_of_ones_own() -> None:
 
 
 def optimize(path: Path) -> dict[str, Any]:
-    """Steps with one parameter group and with two, as docs/checkpoints.md has it, and with foreach on the two."""
+    """Steps with one parameter group and with two, as docs/transformers.md has it, and with foreach on the two."""
     results: dict[str, Any] = {}
     for kind in (torch.optim.Adam, torch.optim.AdamW):
         for name, grouped, foreach in (("one", False, None), ("two", True, None), ("foreach", True, True)):
@@ -447,7 +447,7 @@ def test_one_optimizer_takes_sharded_and_replicated_parameters(ranks: LocalRanks
         for kind in ("Adam", "AdamW"):
             for name in ("two", "foreach"):
                 assert_same(result[f"{kind} {name}"], result[f"{kind} one"], (kind, name))
-        # When torch can do this, docs/checkpoints.md need not ask for two groups.
+        # When torch can do this, docs/transformers.md need not ask for two groups.
         assert "mixed torch.Tensor and DTensor" in result["mixed"]
     for loaded in ranks.run(load_groups, tmp_path, num_ranks=3):
         assert_same(loaded, results[0]["AdamW foreach"])

@@ -85,6 +85,7 @@ def run_command(
     form = "json" if as_json else form
     told = sys.stdout if form == "table" else sys.stderr
     comparisons: list[Comparison] = []
+    folders: list[Path] = []
     code = 0
     where = jobs if slurm is None else _slurm(slurm, jobs)
     for experiment in _experiments(file, form, seeds, interpret, strategy or ()):
@@ -105,11 +106,17 @@ def run_command(
             if not quiet:
                 print(result.summary, file=told)
             comparisons.append(_report(result, form, wide))
+            folders.append(result.path)
             code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
         if result.stopped:
             break
     if len(comparisons) > 1:
         _draw(comparisons, out / file.stem, told)
+    if folders:
+        # Not at the top: it imports the simulator and matplotlib.
+        from moesys.lab.commands.report import tell_where
+
+        tell_where(folders, told)
     return code
 
 
@@ -191,15 +198,17 @@ def _sweep_files(comparisons: Sequence[Comparison], path_stem: Path) -> list[Pat
         return []
     # Not at the top: most runs draw nothing.
     from moesys.lab.show.figures import speedup_chart
+    from moesys.lab.show.run_page import subject
 
     first = experiments[0]
+    about = type(first.workload).model_fields[field].description
     rows = [{row.name: row for row in comparison.rows if not row.repeat} for comparison in comparisons]
     return speedup_chart(
-        field,
+        f"{field}: {about}" if about else f"{field.replace('_', ' ')} of the workload",
         [getattr(experiment.workload, field) for experiment in experiments],
         {one.name: [row[one.name].speedup for row in rows] for one in first.strategies if one != first.baseline},
         path_stem,
-        name=path_stem.name,
+        name=f"{path_stem.name}, {subject(first)}",
         source=comparisons[0].source,
         baseline=comparisons[0].baseline.name,
     )

@@ -331,7 +331,7 @@ def test_what_runs_again_has_no_product_of_which_backward_reads_nothing() -> Non
 def test_the_page_names_every_tensor_that_is_kept() -> None:
     costs = [count_model(ms.ModelSpec.from_config(config), 1) for config in SMALL.values()]
     kept = {name for cost in costs for each in (cost.embedding, *cost.layers, cost.head) for name in each.saved()}
-    page = (Path(__file__).parents[3] / "docs" / "simulate-a-model.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "simulate.md").read_text(encoding="utf-8")
     table = page.partition("| tensor |")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", table)) == kept
 
