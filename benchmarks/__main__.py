@@ -43,9 +43,9 @@ def bench_planner_scale(
 ) -> int:
     """Times planners and splits."""
     from benchmarks import planner_scale
-    from moesys.lab.show.tables import Output
+    from moesys.lab.show.tables import CommandOutput
 
-    output = Output(out, as_json, quiet, wide)
+    output = CommandOutput(out, as_json, quiet, wide)
     return planner_scale.main(num_seeds=seeds, repeats=repeats, peer=peer_eplb, output=output)
 
 
@@ -77,9 +77,9 @@ def bench_calibration_check(
 ) -> int:
     """Compares measured steps with steps simulated with a calibration."""
     from benchmarks import calibration_check
-    from moesys.lab.show.tables import Output
+    from moesys.lab.show.tables import CommandOutput
 
-    return calibration_check.main(file, repeats, Output(out, as_json, wide=wide))
+    return calibration_check.main(file, repeats, CommandOutput(out, as_json, wide=wide))
 
 
 @refusing()
@@ -113,10 +113,10 @@ def bench_shaped(
 ) -> int:
     """Measures steps between hosts with slow links."""
     from benchmarks.shaped import bench, cases
-    from moesys.lab.show.tables import Output
+    from moesys.lab.show.tables import CommandOutput
 
     asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case or ())
-    return bench.main(asked, repeats=repeats, shares=shares, output=Output(out, as_json, quiet, wide))
+    return bench.main(asked, repeats=repeats, shares=shares, output=CommandOutput(out, as_json, quiet, wide))
 
 
 PAGES = {

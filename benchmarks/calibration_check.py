@@ -23,7 +23,7 @@ from moesys.config.overlap import Pipelined
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, interleave, machine_line, wall_ms
-from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.moe.layer import MoELayer
 from moesys.simulator.model.simulate_model import simulate_model
@@ -84,7 +84,7 @@ class StepCheck:
         return self.simulated_ms / self.measured_ms.median - 1
 
 
-def main(file: Path, repeats: int, output: Output) -> int:
+def main(file: Path, repeats: int, output: CommandOutput) -> int:
     """Measures as many ranks as the ``ClusterSpec`` in ``file`` has, and writes and prints the comparison.
 
     Raises ValueError if torchrun started another number of ranks.

@@ -24,7 +24,7 @@ from moesys.config import LayoutInvariant, ModelShape, Ordered, Strategy
 from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
 from moesys.lab.runs.stopwatch import Quantiles, Work, machine_line, processor_ms, wall_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import DTYPES
 
@@ -139,7 +139,7 @@ def bench_layer(
     with refusing():
         cases = select(shape, dtype, tokens)
     threads = threads or torch.get_num_threads()
-    output = Output(out, as_json, quiet, wide)
+    output = CommandOutput(out, as_json, quiet, wide)
     rows = measure(cases, repeats=repeats, threads=threads, reduction=reduction, quiet=quiet)
     publish((reduction_report if reduction else report)(rows, repeats, threads), output)
     raise typer.Exit(int(any(row.wrong for row in rows)))

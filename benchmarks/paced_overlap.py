@@ -29,7 +29,7 @@ from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, machine_line, repeated_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 
 _SHAPE = ModelShape(hidden_size=512, intermediate_size=512, num_experts=8, top_k=2)
@@ -154,7 +154,7 @@ def bench_overlap(
     wide: Wide = False,
 ) -> None:
     """Compare overlapped with sequential steps over paced links. Exit code 1 if a bit differs."""
-    output = Output(out, as_json, quiet, wide)
+    output = CommandOutput(out, as_json, quiet, wide)
     if part == "mega":
         from benchmarks.mega import mega_contest
 

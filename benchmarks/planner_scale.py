@@ -25,7 +25,7 @@ from moesys.balance.planners import plan_layouts, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
 from moesys.lab.runs.stopwatch import machine_line, repeated_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import PLAIN_OUTPUT, Column, Output, Report, Sheet, publish
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 
@@ -165,7 +165,7 @@ def main(
     num_seeds: int = 3,
     repeats: int = 9,
     peer: Path | None = None,
-    output: Output = PLAIN_OUTPUT,
+    output: CommandOutput = AS_TABLES,
 ) -> int:
     """Measures, writes and prints; returns the exit code. Raises ValueError for a peer that does not exist."""
     rebalance = load_peer(peer) if peer else None

@@ -24,7 +24,7 @@ from moesys.config.workload import Generated
 from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
 from moesys.lab.runs.stopwatch import machine_line, wall_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Output, Report, Sheet, figure, publish
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulation
 from moesys.traces import generate
@@ -81,7 +81,7 @@ def bench_simulate(
     title = "MEASURED: time of the simulator"
     sheet = Sheet(title, timings, [f"Medians of {repeats} repetitions, without planning. {machine}"])
     data = {"machine": machine, "rows": timings}
-    publish(Report("simulate", title, "measured", [sheet], data=data), Output(out, as_json, quiet, wide))
+    publish(Report("simulate", title, "measured", [sheet], data=data), CommandOutput(out, as_json, quiet, wide))
 
 
 def time_step(name: str, layers: int, ranks: int, repeats: int) -> Timing:

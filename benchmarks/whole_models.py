@@ -42,7 +42,7 @@ from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
 
 THEIRS = "all_to_all"
 # After this many steps the peak of memory no longer grows.
@@ -126,7 +126,7 @@ def bench_models(
     title = "MEASURED: a training step of transformers' models, ms (median)"
     data = {"machine": machine, "num_ranks": ranks, "rows": rows}
     sheet = Sheet(title, rows, notes, "part")
-    publish(Report("models", title, "measured", [sheet], data=data), Output(out, as_json, quiet, wide))
+    publish(Report("models", title, "measured", [sheet], data=data), CommandOutput(out, as_json, quiet, wide))
     raise typer.Exit(int(any(row.wrong for row in rows)))
 
 

@@ -51,7 +51,7 @@ from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
 
 COPY_BYTES = 16
 # Counts, places, weights and flags are loaded one at a time; elements of rows are not.
@@ -130,7 +130,7 @@ class CompiledKernel:
         return "; ".join(found)
 
 
-def main(sizes: Sequence[Size], mega: bool, arch: str, output: Output) -> int:
+def main(sizes: Sequence[Size], mega: bool, arch: str, output: CommandOutput) -> int:
     """Compiles, writes and prints; returns 1 if a kernel falls short. ``mega``: compiles MegaKernels too."""
     rows: list[CompiledKernel] = []
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)

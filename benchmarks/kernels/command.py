@@ -17,7 +17,7 @@ from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfi
 from moesys.kernels.experts.tile_tuner import OPS, Gpu, blocks_for, cache_file, tune_blocks
 from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import PLAIN_OUTPUT, Column, Output, Report, Sheet, publish
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 
 def bench_kernels(
@@ -57,7 +57,7 @@ def bench_kernels(
     """
     if aot and tune:
         raise typer.BadParameter("--aot and --tune are two commands; give one of them")
-    output = Output(out, as_json, quiet, wide)
+    output = CommandOutput(out, as_json, quiet, wide)
     if aot or tune:
         by_name = {known.name: known for known in SIZES}
         with refusing():
@@ -91,7 +91,7 @@ def tile_words(block: TileConfig) -> str:
     return f"{tile}, {block.warps} warps, {block.stages} stages, {block.operands}"
 
 
-def tune_tiles(sizes: Sequence[Size], output: Output = PLAIN_OUTPUT) -> int:
+def tune_tiles(sizes: Sequence[Size], output: CommandOutput = AS_TABLES) -> int:
     """Finds, keeps and prints the fastest tiles on this GPU; returns 2 without a GPU, or if they cannot be kept."""
     if not torch.cuda.is_available():
         print("tuning times kernels on a GPU, and this machine has none that torch can use", file=sys.stderr)

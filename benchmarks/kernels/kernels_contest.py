@@ -41,7 +41,7 @@ from benchmarks.kernels.drawn_layer import (
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.lab.runs.stopwatch import Quantiles
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import PLAIN_OUTPUT, Column, Output, Report, Sheet, plain, publish, write
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, plain, publish, write
 
 WHOLE = "forward + backward"
 # Multiplications and additions of a gated expert per row, in multiples of H·I.
@@ -221,7 +221,7 @@ class ContestResults:
         return Report("kernels", "Kernels of one device", self.source, sheets, notes, data=plain(self))
 
 
-def main(asked: KernelsContest, output: Output = PLAIN_OUTPUT) -> int:
+def main(asked: KernelsContest, output: CommandOutput = AS_TABLES) -> int:
     """Checks, times and prints; returns 1 if a check of moesys fails.
 
     ``out``: the folder of kernels.json, with all samples, and of kernels.md, with the tables.

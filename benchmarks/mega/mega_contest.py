@@ -37,7 +37,7 @@ from moesys.kernels.symmetric.pacing import paced_link
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.stopwatch import Quantiles
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import PLAIN_OUTPUT, Column, Output, Report, Sheet, publish
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 ON_GPU_RANKS, ON_GPU_BIT_RUNS = 4, 20
 TOY = Size("toy", 12, 32, 16, 4, 2)
@@ -159,7 +159,7 @@ def rows_of(outcomes: Mapping[str, Outcome]) -> list[MegaRow]:
     return rows
 
 
-def main(asked: MegaContest, output: Output = PLAIN_OUTPUT) -> int:
+def main(asked: MegaContest, output: CommandOutput = AS_TABLES) -> int:
     """Checks, times and prints; returns 1 if a bit differs.
 
     ``out``: the folder of overlap_mega.json, with all samples, and of overlap_mega.md, with the table.

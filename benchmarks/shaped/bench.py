@@ -32,7 +32,7 @@ from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import Quantiles, machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import PLAIN_OUTPUT, Column, Output, Report, Sheet, publish
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.simulator.model.simulate_model import simulate_model
 from moesys.simulator.step_program import simulation
 
@@ -252,7 +252,7 @@ def main(
     *,
     repeats: int = 7,
     shares: bool = True,
-    output: Output = PLAIN_OUTPUT,
+    output: CommandOutput = AS_TABLES,
 ) -> int:
     """Measures, writes and prints; returns the exit code: 1 if a result was wrong, 2 if hosts cannot be made here."""
     reason = f"shaped links cannot be made: {lacks}" if (lacks := lacks_hosts()) else ""

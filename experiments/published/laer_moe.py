@@ -40,7 +40,7 @@ from experiments.published.laer_setup import CONSTANTS, METHODS, Constants, Laer
 from moesys.config import Overlap, presets
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.lab.commands.options import AsJson, OutFolder, Wide
-from moesys.lab.show.tables import Column, Output, Report, Sheet, figure, publish
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, figure, publish
 
 # --- the fit --------------------------------------------------------------------------------------------------
 # Between the ends of ``ROWS_SLOWDOWNS`` seconds lie on a straight line (within 1 in 1,000), and a dispatcher delays all
@@ -499,7 +499,7 @@ def main(out: OutFolder = None, as_json: AsJson = False, wide: Wide = False) -> 
     tables.append(stages_sheet(stage_rows(fits), len(fits)))
     title, introduction = "SIMULATED: LAER-MoE's measurements", (__doc__ or "").strip().split("\n\n")
     report = Report("laer_reproduction", title, "simulated", tables, introduction=introduction)
-    publish(report, Output(out, as_json, wide=wide))
+    publish(report, CommandOutput(out, as_json, wide=wide))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.overlap import Sequential
 from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
 from moesys.simulator.model.model_cost import model_flops_per_token
 from moesys.simulator.model.simulate_model import simulate_model
 
@@ -367,7 +367,7 @@ def main(out: OutFolder = None, as_json: AsJson = False, quiet: Quiet = False, w
     tables = sheets([one for one in found.values() if one.published_row.listed], pairs)
     title, introduction = "SIMULATED: tokens a second of whole models", (__doc__ or "").strip().split("\n\n")
     report = Report("throughput", title, "simulated", tables, introduction=introduction)
-    publish(report, Output(out, as_json, quiet, wide))
+    publish(report, CommandOutput(out, as_json, quiet, wide))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from moesys.config import ClusterSpec, ModelShape, Overlap, Strategy, presets
 from moesys.config.overlap import MegaKernel, Sequential
 from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, Output, Report, Sheet, publish
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.load import LoadMatrix
 from moesys.simulator.mega.layer_pass import QueuedPass
@@ -254,7 +254,7 @@ def main(out: OutFolder = None, as_json: AsJson = False, quiet: Quiet = False, w
     sheets.append(Sheet("SIMULATED beside published: parts of a layer forward, by fused_rate", rows, [note]))
     title, introduction = "SIMULATED: MegaKernels beside UniEP's range", (__doc__ or "").strip().split("\n\n")
     report = Report("uniep", title, "simulated", sheets, introduction=introduction)
-    publish(report, Output(out, as_json, quiet, wide))
+    publish(report, CommandOutput(out, as_json, quiet, wide))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 
 from moesys.config import ClusterSpec, ModelShape, Overlap, Sharding, Strategy
+from moesys.config.base import check_type
 from moesys.display import Columns, Display
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
@@ -64,6 +65,8 @@ class PlanningProblem(Display):
 
         Raises ValueError when load, model, cluster, slots and previous do not belong together.
         """
+        check_type(LoadMatrix, load=load)
+        check_type(ClusterSpec, cluster=cluster)
         check_model(load, model)
         slots_R = _checked_slots(load, cluster, slots_per_rank)
         if previous is not None:
@@ -85,6 +88,9 @@ class PlanningProblem(Display):
 
         Raises ValueError when load, model, layout and cluster do not belong together.
         """
+        check_type(LoadMatrix, load=load)
+        check_type(ExpertLayout, layout=layout)
+        check_type(ClusterSpec, cluster=cluster)
         check_model(load, model)
         if not load.num_ranks == layout.num_ranks == cluster.num_ranks:
             raise ValueError(

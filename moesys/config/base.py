@@ -9,7 +9,6 @@ import reprlib
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from inspect import signature
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
@@ -28,6 +27,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
+
+from moesys.kinds import did_you_mean
 
 FINGERPRINT_SCHEMA = 2
 BYTES_PER_GB = 10**9
@@ -201,16 +202,6 @@ def of_class(declared: type[Declared], fields: Any, info: ValidationInfo) -> Any
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def did_you_mean(given: Any, choices: Iterable[str]) -> str:
-    """Returns ``; did you mean 'greedy'?`` for the choice that is closest to ``given``, and "" if none is close."""
-    # A name's beginning counts too: QWEN3 for QWEN3_30B_A3B.
-    folded = {choice.lower(): choice for choice in choices}
-    word = given.lower() if isinstance(given, str) else ""
-    begun = [choice for choice in folded if len(word) > 2 and choice.startswith(word)]
-    close = begun if len(begun) == 1 else get_close_matches(word, folded, n=1)
-    return f"; did you mean {folded[close[0]]!r}?" if close else ""
-
-
 def in_words(error: BaseException) -> str:
     """Returns the message of an exception; that of pydantic in one line: ``overlap.chunks=0 should be ...; ...``."""
     if not isinstance(error, ValidationError):
@@ -254,6 +245,14 @@ def _refusal(path: str, details: list[ErrorDetails]) -> str:
 
 def _fields(declared: type[BaseModel]) -> str:
     return ", ".join(name for name in declared.model_fields if name != "kind") or "none"
+
+
+def check_type(kind: type, **given: Any) -> None:
+    """Raises TypeError for an argument that is not of ``kind``, and ValueError for a class or a function."""
+    for name, value in given.items():
+        if not isinstance(value, kind):
+            _check_called(value)
+            raise TypeError(f"{name}={reprlib.repr(value)} is of type {type(value).__name__}; give {_call(kind)}")
 
 
 def _check_called(value: Any) -> None:

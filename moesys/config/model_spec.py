@@ -20,7 +20,8 @@ from moesys.display import Columns, Display
 class ModelSpec(Display, Declared):
     """A decoder of transformers' families: an embedding, layers, an RMSNorm, and a head that predicts the next token.
 
-    ``dtype`` is that of activations and of the weights that products read; masters are float32 whatever it says.
+    ``dtype`` is that of activations and of the weights that products read; masters are float32 whatever it says. In
+    another declaration, a string stands for what ``from_config`` makes of it.
     """
 
     name: DisplayName = Field("", description="name in tables; not part of the fingerprint")
@@ -44,6 +45,11 @@ class ModelSpec(Display, Declared):
         """
         config = model if isinstance(model, Mapping) else read_config(fspath(model))
         return cls(name=_name_of(model) if name is None else name, dtype=dtype, **hub_model(config, dtype)._asdict())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, fields: Any) -> Any:
+        return dict(cls.from_config(fields)) if isinstance(fields, str) else fields
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -23,8 +23,9 @@ from pydantic import (
 
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.config import Declared, Fsep, Strategy, WindowMean
-from moesys.config.base import WordedModel, in_words, toml_fields
+from moesys.config.base import WordedModel, in_words, toml_fields, unknown_kind
 from moesys.config.member import Member
+from moesys.kinds import did_you_mean
 from moesys.tuner.workload import Setting
 
 # The name of the fields that ``Space.replaced`` changes at once.
@@ -81,7 +82,9 @@ def _checked(listed: Values) -> Values:
     for path, values in sorted(listed.items(), key=lambda item: "." in item[0]):
         part, *rest = path.split(".")
         if part not in PARTS:
-            raise ValueError(f"{path} is no field that can be searched; use one of {', '.join(PARTS)}")
+            raise ValueError(
+                f"{path} is no field that can be searched; use one of {', '.join(PARTS)}{did_you_mean(path, PARTS)}"
+            )
         if not values:
             raise ValueError(f"{path} lists no value; list at least one, or leave it out for the default")
         if rest:
@@ -384,7 +387,11 @@ def _kinds_meant(path: str, listed: Values) -> list[str]:
     having = [name for name in kind or classes if field in _fields_of(part, name)]
     if not having:
         fields = dict.fromkeys(name for one in kind or classes for name in _fields_of(part, one))
-        known = f"use one of {', '.join(fields)}" if fields else f"{part} has values and no fields"
+        known = (
+            f"use one of {', '.join(fields)}{did_you_mean(field, fields)}"
+            if fields
+            else f"{part} has values and no fields"
+        )
         raise ValueError(f"{path} is no field that can be searched; {known}")
     if meant := [name for name in having if name in _listed(listed, part)]:
         return meant
@@ -413,7 +420,7 @@ def _part_value(part: str, value: Any) -> Any:
         value = {"kind": value}
     if isinstance(value, str) and classes:
         if value not in classes:
-            raise ValueError(f"{part}={value!r} is no kind of {part}; use one of {', '.join(classes)}")
+            raise ValueError(f"{part}: {unknown_kind(value, classes)}")
         return value
     try:
         return _adapter(Strategy, part).validate_python(value)

@@ -34,7 +34,7 @@ from benchmarks.kernels.drawn_layer import (
     relative_errors,
 )
 from benchmarks.kernels.kernels_contest import FLOPS, LayerResult, measure_layer
-from moesys.lab.show.tables import Output
+from moesys.lab.show.tables import CommandOutput
 
 # Rows of a multiple of 16 bytes, as torch's grouped GEMM wants them.
 TINY = Size("tiny", 10, 16, 8, 3, 2)
@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_written_to_is_known_first(tmp_path: Path, monke
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         contest.main(
-            contest.asked_for(device="cpu", dtype="float32", extras=False), Output(tmp_path / "file" / "found")
+            contest.asked_for(device="cpu", dtype="float32", extras=False), CommandOutput(tmp_path / "file" / "found")
         )
 
 

@@ -104,7 +104,7 @@ def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_reductions_are_timed_in_both_dtypes(tmp_path: Path) -> None:
-    path = tmp_path / "layer.json"
+    path = tmp_path / "reductions.json"
     code, output = run("--reduction", "--shape", "tiny", "--tokens", "1024", "--repeats", "3", "--out", str(tmp_path))
     assert code == 0, output
     rows = json.loads(path.read_text())["rows"]
@@ -120,7 +120,7 @@ def test_both_reductions_are_timed_in_both_dtypes(tmp_path: Path) -> None:
 
 def test_wrong_sums_of_a_reduction_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockSums, "blocks", lambda sums, rows: [slice(0, rows // 4), slice(rows // 4, rows // 2)])
-    path = tmp_path / "layer.json"
+    path = tmp_path / "reductions.json"
     code, _ = run(
         *("--reduction", "--shape", "tiny", "--dtype", "float32"), *("--tokens", "1024", "--out", str(tmp_path))
     )
@@ -132,7 +132,7 @@ def test_wrong_sums_of_a_reduction_are_not_timed(tmp_path: Path, monkeypatch: py
 
 
 def test_tokens_that_are_no_whole_blocks_are_not_timed(tmp_path: Path) -> None:
-    path = tmp_path / "layer.json"
+    path = tmp_path / "reductions.json"
     code, _ = run(
         *("--reduction", "--shape", "tiny", "--dtype", "float32"), *("--tokens", "33", "--out", str(tmp_path))
     )

@@ -18,7 +18,7 @@ from benchmarks.mega import mega_contest as contest
 from benchmarks.mega.mega_contest import SEQUENTIAL, STAND_ALONE, WHOLE, link_ms, rows_of
 from benchmarks.mega.ranks_layer import draw_layer
 from moesys.config.overlap import MegaKernel
-from moesys.lab.show.tables import Output
+from moesys.lab.show.tables import CommandOutput
 
 CPU = torch.device("cpu")
 TINY = Size("tiny", 6, 16, 16, 2, 1)
@@ -29,7 +29,7 @@ PLAN = contest.MegaContest(TINY, 2, torch.float32, POINTS, 1e-3, repeats=1, bit_
 
 @pytest.mark.slow
 def test_the_whole_path_on_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert contest.main(PLAN, Output(tmp_path)) == 0
+    assert contest.main(PLAN, CommandOutput(tmp_path)) == 0
     told = capsys.readouterr().out
     assert "REHEARSED: MegaKernels over paced links" in told
     page = (tmp_path / "overlap_mega.md").read_text()
@@ -50,7 +50,7 @@ def test_what_differs_by_a_bit_is_told_and_not_timed(monkeypatch: pytest.MonkeyP
         return found | {"dx of rank 1": found["dx of rank 1"].nextafter(torch.tensor(1e9))}
 
     monkeypatch.setattr(contest._Together, "results", off_by_a_bit)
-    assert contest.main(replace(PLAN, points={"fused": MegaKernel()}), Output(tmp_path)) == 1
+    assert contest.main(replace(PLAN, points={"fused": MegaKernel()}), CommandOutput(tmp_path)) == 1
     _, fused = json.loads((tmp_path / "overlap_mega.json").read_text())["contestants"]
     assert (fused["name"], fused["wrong"], fused["samples_ms"]) == ("fused", "dx of rank 1 differs", {})
     assert fused["ms"] == fused["x"] == {}

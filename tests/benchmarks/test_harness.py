@@ -18,7 +18,7 @@ from benchmarks.harness.contest import Case, Contestant, EqualBits, Outcome, hol
 from moesys.config import ClusterSpec
 from moesys.lab.runs.stopwatch import Quantiles
 from moesys.lab.show import tables
-from moesys.lab.show.tables import Column, Output, Report, Sheet, markdown_table, publish, written_columns
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, markdown_table, publish, written_columns
 
 
 def megabytes(num_bytes: int) -> str:
@@ -70,7 +70,7 @@ def test_a_report_is_written_whatever_becomes_of_its_reader(tmp_path: Path, monk
     data = {"rows": ROWS, "cluster": ClusterSpec(ranks_per_node=3)}
     report = Report("sent", "What was sent", "measured", [Sheet("MEASURED: sent", ROWS, ["a note"])], data=data)
     with pytest.raises(BrokenPipeError):
-        publish(report, Output(tmp_path))
+        publish(report, CommandOutput(tmp_path))
     page, found = (tmp_path / "sent.md").read_text(), json.loads((tmp_path / "sent.json").read_text())
     assert page.startswith("# What was sent, ")
     assert "\n\n- a note\n" in page

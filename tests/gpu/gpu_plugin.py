@@ -136,8 +136,10 @@ class GpuRun:
         result = self._results.get(name)
         if result is None or result.state == "passed" or (result.state == "skipped" and result.seconds is not None):
             return ""
-        how = "failed" if result.state == "failed" else f"was skipped: {result.says}"
-        return f"depends on '{name}', which {how}"
+        if result.says.startswith("depends on "):
+            # The first cause is named, and not each check between.
+            return result.says
+        return f"depends on '{name}', which {'failed' if result.state == 'failed' else 'was skipped'}"
 
     def _of_all(self, own: Any) -> list[Any]:
         """Returns the values of all of torchrun's ranks, which call this together."""

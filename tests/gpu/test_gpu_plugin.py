@@ -36,7 +36,7 @@ ENDINGS = {
     "after hangs": ("skipped", "depends on 'hangs', which failed"),
     "after after": (
         "skipped",
-        "depends on 'after raises', which was skipped: depends on 'raises', which failed",
+        "depends on 'raises', which failed",
     ),
     # Nothing was wrong there.
     "after cannot": ("passed", "rank 0 of 1"),

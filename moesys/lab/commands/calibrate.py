@@ -13,7 +13,7 @@ from moesys.lab.ranks.process_start import joins, writes
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Output, Report, Sheet, publish, write
+from moesys.lab.show.tables import CommandOutput, Report, Sheet, publish, write
 
 if TYPE_CHECKING:
     # They import torch, which takes seconds.
@@ -64,7 +64,7 @@ def calibrate_command(
         # First, as the reader of the printed tables may close the pipe.
         if out is not None:
             write_whole(out / CLUSTER_FILE, spec_text(found))
-        output = Output(out, as_json, quiet, wide)
+        output = CommandOutput(out, as_json, quiet, wide)
         publish(report(found, threads), output)
         if out is not None:
             output.tell_written([f"{CLUSTER_FILE}, for moesys simulate --cluster {out / CLUSTER_FILE}"])

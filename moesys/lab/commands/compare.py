@@ -15,6 +15,7 @@ import typer
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.files import write_whole
+from moesys.kinds import did_you_mean
 from moesys.lab.commands.options import AsJson, Format, FormatOption, Wide, refusing
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
@@ -24,13 +25,14 @@ from moesys.lab.show.comparisons import comparison_sheet, format_comparison
 from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, svg_table
 
 
-def compare(runs: Sequence[Path | str]) -> list[Comparison]:
-    """Returns a comparison for each model, cluster and workload among run folders.
+def compare(runs: Path | str | Sequence[Path | str]) -> list[Comparison]:
+    """Returns a comparison for each model, cluster and workload among run folders: one, or several.
 
     Folders with the same setting share a comparison, so seeds and strategies may come from several. Raises ValueError
     for a path that is not a run folder, and for a folder that cannot be read.
     """
-    return [_merged(group) for group in _groups([RunFolder(Path(folder)) for folder in runs])]
+    folders = [runs] if isinstance(runs, Path | str) else runs
+    return [_merged(group) for group in _groups([RunFolder(Path(folder)) for folder in folders])]
 
 
 @refusing()
@@ -50,7 +52,8 @@ def compare_command(
     comparisons = [_merged(group) for group in groups]
     known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
     if metric is not None and metric not in known:
-        raise ValueError(f"--metric={metric} is not recorded; choose one of {', '.join(known) or 'none'}")
+        choices = f"{', '.join(known) or 'none'}{did_you_mean(metric, known)}"
+        raise ValueError(f"--metric={metric} is not recorded; choose one of {choices}")
     if metric is not None and form != "table":
         raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
     if len(groups) > 1 and form in ("csv", "csv-samples", "json"):

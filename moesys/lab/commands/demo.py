@@ -37,7 +37,7 @@ from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.runner import RunResult, run
 from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.show.progress import RunProgress
-from moesys.lab.show.tables import Output
+from moesys.lab.show.tables import CommandOutput
 
 SEEDS = tuple(range(MIN_SEEDS))
 # The baseline's routing under one seed.
@@ -122,7 +122,7 @@ def demo_command(
     # hidden, so that ``compare runs/*`` does not take it for a run folder
     traces = out.resolve() / ".demo-traces"
     training = training_experiment()
-    show = Output(quiet=quiet, wide=wide)
+    show = CommandOutput(quiet=quiet, wide=wide)
     trained, compared = _run(training, out, show, fresh, record_routing=traces / TRACE)
     if trained.failed or compared.unequal:
         return 1
@@ -148,7 +148,7 @@ def _strategies(slots_per_rank: int, reduction: Reduction) -> tuple[Strategy, ..
 
 
 def _run(
-    experiment: Experiment, out: Path, show: Output, fresh: bool, record_routing: Path | None = None
+    experiment: Experiment, out: Path, show: CommandOutput, fresh: bool, record_routing: Path | None = None
 ) -> tuple[RunResult, Comparison]:
     progress = RunProgress(Console(file=sys.stdout, quiet=show.quiet))
     result = run(experiment, out, fresh=fresh, record_routing=record_routing, progress=progress)

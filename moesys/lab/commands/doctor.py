@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from rich.console import Console
 
-from moesys.lab.commands.options import Wide
-from moesys.lab.show.tables import Column, Sheet, print_sheet
+from moesys.lab.commands.options import AsJson, Quiet, Wide
+from moesys.lab.show.tables import Column, Sheet, counted, print_sheet
 
 State = Literal["ok", "slow", "missing", "broken"]
 
@@ -29,7 +30,6 @@ State = Literal["ok", "slow", "missing", "broken"]
 PROBED_SHAPES = ((64, 128), (256, 512), (1024, 1024))
 PROBED_DTYPES = ("float32", "bfloat16", "float16")
 RANKS_TIMEOUT_S = 60.0
-MANY_RANKS = 4
 ROW_BY_ROW = "row by row"
 GIB = 2**30
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
@@ -48,7 +48,7 @@ class Check:
     name: Annotated[str, Column("check", align="left", wraps=True)]
     found: Annotated[str, Column("found", align="left", wraps=True, kept=True)]
     state: Annotated[State, Column("state", kept=True)]
-    hint: Annotated[str, Column("what it would enable, or what to do", align="left", wraps=True, kept=True)] = ""
+    hint: Annotated[str, Column("what to do", align="left", wraps=True, kept=True)] = ""
 
 
 def _check(name: str, found: str, good: bool, state: State, hint: str) -> Check:
@@ -68,32 +68,48 @@ def examine() -> list[Check]:
 
 
 def doctor_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False,
     gpu: Annotated[
-        bool, typer.Option("--gpu", help="Test this machine's GPUs layer by layer, then time them.")
+        bool, typer.Option("--gpu", help="Test the GPUs of this machine layer by layer, then time them.")
     ] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="With --gpu: without a GPU, rehearse the checks that a CPU can run.")
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     wide: Wide = False,
 ) -> int:
-    """Prints all checks. Returns 1 if something that the default install needs is broken."""
+    """Prints what works, what is missing, and all checks. Returns 1 if something that every use needs is broken."""
     if gpu and as_json:
         raise typer.BadParameter(
             "--json prints what this machine has; --gpu writes doctor/doctor.json; give one of them"
         )
     if gpu:
-        return gpu_command()
-    checks = examine()
+        return gpu_command(rehearse)
+    with Console(stderr=True, quiet=quiet).status("examining this machine"):
+        checks = examine()
     if as_json:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
-        print_sheet(Sheet("What this machine has", checks, [_verdict(checks)]), wide=wide)
+        print(_verdict(checks))
+        lacks = [check for check in checks if check.state != "ok"]
+        has = [check for check in checks if check.state == "ok"]
+        if lacks:
+            print_sheet(Sheet("Missing, or slower than it could be", lacks), wide=wide)
+        print_sheet(Sheet("Found", has, without=("state",)), wide=wide)
     return int(any(check.state == "broken" for check in checks))
 
 
-def gpu_command() -> int:
+def gpu_command(rehearse: bool = False) -> int:
     """Runs the GPU checks of this checkout. Where there is no checkout or no pytest, it prints the commands that do.
 
-    Returns the exit code of pytest, or 2.
+    Returns the exit code of pytest, or 2; or 0 if there is no GPU to test and no rehearsal is asked for.
     """
+    import torch
+
+    if not rehearse and not torch.cuda.is_available():
+        print("No GPU found, so there is nothing to test.")
+        print("To rehearse the checks on the CPU, in minutes: moesys doctor --gpu --rehearse")
+        return 0
     checks = Path(__file__).parents[3] / "tests" / "gpu"
     if not checks.is_dir() or find_spec("pytest_timeout") is None:
         print("The GPU checks run in a checkout of moesys, with pytest. To run them:", *GPU_COMMANDS, sep="\n  ")
@@ -104,8 +120,12 @@ def gpu_command() -> int:
 def _verdict(checks: list[Check]) -> str:
     broken = [check.name for check in checks if check.state == "broken"]
     if broken:
-        return f"Broken: {', '.join(broken)}. moesys does not run as installed until that is mended."
-    return "All that the default install needs is there."
+        return f"moesys does not work here: {', '.join(broken)} must be repaired first."
+    gpus = [check.found for check in checks if check.name == "GPU" and check.state == "ok"]
+    train = f"training on CPU ranks and on {' and '.join(gpus)}" if gpus else "training on CPU ranks"
+    missing = [check.name for check in checks if check.state == "missing"]
+    others = f"\nOptional and missing: {', '.join(missing)}." if missing else ""
+    return f"moesys works here: {train}, simulation and planning.{others}"
 
 
 # --- software -------------------------------------------------------------------------------------------------------
@@ -143,8 +163,8 @@ def _gpus() -> Iterator[Check]:
     import torch
 
     if not torch.cuda.is_available():
-        why = "torch is built for the CPU only" if not torch.version.cuda else "torch sees none: a driver is missing?"
-        yield Check("GPU", f"none ({why})", "missing", "training on GPUs; on CPU ranks and in the cost model all works")
+        why = "torch is built for the CPU only" if not torch.version.cuda else "torch finds none; is a driver missing?"
+        yield Check("GPU", f"none ({why})", "missing", "to train on GPUs: an NVIDIA GPU, and a CUDA build of torch")
         return
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     for name in dict.fromkeys(device.name for device in devices):
@@ -154,16 +174,16 @@ def _gpus() -> Iterator[Check]:
         status = _output("nvidia-smi", "nvlink", "--status")
         links = sum("GB/s" in line for line in status.splitlines())
         if links:
-            yield Check("NVLink", f"{links} links up", "ok", "how fast: moesys calibrate, under torchrun")
+            yield Check("NVLink", f"{links} links up", "ok", "its speed: moesys calibrate, under torchrun")
         else:
-            yield Check("NVLink", "none, or nvidia-smi does not tell", "missing", "fast dispatch inside a node")
+            yield Check("NVLink", "none, or not reported", "missing", "for fast all-to-alls inside a node")
 
 
 def _optional() -> Iterator[Check]:
     cupy = next((name for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if _version(name)), "cupy")
     for title, package, hint in (
-        ("Triton", "triton", "GPU kernels; comes with CUDA builds of torch on Linux"),
-        ("CuPy", cupy, "copy engines, which the driver has too: pip install 'moesys[cuda12]' or 'moesys[cuda13]'"),
+        ("Triton", "triton", "for GPU kernels: CUDA builds of torch for Linux include it"),
+        ("CuPy", cupy, "for CUDA copy engines: pip install 'moesys[cuda12]' or 'moesys[cuda13]'"),
     ):
         found = _version(package)
         yield _check(title, found or "not installed", found != "", "missing", hint)
@@ -174,8 +194,8 @@ def _backends() -> Iterator[Check]:
 
     gloo, nccl = (dist.is_available() and there() for there in (dist.is_gloo_available, dist.is_nccl_available))
     where = {True: "in torch", False: "not in this torch"}
-    yield _check("gloo", where[gloo], gloo, "broken", "ranks on CPUs: install a torch with gloo")
-    yield _check("NCCL", where[nccl], nccl, "missing", "ranks on GPUs: install a CUDA build of torch")
+    yield _check("gloo", where[gloo], gloo, "broken", "for ranks on CPUs: install a torch with gloo")
+    yield _check("NCCL", where[nccl], nccl, "missing", "for ranks on GPUs: install a CUDA build of torch")
 
 
 def _local_ranks() -> Iterator[Check]:
@@ -189,7 +209,7 @@ def _local_ranks() -> Iterator[Check]:
     if sums != [3.0, 3.0]:
         raise RuntimeError(f"two ranks added 1 and 2 to {sums}")
     found = f"2 started and added a tensor in {perf_counter() - start_s:.1f} s"
-    yield Check("local ranks", found, "ok", "simulate what they would do: moesys calibrate --out here.toml")
+    yield Check("local ranks", found, "ok", "to simulate them: moesys calibrate --out here")
 
 
 def _sum_of_ranks() -> float:
@@ -203,7 +223,7 @@ def _sum_of_ranks() -> float:
 
 def _git() -> Iterator[Check]:
     if not shutil.which("git"):
-        yield Check("git", "not installed", "missing", "records that say which code they come from")
+        yield Check("git", "not installed", "missing", "to record which commit results come from: install git")
         return
     from moesys.lab.runs.environment import collect_environment
 
@@ -222,9 +242,8 @@ def _cpu() -> Iterator[Check]:
     from moesys.lab.runs.environment import available_cores, cpu_name
 
     cores = available_cores()
-    found = f"{cpu_name()}, {cores} core{'s' * (cores > 1)}"
-    hint = f"{MANY_RANKS} ranks share them: measured times are those of a crowded machine"
-    yield _check("CPU", found, cores >= MANY_RANKS, "slow", hint)
+    found = f"{cpu_name()}, {counted(cores, 'core')}"
+    yield Check("CPU", found, "ok", f"for timings, start at most {counted(cores, 'rank')} of one thread")
 
 
 def _memory() -> Iterator[Check]:
@@ -239,8 +258,8 @@ def _huge_pages(file: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
         mode = file.read_text(encoding="utf-8").partition("[")[2].partition("]")[0]
     except OSError:
         mode = ""
-    hint = f"faster first touch of large tensors: echo madvise > {file}, as root"
-    yield _check("huge pages", mode or "this system does not tell", mode != "never", "slow", hint)
+    hint = f"for faster allocation of large tensors: echo madvise > {file}, as root"
+    yield _check("huge pages", mode or "not reported by this system", mode != "never", "slow", hint)
 
 
 def _blas() -> Iterator[Check]:
@@ -248,7 +267,7 @@ def _blas() -> Iterator[Check]:
 
     built = torch.__config__.show().partition("BLAS_INFO=")[2].partition(",")[0] or "no BLAS named"
     good = torch.backends.mkldnn.is_available()
-    hint = "faster products on the CPU: a torch built with oneDNN"
+    hint = "for faster matrix products on the CPU: a torch built with oneDNN"
     yield _check("BLAS", f"{built}, {'oneDNN' if good else 'no oneDNN'}", good, "slow", hint)
 
 
@@ -270,12 +289,12 @@ def _numerics_class() -> Iterator[Check]:
     try:
         for dtype in PROBED_DTYPES:
             words = [f"{rows}×{columns} {_rule_words(rows, columns, dtype)}" for rows, columns in PROBED_SHAPES]
-            found = f"1 thread, as ranks have: {'; '.join(words)}"
+            found = "; ".join(words)
             if ROW_BY_ROW in found:
-                hint = "calls of few rows differ in their last bits, so experts of these shapes are slow"
+                hint = "matrix products on this CPU depend on the number of rows, so such experts are slow"
                 yield Check(f"numerics, {dtype}", found, "slow", hint)
             else:
-                hint = "calls of fewer rows are padded, so that overlap changes no bit" if "at least" in found else ""
+                hint = "fewer rows are padded, so that overlap changes no bit" if "at least" in found else ""
                 yield Check(f"numerics, {dtype}", found, "ok", hint)
     finally:
         torch.set_num_threads(threads)

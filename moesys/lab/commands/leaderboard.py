@@ -23,7 +23,7 @@ from moesys.lab.leaderboard.scores import FILE, results
 from moesys.lab.leaderboard.workloads import SCORED, TOKENS_PER_RANK, WARM_UP, recorded_in, settings
 from moesys.lab.runs.declarations import cluster_of, predictor_of
 from moesys.lab.runs.stopwatch import machine_line
-from moesys.lab.show.tables import Output, publish
+from moesys.lab.show.tables import CommandOutput, publish
 
 # The options that the page shows, in this order.
 _SHOWN = ("seeds", "quick", "planner", "trace", "traces_only", "model", "cluster", "slots", "lag", "predictor")
@@ -104,7 +104,7 @@ def leaderboard_command(
     out.mkdir(parents=True, exist_ok=True)
     found = results(scored_in, groups, seeds, out, quiet=quiet)
     report = write_pages(out, scored_in, groups, found, _introduction(_command(ctx), seeds, lag, warm_up))
-    output = Output(None, as_json, quiet, wide)
+    output = CommandOutput(None, as_json, quiet, wide)
     publish(report, output)
     replace(output, folder=out).tell_written([PAGE, HTML_PAGE, f"{FILE} with every sample"])
 

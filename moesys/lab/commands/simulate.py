@@ -39,7 +39,7 @@ from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import drawn_like, rest_of, timed_steps
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.figures import STYLE, TimelinePanel, draw_timelines, save, write_chrome_trace
-from moesys.lab.show.tables import Column, ColumnNote, Output, Report, Sheet, counted, figure, publish
+from moesys.lab.show.tables import Column, ColumnNote, CommandOutput, Report, Sheet, counted, figure, publish
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation, exposed_ms
@@ -165,7 +165,7 @@ def simulate_command(
             raise typer.BadParameter(f"{option.opts[0]} is for {of}; leave it out")
     for name in imports or ():
         import_module_of_user(name)
-    output = Output(out, as_json, quiet, wide)
+    output = CommandOutput(out, as_json, quiet, wide)
     if out is not None:
         # Before all is simulated.
         out.mkdir(parents=True, exist_ok=True)
@@ -189,7 +189,7 @@ def simulate_command(
     )
 
 
-def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | None, output: Output) -> None:
+def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | None, output: CommandOutput) -> None:
     found, shape = [], ""
     with Console(stderr=True, quiet=output.quiet).status("") as status:
         for of_strategy, of_draws, rest in todo:

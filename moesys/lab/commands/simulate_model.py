@@ -15,9 +15,10 @@ from moesys.config import BYTES_PER_GB, ModelSpec, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
 from moesys.files import write_whole
+from moesys.kinds import did_you_mean
 from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
-from moesys.lab.show.tables import Column, Output, Sheet, counted, figure, print_sheet
+from moesys.lab.show.tables import Column, CommandOutput, Sheet, counted, figure, print_sheet
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 
@@ -32,7 +33,7 @@ def simulate_whole_model(
     parallel: str,
     skew: float,
     draws: int,
-    output: Output,
+    output: CommandOutput,
     **fields: Any,
 ) -> None:
     """Simulates a step of a model under each strategy, prints the tables and writes the files.
@@ -97,7 +98,10 @@ def named_strategy(text: str) -> Strategy:
         return {"fsep": presets.fsep, "laer": presets.laer}[name](int(slots))
     if Path(text).suffix in (".json", ".toml"):
         return declared_in(Path(text), Strategy)
-    raise ValueError(f"strategy={text!r} is none; use ep, fsep:SLOTS, laer:SLOTS, or a Strategy's .toml or .json")
+    raise ValueError(
+        f"strategy={text!r} is not known; use ep, fsep:SLOTS, laer:SLOTS, or the .toml or .json file of a Strategy"
+        f"{did_you_mean(text, ('fsep:SLOTS', 'laer:SLOTS'))}"
+    )
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------

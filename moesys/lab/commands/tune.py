@@ -30,7 +30,7 @@ from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.tuning import tune
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.progress import TuneProgress
-from moesys.lab.show.tables import Column, Output, Report, Sheet, figure, publish
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.tuner.space import SearchBounds, Space
 from moesys.tuner.tune import TunePick
 
@@ -83,7 +83,7 @@ def tune_command(
     if writes():
         tuned = result.tuned
         report = Report("tune", "", tuned.decided_by, tune_sheets(tuned, experiment.name))
-        publish(report, Output(None, as_json, quiet, wide))
+        publish(report, CommandOutput(None, as_json, quiet, wide))
         print(
             f"Decided by {tuned.decided_by} times: {tuned.speedup:.3f} x as fast as {tuned.baseline.name}.\n"
             f"The strategy and its reasons: {result.path / 'tuned.toml'}\n"
@@ -138,7 +138,7 @@ def _simulated(tuned: TunePick, name: str) -> Sheet:
         ratio = "" if baseline is None else f"{baseline.ms / one.ms:.3f}"
         rows.append(TunedStrategy(one.strategy.name, one.ms, "baseline" if one == baseline else ratio))
     notes = [
-        f"{tuned.search.num_points} of {tuned.space.num_combinations} combinations were looked at in the cost model; "
+        f"{tuned.search.num_points:,} of {tuned.space.num_combinations:,} combinations were looked at in the cost model; "
         f"speed-up is over {tuned.baseline.name}."
     ]
     if tuned.not_seen:
@@ -151,7 +151,7 @@ def _simulated(tuned: TunePick, name: str) -> Sheet:
     if tuned.search.refused:
         strategy, reason = tuned.search.refused[0]
         notes.append(
-            f"{len(tuned.search.refused)} points would not run, or cannot be simulated, such as {strategy.name}: "
+            f"{len(tuned.search.refused):,} points would not run, or cannot be simulated, such as {strategy.name}: "
             f"{reason}"
         )
     return Sheet(f"SIMULATED: {name}, tuning", rows, notes)

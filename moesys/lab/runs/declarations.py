@@ -32,6 +32,7 @@ from moesys.config.base import in_words
 from moesys.config.experiment import Experiment
 from moesys.config.member import RECORDED, importable, module_of_text, run_module
 from moesys.files import json_of, read_json, read_toml
+from moesys.kinds import did_you_mean
 
 # The name of the module of a file whose own name is that of another module.
 _MODULE = "moesys_experiment_file"
@@ -233,7 +234,10 @@ def strategy_in(experiment: Experiment, name: str, way_out: str = "") -> Strateg
     """Returns the strategy of ``experiment`` with this name. Raises ValueError if there is none."""
     named = {strategy.name: strategy for strategy in experiment.strategies}
     if name not in named:
-        raise ValueError(f"strategy={name!r} is not in {experiment.name}; choose one of {', '.join(named)}{way_out}")
+        raise ValueError(
+            f"strategy={name!r} is not in {experiment.name}; choose one of {', '.join(map(repr, named))}"
+            f"{did_you_mean(name, named)}{way_out}"
+        )
     return named[name]
 
 
@@ -253,7 +257,7 @@ def cluster_of(text: str) -> ClusterSpec:
         if path.suffix not in (".json", ".toml") or not path.is_file():
             raise ValueError(
                 "no .json or .toml file; give one, or nodes and ranks a node as in 4x8, or nodes of a preset as in "
-                f"h100:4 ({', '.join(_PRESETS)})"
+                f"h100:4 ({', '.join(_PRESETS)}){did_you_mean(text.partition(':')[0], _PRESETS)}"
             )
         return ClusterSpec.model_validate(_fields_in(path))
     except (ValueError, OSError) as error:

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moesys.config.base import check_type
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Replay
 from moesys.display import Columns, Display
@@ -139,6 +140,7 @@ def run(
     Raises ValueError, before any trial, for what cannot run or be resumed, and ``RunInterruption`` for Ctrl-C and, in
     the main thread of a program that does not handle it by itself, for SIGTERM.
     """
+    check_type(Experiment, experiment=experiment)
     if record_routing is not None:
         _check_recording(experiment, str(record_routing))
     routing: dict[int, str] = {}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moesys.balance.planners import warm_up
 from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.config.base import check_type
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, ModelTraining, RealTraining, Replay, Training
 from moesys.display import Columns, Display, by_column
@@ -96,6 +97,7 @@ def tune(
 
     Raises ValueError for what cannot be tuned or resumed.
     """
+    check_type(Experiment, experiment=experiment)
     trains = isinstance(experiment.workload, RealTraining)
     timed = MOST_TRIALS * trains if timed is None else timed
     bounds = bounds or SearchBounds()

@@ -314,8 +314,9 @@ def draw_forest(
     """Draws a ratio with its interval on each line, below its name and ``words``, and a line at 1."""
     drawn = Figure(figsize=(_FOREST_WIDTH, _FOREST_ROW * len(ratios) + 0.9), layout="constrained")
     axes = drawn.subplots()
-    axes.axvline(1, color=_ink(), linewidth=0.9, linestyle="--")
-    ends = [1.0]
+    ends, rows = [1.0], np.arange(len(ratios))
+    # Only beside the dots, or the line would run through the names.
+    axes.vlines(np.ones(len(ratios)), rows - 0.2, rows + 0.25, color=_ink(), linewidth=1)
     for row, (name, ratio) in enumerate(ratios.items()):
         low, high = ratio.low or ratio.estimate, ratio.high or ratio.estimate
         ends += [low, high]

@@ -50,7 +50,8 @@ svg { display: block; width: 100%; height: auto; color: var(--ink); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: normal; vertical-align: bottom; white-space: pre-line; }
-.left { text-align: left; } .best { font-weight: bold; } .unclear { color: var(--soft); }
+.left { text-align: left; vertical-align: top; } #runs td:nth-child(2) { min-width: 13rem; } a { color: inherit; }
+.best { font-weight: bold; } .unclear { color: var(--soft); }
 th { cursor: pointer; } .headline { font-size: 1.15rem; margin: 1rem 0; }
 """
 # Sorts a table by the column whose header is clicked, and the other way round if it is clicked again.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape, unescape
@@ -12,18 +12,16 @@ from urllib.parse import quote
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
 
-from moesys.balance.plan import StepPlan
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, ModelTraining, Replay
 from moesys.files import write_whole
 from moesys.lab.runs.comparison import Comparison, Row, compare_records
 from moesys.lab.runs.environment import load_environments
 from moesys.lab.runs.records import EXPERIMENT_FILE, INDEX_FILE, RECORDS_FILE, Record, RunFolder, setting_fingerprint
-from moesys.lab.runs.statistics import MIN_SEEDS
+from moesys.lab.runs.statistics import MIN_SEEDS, paired_ratio
 from moesys.lab.runs.trials import rest_of, timed_steps
-from moesys.lab.runs.watched_run import read_watched_run
+from moesys.lab.runs.watched_run import FloatArray, read_watched_run
 from moesys.lab.show.comparisons import comparison_sheet, ratio_words
 from moesys.lab.show.figures import TimelinePanel, computed_tokens, draw_forest, draw_loads
 from moesys.lab.show.pages import (
@@ -86,8 +84,14 @@ def headline(comparison: Comparison) -> str:
     if first.speedup.n < MIN_SEEDS:
         return f"Inconclusive: {n}, and {MIN_SEEDS} are needed. So far {first.name} is {by}."
     if first.speedup.verdict == "faster":
-        return f"{first.name} is {by}, but it cannot be told from another strategy."
+        alike = ", ".join(row.name for row in rivals if row is not first and not _is_faster(first, row))
+        return f"{first.name} is {by}, but it cannot be told from {alike}."
     return f"Inconclusive: no strategy is clearly faster than {baseline.name}. {first.name} is {by}."
+
+
+def _is_faster(row: Row, other: Row) -> bool:
+    ratio = paired_ratio(other.samples["step_ms"], row.samples["step_ms"])
+    return ratio is not None and ratio.verdict == "faster"
 
 
 def run_page(folder: RunFolder) -> str:
@@ -157,32 +161,28 @@ def _losses(comparison: Comparison) -> list[str]:
     if not rows:
         return []
     equal = [row.name for row in rows[1:] if row.agreement is not None and row.agreement.bit_equal]
-    drawn = {row.name: _mean_losses(row) for row in rows if row.name not in equal}
-    steps = max(len(losses) for losses in drawn.values())
-    padded = {name: np.pad(of, (0, steps - len(of)), constant_values=np.nan) for name, of in drawn.items()}
+    drawn = {row.name: _over_seeds(np.mean, row.losses) for row in rows if row.name not in equal}
     note = f"The losses of {', '.join(equal)} have the same bits as those of {rows[0].name}." if equal else ""
-    return [section("Loss", curves(Bins.of(np.arange(steps)), padded, "loss, nats per token"), note)]
-
-
-def _mean_losses(row: Row) -> np.ndarray:
-    losses = [of for of in row.losses.values() if of]
-    steps = min(map(len, losses))
-    return np.mean([of[:steps] for of in losses], axis=0)
+    return [section("Loss", _curves(drawn, "loss, nats per token"), note)]
 
 
 def _step_times(comparison: Comparison) -> str:
-    times = {}
-    for row in comparison.rows:
-        by_seed = [values for values in row.samples.get("step_ms", {}).values() if values]
-        if by_seed and not row.repeat:
-            steps = min(map(len, by_seed))
-            times[row.name] = np.median([values[:steps] for values in by_seed], axis=0)
-    if not times:
-        return section("Step time", '<p class="none">no trial has been timed</p>')
-    steps = max(map(len, times.values()))
-    padded = {name: np.pad(of, (0, steps - len(of)), constant_values=np.nan) for name, of in times.items()}
-    drawn = curves(Bins.of(np.arange(steps)), padded, "ms", capped=True)
-    return section("Step time", drawn, "Timed steps after the warm-up, the median over seeds.")
+    of_rows = {row.name: row.samples.get("step_ms", {}) for row in comparison.rows if not row.repeat}
+    times = {name: _over_seeds(np.median, of) for name, of in of_rows.items() if any(of.values())}
+    note = "Timed steps after the warm-up, the median over seeds."
+    return section("Step time", _curves(times, "ms", capped=True), note) if times else ""
+
+
+def _over_seeds(reduce: Callable[..., FloatArray], by_seed: Mapping[int, Sequence[float]]) -> FloatArray:
+    """Reduces the steps that all seeds have that have any."""
+    known = [values for values in by_seed.values() if values]
+    return reduce([values[: min(map(len, known))] for values in known], axis=0)
+
+
+def _curves(values_S: Mapping[str, FloatArray], unit: str, *, capped: bool = False) -> str:
+    steps = max(map(len, values_S.values()))
+    padded = {name: np.pad(of, (0, steps - len(of)), constant_values=np.nan) for name, of in values_S.items()}
+    return curves(Bins.of(np.arange(steps)), padded, unit, capped=capped)
 
 
 def _tokens(comparison: Comparison, records: Sequence[Record]) -> list[str]:
@@ -204,47 +204,32 @@ def _tokens(comparison: Comparison, records: Sequence[Record]) -> list[str]:
 # --- simulated steps --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _DrawnStep:
-    name: str
-    plans: tuple[StepPlan, ...]
-    simulated: Simulation
-
-
 def _simulated(comparison: Comparison, words: str) -> list[str]:
-    """Draws the first timed step of the first seed under each strategy."""
-    experiment = comparison.experiment
+    """Draws the first timed step of the first seed under each strategy that has a simulated trial."""
+    experiment, steps = comparison.experiment, {}
+    workload = experiment.workload
+    assert isinstance(workload, Generated | Replay)
     try:
-        steps = [step for row in comparison.rows if (step := _first_step(experiment, row)) is not None]
+        for row in comparison.rows:
+            if row.samples and not row.repeat:
+                of_seed = row.strategy, experiment.model, experiment.cluster, workload, min(row.losses)
+                plans = next(timed_steps(*of_seed))
+                steps[row.name] = plans, simulation(plans, rest_of(workload))
     except (ValueError, OSError) as error:
         return [section("Timelines", f'<p class="none">The steps cannot be simulated again: {escape(str(error))}</p>')]
     if not steps:
         return []
     parts = []
-    first, *others = steps
-    moved = next((step for step in others if step.name in comparison.best), others[0] if others else first)
-    before_RE, after_RE = (computed_tokens(step.plans[0].layers[0].tokens) for step in (first, moved))
-    if before_RE.size <= _MOST_CELLS:
-        labels = first.name, moved.name
+    # Rows are in the order of their speed, behind the baseline.
+    names = list(steps)[:2]
+    loads_RE = [computed_tokens(steps[name][0][0].layers[0].tokens) for name in names]
+    if len(names) == 2 and loads_RE[0].size <= _MOST_CELLS:
         with mpl.rc_context(PAGE_STYLE):
-            drawn: Figure = draw_loads(before_RE, after_RE, title=f"{words}, layer 0", labels=labels)
-        note = f"Tokens that each rank computes for each expert under {first.name} and {moved.name}; dark means many."
+            drawn = draw_loads(*loads_RE, title=f"{words}, layer 0", labels=(names[0], names[1]))
+        note = f"Tokens that each rank computes for each expert under {names[0]} and {names[1]}; dark means many."
         parts.append(section("Load of ranks and experts", inline_svg(drawn), note))
-    panels = []
-    for step in steps:
-        path = step.simulated.critical_path
-        panels.append(TimelinePanel(step.name, step.simulated.timeline, _shown_ranks(step.simulated), path))
+    panels = [TimelinePanel(name, of.timeline, _shown_ranks(of), of.critical_path) for name, (_, of) in steps.items()]
     return [*parts, section("Timelines", timelines(panels, words), _TIMELINE_NOTE)]
-
-
-def _first_step(experiment: Experiment, row: Row) -> _DrawnStep | None:
-    """Plans and simulates a step; returns None for a repetition, and for a strategy without a simulated trial."""
-    workload = experiment.workload
-    assert isinstance(workload, Generated | Replay)
-    if row.repeat or not row.samples:
-        return None
-    plans = next(timed_steps(row.strategy, experiment.model, experiment.cluster, workload, min(row.losses)))
-    return _DrawnStep(row.name, plans, simulation(plans, rest_of(workload)))
 
 
 def _shown_ranks(simulated: Simulation) -> tuple[int, ...]:
@@ -279,10 +264,10 @@ def index_page(folder: Path) -> str:
     children = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     listed = [(path, _listed(path)) for path in children]
     rows = sorted((row for _, row in listed if row is not None), key=lambda row: row.date, reverse=True)
-    head = "".join(f'<th class="left">{name}</th>' for name in ("run", "date (UTC)", "kind", "compared", "result"))
+    head = "".join(f'<th class="left">{name}</th>' for name in ("run", "result", "compared", "kind", "date (UTC)"))
     lines = []
     for row in rows:
-        cells = (row.date, row.kind, row.compared, row.result)
+        cells = (row.result, row.compared, row.kind, row.date)
         link = f'<a href="{escape(row.link)}">{escape(row.name)}</a>'
         lines.append("".join(f'<td class="left">{cell}</td>' for cell in (link, *map(escape, cells))))
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)

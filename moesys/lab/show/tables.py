@@ -469,7 +469,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Output:
+class CommandOutput:
     """What a command is asked to show, by its options --out, --json, --quiet and --wide."""
 
     folder: Path | None = None
@@ -490,10 +490,10 @@ class Output:
         print(f"Written to {self.folder}: {', '.join(names)}", file=sys.stderr if self.as_json else sys.stdout)
 
 
-PLAIN_OUTPUT = Output()
+AS_TABLES = CommandOutput()
 
 
-def publish(report: Report, output: Output = PLAIN_OUTPUT) -> None:
+def publish(report: Report, output: CommandOutput = AS_TABLES) -> None:
     """Prints the tables, or the JSON instead. With a folder, it writes both there first, because the reader of a pipe
     may stop before the end.
     """

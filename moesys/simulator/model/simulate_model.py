@@ -18,6 +18,7 @@ import numpy as np
 
 from moesys.balance.plan import LayerPlan, out_of_rows, plan_layer
 from moesys.balance.replay import Moment, replay_layer
+from moesys.config.base import check_type
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
 from moesys.cost import optimizer_seconds, row_product_seconds
@@ -48,6 +49,7 @@ def simulate_model(
 
     Raises ValueError for a trace or plans of another model or other ranks, and for a trace of other numbers of tokens.
     """
+    check_type(ModelRun, run=run)
     if draws < 1:
         raise ValueError(f"draws={draws}; a step is simulated at least once, so use 1 or more")
     units = Units.of(run)

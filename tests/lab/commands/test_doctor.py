@@ -22,7 +22,7 @@ app = typer.Typer(rich_markup_mode=None)
 
 @app.command()
 def command(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    raise typer.Exit(doctor_command(as_json))
+    raise typer.Exit(doctor_command(as_json=as_json))
 
 
 def only(monkeypatch: pytest.MonkeyPatch, **looks) -> None:
@@ -49,7 +49,7 @@ def test_without_a_gpu_it_says_what_one_would_enable(monkeypatch):
             "GPU",
             "none (torch is built for the CPU only)",
             "missing",
-            "training on GPUs; on CPU ranks and in the cost model all works",
+            "to train on GPUs: an NVIDIA GPU, and a CUDA build of torch",
         )
     ]
 
@@ -62,7 +62,7 @@ def test_gpus_are_counted_by_kind(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Device())
     monkeypatch.setattr(doctor, "_output", lambda *command: "GPU 0\n\t Link 0: 25 GB/s\n\t Link 1: 25 GB/s\n")
-    nvlink = Check("NVLink", "2 links up", "ok", "how fast: moesys calibrate, under torchrun")
+    nvlink = Check("NVLink", "2 links up", "ok", "its speed: moesys calibrate, under torchrun")
     assert list(doctor._gpus()) == [Check("GPU", "2 × A100, 80 GiB", "ok"), nvlink]
 
 
@@ -82,7 +82,22 @@ def test_a_torch_without_gloo_is_broken_and_the_exit_code_says_so(monkeypatch):
     only(monkeypatch, python=doctor._python, backends=doctor._backends)
     done = CliRunner().invoke(app)
     assert done.exit_code == 1
-    assert "Broken: gloo. moesys does not run as installed until that is mended." in done.stdout
+    assert done.stdout.splitlines()[0] == "moesys does not work here: gloo must be repaired first."
+
+
+def test_it_says_first_what_works_and_then_what_is_missing(monkeypatch):
+    lacks = Check("GPU", "none (torch is built for the CPU only)", "missing", "to train on GPUs: a CUDA build of torch")
+    only(monkeypatch, gpu=lambda: [Check("CPU", "2 cores", "ok"), lacks])
+    done = CliRunner().invoke(app)
+    assert done.exit_code == 0
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    assert lines[:2] == [
+        "moesys works here: training on CPU ranks, simulation and planning.",
+        "Optional and missing: GPU.",
+    ]
+    missing, found = lines.index("Missing, or slower than it could be"), lines.index("Found")
+    assert missing < next(n for n, line in enumerate(lines) if line.startswith("GPU  ")) < found
+    assert any(line.startswith("CPU ") for line in lines[found:])
 
 
 def test_a_check_that_fails_is_a_row_and_not_the_end(monkeypatch):
@@ -107,7 +122,7 @@ def test_a_check_that_fails_is_a_row_and_not_the_end(monkeypatch):
         ("always [madvise] never", "madvise", "ok"),
         ("[always] madvise never", "always", "ok"),
         ("always madvise [never]", "never", "slow"),
-        (None, "this system does not tell", "ok"),
+        (None, "not reported by this system", "ok"),
     ],
 )
 def test_huge_pages_are_slow_only_where_they_are_switched_off(tmp_path: Path, text, found, state):
@@ -129,7 +144,7 @@ def test_the_numerics_class_is_what_the_row_rules_of_one_thread_are(monkeypatch)
         words = "row by row" if rule.tile_rows else "any number of rows"
         words = f"at least {rule.min_rows} rows" if rule.min_rows > 1 else words
         check = checks[f"numerics, {dtype}"]
-        assert check.found == f"1 thread, as ranks have: 32×48 {words}; 8×64 row by row"
+        assert check.found == f"32×48 {words}; 8×64 row by row"
         assert check.state == "slow"
 
 
@@ -151,14 +166,14 @@ def test_gpu_checks_of_a_checkout_run_in_pytest(monkeypatch):
         return SimpleNamespace(returncode=1)
 
     monkeypatch.setattr(doctor.subprocess, "run", run)
-    assert gpu_command() == 1
+    assert gpu_command(rehearse=True) == 1
     checks = Path(__file__).parents[3] / "tests" / "gpu"
     assert commands == [[sys.executable, "-m", "pytest", "-vv", "-m", "gpu", str(checks)]]
 
 
 def test_a_wheel_prints_the_commands_that_run_the_gpu_checks(monkeypatch, tmp_path: Path, capsys):
     monkeypatch.setattr(doctor, "__file__", str(tmp_path / "moesys" / "lab" / "commands" / "doctor.py"))
-    assert gpu_command() == 2
+    assert gpu_command(rehearse=True) == 2
     assert capsys.readouterr().out.splitlines() == [
         "The GPU checks run in a checkout of moesys, with pytest. To run them:",
         "  git clone REPOSITORY moesys && cd moesys",
@@ -169,5 +184,15 @@ def test_a_wheel_prints_the_commands_that_run_the_gpu_checks(monkeypatch, tmp_pa
 
 def test_without_pytest_the_commands_are_printed_too(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-    assert gpu_command() == 2
+    assert gpu_command(rehearse=True) == 2
     assert "  pip install -e '.[test]'\n" in capsys.readouterr().out
+
+
+def test_without_a_gpu_there_is_nothing_to_test(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: pytest.fail("checks were started"))
+    assert gpu_command() == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "No GPU found, so there is nothing to test.",
+        "To rehearse the checks on the CPU, in minutes: moesys doctor --gpu --rehearse",
+    ]

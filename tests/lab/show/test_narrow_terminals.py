@@ -34,7 +34,6 @@ from benchmarks.simulator_speed import Timing as SimulatorTiming
 from moesys.__main__ import COMMANDS, app
 from moesys.lab.calibrate.measurement import Figure, Timing
 from moesys.lab.commands import doctor
-from moesys.lab.commands.bisect import FirstDifference
 from moesys.lab.commands.bisect import _words as bisect_words
 from moesys.lab.leaderboard.ranking import LostSetting, RankedPlanner
 from moesys.lab.runs.comparison import compare_records
@@ -42,6 +41,7 @@ from moesys.lab.runs.statistics import PairedRatio
 from moesys.lab.runs.stopwatch import Quantiles
 from moesys.lab.show.comparisons import comparison_sheet
 from moesys.lab.show.tables import Column, ColumnNote, Report, Sheet, print_full, print_sheet, publish
+from moesys.lab.train.first_difference import FirstDifference
 
 WIDTHS = (80, 100, 120)
 STYLE = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")

@@ -7,7 +7,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from lab_cases import experiment, moesys, records
+from lab_cases import EP, FSEP, FSEP_WIDE, experiment, moesys, records
 from test_watch_page import HINT, assert_whole_and_alone, section
 from watch_cases import write_run
 
@@ -85,6 +85,13 @@ def test_the_headline_names_the_winner_or_says_that_there_is_none(seeds, fsep_ms
     assert headline(compare_records(of, records(of, {"ep": 10.0, "fsep": fsep_ms}, noise))).startswith(words)
 
 
+def test_the_headline_names_those_that_the_fastest_cannot_be_told_from():
+    of = experiment(strategies=(EP, FSEP, FSEP_WIDE), seeds=tuple(range(6)))
+    found = records(of, {"ep": 10.0, "fsep": 5.0, FSEP_WIDE.name: 5.0}, noise=0.001)
+    words = headline(compare_records(of, found))
+    assert re.search(r"is 2.00 times as fast as ep .*, but it cannot be told from (fsep|fsep_wide\|a&b)\.$", words)
+
+
 def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys):
     runs = tmp_path / "runs"
     folder = written(experiment(), runs, ep=10.0, fsep=5.0)
@@ -101,6 +108,7 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
     assert page == index_page(runs)
     rows = re.findall(r"<tr><td class=\"left\">(.*?)</tr>", page)
     words = [re.sub("<[^>]*>+", " ", row) for row in rows]
+    assert "<td" not in page.partition("<tbody>")[0]
     assert [link for row in rows for link in re.findall(r'href="([^"]*)"', row)] == [
         "board/leaderboard.html",
         f"{folder.name}/report.html",
