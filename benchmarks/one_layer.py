@@ -92,7 +92,7 @@ class Row:
     num_tokens: Annotated[int, Column("T")]
     model: ModelShape
     samples_ms: dict[str, list[float]]
-    wrong: Annotated[str, Column("wrong")]
+    wrong: Annotated[str, Column("wrong", wraps=True)]
 
     @property
     def dtype(self) -> Annotated[str, Column("dtype", after="num_tokens")]:

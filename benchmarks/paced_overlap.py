@@ -109,7 +109,7 @@ class Row:
     samples_ms: list[float]
     first_ms: list[float]
     exposed_ms: dict[str, float]
-    wrong: Annotated[str, Column("bits")]
+    wrong: Annotated[str, Column("bits", wraps=True)]
 
     @property
     def step_ms(self) -> Annotated[float | None, Column("step", ".1f", after="samples_ms")]:

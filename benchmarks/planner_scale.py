@@ -100,7 +100,7 @@ class SizeRow:
     """
 
     case: Annotated[str, Column("case")]
-    planner: Annotated[str, Column("planner + split")]
+    planner: Annotated[str, Column("planner + split", wraps=True)]
     layout_ms: Annotated[float, Column("layout ms", ".3f")]
     split_ms: Annotated[float, Column("split ms", ".3f")]
     max_over_mean: Annotated[float, Column("max/mean", ".4f")]

@@ -76,7 +76,7 @@ class Row:
     theirs_ms: list[float]
     max_over_mean: Annotated[float | None, Column("max/mean", ".2f")]
     peak_mib: Annotated[float | None, Column("peak MiB", ",.0f")]
-    wrong: Annotated[str, Column("wrong")]
+    wrong: Annotated[str, Column("wrong", wraps=True)]
 
     @property
     def step_ms(self) -> Annotated[float | None, Column("step", ".0f", after="name")]:

@@ -1,7 +1,7 @@
 """Can a planner of one's own beat EPLB in twenty lines?
 
 ``NodeByNode``, written here in the experiment's file, plans as EPLB does, but each node by itself, from what its ranks
-want, as long as it has a slot for every expert. EPLB knows no nodes. See ``docs/your-own-planner.md``.
+want, as long as it has a slot for every expert. EPLB knows no nodes. See ``docs/planners.md``.
 
 Look at load max/mean and at nodes %, under one split. With ``even``, which stays on a node that has the expert, EPLB's
 replicas are where nobody asks for them; ``flow`` repairs the balance, and pays between nodes. ``greedy`` is ours.

@@ -8,9 +8,10 @@ writes it from the table below.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
-from moesys.kinds import BALANCES, OVERLAPS, SPLITS
+from moesys.kinds import BALANCES, OVERLAPS, SPLITS, did_you_mean
 
 # The public names of each module. Those of planners, splits and overlaps are in ``kinds``.
 _NAMES = {
@@ -74,8 +75,13 @@ def __getattr__(name: str) -> Any:
         return import_module(_MODULES[name])
     if name in _MODULE_OF:
         return getattr(import_module(_MODULE_OF[name]), name)
-    raise AttributeError(f"module 'moesys' has no attribute {name!r}; its public names are in moesys.__all__")
+    if name == "__version__":
+        return version("moesys")
+    raise AttributeError(
+        f"module 'moesys' has no attribute {name!r}; its public names are in moesys.__all__"
+        f"{did_you_mean(name, __all__)}"
+    )
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

@@ -114,7 +114,7 @@ COMMANDS = {
         SIMULATE,
         "Rank all planners by the simulated time of a layer.",
         "The planners run on recorded and generated routing. The default settings take about ten minutes on one core. "
-        "A planner of yours is a class that extends ms.Balance or ms.Split (docs/leaderboard.md).",
+        "A planner of yours is a class that extends ms.Balance or ms.Split (docs/planners.md).",
         (
             "moesys leaderboard --quick --planner my_planners.py:Heaviest",
             "moesys leaderboard --trace run.npz --traces-only --model mixtral-8x7b",

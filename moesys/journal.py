@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
+from moesys.config.base import in_words
 from moesys.files import FolderLock, append_line, cut_torn_line
 
 T = TypeVar("T")
@@ -103,12 +104,3 @@ class Journal(Generic[T]):
 @cache
 def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
-
-
-def in_words(error: BaseException) -> str:
-    """Returns the message of an exception; that of pydantic in one line, as ``field: message; field: message``."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    details = error.errors(include_url=False)
-    parts = ((".".join(map(str, of["loc"])), of["msg"].removeprefix("Value error, ")) for of in details)
-    return "; ".join(": ".join(filter(None, part)) for part in parts)

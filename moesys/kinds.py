@@ -1,7 +1,14 @@
-"""The planners, splits and overlaps of moesys: of each kind the name of its class and the module that has it.
+"""The planners, splits and overlaps of moesys: the name of the class of each kind and its module; and the choice that a
+misspelt name is closest to.
 
 A module is imported when its kind is named, so that declaring a strategy loads no planner but its own.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
 
 BALANCES = {
     "static": ("Static", "moesys.balance.static"),
@@ -26,3 +33,13 @@ OVERLAPS = {
     "pipelined": ("Pipelined", "moesys.config.overlap"),
     "mega_kernel": ("MegaKernel", "moesys.config.overlap"),
 }
+
+
+def did_you_mean(given: Any, choices: Iterable[str]) -> str:
+    """Returns ``; did you mean 'greedy'?`` for the choice that is closest to ``given``, and "" if none is close."""
+    # A name's beginning counts too: QWEN3 for QWEN3_30B_A3B.
+    folded = {choice.lower(): choice for choice in choices}
+    word = given.lower() if isinstance(given, str) else ""
+    begun = [choice for choice in folded if len(word) > 2 and choice.startswith(word)]
+    close = begun if len(begun) == 1 else get_close_matches(word, folded, n=1)
+    return f"; did you mean {folded[close[0]]!r}?" if close else ""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moesys.display import Columns, Display, draw_map
 from moesys.load import IntArray, LoadMatrix, frozen_int64
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 EMPTY = -1
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertLayout:
+@dataclass(frozen=True, eq=False, repr=False)
+class ExpertLayout(Display):
     """The expert in every slot of every rank, ``expert_RS`` int64 [R, S]; ``EMPTY`` (-1) marks a slot without one.
 
     Every expert of 0..num_experts-1 is held by at least one rank. Ranks with fewer slots than S have empty ones.
@@ -106,6 +111,26 @@ class ExpertLayout:
             and np.array_equal(self.expert_RS, other.expert_RS)
         )
 
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draws the number of replicas of each expert on each rank as a map."""
+        return draw_map(self.replicas_RE, f"{self.filled_R.sum():,} experts in slots", "replicas", ax)
+
+    def _facts(self) -> str:
+        slots, most = int(self.filled_R.sum()), int(self.replicas_RE.sum(axis=0).max())
+        replicas = f"up to {most} replicas of an expert" if most > 1 else "no replicas"
+        return f"{self.num_experts} experts in {slots:,} slots of {self.num_ranks} ranks, {replicas}"
+
+    def _columns(self) -> Columns:
+        rank, slot = np.nonzero(self.expert_RS != EMPTY)
+        return {"rank": rank, "slot": slot, "expert": self.expert_RS[rank, slot]}
+
+    def _shown(self) -> Columns:
+        slots = {
+            f"slot {slot}": ["" if expert == EMPTY else int(expert) for expert in expert_R]
+            for slot, expert_R in enumerate(self.expert_RS.T)
+        }
+        return {"rank": range(self.num_ranks), **slots}
+
     def __str__(self) -> str:
         rows = (" ".join("." if e == EMPTY else str(e) for e in row) for row in self.expert_RS)
         return "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
@@ -146,8 +171,8 @@ def check_same_shape(load: LoadMatrix, layout: ExpertLayout) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class TokenPlan:
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenPlan(Display):
     """How many tokens go from each source rank, for each expert, to each destination rank; sparse.
 
     ``entries`` int64 [N, 4], rows (source, expert, destination, tokens) with tokens > 0, sorted by the first two.
@@ -157,8 +182,8 @@ class TokenPlan:
     """
 
     entries: IntArray
-    load: LoadMatrix = field(repr=False)
-    layout: ExpertLayout = field(repr=False)
+    load: LoadMatrix
+    layout: ExpertLayout
 
     def __post_init__(self) -> None:
         entries = frozen_int64("entries", self.entries, num_dims=2)
@@ -237,6 +262,17 @@ class TokenPlan:
         node = np.asarray(node_of_rank)
         source, _, destination, tokens = self.entries.T
         return int(tokens[node[source] != node[destination]].sum())
+
+    def _facts(self) -> str:
+        source, _, destination, tokens = self.entries.T
+        sent = int(tokens[source != destination].sum())
+        return (
+            f"{self.load.total:,} tokens, {self.load.num_experts} experts on {self.load.num_ranks} ranks, busiest rank "
+            f"{self.max_over_mean:.3f} × the mean, {sent:,} tokens leave their rank"
+        )
+
+    def _columns(self) -> Columns:
+        return dict(zip(("source", "expert", "destination", "tokens"), self.entries.T, strict=True))
 
     def __eq__(self, other: object) -> bool:
         return (

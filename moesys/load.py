@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from moesys.display import Columns, Display, draw_map
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 IntArray = npt.NDArray[np.int64]
 
@@ -36,8 +41,8 @@ def as_int64(name: str, array: npt.NDArray[Any]) -> IntArray:
     return array.astype(np.int64, order="C")
 
 
-@dataclass(frozen=True, eq=False)
-class LoadMatrix:
+@dataclass(frozen=True, eq=False, repr=False)
+class LoadMatrix(Display):
     """Tokens that each source rank routes to each expert, ``tokens_RE`` int64 [R, E]; sums to the routed tokens (T·K).
 
     Two ranks, three experts, top-1: ``LoadMatrix([[4, 0, 1], [2, 3, 0]])`` says that rank 0 has five tokens,
@@ -79,6 +84,23 @@ class LoadMatrix:
     @property
     def total(self) -> int:
         return int(self.tokens_RE.sum())
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draws the tokens as a map of ranks and experts."""
+        return draw_map(self.tokens_RE, f"{self.total:,} tokens", "tokens", ax)
+
+    def _facts(self) -> str:
+        tokens_E = self.tokens_E
+        ratio = f", busiest expert {tokens_E.max() / tokens_E.mean():.2f} × the mean" if self.total else ""
+        return f"{self.num_ranks} ranks × {self.num_experts} experts, {self.total:,} tokens{ratio}"
+
+    def _columns(self) -> Columns:
+        rank, expert = np.indices(self.tokens_RE.shape).reshape(2, -1)
+        return {"source": rank, "expert": expert, "tokens": self.tokens_RE.ravel()}
+
+    def _shown(self) -> Columns:
+        by_expert = {f"expert {expert}": tokens_R for expert, tokens_R in enumerate(self.tokens_RE.T)}
+        return {"source rank": range(self.num_ranks), **by_expert}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LoadMatrix) and np.array_equal(self.tokens_RE, other.tokens_RE)

@@ -14,8 +14,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, TypeAdapter
 
+from moesys.config.base import in_words
 from moesys.files import write_whole
-from moesys.journal import Journal, in_words
+from moesys.journal import Journal
 from moesys.timeline import Span, Timeline
 
 # The fields of a ``LayerLine`` that are drawn over steps.

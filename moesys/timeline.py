@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from moesys.display import Columns, Display, by_column
 
 Source = Literal["simulated", "measured"]
 
@@ -50,7 +52,7 @@ class Block:
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
-class Timeline:
+class Timeline(Display):
     """Spans of all ranks, sorted by rank, lane and time; on one lane of one rank none overlap.
 
     ``source``: did a clock or a model make it.
@@ -134,8 +136,24 @@ class Timeline:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Timeline) and (self.source, self.spans) == (other.source, other.spans)
 
-    def __repr__(self) -> str:
-        return f"Timeline({self.spans!r}, {self.source!r})"
+    def _facts(self) -> str:
+        spans, ranks = sum(self._shown()["spans"]), len(self.busy_us("compute"))
+        return f"{self.source}, {self.length_us / 1000:,.3f} ms, {ranks} ranks, {spans:,} spans"
+
+    def _columns(self) -> Columns:
+        return {each.name: [getattr(span, each.name) for span in self.spans] for each in fields(Span)}
+
+    def _shown(self) -> Columns:
+        """Returns sums over ranks by lane and kind. It does not spell out the spans of blocks."""
+        sums: dict[tuple[str, str], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+        for block in self.blocks:
+            us_R, (spans, us) = block.end_us_R - block.start_us_R, sums[block.lane, block.kind]
+            sums[block.lane, block.kind] = spans + int(np.isfinite(us_R).sum()), us + float(np.nansum(us_R))
+        for span in () if self.blocks else self.spans:
+            spans, us = sums[span.lane, span.kind]
+            sums[span.lane, span.kind] = spans + 1, us + span.duration_us
+        rows = [(*place, spans, us / 1000) for place, (spans, us) in sorted(sums.items())]
+        return by_column(("lane", "kind", "spans", "ms, sum of ranks"), rows)
 
     @staticmethod
     def merge(timelines: list[Timeline]) -> Timeline:

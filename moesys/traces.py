@@ -29,6 +29,7 @@ import pydantic_core
 
 from moesys.config.base import CONTROL
 from moesys.config.workload import Generated
+from moesys.display import Columns, Display
 from moesys.files import whole_file
 from moesys.load import IntArray, as_int64, frozen_int64
 
@@ -45,8 +46,8 @@ T = TypeVar("T")
 _Layer = tuple[str, int, int]
 
 
-@dataclass(frozen=True, eq=False)
-class Trace:
+@dataclass(frozen=True, eq=False, repr=False)
+class Trace(Display):
     """Tokens that each source rank routes to each expert, ``tokens_SLRE`` int64 [S, L, R, E], read-only.
 
     ``top_k``: experts a token goes to, so that a rank's counts in a layer sum to T·K. ``meta``: whatever says where the
@@ -110,6 +111,27 @@ class Trace:
         """Returns 16 hex digits of the counts and their shape."""
         counts = np.ascontiguousarray(self.tokens_SLRE, dtype="<i8")
         return sha256(repr(counts.shape).encode() + counts.tobytes()).hexdigest()[:16]
+
+    def _facts(self) -> str:
+        S, L, R, E = self.tokens_SLRE.shape
+        name = f"{self.name!r}, " if self.name else ""
+        return (
+            f"{name}{S} micro-batches × {L} layers × {R} ranks × {E} experts, top_k={self.top_k}, "
+            f"{self.tokens_SLRE.sum() // (S * L * self.top_k):,} tokens per micro-batch"
+        )
+
+    def _columns(self) -> Columns:
+        names, indices = ("micro_batch", "layer", "rank", "expert"), np.indices(self.tokens_SLRE.shape)
+        return {**dict(zip(names, indices.reshape(4, -1), strict=True)), "tokens": self.tokens_SLRE.ravel()}
+
+    def _shown(self) -> Columns:
+        tokens_LE = self.tokens_SLRE.sum(axis=(0, 2))
+        return {
+            "layer": range(self.num_layers),
+            "routed tokens": tokens_LE.sum(axis=1),
+            "busiest expert": tokens_LE.argmax(axis=1),
+            "its tokens": tokens_LE.max(axis=1),
+        }
 
     def fold(self, num_ranks: int) -> Trace:
         """Returns the trace for a cluster of ``num_ranks`` = R·n ranks: n consecutive micro-batches become one, in

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from moesys.balance.cp_sat import CpSat
 from moesys.balance.eplb import Eplb
@@ -182,71 +182,100 @@ def test_toml_reads_as_people_write_it():
     )
 
 
+UNKNOWN_SPLITT = (
+    "Strategy has no field 'splitt'; its fields are name, sharding, balance, predictor, split, "
+    "overlap, reduction, replan_every, lag, late_slots; did you mean 'split'?"
+)
+
+
 @pytest.mark.parametrize(
     ("declare", "message"),
     [
-        (lambda: Strategy(name="x", splitt=EvenSplit()), "Extra inputs are not permitted"),
-        (lambda: EP.replace(splitt=EvenSplit()), "Extra inputs are not permitted"),
-        (lambda: EP.replace(sharding={"kind": "fsep", "slots": 2}), "Extra inputs are not permitted"),
-        (lambda: Adaptive(candidates=()), "Tuple should have at least 1 item after validation, not 0"),
-        (lambda: FlowSplit(max_inter_node=1.5), "Input should be less than or equal to 1"),
-        (lambda: EP.replace(overlap={"kind": "pipelined", "chunks": 2, "lanes": 1}), "Extra inputs are not permitted"),
-        (lambda: Strategy.from_toml('name = "x"\nlagg = 2'), "Extra inputs are not permitted"),
-        (lambda: MODEL.replace(top_k=0), "Input should be greater than or equal to 1"),
-        (lambda: EP.replace(lag=-1), "Input should be greater than or equal to 0"),
-        (lambda: CLUSTER.replace(inter_node_gb_per_s=0), "Input should be greater than or equal to 0.000000001"),
-        (lambda: CLUSTER.replace(memory_gb_per_s=1e-318), "Input should be greater than or equal to 0.000000001"),
-        (lambda: CLUSTER.replace(expert_tflops=1e300), "Input should be less than or equal to 1000000000000"),
-        (lambda: CLUSTER.replace(inter_node_us=1e308), "Input should be less than or equal to 1000000000000"),
-        (lambda: MODEL.replace(dtype="float64"), "Input should be 'float32', 'bfloat16' or 'float16'"),
-        (lambda: Ema(decay=1.0), "Input should be less than 1"),
-        (lambda: Laer(candidates=()), "Tuple should have at least 1 item after validation, not 0"),
+        (lambda: Strategy(name="x", splitt=EvenSplit()), UNKNOWN_SPLITT),
+        (lambda: EP.replace(splitt=EvenSplit()), UNKNOWN_SPLITT),
+        (
+            lambda: EP.replace(sharding={"kind": "fsep", "slots": 2}),
+            "sharding: Fsep has no field 'slots'; its fields are slots_per_rank, slot_gb_per_rank, "
+            "prefetch_layers, delay_reshard, reshard_after_forward, restore, reshard; did you mean 'slots_per_rank'?",
+        ),
+        (lambda: Adaptive(candidates=()), "candidates=(): Tuple should have at least 1 item after validation, not 0"),
+        (lambda: FlowSplit(max_inter_node=1.5), "max_inter_node=1.5 should be less than or equal to 1 or 'seconds'"),
+        (
+            lambda: EP.replace(overlap={"kind": "pipelined", "chunks": 2, "lanes": 1}),
+            "overlap: Pipelined has no field 'lanes'; its fields are node_dispatch, combine, chunks",
+        ),
+        (
+            lambda: Strategy.from_toml('name = "x"\nlagg = 2'),
+            UNKNOWN_SPLITT.replace("splitt", "lagg").replace("'split'", "'lag'"),
+        ),
+        (lambda: MODEL.replace(top_k=0), "top_k=0 should be greater than or equal to 1"),
+        (lambda: EP.replace(lag=-1), "lag=-1 should be greater than or equal to 0"),
+        (
+            lambda: CLUSTER.replace(inter_node_gb_per_s=0),
+            "inter_node_gb_per_s=0 should be greater than or equal to 0.000000001",
+        ),
+        (
+            lambda: CLUSTER.replace(memory_gb_per_s=1e-318),
+            "memory_gb_per_s=1e-318 should be greater than or equal to 0.000000001",
+        ),
+        (
+            lambda: CLUSTER.replace(expert_tflops=1e300),
+            "expert_tflops=1e+300 should be less than or equal to 1000000000000",
+        ),
+        (
+            lambda: CLUSTER.replace(inter_node_us=1e308),
+            "inter_node_us=1e+308 should be less than or equal to 1000000000000",
+        ),
+        (
+            lambda: MODEL.replace(dtype="float64"),
+            "dtype='float64' should be 'float32', 'bfloat16' or 'float16'",
+        ),
+        (lambda: Ema(decay=1.0), "decay=1.0 should be less than 1"),
+        (lambda: Laer(candidates=()), "candidates=(): Tuple should have at least 1 item after validation, not 0"),
         (
             lambda: EP.replace(overlap={"kind": "fused"}),
-            "Input tag 'fused' found using 'kind' does not match any of the expected tags: "
-            "'sequential', 'pipelined', 'mega_kernel'",
+            "overlap: kind='fused' is not one of sequential, pipelined, mega_kernel",
         ),
-        (lambda: MegaKernel(dispatch_share=1.5), "Input should be less than or equal to 1"),
+        (lambda: MegaKernel(dispatch_share=1.5), "dispatch_share=1.5 should be less than or equal to 1"),
         (
             lambda: EP.replace(sharding=Ep(slots_per_rank=2), balance=Greedy(move_tokens=9), lag=0),
-            "Value error, balance=Greedy(move_tokens=9) is what a move from the layout before has to earn, but with "
+            "balance=Greedy(move_tokens=9) is what a move from the layout before has to earn, but with "
             "lag=0 every layout is planned on its own counts alone; use move_tokens=0, or lag=1",
         ),
         (
             lambda: EP.replace(sharding=Ep(slots_per_rank=2), balance=FlexMoe(max_moves=3), lag=0),
-            "Value error, balance=FlexMoe(max_moves=3) counts moves from the layout before, but with lag=0 every "
+            "balance=FlexMoe(max_moves=3) counts moves from the layout before, but with lag=0 every "
             "layout is planned on its own counts alone; use another balance, or lag=1",
         ),
         (
             lambda: Sequential(combine="per_node"),
-            "Value error, combine='per_node' sums where rows came into the node, but node_dispatch='direct' sends them "
+            "combine='per_node' sums where rows came into the node, but node_dispatch='direct' sends them "
             "to their experts at once; use node_dispatch='once', or combine='ordered'",
         ),
         (
             lambda: MegaKernel(fused="dispatch", combine_share=0.5),
-            "Value error, combine_share=0.5 mixes pushes with tiles of a product, but fused='dispatch' has them one "
+            "combine_share=0.5 mixes pushes with tiles of a product, but fused='dispatch' has them one "
             "after another; use fused='both' or 'combine', or combine_share=0",
         ),
         (
             lambda: MegaKernel(reduce_share=0.5, overlap_weight_gradients=False),
-            "Value error, reduce_share=0.5 mixes sums with weight gradients, which overlap_weight_gradients=False "
+            "reduce_share=0.5 mixes sums with weight gradients, which overlap_weight_gradients=False "
             "computes elsewhere; use reduce_share=0 or overlap_weight_gradients=True",
         ),
-        (lambda: MegaKernel(fetch_rows=24), "Value error, fetch_rows=24 is no power of two; use 16 or 32"),
+        (lambda: MegaKernel(fetch_rows=24), "fetch_rows=24 is no power of two; use 16 or 32"),
         (
             lambda: MegaKernel(tile_rows=16, fetch_rows=32),
-            "Value error, fetch_rows=32 is more than tile_rows=16; use at most 16",
+            "fetch_rows=32 is more than tile_rows=16; use at most 16",
         ),
     ],
 )
 def test_what_a_field_refuses(declare, message):
-    with pytest.raises(ValidationError) as error:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         declare()
-    assert error.value.errors()[0]["msg"] == message
 
 
 def test_declarations_are_frozen():
-    with pytest.raises(ValidationError, match="Instance is frozen"):
+    with pytest.raises(ValueError, match="name cannot be changed, as declarations are frozen; make a copy"):
         EP.name = "other"
     assert EP.name == "ep"
 
@@ -255,9 +284,9 @@ def test_replace_changes_what_it_names_and_checks_the_whole():
     fsep = EP.replace(name="fsep", sharding=Fsep(slots_per_rank=2), balance=Greedy())
     assert (fsep.name, fsep.sharding, fsep.balance, fsep.split) == ("fsep", Fsep(slots_per_rank=2), Greedy(), EP.split)
     assert EP.to_json() == Strategy(name="ep").to_json()
-    with pytest.raises(ValidationError, match="balance=Greedy"):
+    with pytest.raises(ValueError, match="balance=Greedy"):
         fsep.replace(sharding=Ep())
-    with pytest.raises(ValidationError, match="asks for more experts"):
+    with pytest.raises(ValueError, match="asks for more experts"):
         MODEL.replace(num_experts=1)
 
 
@@ -410,9 +439,8 @@ def test_replace_changes_what_it_names_and_checks_the_whole():
     ],
 )
 def test_what_fields_refuse_together(declare, message):
-    with pytest.raises(ValidationError) as error:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         declare()
-    assert [each["msg"] for each in error.value.errors()] == [f"Value error, {message}"]
 
 
 @pytest.mark.parametrize(
@@ -462,7 +490,7 @@ NO_NAMES = ("\x1b]0;title\x07\x1b[31mred", "a\nforged line", "a\0b", "a\u202eb",
 @pytest.mark.parametrize("name", NO_NAMES)
 @pytest.mark.parametrize("make", [lambda name: Strategy(name=name), lambda name: ClusterSpec(name=name)])
 def test_a_name_is_one_line_without_control_characters(make, name):
-    with pytest.raises(ValidationError, match=r"use one line without control characters|at most 200 characters"):
+    with pytest.raises(ValueError, match=r"use one line without control characters|at most 200 characters"):
         make(name)
 
 
@@ -477,17 +505,17 @@ def test_a_name_that_was_recorded_before_names_were_checked_is_read():
 
 
 def test_a_strategy_has_a_name():
-    with pytest.raises(ValidationError, match="at least 1 character"):
+    with pytest.raises(ValueError, match="at least 1 character"):
         Strategy(name="")
 
 
 def test_declarations_that_are_nested_too_deeply_are_refused():
     with pytest.raises(ValueError, match="nested too deeply"):
-        Strategy.from_toml("a = " + "[" * 10**5)
-    with pytest.raises(ValidationError, match="Extra inputs"):
-        Strategy.from_toml("[" + ".".join("a" * 10**5) + "]")
-    with pytest.raises(ValidationError, match="recursion limit"):
-        Strategy.from_json("[" * 10**5)
+        Strategy.from_toml("a = " + "[" * 10**4)
+    with pytest.raises(ValueError, match="Strategy has no field 'a'"):
+        Strategy.from_toml("[" + ".".join("a" * 10**4) + "]")
+    with pytest.raises(ValueError, match="recursion limit"):
+        Strategy.from_json("[" * 10**4)
 
 
 def test_a_cluster_that_was_asked_for_its_nodes_is_the_same_declaration():

@@ -1,62 +1,42 @@
-"""The docs are true: their Python runs, their errors are said, their names exist."""
+"""The docs are true: their blocks and commands run in order, their errors are raised, their names exist."""
 
 from __future__ import annotations
 
-import math
+import ast
+import inspect
+import itertools
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
+from pages import NOT_RUN, ROOT, Reader, blocks_of, check_options, commands_of, is_run, text_of
 from typer.main import get_command
-from typer.testing import CliRunner
 
 import moesys as ms
 from benchmarks.__main__ import app as benchmarks
+from docs.hooks import site_text
 from moesys import config
-from moesys.__main__ import app
 from moesys.config import Declared, experiment, workload
 from moesys.kinds import BALANCES, OVERLAPS, SPLITS
 from moesys.lab.ranks.pool import LocalRanks
 
-ROOT = Path(__file__).parents[1]
 MAX_COLUMNS = 190
 KINDS = (*BALANCES.values(), *SPLITS.values(), *OVERLAPS.values())
 # A word of a path that stands for any name, such as KIND.
 PLACEHOLDER = re.compile("[A-Z]{4}")
+# Files of which other tests know what they say.
+READ_BY_TESTS = ("space.toml", "unified.toml")
+MADE_BY_HOOKS = ("index", "changelog", "contributing")
 PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem not in MADE_BY_HOOKS),
     *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
 ]
+WITH_BLOCKS = [page.stem for page in PAGES if any(block.language in ("python", "sh") for block in blocks_of(page.stem))]
+
+# The other pages have tests of their own, that of transformers tests/hf/test_train_your_model.py.
+FOLLOWED = [page for page in WITH_BLOCKS if page not in ("strategy", "transformers")]
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-
-
-def text_of(page: str) -> str:
-    folder = ROOT if page == "README" else ROOT / "docs"
-    return (folder / f"{page}.md").read_text(encoding="utf-8")
-
-
-def blocks_of(page: str) -> list[Any]:
-    """The Python blocks of a page, as code."""
-    blocks = re.findall(r"^```python\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
-    return [compile(block, f"{page}.md", "exec") for block in blocks]
-
-
-def run_blocks(page: str, **given: Any) -> dict[str, Any]:
-    """The names that a page's Python blocks leave, run in order. ``given``: names that the page takes for granted."""
-    for block in blocks_of(page):
-        exec(block, given)
-    return given
-
-
-def printed_beside_blocks(page: str) -> list[str]:
-    """The plain blocks of a page that follow a Python block, which are what it prints."""
-    return re.findall(r"^```python\n(?:.*?)^```\n\n```\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
 
 
 def declared_types() -> list[type[Declared]]:
@@ -67,101 +47,70 @@ def declared_types() -> list[type[Declared]]:
     return sorted({t for t in found if issubclass(t, Declared) and t is not Declared}, key=lambda t: t.__name__)
 
 
-@pytest.mark.parametrize("page", ["strategy", "tour", "watch"])
-def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run_blocks(page)
+@pytest.mark.parametrize("page", FOLLOWED)
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "slow"])
+def test_a_page_can_be_followed(ranks: LocalRanks, tmp_path: Path, page: str, slow: bool) -> None:
+    Reader(tmp_path, ranks, slow).follow(page)
 
 
-def readme_loss() -> float:
-    return run_blocks("README")["loss"].item()
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_commands_of_a_page_have_their_options(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for command in (each for block in blocks_of(page) if block.language == "sh" for each in commands_of(block)):
+        check_options(command)
 
 
-@pytest.mark.parametrize("num_ranks", [0, 2])
-def test_the_training_of_the_readme_runs(ranks: LocalRanks, num_ranks: int) -> None:
-    """The blocks run in one process, and on ranks as under torchrun."""
-    losses = ranks.run(readme_loss, num_ranks=num_ranks, timeout_s=60.0) if num_ranks else [readme_loss()]
-    assert all(math.isfinite(loss) for loss in losses)
+def test_commands_of_the_readme_have_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    commands = re.findall(r"^\| .*? \| `(.+?)`", text_of("README").partition("## Commands")[2], re.MULTILINE)
+    assert len(commands) > 12
+    for command in commands:
+        check_options(command)
 
 
-SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2, dtype="float16")
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_every_file_that_a_page_names_is_used(page: str) -> None:
+    blocks = blocks_of(page)
+    for number, block in enumerate(blocks):
+        used = [b.text for b in blocks[number + 1 :] if b.language in ("python", "sh")]
+        name = block.title.removesuffix(".py")
+        assert name in ("", *READ_BY_TESTS) or any(re.search(rf"\b{re.escape(name)}\b", text) for text in used), (
+            block.title
+        )
 
 
-def two_layers() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(*(ms.MoELayer(SHAPE, ms.presets.ep(), layer_index=index) for index in range(2)))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+@pytest.mark.parametrize("pattern", NOT_RUN)
+def test_what_is_not_run_is_on_a_page(pattern: str) -> None:
+    texts = [block.text for page in WITH_BLOCKS for block in blocks_of(page) if block.language == "sh"]
+    assert re.search(f"^({pattern})", "\n".join(texts), re.MULTILINE)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for step in range(steps):
-        model(torch.randn(8, 16, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        ms.sync_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
+def test_a_reader_runs_commands() -> None:
+    commands = [
+        c for page in WITH_BLOCKS for block in blocks_of(page) if block.language == "sh" for c in commands_of(block)
+    ]
+    assert sum(map(is_run, commands)) > 30
 
 
-def blocks_of_the_layer() -> list[list[int]]:
-    """Returns the home ranks of experts after the page's blocks."""
-    model, optimizer = two_layers()
-    x, scaler = torch.randn(8, 16, requires_grad=True), torch.amp.GradScaler("cpu", init_scale=16.0)
-    cluster = ms.ClusterSpec(ranks_per_node=dist.get_world_size() if dist.is_initialized() else 1)
-    names: dict[str, Any] = {"ms": ms, "torch": torch, "model": model, "optimizer": optimizer, "block": model, "x": x}
-    names |= {"train": train, "cluster": cluster, "scaler": scaler}
-    moved, checkpointed, scaled = blocks_of("moe")
-    exec(moved, names)
-    exec(checkpointed, names)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    names["loss"] = names["y"].square().mean()
-    exec(scaled, names)
-    assert not any(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
-    return [homes.tolist() for homes in names["homes"]]
-
-
-@pytest.mark.parametrize("num_ranks", [0, 2])
-def test_the_python_of_the_page_of_the_layer_runs(ranks: LocalRanks, num_ranks: int) -> None:
-    found = ranks.run(blocks_of_the_layer, num_ranks=num_ranks) if num_ranks else [blocks_of_the_layer()]
-    assert all(homes == found[0] for homes in found)
-
-
-def saved_and_loaded(folder: Path) -> None:
-    model, optimizer = two_layers()
-    names = {"torch": torch, "DTensor": DTensor, "model": model}
-    found = run_blocks("checkpoints", **names)
-    optimizer = found["optimizer"] if dist.is_initialized() else optimizer
-    train(model, optimizer, steps=1)
-    wanted = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with ms.whole_folder(folder) as new:
-        found["save"](new, model, optimizer)
-    train(model, optimizer, steps=1)
-    found["load"](folder, model, optimizer)
-    assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.named_parameters())
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
-@pytest.mark.parametrize("num_ranks", [0, 2])
-def test_the_python_of_the_page_of_checkpoints_runs(ranks: LocalRanks, tmp_path: Path, num_ranks: int) -> None:
-    if num_ranks:
-        ranks.run(saved_and_loaded, tmp_path / "checkpoint", num_ranks=num_ranks)
-    else:
-        saved_and_loaded(tmp_path / "checkpoint")
+def test_a_training_that_a_page_shows_learns(ranks: LocalRanks, tmp_path: Path) -> None:
+    reader = Reader(tmp_path, ranks)
+    reader.follow("watch")
+    lines = (tmp_path / "runs" / "watched" / "rank-0000.jsonl").read_text().splitlines()
+    losses = [float(re.search(r'"loss": ?([\d.]+)', line)[1]) for line in lines]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_the_space_of_the_tuning_page_is_one() -> None:
-    declared = re.search(r"^```toml\n(.*?)^```", text_of("tuning"), re.MULTILINE | re.DOTALL)
-    assert declared
-    assert ms.Space.from_toml(declared[1]).num_combinations == 720
+    (declared,) = [block.text for block in blocks_of("simulate") if block.title == "space.toml"]
+    assert ms.Space.from_toml(declared).num_combinations == 720
 
 
-@pytest.mark.parametrize("page", ["balance", "simulate-a-model"])
-def test_a_worked_example_prints_what_the_page_shows(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run_blocks(page)
-    shown = printed_beside_blocks(page)
-    assert len(shown) >= 2
-    assert capsys.readouterr().out == "".join(shown)
-
-
-def test_the_errors_of_the_reference_are_what_is_said() -> None:
-    names = run_blocks("strategy")
+def test_the_page_of_declarations_holds(ranks: LocalRanks, tmp_path: Path) -> None:
+    """Its blocks run, its TOML is the strategy beside it, and its errors are what is said."""
+    names = Reader(tmp_path, ranks).follow("strategy")
+    names |= run_files(blocks_of("strategy"))
+    (toml,) = [block.text for block in blocks_of("strategy") if block.title == "unified.toml"]
+    assert ms.Strategy.from_toml(toml) == names["unified"]
     section = text_of("strategy").partition("\n## Errors\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(.+?)` \| (.+?) \|$", section, re.MULTILINE)
     assert len(rows) >= 10
@@ -171,34 +120,13 @@ def test_the_errors_of_the_reference_are_what_is_said() -> None:
             eval(wrong, names)
 
 
-def test_the_page_of_ones_own_planner_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    text = text_of("your-own-planner")
-    python, toml, shell = (
-        re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for kind in ("python", "toml", "sh")
-    )
-    (tmp_path / "my_planners.py").write_text(python[0])
-    (tmp_path / "mine.toml").write_text(toml[0])
-    (tmp_path / "load.csv").write_text("9,1,1,1\n1,9,1,1\n5,2,2,2\n1,1,1,7\n")
-    small = ms.Experiment(
-        name="first",
-        model=ms.ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2),
-        cluster=ms.ClusterSpec(ranks_per_node=2),
-        strategies=(ms.presets.fsep(3),),
-        workload=ms.Generated(tokens_per_rank=64, warmup=0, steps=2),
-        seeds=(0,),
-    )
-    (tmp_path / "experiment.toml").write_text(small.to_toml())
-    run_blocks("your-own-planner")
-    assert capsys.readouterr().out == printed_beside_blocks("your-own-planner")[0]
-    commands = [line.split()[1:] for line in shell[0].splitlines()]
-    for arguments in commands:
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 0, result.output
-    assert shell[1] == "moesys run experiments/own_planner.py\n"
+def run_files(blocks: list) -> dict:
+    """Returns the names of the Python files of a page."""
+    names: dict = {}
+    for block in blocks:
+        if block.title.endswith(".py"):
+            exec(block.text, names)
+    return names
 
 
 @pytest.mark.parametrize("declared", declared_types(), ids=lambda declared: declared.__name__)
@@ -209,14 +137,8 @@ def test_the_reference_names_every_field(declared: type[Declared]) -> None:
     assert not missing
 
 
-def test_the_toml_of_the_reference_is_the_strategy_beside_it() -> None:
-    toml = re.search(r"^```toml\n(.*?)^```", text_of("strategy"), re.MULTILINE | re.DOTALL)
-    assert toml
-    assert ms.Strategy.from_toml(toml[1]) == run_blocks("strategy")["unified"]
-
-
 def test_the_reading_example_reads_a_run_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ranks: LocalRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small = ms.Experiment(
@@ -228,24 +150,79 @@ def test_the_reading_example_reads_a_run_folder(
         seeds=(0, 1),
     )
     ms.run(small)
-    run_blocks("reading-results")
+    (block,) = [each.text for each in blocks_of("results") if each.language == "python" and not each.title]
+    exec(block, {})
     printed = capsys.readouterr().out
     assert all(strategy.name in printed for strategy in small.strategies)
 
 
 def test_the_reference_lists_public_names_where_they_are_defined() -> None:
-    listed = re.findall(r"^::: (\S+)$", text_of("api"), re.MULTILINE)
-    public = {ms._MODULES.get(name) or f"{ms._MODULE_OF[name]}.{name}" for name in ms.__all__}
-    # The page of strategies has the planners, splits and overlaps (test_the_reference_names_every_field).
-    elsewhere = {f"{module}.{name}" for name, module in KINDS}
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
+    listed = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
+    public = {
+        ms._MODULES.get(name) or f"{ms._MODULE_OF[name]}.{name}" for name in ms.__all__ if not name.startswith("__")
+    }
     assert len(listed) == len(set(listed))
-    assert public - elsewhere <= set(listed) <= public
+    assert set(listed) == public
+    assert set(re.findall(r"`(\w+)`", text_of("api").partition("|---|")[2])) == {name.split(".")[-1] for name in listed}
+
+
+def test_every_field_has_a_description() -> None:
+    """The API reference shows it: the description of the field, or the string below it."""
+    without = []
+    for declared in declared_types():
+        (body,) = [node.body for node in ast.parse(inspect.getsource(declared)).body]
+        for field, below in itertools.zip_longest(body, body[1:]):
+            match field:
+                case ast.AnnAssign(target=ast.Name(id=name)) if name in declared.model_fields and name != "kind":
+                    described = declared.model_fields[name].description or isinstance(below, ast.Expr)
+                    without += [] if described else [f"{declared.__name__}.{name}"]
+    assert without == []
 
 
 def test_the_site_has_every_page() -> None:
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r"^ +- (?:[\w ]+: )?(\S+\.md)$", settings, re.MULTILINE)
-    assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md"))
+    pages = (ROOT / "docs").rglob("*.md")
+    assert sorted(listed) == sorted(
+        page.relative_to(ROOT / "docs").as_posix() for page in pages if page.parent.name != "measured"
+    )
+
+
+def test_every_measured_page_is_in_the_table_of_benchmarks() -> None:
+    pages = sorted((ROOT / "docs" / "measured").glob("*.md"))
+    titles = [page.read_text(encoding="utf-8").splitlines()[0] for page in pages]
+    assert len(set(titles)) == len(titles)
+    assert [page.name for page in pages if f"measured/{page.name}" not in text_of("benchmarks")] == []
+
+
+def anchors_of(text: str) -> set[str]:
+    """Returns the anchors of a page's headings, as GitHub and the site make them."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\((?!https?:)([^)\s]*)\)", text)
+    assert links or page.stem in ("glossary", "CHANGELOG", "results")
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = page if not path else (page.parent / path)
+        if target.parent == ROOT / "docs" and target.stem in MADE_BY_HOOKS:
+            target = ROOT / {"index": "README", "changelog": "CHANGELOG", "contributing": "CONTRIBUTING"}[target.stem]
+            target = target.with_suffix(".md")
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target.read_text(encoding="utf-8")), link
+
+
+def test_links_of_the_start_page_lead_to_pages_of_the_site() -> None:
+    text = site_text(
+        "[a](docs/b.md#c) ![d](docs/e.svg) [f](CHANGELOG.md) [g](experiments/) [h](https://i.org/) [j](#k)"
+    )
+    assert text == "[a](b.md#c) ![d](e.svg) [f](changelog.md) g [h](https://i.org/) [j](#k)"
 
 
 def test_what_runs_before_a_commit_is_what_lint_runs() -> None:

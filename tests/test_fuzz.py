@@ -1041,7 +1041,7 @@ def overlapping_spans(folder: Path) -> None:
 
 FOUND: list[tuple[Callable[[Path], object], str]] = [
     (lambda _: LayerPlan.from_json(DEEP), "the text is no plan of a layer: "),
-    (lambda _: LayerPlan.from_json('{"turn": 0}'), "no plan of a layer: num_experts: Field required"),
+    (lambda _: LayerPlan.from_json('{"turn": 0}'), "no plan of a layer: num_experts is missing"),
     (lambda _: StepPlan.from_json("[]"), "no plan of a step: "),
     (lambda folder: _step_plan(written(folder, "step.json", DEEP)), r"step\.json is no StepPlan and no experiment"),
     (lambda folder: read_layout(written(folder, "plan.json", DEEP)), r"plan\.json: the text is no plan of a layer"),

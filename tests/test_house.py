@@ -31,7 +31,7 @@ class Budget(NamedTuple):
 # The files that lie in moesys/ itself, by the package of the design that they belong to.
 GROUND = (
     *("load", "layout", "timeline", "schedule", "cost", "row_traffic", "traces", "compiled"),
-    *("torch_private", "files", "step_lines", "collectives", "limits", "kinds", "journal"),
+    *("torch_private", "files", "step_lines", "collectives", "limits", "kinds", "journal", "display"),
 )
 PACKAGES = {
     "moesys/config": ("config",),

@@ -20,7 +20,7 @@ from foreign_planners import FirstHolder, Rotated
 from hypothesis import given
 from hypothesis import strategies as st
 from lab_cases import moesys
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 import moesys as ms
 from moesys.balance.planners import checked_layout, checked_split
@@ -105,32 +105,34 @@ def test_its_fields_count_in_the_fingerprint_and_unions_keep_their_own_members()
     [
         (
             {"balance": {"kind": "rotated"}},
-            f"balance\n  Value error, kind='rotated' is no kind of balance; use one of {', '.join(BALANCES)}, or the "
-            "import path of a class of your own that extends ms.Balance, such as my_planners:RoundRobin",
+            f"balance: kind='rotated' is not one of {', '.join(BALANCES)}, nor the import path of a class that extends "
+            "ms.Balance, such as my_planners:RoundRobin",
         ),
         (
             {"split": {"kind": "greedy"}},
-            f"kind='greedy' is no kind of split; use one of {', '.join(SPLITS)}, or",
+            f"kind='greedy' is not one of {', '.join(SPLITS)}, nor",
         ),
-        ({"split": Rotated()}, "kind='foreign_planners:Rotated' is no kind of split"),
+        ({"split": Rotated()}, "kind='foreign_planners:Rotated' is not one of even"),
         (
             {"balance": {"kind": "antigravity:Fly"}},
             "kind='antigravity:Fly' names a module that is not imported, and reading a name imports nothing; import "
             "antigravity first, in a command by --import antigravity, or use one of static",
         ),
-        ({"balance": {"kind": "foreign_planners:Rotated", "stepp": 1}}, "Extra inputs are not permitted"),
-        ({"balance": {"kind": "foreign_planners:Rotated", "step": "far"}}, "balance.step\n  Input should be a valid"),
+        (
+            {"balance": {"kind": "foreign_planners:Rotated", "stepp": 1}},
+            "balance: Rotated has no field 'stepp'; its fields are",
+        ),
+        ({"balance": {"kind": "foreign_planners:Rotated", "step": "far"}}, "balance.step='far' should be a valid"),
         (
             {"balance": {"kind": "foreign_planners:Rotated", "source_digest": "0"}},
             "kind='foreign_planners:Rotated' is of another source than when it was written (source_digest='0', now",
         ),
-        ({"balance": 3}, "Input should be a valid dictionary or"),
+        ({"balance": 3}, "balance: kind=3 is not one of static, eplb"),
     ],
 )
 def test_what_is_refused(fields: dict, message: str) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(ValueError, match=re.escape(message)):
         OWN.replace(**fields)
-    assert message in str(refused.value)
     assert "antigravity" not in sys.modules
 
 
@@ -140,7 +142,7 @@ class WithQuotas(QuotaPlanner):
 
 
 def test_quotas_are_those_of_moesys() -> None:
-    with pytest.raises(ValidationError, match=r"balance=WithQuotas\(\); use lag=0 and one of MoonEp\(\)"):
+    with pytest.raises(ValueError, match=r"balance=WithQuotas\(\); use lag=0 and one of MoonEp\(\)"):
         ms.Strategy(name="own", sharding=ms.Ep(slots_per_rank=4), balance=WithQuotas(), split=ms.Quotas(), lag=0)
 
 
@@ -165,7 +167,7 @@ def test_classes_that_could_not_be_told_apart_are_refused() -> None:
     class Idle(ms.Balance):
         pass
 
-    with pytest.raises(ValidationError, match=r"Idle has no method of its own; write def layout\(self, problem\)"):
+    with pytest.raises(ValueError, match=r"Idle has no method of its own; write def layout\(self, problem\)"):
         Idle()
 
 
@@ -368,8 +370,13 @@ def test_reading_a_file_imports_nothing(eager: str, suffix: str, file: Path) -> 
         declared_in(Path(path), ms.Strategy)
 
 
-@pytest.mark.parametrize("suffix", ["", ".py"])
-@pytest.mark.parametrize("command", ["explain", "simulate --draws 1", "run --jobs 1", "tune --jobs 1"])
+@pytest.mark.parametrize(
+    ("command", "suffix"),
+    [
+        *((command, "") for command in ("simulate --draws 1", "run --jobs 1", "tune --jobs 1 --budget 1")),
+        *(("explain", suffix) for suffix in ("", ".py")),
+    ],
+)
 def test_a_command_imports_what_its_line_names(
     eager: str, file: Path, command: str, suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -364,15 +363,3 @@ def test_a_tiny_concentration_still_gives_distinct_experts(concentration):
     tokens_SLRE = generate(workload, 2, 6, 3, seed=0).tokens_SLRE
     assert (tokens_SLRE.sum(axis=-1) == 150).all()
     assert tokens_SLRE.max() <= 50
-
-
-# --- its page ---
-
-
-def test_the_python_of_its_page_writes_a_trace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[1] / "docs" / "traces.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    exec(compile(block, "traces.md", "exec"), {})
-    written = load_trace("mine.npz")
-    assert (written.num_micro_batches, written.num_ranks, written.iterations[-1]) == (20, 16, 190)

@@ -32,7 +32,7 @@ from moesys.config.member import RECORDED
 from moesys.journal import Journal
 from moesys.lab.commands.options import file_to_write, folder_to_write
 from moesys.lab.commands.plan import read_layout, read_load
-from moesys.lab.commands.simulate_model import SHORT, named_strategy, parallelism_of
+from moesys.lab.commands.simulate_model import named_strategy, parallelism_of
 from moesys.lab.leaderboard.planners import named_planner
 from moesys.lab.leaderboard.workloads import recorded_in, settings
 from moesys.lab.runs.declarations import (
@@ -438,7 +438,7 @@ def test_calls_that_are_named_have_their_arguments() -> None:
 
 def test_fields_that_errors_name_exist() -> None:
     """A name before an equals sign is that of a field, or of a parameter, somewhere in the package."""
-    known = set(SHORT) | OTHERS
+    known = set(OTHERS)
     for tree in sources().values():
         for node in ast.walk(tree):
             match node:

@@ -111,7 +111,7 @@ class CompiledKernel:
         return f"{block.rows}x{block.columns}x{block.contraction}" if block else ""
 
     @property
-    def wrong(self) -> Annotated[str, Column("falls short", after="op")]:
+    def wrong(self) -> Annotated[str, Column("falls short", after="op", wraps=True)]:
         """How the kernel falls short, or "" if it does not."""
         code, found = self.code, []
         if code.spills or code.stack_bytes:

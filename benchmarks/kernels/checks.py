@@ -33,9 +33,9 @@ class Finding:
     """The result of one check of moesys: the layer, the check, whether it holds, and details."""
 
     where: Annotated[str, Column("where")]
-    what: Annotated[str, Column("what")]
+    what: Annotated[str, Column("what", wraps=True)]
     holds: Annotated[bool, Column("verdict", lambda holds: "holds" if holds else "FAILS")]
-    says: Annotated[str, Column("details")]
+    says: Annotated[str, Column("details", wraps=True)]
 
 
 class Verdict(NamedTuple):

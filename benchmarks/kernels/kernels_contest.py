@@ -163,7 +163,7 @@ class LayerResult:
         Column("peak, MB", lambda of: f"{of.peak / 1e6:.0f}"),
     ] = None
     errors: Annotated[dict[str, float], Column("{}", ".1e")] = field(default_factory=dict)
-    wrong: Annotated[str, Column("wrong")] = ""
+    wrong: Annotated[str, Column("wrong", wraps=True)] = ""
 
     @property
     def ms(self) -> Annotated[dict[str, Quantiles], Column("{}, ms", after="samples_ms")]:

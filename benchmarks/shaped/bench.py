@@ -77,7 +77,7 @@ class Setting:
     max_over_mean: Annotated[float | None, Column("max/mean", ".2f")] = None
     inter_node_share: Annotated[float | None, Column("between hosts", ".0%")] = None
     simulated_ms: Annotated[float | None, Column("simulated ms", ".0f")] = None
-    wrong: Annotated[str, Column("wrong")] = ""
+    wrong: Annotated[str, Column("wrong", wraps=True)] = ""
 
     @property
     def measured_ms(self) -> Annotated[Quantiles | None, Column("measured ms", ".0f", after="samples_ms")]:

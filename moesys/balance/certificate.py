@@ -19,6 +19,7 @@ from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.topology import domains_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding, Strategy, Within
 from moesys.cost import GRADIENT_BYTES, FloatArray, restores_per_step
+from moesys.display import Columns, Display, by_column
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
 
@@ -26,8 +27,8 @@ BoundKind = Literal["mean", "hottest expert", "slots", "whole experts", "domain"
 NAMES_SHOWN = 12
 
 
-@dataclass(frozen=True)
-class Certificate:
+@dataclass(frozen=True, repr=False)
+class Certificate(Display):
     """The busiest rank of a plan, in tokens, beside what bounds it from below.
 
     ``tight`` proves ``layout_bound``, the least busiest rank of any split over this layout: the ranks of the set alone
@@ -109,6 +110,18 @@ class Certificate:
             "bound_kind": self.bound_kind,
             "gap": self.gap,
         }
+
+    def _facts(self) -> str:
+        return (
+            f"busiest rank {self.max_tokens:,} tokens, this layout at least {self.layout_bound:,} (gap "
+            f"{self.layout_gap:.2%}), any layout at least {self.bound:,} (gap {self.gap:.2%})"
+        )
+
+    def _columns(self) -> Columns:
+        return {name: [value] for name, value in self.to_dict().items()}
+
+    def _shown(self) -> Columns:
+        return by_column(("", "value"), self.to_dict().items())
 
     def __str__(self) -> str:
         experts, ranks = _named("expert", self.tight.experts), _named("rank", self.tight.ranks)

@@ -76,8 +76,8 @@ class CpSat(Balance):
     kind: Literal["cp_sat"] = "cp_sat"
     is_compiled: ClassVar[bool] = True
     deterministic_time: float = Field(2.0, gt=0, description="CP-SAT's work limit, in its deterministic seconds")
-    min_replicas: MinReplicas = 1
-    replicas_within: ReplicasWithin = "cluster"
+    min_replicas: MinReplicas = Field(1, description="least number of replicas of every expert")
+    replicas_within: ReplicasWithin = Field("cluster", description="where all replicas of an expert are")
 
     def layout(self, problem: PlanningProblem) -> ExpertLayout:
         """Returns the layout of ``solve_cp_sat``; where model and sharding are known, that or ``Greedy``'s by seconds,

@@ -31,6 +31,7 @@ class Laer(Balance):
 
     kind: Literal["laer"] = "laer"
     candidates: tuple[Literal["even", "proportional"], ...] = Field(("even", "proportional"), min_length=1)
+    """Rules for the number of replicas, of which the cheaper result is used."""
 
     def layout(self, problem: PlanningProblem) -> ExpertLayout:
         """Places and scores each candidate's replica counts; returns the cheapest layout, the first one at equal cost.

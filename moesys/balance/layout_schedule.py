@@ -24,7 +24,7 @@ from moesys.balance.homes import Homes
 from moesys.balance.planners import plan_layout, warm_up
 from moesys.balance.predictors import LoadHistory
 from moesys.config import ClusterSpec, ModelShape, Oracle, Strategy
-from moesys.journal import in_words
+from moesys.config.base import in_words
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 

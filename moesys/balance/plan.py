@@ -18,8 +18,9 @@ from pydantic import BaseModel, StrictInt
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem, check_model
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
+from moesys.config.base import in_words
 from moesys.config.member import RECORDED
-from moesys.journal import in_words
+from moesys.display import Columns, Display
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.limits import out_of_memory, too_many_rows
 from moesys.load import LoadMatrix
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from moesys.balance.certificate import Certificate
 
 
-@dataclass(frozen=True)
-class LayerPlan:
+@dataclass(frozen=True, repr=False)
+class LayerPlan(Display):
     """One layer's plan for one micro-batch: ``tokens`` holds its load and its layout."""
 
     tokens: TokenPlan
@@ -69,6 +70,14 @@ class LayerPlan:
             "expert_RS": self.layout.expert_RS.tolist(),
             "entries": self.tokens.entries.tolist(),
         }
+
+    def _facts(self) -> str:
+        return f"{self.tokens._facts()}, turn {self.turn}"
+
+    def _columns(self) -> Columns:
+        ranks = range(self.layout.num_ranks)
+        experts_R = [" ".join(map(str, self.layout.experts_of(rank))) for rank in ranks]
+        return {"rank": ranks, "tokens": self.tokens.tokens_R, "experts": experts_R}
 
     def __str__(self) -> str:
         tokens_R = self.tokens.tokens_R.tolist()
@@ -151,8 +160,8 @@ def _in_blocks(tokens: TokenPlan, strategy: Strategy) -> TokenPlan:
     return by_blocks(tokens, strategy.reduction.block_rows)
 
 
-@dataclass(frozen=True)
-class StepPlan:
+@dataclass(frozen=True, repr=False)
+class StepPlan(Display):
     """All layers of a step: one micro-batch, forward and backward, under ``strategy`` on ``cluster``.
 
     ``previous``: the layouts of the micro-batch before, layer by layer, for readers who ask what moved. No time depends
@@ -202,6 +211,19 @@ class StepPlan:
             return _StepFields.model_validate_json(text, context=RECORDED).plan()
         except ValueError as error:
             raise ValueError(f"the text is no plan of a step: {in_words(error)}") from None
+
+    def _facts(self) -> str:
+        worst = max(plan.tokens.max_over_mean for plan in self.layers)
+        return (
+            f"{self.strategy.name!r}, {len(self.layers)} layers of {self.model.num_experts} experts on "
+            f"{self.cluster.num_ranks} ranks, {self.layers[0].load.total:,} tokens per layer, busiest rank of the "
+            f"worst layer {worst:.3f} × the mean"
+        )
+
+    def _columns(self) -> Columns:
+        each_L = [plan._columns() for plan in self.layers]
+        layers = [layer for layer, columns in enumerate(each_L) for _ in columns["rank"]]
+        return {"layer": layers, **{name: [cell for each in each_L for cell in each[name]] for name in each_L[0]}}
 
     def __str__(self) -> str:
         head = f"{self.strategy.name}: {len(self.layers)} layers on {self.cluster.num_ranks} ranks"

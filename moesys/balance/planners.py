@@ -20,7 +20,7 @@ from moesys.load import LoadMatrix
 def plan_layout(
     load: LoadMatrix,
     cluster: ClusterSpec,
-    config: Balance,
+    config: Balance | str,
     slots_per_rank: int | Sequence[int],
     *,
     model: ModelShape | None = None,
@@ -30,6 +30,7 @@ def plan_layout(
 ) -> ExpertLayout:
     """Returns the layout that ``config`` chooses for ``load``, with S as wide as the widest rank.
 
+    ``config`` is a planner or, for its defaults, its kind alone, such as "greedy".
     ``slots_per_rank`` is one number for all ranks or one a rank. ``previous``, the layout in force, lets ``Greedy`` and
     ``CpSat`` stay with it when it is as good as a new one, and is where ``FlexMoe`` begins; the others do not look.
     ``model`` is the layer's shape where it is known: then ``Greedy`` weighs balance against tokens between nodes by
@@ -44,6 +45,8 @@ def plan_layout(
     does a planner of one's own that raises, or returns what is no layout for these ranks and slots.
     """
     problem = PlanningProblem.of_layout(load, cluster, slots_per_rank, model, previous, strategy, units_per_token)
+    if not isinstance(config, Balance):
+        config = Balance.model_validate(config)
     layout: ExpertLayout = config.layout(problem) if config.kind in Balance.table else checked_layout(problem, config)
     return layout
 
@@ -51,7 +54,7 @@ def plan_layout(
 def plan_layouts(
     loads: Sequence[LoadMatrix],
     cluster: ClusterSpec,
-    config: Balance,
+    config: Balance | str,
     slots_per_rank: int | Sequence[int],
     *,
     model: ModelShape | None = None,
@@ -83,13 +86,14 @@ def split_tokens(
     load: LoadMatrix,
     layout: ExpertLayout,
     cluster: ClusterSpec,
-    config: Split,
+    config: Split | str,
     turn: int = 0,
     *,
     model: ModelShape | None = None,
     overlap: Overlap | None = None,
 ) -> TokenPlan:
-    """Divides the tokens of ``load`` over the replicas of ``layout``, as ``config`` says.
+    """Divides the tokens of ``load`` over the replicas of ``layout``, as ``config`` says, which is a split or, for its
+    defaults, its kind alone.
 
     ``turn``, the number of the micro-batch, rotates the tokens that do not divide evenly over the replicas. ``model``
     is the layer's shape where it is known: ``FlowSplit(max_inter_node="seconds")`` asks for it, others count tokens.
@@ -99,6 +103,8 @@ def split_tokens(
     model, for ``Quotas``, and where a split of one's own raises, or returns what does not send every token to a holder.
     """
     problem = PlanningProblem.of_split(load, layout, cluster, turn, model, overlap)
+    if not isinstance(config, Split):
+        config = Split.model_validate(config)
     plan: TokenPlan = config.split(problem) if config.kind in Split.table else checked_split(problem, config)
     return plan
 

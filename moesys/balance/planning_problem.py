@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 
 from moesys.config import ClusterSpec, ModelShape, Overlap, Sharding, Strategy
+from moesys.config.base import check_type
+from moesys.display import Columns, Display
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 
 
-@dataclass(frozen=True, eq=False)
-class PlanningProblem:
+@dataclass(frozen=True, eq=False, repr=False)
+class PlanningProblem(Display):
     """One layer's load, and where its experts and tokens may go.
 
     - ``load``: tokens of each source rank for each expert;
@@ -40,6 +42,13 @@ class PlanningProblem:
     overlap: Overlap | None = None
     units_per_token: int = 1
 
+    def _facts(self) -> str:
+        return f"{self.load._facts()}, {sum(self.slots_R):,} slots, turn {self.turn}"
+
+    def _columns(self) -> Columns:
+        ranks = range(self.load.num_ranks)
+        return {"rank": ranks, "tokens": self.load.tokens_RE.sum(axis=1), "slots": self.slots_R}
+
     @classmethod
     def of_layout(
         cls,
@@ -56,6 +65,8 @@ class PlanningProblem:
 
         Raises ValueError when load, model, cluster, slots and previous do not belong together.
         """
+        check_type(LoadMatrix, load=load)
+        check_type(ClusterSpec, cluster=cluster)
         check_model(load, model)
         slots_R = _checked_slots(load, cluster, slots_per_rank)
         if previous is not None:
@@ -77,6 +88,9 @@ class PlanningProblem:
 
         Raises ValueError when load, model, layout and cluster do not belong together.
         """
+        check_type(LoadMatrix, load=load)
+        check_type(ExpertLayout, layout=layout)
+        check_type(ClusterSpec, cluster=cluster)
         check_model(load, model)
         if not load.num_ranks == layout.num_ranks == cluster.num_ranks:
             raise ValueError(

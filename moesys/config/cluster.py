@@ -30,36 +30,37 @@ class ClusterSpec(Declared):
     # An instance is frozen and was validated; to validate it again would take its cached properties for fields.
     model_config = ConfigDict(revalidate_instances="never")
 
-    num_nodes: int = Field(1, ge=1)
-    ranks_per_node: int | tuple[int, ...] = Field(1, description="one number for every node, or one a node")
+    num_nodes: int = Field(1, ge=1, description="number of nodes")
+    ranks_per_node: int | tuple[int, ...] = Field(1, description="one number for every node, or one per node")
     ranks_per_domain: int | tuple[int, ...] | None = Field(
-        None, description="ranks that the fastest links join: one number for every domain, or one a domain; None: nodes"
+        None,
+        description="ranks that the fastest links join: one number, or one per domain; None: nodes",
     )
-    name: DisplayName = ""
+    name: DisplayName = Field("", description="name in tables; not part of the fingerprint")
     intra_node_gb_per_s: float = Field(
-        216.269, ge=SLOWEST_GB_PER_S, description="between two ranks of a domain, in or out of each, GB/s"
+        216.269, ge=SLOWEST_GB_PER_S, description="bandwidth between two ranks of a domain, in or out of each, GB/s"
     )
     inter_node_gb_per_s: float = Field(
-        88.9539, ge=SLOWEST_GB_PER_S, description="between domains, in or out of a whole node, GB/s"
+        88.9539, ge=SLOWEST_GB_PER_S, description="bandwidth between domains, in or out of a whole node, GB/s"
     )
-    expert_tflops: float = Field(237.0, ge=1e-12, le=1e12, description="dense matmul rate a rank reaches, TFLOP/s")
+    expert_tflops: float = Field(237.0, ge=1e-12, le=1e12, description="dense matmul rate of a rank, TFLOP/s")
     backward_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="the same of gradients' products, of inputs and weights; None: as forward"
+        None, ge=1e-12, le=1e12, description="matmul rate for gradients of inputs and weights; None: as forward"
     )
     attention_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="the same of attention scores and what they sum; None: as other products"
+        None, ge=1e-12, le=1e12, description="rate of attention scores and their weighted sums; None: as other products"
     )
     attention_backward_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="the same of their gradients; None: as attention_tflops"
+        None, ge=1e-12, le=1e12, description="rate of the gradients of attention scores; None: as attention_tflops"
     )
     fp8_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="of products in float8, backward too; None: it has none"
+        None, ge=1e-12, le=1e12, description="rate of float8 products, also in backward; None: no float8"
     )
     peak_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="by data sheet, in 16 bits, dense; utilisation is a share of it"
+        None, ge=1e-12, le=1e12, description="dense 16-bit peak by data sheet; MFU is relative to it"
     )
     memory_gb_per_s: float | None = Field(
-        None, ge=SLOWEST_GB_PER_S, description="of a rank's own memory, GB/s; None: it costs no time"
+        None, ge=SLOWEST_GB_PER_S, description="bandwidth of a rank's memory, GB/s; None: memory costs no time"
     )
     elementwise_gb_per_s: float | None = Field(
         None,
@@ -68,33 +69,29 @@ class ClusterSpec(Declared):
         "their time, GB/s; None: as memory_gb_per_s",
     )
     elementwise_backward_gb_per_s: float | None = Field(
-        None, ge=SLOWEST_GB_PER_S, description="the same of their gradients, GB/s; None: as elementwise_gb_per_s"
+        None, ge=SLOWEST_GB_PER_S, description="the same for their gradients, GB/s; None: as elementwise_gb_per_s"
     )
     optimizer_gb_per_s: float | None = Field(
         None,
         ge=SLOWEST_GB_PER_S,
         description="bytes that an optimizer reads and writes at least, over its time, GB/s; None: as memory_gb_per_s",
     )
-    memory_gb: float | None = Field(
-        None, gt=0, le=1e9, description="memory of a rank, 1e9 bytes; None: nobody says how much there is"
+    memory_gb: float | None = Field(None, gt=0, le=1e9, description="memory of a rank, 1e9 bytes; None: unknown")
+    multiprocessors: int = Field(
+        1, ge=1, description="multiprocessors of a rank: products run in waves of that many tiles"
     )
-    multiprocessors: int = Field(1, ge=1, description="of a rank: products run in waves of so many tiles")
     tile_rows: int = Field(1, ge=1, description="rows of a tile; an expert's rows are rounded up to whole tiles")
     tile_columns: int = Field(1, ge=1, description="columns of a tile of a product")
     copy_share: float = Field(
-        0.0, ge=0, lt=1, description="part of a rank's computing that is lost while its messages move beside it"
+        0.0, ge=0, lt=1, description="share of a rank's computing power that is lost while its messages move"
     )
     fused_rate: float = Field(
-        1.0, gt=0, le=1, description="rate of a product's tiles inside a MegaKernel over that in a kernel of their own"
+        1.0, gt=0, le=1, description="rate of tiles inside a MegaKernel divided by the rate in a separate kernel"
     )
-    launch_us: Microseconds = Field(0.0, description="from the end of one kernel to the start of the next")
-    flag_us: Microseconds = Field(0.0, description="from a flag's release on one rank to its sight on another")
-    intra_node_us: Microseconds = Field(
-        0.0, description="a message inside a domain takes so long before its first byte"
-    )
-    inter_node_us: Microseconds = Field(
-        0.0, description="a message between domains takes so long before its first byte"
-    )
+    launch_us: Microseconds = Field(0.0, description="time from the end of one kernel to the start of the next")
+    flag_us: Microseconds = Field(0.0, description="time from raising a flag on one rank until another sees it")
+    intra_node_us: Microseconds = Field(0.0, description="latency of a message inside a domain")
+    inter_node_us: Microseconds = Field(0.0, description="latency of a message between domains")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -40,14 +40,17 @@ class Experiment(Declared):
     display_fields: ClassVar[frozenset[str]] = frozenset({"name", "description"})
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="names the run folder")
-    description: str = ""
+    description: str = Field("", description="one line about the question; not part of the fingerprint")
     # The default is none: what leaves it out is refused or filled in before.
     model: ModelShape = Field(default=None, validate_default=True)
-    cluster: ClusterSpec
+    """The layer that strategies compute; left out with ``ModelTraining``."""
+    cluster: ClusterSpec = Field(description="where strategies run, or are simulated")
     strategies: tuple[Strategy, ...] = Field(min_length=1)
-    workload: Workload
+    """Strategies that are compared; the first one is the baseline."""
+    workload: Workload = Field(description="what is trained, generated or replayed")
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(tuple(range(8)), min_length=1)
-    repeat_baseline: bool = Field(False, description="run the baseline twice a seed; the second is a row of its own")
+    """Seeds of the trials; strategies are paired by seed."""
+    repeat_baseline: bool = Field(False, description="run the baseline twice per seed; the second is a row of its own")
 
     @model_validator(mode="before")
     @classmethod

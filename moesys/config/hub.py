@@ -19,6 +19,7 @@ import pydantic_core
 from moesys.config.base import DType
 from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
 from moesys.config.model import ModelShape
+from moesys.kinds import did_you_mean
 
 # Configurations of another model_type that are one of these families.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
@@ -81,9 +82,10 @@ def read_config(model: str) -> dict[str, Any]:
             text, source = path.read_text(encoding="utf-8"), str(path)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else f"it is no text: {error}"
+            names = [*model_names(), *published_names()]
             raise ValueError(
                 f"model={model!r}: cannot read {path}: {reason}; give a config.json, a folder with one, or one of "
-                f"{', '.join([*model_names(), *published_names()])}"
+                f"{', '.join(names)}{did_you_mean(model, names)}"
             ) from None
     return parse_config(text, f"model={model!r}: {source}")
 

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared
+from moesys.config.base import Declared, OfKind
 from moesys.config.model import ModelShape
 
 
@@ -90,7 +90,7 @@ class Mla(Declared):
     """
 
     kind: Literal["mla"] = "mla"
-    num_heads: int = Field(ge=1)
+    num_heads: int = Field(ge=1, description="number of attention heads")
     q_lora_rank: int | None = Field(None, ge=1, description="width of the latent of queries; None: queries have none")
     kv_lora_rank: int = Field(ge=1, description="width of the latent of keys and values")
     qk_nope_head_dim: int = Field(ge=1, description="width of a head's queries and keys without position")
@@ -133,7 +133,7 @@ class Mla(Declared):
         return (self.kv_lora_rank,) if self.q_lora_rank is None else (self.q_lora_rank, self.kv_lora_rank)
 
 
-Attention = Annotated[Gqa | Mla, Field(discriminator="kind")]
+Attention = Annotated[Gqa | Mla, OfKind()]
 
 
 class DenseMlp(Declared):
@@ -141,7 +141,7 @@ class DenseMlp(Declared):
 
     kind: Literal["dense"] = "dense"
     intermediate_size: int = Field(ge=1, description="its width")
-    gated: bool = Field(True, description="up has a gate beside it, of the same width")
+    gated: bool = Field(True, description="the up projection has a gate of the same width")
 
     def products(self, hidden_size: int) -> dict[str, Product]:
         """Returns the two products by name. Gate and up are one."""
@@ -158,7 +158,7 @@ class MoeMlp(Declared):
     """
 
     kind: Literal["moe"] = "moe"
-    shape: ModelShape
+    shape: ModelShape = Field(description="shape of the experts and of the router")
     shared_intermediate_size: int | None = Field(None, ge=1, description="width of the shared expert (Qwen2-MoE)")
     shared_gate: bool = Field(False, description="a sigmoid of each token scales the shared expert (Qwen2-MoE)")
     expert_bias: bool = Field(False, description="both products of an expert have a bias (GPT-OSS)")
@@ -201,14 +201,14 @@ class MoeMlp(Declared):
         return sum(product.parameters for product in self.expert_products.values())
 
 
-Mlp = Annotated[DenseMlp | MoeMlp, Field(discriminator="kind")]
+Mlp = Annotated[DenseMlp | MoeMlp, OfKind()]
 
 
 class LayerSpec(Declared):
     """One layer: attention and an MLP, each behind an RMSNorm, each added to the row that it read."""
 
-    attention: Attention
-    mlp: Mlp
+    attention: Attention = Field(description="attention of the layer")
+    mlp: Mlp = Field(description="dense MLP, or experts, of the layer")
 
     @property
     def has_experts(self) -> bool:

@@ -32,7 +32,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from moesys.config.base import Declared
+from moesys.config.base import Declared, kind_in, of_class, unknown_kind
 
 _SCRIPTS = ("__main__", "__mp_main__")
 
@@ -278,6 +278,11 @@ class Member(Declared):
             return super().__eq__(other)
         return self.own_code.is_that_of(other.own_code) and self.__dict__ == other.__dict__
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yields the fields that differ from their defaults, without the kind of a user's class."""
+        args = super().__repr_args__()
+        return args if self.own_code is None else ((name, value) for name, value in args if name != "kind")
+
     def _identity(self) -> dict[str, Any]:
         """Returns the fields that count; for a class of a user's own all fields, and the digest of its source."""
         if self.own_code is None and not isinstance(self, self.recorded):
@@ -337,23 +342,19 @@ class Member(Declared):
     def _chosen(cls, value: Any, info: ValidationInfo) -> Any:
         """Returns the member that ``value`` is or describes, validated by its own class."""
         if isinstance(value, cls) and (value.own_code is not None or isinstance(value, cls.recorded)):
-            return type(value).model_validate(value)
-        kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+            return of_class(type(value), value, info)
+        kind, value = kind_in(value)
         if isinstance(kind, str) and kind in cls.table:
-            return cls.class_of(kind).model_validate(value, context=info.context)
-        if not isinstance(value, dict | Member):
-            raise ValueError(f"Input should be a valid dictionary or an instance of ms.{cls.__name__}")
+            return of_class(cls.class_of(kind), value, info)
         kinds = ", ".join(cls.table)
         if not isinstance(kind, str) or ":" not in kind or not isinstance(value, dict):
-            raise ValueError(
-                f"kind={kind!r} is no kind of {cls.union}; use one of {kinds}, or the import path of "
-                f"a class of your own that extends ms.{cls.__name__}, such as my_planners:RoundRobin"
-            )
+            others = f", nor the import path of a class that extends ms.{cls.__name__}, such as my_planners:RoundRobin"
+            raise ValueError(unknown_kind(kind, cls.table, others))
         recorded = info.context == RECORDED
         if (own := cls.own_class(kind, value.get("source_digest") if recorded else None)) is not None:
-            return own.model_validate(value)
+            return of_class(own, value, info)
         if recorded:
-            return cls.recorded.model_validate(value)
+            return of_class(cls.recorded, value, info)
         module = kind.partition(":")[0]
         if module in sys.modules:
             raise ValueError(

@@ -19,7 +19,7 @@ class ModelShape(Declared):
     intermediate_size: int = Field(ge=1, description="I, width of one expert (moe_intermediate_size elsewhere)")
     num_experts: int = Field(ge=1, description="E, routed experts")
     top_k: int = Field(ge=1, description="K, experts a token is sent to (num_experts_per_tok elsewhere)")
-    dtype: DType = "float32"
+    dtype: DType = Field("float32", description="dtype of computation and of restored experts; masters are float32")
     scoring_func: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="softmax over all experts, or sigmoid with a correction bias (DeepSeek-V3)"
     )
@@ -31,7 +31,7 @@ class ModelShape(Declared):
     router_aux_loss_coef: float = Field(0.0, ge=0, description="coefficient of the load-balancing loss")
     router_z_loss_coef: float = Field(0.0, ge=0, description="coefficient of the router z-loss")
     router_bias_update_rate: float = Field(
-        0.0, ge=0, description="step of the correction bias towards balance (DeepSeek-V3's gamma); 0 leaves it alone"
+        0.0, ge=0, description="step size of the correction bias (DeepSeek-V3's gamma); 0: constant"
     )
     initializer_range: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
 

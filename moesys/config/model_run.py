@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import BYTES_PER_ELEMENT, Declared
+from moesys.config.base import BYTES_PER_ELEMENT, Declared, LongName
 from moesys.config.cluster import ClusterSpec
 from moesys.config.layer_spec import MoeMlp
 from moesys.config.model import ModelShape
@@ -28,14 +28,16 @@ class Parallelism(Declared):
     experts never see a token twice.
     """
 
-    tensor: int = Field(1, ge=1, description="ranks that share each product of attention and dense layers")
-    context: int = Field(1, ge=1, description="ranks that share a sequence")
-    pipeline: int = Field(1, ge=1, description="stages")
-    virtual_stages: int = Field(1, ge=1, description="parts of the model in each stage; more than 1: interleaved")
-    expert: int | None = Field(None, ge=1, description="ranks of an expert group; None: all of a stage")
-    schedule: PipelineSchedule = "1f1b"
+    tp: int = Field(
+        1, ge=1, description="tensor parallelism: ranks that share each product of attention and dense layers"
+    )
+    cp: int = Field(1, ge=1, description="context parallelism: ranks that share a sequence")
+    pp: int = Field(1, ge=1, description="pipeline parallelism: stages")
+    vp: int = Field(1, ge=1, description="virtual pipeline: parts of the model in each stage; more than 1: interleaved")
+    ep: int | None = Field(None, ge=1, description="expert parallelism: ranks of an expert group; None: all of a stage")
+    schedule: PipelineSchedule = Field("1f1b", description="schedule of the pipeline")
     overlap_micro_batches: bool = Field(
-        False, description="a micro-batch's forward runs beside another's backward: one computes while the other sends"
+        False, description="run a micro-batch's forward concurrently with another's backward"
     )
     dense: Literal["replicated", "optimizer", "full"] = Field(
         "optimizer", description="what data-parallel ranks shard of dense parameters: nothing, optimizer states, or all"
@@ -46,42 +48,39 @@ class Parallelism(Declared):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.virtual_stages > 1 and self.pipeline == 1:
+        if self.vp > 1 and self.pp == 1:
+            raise ValueError(f"vp={self.vp} interleaves the stages of a pipeline, but pp=1; use vp=1, or more stages")
+        if self.vp > 1 and self.schedule == "zero_bubble":
             raise ValueError(
-                f"virtual_stages={self.virtual_stages} interleaves the stages of a pipeline, but pipeline=1; "
-                "use virtual_stages=1, or more stages"
-            )
-        if self.virtual_stages > 1 and self.schedule == "zero_bubble":
-            raise ValueError(
-                f"schedule='zero_bubble' has one part of the model a stage, not virtual_stages={self.virtual_stages}; "
-                "use schedule='1f1b', or virtual_stages=1"
+                f"schedule='zero_bubble' has one part of the model a stage, not vp={self.vp}; "
+                "use schedule='1f1b', or vp=1"
             )
         if self.overlap_micro_batches and self.schedule == "zero_bubble":
             raise ValueError(
                 "overlap_micro_batches=True pairs forwards with whole backwards, which schedule='zero_bubble' splits; "
                 "use schedule='1f1b'"
             )
-        if self.overlap_micro_batches and self.pipeline > 1 and self.virtual_stages == 1:
+        if self.overlap_micro_batches and self.pp > 1 and self.vp == 1:
             raise ValueError(
-                f"overlap_micro_batches=True with pipeline={self.pipeline} needs interleaved stages, as Megatron-Core "
-                "does: else each stage waits for the next one's pair; use virtual_stages=2 or more, or pipeline=1"
+                f"overlap_micro_batches=True with pp={self.pp} needs interleaved stages, as Megatron-Core "
+                "does: else each stage waits for the next one's pair; use vp=2 or more, or pp=1"
             )
         return self
 
     def groups(self, cluster: ClusterSpec) -> Groups:
         """Returns the sizes of all groups. Raises ValueError where they do not multiply to the cluster's ranks."""
-        ranks, replica = cluster.num_ranks, self.tensor * self.context * self.pipeline
+        ranks, replica = cluster.num_ranks, self.tp * self.cp * self.pp
         if ranks % replica:
             raise ValueError(
-                f"tensor={self.tensor}, context={self.context} and pipeline={self.pipeline} multiply to {replica}, "
+                f"tp={self.tp}, cp={self.cp} and pp={self.pp} multiply to {replica}, "
                 f"which does not divide the cluster's {ranks} ranks; choose divisors of {ranks}"
             )
-        stage = ranks // self.pipeline
-        expert = stage if self.expert is None else self.expert
+        stage = ranks // self.pp
+        expert = stage if self.ep is None else self.ep
         if stage % expert:
             raise ValueError(
-                f"expert={expert} does not divide the {stage} ranks of a stage ({ranks} ranks, pipeline="
-                f"{self.pipeline}); choose a divisor of {stage}, or None for all of them"
+                f"ep={expert} does not divide the {stage} ranks of a stage ({ranks} ranks, pp="
+                f"{self.pp}); choose a divisor of {stage}, or None for all of them"
             )
         return Groups(data=ranks // replica, stage=stage, expert=expert, expert_data=stage // expert)
 
@@ -103,10 +102,10 @@ class ModelRun(Declared):
     often as ``global_batch`` needs.
     """
 
-    model: ModelSpec
-    cluster: ClusterSpec
-    strategy: Strategy = Field({"name": "ep"}, validate_default=True)
-    parallelism: Parallelism = Parallelism()
+    model: ModelSpec = Field(description="the model")
+    cluster: ClusterSpec = Field(description="the cluster, whose nodes are equal")
+    strategy: Strategy = Field({"name": "ep"}, validate_default=True, description="strategy of the layers with experts")
+    parallelism: Parallelism = Field(Parallelism(), description="how ranks share everything else")
     seq_len: int = Field(4096, ge=1, description="tokens of a sequence")
     micro_batch: int = Field(1, ge=1, description="sequences of a data-parallel rank in a micro-batch")
     global_batch: int | None = Field(
@@ -114,10 +113,10 @@ class ModelRun(Declared):
     )
     fp8: bool = Field(False, description="products with weights in float8; masters, scores, router and head are not")
     fp8_rows: bool = Field(
-        False, description="with fp8, rows go to experts in float8, gradients too; both come home in the model's dtype"
+        False, description="with fp8: dispatch rows and gradients in float8; both return in the model's dtype"
     )
-    gradient_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the gradients that a rank keeps between micro-batches, and sums with other ranks"
+    gradient_dtype: Annotated[Literal["float32", "bfloat16"], LongName] = Field(
+        "float32", description="dtype of gradients that are kept between micro-batches and summed over ranks"
     )
     host_us: float = Field(
         0.0,
@@ -145,26 +144,26 @@ class ModelRun(Declared):
                 "in one layer at least"
             )
         heads = min(layer.attention.num_heads for layer in self.model.layer_counts)
-        if parallel.tensor > heads or heads % parallel.tensor:
+        if parallel.tp > heads or heads % parallel.tp:
             raise ValueError(
-                f"tensor={parallel.tensor} does not divide the {heads} heads of attention; choose a divisor of {heads}"
+                f"tp={parallel.tp} does not divide the {heads} heads of attention; choose a divisor of {heads}"
             )
-        if (parts := parallel.pipeline * parallel.virtual_stages) > self.model.num_layers:
+        if (parts := parallel.pp * parallel.vp) > self.model.num_layers:
             raise ValueError(
-                f"pipeline={parallel.pipeline} with virtual_stages={parallel.virtual_stages} cuts "
+                f"pp={parallel.pp} with vp={parallel.vp} cuts "
                 f"{self.model.num_layers} layers into {parts} parts; use at most {self.model.num_layers}"
             )
         for attention in {layer.attention for layer in self.model.layer_counts}:
-            few, many = sorted((parallel.tensor, attention.num_kv_heads))
+            few, many = sorted((parallel.tp, attention.num_kv_heads))
             if many % few:
                 raise ValueError(
-                    f"tensor={parallel.tensor} neither divides the {attention.num_kv_heads} heads of keys, nor has "
+                    f"tp={parallel.tp} neither divides the {attention.num_kv_heads} heads of keys, nor has "
                     "each head equally many ranks; choose a divisor or a multiple"
                 )
-        sharing = parallel.tensor * parallel.context
+        sharing = parallel.tp * parallel.cp
         if self.seq_len % sharing:
             raise ValueError(
-                f"tensor={parallel.tensor} and context={parallel.context} share each sequence, and do not divide its "
+                f"tp={parallel.tp} and cp={parallel.cp} share each sequence, and do not divide its "
                 f"seq_len={self.seq_len} tokens; choose divisors"
             )
         at_once = groups.data * self.micro_batch
@@ -173,11 +172,11 @@ class ModelRun(Declared):
                 f"global_batch={self.global_batch} is no multiple of the {at_once} sequences that {groups.data} "
                 f"data-parallel ranks take at once with micro_batch={self.micro_batch}; use a multiple"
             )
-        if parallel.virtual_stages > 1 and self.num_micro_batches % parallel.pipeline:
+        if parallel.vp > 1 and self.num_micro_batches % parallel.pp:
             raise ValueError(
                 f"global_batch={self.global_batch} makes {self.num_micro_batches} micro-batches, which do not fill the "
-                f"groups of pipeline={parallel.pipeline} that virtual_stages={parallel.virtual_stages} goes through; "
-                f"use a multiple of {parallel.pipeline * at_once}"
+                f"groups of pp={parallel.pp} that vp={parallel.vp} goes through; "
+                f"use a multiple of {parallel.pp * at_once}"
             )
         if self.fp8 and self.cluster.fp8_tflops is None:
             raise ValueError(
@@ -209,7 +208,7 @@ class ModelRun(Declared):
     def num_micro_batches(self) -> int:
         """The micro-batches of a data-parallel rank in a step."""
         if self.global_batch is None:
-            return self.parallelism.pipeline
+            return self.parallelism.pp
         return self.global_batch // (self.groups.data * self.micro_batch)
 
     @property
@@ -219,7 +218,7 @@ class ModelRun(Declared):
     @property
     def tokens_per_rank(self) -> int:
         """The tokens of a micro-batch on each rank of an expert group."""
-        return self.micro_batch * self.seq_len // (self.parallelism.tensor * self.parallelism.context)
+        return self.micro_batch * self.seq_len // (self.parallelism.tp * self.parallelism.cp)
 
     @property
     def expert_cluster(self) -> ClusterSpec:

@@ -14,20 +14,22 @@ from pydantic import Field, model_validator
 from moesys.config.base import BYTES_PER_ELEMENT, Declared, DisplayName, DType
 from moesys.config.hub import hub_model, read_config
 from moesys.config.layer_spec import LayerSpec, MoeMlp
+from moesys.display import Columns, Display
 
 
-class ModelSpec(Declared):
+class ModelSpec(Display, Declared):
     """A decoder of transformers' families: an embedding, layers, an RMSNorm, and a head that predicts the next token.
 
-    ``dtype`` is that of activations and of the weights that products read; masters are float32 whatever it says.
+    ``dtype`` is that of activations and of the weights that products read; masters are float32 whatever it says. In
+    another declaration, a string stands for what ``from_config`` makes of it.
     """
 
-    name: DisplayName = Field("", description="for people; not part of the fingerprint")
+    name: DisplayName = Field("", description="name in tables; not part of the fingerprint")
     hidden_size: int = Field(ge=1, description="H, width of a token")
     vocab_size: int = Field(ge=1, description="V, rows of the embedding and columns of the head")
     tied_embeddings: bool = Field(False, description="the head's weights are those of the embedding")
-    layers: tuple[LayerSpec, ...] = Field(min_length=1, description="in the order in which they run")
-    dtype: DType = "bfloat16"
+    layers: tuple[LayerSpec, ...] = Field(min_length=1, description="layers in the order in which they run")
+    dtype: DType = Field("bfloat16", description="dtype of activations and of the weights that products read")
 
     @classmethod
     def from_config(
@@ -43,6 +45,11 @@ class ModelSpec(Declared):
         """
         config = model if isinstance(model, Mapping) else read_config(fspath(model))
         return cls(name=_name_of(model) if name is None else name, dtype=dtype, **hub_model(config, dtype)._asdict())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, fields: Any) -> Any:
+        return dict(cls.from_config(fields)) if isinstance(fields, str) else fields
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -61,6 +68,28 @@ class ModelSpec(Declared):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def _facts(self) -> str:
+        experts = next((layer.mlp.shape for layer in self.layers if isinstance(layer.mlp, MoeMlp)), None)
+        routed = "" if experts is None else f", {experts.num_experts} experts, top_k={experts.top_k}"
+        billions = f"{self.num_parameters / 1e9:,.2f} B parameters, {self.active_parameters / 1e9:,.2f} B active"
+        return f"{self.name!r}, {self.num_layers} layers, hidden size {self.hidden_size:,}{routed}, {billions}"
+
+    def _columns(self) -> Columns:
+        return {
+            "layer": range(self.num_layers),
+            "attention": [layer.attention.kind for layer in self.layers],
+            "mlp": [layer.mlp.kind for layer in self.layers],
+            "parameters": [layer.num_parameters(self.hidden_size) for layer in self.layers],
+            "active_parameters": [layer.active_parameters(self.hidden_size) for layer in self.layers],
+        }
+
+    def _shown(self) -> Columns:
+        """Returns a row for each kind of layer."""
+        kinds, columns = self.layer_counts, self._columns()
+        first = [self.layers.index(kind) for kind in kinds]
+        rows = {name: [columns[name][layer] for layer in first] for name in columns if name != "layer"}
+        return {"layers": list(kinds.values()), **rows}
 
     @property
     def layer_counts(self) -> dict[LayerSpec, int]:

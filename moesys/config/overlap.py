@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared
+from moesys.config.base import Declared, OfKind
 from moesys.config.cluster import ClusterSpec
 
 # On one rank there is nothing to overlap with, whatever the overlap.
@@ -22,9 +22,11 @@ class _Messages(Declared):
     nothing else: no overlap changes them.
     """
 
-    node_dispatch: Literal["direct", "once"] = Field("direct", description="a row a choice, or a row a node and token")
+    node_dispatch: Literal["direct", "once"] = Field(
+        "direct", description="one row per choice, or one row per node and token"
+    )
     combine: Literal["ordered", "per_node"] = Field(
-        "ordered", description="every row comes home, or one partial sum a node and token (with node_dispatch='once')"
+        "ordered", description="return every row, or one partial sum per node and token (with node_dispatch='once')"
     )
 
     @model_validator(mode="after")
@@ -87,7 +89,7 @@ class Pipelined(_Messages):
     """Tokens in ``chunks``: dispatch of the next and combine of the last in flight while one is computed."""
 
     kind: Literal["pipelined"] = "pipelined"
-    chunks: int = Field(ge=1)
+    chunks: int = Field(ge=1, description="number of parts into which the tokens of a micro-batch are divided")
 
     def words(self) -> list[str]:
         """Describes what runs beside what, for ``explain``."""
@@ -103,19 +105,17 @@ class MegaKernel(Declared):
 
     kind: Literal["mega_kernel"] = "mega_kernel"
     fused: Literal["both", "dispatch", "combine", "none"] = Field(
-        "both", description="sides that are one kernel with the product beside them"
+        "both", description="sides that are one kernel with their product"
     )
     dispatch_share: float = Field(
-        0.25, ge=0, le=1, description="at least this part of the first tasks pulls rows; 1: all before any product"
+        0.25, ge=0, le=1, description="least share of the first tasks that pull rows; 1: all before any product"
     )
     combine_share: float = Field(
-        0.0, ge=0, lt=1, description="at most this part of the tasks pushes rows home; 0: tiles push their own"
+        0.0, ge=0, lt=1, description="largest share of tasks that push rows; 0: tiles push their own"
     )
-    reduce_share: float = Field(
-        0.0, ge=0, le=1, description="at most this part of backward's last tasks sums rows beside weight gradients"
-    )
-    granularity: Literal["tile", "expert"] = Field("tile", description="what one flag stands for")
-    tile_order: Literal["largest_first", "slots"] = Field("largest_first", description="of experts in the queue")
+    reduce_share: float = Field(0.0, ge=0, le=1, description="largest share of backward's last tasks that sum rows")
+    granularity: Literal["tile", "expert"] = Field("tile", description="what one flag signals")
+    tile_order: Literal["largest_first", "slots"] = Field("largest_first", description="order of experts in the queue")
     deduplicate: bool = Field(False, description="a token that goes to several experts of a rank is pulled once")
     keep_x: bool = Field(
         True,
@@ -135,16 +135,16 @@ class MegaKernel(Declared):
     warps: int | None = Field(
         None, ge=1, description="warps of a program, a power of two, on GPUs in 16 bits at least 4"
     )
-    stages: int | None = Field(None, ge=1, description="steps of a product whose operands are on their way")
-    programs: int | None = Field(None, ge=1, description="resident programs of a rank; None: one a multiprocessor")
+    stages: int | None = Field(None, ge=1, description="steps of a product whose operands are loaded ahead")
+    programs: int | None = Field(None, ge=1, description="resident programs of a rank; None: one per multiprocessor")
     rows_cap: float = Field(
-        1.25, ge=1, description="a rank gets at most so many times the choices of the rank with most tokens"
+        1.25, ge=1, description="most rows of a rank, in multiples of the choices of the rank with most tokens"
     )
     most_tokens: int | None = Field(
-        None, ge=1, description="tokens of a rank in a micro-batch; given, devices plan and no host waits; None: any"
+        None, ge=1, description="largest number of tokens of a rank in a micro-batch; devices plan; None: any"
     )
     timeout_s: float | None = Field(
-        None, gt=0, description="a wait for a peer that takes longer is given up, on all ranks; None: as collectives"
+        None, gt=0, description="time-out of waits for peers, on all ranks; None: as collectives"
     )
 
     reaches_memory: ClassVar[Literal[True]] = True
@@ -244,4 +244,4 @@ class MegaKernel(Declared):
         return self
 
 
-Overlap = Annotated[Sequential | Pipelined | MegaKernel, Field(discriminator="kind")]
+Overlap = Annotated[Sequential | Pipelined | MegaKernel, OfKind()]

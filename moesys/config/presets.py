@@ -5,10 +5,13 @@ Change one with ``replace``: ``presets.MIXTRAL_8X7B.replace(dtype="float32")``.
 
 from __future__ import annotations
 
+from typing import Any
+
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.sharding import Fsep, SlotCount
 from moesys.config.strategy import Strategy, WindowMean
+from moesys.kinds import did_you_mean
 
 # huggingface.co/mistralai/Mixtral-8x7B-v0.1, config.json.
 MIXTRAL_8X7B = ModelShape(
@@ -211,6 +214,12 @@ def gb300(num_nodes: int = 1) -> ClusterSpec:
 
 # LAER-MoE's testbed.
 LAER_A100 = a100(num_nodes=4)
+
+
+def __getattr__(name: str) -> Any:
+    public = [each for each in globals() if not each.startswith("_")]
+    raise AttributeError(f"ms.presets has no {name!r}{did_you_mean(name, public)}")
+
 
 Slots = SlotCount | tuple[SlotCount, ...]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared
+from moesys.config.base import Declared, OfKind
 
 SlotCount = Annotated[int, Field(ge=0, strict=True)]
 SlotGigabytes = Annotated[float, Field(ge=0, le=1e9)]
@@ -22,11 +22,12 @@ class Ep(Declared):
 
     kind: Literal["ep"] = "ep"
     slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
+    """Experts that a rank can hold, one number or one per rank. None and no memory for slots: none are lent."""
     slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
-        None, description="memory for experts in their compute dtype, 1e9 bytes a rank, instead of slots_per_rank"
+        None, description="memory for experts in their compute dtype, 1e9 bytes per rank, instead of slots_per_rank"
     )
     lend: Literal["flat", "hierarchical"] = Field(
-        "flat", description="to every holder, or one copy a node, which returns one sum (a numerics class)"
+        "flat", description="a copy to every holder, or one per node, which returns one sum (a numerics class)"
     )
 
     @model_validator(mode="after")
@@ -60,17 +61,21 @@ class Fsep(Declared):
 
     kind: Literal["fsep"] = "fsep"
     slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
+    """Experts that a rank can hold at a time, one number or one per rank."""
     slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
-        None, description="memory for experts in their compute dtype, 1e9 bytes a rank, instead of slots_per_rank"
+        None, description="memory for experts in their compute dtype, 1e9 bytes per rank, instead of slots_per_rank"
     )
-    prefetch_layers: int = Field(0, ge=0, description="restores of so many next layers are in flight (linked)")
-    delay_reshard: bool = Field(False, description="gradients travel behind the next backward (linked)")
+    prefetch_layers: int = Field(
+        0, ge=0, description="following layers whose experts are gathered ahead (linked layers)"
+    )
+    delay_reshard: bool = Field(False, description="send gradients during the next layer's backward (linked layers)")
     reshard_after_forward: bool = True
+    """Frees experts after forward and gathers them again in backward; False keeps them."""
     restore: Literal["flat", "hierarchical"] = Field(
-        "flat", description="one all-to-all, or one copy a node and then a spread inside it"
+        "flat", description="one all-to-all, or one copy per node that is spread inside it"
     )
     reshard: Literal["flat", "hierarchical"] = Field(
-        "flat", description="every gradient goes home by itself, or a node's are summed first (a numerics class)"
+        "flat", description="each gradient returns by itself, or a node's are summed first (a numerics class)"
     )
 
     @model_validator(mode="after")
@@ -88,4 +93,4 @@ class Fsep(Declared):
         return self.restore == self.reshard == "flat"
 
 
-Sharding = Annotated[Ep | Fsep, Field(discriminator="kind")]
+Sharding = Annotated[Ep | Fsep, OfKind()]

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from moesys.config.balance import Balance
-from moesys.config.base import BYTES_PER_GB, Declared, DisplayName
+from moesys.config.base import BYTES_PER_GB, Declared, DisplayName, OfKind
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.overlap import Overlap, Sequential
@@ -29,7 +29,7 @@ class WindowMean(Declared):
     """The mean of the newest ``steps`` loads (LAER-MoE: 5)."""
 
     kind: Literal["window_mean"] = "window_mean"
-    steps: int = Field(5, ge=1)
+    steps: int = Field(5, ge=1, description="number of newest loads that are averaged")
 
 
 class Ema(Declared):
@@ -37,15 +37,17 @@ class Ema(Declared):
 
     kind: Literal["ema"] = "ema"
     decay: float = Field(0.7, ge=0, lt=1)
+    """The load of k micro-batches ago has the weight ``decay`` to the power of k."""
 
 
 class Adaptive(Declared):
     """Uses the predictor that was closest lately: each one is tested on every load before it sees the load."""
 
     kind: Literal["adaptive"] = "adaptive"
-    candidates: tuple[Annotated[Last | WindowMean | Ema, Field(discriminator="kind")], ...] = Field(
+    candidates: tuple[Annotated[Last | WindowMean | Ema, OfKind()], ...] = Field(
         (Last(), WindowMean(steps=5), Ema(decay=0.5), Ema(decay=0.9)), min_length=1
     )
+    """Predictors of which the most accurate one is used."""
     memory: int = Field(16, ge=1, description="loads over which an error is forgotten to 1/e")
 
 
@@ -58,7 +60,7 @@ class Oracle(Declared):
     kind: Literal["oracle"] = "oracle"
 
 
-Predictor = Annotated[Last | WindowMean | Ema | Adaptive | Oracle, Field(discriminator="kind")]
+Predictor = Annotated[Last | WindowMean | Ema | Adaptive | Oracle, OfKind()]
 
 
 class Ordered(Declared):
@@ -82,31 +84,34 @@ class LayoutInvariant(Declared):
     kind: Literal["layout_invariant"] = "layout_invariant"
     block_rows: int = Field(256, ge=16, le=65536, description="rows of an expert whose gradient is one product")
     token_block: int = Field(
-        32, ge=32, multiple_of=32, description="of tokens that do not travel; every rank's are a multiple of it"
+        32,
+        ge=32,
+        multiple_of=32,
+        description="block of tokens for router and shared experts; each rank has a multiple of it",
     )
     # Bytes of an element of an expert's gradient: float64, in which gradients of ranks are added.
     gradient_bytes: ClassVar[int] = 8
 
 
-Reduction = Annotated[Ordered | LayoutInvariant, Field(discriminator="kind")]
+Reduction = Annotated[Ordered | LayoutInvariant, OfKind()]
 
 
 class Strategy(Declared):
     """Everything that decides how an MoE layer runs, and nothing that decides what it computes."""
 
-    name: DisplayName = Field(min_length=1)
-    sharding: Sharding = Ep()
+    name: DisplayName = Field(min_length=1, description="name in tables; not part of the fingerprint")
+    sharding: Sharding = Field(Ep(), description="how expert weights are distributed over ranks")
     balance: Balance = Field({"kind": "static"}, validate_default=True)
-    predictor: Predictor = Last()
+    """The planner of layouts: which rank holds which experts."""
+    predictor: Predictor = Field(Last(), description="the load that balance plans for")
     split: Split = Field({"kind": "even"}, validate_default=True)
-    overlap: Overlap = Sequential()
-    reduction: Reduction = Ordered()
-    replan_every: int = Field(1, ge=1, description="a layout is planned after every so many micro-batches")
-    lag: int = Field(
-        1, ge=0, description="a plan made on micro-batch t is used from t + lag on; 0: on the counts that it is made on"
-    )
+    """How the current tokens are divided over replicas."""
+    overlap: Overlap = Field(Sequential(), description="which communication runs beside computation")
+    reduction: Reduction = Field(Ordered(), description="the order of sums, and so which results have the same bits")
+    replan_every: int = Field(1, ge=1, description="number of micro-batches between two layout plans")
+    lag: int = Field(1, ge=0, description="a plan made on micro-batch t is used from t + lag on; 0: on its own counts")
     late_slots: int = Field(
-        0, ge=0, description="so many of a rank's slots are filled after the router, where that pays in seconds"
+        0, ge=0, description="slots per rank that are filled after routing if that is predicted to be faster"
     )
 
     @model_validator(mode="after")

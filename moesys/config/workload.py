@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared
+from moesys.config.base import Declared, LongName, OfKind
 from moesys.config.hub import num_moe_layers, parse_config, read_config, shape_of
 from moesys.config.model import ModelShape
 
@@ -31,7 +31,7 @@ class RealTraining(Declared):
     warmup: int = Field(3, ge=0, description="first steps, which are trained and recorded but not timed")
     steps: int = Field(30, ge=1, description="timed steps after the warm-up")
     learning_rate: float = Field(1e-3, gt=0, description="of Adam")
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0, description="gradient norm above which gradients are scaled down")
     recompute: bool = Field(False, description="activation checkpointing of every block")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where ranks compute; cuda: each on a GPU of its host")
 
@@ -66,7 +66,7 @@ class Training(RealTraining):
 
     kind: Literal["training"] = "training"
     num_layers: int = Field(2, ge=1, description="blocks of attention and experts")
-    num_heads: int = Field(4, ge=1)
+    num_heads: int = Field(4, ge=1, description="number of attention heads")
     interpret: bool = Field(
         False, description="experts by the GPU's kernels, on the CPU in Triton's interpreter; its times mean nothing"
     )
@@ -90,10 +90,14 @@ class ModelTraining(RealTraining):
     """
 
     kind: Literal["model_training"] = "model_training"
-    model: str = Field(min_length=1)
+    model: str = Field(min_length=1, description="a config.json, a folder with one, or the name of a packaged model")
     data: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Text files, folders of them, or .bin files of tokens."""
     tokenizer: str = Field("bytes", min_length=1)
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="what layers compute in; masters are float32")
+    """A tokenizer.json, or "bytes"."""
+    dtype: Annotated[Literal["float32", "bfloat16"], LongName] = Field(
+        "float32", description="what layers compute in; masters are float32"
+    )
     config: str = Field("", description="content of the config.json, read where it is left out", repr=False)
 
     @model_validator(mode="before")
@@ -182,16 +186,18 @@ class Generated(CostModelWorkload):
 
     kind: Literal["generated"] = "generated"
     distribution: Literal["uniform", "log_normal", "zipf"] = "log_normal"
+    """Distribution of expert popularity."""
     skew: float = Field(1.0, ge=0, le=100)
-    drift: float = Field(0.05, ge=0, le=1)
-    spread: float = Field(0.1, ge=0)
+    """Standard deviation of log-popularity, or the exponent of Zipf's law."""
+    drift: float = Field(0.05, ge=0, le=1, description="share of log-popularity that changes per micro-batch")
+    spread: float = Field(0.1, ge=0, description="standard deviation of each rank's own log-preference")
     concentration: float | None = Field(
         None, gt=0, description="of a Dirichlet distribution around the shares; None: no straying"
     )
-    num_layers: int = Field(2, ge=1)
-    tokens_per_rank: int = Field(16384, ge=1)
+    num_layers: int = Field(2, ge=1, description="number of layers")
+    tokens_per_rank: int = Field(16384, ge=1, description="tokens of a rank in a micro-batch")
     warmup: int = Field(5, ge=0, description="first micro-batches, which planners see and nobody times")
     steps: int = Field(20, ge=1, description="timed steps after the warm-up")
 
 
-Workload = Annotated[Training | ModelTraining | Replay | Generated, Field(discriminator="kind")]
+Workload = Annotated[Training | ModelTraining | Replay | Generated, OfKind()]

@@ -117,7 +117,7 @@ def _to_dcp(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
     others = other_files(source)
     with whole_folder(out) as new:
         for path in others:
-            shutil.copy2(path, new)
+            shutil.copy(path, new)
         if config_at != source:
             model.config.save_pretrained(new)
         with warnings.catch_warnings():
@@ -210,7 +210,7 @@ def _to_hub(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
     done, total = 0, sum(each.nbytes for each in (layout | others).values())
     with whole_folder(out) as new:
         for path in beside:
-            shutil.copy2(path, new)
+            shutil.copy(path, new)
         config.save_pretrained(new)
         files.create(new)
         for group in names.groups(layout):

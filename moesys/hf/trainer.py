@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -165,6 +168,15 @@ class ResumableTrainer(Trainer):
         planning = {"planning": PlanningState(self.model)}
         dcp.load(planning, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        rank = f"_{self.args.process_index}" if self.args.world_size > 1 else ""
+        with _damage_named(checkpoint, f"rng_state{rank}.pth"):
+            super()._load_rng_state(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with _damage_named(checkpoint, "scaler.pt"):
+            super()._load_scaler(checkpoint)
+
     def _optimizer_state(self) -> dict[str, Any]:
         return get_optimizer_state_dict(self.model, self._torch_optimizer(), options=BY_NAME)
 
@@ -182,6 +194,18 @@ def _training_folder(checkpoint: str) -> str:
             "resume from an earlier one, or begin anew from its weights by from_pretrained"
         )
     return str(folder)
+
+
+@contextmanager
+def _damage_named(checkpoint: str | None, file: str) -> Iterator[None]:
+    """Raises ValueError with the file's name in place of the errors of ``torch.load`` on a damaged file."""
+    try:
+        yield
+    except (EOFError, KeyError, OSError, RuntimeError, TypeError, UnpicklingError, ValueError) as error:
+        raise ValueError(
+            f"{checkpoint}/{file} cannot be read ({(str(error) or repr(error)).splitlines()[0]}); "
+            "resume from an earlier checkpoint, or remove the file to go on without it"
+        ) from error
 
 
 def _has_state(checkpoint: str) -> bool:

@@ -93,6 +93,8 @@ def check_kinds(**given: object) -> None:
         "group": optional_group,
         "cluster": (ClusterSpec, type(None)),
     }
+    if isinstance(given.get("shape"), Strategy) and isinstance(given.get("strategy"), ModelShape):
+        raise TypeError("shape is a Strategy and strategy is a ModelShape; give the shape first, then the strategy")
     for name, value in given.items():
         kind: Any = kinds.get(name, int)
         if name == "group" and dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
@@ -127,7 +129,7 @@ def _fields(declared: Declared) -> dict[str, Any]:
             fields |= declared.model_dump(mode="json", include={name})
         except PydanticSerializationError:
             # The class of a planner that is defined inside a function has no source digest, so its fields are compared.
-            fields[name] = repr(getattr(declared, name))
+            fields[name] = repr(dict(getattr(declared, name)))
     return fields
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from moesys.config import ClusterSpec
 from moesys.cost import FloatArray, LinkLoad
+from moesys.display import Columns, Display, by_column
 from moesys.simulator.critical_path import START, AllToAll, Computing, Event, PathPart, walk_back
 from moesys.simulator.links import ChannelName, Links, links_of_ranks
 from moesys.simulator.mega.layer_pass import MegaPass
@@ -203,8 +204,8 @@ def _block(lane: str, kind: str, detail: str, start_R: FloatArray, end_R: FloatA
     return Block(lane, kind, detail, 1e6 * start_R, 1e6 * end_R)
 
 
-@dataclass(frozen=True, eq=False)
-class Simulation:
+@dataclass(frozen=True, eq=False, repr=False)
+class Simulation(Display):
     """A simulated step: its ``timeline`` of blocks, and what its length follows from.
 
     forward_R: seconds [R] until each rank has ended the forward of the last micro-batch. forward_waited_R,
@@ -263,6 +264,23 @@ class Simulation:
     def moved_L(self) -> dict[str, FloatArray]:
         """Seconds that each link would have been busy at its full rate, [2·R + 2·N] as in ``LinkLoad``, by lane."""
         return self._lanes.moved_L
+
+    def _facts(self) -> str:
+        exposed = f"{exposed_ms(self.timeline):,.3f} ms exposed"
+        return f"{self.timeline._facts()}, {exposed}, forward {1e3 * self.forward_seconds:,.3f} ms"
+
+    def _columns(self) -> Columns:
+        rows = [
+            (rank, layer, kind, 1e3 * seconds)
+            for layer, seconds_of in self.spent_R.items()
+            for kind, seconds_R in seconds_of.items()
+            for rank, seconds in enumerate(seconds_R.tolist())
+        ]
+        return by_column(("rank", "layer", "kind", "ms"), rows)
+
+    def _shown(self) -> Columns:
+        mean_ms = {kind: 1e3 * float(np.mean(by_rank)) for kind, by_rank in (self.computed_R | self.waited_R).items()}
+        return {"computing or waiting for": list(mean_ms), "ms, mean of ranks": list(mean_ms.values())}
 
     @cached_property
     def critical_path(self) -> tuple[PathPart, ...]:

@@ -23,8 +23,9 @@ from pydantic import (
 
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.config import Declared, Fsep, Strategy, WindowMean
-from moesys.config.base import toml_fields
+from moesys.config.base import WordedModel, in_words, toml_fields, unknown_kind
 from moesys.config.member import Member
+from moesys.kinds import did_you_mean
 from moesys.tuner.workload import Setting
 
 # The name of the fields that ``Space.replaced`` changes at once.
@@ -81,7 +82,9 @@ def _checked(listed: Values) -> Values:
     for path, values in sorted(listed.items(), key=lambda item: "." in item[0]):
         part, *rest = path.split(".")
         if part not in PARTS:
-            raise ValueError(f"{path} is no field that can be searched; use one of {', '.join(PARTS)}")
+            raise ValueError(
+                f"{path} is no field that can be searched; use one of {', '.join(PARTS)}{did_you_mean(path, PARTS)}"
+            )
         if not values:
             raise ValueError(f"{path} lists no value; list at least one, or leave it out for the default")
         if rest:
@@ -92,7 +95,7 @@ def _checked(listed: Values) -> Values:
     return {path: found[path] for path in listed}
 
 
-class Space(RootModel[dict[str, tuple[Any, ...]]]):
+class Space(WordedModel, RootModel[dict[str, tuple[Any, ...]]]):
     """Every combination of one value per field of ``Strategy``; a field that is not named has its default.
 
     ``Space({"sharding": ("ep", "fsep"), "sharding.fsep.slots_per_rank": (2, 3), "overlap": ("sequential", "pipelined"),
@@ -102,9 +105,9 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
     that field for each listed kind of overlap that has it, ``sharding.fsep.slots_per_rank`` for one kind; members
     that are listed whole stay as they are. In a file, ``none`` stands for None.
 
-    Combinations that ``Strategy`` refuses, or that do not fit the model, are no points. Raises ValidationError, which
-    names the path, for unknown fields and kinds, for fields of kinds that are not listed, and for values that a field
-    refuses.
+    Combinations that ``Strategy`` refuses, or that do not fit the model, are no points. Raises ValueError, which names
+    the path, for unknown fields and kinds, for fields of kinds that are not listed, and for values that
+    a field refuses.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -169,7 +172,7 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
                 continue
             members, choices = found.setdefault(value, []), self.choices(part, value)
             for values in itertools.product(*choices.values()):
-                with suppress(ValidationError):
+                with suppress(ValueError):
                     members.append(_classes_of(part)[value](**dict(zip(choices, values, strict=True))))
         return found
 
@@ -233,7 +236,7 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
                         # Slots are declared as a number or as memory.
                         other = {"slot_gb_per_rank": None} if field == "slots_per_rank" else {}
                         for value in values:
-                            with suppress(ValidationError):
+                            with suppress(ValueError):
                                 yield f"{part}.{field}", value, {part: own.replace(**{field: value} | other)}
                     members = [value for value in self.root.get(part, ()) if getattr(value, "kind", "") == kind]
                 yield from ((f"{part}.kind", member, {part: member}) for member in members)
@@ -384,7 +387,11 @@ def _kinds_meant(path: str, listed: Values) -> list[str]:
     having = [name for name in kind or classes if field in _fields_of(part, name)]
     if not having:
         fields = dict.fromkeys(name for one in kind or classes for name in _fields_of(part, one))
-        known = f"use one of {', '.join(fields)}" if fields else f"{part} has values and no fields"
+        known = (
+            f"use one of {', '.join(fields)}{did_you_mean(field, fields)}"
+            if fields
+            else f"{part} has values and no fields"
+        )
         raise ValueError(f"{path} is no field that can be searched; {known}")
     if meant := [name for name in having if name in _listed(listed, part)]:
         return meant
@@ -402,7 +409,7 @@ def _field_value(path: str, value: Any, adapters: list[TypeAdapter[Any]]) -> Any
     except ValidationError as error:
         if value == _NONE:
             return _field_value(path, None, adapters)
-        raise ValueError(f"{path}={value!r}: {_in_words(error)}") from None
+        raise ValueError(f"{path}={value!r}: {in_words(error)}") from None
 
 
 def _part_value(part: str, value: Any) -> Any:
@@ -413,13 +420,9 @@ def _part_value(part: str, value: Any) -> Any:
         value = {"kind": value}
     if isinstance(value, str) and classes:
         if value not in classes:
-            raise ValueError(f"{part}={value!r} is no kind of {part}; use one of {', '.join(classes)}")
+            raise ValueError(f"{part}: {unknown_kind(value, classes)}")
         return value
     try:
         return _adapter(Strategy, part).validate_python(value)
     except ValidationError as error:
-        raise ValueError(f"{part}={value!r}: {_in_words(error)}") from None
-
-
-def _in_words(error: ValidationError) -> str:
-    return "; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors(include_url=False))
+        raise ValueError(f"{part}={value!r}: {in_words(error)}") from None

@@ -13,6 +13,7 @@ from moesys.balance.eplb import Eplb
 from moesys.balance.flex_moe import FlexMoe
 from moesys.balance.planners import plan_layout
 from moesys.balance.static import Static
+from moesys.balance.topology import share_key
 from moesys.config import ClusterSpec
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
@@ -225,3 +226,11 @@ def test_flex_moe_moves_one_replica_by_hand():
     start = ExpertLayout([[0, 1], [1, 2], [2, 1]], num_experts=3)
     layout = plan_layout(load, ClusterSpec(ranks_per_node=3), FlexMoe(max_moves=1), 2, previous=start)
     assert layout.expert_RS.tolist() == [[0, 1], [1, 0], [2, 1]]
+
+
+def test_keys_of_shares_order_as_the_exact_fractions_do() -> None:
+    counts, most = range(30), 7
+    shares = [(tokens, replicas) for tokens in counts for replicas in range(1, most + 1)]
+    for (a, m), (b, n) in product(shares, shares):
+        keys, fractions = (share_key(a, m, most), share_key(b, n, most)), (Fraction(a, m), Fraction(b, n))
+        assert (keys[0] < keys[1], keys[0] == keys[1]) == (fractions[0] < fractions[1], fractions[0] == fractions[1])

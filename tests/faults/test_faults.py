@@ -50,7 +50,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 LIMIT_S = 60.0
 # Of collectives where a rank is gone: the others notice no earlier where it hangs.
-SHORT_S = 6.0
+SHORT_S = 4.0
 # How long a process is stopped, and beyond what others wait for it.
 STOPPED_S, HUNG_S = 1.5, SHORT_S + 8.0
 PATHS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("faults", "hf", "lab", "moe", "oracles"))]
@@ -254,6 +254,9 @@ def resumed(server: Server, job: Job, wanted: Any) -> None:
         ended = server.run(job)
     assert not any(each.code for each in ended), "\n".join(each.stderr for each in ended)
     assert result_of(job, ended) == wanted
+    if job.target in TRAININGS and temporary(job.folder):
+        # It was killed while the last save removed the checkpoint before: the next save does so.
+        server.run(replace(job, steps=job.steps + SAVE_EVERY))
     assert not temporary(job.folder)
     until_s = time.monotonic() + 10
     while (left := os.listdir(job.folder / "tmp")) and time.monotonic() < until_s:
@@ -310,6 +313,7 @@ def after_damage(fault: Fault, server: Server, job: Job, wanted: Any, ticks: lis
         # When something is there.
         late = replace(fault, at=0.5 + fault.at / 2)
         server.run(replace(job, strike=strike_of(late, "kill", ticks)))
+    killed = set(temporary(job.folder))
     path = damage(
         fault,
         job.out
@@ -324,7 +328,8 @@ def after_damage(fault: Fault, server: Server, job: Job, wanted: Any, ticks: lis
         if job.target not in TRAININGS:
             assert ended[0].code == 2, ended
             assert "Traceback" not in text, text
-        assert not temporary(job.folder)
+        # A folder that is refused stays as it is.
+        assert killed.issuperset(temporary(job.folder))
         return "refused"
     # The lines of an unfinished file are a page too.
     if job.target != "report" or fault.kind == "other version":

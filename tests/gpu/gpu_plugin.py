@@ -52,11 +52,11 @@ class CheckResult:
     says: what was observed, or why the check failed or was skipped. traces: tracebacks by rank.
     """
 
-    name: Annotated[str, Column("check")]
+    name: Annotated[str, Column("check", wraps=True)]
     layer: Annotated[str, Column("layer")]
-    state: Annotated[State, Column("result", lambda state: "FAILED" if state == "failed" else state)]
-    says: Annotated[str, Column("observation, or reason")]
-    seconds: Annotated[float | None, Column("s", ".1f")]
+    state: Annotated[State, Column("result", lambda state: "FAILED" if state == "failed" else state, kept=True)]
+    says: Annotated[str, Column("observation, or reason", wraps=True, kept=True)]
+    seconds: Annotated[float | None, Column("s", ".1f", kept=True)]
     limit_s: Annotated[float, Column("limit, s", ".0f")]
     proves: Annotated[str, Column("what it proves")]
     traces: Mapping[str, str]

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from contextlib import chdir
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hf_cases import OUTPUT_TOLERANCE, assert_same_bits, gradients_of, relative
 from hf_models import drawn, text
-
-from moesys.lab.ranks.pool import LocalRanks
-
-PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 GRADIENT_TOLERANCE = 1e-5
 
@@ -98,30 +91,3 @@ def test_the_implementation_of_a_model_can_change() -> None:
     assert torch.equal(eager, again)
     assert not torch.equal(eager, ours)
     assert relative(ours, eager) <= OUTPUT_TOLERANCE
-
-
-def run_examples(folder: Path) -> None:
-    # That of an experiment is of a folder that is not there.
-    alone, over_ranks, own_loop, save, save_own, _, replay = re.findall(
-        r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    names: dict[str, Any] = {}
-    exec(compile(alone, PAGE.name, "exec"), names)
-    assert names["model"].config._experts_implementation == "moesys"
-    assert all(parameter.grad is not None for parameter in names["model"].parameters())
-    exec(compile(over_ranks, PAGE.name, "exec"), names)
-    assert names["distributed"].ep_implementation == "moesys"
-    exec(compile(own_loop, PAGE.name, "exec"), names)
-    assert [experts.last_plan.turn for experts in names["runtime"].layers] == [2]
-    with chdir(folder):
-        for saves in (save, save_own):
-            exec(compile(saves, PAGE.name, "exec"), names)
-    assert (folder / "tuned" / "config.json").exists()
-    assert (folder / "checkpoint" / ".metadata").exists()
-    exec(compile(replay, PAGE.name, "exec"), names)
-    assert [ids.shape for ids in names["expert_LTK"]] == [(1, 16, 2)]
-    assert all(parameter.grad is not None for parameter in names["model"].parameters())
-
-
-def test_the_examples_of_the_page_run(ranks: LocalRanks, tmp_path: Path) -> None:
-    ranks.run(run_examples, tmp_path, num_ranks=2)

@@ -271,16 +271,15 @@ def resume(folder: Path, strategy: ms.Strategy, sizes: tuple[int, ...]) -> dict[
 
 @pytest.mark.parametrize("strategy", [pytest.param(LENT, marks=pytest.mark.slow), FSEP], ids=["lent", "fsep"])
 def test_resumes_on_other_ranks(ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy) -> None:
-    """Two groups of two save; the same, two ranks and three load every bit, and the same go on as if nothing was."""
+    """Two groups of two save; the same and three ranks load every bit, and the same go on as if nothing was."""
     saved = ranks.run(save_and_go_on, tmp_path, strategy, timeout_s=100.0)[0]
     again = ranks.run(resume, tmp_path, strategy, (2, 2), timeout_s=100.0)[0]
     assert again["steps"] == saved["steps"]
     assert again["layouts"] == saved["layouts"]
-    for num_ranks in (2, 3):
-        other = ranks.run(resume, tmp_path, strategy, (num_ranks,), num_ranks=num_ranks, timeout_s=100.0)[0]
-        for name, tensor in saved["state"].items():
-            assert torch.equal(other["state"][name], tensor), name
-            assert torch.equal(other["moments"][name], again["moments"][name]), name
+    other = ranks.run(resume, tmp_path, strategy, (3,), num_ranks=3, timeout_s=100.0)[0]
+    for name, tensor in saved["state"].items():
+        assert torch.equal(other["state"][name], tensor), name
+        assert torch.equal(other["moments"][name], again["moments"][name]), name
 
 
 def slots_in_memory(dtype: torch.dtype, policy: MixedPrecisionPolicy | None) -> tuple[Any, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,3 +149,15 @@ def test_a_checkpoint_that_was_not_written_to_its_end_says_so(tmp_path: Path, st
         (tmp_path / "trainer_state.json").write_text(state, encoding="utf-8")
     with pytest.raises(ValueError, match=r"training or trainer_state\.json in it is missing or torn"):
         trainer._training_folder(str(tmp_path))
+
+
+@pytest.mark.parametrize("length", [0, 700])
+@pytest.mark.parametrize(("file", "load"), [("rng_state_1.pth", "_load_rng_state"), ("scaler.pt", "_load_scaler")])
+def test_a_torn_file_of_the_trainer_is_named(tmp_path: Path, file: str, load: str, length: int) -> None:
+    torch.save({"cpu": torch.random.get_rng_state()}, tmp_path / file)
+    os.truncate(tmp_path / file, length)
+    resumed = object.__new__(ms.hf.ResumableTrainer)
+    resumed.args = SimpleNamespace(world_size=2, process_index=1)  # type: ignore[assignment]
+    resumed.accelerator = SimpleNamespace(scaler=torch.amp.GradScaler("cpu"))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=rf"{tmp_path}/{file} cannot be read .* resume from an earlier checkpoint"):
+        getattr(resumed, load)(str(tmp_path))

@@ -95,8 +95,6 @@ def test_what_ranks_save_plain_transformers_loads(
     """Equal bits under the hub's names, in several files, on every mesh."""
     cases = [
         (lent(4, EXPERTS), FOUR),
-        (fsep(4, EXPERTS), FOUR),
-        (lent(2, EXPERTS), GROUPS),
         (fsep(2, EXPERTS), GROUPS),
         (fsep(2, EXPERTS), REPLICAS),
         (lent(4, EXPERTS), TENSORS),

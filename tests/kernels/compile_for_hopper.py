@@ -49,6 +49,8 @@ SPECIALISES = not triton.__version__.startswith("3.6.")
 PRODUCTS = ("up", "down", "activation_gradient", "input_gradient")
 # One op of each kernel, of which `down` and `input_gradient` share one; `make aot` compiles all of them.
 QUICK = ("up", "down", "activation_gradient", "dW1", "route", "tiles", "combine", "counts", "split", "chunks")
+# Of the products at pinned blocks; the sweep compiles all of them.
+PINNED_QUICK = ("up", "down")
 
 
 # Tokens and experts of layers: multiples of 16 and not, one and none.
@@ -73,7 +75,7 @@ def main(folder: Path, sweep: bool) -> None:
     else:
         write(folder / "usual.json", compile_size(SIZES[0], torch.bfloat16, print, QUICK))
     if SPECIALISES:
-        write(folder / "pinned.json", compile_pinned(folder / "blocks.json"))
+        write(folder / "pinned.json", compile_pinned(folder / "blocks.json", PRODUCTS if sweep else PINNED_QUICK))
     sizes, points = (SIZES, tuple(POINTS)) if sweep else (SIZES[:1], ("fused",))
     write(folder / "mega.json", [row for size in sizes for row in compile_mega(size, torch.bfloat16, print, points)])
 
@@ -144,7 +146,7 @@ def listings() -> dict[str, tuple[str, int]]:
     return {code.name: (ptx, code.flight_bytes) for code, ptx in found}
 
 
-def compile_pinned(path: Path) -> list[CompiledKernel]:
+def compile_pinned(path: Path, ops: Sequence[str]) -> list[CompiledKernel]:
     wide, square = (
         TileConfig(128, columns, 64, warps=4, stages=stages, operands="specialised")
         for columns, stages in ((256, 4), (128, 4))
@@ -152,7 +154,7 @@ def compile_pinned(path: Path) -> list[CompiledKernel]:
     path.write_text(TileConfigs(square, wide, square, wide, TileConfig(128, 256, 64, stages=4)).to_json())
     os.environ[PINNED] = str(path)
     try:
-        return compile_size(SIZES[0], torch.bfloat16, print, PRODUCTS)
+        return compile_size(SIZES[0], torch.bfloat16, print, ops)
     finally:
         del os.environ[PINNED]
 

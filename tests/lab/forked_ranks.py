@@ -29,11 +29,11 @@ LIMIT_S = 60.0
 
 
 class Slow(ms.Balance):
-    """Planning that takes a second, but for the first layout."""
+    """Planning that takes longer than all micro-batches, but for the first layout."""
 
     def layout(self, problem):
         if problem.layout is not None:
-            time.sleep(1.0)
+            time.sleep(0.3)
         return ms.plan_layout(problem.load, problem.cluster, ms.Greedy(), problem.slots_R)
 
 
@@ -42,10 +42,10 @@ STRATEGY = ms.Strategy(name="slow", sharding=SHARDING, balance=Slow(), split=ms.
 
 
 class FreedSlowly:
-    """An object that is freed with the interpreter and takes a second, as large models do."""
+    """An object that is freed with the interpreter and takes its time, as large models do."""
 
     def __del__(self, sleep=time.sleep):
-        sleep(1.0)
+        sleep(0.5)
 
 
 def trained() -> tuple[torch.nn.ModuleList, ms.MoERuntime]:

@@ -159,23 +159,22 @@ def test_a_checkpoint_of_four_ranks_loads_on_any_ranks_as_any_sharding(ranks: Lo
     assert any(name.endswith("moe.1.experts.masters/exp_avg_sq") for name in saved[0]["ep"])
     for before in saved[1:]:
         assert_same(before["ep"], saved[0]["ep"])
-    visits = {0: [load_each(tmp_path)]} | {n: ranks.run(load_each, tmp_path, num_ranks=n) for n in (2, 4)}
+    visits = {0: [load_each(tmp_path)], 2: ranks.run(load_each, tmp_path, num_ranks=2)}
     for num_ranks, results in visits.items():
         for rank, result in enumerate(results):
             for (source, target), after in result.items():
                 where = f"{source} of 4 ranks as {target} on rank {rank} of {num_ranks}"
                 assert_same(after["tensors"], saved[0][source], where)
                 assert after["micro_batches"] == [4, 4], where
-                of_other_ranks = target == "fsep" and num_ranks != 4
-                assert len(after["events"]) == 2 * (of_other_ranks or (source, target) == ("ep", "fsep")), where
-                if of_other_ranks and source == "fsep":
+                assert len(after["events"]) == 2 * (target == "fsep"), where
+                if source == target == "fsep":
                     assert after["events"][0] == "history is of 4 ranks with 6 slots: begun anew"
 
 
 @alone
 def test_a_checkpoint_of_one_process_loads_on_ranks(ranks: LocalRanks, tmp_path: Path) -> None:
     saved = train_and_save(tmp_path)
-    for result in ranks.run(load_each, tmp_path, num_ranks=4):
+    for result in ranks.run(load_each, tmp_path, num_ranks=2):
         for (source, target), after in result.items():
             assert_same(after["tensors"], saved[source], (source, target))
 
@@ -407,7 +406,7 @@ def test_a_history_of_other_ranks_leaves_nothing_of_ones_own() -> None:
 
 
 def optimize(path: Path) -> dict[str, Any]:
-    """Steps with one parameter group and with two, as docs/checkpoints.md has it, and with foreach on the two."""
+    """Steps with one parameter group and with two, as docs/transformers.md has it, and with foreach on the two."""
     results: dict[str, Any] = {}
     for kind in (torch.optim.Adam, torch.optim.AdamW):
         for name, grouped, foreach in (("one", False, None), ("two", True, None), ("foreach", True, True)):
@@ -448,7 +447,7 @@ def test_one_optimizer_takes_sharded_and_replicated_parameters(ranks: LocalRanks
         for kind in ("Adam", "AdamW"):
             for name in ("two", "foreach"):
                 assert_same(result[f"{kind} {name}"], result[f"{kind} one"], (kind, name))
-        # When torch can do this, docs/checkpoints.md need not ask for two groups.
+        # When torch can do this, docs/transformers.md need not ask for two groups.
         assert "mixed torch.Tensor and DTensor" in result["mixed"]
     for loaded in ranks.run(load_groups, tmp_path, num_ranks=3):
         assert_same(loaded, results[0]["AdamW foreach"])

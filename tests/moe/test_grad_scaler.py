@@ -112,7 +112,7 @@ def test_a_model_on_two_meshes_is_scaled(ranks: LocalRanks, sizes: tuple[int, in
 
 
 def use_other_utilities() -> dict[str, str]:
-    """Does what docs/checkpoints.md advises, and returns the errors of torch's own utilities."""
+    """Does what docs/transformers.md advises, and returns the errors of torch's own utilities."""
     layer = ms.MoELayer(SHAPE, FSEP)
     layer(torch.randn(8, 16)).square().sum().backward()
     ms.sync_gradients(layer)
@@ -140,7 +140,7 @@ def use_other_utilities() -> dict[str, str]:
 
 def test_other_utilities_do_what_the_documentation_says(ranks: LocalRanks) -> None:
     for said in ranks.run(use_other_utilities):
-        # When torch can do these, docs/checkpoints.md need not advise against them.
+        # When torch can do these, docs/transformers.md need not advise against them.
         assert "mixed torch.Tensor and DTensor" in said["norm"]
         assert "mixed torch.Tensor and DTensor" in said["value"]
         assert "can be copied or pickled" in said["average"]

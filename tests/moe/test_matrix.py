@@ -2,8 +2,9 @@
 
 The plain computation uses no code of moesys: every expert computes every token, and most of that is multiplied by 0.
 It gives the output, the gradient of the tokens, and the gradients of router, experts and shared experts. Some cells run
-again in chunks, or as they did before, to the same bits. The usual run takes a part of the matrix in which every pair
-of two axes is there; ``MOESYS_SWEEP=1`` takes all of it, and runs every cell again in all counts of chunks.
+again in chunks, or as they did before, to the same bits. The usual run takes a part of the matrix: every pair of two
+axes is there but of strategies and shapes, of which it has nearly half. ``MOESYS_SWEEP=1`` takes all of it, and runs
+every cell again in all counts of chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 RANKS = (1, 2, 3, 4)
 CHUNKS = (1, 2, 3, 5, 16)
 # Of so many cells one runs again, in the usual run.
-AGAIN = 6
+AGAIN = 3
 DTYPES = ("float32", "bfloat16")
 # Relative norms of differences. bfloat16 rounds products, activations and outputs to 8 bits.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2}
@@ -176,11 +177,13 @@ def weights_of(shape: ms.ModelShape) -> dict[str, Tensor]:
 
 
 def covering() -> list[Cell]:
-    """Returns cells such that each pair of values of two axes is in one: of each strategy and shape there is one."""
+    """Returns cells such that each pair of values of two axes is in one, but of strategies and shapes: of each strategy
+    and number of ranks there is one.
+    """
     cells = []
-    for (row, strategy), (column, shape) in product(enumerate(STRATEGIES), enumerate(SHAPES)):
-        place = row + column
-        cells.append(Cell(strategy, shape, RANKS[::-1][place % 4], DTYPES[(place // 4 + row) % 2]))
+    for (row, strategy), ranks in product(enumerate(STRATEGIES), RANKS):
+        shape = [*SHAPES][(row + 2 * ranks) % len(SHAPES)]
+        cells.append(Cell(strategy, shape, ranks, DTYPES[(row + ranks) % 2]))
     return cells
 
 
@@ -188,10 +191,10 @@ ALL = [Cell(*each) for each in product(STRATEGIES, SHAPES, RANKS, DTYPES)]
 CELLS = ALL if SWEEP else covering()
 
 
-def test_every_pair_of_two_axes_is_in_the_quick_part() -> None:
+def test_every_pair_but_of_strategies_and_shapes_is_in_the_quick_part() -> None:
     def pairs(cells: list[Cell]) -> set[tuple[Any, ...]]:
-        found = [vars(cell).items() for cell in cells]
-        return {pair for each in found for pair in combinations(each, 2)}
+        found = [pair for cell in cells for pair in combinations(vars(cell).items(), 2)]
+        return {pair for pair in found if {name for name, _ in pair} != {"strategy", "shape"}}
 
     assert pairs(covering()) == pairs(ALL)
 
@@ -343,7 +346,7 @@ SATURATED = Case(
 
 
 @pytest.mark.timeout(3600)
-@settings(max_examples=400 if SWEEP else 12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400 if SWEEP else 5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=drawn_cases())
 @example(drawn=(SATURATED, 2))
 def test_in_random_cases_chunks_change_no_bit_and_nothing_is_wrong(ranks: LocalRanks, drawn: tuple[Case, int]) -> None:

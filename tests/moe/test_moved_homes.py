@@ -124,7 +124,7 @@ def several_trainings(cases: list[dict[float, str]], strategy: ms.Strategy) -> l
 
 @pytest.mark.parametrize(
     ("num_ranks", "strategy"),
-    [pytest.param(2, EP, marks=pytest.mark.slow), (4, EP.replace(overlap=ms.Pipelined(chunks=2)))],
+    [(2, EP), pytest.param(4, EP.replace(overlap=ms.Pipelined(chunks=2)), marks=pytest.mark.slow)],
     ids=["2", "4"],
 )
 def test_homes_change_no_bit_where_nothing_is_lent(ranks: LocalRanks, num_ranks: int, strategy: ms.Strategy) -> None:
@@ -140,7 +140,11 @@ def test_homes_change_no_bit_where_nothing_is_lent(ranks: LocalRanks, num_ranks:
 
 @pytest.mark.parametrize(
     "strategy",
-    [pytest.param(LENT, marks=pytest.mark.slow), LATE, LENT.replace(lag=0, balance=ms.Llep(), split=ms.Quotas())],
+    [
+        pytest.param(LENT, marks=pytest.mark.slow),
+        LATE,
+        pytest.param(LENT.replace(lag=0, balance=ms.Llep(), split=ms.Quotas()), marks=pytest.mark.slow),
+    ],
     ids=["lent", "late", "on the counts"],
 )
 def test_lent_experts_train_as_well_at_other_homes(ranks: LocalRanks, strategy: ms.Strategy) -> None:

@@ -72,7 +72,7 @@ def test_rows_once_a_node_change_no_bit_and_sums_a_node_have_bits_of_their_own(
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=10 * tolerance)
 
 
-@pytest.mark.parametrize("combine", ["ordered", "per_node"])
+@pytest.mark.parametrize("combine", ["ordered", pytest.param("per_node", marks=pytest.mark.slow)])
 def test_linked_layers_and_recomputation_change_no_bit(ranks: LocalRanks, combine: str) -> None:
     ahead = FSEP.replace(sharding=FSEP.sharding.replace(prefetch_layers=1, delay_reshard=True))
     overlap = ms.Pipelined(chunks=3, node_dispatch="once", combine=combine)
@@ -91,7 +91,6 @@ def test_linked_layers_and_recomputation_change_no_bit(ranks: LocalRanks, combin
 def test_kernels_take_rows_as_they_arrive(ranks: LocalRanks) -> None:
     """Experts on Triton's kernels, as on a GPU."""
     overlaps = [ms.Sequential(), ms.Pipelined(chunks=2, node_dispatch="once")]
-    overlaps += [each.replace(node_dispatch="once", combine="per_node") for each in overlaps]
     cases = [
         Case(
             shape(K=2),
@@ -103,9 +102,8 @@ def test_kernels_take_rows_as_they_arrive(ranks: LocalRanks) -> None:
         )
         for overlap in overlaps
     ]
-    for rank, (direct, once, sums, sums_in_chunks) in enumerate(ranks.run(run_cases, cases, timeout_s=240)):
-        assert_same_bits([direct, once], f"rank {rank}")
-        assert_same_bits([sums, sums_in_chunks], f"rank {rank}, sums")
+    for rank, results in enumerate(ranks.run(run_cases, cases, timeout_s=240)):
+        assert_same_bits(results, f"rank {rank}")
 
 
 def summed_by_node(dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -66,8 +66,10 @@ def host_never_waits() -> Iterator[None]:
 
 
 def train(strategy: ms.Strategy, guard: bool, linked: bool, checkpointed: bool) -> dict[str, Any]:
-    """Micro-batches through two layers, one more than lead to a layout. The first makes what lasts, unguarded."""
-    model = Stack(SHAPE, strategy, num_layers=2)
+    """Micro-batches, one more than lead to a layout, through a layer, or two that are recomputed. The first makes what
+    lasts, unguarded.
+    """
+    model = Stack(SHAPE, strategy, num_layers=1 + checkpointed)
     for moe in model.moe:
         moe.experts.expert_compute = TritonExperts()
     runtime = ms.link(model) if linked else None

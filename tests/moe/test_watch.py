@@ -73,7 +73,9 @@ def train_watched(folder: Path, strategy: ms.Strategy, checkpointed: bool) -> li
 
 
 @pytest.mark.parametrize(
-    ("strategy", "checkpointed"), [(EP, False), (FSEP, False), (FSEP, True)], ids=["ep", "fsep", "fsep recomputed"]
+    ("strategy", "checkpointed"),
+    [(EP, False), pytest.param(FSEP, False, marks=pytest.mark.slow), (FSEP, True)],
+    ids=["ep", "fsep", "fsep recomputed"],
 )
 def test_lines_say_what_the_plans_were(
     ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy, checkpointed: bool

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mega_case import Case, Drawn, MegaRun, by_one_process, by_sequential, differences, new_home
-from pydantic import ValidationError
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -95,22 +94,22 @@ SOME = (
 USUAL = Case(5, 2, 40, 24, "float32", (35, 22, 9, 17), 3, SOME)
 # The plan of the first comes from the host, that of the others is made on the device.
 HOMES = (ms.MegaKernel(rows_cap=4.0), *(point.replace(most_tokens=50) for point in SOME))
-PLANNED = replace(USUAL, points=HOMES[::2], split=ms.FlowSplit())
+PLANNED = replace(USUAL, tokens=(20, 12, 5, 9), points=HOMES[::2], split=ms.FlowSplit())
 # Each case says which edge it is.
 EDGES = {
     "planned on the device": PLANNED,
     "planned there, some dropped": replace(PLANNED, points=HOMES[1:2], split=ms.EvenSplit(), turn=3, dropped=0.3),
     "planned there, no token anywhere": replace(PLANNED, points=HOMES[1:2], tokens=(0, 0, 0, 0)),
     "planned there, one late rank, backward from the last": replace(
-        PLANNED, points=HOMES[1:], tokens=(5, 0, 23), late=(1, 1.0, "forward"), reversed_backward=True
+        PLANNED, points=HOMES[1:2], tokens=(5, 0, 23), late=(1, 1.0, "forward"), reversed_backward=True
     ),
     "no token anywhere": replace(USUAL, tokens=(0, 0, 0, 0)),
     "one token in all": replace(USUAL, tokens=(0, 1, 0, 0)),
     "fewer experts than ranks": replace(USUAL, num_experts=2, top_k=2, slots=1),
     "more choices than ranks": replace(USUAL, num_experts=7, top_k=7, tokens=(6, 13), slots=4),
     "experts chosen twice by a token": replace(USUAL, num_experts=3, top_k=3, repeats=True, seed=1),
-    "sizes that nothing divides": replace(USUAL, tokens=(35, 22), hidden=37, width=13, dtype="bfloat16"),
-    "smaller than any tile": replace(USUAL, tokens=(35, 22), hidden=1, width=1, dtype="float16"),
+    "sizes that nothing divides": replace(USUAL, tokens=(19, 12), hidden=37, width=13, dtype="bfloat16"),
+    "smaller than any tile": replace(USUAL, tokens=(19, 12), hidden=1, width=1, dtype="float16"),
     "all choices dropped": replace(USUAL, dropped=1.0),
     "ranks that no power of two numbers": replace(USUAL, tokens=(5, 0, 23)),
     "several tiles of columns, one late rank": replace(USUAL, hidden=70, width=66, late=(2, 1.0, "experts")),
@@ -142,7 +141,7 @@ def test_edges(ranks: LocalRanks, name: str) -> None:
 
 def test_tiles_narrower_than_a_partial_sum_are_refused_by_name() -> None:
     """They would group the columns of the routing weights' gradients in another way."""
-    with pytest.raises(ValidationError, match=r"tile_columns\s.*greater than or equal to 32"):
+    with pytest.raises(ValueError, match=r"tile_columns=16 .*greater than or equal to 32"):
         ms.MegaKernel(tile_columns=16)
 
 
@@ -162,7 +161,7 @@ def oracles_differ(case: Case) -> list[str]:
 def test_layers_share_a_home_that_grows(ranks: LocalRanks) -> None:
     """Forward of all, then backward from the last, each on the memory of its forward; one rank is slow to grow."""
     small = replace(USUAL, tokens=(5, 0, 9, 3), late=(1, 0.5, "forward"))
-    layers = [small, replace(small, tokens=(30, 8, 40, 1), top_k=1, seed=1), replace(small, top_k=3, hidden=20)]
+    layers = [small, replace(small, tokens=(11, 4, 14, 1), top_k=1, seed=1), replace(small, top_k=3, hidden=20)]
     assert not any(ranks.run(shared_home_differs, layers, timeout_s=200))
 
 

@@ -69,7 +69,7 @@ def both_ways(overlap: ms.MegaKernel) -> tuple[Step, Step]:
     return step(overlap, 3, record_spans=True), step(overlap, 3, record_spans=False)
 
 
-@pytest.mark.parametrize("name", OVERLAPS)
+@pytest.mark.parametrize("name", [pytest.param("fused", marks=pytest.mark.slow), *[*OVERLAPS][1:]])
 def test_every_task_is_recorded_once_and_no_bit_changes(ranks, name):
     overlap = OVERLAPS[name]
     for rank, (recorded, plain) in enumerate(ranks.run(both_ways, overlap, num_ranks=2)):

@@ -371,27 +371,24 @@ def issued_by_layers(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> list[tup
     "strategy",
     [
         EP,
-        chunked(EP, 3),
-        fsep(),
         chunked(fsep(prefetch_layers=1, delay_reshard=True), 2),
-        fsep(prefetch_layers=2, restore="hierarchical"),
-        fsep(reshard="hierarchical"),
         chunked(fsep().replace(sharding=ms.Ep(slots_per_rank=4, lend="hierarchical"), balance=ms.Static()), 2),
         chunked(fsep(prefetch_layers=1, delay_reshard=True, restore="hierarchical", reshard="hierarchical"), 2),
-        chunked(fsep(reshard_after_forward=False, delay_reshard=True), 1),
         fsep(prefetch_layers=1).replace(lag=0),
+        *(
+            pytest.param(strategy, marks=pytest.mark.slow)
+            for strategy in (
+                chunked(EP, 3),
+                fsep(),
+                fsep(prefetch_layers=2, restore="hierarchical"),
+                fsep(reshard="hierarchical"),
+                chunked(fsep(reshard_after_forward=False, delay_reshard=True), 1),
+            )
+        ),
     ],
     ids=[
-        "ep",
-        "ep-3",
-        "fsep",
-        "fsep-ahead-2",
-        "hierarchical-ahead",
-        "home",
-        "lent by node",
-        "home-ahead-2",
-        "kept",
-        "lag-0",
+        *("ep", "fsep-ahead-2", "lent by node", "home-ahead-2", "lag-0"),
+        *("ep-3", "fsep", "hierarchical-ahead", "home", "kept"),
     ],
 )
 def test_all_to_alls_are_issued_in_the_order_of_the_layers(ranks: LocalRanks, monkeypatch, strategy):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from itertools import islice
 
 import pytest
-from pydantic import ValidationError
 from tuner_cases import CLUSTERS, EP, MODEL, SPACE, changed, memory_of
 
 from moesys.balance.even_split import EvenSplit
@@ -45,7 +45,7 @@ def test_a_space_survives_toml_and_json():
         ),
         ({"overlap": ("piped",)}, "overlap='piped' is no kind of overlap; use one of sequential, pipelined, mega_kern"),
         ({"overlap": ("pipelined",), "overlap.chunks": (2, 0)}, "overlap.chunks=0: Input should be greater than or eq"),
-        ({"balance": ({"kind": "greedy", "efort": 4},)}, "Extra inputs are not permitted"),
+        ({"balance": ({"kind": "greedy", "efort": 4},)}, "Greedy has no field 'efort'; its fields are effort,"),
         ({"lag": (-1,)}, "lag=-1: Input should be greater than or equal to 0"),
         ({"lag.steps": (1,)}, "lag.steps is no field that can be searched; lag has values and no fields"),
         ({"sharding": ("ep", "fsep")}, "sharding lists 'fsep', of which no combination of values is one; list others"),
@@ -56,9 +56,8 @@ def test_a_space_survives_toml_and_json():
     ],
 )
 def test_what_a_space_refuses(values, reason):
-    with pytest.raises(ValidationError) as error:
+    with pytest.raises(ValueError, match=re.escape(reason)):
         Space(values)
-    assert reason in str(error.value)
 
 
 def test_members_that_are_listed_whole_stay_as_they_are():

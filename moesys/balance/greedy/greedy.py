@@ -69,8 +69,8 @@ class Greedy(Balance):
     kind: Literal["greedy"] = "greedy"
     is_compiled: ClassVar[bool] = True
     effort: int = Field(1, ge=0, description="multiples of the default work, in iterations and never by a clock")
-    min_replicas: MinReplicas = 1
-    replicas_within: ReplicasWithin = "cluster"
+    min_replicas: MinReplicas = Field(1, description="least number of replicas of every expert, on distinct ranks")
+    replicas_within: ReplicasWithin = Field("cluster", description="where all replicas of an expert are")
     max_moves: int | None = Field(
         None, ge=0, description="replicas that may differ from the previous layout; None: all"
     )

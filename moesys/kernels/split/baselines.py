@@ -4,7 +4,7 @@
 over the slots that hold it on the source's node, or over all slots if its node has none; what is left over goes one
 each to consecutive slots, the first of which ``turn`` moves. It takes one kernel, on tables of R·Q numbers.
 
-``proportional_split`` is ``Proportional`` (docs/math.md): a replica's quota of its expert is in proportion to the room
+``proportional_split`` is ``Proportional`` (docs/balance.md): a replica's quota is in proportion to the room
 that the other experts leave on its rank, rounded by largest remainder, ties by rank from the one at ``turn`` on. One
 kernel finds quotas, and another one fills them.
 

@@ -1,6 +1,6 @@
 """The exact split of counts that are on a device: who computes how many tokens of whom, in three launches.
 
-It is ``FlowSplit(traffic="fast")`` (docs/math.md), to the byte: every token begins at home, and what ranks have above
+It is ``FlowSplit(traffic="fast")`` (docs/balance.md), to the byte: tokens begin at home, and what ranks have above
 the least limit that can be kept is pushed along cheapest paths of ranks that hold a common expert, in phases of one
 labelling and ``STEPS`` steps. The limit is found first, by pushes of hops alone: it begins as a lower bound, and where
 ranks reach no room, their mean is a bound as well.

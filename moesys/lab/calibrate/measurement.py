@@ -75,7 +75,7 @@ class Figure:
 
     field: Annotated[str, Column("field")]
     value: float
-    how: Annotated[str, Column("from")]
+    how: Annotated[str, Column("from", wraps=True)]
     spread: Annotated[Quantiles | None, *RANGE] = None
     errors: Annotated[Sequence[float], Column("fit: median, worst error", _errors)] = ()
     held_out: Annotated[Sequence[float], Column("held out: median, worst", _errors)] = ()

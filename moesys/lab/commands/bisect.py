@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
@@ -19,7 +20,7 @@ from moesys.lab.runs.declarations import import_module_of_user, strategy_in
 from moesys.lab.runs.environment import load_environments
 from moesys.lab.runs.places import RankTrials, TrialError, no_tick
 from moesys.lab.runs.records import RunFolder
-from moesys.lab.show.tables import plain
+from moesys.lab.show.tables import plain, print_full, printable
 
 if TYPE_CHECKING:
     from moesys.lab.train.first_difference import FirstDifference
@@ -63,7 +64,8 @@ def bisect_command(
     elif writes():
         names = f"{first.name} and {second.name}, seed {seed}"
         steps = workload.warmup + workload.steps
-        print(f"{names}: no bit differs in {steps} steps" if difference is None else f"{names}: {_words(difference)}")
+        found = f"no bit differs in {steps} steps" if difference is None else _words(difference)
+        print_full(Text(printable(f"{names}: {found}")))
     return int(difference is not None)
 
 

@@ -15,22 +15,24 @@ import typer
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.files import write_whole
+from moesys.kinds import did_you_mean
 from moesys.lab.commands.options import AsJson, Format, FormatOption, Wide, refusing
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
-from moesys.lab.runs.records import RunFolder, setting_fingerprint
+from moesys.lab.runs.records import INDEX_FILE, RunFolder, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.show.comparisons import comparison_sheet, format_comparison
 from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, svg_table
 
 
-def compare(runs: Sequence[Path | str]) -> list[Comparison]:
-    """Returns a comparison for each model, cluster and workload among run folders.
+def compare(runs: Path | str | Sequence[Path | str]) -> list[Comparison]:
+    """Returns a comparison for each model, cluster and workload among run folders: one, or several.
 
     Folders with the same setting share a comparison, so seeds and strategies may come from several. Raises ValueError
     for a path that is not a run folder, and for a folder that cannot be read.
     """
-    return [_merged(group) for group in _groups([RunFolder(Path(folder)) for folder in runs])]
+    folders = [runs] if isinstance(runs, Path | str) else runs
+    return [_merged(group) for group in _groups([RunFolder(Path(folder)) for folder in folders])]
 
 
 @refusing()
@@ -45,14 +47,16 @@ def compare_command(
 ) -> int:
     """Prints a table for each model, cluster and workload among ``folders``, or for one metric."""
     form = "json" if as_json else form
-    groups = _groups([RunFolder(folder) for folder in folders])
+    # A shell takes the list of runs for one of runs/*.
+    groups = _groups([RunFolder(folder) for folder in folders if folder.name != INDEX_FILE or len(folders) == 1])
     comparisons = [_merged(group) for group in groups]
     known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
     if metric is not None and metric not in known:
-        raise ValueError(f"--metric={metric} is not recorded; choose one of {', '.join(known) or 'none'}")
+        choices = f"{', '.join(known) or 'none'}{did_you_mean(metric, known)}"
+        raise ValueError(f"--metric={metric} is not recorded; choose one of {choices}")
     if metric is not None and form != "table":
         raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
-    if len(groups) > 1 and form in ("csv", "json"):
+    if len(groups) > 1 and form in ("csv", "csv-samples", "json"):
         raise ValueError(
             f"--format={form} holds one comparison, and these folders make {len(groups)}; give them one at a time"
         )
@@ -123,7 +127,7 @@ def _save_table(comparison: Comparison, environments: Sequence[Environment], fol
 class MetricRow:
     """One metric of one strategy, over all samples of all seeds; the median is that of the seeds' medians."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
     median: Annotated[float | None, Column("median", figure)]
     lowest: Annotated[float | None, Column("lowest", figure)]
     highest: Annotated[float | None, Column("highest", figure)]

@@ -23,8 +23,6 @@ from rich.console import Console
 
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.plan import StepPlan
-from moesys.balance.replay import replay_steps
 from moesys.config import Ep, Fsep, LayoutInvariant, Ordered, Strategy, presets
 from moesys.config.experiment import Experiment
 from moesys.config.hub import read_config
@@ -33,15 +31,13 @@ from moesys.config.strategy import Reduction
 from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands.compare import report
 from moesys.lab.commands.options import Quiet, RunFolders, Wide, refusing
+from moesys.lab.commands.report import tell_where
 from moesys.lab.runs.comparison import Comparison
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.runner import RunResult, run
 from moesys.lab.runs.statistics import MIN_SEEDS
-from moesys.lab.runs.trials import routing_of
-from moesys.lab.show.figures import computed_tokens, load_heat_map, loss_chart, timeline_chart
 from moesys.lab.show.progress import RunProgress
 from moesys.lab.show.tables import CommandOutput
-from moesys.simulator.step_program import simulate
 
 SEEDS = tuple(range(MIN_SEEDS))
 # The baseline's routing under one seed.
@@ -122,7 +118,7 @@ def demo_command(
     wide: Wide = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Train again, in new run folders.")] = False,
 ) -> int:
-    """Trains, compares, replays, compares and draws; recorded trials are not repeated. Returns the exit code."""
+    """Trains, compares, replays, compares and writes pages; recorded trials are not repeated. Returns the exit code."""
     # hidden, so that ``compare runs/*`` does not take it for a run folder
     traces = out.resolve() / ".demo-traces"
     training = training_experiment()
@@ -132,11 +128,7 @@ def demo_command(
         return 1
     print()
     replayed, _ = _run(replay_experiment(traces), out, show, fresh)
-    drawn = [*_draw_losses(trained), *_draw_cluster(replayed)]
-    print(f"\nRun folders: {trained.path} and {replayed.path}. Figures, as SVG and PNG:")
-    for path in drawn:
-        if path.suffix == ".png":
-            print(f"  {path}")
+    tell_where([trained.path, replayed.path], sys.stdout)
     return replayed.exit_code
 
 
@@ -161,36 +153,5 @@ def _run(
     progress = RunProgress(Console(file=sys.stdout, quiet=show.quiet))
     result = run(experiment, out, fresh=fresh, record_routing=record_routing, progress=progress)
     if not show.quiet:
-        print(result)
+        print(result.summary)
     return result, report(result, "table", wide=show.wide)
-
-
-def _draw_losses(trained: RunResult) -> list[Path]:
-    losses: dict[str, dict[int, list[float]]] = {strategy.name: {} for strategy in trained.experiment.strategies}
-    for record in trained.records:
-        losses[record.strategy][record.seed] = record.losses
-    return loss_chart(losses, trained.path / "figures" / "losses", name=trained.experiment.name)
-
-
-def _draw_cluster(replayed: RunResult) -> list[Path]:
-    """Draws the last micro-batch of the first seed: the load of ranks before and after, and the timelines."""
-    experiment, folder = replayed.experiment, replayed.path / "figures"
-    last = {strategy.name: _last_step(experiment, strategy) for strategy in experiment.strategies}
-    paths = load_heat_map(
-        computed_tokens(last["ep"].layers[0].tokens),
-        computed_tokens(last["fsep"].layers[0].tokens),
-        folder / "load",
-        name=f"{experiment.name}, layer 0",
-        source="simulated",
-        labels=("ep", "fsep"),
-    )
-    for name, step in last.items():
-        paths += timeline_chart(simulate(step), folder / f"timeline-{name}", name=f"{experiment.name}, {name}")
-    return paths
-
-
-def _last_step(experiment: Experiment, strategy: Strategy) -> StepPlan:
-    assert isinstance(experiment.workload, Replay)
-    routing = routing_of(experiment.workload, experiment.model, experiment.cluster, experiment.seeds[0])
-    *_, last = replay_steps(strategy, experiment.model, experiment.cluster, routing.tokens_SLRE)
-    return last

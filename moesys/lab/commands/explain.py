@@ -23,6 +23,7 @@ from moesys.balance.planners import split_tokens
 from moesys.balance.predictors import window
 from moesys.balance.replay import Replan, ReplayBatch, replay_layer
 from moesys.config import Fsep, ModelShape, Oracle, Strategy
+from moesys.config.base import check_type
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
@@ -98,6 +99,8 @@ def explain(
     Raises ValueError for a micro-batch that the workload does not have, and for a strategy that does not fit the
     experiment.
     """
+    check_type(Strategy, strategy=strategy)
+    check_type(Experiment, experiment=experiment)
     trace, routing = _routing(experiment)
     if micro_batch is None:
         micro_batch = trace.num_micro_batches - 1

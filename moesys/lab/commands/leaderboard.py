@@ -129,7 +129,7 @@ def _command(ctx: typer.Context) -> str:
 
 def _introduction(command: str, seeds: int, lag: int, warm_up: int) -> list[str]:
     return [
-        f"`{command}`; `docs/leaderboard.md` has the rules.",
+        f"`{command}`; `docs/planners.md` has the rules.",
         f"Forward and backward of a layer without overlap (`Sequential`), {TOKENS_PER_RANK:,} tokens per rank, "
         f"simulated; {seeds} seeds. Planners see {warm_up} micro-batches and are scored on the next "
         f"{SCORED}. All planners of a group have the same slots, lag, predictor and sharding. Layouts from history are "

@@ -135,7 +135,7 @@ def refusing() -> Iterator[None]:
 
 def _reason(error: ValueError | OSError) -> str:
     # Not at the top: it needs pydantic.
-    from moesys.journal import in_words
+    from moesys.config.base import in_words
 
     if not (isinstance(error, OSError) and error.filename):
         return in_words(error)
@@ -206,13 +206,13 @@ Jobs = Annotated[
 ]
 CLUSTER_HELP = "Nodes x ranks per node, as 4x8; a preset and its nodes, as h100:4; or a ClusterSpec in a file."
 Threads = Annotated[int, typer.Option(min=1, metavar="N", help="Threads per rank.")]
-Format = Literal["table", "markdown", "csv", "json", "latex"]
+Format = Literal["table", "markdown", "csv", "csv-samples", "json", "latex"]
 FormatOption = Annotated[
     Format,
     typer.Option(
         "--format",
         metavar="FORMAT",
-        help="table, markdown, csv, json or latex. All but table have stdout to themselves.",
+        help="table, markdown, csv, csv-samples, json or latex. All but table have stdout to themselves.",
     ),
 ]
 # Every command that prints results has these, and they mean the same everywhere.

@@ -1,27 +1,50 @@
-"""``moesys report``: the page of a watched training."""
+"""``moesys report``: the page of a folder that moesys wrote."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
-from moesys.files import write_whole
 from moesys.lab.commands.options import OutFile, refusing
-from moesys.lab.runs.watched_run import read_watched_run
-from moesys.lab.show.pages import watch_page
+from moesys.lab.show.run_page import page_of_run, write_index, write_page
 
 
 @refusing()
 def report_command(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder that ms.Watch or ms.hf.WatchCallback wrote to.")
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="A folder of moesys run, ms.Watch or moesys leaderboard, or a folder of several.",
+        ),
     ],
     out: OutFile = None,
 ) -> None:
-    """Writes the page of what ``ms.Watch`` wrote to ``folder``."""
-    path = out or folder / "report.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, watch_page(read_watched_run(folder)))
-    print(path)
+    """Writes the page of ``folder``, and prints its path. It is report.html in the folder, or index.html of several."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    print(write_page(folder, out))
+
+
+def tell_where(folders: Sequence[Path], told: TextIO) -> None:
+    """Writes the pages of runs and the list of all runs beside them, and prints where they are."""
+    print(file=told)
+    for folder in folders:
+        print(f"Results: {folder}", file=told)
+        if page := _unless_it_fails(page_of_run, folder):
+            print(f"  {page.name}: tables, speed-ups, loads and timelines, to open in a browser", file=told)
+    if page := _unless_it_fails(write_index, folders[-1].parent):
+        print(f"All runs: {page}", file=told)
+
+
+def _unless_it_fails(write: Callable[[Path], Path], folder: Path) -> Path | None:
+    """Writes a page, and prints why it could not be written: a run is not lost with its page."""
+    try:
+        return write(folder)
+    except (ValueError, OSError) as error:
+        print(f"Warning: {folder} has no new page: {error}", file=sys.stderr)
+        return None

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Training
-from moesys.journal import in_words
 from moesys.lab.commands.options import (
     AsJson,
     ExperimentFile,
@@ -87,6 +85,7 @@ def run_command(
     form = "json" if as_json else form
     told = sys.stdout if form == "table" else sys.stderr
     comparisons: list[Comparison] = []
+    folders: list[Path] = []
     code = 0
     where = jobs if slurm is None else _slurm(slurm, jobs)
     for experiment in _experiments(file, form, seeds, interpret, strategy or ()):
@@ -105,13 +104,19 @@ def run_command(
         )
         if writes():
             if not quiet:
-                print(result, file=told)
+                print(result.summary, file=told)
             comparisons.append(_report(result, form, wide))
+            folders.append(result.path)
             code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
         if result.stopped:
             break
     if len(comparisons) > 1:
         _draw(comparisons, out / file.stem, told)
+    if folders:
+        # Not at the top: it imports the simulator and matplotlib.
+        from moesys.lab.commands.report import tell_where
+
+        tell_where(folders, told)
     return code
 
 
@@ -127,7 +132,7 @@ def _experiments(
     file: Path, form: Format, num_seeds: int | None, interpret: bool, strategies: Sequence[Path]
 ) -> list[Experiment]:
     experiments = load_experiments(file)
-    if len(experiments) > 1 and form in ("csv", "json"):
+    if len(experiments) > 1 and form in ("csv", "csv-samples", "json"):
         raise ValueError(
             f"--format={form} holds one comparison, and {file} has {len(experiments)} experiments; "
             "leave it out here, and give their run folders to moesys compare one at a time"
@@ -145,10 +150,7 @@ def _with(further: Sequence[Strategy], experiment: Experiment) -> Experiment:
     """Adds strategies, except for those that the experiment already has, under any name."""
     there = {strategy.fingerprint() for strategy in experiment.strategies}
     new = [strategy for strategy in further if strategy.fingerprint() not in there]
-    try:
-        return experiment.replace(strategies=(*experiment.strategies, *new)) if new else experiment
-    except ValidationError as error:
-        raise ValueError(in_words(error)) from None
+    return experiment.replace(strategies=(*experiment.strategies, *new)) if new else experiment
 
 
 def _interpreted(experiment: Experiment) -> Training:
@@ -196,15 +198,17 @@ def _sweep_files(comparisons: Sequence[Comparison], path_stem: Path) -> list[Pat
         return []
     # Not at the top: most runs draw nothing.
     from moesys.lab.show.figures import speedup_chart
+    from moesys.lab.show.run_page import subject
 
     first = experiments[0]
+    about = type(first.workload).model_fields[field].description
     rows = [{row.name: row for row in comparison.rows if not row.repeat} for comparison in comparisons]
     return speedup_chart(
-        field,
+        f"{field}: {about}" if about else f"{field.replace('_', ' ')} of the workload",
         [getattr(experiment.workload, field) for experiment in experiments],
         {one.name: [row[one.name].speedup for row in rows] for one in first.strategies if one != first.baseline},
         path_stem,
-        name=path_stem.name,
+        name=f"{path_stem.name}, {subject(first)}",
         source=comparisons[0].source,
         baseline=comparisons[0].baseline.name,
     )

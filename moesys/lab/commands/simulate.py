@@ -12,6 +12,7 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import Annotated
 
+import matplotlib as mpl
 import numpy as np
 import pydantic_core
 import typer
@@ -37,7 +38,7 @@ from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import drawn_like, rest_of, timed_steps
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
-from moesys.lab.show.figures import timeline_chart, write_chrome_trace
+from moesys.lab.show.figures import STYLE, TimelinePanel, draw_timelines, save, write_chrome_trace
 from moesys.lab.show.tables import Column, ColumnNote, CommandOutput, Report, Sheet, counted, figure, publish
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.rest_of_step import RestOfStep
@@ -45,12 +46,18 @@ from moesys.simulator.simulation import Simulation, exposed_ms
 from moesys.simulator.step_program import simulation
 
 MOST_TRACED_RANKS = 64
-MOST_DRAWN_RANKS = 8
+MOST_DRAWN_RANKS = 4
 _FILE_PANEL, _MODEL_PANEL = "Options with FILE, an experiment or a plan", "Options with --model, a whole model"
 TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
 LEGEND = (
-    "Means over ranks, but for the step. exposed = tokens + restore + waiting: a rank computes nothing meanwhile.",
-    "tokens: until rows have come; restore: until experts have, or gradients; waiting: for slower ranks.",
+    ColumnNote(
+        "Means over ranks, but for the step. exposed = tokens + restore + waiting: a rank computes nothing meanwhile.",
+        "exposed_ms",
+    ),
+    ColumnNote(
+        "tokens: until rows have come; restore: until experts have, or gradients; waiting: for slower ranks.",
+        "tokens_ms",
+    ),
     ColumnNote(
         "critical path: what the step waited for, from its start to its end, as shares of it; most first.",
         "critical_path",
@@ -194,7 +201,7 @@ def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | N
                 shape = shape or _shape_words(plans[0])
         # Before the table is printed, whose reader may stop before its end.
         out = output.folder
-        files = [] if out is None else [path for stem, of in _by_stem(found) for path in _write(of, out / stem, name)]
+        files = [] if out is None else _write(found, out, f"SIMULATED: {name}, {shape}")
     sheet = step_sheet(f"SIMULATED: {name}, {shape}", found, words)
     publish(Report("simulate", "", "simulated", [sheet]), replace(output, folder=None))
     if files:
@@ -340,14 +347,21 @@ def _by_stem(of_strategies: Sequence[StepDraws]) -> Iterator[tuple[str, StepDraw
         yield taken[-1], of
 
 
-def _write(draws: StepDraws, stem: Path, name: str) -> list[Path]:
-    """Writes a trace of the first draw for Perfetto, and a chart if there is something to draw."""
-    of, num_ranks = draws.first, draws.first.cluster.num_ranks
-    traced = of.timeline.only(_some_ranks(of, MOST_TRACED_RANKS))
-    drawn = of.timeline.only(_some_ranks(of, MOST_DRAWN_RANKS))
-    trace = write_chrome_trace(traced, stem.with_name(f"{stem.name}.trace.json"), of.critical_path)
-    words = f"{name}, {draws.name}" + f" on {num_ranks} ranks" * (num_ranks > MOST_DRAWN_RANKS)
-    return [trace, *(timeline_chart(drawn, stem, name=words) if drawn.spans else [])]
+def _write(found: Sequence[StepDraws], out: Path, title: str) -> list[Path]:
+    """Writes a trace of the first draw of each strategy for Perfetto, and a chart of all if there is something to
+    draw.
+    """
+    paths, panels = [], []
+    for stem, draws in _by_stem(found):
+        of = draws.first
+        traced = of.timeline.only(_some_ranks(of, MOST_TRACED_RANKS))
+        paths.append(write_chrome_trace(traced, out / f"{stem}.trace.json", of.critical_path))
+        panel = TimelinePanel(draws.name, of.timeline, tuple(_some_ranks(of, MOST_DRAWN_RANKS)), of.critical_path)
+        panels += [panel] if panel.spans else []
+    if not panels:
+        return paths
+    with mpl.rc_context(STYLE):
+        return [*paths, *save(draw_timelines(panels, title=title), out / "timelines")]
 
 
 def _some_ranks(of: Simulation, most: int) -> list[int]:
@@ -403,7 +417,7 @@ class StepDraws:
 class SimulatedStrategy:
     """A row of the table. Columns without an interval are means over draws."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
     step_ms: Annotated[str, Column("step\nms", kept=True)]
     speedup: Annotated[str, Column("speed-up", align="right", kept=True)]
     max_over_mean: Annotated[float, Column("load\nmax/mean", ".2f")]

@@ -15,15 +15,13 @@ from moesys.config import BYTES_PER_GB, ModelSpec, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
 from moesys.files import write_whole
-from moesys.journal import in_words
+from moesys.kinds import did_you_mean
 from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
-from moesys.lab.show.tables import Column, CommandOutput, Sheet, figure, print_sheet
+from moesys.lab.show.tables import Column, CommandOutput, Sheet, counted, figure, print_sheet
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 
-# The names of fields of ``Parallelism`` in ``--parallel``.
-SHORT = {"tp": "tensor", "cp": "context", "pp": "pipeline", "vp": "virtual_stages", "ep": "expert"}
 _FASTER = (1.25, 1.5, 2.0)
 
 
@@ -73,23 +71,19 @@ def simulate_whole_model(
 
 
 def parallelism_of(text: str) -> Parallelism:
-    """Reads ``tp=2,pp=8,vp=4,ep=32,recompute=full``: short names, or those of ``Parallelism``'s fields.
-
-    Raises ValueError for others.
-    """
+    """Reads ``tp=2,pp=8,vp=4,ep=32,recompute=full``: fields of ``Parallelism``. Raises ValueError for others."""
     fields: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"parallel={part!r} gives no value; write it as in tp=2,pp=8,ep=32")
-        field = SHORT.get(name.strip(), name.strip())
-        if field in fields:
+        if (field := name.strip()) in fields:
             raise ValueError(f"parallel={text!r} gives {field} twice; give it once")
         fields[field] = value.strip()
     try:
         return Parallelism.model_validate(fields)
     except ValueError as error:
-        raise ValueError(f"parallel={text!r}: {in_words(error)}") from None
+        raise ValueError(f"parallel={text!r}: {error}") from None
 
 
 def named_strategy(text: str) -> Strategy:
@@ -104,7 +98,10 @@ def named_strategy(text: str) -> Strategy:
         return {"fsep": presets.fsep, "laer": presets.laer}[name](int(slots))
     if Path(text).suffix in (".json", ".toml"):
         return declared_in(Path(text), Strategy)
-    raise ValueError(f"strategy={text!r} is none; use ep, fsep:SLOTS, laer:SLOTS, or a Strategy's .toml or .json")
+    raise ValueError(
+        f"strategy={text!r} is not known; use ep, fsep:SLOTS, laer:SLOTS, or the .toml or .json file of a Strategy"
+        f"{did_you_mean(text, ('fsep:SLOTS', 'laer:SLOTS'))}"
+    )
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------
@@ -114,7 +111,7 @@ def named_strategy(text: str) -> Strategy:
 class WholeModelStep:
     """A row: a step of a model under one strategy."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
     step_ms: Annotated[float, Column("step ms", figure, kept=True)]
     spread: Annotated[str, Column("p10 to p90", align="right")]
     speedup: Annotated[float, Column("speed-up", ".2f", kept=True)]
@@ -138,7 +135,7 @@ def sheets(steps: Sequence[ModelStep], notes: Sequence[str] = ()) -> list[Sheet]
     """Returns the tables of times, of what ranks do, and of memory, which has the notes."""
     run = steps[0].run
     parallel = run.parallelism
-    sizes = {short: getattr(parallel, name) for short, name in SHORT.items() if name != "expert"}
+    sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "vp")}
     words = ", ".join(f"{name} {size}" for name, size in (sizes | {"ep": run.groups.expert}).items() if size != 1)
     micro_batches = f"{run.num_micro_batches:,} micro-batch{'es' * (run.num_micro_batches != 1)}"
     title = (
@@ -200,7 +197,9 @@ def _write(steps: Sequence[ModelStep], out: Path) -> list[Path]:
     found = out / "model.json"
     write_whole(found, _json(steps))
     parts = {step.run.strategy.name: step.peak.parts for step in steps}
-    return [found, *memory_chart(parts, out / "memory", have_gb=steps[0].run.cluster.memory_gb)]
+    run = steps[0].run
+    name = f"{run.model.name or 'a model'} on {run.cluster.name or counted(run.cluster.num_ranks, 'rank')}"
+    return [found, *memory_chart(parts, out / "memory", name=name, have_gb=run.cluster.memory_gb)]
 
 
 def _json(steps: Sequence[ModelStep]) -> str:

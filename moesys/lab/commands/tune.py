@@ -99,7 +99,7 @@ def tune_command(
 class TunedStrategy:
     """A row: a strategy, its step time and its speed-up, over several draws or timed trials if it has such."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
     ms: Annotated[float, Column("step ms", figure, kept=True)]
     speedup: Annotated[str | None, Column("speed-up", align="right", kept=True)] = None
     paired: Annotated[str | None, Column("speed-up [95 %]", align="right", kept=True)] = None

@@ -16,8 +16,8 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.quotas import Quotas
 from moesys.config import Balance, ClusterSpec, Ep, Fsep, Last, ModelShape, Predictor, Split, Strategy
+from moesys.config.base import in_words
 from moesys.files import json_of
-from moesys.journal import in_words
 from moesys.lab.runs.declarations import own_kind
 
 _FLOWS: tuple[Split, ...] = (FlowSplit(), FlowSplit(max_inter_node="seconds"))

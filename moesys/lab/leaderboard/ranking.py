@@ -17,18 +17,15 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import matplotlib as mpl
-import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from moesys.files import write_whole
 from moesys.lab.leaderboard.planners import OURS, PlannerGroup
 from moesys.lab.leaderboard.scores import PlannerResult
 from moesys.lab.leaderboard.workloads import RoutingSetting
 from moesys.lab.runs.statistics import PairedRatio, paired_ratio
-from moesys.lab.show.figures import OKABE_ITO
-from moesys.lab.show.pages import PAGE_STYLE, inline_svg, page, sheet_section
-from moesys.lab.show.tables import Column, Report, Sheet, write
+from moesys.lab.show.figures import OKABE_ITO, draw_forest
+from moesys.lab.show.pages import PAGE_STYLE, inline_svg, page, section, sheet_section
+from moesys.lab.show.tables import Column, Report, Sheet, counted, write
 
 PAGE, HTML_PAGE = "leaderboard.md", "leaderboard.html"
 TITLE = "SIMULATED: a leaderboard of planners"
@@ -39,7 +36,7 @@ BySample = dict[int, float]
 BySetting = dict[tuple[str, str, str], BySample]
 
 
-def in_words(ratio: PairedRatio) -> str:
+def interval_words(ratio: PairedRatio) -> str:
     """Returns ``1.234 [1.200, 1.269]``; a single sample has no interval."""
     interval = "" if ratio.low is None else f" [{ratio.low:.3f}, {ratio.high:.3f}]"
     return f"{ratio.estimate:.3f}{interval}"
@@ -51,12 +48,13 @@ class RankedPlanner:
 
     slowdown: with a 95 % interval over samples. by_workload: over the settings in which it can plan. layer_ms: the
     geometric mean over settings. Other columns are means over scored micro-batches, ``planning_ms`` is a median.
-    cannot: in how many settings it cannot plan, and the reason in the first of them.
+    cannot: in how many settings it cannot plan, and the reason in the first of them. same: the pairs that are equal to
+    it in every score of every sample, except for the time of planning.
     """
 
     place: Annotated[int | None, Column("place")]
-    planner: Annotated[str, Column("planner + split", align="left", kept=True)]
-    slowdown: Annotated[PairedRatio | None, Column("slowdown [95 %]", in_words, kept=True)]
+    planner: Annotated[str, Column("planner + split", align="left", wraps=True, kept=True)]
+    slowdown: Annotated[PairedRatio | None, Column("slowdown [95 %]", interval_words, kept=True)]
     by_workload: Annotated[Mapping[str, float], Column("{}", ".3f")]
     layer_ms: Annotated[float | None, Column("a layer, ms", ".2f")]
     max_over_mean: Annotated[float | None, Column("max/mean", ".3f")]
@@ -65,7 +63,8 @@ class RankedPlanner:
     restored_gb: Annotated[float | None, Column("restored GB", ".2f")]
     memory_gb: Annotated[float | None, Column("memory GB", ".2f")]
     planning_ms: Annotated[float | None, Column("planning ms", ".2f")]
-    cannot: Annotated[str | None, Column("cannot plan in")]
+    cannot: Annotated[str | None, Column("cannot plan in", wraps=True)]
+    same: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,14 +78,16 @@ class LostSetting:
     best: Annotated[str, Column("fastest planner")]
     best_ms: Annotated[float, Column("a layer, ms", ".2f")]
     ours_ms: Annotated[float, Column("ours, ms", ".2f")]
-    slowdown: Annotated[PairedRatio, Column("slowdown of ours [95 %]", in_words)]
+    slowdown: Annotated[PairedRatio, Column("slowdown of ours [95 %]", interval_words)]
 
 
 def ranking(results: Sequence[PlannerResult]) -> list[RankedPlanner]:
     """Returns the pairs of one group: ranked ones by place, then the others by name."""
     slowdowns, num_settings = _slowdowns(results), len({result.setting for result in results})
+    by_planner = _grouped(results, lambda one: one.planner)
     ranked = []
-    for planner, of_planner in _grouped(results, lambda one: one.planner).items():
+    for planner, *same in _grouped(list(by_planner), lambda name: _all_scores(by_planner[name])).values():
+        of_planner = by_planner[planner]
         ran = [result for result in of_planner if not result.scores.cannot]
         refused = [result for result in of_planner if result.scores.cannot]
         count = len({result.setting for result in refused})
@@ -102,6 +103,7 @@ def ranking(results: Sequence[PlannerResult]) -> list[RankedPlanner]:
                 layer_ms=None if refused else statistics.geometric_mean(map(_ms, ran)),
                 planning_ms=_over_samples(statistics.median, ran, "planning_ms"),
                 cannot=f"{count} of {num_settings} settings: {refused[0].scores.cannot}" if refused else None,
+                same=tuple(same),
                 **{name: _over_samples(statistics.fmean, ran, name) for name in names},
             )
         )
@@ -111,6 +113,28 @@ def ranking(results: Sequence[PlannerResult]) -> list[RankedPlanner]:
         for one in ranked
     ]
     return sorted(placed, key=lambda one: (one.place or inf, one.planner))
+
+
+def winner(ranked: Sequence[RankedPlanner]) -> str:
+    """Returns a sentence that names the fastest pair of a group, and how far behind the next one is."""
+    placed = [one for one in ranked if one.slowdown is not None]
+    if not placed:
+        return "No planner can plan in every setting."
+    first = [one for one in placed if one.place == 1]
+    names = ", ".join(name for one in first for name in (one.planner, *one.same))
+    assert placed[0].slowdown is not None
+    words = f"{names}: slowdown {interval_words(placed[0].slowdown)} of {counted(len(placed), 'different result')}"
+    if len(placed) == len(first):
+        return f"Fastest: {words}."
+    following = placed[len(first)]
+    assert following.slowdown is not None
+    return f"Fastest: {words}. Next: {following.planner}, {interval_words(following.slowdown)}."
+
+
+def _all_scores(results: Sequence[PlannerResult]) -> str:
+    """Returns what two pairs have in common that are the same in all but the time of planning."""
+    of = sorted((one.setting, one.sample, repr(replace(one.scores, planning_ms=[]))) for one in results)
+    return repr(of)
 
 
 def lost_settings(results: Sequence[PlannerResult], ours: str) -> list[LostSetting]:
@@ -199,12 +223,25 @@ def write_pages(
 def _tables_and_figure(group: PlannerGroup, found: Sequence[PlannerResult]) -> tuple[list[Sheet], str]:
     """Returns the tables of one group that have rows, the ranking first, and its figure as SVG."""
     ranked, lost = ranking(found), lost_settings(found, OURS.name)
-    count = f"{len(lost)} of {len({one.setting for one in found})} settings"
-    sheets = [Sheet(f"SIMULATED: {group.name}", ranked, [f"{group.about}."])]
+    count = f"{len(lost)} of {counted(len({one.setting for one in found}), 'setting')}"
+    same = [f"The same in every score: {one.planner} = {' = '.join(one.same)}." for one in ranked if one.same]
+    sheets = [Sheet(f"SIMULATED: {group.name}", ranked, [winner(ranked), f"{group.about}.", *same])]
     if lost:
         sheets.append(Sheet(f"{group.name}: {OURS.name} is not the fastest in {count}", lost))
-    placed = [one for one in ranked if one.slowdown]
-    return sheets, inline_svg(ranking_figure(group.name, placed)) if placed else ""
+    ratios = {f"{one.place}. {one.planner}": one.slowdown for one in ranked if one.slowdown}
+    return sheets, _figure(group.name, ratios) if ratios else ""
+
+
+def _figure(group: str, ratios: Mapping[str, PairedRatio]) -> str:
+    with mpl.rc_context(PAGE_STYLE):
+        drawn = draw_forest(
+            ratios,
+            title=f"SIMULATED: {group}",
+            xlabel="slowdown, geometric mean (left is faster)",
+            words=interval_words,
+            colour=lambda _: OKABE_ITO[0],
+        )
+    return inline_svg(drawn)
 
 
 @dataclass(frozen=True)
@@ -223,41 +260,12 @@ def _workloads(scored_in: Sequence[RoutingSetting]) -> list[WorkloadRow]:
 
 
 def _html(words: Sequence[str], workloads: Sheet, parts: Sequence[tuple[list[Sheet], str]]) -> str:
-    head = f"<h1>{escape(TITLE)}, {date.today().isoformat()}</h1>"
-    body = [head, *(f'<p class="note">{escape(paragraph)}</p>' for paragraph in words), sheet_section(workloads)]
+    wins = "; ".join(f"{tables[0].title.removeprefix('SIMULATED: ')}: {tables[0].notes[0]}" for tables, _ in parts)
+    body = [f"<h1>{escape(TITLE)}, {date.today().isoformat()}</h1>"]
+    body += [f'<p class="headline">{escape(wins)}</p>']
     for tables, figure in parts:
-        body += [figure, *map(sheet_section, tables)]
+        ranked, *others = map(sheet_section, tables)
+        body += [ranked, section("", figure) if figure else "", *others]
+    body += [sheet_section(workloads), "<h2>How it was scored</h2>"]
+    body += [f'<p class="note">{escape(paragraph.replace("`", ""))}</p>' for paragraph in words]
     return page(TITLE, body)
-
-
-def ranking_figure(group: str, ranked: Sequence[RankedPlanner]) -> Figure:
-    """Draws planners by place: slowdown with intervals, and slowdown by workload."""
-    workloads = list(ranked[0].by_workload)
-    ratio_PW = np.array([[one.by_workload[name] for name in workloads] for one in ranked])
-    with mpl.rc_context(PAGE_STYLE):
-        figure = Figure(figsize=(13, 0.24 * len(ranked) + 2.4), layout="constrained")
-        dots, cells = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.1))
-        for row, one in enumerate(ranked):
-            if (ratio := one.slowdown) is None:
-                continue
-            if ratio.low is not None and ratio.high is not None:
-                dots.plot((ratio.low, ratio.high), (row, row), color=OKABE_ITO[0], linewidth=1.2)
-            dots.plot(ratio.estimate, row, "o", color=OKABE_ITO[0], markersize=4)
-        dots.set_xscale("log")
-        # By default a logarithmic axis writes powers of ten.
-        dots.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 1.2, 1.5, 2, 3, 5)))
-        dots.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        dots.xaxis.set_minor_formatter(NullFormatter())
-        dots.grid(axis="x", linewidth=0.3)
-        dots.set_yticks(range(len(ranked)), [one.planner for one in ranked])
-        dots.set(xlabel="slowdown, geometric mean", ylim=(len(ranked) - 0.5, -0.5), title=f"SIMULATED: {group}")
-        # Cells beyond 2.0 have one colour, or one slow planner would make all others look alike.
-        at = range(len(workloads)), range(len(ranked))
-        cells.pcolormesh(*at, ratio_PW, shading="nearest", cmap="cividis_r", vmin=1, vmax=2.0)
-        for (row, column), value in np.ndenumerate(ratio_PW):
-            colour = "white" if value > 1.55 else "black"
-            cells.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
-        cells.set_xticks(range(len(workloads)), workloads, rotation=25, ha="right")
-        cells.set_title("slowdown by workload")
-        cells.tick_params(axis="y", length=0)
-    return figure

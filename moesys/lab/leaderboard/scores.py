@@ -21,9 +21,10 @@ from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.balance.predictors import measured_drift
 from moesys.balance.replay import replay_layer
 from moesys.config import BYTES_PER_GB, Strategy
+from moesys.config.base import in_words
 from moesys.cost import restore_bytes
 from moesys.files import FolderLock
-from moesys.journal import Journal, in_words
+from moesys.journal import Journal
 from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
 from moesys.lab.leaderboard.workloads import SCORED, RoutingSetting
 from moesys.lab.runs.environment import source_digest

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moesys.config import DType, LayoutInvariant, Strategy
 from moesys.config.experiment import Experiment, Source, Trial
+from moesys.display import Columns, Display, by_column, html_table, named, new_axes
 from moesys.lab.runs.records import Record, latest
 from moesys.lab.runs.statistics import PairedRatio, paired_ratio
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Largest relative difference of a loss that the order of sums explains.
 LOSS_TOLERANCE: Mapping[DType, float] = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
@@ -57,7 +64,7 @@ class Agreement:
         return self.steps_within >= (self.num_steps if self.exact else min(self.num_steps, JUDGED_STEPS))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Row:
     """One strategy, or the baseline's repetition (``repeat`` 1).
 
@@ -94,9 +101,16 @@ class Row:
         last = [losses[-1] for losses in self.losses.values() if losses]
         return float(np.median(last)) if last else None
 
+    def __repr__(self) -> str:
+        step_ms, ratio = self.median(SPEED), self.speedup
+        step = "no step time" if step_ms is None else f"{step_ms:,.4g} ms per step"
+        words = "" if ratio is None else f", speed-up {ratio.estimate:.2f}"
+        interval = "" if ratio is None or ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+        return f"<Row: {self.name!r}, {step}{words}{interval}, n = {self.n}>"
 
-@dataclass(frozen=True)
-class Comparison:
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Display):
     """Rows of one experiment: the baseline, its repetition if there is one, then the others from fast to slow, those
     that would not run behind the rest.
 
@@ -136,6 +150,57 @@ class Comparison:
         first = max(rivals, key=lambda row: row.speedup.estimate if row.speedup else 1.0)
         wins = all(_is_faster(first, row) for row in rivals if row is not first)
         return frozenset([first.name]) if wins else frozenset()
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draws the speed-up of each strategy with its interval: blue if the interval does not contain 1, else grey."""
+        rows = [row for row in self.rows if row.speedup is not None]
+        axes = new_axes(ax, (6.4, 1.4 + 0.35 * len(rows)))
+        axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
+        for place, row in enumerate(rows):
+            assert row.speedup is not None
+            middle, low, high = row.speedup.estimate, row.speedup.low, row.speedup.high
+            colour = "#0072B2" if row.speedup.verdict in ("faster", "slower") else "#888888"
+            if low is not None and high is not None:
+                axes.plot([low, high], [place, place], color=colour)
+            axes.plot(middle, place, "o", color=colour)
+        axes.set_yticks(range(len(rows)), [f"{row.name} (n = {row.n})" for row in rows], parse_math=False)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlabel(f"speed-up against {self.baseline.name}, 95 % interval", parse_math=False)
+        axes.set_title(f"{self.source.upper()}: {self.experiment.name}", loc="left", parse_math=False)
+        return axes
+
+    def _facts(self) -> str:
+        others = [row for row in self.rows if row.speedup is not None and not row.repeat]
+        fastest = max(others, key=lambda row: row.speedup.estimate if row.speedup else 0.0, default=None)
+        words = "" if fastest is None else f", fastest {fastest!r}"
+        return f"{self.source} {self.experiment.name!r}, {len(self.rows)} rows, baseline {self.baseline.name!r}{words}"
+
+    def _columns(self) -> Columns:
+        """Returns a row for each strategy, seed and timed step; ``repeat`` is 1 for the repetition of the baseline."""
+        metrics = list(dict.fromkeys(metric for row in self.rows for metric in row.samples))
+        rows = [
+            (row.strategy.name, row.repeat, seed, step, *values)
+            for row in self.rows
+            for seed in row.losses
+            for step, values in enumerate(zip_longest(*(row.samples.get(name, {}).get(seed, ()) for name in metrics)))
+        ]
+        return by_column(("strategy", "repeat", "seed", "step", *metrics), rows)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        named("moesys.lab.show.tables:print_sheet")(self._sheet, text)
+        return text.getvalue().rstrip()
+
+    def _repr_html_(self) -> str:
+        columns = named("moesys.lab.show.tables:written_columns")(self._sheet)
+        shown = {" ".join(column.header.split()): column for column in columns}
+        right = [name for name, column in shown.items() if column.align == "right"]
+        cells = {name: column.cells for name, column in shown.items()}
+        return html_table(self._sheet.title, cells, self._sheet.notes, right)
+
+    @cached_property
+    def _sheet(self) -> Any:
+        return named("moesys.lab.show.comparisons:comparison_sheet")(self)
 
 
 def compare_records(experiment: Experiment, records: Iterable[Record], source: Source | None = None) -> Comparison:

@@ -25,13 +25,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter
 
 from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
+from moesys.config.base import in_words
 from moesys.config.experiment import Experiment
 from moesys.config.member import RECORDED, importable, module_of_text, run_module
 from moesys.files import json_of, read_json, read_toml
-from moesys.journal import in_words
+from moesys.kinds import did_you_mean
 
 # The name of the module of a file whose own name is that of another module.
 _MODULE = "moesys_experiment_file"
@@ -85,7 +86,7 @@ def declared_in(path: Path, kind: type[D]) -> D:
     try:
         return kind.model_validate(fields)
     except ValueError as error:
-        raise ValueError(f"{path} declares no {name.lower()}: {in_words(error)}") from None
+        raise ValueError(f"{path} declares no {name.lower()}: {error}") from None
 
 
 def _fields_in(path: Path) -> Any:
@@ -99,8 +100,8 @@ def recorded_experiment(path: Path) -> Experiment:
     """
     try:
         return Experiment.model_validate_json(path.read_bytes(), context=RECORDED)
-    except ValidationError as error:
-        raise ValueError(f"{path} declares no experiment: {in_words(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} declares no experiment: {error}") from None
 
 
 def _from_python(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
@@ -202,7 +203,7 @@ def _own_lines(path: Path, what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         lines = "".join(traceback.format_list(own))
-        raise ValueError(f"{what}\n{lines}{type(error).__name__}: {in_words(error)}") from None
+        raise ValueError(f"{what}\n{lines}{type(error).__name__}: {error}") from None
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -233,7 +234,10 @@ def strategy_in(experiment: Experiment, name: str, way_out: str = "") -> Strateg
     """Returns the strategy of ``experiment`` with this name. Raises ValueError if there is none."""
     named = {strategy.name: strategy for strategy in experiment.strategies}
     if name not in named:
-        raise ValueError(f"strategy={name!r} is not in {experiment.name}; choose one of {', '.join(named)}{way_out}")
+        raise ValueError(
+            f"strategy={name!r} is not in {experiment.name}; choose one of {', '.join(map(repr, named))}"
+            f"{did_you_mean(name, named)}{way_out}"
+        )
     return named[name]
 
 
@@ -253,11 +257,11 @@ def cluster_of(text: str) -> ClusterSpec:
         if path.suffix not in (".json", ".toml") or not path.is_file():
             raise ValueError(
                 "no .json or .toml file; give one, or nodes and ranks a node as in 4x8, or nodes of a preset as in "
-                f"h100:4 ({', '.join(_PRESETS)})"
+                f"h100:4 ({', '.join(_PRESETS)}){did_you_mean(text.partition(':')[0], _PRESETS)}"
             )
         return ClusterSpec.model_validate(_fields_in(path))
     except (ValueError, OSError) as error:
-        raise ValueError(f"cluster={text!r}: {in_words(error)}") from None
+        raise ValueError(f"cluster={text!r}: {error}") from None
 
 
 def import_module_of_user(name: str) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from moesys.config.base import in_words
 from moesys.files import write_whole
-from moesys.journal import in_words
 from moesys.lab.ranks.process_start import LOOPBACK
 
 _PACKAGES = ("torch", "numpy", "scipy", "ortools", "triton")

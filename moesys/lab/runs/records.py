@@ -22,7 +22,9 @@ from moesys.files import FolderLock, write_whole
 from moesys.journal import Journal
 from moesys.lab.runs.declarations import recorded_experiment
 
-_EXPERIMENT, _RECORDS = "experiment.json", "records.jsonl"
+EXPERIMENT_FILE, RECORDS_FILE = "experiment.json", "records.jsonl"
+# The page that lists the run folders beside it.
+INDEX_FILE = "index.html"
 # JSON has no number for an infinite loss or NaN: it is written as a string.
 _AS_JSON = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
@@ -134,8 +136,8 @@ class RunFolder:
         """Raises ValueError where there is no run folder."""
         self.path = Path(path)
         self._lock: FolderLock | None = None
-        if not (self.path / _EXPERIMENT).is_file():
-            raise ValueError(f"{self.path} is not a run folder: it has no {_EXPERIMENT}; give one that a run made")
+        if not (self.path / EXPERIMENT_FILE).is_file():
+            raise ValueError(f"{self.path} is not a run folder: it has no {EXPERIMENT_FILE}; give one that a run made")
 
     @classmethod
     def open(cls, experiment: Experiment, out: str | Path = "runs", *, fresh: bool = False) -> Self:
@@ -154,7 +156,7 @@ class RunFolder:
         lock = FolderLock(folder)
         try:
             # Only now, under the lock, is what is there for certain.
-            saved = folder / _EXPERIMENT
+            saved = folder / EXPERIMENT_FILE
             there = recorded_experiment(saved) if saved.exists() else None
             if there is not None and differences(there, experiment):
                 raise ValueError(_refusal(folder, there, experiment))
@@ -181,7 +183,7 @@ class RunFolder:
 
     def experiment(self) -> Experiment:
         """Raises ValueError where this moesys cannot read it."""
-        return recorded_experiment(self.path / _EXPERIMENT)
+        return recorded_experiment(self.path / EXPERIMENT_FILE)
 
     def records(self) -> list[Record]:
         """Returns all records in the order in which they were written. Raises ValueError for a line that is none."""
@@ -199,7 +201,7 @@ class RunFolder:
 
 def record_journal(folder: Path) -> Journal[Record]:
     repair = "delete the line to run its trial again, the other lines are complete"
-    return Journal(folder / _RECORDS, Record, "a record", repair, schema=1)
+    return Journal(folder / RECORDS_FILE, Record, "a record", repair, schema=1)
 
 
 # --- which folder --------------------------------------------------------------------------------------------
@@ -211,8 +213,8 @@ def _folders(experiment: Experiment, out: Path) -> dict[Path, Experiment]:
     found = []
     for folder in out.glob(f"{experiment.name}-*"):
         match = numbered.fullmatch(folder.name)
-        if match and (folder / _EXPERIMENT).is_file():
-            there = recorded_experiment(folder / _EXPERIMENT)
+        if match and (folder / EXPERIMENT_FILE).is_file():
+            there = recorded_experiment(folder / EXPERIMENT_FILE)
             if there.name == experiment.name:
                 found.append((int(match[1] or 1), folder, there))
     return {folder: there for _, folder, there in sorted(found, key=lambda entry: entry[:2])}
@@ -231,7 +233,7 @@ def _folder_to_resume(experiment: Experiment, out: Path) -> Path:
 
 def _new_folder(experiment: Experiment, out: Path) -> Path:
     names = numbered(f"{experiment.name}-{setting_fingerprint(experiment)}")
-    return next(out / name for name in names if not (out / name / _EXPERIMENT).exists())
+    return next(out / name for name in names if not (out / name / EXPERIMENT_FILE).exists())
 
 
 def numbered(name: str) -> Iterator[str]:

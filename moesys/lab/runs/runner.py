@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from moesys.config.base import check_type
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Replay
+from moesys.display import Columns, Display
 from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
+from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import collect_environment, save_environment
 from moesys.lab.runs.places import TrialError, TrialObserver, TrialResult, place_for
 from moesys.lab.runs.records import Record, RunFolder, latest
 from moesys.lab.runs.slurm import Slurm, SlurmTrials
 from moesys.lab.runs.trials import routing_of
 from moesys.traces import load_trace, save_trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _STEPS = ".steps"
 
@@ -50,8 +58,8 @@ class QuietProgress:
     def end(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class RunResult:
+@dataclass(frozen=True, repr=False)
+class RunResult(Display):
     """The records of an experiment in its run folder, after a run.
 
     ``records``: the last one of each trial that has any, in the order of ``Experiment.trials()``. ``num_run``: the
@@ -73,10 +81,32 @@ class RunResult:
         """1 if a trial failed, in this run or in one before that nobody retried."""
         return int(bool(self.failed))
 
-    def __str__(self) -> str:
+    @cached_property
+    def comparison(self) -> Comparison:
+        return compare_records(self.experiment, self.records)
+
+    @property
+    def summary(self) -> str:
+        """The numbers of trials that were run, are recorded, and failed."""
         recorded = f"{len(self.records)} of {len(self.experiment.trials())} trials are recorded"
         failed = f", {len(self.failed)} of them failed (--retry-failed runs those again)" if self.failed else ""
         return f"{f'{self.num_run} run' if self.num_run else 'nothing to do'}: {recorded}{failed}"
+
+    def _facts(self) -> str:
+        return f"{self.experiment.name!r} in {self.path}, {self.summary}"
+
+    def _columns(self) -> Columns:
+        return self.comparison._columns()
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draws the speed-up of each strategy, as ``Comparison.plot``."""
+        return self.comparison.plot(ax)
+
+    def __str__(self) -> str:
+        return f"{self.comparison}\n{self.summary}; folder: {self.path}"
+
+    def _repr_html_(self) -> str:
+        return f"{self.comparison._repr_html_()}<p>{escape(f'{self.summary}; folder: {self.path}')}</p>"
 
 
 def run(
@@ -110,6 +140,7 @@ def run(
     Raises ValueError, before any trial, for what cannot run or be resumed, and ``RunInterruption`` for Ctrl-C and, in
     the main thread of a program that does not handle it by itself, for SIGTERM.
     """
+    check_type(Experiment, experiment=experiment)
     if record_routing is not None:
         _check_recording(experiment, str(record_routing))
     routing: dict[int, str] = {}

@@ -14,12 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, ValidationError, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
 from moesys.config import Declared
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import RealTraining
-from moesys.journal import in_words
 from moesys.lab.ranks.process_start import joins, threads_of, variables_set
 from moesys.lab.runs.declarations import declared_in
 from moesys.lab.runs.environment import collect_environment
@@ -97,8 +96,8 @@ def slurm_of(text: str) -> Slurm:
         raise ValueError(f"slurm={text!r}: {odd!r} is no field with a value, as partition=gpu; separate them by commas")
     try:
         return Slurm.model_validate({name.strip(): value.strip() for name, _, value in named})
-    except ValidationError as error:
-        raise ValueError(f"slurm={text!r}: {in_words(error)}; fields are {', '.join(Slurm.model_fields)}") from None
+    except ValueError as error:
+        raise ValueError(f"slurm={text!r}: {error}") from None
 
 
 def minutes_of(time: int | str) -> int:

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from moesys.balance.planners import warm_up
 from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.config.base import check_type
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, ModelTraining, RealTraining, Replay, Training
+from moesys.display import Columns, Display, by_column
 from moesys.files import FolderLock, write_whole
 from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
 from moesys.lab.runs.places import Place, TrialError, no_tick, num_workers, place_for, simulating_workers
@@ -37,8 +39,8 @@ _UNTIMED_SHARE = 0.2
 _MOST_DRAWS = 8
 
 
-@dataclass(frozen=True)
-class TuneResult:
+@dataclass(frozen=True, repr=False)
+class TuneResult(Display):
     """``path``: the folder with ``tuned.toml``, the strategy and its reasons; ``experiment.toml``, the experiment with
     the strategy as its last, for ``moesys run`` and ``explain``; and ``journal.jsonl``.
     """
@@ -46,6 +48,29 @@ class TuneResult:
     tuned: TunePick
     experiment: Experiment
     path: Path
+
+    def _facts(self) -> str:
+        tuned = self.tuned
+        return (
+            f"{tuned.speedup:.3f} × as fast as {tuned.baseline.name!r}, {tuned.decided_by}, of "
+            f"{tuned.search.num_points} points, in {self.path}"
+        )
+
+    def _columns(self) -> Columns:
+        rows: list[tuple[str, str, int | None, float]] = [
+            (one.strategy.name, "simulated", None, one.ms) for one in self.tuned.search.ranking
+        ]
+        for timed in self.tuned.timing.ranking if self.tuned.timing else ():
+            rows += [(timed.strategy.name, "measured", seed, ms) for seed, ms in timed.ms_by_seed.items()]
+        return by_column(("strategy", "source", "seed", "step_ms"), rows)
+
+    def _shown(self) -> Columns:
+        choices = self.tuned.choices
+        return {
+            "field": [choice.field for choice in choices],
+            "value": [choice.value for choice in choices],
+            "why": [str(choice) for choice in choices],
+        }
 
 
 def tune(
@@ -72,6 +97,7 @@ def tune(
 
     Raises ValueError for what cannot be tuned or resumed.
     """
+    check_type(Experiment, experiment=experiment)
     trains = isinstance(experiment.workload, RealTraining)
     timed = MOST_TRIALS * trains if timed is None else timed
     bounds = bounds or SearchBounds()

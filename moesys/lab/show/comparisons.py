@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ from moesys.lab.runs.records import setting_fingerprint
 from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
 from moesys.lab.show.tables import Column, ColumnNote, Sheet, counted, escaped, figure, latex_table, markdown_table
 
-Format = Literal["markdown", "csv", "json", "latex"]
+Format = Literal["markdown", "csv", "csv-samples", "json", "latex"]
 COMPARISON_SCHEMA = 1
 
 
@@ -26,7 +26,7 @@ COMPARISON_SCHEMA = 1
 class ComparedStrategy:
     """A row of the table of a comparison. Metrics are medians over seeds of each seed's median."""
 
-    strategy: Annotated[str, Column("strategy", align="left")]
+    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
     step_ms: Annotated[float | None, Column("step\nms", figure, kept=True)]
     speedup: Annotated[str, Column("speed-up\n[95 %]", align="right", kept=True)]
     exposed_ms: Annotated[float | None, Column("exposed\nms", figure)]
@@ -71,7 +71,10 @@ def format_comparison(comparison: Comparison, form: Format, machine: str = "") -
             notes = [f"- {escaped(note)}" for note in sheet.notes]
             return "\n".join([f"### {escaped(sheet.title)}", "", markdown_table(sheet), "", *notes]) + "\n"
         case "csv":
-            return _csv(comparison)
+            units = {metric: unit for row in comparison.rows for metric, unit in row.units.items()}
+            return _csv([_csv_fields(row, comparison, units) for row in comparison.rows])
+        case "csv-samples":
+            return _csv(list(_samples(comparison)))
         case "json":
             return _json(comparison, machine)
         case "latex":
@@ -205,15 +208,26 @@ def _source_words(comparison: Comparison, machine: str) -> str:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def _csv(comparison: Comparison) -> str:
-    """Returns one line per row with unrounded numbers: the median of each metric, and all fields of the speed-up."""
-    units = {metric: unit for row in comparison.rows for metric, unit in row.units.items()}
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     text = io.StringIO()
-    rows = [_csv_fields(row, comparison, units) for row in comparison.rows]
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def _samples(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    """Yields a line per sample of each metric, and per loss; losses are those of warm-up steps too."""
+    for row in comparison.rows:
+        losses = {"loss": ("nats per token", row.losses)}
+        metrics = {metric: (row.units[metric], by_seed) for metric, by_seed in row.samples.items()} | losses
+        for metric, (unit, by_seed) in metrics.items():
+            for seed, values in by_seed.items():
+                for number, value in enumerate(values):
+                    yield {
+                        **{"strategy": row.name, "source": comparison.source, "seed": seed},
+                        **{"metric": metric, "unit": unit, "sample": number, "value": value},
+                    }
 
 
 def _json(comparison: Comparison, machine: str) -> str:
@@ -236,6 +250,7 @@ def _json(comparison: Comparison, machine: str) -> str:
 
 
 def _csv_fields(row: Row, comparison: Comparison, units: dict[str, str]) -> dict[str, Any]:
+    """Returns the line of a row, with unrounded numbers: the median of each metric, and all fields of the speed-up."""
     ratio, agreement = row.speedup, row.agreement
     return {
         "strategy": row.name,

@@ -1,16 +1,18 @@
-"""Draws figures as SVG and PNG: loads before and after balancing, spans of ranks, speed-up along a parameter, losses,
-memory. Writes timelines for Perfetto.
+"""Figures: loads before and after balancing, timelines on one scale, speed-ups with intervals, memory. It also writes
+timelines for Perfetto.
 
-A function of a figure draws it, writes it to ``<path_stem>.svg`` and ``<path_stem>.png`` and returns both paths. Every
-title says ``MEASURED`` or ``SIMULATED``. The same data gives the same bytes of SVG. Colours are told apart by
-colour-blind eyes (Okabe and Ito's palette, and cividis from light to dark for counts).
+A ``draw_*`` function returns a figure in matplotlib's current style; ``save`` writes one as SVG and PNG. Every title
+says ``MEASURED`` or ``SIMULATED``. The same data gives the same bytes of SVG. Colours are told apart by colour-blind
+eyes (Okabe and Ito's palette); in maps, dark means many.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from moesys.config import BYTES_PER_GB
 from moesys.files import whole_file, write_whole
 from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio
+from moesys.lab.show.tables import figure as digits
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
 from moesys.simulator.critical_path import PathPart
@@ -41,8 +44,16 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+GREY = "#8A8A8A"
+# From light to dark; cells without a value are grey.
+COUNTS = mpl.colormaps["Blues"].with_extremes(bad="#CCCCCC")
 # The most frequent kinds of spans have one colour in all figures; other kinds take the spare ones.
 _KIND_COLOURS = {
+    "forward": "#BDD7E7",
+    "recomputation": "#FDD0A2",
+    "backward": "#9E9AC8",
+    "idle": "#80808055",
+    "other": "#B8A37E",
     "experts": "#0072B2",
     "weight_gradients": "#56B4E9",
     "dispatch": "#E69F00",
@@ -52,13 +63,18 @@ _KIND_COLOURS = {
     "counts": "#F0E442",
 }
 _SPARE_COLOURS = ("#999999", "#444444", "#7B4173", "#8C6D31", "#637939", "#9C9EDE")
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
 # Counts are written where a digit has so much of a cell's width, and a row so much of the map's height.
 _DIGIT_INCHES, _ROW_INCHES = 0.07, 0.2
 # A shorter part of the time axis is narrower than the white lines that part spans.
 _SHORT_SPAN_SHARE = 0.002
-_LEGEND_COLUMNS = 8
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+# The part of the time axis that a letter in a bar takes.
+_LETTER_SHARE = 0.008
+_LEGEND_COLUMNS = 7
+_PASS = re.compile(r"layer (\d+) (forward|recomputation|backward)(?: \d+)?(.*)")
+# Inches: as wide as a telephone.
+_FOREST_WIDTH, _FOREST_ROW = 4.7, 0.36
+# A wider range of ratios has a logarithmic axis.
+_LINEAR_RANGE = 4.0
 
 
 def computed_tokens(plan: TokenPlan) -> IntArray:
@@ -69,17 +85,11 @@ def computed_tokens(plan: TokenPlan) -> IntArray:
     return tokens_RE
 
 
-def load_heat_map(
-    before_RE: IntArray,
-    after_RE: IntArray,
-    path_stem: Path,
-    *,
-    name: str,
-    source: Source,
-    labels: tuple[str, str] = ("before", "after"),
-) -> list[Path]:
+def draw_loads(
+    before_RE: IntArray, after_RE: IntArray, *, title: str, labels: tuple[str, str] = ("before", "after")
+) -> Figure:
     """Draws the tokens of each expert on each rank, before and after balancing, on one colour scale; above them the
-    sums of ranks and their mean. The map is white where there are no tokens.
+    sums of ranks and their mean. Dark cells have many tokens, grey ones none.
 
     ``before_RE``, ``after_RE``: tokens computed, int [R, E], as ``computed_tokens`` counts them.
     """
@@ -87,81 +97,241 @@ def load_heat_map(
         raise ValueError(f"before has shape {before_RE.shape} and after {after_RE.shape}; give [R, E] of one layer")
     R, E = before_RE.shape
     most, busiest = max(before_RE.max(), after_RE.max(), 1), max(before_RE.sum(1).max(), after_RE.sum(1).max(), 1)
-    with mpl.rc_context(STYLE):
-        panel_inches = min(max(0.45 * R, 3.0), 6.0)
-        map_inches = min(max(0.24 * E, 2.6), 9.0)
-        counts_fit = panel_inches / R >= _DIGIT_INCHES * len(str(most)) and map_inches / E >= _ROW_INCHES
-        figure = Figure(figsize=(2 * panel_inches + 1.6, map_inches + 1.9), layout="constrained")
-        figure.suptitle(f"{source.upper()}: {name}, tokens of each expert on each rank", x=0.01, ha="left")
-        sums, maps = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1, max(2.5, min(0.24 * E, 7))))
-        for tokens_RE, label, top, axes in zip((before_RE, after_RE), labels, sums, maps, strict=True):
-            tokens_R = tokens_RE.sum(1)
-            mean = tokens_R.mean()
-            top.bar(range(R), tokens_R, color="#56B4E9", width=0.8)
-            top.axhline(mean, color="black", linewidth=0.8, linestyle="--")
-            top.set(title=f"{label}: max/mean {tokens_R.max() / mean if mean else 1:.2f}", ylim=(0, 1.05 * busiest))
-            shown_ER = np.ma.masked_equal(tokens_RE.T, 0)
-            image = axes.imshow(shown_ER, cmap="cividis_r", vmin=0, vmax=most, aspect="auto")
-            axes.spines[:].set_visible(True)
-            axes.set_xlabel("rank")
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.yaxis.get_major_locator().set_params(integer=True)
-            if counts_fit:
-                _write_counts(axes, tokens_RE, most)
-        sums[0].set_ylabel("tokens")
-        maps[0].set_ylabel("expert")
-        figure.align_ylabels([sums[0], maps[0]])
-        figure.colorbar(image, ax=list(maps), label="tokens", aspect=30, pad=0.02)
-        return _save(figure, path_stem)
+    thousands = FuncFormatter(lambda value, _: f"{value:,.0f}")
+    panel_inches = min(max(0.45 * R, 3.0), 6.0)
+    map_inches = min(max(0.24 * E, 2.6), 9.0)
+    counts_fit = panel_inches / R >= _DIGIT_INCHES * len(str(most)) and map_inches / E >= _ROW_INCHES
+    drawn = Figure(figsize=(2 * panel_inches + 1.6, map_inches + 1.9), layout="constrained")
+    drawn.suptitle(title, x=0.01, ha="left")
+    sums, maps = drawn.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1, max(2.5, min(0.24 * E, 7))))
+    for tokens_RE, label, top, axes in zip((before_RE, after_RE), labels, sums, maps, strict=True):
+        tokens_R = tokens_RE.sum(1)
+        mean = tokens_R.mean()
+        top.bar(range(R), tokens_R, color="#56B4E9", width=0.8)
+        top.axhline(mean, color=_ink(), linewidth=0.8, linestyle="--", label=f"mean {mean:,.0f}")
+        top.legend(loc="upper right", fontsize=7, borderpad=0, handlelength=1.5)
+        top.set(title=f"{label}: max/mean {tokens_R.max() / mean if mean else 1:.2f}", ylim=(0, 1.25 * busiest))
+        top.yaxis.set_major_formatter(thousands)
+        shown_ER = np.ma.masked_equal(tokens_RE.T, 0)
+        image = axes.imshow(shown_ER, cmap=COUNTS, vmin=0, vmax=most, aspect="auto")
+        axes.spines[:].set_visible(True)
+        axes.set_xlabel("rank")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        if counts_fit:
+            _write_counts(axes, tokens_RE, most)
+    sums[0].set_ylabel("tokens")
+    maps[0].set_ylabel("expert")
+    drawn.align_ylabels([sums[0], maps[0]])
+    drawn.colorbar(image, ax=list(maps), label="tokens (grey: none)", aspect=30, pad=0.02, format=thousands)
+    return drawn
 
 
-def timeline_chart(
-    timeline: Timeline, path_stem: Path, *, name: str, ranks: Sequence[int] | None = None, max_ranks: int = 8
-) -> list[Path]:
-    """Draws the spans of ranks over time and writes the figure; see ``draw_timeline``."""
-    with mpl.rc_context(STYLE):
-        return _save(draw_timeline(timeline, name=name, ranks=ranks, max_ranks=max_ranks), path_stem)
+# --- timelines --------------------------------------------------------------------------------------------------------
 
 
-def draw_timeline(timeline: Timeline, *, name: str, ranks: Sequence[int] | None = None, max_ranks: int = 8) -> Figure:
-    """Draws the spans of ranks over time in matplotlib's current style: the lanes of each rank one below another,
-    computation above communication.
+@dataclass(frozen=True)
+class TimelineBar:
+    """A bar of a timeline. words: what the pointer shows. on_path: whether it lies on the critical path."""
 
-    If there are more than ``max_ranks`` ranks, only some are drawn, evenly chosen, with the one that ends last among
-    them; ``ranks`` chooses others.
+    start_ms: float
+    end_ms: float
+    kind: str
+    words: str
+    on_path: bool = False
+
+
+@dataclass(frozen=True)
+class TimelineRow:
+    """Bars on one line. label: on the left. owner: the rank, or the heading of a strategy's rows, which has no bars."""
+
+    label: str
+    owner: str
+    bars: tuple[TimelineBar, ...] = ()
+
+
+@dataclass(frozen=True)
+class TimelinePanel:
+    """The timeline of one strategy, of some of its ranks, with its critical path if that is known."""
+
+    name: str
+    timeline: Timeline
+    ranks: tuple[int, ...]
+    critical_path: Sequence[PathPart] = ()
+
+    @property
+    def spans(self) -> list[Span]:
+        """The spans of the ranks, whose times begin with the step."""
+        spans = self.timeline.only(self.ranks).spans
+        if self.timeline.source == "simulated":
+            return list(spans)
+        zero_us = min((span.start_us for span in spans), default=0.0)
+        times = ((span.start_us - zero_us, span.end_us - zero_us) for span in spans)
+        return [
+            Span(span.rank, span.lane, *ends, span.kind, span.detail) for span, ends in zip(spans, times, strict=True)
+        ]
+
+    def rows(self) -> list[TimelineRow]:
+        """Returns a heading, the passes of layers on the first rank, the critical path, and the lanes of each rank,
+        where what is not computed is idle.
+        """
+        spans, length_ms = self.spans, self.timeline.length_us / 1e3
+        rows = [TimelineRow("", f"{self.name}: {digits(length_ms)} ms")]
+        if passes := tuple(_passes(spans, self.ranks[0])):
+            rows.append(TimelineRow("layers", f"rank {self.ranks[0]}", passes))
+        if self.critical_path:
+            rows.append(TimelineRow("critical path", "all ranks", tuple(_path_bars(self.critical_path))))
+        on_path = {(part.rank if part.is_of_rank else None, part.kind, part.detail) for part in self.critical_path}
+        for rank, lane in lanes_of(spans, self.ranks):
+            of_lane = [span for span in spans if (span.rank, span.lane) == (rank, lane)]
+            bars = [_bar(span, on_path) for span in of_lane]
+            if lane == "compute":
+                bars += _idle(bars, rank, length_ms)
+            rows.append(TimelineRow(lane.replace("_", " "), f"rank {rank}", tuple(bars)))
+        return rows
+
+
+def _bar(span: Span, on_path: set[tuple[int | None, str, str]]) -> TimelineBar:
+    marked = any((rank, span.kind, span.detail) in on_path for rank in (span.rank, None))
+    words = f"rank {span.rank}, {span.lane}: {span.kind} {span.detail}".rstrip()
+    return TimelineBar(span.start_us / 1e3, span.end_us / 1e3, span.kind, words, marked)
+
+
+def _passes(spans: Sequence[Span], rank: int) -> Iterator[TimelineBar]:
+    ends: dict[tuple[str, str], list[float]] = {}
+    for span in spans:
+        if span.rank == rank and span.lane in ("compute", "mega_kernel") and (found := _PASS.match(span.detail)):
+            layer, way, rest = found.groups()
+            ends.setdefault((way, f"layer {layer} {way}{rest}"), []).extend((span.start_us, span.end_us))
+    for (way, words), times_us in ends.items():
+        yield TimelineBar(min(times_us) / 1e3, max(times_us) / 1e3, way, words)
+
+
+def _path_bars(path: Sequence[PathPart]) -> Iterator[TimelineBar]:
+    end_ms = 0.0
+    for part in path:
+        start_ms, end_ms = end_ms, end_ms + 1e3 * part.seconds
+        words = f"critical path, {part.share:.0%}: {part.where}, {part.kind} {part.detail}".rstrip()
+        yield TimelineBar(start_ms, end_ms, part.kind, words, True)
+
+
+def _idle(bars: Sequence[TimelineBar], rank: int, length_ms: float) -> list[TimelineBar]:
+    gaps, at_ms = [], 0.0
+    for start_ms, end_ms in [*sorted((bar.start_ms, bar.end_ms) for bar in bars), (length_ms, length_ms)]:
+        if start_ms > at_ms:
+            gaps.append(TimelineBar(at_ms, start_ms, "idle", f"rank {rank} computes nothing"))
+        at_ms = max(at_ms, end_ms)
+    return gaps
+
+
+def placed_rows(panels: Sequence[TimelinePanel]) -> list[tuple[float, TimelineRow]]:
+    """Returns the rows of all panels with their heights on the vertical axis, from top to bottom; a heading has more
+    room.
     """
-    if not timeline.spans:
+    placed: list[tuple[float, TimelineRow]] = []
+    at = -0.7
+    for panel in panels:
+        for row in panel.rows():
+            at += 0.7 if row.bars or not placed else 1.3
+            placed.append((at, row))
+            at += 0.3
+    return placed
+
+
+def draw_timelines(panels: Sequence[TimelinePanel], *, title: str) -> Figure:
+    """Draws timelines below one another on one scale of time: passes of layers, the critical path, and the lanes of
+    ranks, computation above communication. Spans on the critical path have a dark outline.
+    """
+    if not any(panel.spans for panel in panels):
         raise ValueError("the timeline has no spans; record or simulate a step first")
-    all_ranks = sorted({span.rank for span in timeline.spans})
-    chosen = list(ranks) if ranks is not None else _some_ranks(timeline, all_ranks, max_ranks)
-    spans = [span for span in timeline.spans if span.rank in set(chosen)]
-    rows = {row: index for index, row in enumerate(lanes_of(spans, chosen))}
-    kinds = list(dict.fromkeys(span.kind for lane in _lanes_in_order(spans) for span in spans if span.lane == lane))
+    placed = placed_rows(panels)
+    kinds = list(dict.fromkeys(bar.kind for _, row in placed for bar in row.bars))
     spare = iter(_SPARE_COLOURS * len(kinds))
     colours = {kind: _KIND_COLOURS.get(kind) or next(spare) for kind in kinds}
-    zero_us = min(span.start_us for span in timeline.spans)
-    short_us = _SHORT_SPAN_SHARE * timeline.length_us
-    figure = Figure(figsize=(10, 0.2 * len(rows) + 1.7), layout="constrained")
-    axes = figure.subplots()
-    for (rank, lane), row in rows.items():
-        on_lane = [span for span in spans if (span.rank, span.lane) == (rank, lane)]
+    end_ms = max([bar.end_ms for _, row in placed for bar in row.bars]) or 1.0
+    drawn = Figure(figsize=(10, 0.2 * placed[-1][0] + 1.7), layout="constrained")
+    axes = drawn.subplots()
+    for at, row in placed:
+        if not row.bars:
+            axes.text(0, at, row.owner, fontweight="bold", va="center")
+        # Marked bars come last, or their neighbours would cover their outlines.
+        bars = sorted(row.bars, key=lambda bar: bar.on_path)
+        short = [bar.end_ms - bar.start_ms < _SHORT_SPAN_SHARE * end_ms for bar in bars]
+        marked = [bar.on_path and row.label != "critical path" for bar in bars]
         axes.broken_barh(
-            [((span.start_us - zero_us) / 1e3, span.duration_us / 1e3) for span in on_lane],
-            (row - 0.4, 0.8),
-            facecolors=[colours[span.kind] for span in on_lane],
-            edgecolors=[colours[span.kind] if span.duration_us < short_us else "white" for span in on_lane],
-            linewidth=0.3,
+            [(bar.start_ms, bar.end_ms - bar.start_ms) for bar in bars],
+            (at - 0.4, 0.8),
+            facecolors=[colours[bar.kind] for bar in bars],
+            edgecolors=[
+                _ink() if outlined else colours[bar.kind] if narrow else "white"
+                for bar, narrow, outlined in zip(bars, short, marked, strict=True)
+            ],
+            linewidth=[1.1 if outlined else 0.3 for outlined in marked],
         )
-    _label_lanes(axes, list(rows))
-    shown = f"{len(chosen)} of {len(all_ranks)} ranks" if len(chosen) < len(all_ranks) else f"{len(chosen)} ranks"
-    axes.set(xlabel="ms", xlim=(0, timeline.length_us / 1e3 or 1), ylim=(len(rows) - 0.4, -0.6))
-    axes.set_title(f"{timeline.source.upper()}: {name}, {shown}")
-    figure.legend(
-        handles=[Patch(color=colour, label=kind.replace("_", " ")) for kind, colour in colours.items()],
-        loc="outside lower center",
-        ncols=math.ceil(len(colours) / math.ceil(len(colours) / _LEGEND_COLUMNS)),
-    )
-    return figure
+        for bar in row.bars if row.label == "layers" else ():
+            room = (bar.end_ms - bar.start_ms) / (_LETTER_SHARE * end_ms)
+            words = next((text for text in (bar.words, bar.words.rpartition(" ")[0]) if len(text) < room), "")
+            axes.text((bar.start_ms + bar.end_ms) / 2, at, words, ha="center", va="center", fontsize=7, color="black")
+    _label_rows(axes, placed)
+    axes.set(xlabel="ms", xlim=(0, end_ms), ylim=(placed[-1][0] + 0.6, -0.6), title=title)
+    handles = [Patch(color=colour, label=kind.replace("_", " ")) for kind, colour in colours.items()]
+    if any(panel.critical_path for panel in panels):
+        handles.append(Patch(facecolor="none", edgecolor=_ink(), label="outline: on the critical path"))
+    columns = math.ceil(len(handles) / math.ceil(len(handles) / _LEGEND_COLUMNS))
+    drawn.legend(handles=handles, loc="outside lower center", ncols=columns)
+    return drawn
+
+
+def _label_rows(axes: Axes, placed: Sequence[tuple[float, TimelineRow]]) -> None:
+    """Labels the lines on the left with lanes, and each rank on the right."""
+    axes.set_yticks([at for at, _ in placed], [row.label for _, row in placed], fontsize=7)
+    axes.tick_params(axis="y", length=0)
+    above = ""
+    for at, row in placed:
+        if row.bars and row.owner != above:
+            axes.text(1.01, at, row.owner, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+        if not row.bars or (row.owner != above and row.label == "compute"):
+            axes.axhline(at - 0.5, color=mpl.rcParams["axes.edgecolor"], linewidth=0.5 if row.bars else 0)
+        above = row.owner
+
+
+# --- speed-ups and memory ---------------------------------------------------------------------------------------------
+
+
+def verdict_colour(ratio: PairedRatio) -> str:
+    """Returns blue for faster, red for slower, and grey where it cannot be told."""
+    return {"faster": OKABE_ITO[0], "slower": OKABE_ITO[3]}.get(ratio.verdict, GREY)
+
+
+def draw_forest(
+    ratios: Mapping[str, PairedRatio],
+    *,
+    title: str,
+    xlabel: str,
+    words: Callable[[PairedRatio], str],
+    colour: Callable[[PairedRatio], str] = verdict_colour,
+) -> Figure:
+    """Draws a ratio with its interval on each line, below its name and ``words``, and a line at 1."""
+    drawn = Figure(figsize=(_FOREST_WIDTH, _FOREST_ROW * len(ratios) + 0.9), layout="constrained")
+    axes = drawn.subplots()
+    axes.axvline(1, color=_ink(), linewidth=0.9, linestyle="--")
+    ends = [1.0]
+    for row, (name, ratio) in enumerate(ratios.items()):
+        low, high = ratio.low or ratio.estimate, ratio.high or ratio.estimate
+        ends += [low, high]
+        axes.plot((low, high), (row, row), color=colour(ratio), linewidth=1.6)
+        axes.plot(ratio.estimate, row, "o", color=colour(ratio), markersize=5)
+        axes.text(0, row - 0.42, f"{name}  {words(ratio)}", transform=axes.get_yaxis_transform(), va="center")
+    if max(ends) > _LINEAR_RANGE * min(ends):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_locator(NullLocator())
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x", linewidth=0.3)
+    axes.set(xlabel=xlabel, ylim=(len(ratios) - 0.5, -0.75), title=title)
+    return drawn
 
 
 def speedup_chart(
@@ -176,7 +346,8 @@ def speedup_chart(
 ) -> list[Path]:
     """Draws the speed-up of each strategy along a parameter, with the band of its interval; None leaves a gap.
 
-    ``values``: of the parameter, one for each ratio of every strategy. ``parameter`` names it, with its unit.
+    ``values``: of the parameter, one for each ratio of every strategy. ``parameter`` says what it is, with its unit.
+    ``name``: the model and the cluster.
     """
     for strategy, ratios in speedups.items():
         if len(ratios) != len(values):
@@ -187,7 +358,7 @@ def speedup_chart(
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 4), layout="constrained")
         axes = figure.subplots()
-        axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+        axes.axhline(1, color=_ink(), linewidth=0.8, linestyle="--")
         for index, (strategy, ratios) in enumerate(speedups.items()):
             colour = OKABE_ITO[index % len(OKABE_ITO)]
             # One seed has no interval, and no band.
@@ -204,54 +375,14 @@ def speedup_chart(
         axes.set_title(f"{source.upper()}: {name}\nband: {100 * CONFIDENCE:.0f} % interval, paired by seed, {seeds}")
         axes.grid(axis="y", linewidth=0.3)
         axes.legend()
-        return _save(figure, path_stem)
-
-
-def loss_chart(losses: Mapping[str, Mapping[int, Sequence[float]]], path_stem: Path, *, name: str) -> list[Path]:
-    """Draws losses over steps, the mean over seeds, and below them the largest relative difference from the losses of
-    the first strategy.
-
-    ``losses``: by strategy, the baseline first, and seed, in nats a token; every sequence as long as the others.
-    Strategies compute the same, so their lines lie on one another above, and only the lower panel tells them apart.
-    """
-    shared = sorted(set.intersection(*(set(by_seed) for by_seed in losses.values()))) if losses else []
-    if not shared:
-        raise ValueError("the strategies share no seed with losses; run the same seeds of each")
-    curves = {strategy: np.array([by_seed[seed] for seed in shared]) for strategy, by_seed in losses.items()}
-    baseline, *others = curves
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 5), layout="constrained")
-        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        equal = []
-        for index, (strategy, losses_NS) in enumerate(curves.items()):
-            line = {"color": OKABE_ITO[index % len(OKABE_ITO)], "linestyle": _DASHES[index % len(_DASHES)]}
-            top.plot(losses_NS.mean(0), label=strategy, linewidth=1.5, **line)
-            with np.errstate(invalid="ignore"):
-                apart_S = np.where(losses_NS == curves[baseline], 0, np.abs(losses_NS / curves[baseline] - 1)).max(0)
-            if strategy in others and not apart_S.any():
-                equal.append(strategy)
-            elif strategy in others:
-                # A single step between equal ones has no line, and shows as a dot.
-                shown_S = np.where(apart_S > 0, apart_S, np.nan)
-                bottom.plot(shown_S, label=strategy, linewidth=1, marker=".", markersize=2.5, clip_on=False, **line)
-        n = f"{len(shared)} seed{'s' * (len(shared) > 1)}"
-        top.set(ylabel="loss, nats a token", title=f"MEASURED: {name}, mean of {n}")
-        top.legend()
-        bottom.set(xlabel="step", ylabel=f"|loss / {baseline}'s − 1|")
-        bottom.set_title("largest of all seeds" + (f"; bit-equal: {', '.join(equal)}" if equal else ""), fontsize=9)
-        if bottom.lines:
-            _scale_by_decades(bottom)
-        else:
-            bottom.set_yticks([])
-            bottom.text(0.5, 0.5, "no loss differs in a bit", ha="center", va="center", transform=bottom.transAxes)
-        return _save(figure, path_stem)
+        return save(figure, path_stem)
 
 
 def memory_chart(
-    parts: Mapping[str, Mapping[str, float]], path_stem: Path, *, have_gb: float | None = None
+    parts: Mapping[str, Mapping[str, float]], path_stem: Path, *, name: str, have_gb: float | None = None
 ) -> list[Path]:
-    """Draws the most bytes that a rank holds, with one bar per strategy, by part. ``have_gb``: the memory of a rank, in
-    units of 1e9 bytes.
+    """Draws the most bytes that a rank holds, with one bar per strategy, by part. ``name``: the model and the cluster.
+    ``have_gb``: the memory of a rank, in units of 1e9 bytes.
     """
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 1.6 + 0.45 * len(parts)), layout="constrained")
@@ -261,15 +392,19 @@ def memory_chart(
             widths = np.array([of.get(part, 0.0) for of in parts.values()]) / BYTES_PER_GB
             axes.barh(list(parts), widths, left=left, color=OKABE_ITO[index % len(OKABE_ITO)], label=part, height=0.6)
             left += widths
+        for row, total_gb in enumerate(left):
+            axes.text(total_gb, row, f" {total_gb:,.1f} GB", va="center")
+        axes.margins(x=0.15)
         if have_gb is not None:
-            axes.axvline(have_gb, color="black", linewidth=1, linestyle="--", label=f"{have_gb:g} GB that it has")
+            axes.axvline(have_gb, color=_ink(), linewidth=1, linestyle="--", label=f"memory of a rank: {have_gb:g} GB")
         axes.invert_yaxis()
-        axes.set(xlabel="GB", title="SIMULATED: memory of the rank that holds most")
-        figure.legend(loc="outside lower center", ncols=4)
-        return _save(figure, path_stem)
+        axes.set(xlabel="GB", title=f"SIMULATED: {name}\nmemory of the rank that holds most")
+        figure.legend(loc="outside lower center", ncols=3)
+        return save(figure, path_stem)
 
 
-def _save(figure: Figure, path_stem: Path) -> list[Path]:
+def save(figure: Figure, path_stem: Path) -> list[Path]:
+    """Writes a figure to ``<path_stem>.svg`` and ``<path_stem>.png``, and returns both paths."""
     path_stem.parent.mkdir(parents=True, exist_ok=True)
     svg, png = (path_stem.with_name(f"{path_stem.name}.{form}") for form in ("svg", "png"))
     with whole_file(svg) as file:
@@ -279,41 +414,15 @@ def _save(figure: Figure, path_stem: Path) -> list[Path]:
     return [svg, png]
 
 
-def _scale_by_decades(axes: Axes) -> None:
-    """Makes the vertical axis logarithmic, over whole decades, with powers of ten as its labels.
-
-    matplotlib's own labels are formulas, and ``STYLE`` turns those off.
-    """
-    drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
-    logs = np.log10(drawn[np.isfinite(drawn)])
-    axes.set_yscale("log")
-    if len(logs):
-        first = math.floor(logs.min())
-        axes.set_ylim(10.0**first, 10.0 ** max(math.ceil(logs.max()), first + 1))
-    axes.yaxis.set_major_formatter(FuncFormatter(_power_of_ten))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _power_of_ten(value: float, _: int | None = None) -> str:
-    """Returns a power of ten as text: ``_power_of_ten(1e-4) == "10⁻⁴"``."""
-    return f"10{str(round(math.log10(value))).translate(_SUPERSCRIPTS)}"
-
-
 def _write_counts(axes: Axes, tokens_RE: IntArray, most: int) -> None:
     for (rank, expert), tokens in np.ndenumerate(tokens_RE):
         if tokens:
             colour = "white" if tokens > 0.5 * most else "black"
-            axes.text(rank, expert, str(tokens), ha="center", va="center", fontsize=6, color=colour)
+            axes.text(rank, expert, f"{tokens:,}", ha="center", va="center", fontsize=6, color=colour)
 
 
-def _some_ranks(timeline: Timeline, all_ranks: list[int], count: int) -> list[int]:
-    if len(all_ranks) <= count:
-        return all_ranks
-    last = max(timeline.spans, key=lambda span: span.end_us).rank
-    evenly = [all_ranks[i] for i in np.linspace(0, len(all_ranks) - 1, count).astype(int)]
-    if last not in evenly:
-        evenly[min(range(count), key=lambda i: abs(evenly[i] - last))] = last
-    return evenly
+def _ink() -> str:
+    return str(mpl.rcParams["text.color"])
 
 
 def lanes_of(spans: Sequence[Span], ranks: Sequence[int]) -> list[tuple[int, str]]:
@@ -326,23 +435,6 @@ def _lanes_in_order(spans: Sequence[Span]) -> list[str]:
     """Returns the lane of computation, then the others as they first appear in time."""
     first_seen = dict.fromkeys(span.lane for span in sorted(spans, key=lambda span: span.start_us))
     return sorted(first_seen, key=lambda lane: lane != "compute")
-
-
-def _label_lanes(axes: Axes, rows: list[tuple[int, str]]) -> None:
-    """Labels the ticks with lanes, and adds a line and a name for every rank."""
-    axes.set_yticks(range(len(rows)), [lane.replace("_", " ") for _, lane in rows], fontsize=7)
-    axes.tick_params(axis="y", length=0)
-    for rank in dict.fromkeys(rank for rank, _ in rows):
-        of_rank = [index for index, row in enumerate(rows) if row[0] == rank]
-        if of_rank[0]:
-            axes.axhline(of_rank[0] - 0.5, color=mpl.rcParams["axes.edgecolor"], linewidth=0.5)
-        axes.annotate(
-            f"rank {rank}",
-            (1.01, (of_rank[0] + of_rank[-1]) / 2),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            annotation_clip=False,
-        )
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import Affine2D
 
 from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
-from moesys.lab.show.figures import OKABE_ITO, STYLE, draw_timeline, lanes_of
-from moesys.lab.show.tables import Sheet, printable, written_columns
+from moesys.lab.show.figures import COUNTS, OKABE_ITO, STYLE, TimelinePanel, draw_timelines, placed_rows
+from moesys.lab.show.tables import Sheet, counted, notes_of, printable, written_columns
 from moesys.load import IntArray
 from moesys.timeline import Timeline
 
@@ -46,15 +46,30 @@ dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr))
 dt { color: var(--soft); font-size: .8rem; } dd { margin: 0; font-size: 1.05rem; overflow-wrap: anywhere; }
 section { overflow-x: auto; } figure { margin: 0; }
 .hint { fill: transparent; } .hint:hover { fill: var(--soft); fill-opacity: .2; }
-svg { display: block; width: 100%; min-width: 720px; height: auto; color: var(--ink); }
+svg { display: block; width: 100%; height: auto; color: var(--ink); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line); }
-th { color: var(--soft); font-weight: normal; vertical-align: bottom; } .left { text-align: left; }
+th { color: var(--soft); font-weight: normal; vertical-align: bottom; white-space: pre-line; }
+.left { text-align: left; } .best { font-weight: bold; } .unclear { color: var(--soft); }
+th { cursor: pointer; } .headline { font-size: 1.15rem; margin: 1rem 0; }
 """
-# Inches.
+# Sorts a table by the column whose header is clicked, and the other way round if it is clicked again.
+_SORT = """<script>
+for (const header of document.querySelectorAll("th")) header.onclick = () => {
+  const body = header.closest("table").tBodies[0], column = header.cellIndex;
+  const text = (row) => row.cells[column].textContent, number = (row) => parseFloat(text(row).replaceAll(",", ""));
+  const down = (header.dataset.down = header.dataset.down === "1" ? "" : "1") ? 1 : -1;
+  const compare = (a, b) => isNaN(number(a)) || isNaN(number(b))
+    ? text(a) === "" ? 1 : text(b) === "" ? -1 : down * text(a).localeCompare(text(b)) : down * (number(a) - number(b));
+  body.append(...[...body.rows].sort(compare));
+};
+</script>"""
+# Inches, and pixels for each point of a figure: the least, in which its texts can be read, and the most.
 _WIDTH, _CURVE_HEIGHT = 9.6, 2.2
-# Above this quantile of its values a heat map has one colour, or a single peak would leave all others alike.
-_HEAT_CAP = 0.98
+_LEAST_SCALE, _MOST_SCALE = 1.04, 1.5
+# Above this quantile of its values a heat map has one colour, or a single peak would leave all others alike. Times of
+# steps are drawn up to there, or the warm-up would flatten them.
+_CAP = 0.98
 _MOST_BINS, _MOST_DOTS, _MOST_EVENTS, _MOST_SPANS = 160, 60, 200, 3000
 
 
@@ -65,7 +80,13 @@ def page(title: str, parts: Sequence[str]) -> str:
     """Returns the whole file. ``parts`` are its body, in HTML, whose control characters are escaped."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     lines = ["<!DOCTYPE html>", f'<html lang="en"><head>{head}<style>{_CSS}</style></head>', "<body>"]
-    return printable("\n".join([*lines, *parts, "</body></html>", ""]), keep="\n\t")
+    return printable("\n".join([*lines, *parts, _SORT, "</body></html>", ""]), keep="\n\t")
+
+
+def facts(of: dict[str, str]) -> str:
+    """Returns names and facts, beside one another as far as there is room."""
+    said = (f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in of.items() if fact)
+    return f"<dl>{''.join(said)}</dl>"
 
 
 def section(title: str, content: str, note: str = "") -> str:
@@ -74,22 +95,34 @@ def section(title: str, content: str, note: str = "") -> str:
     return f"<section><h2>{escape(title)}</h2>{said}{content}</section>"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], name: str, left: Iterable[int] = ()) -> str:
-    """Returns a table in HTML. ``left``: the indices of the columns that are aligned on the left."""
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    name: str,
+    left: Iterable[int] = (),
+    styles: Mapping[int, str] | None = None,
+) -> str:
+    """Returns a table in HTML, which a click on a header sorts.
+
+    ``left``: the indices of the columns that are aligned on the left. ``styles``: the classes of some rows.
+    """
     marks = [' class="left"' if index in set(left) else "" for index in range(len(columns))]
     head = "".join(f"<th{mark}>{escape(column)}</th>" for mark, column in zip(marks, columns, strict=True))
     lines = ("".join(f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, row, strict=True)) for row in rows)
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    classes = {row: f' class="{style}"' for row, style in (styles or {}).items()}
+    body = "\n".join(f"<tr{classes.get(row, '')}>{line}</tr>" for row, line in enumerate(lines))
     return f'<table id="{escape(name)}"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
 
 
 def sheet_section(sheet: Sheet) -> str:
-    """Returns a table with its title and its notes."""
+    """Returns a table with its title and its notes; the best rows are bold, unclear ones grey."""
     columns = written_columns(sheet)
     rows = zip(*(column.cells for column in columns), strict=True)
     left = [index for index, column in enumerate(columns) if column.align == "left"]
-    drawn = table([column.header for column in columns], rows, sheet.title.replace(" ", "-"), left)
-    return section(sheet.title, drawn, " ".join(sheet.notes))
+    styles = dict.fromkeys(sheet.unclear, "unclear") | dict.fromkeys(sheet.best, "best")
+    drawn = table([column.header for column in columns], rows, sheet.title.replace(" ", "-"), left, styles)
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in notes_of(sheet, columns))
+    return section(sheet.title, drawn + notes)
 
 
 class Hint(NamedTuple):
@@ -109,6 +142,9 @@ def inline_svg(figure: Figure, hints: Iterable[Hint] = ()) -> str:
         figure.savefig(text, format="svg", dpi=144, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = text.getvalue()
     head, end, _ = svg[svg.index("<svg") :].replace(_INK, "currentColor").rpartition("</svg>")
+    points = 72 * figure.get_figwidth()
+    size = f'style="min-width: {_LEAST_SCALE * points:.0f}px; max-width: {_MOST_SCALE * points:.0f}px"'
+    head = head.replace("<svg", f"<svg {size}", 1)
     return f"<figure>{head}{''.join(_hint_rectangles(figure, hints))}{end}</figure>"
 
 
@@ -170,9 +206,12 @@ class Bins:
 def watch_page(run: WatchedRun) -> str:
     """Returns the page of a watched training: its numbers over steps, by layer, and its events."""
     bins = Bins.of(run.steps_S)
-    parts = [f"<h1>MEASURED: {escape(run.folder.resolve().name)}</h1>", _facts(run)]
+    shape = f"{counted(run.num_ranks, 'rank')}, {counted(len(run.layers), 'MoE layer')}"
+    title = f"MEASURED: {run.folder.resolve().name}, {shape}"
+    parts = [f"<h1>{escape(title)}</h1>", _facts(run)]
     first = sorted(run.numbers, key=lambda name: (name != "loss", name))
-    parts += [section(name, curves(bins, {name: run.numbers[name]}, name)) for name in first]
+    for name in first:
+        parts.append(section(in_words(name), curves(bins, {in_words(name): run.numbers[name]}, in_words(name))))
     parts += _loads(run, bins)
     parts.append(section("By layer", _layer_table(run), _LAYER_NOTE))
     parts += _times(run, bins)
@@ -180,9 +219,10 @@ def watch_page(run: WatchedRun) -> str:
     if run.timeline is not None and run.timeline.spans:
         newest = sorted(run.timeline.spans, key=lambda span: span.start_us)[-_MOST_SPANS:]
         num_older = len(run.timeline.spans) - len(newest)
-        note = f"The newest spans; {num_older} before them are not drawn." if num_older else ""
-        drawn = timeline(Timeline(newest, run.timeline.source), run.folder.resolve().name)
-        parts.append(section("Timeline", drawn, note))
+        note = f"The newest spans; {num_older:,} before them are not drawn." if num_older else ""
+        ranks = tuple(sorted({span.rank for span in newest}))
+        panel = TimelinePanel(run.folder.resolve().name, Timeline(newest, run.timeline.source), ranks)
+        parts.append(section("Timeline", timelines([panel], title), note))
     return page(run.folder.resolve().name, parts)
 
 
@@ -190,8 +230,8 @@ def _facts(run: WatchedRun) -> str:
     ended = datetime.fromtimestamp(run.time_s_S[-1], UTC)
     losses = run.numbers.get("loss", np.zeros(0))
     losses = losses[np.isfinite(losses)]
-    facts = {
-        "steps written": f"{len(run.steps_S)}, from {run.steps_S[0]} to {run.steps_S[-1]}",
+    found = {
+        "steps written": f"{len(run.steps_S):,}, from {run.steps_S[0]:,} to {run.steps_S[-1]:,}",
         "newest step (UTC)": f"{ended:%Y-%m-%d %H:%M:%S}",
         "ranks": str(run.num_ranks),
         "MoE layers": str(len(run.layers)),
@@ -200,8 +240,7 @@ def _facts(run: WatchedRun) -> str:
         "step, median ms": _number(_median(run.step_ms_S)),
         "events": str(len(run.events)),
     }
-    said = (f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in facts.items())
-    return f"<dl>{''.join(said)}</dl>"
+    return facts(found)
 
 
 def _loads(run: WatchedRun, bins: Bins) -> list[str]:
@@ -264,17 +303,17 @@ def _layer_table(run: WatchedRun) -> str:
 
 
 def _times(run: WatchedRun, bins: Bins) -> list[str]:
-    parts = [section("Length of steps", curves(bins, {"step": run.step_ms_S}, "ms"))]
+    parts = [section("Step time", curves(bins, {"step": run.step_ms_S}, "ms", capped=True))]
     if run.layers:
         exposed = {
             "mean of ranks": _of_steps(np.nansum, run.exposed_ms_SL),
             "worst rank of each layer": _of_steps(np.nansum, run.worst_exposed_ms_SL),
         }
         note = "A rank blocked by communication, added up over layers."
-        parts.append(section("Exposed communication", curves(bins, exposed, "ms a step"), note))
+        parts.append(section("Exposed communication", curves(bins, exposed, "ms per step", capped=True), note))
         restored = {"restored": _of_steps(np.nansum, run.restored_mib_SL)}
         note = "Received to have experts, over layers and ranks."
-        parts.append(section("Restored experts", curves(bins, restored, "MiB a step"), note))
+        parts.append(section("Restored experts", curves(bins, restored, "MiB per step"), note))
     return parts
 
 
@@ -290,17 +329,24 @@ def _events(run: WatchedRun) -> str:
 # --- figures of the page ----------------------------------------------------------------------------------------------
 
 
-def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str) -> str:
+def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bool = False) -> str:
     """Draws curves by their names: means over bins, with a band from the least to the largest step if a bin has
-    several. Steps without a finite value are left out.
+    several. Steps without a finite value are left out. Curves that are all one value become a line of text.
+
+    capped: whether the few largest values may lie above the figure, which a note below it says then.
     """
-    if not any(np.isfinite(values).any() for values in values_S.values()):
+    known = np.concatenate([values[np.isfinite(values)] for values in values_S.values()])
+    if not len(known):
         return '<p class="none">no finite number was written</p>'
+    if known.min() == known.max() and bins.edges[-1] - bins.edges[0] > 1:
+        return f'<p class="none">{escape(unit)}: {_number(known[0])} in every step</p>'
+    top = float(np.quantile(known, _CAP))
+    note = ""
     at_B, edges, texts = bins.mean(bins.steps_S.astype(float)), bins.edges.tolist(), [list[str]() for _ in bins.labels]
     with mpl.rc_context(PAGE_STYLE):
         figure = Figure(figsize=(_WIDTH, _CURVE_HEIGHT), layout="constrained")
         axes = figure.subplots()
-        for (name, values), colour in zip(values_S.items(), (OKABE_ITO[0], OKABE_ITO[3]), strict=False):
+        for (name, values), colour in zip(values_S.items(), cycle(OKABE_ITO[place] for place in (0, 3, 2, 4, 1, 5))):
             mean_B, (low_B, high_B) = bins.mean(values), bins.range(values)
             if not bins.single:
                 axes.fill_between(at_B, low_B, high_B, color=colour, alpha=0.2, linewidth=0)
@@ -312,13 +358,18 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str) -> str:
         axes.set(xlabel="step", ylabel=unit, xlim=(edges[0] - 0.5, edges[-1] - 0.5))
         axes.grid(axis="y", linewidth=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+        if capped and known.max() > 1.5 * top:
+            axes.set_ylim(0, 1.15 * top)
+            above = counted(int((known > 1.15 * top).sum()), "value")
+            note = f'<p class="note">{above} above {_number(1.15 * top)}, up to {_number(known.max())}, not shown.</p>'
         if len(values_S) > 1:
             axes.legend()
     hints = [
         Hint((first - 0.5, after - 0.5), axes.get_ylim(), f"{label}: {'; '.join(words)}")
         for (first, after), label, words in zip(pairwise(edges), bins.labels, texts, strict=True)
     ]
-    return inline_svg(figure, hints)
+    return inline_svg(figure, hints) + note
 
 
 def heat_map(
@@ -332,12 +383,14 @@ def heat_map(
 
     ``columns``: where they begin and the last one ends, and their names. ``scale``: the value of the first colour, and
     the least value that the last colour may have, so that small differences look small. ``what``: names the horizontal
-    axis and the values.
+    axis and the values. Dark cells have large values.
     """
     (floor, top), (edges, labels) = scale, columns
     known = values_LB[np.isfinite(values_LB)]
+    if known.size > 1 and known.min() == known.max() and known.size == values_LB.size:
+        return f'<p class="none">{escape(what[1])}: {_number(known[0])} in every cell</p>'
     if len(known):
-        top = max(top, float(np.quantile(known, _HEAT_CAP)))
+        top = max(top, float(np.quantile(known, _CAP)))
     height = min(0.3 * len(rows), max(0.1 * len(rows), 5.0))
     every = math.ceil(len(rows) * 0.16 / height)
     with mpl.rc_context(PAGE_STYLE):
@@ -346,7 +399,7 @@ def heat_map(
         shown_LB = np.ma.masked_invalid(values_LB)
         # The cells are pixels, because a path for each cell would be long.
         mesh = axes.pcolormesh(
-            edges, np.arange(len(rows) + 1), shown_LB, cmap="cividis_r", vmin=floor, vmax=top, rasterized=True
+            edges, np.arange(len(rows) + 1), shown_LB, cmap=COUNTS, vmin=floor, vmax=top, rasterized=True
         )
         axes.set(xlabel=what[0], ylim=(len(rows), 0))
         axes.set_yticks(np.arange(0, len(rows), every) + 0.5, rows[::every])
@@ -363,24 +416,27 @@ def heat_map(
     return inline_svg(figure, hints)
 
 
-def timeline(spans: Timeline, name: str) -> str:
-    """Draws the spans of all ranks over time."""
-    ranks = sorted({span.rank for span in spans.spans})
+def timelines(panels: Sequence[TimelinePanel], title: str) -> str:
+    """Draws the timelines of strategies below one another, on one scale; the pointer shows what a bar is."""
     with mpl.rc_context(PAGE_STYLE):
-        figure = draw_timeline(spans, name=name, ranks=ranks)
-    row_of = {lane: row for row, lane in enumerate(lanes_of(spans.spans, ranks))}
-    zero_us = min(span.start_us for span in spans.spans)
-    hints = []
-    for span in spans.spans:
-        row = row_of[span.rank, span.lane]
-        what = f"rank {span.rank}, {span.lane}: {span.kind} {span.detail}".rstrip()
-        x = (span.start_us - zero_us) / 1e3, (span.end_us - zero_us) / 1e3
-        hints.append(Hint(x, (row - 0.4, row + 0.4), f"{what}, {_number(span.duration_us / 1e3)} ms"))
+        figure = draw_timelines(panels, title=title)
+    bars = [(at, bar) for at, row in placed_rows(panels) for bar in row.bars]
+    hints = [
+        Hint((bar.start_ms, bar.end_ms), (at - 0.4, at + 0.4), f"{bar.words}, {_number(bar.end_ms - bar.start_ms)} ms")
+        for at, bar in bars[:_MOST_SPANS]
+    ]
     return inline_svg(figure, hints)
 
 
+def in_words(name: str) -> str:
+    """Returns ``Grad norm`` for ``grad_norm``."""
+    return name[:1].upper() + name[1:].replace("_", " ")
+
+
 def _number(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else "none"
+    if not math.isfinite(value):
+        return "none"
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _by_layer(values_SL: FloatArray, reduce: Callable[[FloatArray], float]) -> list[str]:

@@ -14,6 +14,7 @@ from rich.tree import Tree
 
 from moesys.balance.certificate import SecondsCertificate
 from moesys.config import ClusterSpec, Fsep, Strategy
+from moesys.display import Columns, Display
 from moesys.lab.show.tables import Column, Sheet, WholeTable, add_head, add_line, counted, figure, print_full
 from moesys.simulator.simulation import COMPUTED_KINDS
 
@@ -164,8 +165,8 @@ class PathPlace:
     share: float
 
 
-@dataclass(frozen=True)
-class StepExplanation:
+@dataclass(frozen=True, repr=False)
+class StepExplanation(Display):
     """One micro-batch through all layers, forward and backward.
 
     routing: the source of the load. micro_batch: one of 0..num_micro_batches-1, warm-up included.
@@ -194,6 +195,18 @@ class StepExplanation:
     layers: tuple[LayerExplanation, ...]
     mega: MegaKernelMemory | None = None
     would_not_run: tuple[str, ...] = ()
+
+    def _facts(self) -> str:
+        return (
+            f"{self.strategy.name!r} of {self.experiment!r}, micro-batch {self.micro_batch}, "
+            f"{counted(len(self.layers), 'layer')} on {counted(self.cluster.num_ranks, 'rank')}, "
+            f"{self.step_ms:,.3f} ms, {self.exposed_ms:,.3f} ms exposed"
+        )
+
+    def _columns(self) -> Columns:
+        shown = ("layer", "num_tokens", "max_over_mean", "least_max_over_mean", "busiest_rank")
+        columns = {name: [getattr(layer, name) for layer in self.layers] for name in shown}
+        return columns | {"mean_ms": [sum(layer.mean_ms.values()) for layer in self.layers]}
 
     def to_json(self) -> str:
         declared = {name: getattr(self, name).model_dump(mode="json") for name in ("strategy", "cluster")}

@@ -74,7 +74,7 @@ class Ring:
     @classmethod
     def of_dense(cls, run: ModelRun) -> Ring:
         """Returns the groups of a stage's ranks that hold the same dense parameters."""
-        size, stride = run.groups.stage // run.parallelism.tensor, run.parallelism.tensor
+        size, stride = run.groups.stage // run.parallelism.tp, run.parallelism.tp
         return cls(size, place_groups(size, stride, run.cluster))
 
     @classmethod

@@ -56,7 +56,7 @@ def stage_memory(run: ModelRun, units: Units, chunks: Sequence[range], held: int
     parallel, model = run.parallelism, run.model
     of_stage = units.of_stage(chunks)
     layers = [units.layers[layer].operations for chunk in chunks for layer in chunk]
-    dense = sum(unit.parameters for unit in of_stage) / parallel.tensor
+    dense = sum(unit.parameters for unit in of_stage) / parallel.tp
     owned = sum(each.of("experts").parameters for each in layers) / run.groups.expert
     b = model.bytes_per_element
     sharded = parallel.dense != "replicated"
@@ -65,11 +65,11 @@ def stage_memory(run: ModelRun, units: Units, chunks: Sequence[range], held: int
     of_dense = of_experts if b < MASTER_BYTES else MOMENT_BYTES[run.optimizer]
     whole = parallel.dense == "full"
     # Two units are gathered at a time, as far as they are more than a rank's share.
-    gathered = sum(sorted(unit.parameters for unit in of_stage)[-2:]) / parallel.tensor
+    gathered = sum(sorted(unit.parameters for unit in of_stage)[-2:]) / parallel.tp
     weights = b * (min(dense, dense / dense_ring + gathered) if whole else dense)
     gradients = run.gradient_bytes * ((dense / dense_ring if whole else dense) + owned)
     optimizer = of_dense * dense / (dense_ring if sharded else 1) + of_experts * owned / (expert_ring if sharded else 1)
-    share = run.micro_batch / (parallel.tensor * parallel.context)
+    share = run.micro_batch / (parallel.tp * parallel.cp)
     again = pulls_again(run.strategy)
     kept = sum(_saved(each, parallel.recompute, row_factor, again) for each in layers) * share / len(chunks)
     working = 0.0

@@ -24,11 +24,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from moesys.config import DenseMlp, Gqa, LayerSpec, Mla, ModelSpec, MoeMlp
+from moesys.config import BYTES_PER_GB, DenseMlp, Gqa, LayerSpec, Mla, ModelSpec, MoeMlp
 from moesys.config.layer_spec import Product
 from moesys.config.model_run import LayerRecompute
+from moesys.display import Columns, Display, by_column, draw_bars
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Part = Literal[
     "embedding",
@@ -95,7 +99,7 @@ class Operations:
     """Operations that run one after another on one sequence of ``seq_len`` tokens, and their sums."""
 
     seq_len: int
-    operations: tuple[Operation, ...]
+    operations: tuple[Operation, ...] = field(repr=False)
 
     def of(self, *parts: Part) -> Operations:
         """Returns the operations of some parts."""
@@ -149,6 +153,10 @@ class Operations:
         return sum(each.weight_gradient_flops for each in self.operations)
 
     @property
+    def backward_flops(self) -> int:
+        return self.input_gradient_flops + self.weight_gradient_flops
+
+    @property
     def forward_bytes(self) -> int:
         return sum(each.forward_bytes for each in self.operations)
 
@@ -162,8 +170,8 @@ class Operations:
         return sum(each.sent_bytes for each in self.operations)
 
 
-@dataclass(frozen=True)
-class ModelCost:
+@dataclass(frozen=True, repr=False)
+class ModelCost(Display):
     """The operations of a model on one sequence. Layers that are equal share one object."""
 
     embedding: Operations
@@ -181,7 +189,7 @@ class ModelCost:
 
     @property
     def backward_flops(self) -> int:
-        return sum(each.input_gradient_flops + each.weight_gradient_flops for each in self._all)
+        return sum(each.backward_flops for each in self._all)
 
     def again_flops(self, recompute: LayerRecompute) -> int:
         """Returns the flops that backward adds by running layers forward again."""
@@ -191,6 +199,36 @@ class ModelCost:
         """Returns what all layers, the embedding and the head keep at the end of forward."""
         layers = sum(layer.saved_bytes(recompute) for layer in self.layers)
         return self.embedding.saved_bytes() + layers + self.head.saved_bytes()
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draws the flops of forward and backward by part of the model."""
+        part, _, forward, backward = self._shown().values()
+        tflop = {name: one + other for name, one, other in zip(part, forward, backward, strict=True)}
+        title = f"a sequence of {self.embedding.seq_len:,} tokens: {sum(tflop.values()):,.1f} TFLOP"
+        return draw_bars(tflop, title, "TFLOP of forward and backward", ax)
+
+    def _facts(self) -> str:
+        return (
+            f"{len(self.layers)} layers, {self.parameters / 1e9:,.2f} B parameters, "
+            f"{self.flops / 1e12:,.2f} TFLOP in forward and {self.backward_flops / 1e12:,.2f} in backward, "
+            f"{self.saved_bytes() / BYTES_PER_GB:,.2f} GB saved, for a sequence of {self.embedding.seq_len:,} tokens"
+        )
+
+    def _columns(self) -> Columns:
+        rows = [
+            (layer, part, of.parameters, of.flops, of.backward_flops, of.forward_bytes)
+            for layer, each in zip(("embedding", *range(len(self.layers)), "head"), self._all, strict=True)
+            for part, of in ((part, each.of(part)) for part in each.parts)
+        ]
+        names = ("layer", "part", "parameters", "flops", "backward_flops", "forward_bytes")
+        return by_column(names, rows)
+
+    def _shown(self) -> Columns:
+        """Returns the sums over layers by part."""
+        whole = Operations(self.embedding.seq_len, tuple(op for each in self._all for op in each.operations))
+        sums = {part: whole.of(part) for part in whole.parts}
+        rows = [(part, of.parameters / 1e9, of.flops / 1e12, of.backward_flops / 1e12) for part, of in sums.items()]
+        return by_column(("part", "parameters, B", "TFLOP in forward", "in backward"), rows)
 
     @property
     def _all(self) -> tuple[Operations, ...]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesys.config import MoeMlp
+from moesys.config import BYTES_PER_GB, MoeMlp
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Recompute
 from moesys.cost import FloatArray, memory_seconds
+from moesys.display import Columns, Display, by_column, draw_bars
 from moesys.layout import TokenPlan
 from moesys.simulator.model.exchanges import Ring, passes_of_sum, place_pairs
 from moesys.simulator.model.memory import StageMemory
@@ -25,6 +27,9 @@ from moesys.simulator.model.units import Unit
 from moesys.simulator.rest_of_step import RestOfStep, RestUnit
 from moesys.simulator.simulation import Simulation
 from moesys.simulator.step_program import run_step
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ def _passed(run: ModelRun, unit: Unit) -> RestUnit:
     rest, ring = unit.rest, Ring.of_dense(run)
     if run.parallelism.dense != "full" or ring.size == 1:
         return RestUnit(rest.forward, rest.backward, rest.again, unit.has_experts)
-    held = unit.parameters / run.parallelism.tensor
+    held = unit.parameters / run.parallelism.tp
     gathered, reduced = held * run.model.bytes_per_element, held * run.gradient_bytes
     # Parameters are copied out of the gathered buffer, and gradients into the one that is reduced.
     placed_s = memory_seconds(2 * gathered, run.cluster)
@@ -218,8 +223,8 @@ class DrawnStep:
     end_seconds: float
 
 
-@dataclass(frozen=True)
-class ModelStep:
+@dataclass(frozen=True, repr=False)
+class ModelStep(Display):
     """A simulated step of ``run``. ``memory``: of a rank of each stage. ``reasons``: why it would not run, apart from
     memory.
     """
@@ -296,6 +301,39 @@ class ModelStep:
             faster.append(run_parts(self.run, parts).seconds + draw.end_seconds)
         return self.seconds / self._slowest(faster)
 
+    def plot(self, what: Literal["time", "memory"] = "time", ax: Axes | None = None) -> Axes:
+        """Draws the time of a rank by part, or the memory of the rank that holds most."""
+        title = f"SIMULATED: {self.run.model.name}, {self.run.strategy.name}"
+        if what == "time":
+            by_part = {part: 1e3 * seconds for part, seconds in self.shares.items()}
+            return draw_bars(by_part, f"{title}: {1e3 * self.seconds:,.1f} ms per step", "ms, mean of ranks", ax)
+        by_part = {part: num_bytes / BYTES_PER_GB for part, num_bytes in self.peak.parts.items()}
+        return draw_bars(by_part, f"{title}: {self.peak.gb:.1f} GB", "GB of the rank that holds most", ax)
+
+    def _facts(self) -> str:
+        mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
+        return (
+            f"{self.run.model.name!r} with {self.run.strategy.name!r} on {self.run.cluster.num_ranks:,} ranks, "
+            f"{1e3 * self.seconds:,.1f} ms per step, {self.tokens_per_second:,.0f} tokens/s per rank{mfu}, "
+            f"{self.peak.gb:.1f} GB, {'fits' if not self.verdict else 'would not run'}"
+        )
+
+    def _columns(self) -> Columns:
+        rows: list[tuple[str, int | None, str, float, str]] = [
+            ("time", None, part, seconds, "s") for part, seconds in self.shares.items()
+        ]
+        for stage, memory in enumerate(self.memory):
+            rows += [("memory", stage, part, num_bytes, "bytes") for part, num_bytes in memory.parts.items()]
+        return by_column(("what", "stage", "part", "value", "unit"), rows)
+
+    def _shown(self) -> Columns:
+        rows = [("time", part, f"{1e3 * s:,.2f} ms", f"{s / self.seconds:.0%}") for part, s in self.shares.items()]
+        rows += [
+            ("memory", part, f"{num_bytes / BYTES_PER_GB:,.2f} GB", f"{num_bytes / BYTES_PER_GB / self.peak.gb:.0%}")
+            for part, num_bytes in self.peak.parts.items()
+        ]
+        return by_column(("of a rank", "part", "value", "share"), rows)
+
     def _slowest(self, seconds: Sequence[float]) -> float:
         groups, among = self.run.groups.expert_data, np.sort(seconds)
         places = np.arange(len(among) + 1) / len(among)
@@ -306,7 +344,7 @@ def run_parts(run: ModelRun, parts: Sequence[Sequence[PartSeconds]]) -> Pipeline
     """Runs ``parts[stage][chunk]`` as the schedule of ``run`` says; rows travel in the model's dtype."""
     parallel, cluster = run.parallelism, run.cluster
     hop_s = 0.0
-    if parallel.pipeline > 1:
+    if parallel.pp > 1:
         num_bytes = run.tokens_per_rank * run.model.hidden_size * run.model.bytes_per_element
         hop_s = num_bytes / (cluster.intra_node_gb_per_s * 1e9) + cluster.intra_node_us * 1e-6
         stage = run.groups.stage

@@ -109,7 +109,7 @@ def run_pipeline(
     num_stages, num_chunks = len(parts), len(parts[0])
     if schedule == "zero_bubble":
         if num_chunks > 1:
-            raise ValueError(f"schedule='zero_bubble' has one chunk a stage, not {num_chunks}; use virtual_stages=1")
+            raise ValueError(f"schedule='zero_bubble' has one chunk a stage, not {num_chunks}; use vp=1")
         filling = _Pipeline(parts, hop_seconds, split=True).run_filling(micro_batches)
         orders = [
             list(_with_weight_gradients(_one_forward_one_backward(stage, num_stages, 1, micro_batches, 0)))
@@ -119,8 +119,8 @@ def run_pipeline(
         return min(filling, at_once, key=lambda run: run.seconds)
     if num_chunks > 1 and micro_batches % num_stages:
         raise ValueError(
-            f"virtual_stages={num_chunks} goes through micro-batches in groups of pipeline={num_stages}, and "
-            f"{micro_batches} do not fill them; use a multiple of {num_stages}, or virtual_stages=1"
+            f"vp={num_chunks} goes through micro-batches in groups of pp={num_stages}, and "
+            f"{micro_batches} do not fill them; use a multiple of {num_stages}, or vp=1"
         )
     further = int(overlap)
     orders = [

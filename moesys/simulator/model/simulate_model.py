@@ -18,6 +18,7 @@ import numpy as np
 
 from moesys.balance.plan import LayerPlan, out_of_rows, plan_layer
 from moesys.balance.replay import Moment, replay_layer
+from moesys.config.base import check_type
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
 from moesys.cost import optimizer_seconds, row_product_seconds
@@ -48,11 +49,12 @@ def simulate_model(
 
     Raises ValueError for a trace or plans of another model or other ranks, and for a trace of other numbers of tokens.
     """
+    check_type(ModelRun, run=run)
     if draws < 1:
         raise ValueError(f"draws={draws}; a step is simulated at least once, so use 1 or more")
     units = Units.of(run)
     parallel = run.parallelism
-    parts = split_evenly(_layer_costs(run, units), parallel.pipeline * parallel.virtual_stages)
+    parts = split_evenly(_layer_costs(run, units), parallel.pp * parallel.vp)
     drawn, against = [], [run.strategy.overlap.out_of_reach(run.expert_cluster)]
     count = num_draws(routing, draws)
     for draw, plans in enumerate(drawn_plans(run, routing, draws, seed), 1):
@@ -61,7 +63,7 @@ def simulate_model(
         drawn.append(_drawn_step(run, units, parts, plans))
     factor = max(draw.max_over_mean for draw in drawn)
     memory = tuple(
-        stage_memory(run, units, parts[stage :: parallel.pipeline], held, factor)
+        stage_memory(run, units, parts[stage :: parallel.pp], held, factor)
         for stage, held in enumerate(drawn[0].pipeline.most_held)
     )
     return ModelStep(run, tuple(drawn), memory, tuple(dict.fromkeys(filter(None, against))))
@@ -79,7 +81,7 @@ def _layer_costs(run: ModelRun, units: Units) -> list[float]:
 
 
 def _drawn_step(run: ModelRun, units: Units, parts: Sequence[range], plans: dict[int, LayerPlan]) -> DrawnStep:
-    stages, end = run.parallelism.pipeline, EndOfStep(run, units)
+    stages, end = run.parallelism.pp, EndOfStep(run, units)
     known: dict[tuple[int, ...], SimulatedPart] = {}
 
     def part_of(layers: range) -> SimulatedPart:
@@ -269,7 +271,7 @@ class EndOfStep:
         run, parallel = self.run, self.run.parallelism
         units = self.units.of_stage(chunks)
         experts = sum(unit.operations.of("experts").parameters for unit in units) / run.groups.expert
-        dense = sum(unit.parameters for unit in units) / parallel.tensor
+        dense = sum(unit.parameters for unit in units) / parallel.tp
         sharded, travelled = parallel.dense != "replicated", parallel.dense == "full"
         # Seconds of links inside domains, and of NICs.
         summed, gathered, updated = np.zeros(2), np.zeros(2), 0.0
@@ -301,9 +303,9 @@ class EndOfStep:
         """
         run, parallel = self.run, self.run.parallelism
         at_end = chunks[0].start == 0 or chunks[-1].stop == len(self.units.layers)
-        if not run.model.tied_embeddings or parallel.pipeline == 1 or not at_end:
+        if not run.model.tied_embeddings or parallel.pp == 1 or not at_end:
             return 0.0
-        held = self.units.embedding.parameters / parallel.tensor
+        held = self.units.embedding.parameters / parallel.tp
         if parallel.dense == "full":
             held /= Ring.of_dense(run).size
         return 2 * Ring.of_ends(run).seconds(held * run.gradient_bytes, run.cluster)

@@ -63,7 +63,7 @@ def rest_seconds(operations: Operations, run: ModelRun) -> RestSeconds:
 
 def _computed(operations: Operations, run: ModelRun) -> RestSeconds:
     cluster = run.cluster
-    share = run.micro_batch / (run.parallelism.tensor * run.parallelism.context)
+    share = run.micro_batch / (run.parallelism.tp * run.parallelism.cp)
     launch_s = cluster.launch_us * 1e-6
     forward = backward = weight_gradients = 0.0
     for each in operations.operations:
@@ -91,7 +91,7 @@ def _tensor_seconds(operations: Operations, run: ModelRun) -> float:
     """Returns the seconds of all gathers before the parts that a tensor group shares; the reduce-scatters after them
     take as long.
     """
-    size, cluster = run.parallelism.tensor, run.cluster
+    size, cluster = run.parallelism.tp, run.cluster
     shared = sum(bool(operations.of(*parts).operations) for parts in _SHARED_BY_WEIGHTS)
     if size == 1 or not shared:
         return 0.0
@@ -101,13 +101,13 @@ def _tensor_seconds(operations: Operations, run: ModelRun) -> float:
 
 def _context_seconds(operations: Operations, run: ModelRun) -> float:
     """Returns the seconds of keys and values that travel around a context group and are not hidden by the scores."""
-    size, cluster = run.parallelism.context, run.cluster
+    size, cluster = run.parallelism.cp, run.cluster
     scores = operations.of("attention_scores")
     if size == 1 or not scores.operations:
         return 0.0
     saved = scores.saved()
-    own = (saved["keys"] + saved["values"]) * run.micro_batch / (size * run.parallelism.tensor)
-    moved_s = (size - 1) * own / _neighbour_rate(size * run.parallelism.tensor, cluster)
+    own = (saved["keys"] + saved["values"]) * run.micro_batch / (size * run.parallelism.tp)
+    moved_s = (size - 1) * own / _neighbour_rate(size * run.parallelism.tp, cluster)
     return max(0.0, moved_s - _computed(scores, run).forward)
 
 
@@ -150,7 +150,7 @@ class Units:
         }
         # Neither the embedding nor the head runs again.
         first, last = (replace(rest_seconds(each, run), again=0.0) for each in (cost.embedding, cost.head))
-        one_rank_has_both = model.tied_embeddings and run.parallelism.pipeline == 1
+        one_rank_has_both = model.tied_embeddings and run.parallelism.pp == 1
         # A last stage of its own has a copy of the embedding if the head is tied to it.
         copied = model.tied_embeddings and not one_rank_has_both
         head = cost.head.parameters + (cost.embedding.parameters if copied else 0)
@@ -176,7 +176,7 @@ def _as_shared(run: ModelRun) -> ModelSpec:
     layers = []
     for layer in run.model.layers:
         attention = layer.attention
-        if isinstance(attention, Gqa) and attention.num_kv_heads < run.parallelism.tensor:
-            layer = layer.replace(attention=attention.replace(num_kv_heads=run.parallelism.tensor))
+        if isinstance(attention, Gqa) and attention.num_kv_heads < run.parallelism.tp:
+            layer = layer.replace(attention=attention.replace(num_kv_heads=run.parallelism.tp))
         layers.append(layer)
     return run.model.replace(layers=tuple(layers))

@@ -99,7 +99,7 @@ def stretches(rng: np.random.Generator, rows: np.ndarray, block_rows: int) -> li
 
 
 # Programs are slow in the interpreter.
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(BLOCKS), st.sampled_from(sorted(DTYPES)))
 def test_neither_slots_nor_their_order_nor_ranks_show(seed: int, block_rows: int, dtype: str) -> None:
     rng = np.random.default_rng(seed)

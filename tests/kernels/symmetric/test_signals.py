@@ -32,7 +32,7 @@ REGIONS = {
     "odd": Region((3,), torch.int16),
     "ready": Region((4,), torch.int32),
 }
-SHORT_S = 1.0
+SHORT_S = 0.75
 
 
 @pytest.fixture(scope="module")

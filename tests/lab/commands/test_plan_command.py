@@ -72,11 +72,11 @@ def test_members_are_a_kind_or_json():
     [
         (cluster_of, "4", "cluster='4': no .json or .toml file; give one, or nodes and ranks a node as in 4x8"),
         (cluster_of, "h900:4", "or nodes of a preset as in h100:4 (a100, h800, h100, h200, b200, gb200, gb300)"),
-        (cluster_of, "b200:0", "cluster='b200:0': num_nodes: Input should be greater than or equal to 1"),
-        (cluster_of, "0x8", "cluster='0x8': num_nodes: Input should be greater than or equal to 1"),
-        (balance_of, "best", "balance='best': kind='best' is no kind of balance; use one of static, eplb, laer"),
+        (cluster_of, "b200:0", "cluster='b200:0': num_nodes=0 should be greater than or equal to 1"),
+        (cluster_of, "0x8", "cluster='0x8': num_nodes=0 should be greater than or equal to 1"),
+        (balance_of, "best", "balance='best': kind='best' is not one of static, eplb, laer"),
         (split_of, "{", "split='{' is not JSON"),
-        (predictor_of, '{"kind": "ema", "decay": 2}', "ema.decay: Input should be less than 1"),
+        (predictor_of, '{"kind": "ema", "decay": 2}', "decay=2 should be less than 1"),
     ],
 )
 def test_what_cannot_be_taken_says_why(take, text, message):

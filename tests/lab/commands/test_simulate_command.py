@@ -166,7 +166,8 @@ def test_traces_and_charts_are_written(tmp_path):
     code, output = run(written(tmp_path, declared()), "--out", tmp_path / "found", "--strategy", "fsep")
     assert code == 0
     assert output.splitlines()[-1].startswith("Written to ")
-    assert {path.name for path in (tmp_path / "found").iterdir()} == {"fsep.trace.json", "fsep.svg", "fsep.png"}
+    names = {path.name for path in (tmp_path / "found").iterdir()}
+    assert names == {"fsep.trace.json", "timelines.svg", "timelines.png"}
     trace = json.loads((tmp_path / "found" / "fsep.trace.json").read_text())
     assert trace["otherData"] == {"source": "SIMULATED"}
     parts = [event for event in trace["traceEvents"] if event["pid"] == -1 and event["ph"] == "X"]
@@ -179,7 +180,8 @@ def test_files_of_strategies_whose_names_look_alike_are_numbered(tmp_path):
     code, output = run(written(tmp_path, declared(strategies=alike)), "--out", tmp_path / "found")
     assert code == 0
     names = {path.name for path in (tmp_path / "found").iterdir()}
-    assert names == {f"{stem}{end}" for stem in ("a_b", "a_b-2", "a_b-3") for end in (".trace.json", ".svg", ".png")}
+    traces = {f"{stem}.trace.json" for stem in ("a_b", "a_b-2", "a_b-3")}
+    assert names == {*traces, "timelines.svg", "timelines.png"}
     assert all(name in output.replace("\n", "") for name in names)
 
 
@@ -258,7 +260,7 @@ def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
         (["{plan}", "--step", "1"], "--step is for experiments"),
         (["{plan}", "--layers", "2"], "layers=2 is more than the 1 that there are"),
         (["missing.json"], "missing.json is not a file"),
-        (["{broken}"], "is no plan of a step: strategy: Field required"),
+        (["{broken}"], "is no plan of a step: strategy is missing"),
         (["{text}"], "is no StepPlan and no experiment"),
         (["{number}"], "number.json declares no experiment: Input should be a valid dictionary"),
         (["{bytes}"], "bytes.json is no StepPlan and no experiment: 'utf-8' codec"),

@@ -48,7 +48,7 @@ def test_skewed_routing_has_an_interval() -> None:
         (["simulate", "some.py", "--skew", "1"], "--skew is for --model; leave it out"),
         (["simulate", "--model", "qwen3-moe-small"], "give --cluster, as in --cluster h100:4"),
         ([*ARGUMENTS, "--parallel", "tp"], "parallel='tp' gives no value"),
-        ([*ARGUMENTS, "--parallel", "px=2"], "px: Extra inputs are not permitted"),
+        ([*ARGUMENTS, "--parallel", "px=2"], "Parallelism has no field 'px'; its fields are"),
         ([*ARGUMENTS, "--parallel", "pp=3"], "which does not divide the cluster's 8 ranks"),
         ([*ARGUMENTS, "--strategy", "best"], "strategy='best' is none; use ep, fsep:SLOTS"),
         ([*ARGUMENTS, "--optimizer", "lion"], "optimizer"),
@@ -62,7 +62,7 @@ def test_what_cannot_be_is_refused(arguments: list[str], said: str) -> None:
 
 
 def test_short_names_and_long_ones() -> None:
-    assert parallelism_of("tp=2, pipeline=4,vp=2") == ms.Parallelism(tensor=2, pipeline=4, virtual_stages=2)
+    assert parallelism_of("tp=2, pp=4,vp=2") == ms.Parallelism(tp=2, pp=4, vp=2)
     assert parallelism_of("") == ms.Parallelism()
     assert named_strategy("laer:3") == ms.presets.laer(3)
     assert named_strategy("fsep:2").slots(ms.presets.MIXTRAL_8X7B, ms.presets.h100()) == (2,) * 8

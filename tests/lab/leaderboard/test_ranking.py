@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from moesys.lab.leaderboard.ranking import lost_settings, ranking
+from moesys.lab.leaderboard.ranking import lost_settings, ranking, winner
 from moesys.lab.leaderboard.scores import PlannerResult, PlannerScores
 
 
@@ -44,3 +46,14 @@ def test_who_cannot_plan_somewhere_is_measured_against_and_not_ranked() -> None:
     assert (unranked.planner, unranked.place, unranked.slowdown) == ("b", None, None)
     assert unranked.by_workload == {"w": 1.0}
     assert (ranked.cannot, unranked.cannot) == (None, "1 of 2 settings: too few slots")
+
+
+def test_pairs_with_the_same_scores_are_one_row_and_the_winner_is_named() -> None:
+    found = [result(name, "w", "1", sample, ms) for name, ms in (("a", 1), ("b", 2), ("c", 1)) for sample in range(2)]
+    # The time of planning is measured, and tells no results apart.
+    found[-1] = replace(found[-1], scores=replace(found[-1].scores, planning_ms=[9.0]))
+    first, second = ranking(found)
+    assert (first.planner, first.same, second.planner, second.same) == ("a", ("c",), "b", ())
+    assert winner([first, second]) == (
+        "Fastest: a, c: slowdown 1.000 [1.000, 1.000] of 2 different results. Next: b, 2.000 [2.000, 2.000]."
+    )

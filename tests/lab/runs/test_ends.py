@@ -121,7 +121,7 @@ def test_sigterm_ends_a_training_as_ctrl_c_does(environment: dict[str, str], tmp
     time.sleep(0.3 * (by == "script"))
     os.killpg(runner.pid, signal.SIGTERM)
     told = runner.communicate(timeout=60)[1]
-    (folder,) = out.iterdir()
+    (folder,) = out.glob("*/")
     finished = recorded(out)
     assert finished == [trial.identity for trial in experiment.trials()[: len(finished)]]
     assert f"stopped: {len(finished)} of 300 trials are recorded in {folder}; the same command goes on" in told

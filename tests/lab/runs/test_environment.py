@@ -113,7 +113,7 @@ def test_saving_writes_the_file_and_the_changes_once(environment, tmp_path):
 
 def test_a_file_that_is_no_environment_is_named(tmp_path):
     (tmp_path / "environment-0.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"environment-0.json describes no environment: git_commit: Field required; "):
+    with pytest.raises(ValueError, match=r"environment-0.json describes no environment: git_commit is missing; "):
         load_environments(tmp_path)
 
 

@@ -63,9 +63,9 @@ def test_trials_run_in_the_order_of_the_experiment_and_only_once(tmp_path):
     order = [trial.identity for trial in experiment.trials()]
     assert identities(result.path) == order
     assert [record.identity for record in result.records] == order
-    assert (str(result), result.exit_code) == ("6 run: 6 of 6 trials are recorded", 0)
+    assert (result.summary, result.exit_code) == ("6 run: 6 of 6 trials are recorded", 0)
     again = run(experiment, tmp_path)
-    assert (str(again), again.num_run) == ("nothing to do: 6 of 6 trials are recorded", 0)
+    assert (again.summary, again.num_run) == ("nothing to do: 6 of 6 trials are recorded", 0)
     assert again.records == result.records
 
 
@@ -96,7 +96,7 @@ def test_a_failed_trial_is_kept_with_its_traceback_and_the_rest_go_on(tmp_path):
         assert "Traceback" in record.trace
         assert record.trace.rstrip().endswith(record.error)
     assert result.exit_code == 1
-    assert str(result) == "4 run: 4 of 4 trials are recorded, 2 of them failed (--retry-failed runs those again)"
+    assert result.summary == "4 run: 4 of 4 trials are recorded, 2 of them failed (--retry-failed runs those again)"
 
 
 def test_fail_fast_stops_at_the_first_failure(tmp_path):
@@ -224,7 +224,7 @@ places.run_measured = fails_on_rank_1
 first = run(experiment, sys.argv[2])
 places.run_measured = measured
 second = run(experiment, sys.argv[2], retry_failed=True)
-Path(sys.argv[2], os.environ["RANK"]).write_text(f"{first.failed[0].error}|{second}")
+Path(sys.argv[2], os.environ["RANK"]).write_text(f"{first.failed[0].error}|{second.summary}")
 """
 
 

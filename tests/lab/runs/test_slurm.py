@@ -97,7 +97,7 @@ def test_options_come_in_a_file_too(tmp_path):
     ("text", "reason"),
     [
         ("partition", "slurm='partition': 'partition' is no field with a value, as partition=gpu; separate them by"),
-        ("parttion=gpu", "parttion: Extra inputs are not permitted; fields are cluster, partition, account"),
+        ("parttion=gpu", "Slurm has no field 'parttion'; its fields are cluster, partition, account"),
         ("time=soon", "time='soon' is no time; use minutes, 1 or more, or as sbatch takes it, 2:00:00"),
         ("time=0", "time='0' is no time"),
         ("nowhere.toml", "slurm='nowhere.toml' is no .json or .toml file"),

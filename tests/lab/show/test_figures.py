@@ -15,35 +15,45 @@ from moesys.balance.static import Static
 from moesys.config import ClusterSpec, ModelShape
 from moesys.config.presets import laer
 from moesys.lab.runs.statistics import PairedRatio
-from moesys.lab.show import figures
-from moesys.lab.show.figures import computed_tokens, load_heat_map, loss_chart, speedup_chart, timeline_chart
+from moesys.lab.show.comparisons import ratio_words
+from moesys.lab.show.figures import (
+    STYLE,
+    TimelinePanel,
+    computed_tokens,
+    draw_forest,
+    draw_loads,
+    draw_timelines,
+    memory_chart,
+    placed_rows,
+    save,
+    speedup_chart,
+)
 from moesys.load import LoadMatrix
+from moesys.simulator.critical_path import PathPart
 from moesys.timeline import Span, Timeline
 
-BEFORE = np.array([[7, 0, 0], [0, 1, 0]])
-AFTER = np.array([[4, 0, 0], [3, 1, 0]])
+BEFORE = np.array([[7000, 0, 0], [0, 1000, 0]])
+AFTER = np.array([[4000, 0, 0], [3000, 1000, 0]])
 RATIO = PairedRatio(8, 1.2, 1.1, 1.3, 0.01)
+UNCLEAR = PairedRatio(8, 1.1, 0.9, 1.3, 0.4)
+PATH = (
+    PathPart(0, "NVLink out", "dispatch", "layer 0 forward 0", 0.0005, 0.25),
+    PathPart(0, "compute", "experts", "layer 0 forward 0", 0.0015, 0.75),
+)
 
 
 def timeline(num_ranks: int = 2, source="simulated") -> Timeline:
     spans = []
     for rank in range(num_ranks):
-        late = 900.0 if rank == num_ranks - 2 else 0.0
+        late = 500.0 if rank == 0 else 0.0
         spans += [
-            Span(rank, "dispatch", 0, 500, "dispatch"),
-            Span(rank, "compute", 500, 1500 + late, "experts"),
-            Span(rank, "compute", 1500 + late, 1700 + late, "other"),
+            Span(rank, "dispatch", 0, 500, "dispatch", "layer 0 forward 0"),
+            Span(rank, "compute", 500, 1500 + late, "experts", "layer 0 forward 0"),
         ]
     return Timeline(tuple(spans), source)
 
 
-@pytest.fixture
-def saved(monkeypatch):
-    """The figures that are drawn, before they are written."""
-    kept = []
-    save = figures._save
-    monkeypatch.setattr(figures, "_save", lambda figure, stem: kept.append(figure) or save(figure, stem))
-    return kept
+PANEL = TimelinePanel("fsep", timeline(), (0, 1), PATH)
 
 
 def texts(figure) -> list[str]:
@@ -51,122 +61,61 @@ def texts(figure) -> list[str]:
     return [text for text in found if text]
 
 
+def forest(**ratios: PairedRatio):
+    return draw_forest(ratios, title="SIMULATED: tiny", xlabel="speed-up", words=ratio_words)
+
+
 def draw_all(folder: Path) -> list[Path]:
-    losses = {"ep": {0: [5.0, 4.0]}, "fsep": {0: [5.0, 4.1]}}
-    return [
-        *load_heat_map(BEFORE, AFTER, folder / "load", name="tiny, layer 0", source="measured"),
-        *timeline_chart(timeline(), folder / "time", name="tiny"),
-        *speedup_chart(
-            "skew", [0, 1], {"fsep": [RATIO, None]}, folder / "speed", name="t", source="simulated", baseline="ep"
-        ),
-        *loss_chart(losses, folder / "loss", name="tiny"),
-    ]
+    with mpl.rc_context(STYLE):
+        return [
+            *save(draw_loads(BEFORE, AFTER, title="MEASURED: tiny"), folder / "load-v1.5"),
+            *save(draw_timelines([PANEL], title="SIMULATED: tiny"), folder / "time"),
+            *save(forest(**{r"$\frac$ 5 $": RATIO}), folder / "forest"),
+            *speedup_chart(
+                "skew", [0, 1], {"fsep": [RATIO, None]}, folder / "speed", name="t", source="simulated", baseline="ep"
+            ),
+            *memory_chart({"ep": {"experts": 2e9}}, folder / "memory", name="tiny", have_gb=80),
+        ]
 
 
 def test_every_figure_is_svg_and_png_and_the_same_svg_each_time(tmp_path):
     before = dict(mpl.rcParams)
     paths, again = draw_all(tmp_path / "new" / "folder"), draw_all(tmp_path / "b")
     assert dict(mpl.rcParams) == before
-    assert [path.name for path in paths] == [
-        f"{stem}.{form}" for stem in ("load", "time", "speed", "loss") for form in ("svg", "png")
-    ]
+    stems = ("load-v1.5", "time", "forest", "speed", "memory")
+    assert [path.name for path in paths] == [f"{stem}.{form}" for stem in stems for form in ("svg", "png")]
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
     assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
 
 
-def test_a_dot_in_a_name_is_kept(tmp_path):
-    svg, png = timeline_chart(timeline(), tmp_path / "fsep-v1.5", name="tiny")
-    assert (svg.name, png.name) == ("fsep-v1.5.svg", "fsep-v1.5.png")
-
-
-def test_dollars_in_a_name_are_no_formula(tmp_path):
-    svg, _ = timeline_chart(timeline(), tmp_path / "time", name=r"$\frac$, 5 $ a rank")
-    assert svg.read_bytes().startswith(b"<?xml")
-    losses = {r"$\frac$": {0: [5.0, 4.0]}, "fsep": {0: [5.0, 4.1]}}
-    assert loss_chart(losses, tmp_path / "loss", name="tiny")[0].exists()
-
-
-def test_no_label_holds_a_formula(tmp_path, saved):
-    draw_all(tmp_path)
-    apart = {"ep": {0: [5.0, 4.0, 3.0]}, "far": {0: [5.0, 4.1, 3.0001]}, "near": {0: [5.0, 4.000004, 3.000004]}}
-    loss_chart(apart, tmp_path / "wide", name="tiny")
-    loss_chart({"ep": apart["ep"], "near": apart["near"]}, tmp_path / "narrow", name="tiny")
-    assert len(saved) == 6
-    assert [text for figure in saved for text in texts(figure) if "$" in text or "\\" in text] == []
-    for svg in tmp_path.glob("*.svg"):
-        # Texts are drawn as paths, and stand in a comment before them.
-        assert "$" not in svg.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("apart", "labels"),
-    [
-        ([0.0, 2e-7, 3e-6], ["10⁻⁷", "10⁻⁶", "10⁻⁵"]),
-        ([0.0, 3e-7, 3.1e-7], ["10⁻⁷", "10⁻⁶"]),
-        ([0.0, 9.5, 95.0], ["10⁰", "10¹", "10²"]),
-    ],
-)
-def test_differences_of_losses_stand_between_powers_of_ten(tmp_path, saved, apart, labels):
-    loss_chart({"ep": {0: [1.0] * 3}, "fsep": {0: [1 + one for one in apart]}}, tmp_path / "loss", name="tiny")
-    axis = saved[0].axes[1].yaxis
-    low, high = axis.get_view_interval()
-    shown = [tick.label1.get_text() for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
-    assert shown == labels
-    assert {tick.label1.get_text() for tick in axis.get_minor_ticks()} <= {""}
-
-
-def test_a_difference_in_one_step_is_seen(tmp_path, saved):
-    loss_chart({"ep": {0: [4.0] * 5}, "fsep": {0: [4.0, 4.0, 4.1, 4.0, 4.0]}}, tmp_path / "loss", name="tiny")
-    assert saved[0].axes[1].lines[0].get_marker() == "."
-
-
-def test_short_spans_have_their_own_colour_to_the_edge(tmp_path, saved):
-    spans = (Span(0, "compute", 0, 9990, "experts"), Span(0, "compute", 9990, 9991, "experts"))
-    timeline_chart(Timeline(spans, "measured"), tmp_path / "time", name="tiny")
-    long, short = saved[0].axes[0].collections[0].get_edgecolors()
-    face = saved[0].axes[0].collections[0].get_facecolors()[0]
-    assert long.tolist() == [1, 1, 1, 1]
-    assert short.tolist() == face.tolist()
-
-
-@pytest.mark.parametrize("source", ["measured", "simulated"])
-def test_every_title_says_the_source(tmp_path, saved, source):
-    load_heat_map(BEFORE, AFTER, tmp_path / "a", name="tiny", source=source)
-    timeline_chart(timeline(source=source), tmp_path / "b", name="tiny")
-    speedup_chart("skew", [1], {"fsep": [RATIO]}, tmp_path / "c", name="tiny", source=source, baseline="ep")
-    for figure in saved:
-        assert any(text.startswith(f"{source.upper()}: tiny") for text in texts(figure))
-
-
-def test_the_heat_map_counts_and_sums(tmp_path, saved):
-    load_heat_map(BEFORE, AFTER, tmp_path / "load", name="tiny", source="measured")
-    written = texts(saved[0])
-    assert "before: max/mean 1.75" in written
-    assert "after: max/mean 1.00" in written
-    images = [image for axes in saved[0].axes for image in axes.get_images()]
-    assert [image.get_clim() for image in images[:2]] == [(0, 7), (0, 7)]
+def test_the_heat_map_counts_and_sums_and_dark_means_many():
+    figure = draw_loads(BEFORE, AFTER, title="MEASURED: tiny, layer 0")
+    written = texts(figure)
+    assert {"before: max/mean 1.75", "after: max/mean 1.00", "MEASURED: tiny, layer 0", "7,000"} <= set(written)
+    images = [image for axes in figure.axes for image in axes.get_images()]
+    assert [image.get_clim() for image in images[:2]] == [(0, 7000), (0, 7000)]
     assert images[1].get_array().filled(0).T.tolist() == AFTER.tolist()
-    assert images[1].get_array().mask.T.tolist() == (AFTER == 0).tolist()
+    few, many, none = (sum(images[0].cmap(value)[:3]) for value in (0.05, 1.0, np.ma.masked))
+    assert many < none < few
 
 
 @pytest.mark.parametrize(("ranks", "written"), [(4, True), (16, True), (32, False)])
-def test_counts_that_would_run_into_each_other_are_not_written(tmp_path, saved, ranks, written):
+def test_counts_that_would_run_into_each_other_are_not_written(ranks, written):
     tokens_RE = np.full((ranks, 4), 12345)
-    load_heat_map(tokens_RE, tokens_RE, tmp_path / "map", name="wide", source="simulated")
-    assert ("12345" in texts(saved[0])) == written
+    assert ("12,345" in texts(draw_loads(tokens_RE, tokens_RE, title="SIMULATED: wide"))) == written
 
 
-def test_maps_of_different_layers_are_refused(tmp_path):
+def test_maps_of_different_layers_are_refused():
     with pytest.raises(ValueError, match=r"before has shape \(2, 3\) and after \(3, 2\); give \[R, E\] of one layer"):
-        load_heat_map(BEFORE, AFTER.T, tmp_path / "load", name="tiny", source="measured")
+        draw_loads(BEFORE, AFTER.T, title="tiny")
 
 
-def test_an_idle_layer_is_drawn(tmp_path):
-    load_heat_map(BEFORE * 0, BEFORE * 0, tmp_path / "load", name="tiny", source="measured")
+def test_an_idle_layer_is_drawn():
+    draw_loads(BEFORE * 0, BEFORE * 0, title="tiny")
 
 
-def test_computed_tokens_are_the_plans(tmp_path):
+def test_computed_tokens_are_the_plans():
     model = ModelShape(hidden_size=8, intermediate_size=8, num_experts=6, top_k=2)
     cluster = ClusterSpec(num_nodes=2, ranks_per_node=2)
     load = LoadMatrix(np.random.default_rng(0).integers(0, 50, (4, 6)))
@@ -177,31 +126,58 @@ def test_computed_tokens_are_the_plans(tmp_path):
         assert computed_RE.sum(1).tolist() == plan.tokens_R.tolist()
 
 
-def test_computation_is_above_communication_and_times_are_ms(tmp_path, saved):
-    timeline_chart(timeline(), tmp_path / "time", name="tiny")
-    (axes,) = saved[0].axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["compute", "dispatch"] * 2
+def test_rows_of_a_timeline_have_passes_the_critical_path_and_idle_time():
+    heading, layers, path, first, dispatch, second, _ = PANEL.rows()
+    assert (heading.owner, heading.bars) == ("fsep: 2.000 ms", ())
+    assert [(bar.kind, bar.words, bar.start_ms, bar.end_ms) for bar in layers.bars] == [
+        ("forward", "layer 0 forward", 0.5, 2.0)
+    ]
+    assert [(bar.kind, bar.start_ms, bar.end_ms) for bar in path.bars] == [
+        ("dispatch", 0, 0.5),
+        ("experts", 0.5, 2.0),
+    ]
+    assert path.bars[1].words == "critical path, 75%: rank 0's experts, experts layer 0 forward 0"
+    idle = [(bar.start_ms, bar.end_ms) for row in (first, second) for bar in row.bars if bar.kind == "idle"]
+    assert idle == [(0, 0.5), (0, 0.5), (1.5, 2.0)]
+    marked = [row.owner for row in (first, dispatch, second) for bar in row.bars if bar.on_path]
+    assert marked == ["rank 0", "rank 0"]
+
+
+def test_strategies_are_below_one_another_on_one_scale_and_short_spans_keep_their_colour():
+    spans = (Span(0, "compute", 0, 3996, "experts"), Span(0, "compute", 3996, 4000, "experts"))
+    slow = TimelinePanel("ep", Timeline(spans, "simulated"), (0,))
+    (axes,) = draw_timelines([PANEL, slow], title="SIMULATED: tiny").axes
+    assert axes.get_xlim() == (0, 4.0)
     assert axes.yaxis_inverted()
-    assert axes.get_xlabel() == "ms"
-    assert axes.get_xlim() == (0, 2.6)
-    bars = [path.get_extents().x1 for path in axes.collections[0].get_paths()]
-    assert bars == pytest.approx([2.4, 2.6])
-    assert {"rank 0", "rank 1", "experts", "other", "dispatch"} <= set(texts(saved[0]))
+    heights = [at for at, _ in placed_rows([PANEL, slow])]
+    assert heights == sorted(heights)
+    assert {"fsep: 2.000 ms", "ep: 4.000 ms", "layer 0 forward", "rank 1", "ms"} <= set(texts(axes.figure))
+    of_slow = next(found for found in reversed(axes.collections) if len(found.get_paths()) == 2)
+    long, short = of_slow.get_edgecolors().tolist()
+    assert long == [1, 1, 1, 1]
+    assert short == of_slow.get_facecolors()[0].tolist()
 
 
-def test_of_many_ranks_some_are_drawn_and_the_last_to_end_among_them(tmp_path, saved):
-    timeline_chart(timeline(32), tmp_path / "some", name="tiny")
-    timeline_chart(timeline(32), tmp_path / "two", name="tiny", ranks=[3, 5])
-    assert "SIMULATED: tiny, 8 of 32 ranks" in texts(saved[0])
-    drawn = [[text for text in texts(figure) if text.startswith("rank ")] for figure in saved]
-    assert len(drawn[0]) == 8
-    assert "rank 30" in drawn[0]
-    assert drawn[1] == ["rank 3", "rank 5"]
-
-
-def test_an_empty_timeline_is_refused(tmp_path):
+def test_an_empty_timeline_is_refused():
     with pytest.raises(ValueError, match="the timeline has no spans; record or simulate a step first"):
-        timeline_chart(Timeline((), "measured"), tmp_path / "time", name="tiny")
+        draw_timelines([TimelinePanel("ep", Timeline((), "measured"), ())], title="tiny")
+
+
+def test_a_forest_has_intervals_words_and_grey_for_what_cannot_be_told():
+    (axes,) = forest(fsep=RATIO, lent=UNCLEAR).axes
+    baseline, *drawn = axes.lines
+    assert set(baseline.get_xdata()) == {1}
+    assert [list(line.get_xdata()) for line in drawn[::2]] == [[1.1, 1.3], [0.9, 1.3]]
+    assert [line.get_color() for line in drawn[::2]] == ["#0072B2", "#8A8A8A"]
+    assert {"fsep  1.20 [1.10, 1.30]", "lent  ~ 1.10 [0.90, 1.30]"} <= set(texts(axes.figure))
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The figures that are drawn, before they are written."""
+    kept = []
+    monkeypatch.setattr("moesys.lab.show.figures.save", lambda figure, stem: kept.append(figure) or [])
+    return kept
 
 
 def test_speedups_have_a_line_a_band_and_gaps(tmp_path, saved):
@@ -230,25 +206,6 @@ def test_a_ratio_for_every_value(tmp_path):
         speedup_chart("skew", [0, 1], {"fsep": [RATIO]}, tmp_path / "a", name="t", source="simulated", baseline="ep")
 
 
-def test_losses_show_their_mean_and_their_distance(tmp_path, saved):
-    losses = {
-        "ep": {0: [4.0, 2.0], 1: [6.0, 4.0], 2: [9.0, 9.0]},
-        "pipelined": {0: [4.0, 2.0], 1: [6.0, 4.0]},
-        "fsep": {0: [4.0, 2.0], 1: [6.0, 5.0]},
-    }
-    loss_chart(losses, tmp_path / "loss", name="tiny")
-    top, bottom = saved[0].axes
-    assert [list(line.get_ydata()) for line in top.lines] == [[5.0, 3.0], [5.0, 3.0], [5.0, 3.5]]
-    assert [line.get_label() for line in bottom.lines] == ["fsep"]
-    assert bottom.lines[0].get_ydata()[1] == 0.25
-    assert "largest of all seeds; bit-equal: pipelined" in texts(saved[0])
-    assert "MEASURED: tiny, mean of 2 seeds" in texts(saved[0])
-
-
-def test_losses_that_are_no_numbers_are_drawn(tmp_path):
-    loss_chart({"ep": {0: [4.0, math.nan]}, "fsep": {0: [math.inf, 1.0]}}, tmp_path / "loss", name="tiny")
-
-
-def test_losses_without_a_shared_seed_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="the strategies share no seed with losses; run the same seeds of each"):
-        loss_chart({"ep": {0: [1.0]}, "fsep": {1: [1.0]}}, tmp_path / "loss", name="tiny")
+def test_memory_says_how_much_and_of_what(saved, tmp_path):
+    memory_chart({"ep": {"experts": 2e9, "rows": 1e9}}, tmp_path / "memory", name="tiny on 8 H100", have_gb=80)
+    assert {" 3.0 GB", "SIMULATED: tiny on 8 H100\nmemory of the rank that holds most"} <= set(texts(saved[0]))

@@ -268,6 +268,16 @@ def test_csv_has_one_row_a_strategy_with_unrounded_figures():
     assert rows[1]["source"] == "measured"
 
 
+def test_csv_of_samples_has_one_row_a_number():
+    comparison = measured()
+    rows = list(csv.DictReader(io.StringIO(format_comparison(comparison, "csv-samples"))))
+    of_row = [row for row in rows if (row["strategy"], row["seed"], row["metric"]) == ("fsep", "3", "step_ms")]
+    assert [(row["sample"], float(row["value"]), row["unit"]) for row in of_row] == [
+        (str(number), value, "ms") for number, value in enumerate(comparison.rows[2].samples["step_ms"][3])
+    ]
+    assert sum(row["metric"] == "loss" for row in rows) == 3 * 8 * 4
+
+
 def test_latex_escapes_what_tex_would_read():
     odd = FSEP.replace(name=r"[a] 50% $x_1 #2 {b} ~^\ & more")
     of = experiment(strategies=(EP, odd))

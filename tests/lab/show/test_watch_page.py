@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -67,7 +68,7 @@ def assert_whole_and_alone(page: str) -> None:
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ET.fromstring(svg)
     # The names of XML's vocabularies are no addresses, and figures refer only to their own parts and pixels.
-    text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page).replace(pages._SORT, "")
     assert not re.search(r"https?:|\bsrc=|@import|<script|\bnan\b|\binf\b", text)
     assert all(of.startswith(("#", "data:image/png;base64,")) for of in re.findall(r'href="([^"]*)"', text))
     assert all(of.startswith("#") for of in re.findall(r"url\(([^)]*)\)", text))
@@ -125,7 +126,7 @@ def test_long_runs_are_binned_and_no_step_is_lost(tmp_path: Path, drawn: list[Fi
         seen += [(int(layer), step) for step in steps]
         assert float(value) == pytest.approx(np.mean([layer_line(int(layer), s).load_p50 for s in steps]), rel=1e-3)
     assert seen == [(layer, step) for layer in range(2) for step in range(num_steps)]
-    hints = re.findall(r"<title>steps (\d+)–(\d+): loss (\S+) \((\S+) to (\S+)\)", section(page, "loss"))
+    hints = re.findall(r"<title>steps (\d+)–(\d+): Loss (\S+) \((\S+) to (\S+)\)", section(page, "Loss"))
     assert len(hints) == 160
     for first, last, *shown in hints:
         high, low = (5 / (1 + int(step) / 10) for step in (first, last))
@@ -142,13 +143,25 @@ def test_the_curve_goes_through_the_losses(tmp_path: Path, drawn: list[Figure]) 
     """A step without a finite loss has no point."""
     losses = [4.0, 3.0, math.nan, 2.0]
     write_lines(tmp_path, [step_line(step, [0], loss=loss) for step, loss in enumerate(losses)])
-    text = section(page_of(tmp_path), "loss")
+    text = section(page_of(tmp_path), "Loss")
     (axes,) = drawn[0].axes
     assert np.array_equal(axes.lines[0].get_ydata(), losses, equal_nan=True)
     assert axes.lines[0].get_xdata().tolist() == [0, 1, 2, 3]
-    assert axes.get_ylabel() == "loss"
-    assert ">loss</text>" in text
-    assert "step 2: loss none" in text
+    assert axes.get_ylabel() == "Loss"
+    assert ">Loss</text>" in text
+    assert "step 2: Loss none" in text
+
+
+def test_what_never_changes_is_a_line_of_text_and_the_warm_up_does_not_flatten_the_times(
+    tmp_path: Path, drawn: list[Figure]
+) -> None:
+    lines = [replace(step_line(step, [0], loss=2.0), step_ms=60_000.0 if step == 0 else 100.0) for step in range(100)]
+    page = page_of(write_lines(tmp_path, lines).parent)
+    assert "Loss: 2 in every step" in section(page, "Loss")
+    assert "<svg" not in section(page, "Loss")
+    assert "1 value above 115, up to 60,000, not shown." in section(page, "Step time")
+    (times,) = [axes for figure in drawn for axes in figure.axes if axes.get_ylabel() == "ms"]
+    assert times.get_ylim() == pytest.approx((0, 115))
 
 
 def test_the_table_has_a_row_for_each_layer(tmp_path: Path) -> None:
@@ -216,7 +229,7 @@ def test_a_run_without_layers_or_finite_losses_has_a_page(tmp_path: Path) -> Non
     write_lines(tmp_path, [step_line(step, [], loss=math.nan) for step in range(3)])
     page = page_of(tmp_path)
     assert_whole_and_alone(page)
-    assert "no finite number was written" in section(page, "loss")
+    assert "no finite number was written" in section(page, "Loss")
 
 
 @pytest.mark.parametrize("num_steps", [1, 159, 160, 161, 100_000])

@@ -20,7 +20,7 @@ LAYERS = 20
 RUN = ModelRun(
     model=SMALL.replace(layers=SMALL.layers[:1] * LAYERS),
     cluster=LINKS,
-    parallelism=Parallelism(expert=2, dense="replicated"),
+    parallelism=Parallelism(ep=2, dense="replicated"),
     seq_len=64,
 )
 END = EndOfStep(RUN, Units.of(RUN))
@@ -64,7 +64,7 @@ def test_gradients_move_where_rows_leave_links_idle(times: float, inside: float,
 def test_rows_slow_gradients_on_the_same_nics() -> None:
     """Experts of a group on two nodes: rows cross, and so do gradients."""
     slow = RUN.replace(cluster=LINKS.replace(expert_tflops=20.0), seq_len=512)
-    across = slow.replace(parallelism=Parallelism(expert=4, dense="replicated"))
+    across = slow.replace(parallelism=Parallelism(ep=4, dense="replicated"))
     (draw,) = simulate_model(across).draws
     rows = draw.parts[0][0].busy[1].backward
     assert rows > 0
@@ -80,7 +80,7 @@ def test_rows_slow_gradients_on_the_same_nics() -> None:
 def test_ends_of_a_pipeline_sum_tied_gradients(dense: str) -> None:
     """Two ranks of a node have a pair each, and an all-reduce of two passes every byte once."""
     model = SMALL.replace(tied_embeddings=True)
-    run = RUN.replace(model=model, parallelism=Parallelism(pipeline=2, dense=dense))
+    run = RUN.replace(model=model, parallelism=Parallelism(pp=2, dense=dense))
     held = 4 * model.vocab_size * model.hidden_size / (2 if dense == "full" else 1)
     expected = 2 * held / 5e9
     assert simulate_model(run).shares["tied embeddings"] == pytest.approx(expected)
@@ -88,7 +88,7 @@ def test_ends_of_a_pipeline_sum_tied_gradients(dense: str) -> None:
     one = run.replace(parallelism=Parallelism(dense=dense))
     assert simulate_model(one).shares["tied embeddings"] == 0
     # Stages between the ends have nothing to do with it.
-    deep = run.replace(model=model.replace(layers=model.layers[:1] * 4), parallelism=Parallelism(pipeline=4))
+    deep = run.replace(model=model.replace(layers=model.layers[:1] * 4), parallelism=Parallelism(pp=4))
     end = EndOfStep(deep, Units.of(deep))
     zero = PartSeconds(0.0, 0.0)
     part = SimulatedPart(zero, zero, zero, (zero, zero), {})

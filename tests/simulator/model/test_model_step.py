@@ -100,7 +100,7 @@ def test_products_in_float8_have_one_rate_both_ways() -> None:
 @pytest.mark.parametrize("context", [1, 2])
 def test_groups_share_the_products(tensor: int, context: int) -> None:
     """Tokens of a step are the same, so products are: data-parallel ranks have as many sequences more."""
-    parallel = Parallelism(tensor=tensor, context=context)
+    parallel = Parallelism(tp=tensor, cp=context)
     run = ModelRun(model=SMALL, cluster=FREE, seq_len=512, global_batch=16, parallelism=parallel)
     assert run.groups.data * tensor * context == 8
     # Of more ranks than heads of keys each has one.
@@ -115,17 +115,17 @@ def test_groups_share_the_products(tensor: int, context: int) -> None:
 
 def test_a_pipeline_of_equal_parts_has_the_bubble_of_its_schedule() -> None:
     model = SMALL.replace(layers=SMALL.layers[:1] * 8, vocab_size=1)
-    run = ModelRun(model=model, cluster=FREE, seq_len=512, global_batch=16, parallelism=Parallelism(pipeline=4))
+    run = ModelRun(model=model, cluster=FREE, seq_len=512, global_batch=16, parallelism=Parallelism(pp=4))
     whole = run.replace(parallelism=Parallelism())
     assert run.num_micro_batches == 8
     # The same work on a quarter of the ranks each, and 3 of 11 turns empty.
     assert simulate_model(run).seconds == pytest.approx(simulate_model(whole).seconds * 11 / 8, rel=1e-3)
-    interleaved = run.replace(parallelism=Parallelism(pipeline=4, virtual_stages=2))
+    interleaved = run.replace(parallelism=Parallelism(pp=4, vp=2))
     assert simulate_model(interleaved).seconds == pytest.approx(simulate_model(whole).seconds * 9.5 / 8, rel=1e-3)
 
 
 def test_shares_add_up_and_faster_experts_help() -> None:
-    for parallel in (Parallelism(), Parallelism(pipeline=2), Parallelism(expert=4, dense="full", recompute="full")):
+    for parallel in (Parallelism(), Parallelism(pp=2), Parallelism(ep=4, dense="full", recompute="full")):
         run = EIGHT.replace(parallelism=parallel)
         step = simulate_model(run, Generated(skew=1.0, warmup=1), draws=2)
         for draw in step.draws:
@@ -141,7 +141,7 @@ def test_shares_add_up_and_faster_experts_help() -> None:
 def test_micro_batches_side_by_side_hide_what_each_waits_for() -> None:
     """For a layer more that is held. All that is computed remains."""
     cluster = SLOW.replace(intra_node_gb_per_s=40.0, inter_node_us=0.0)
-    for parallel in (Parallelism(expert=4), Parallelism(pipeline=2, virtual_stages=2, expert=4)):
+    for parallel in (Parallelism(ep=4), Parallelism(pp=2, vp=2, ep=4)):
         model = SMALL.replace(layers=SMALL.layers[:1] * 4)
         run = EIGHT.replace(cluster=cluster, model=model, global_batch=32, parallelism=parallel)
         plain = simulate_model(run)
@@ -163,7 +163,7 @@ def test_what_is_slower_is_slower() -> None:
     assert full > step_of(EIGHT, parallelism=Parallelism(recompute="selective")).seconds
     assert step_of(EIGHT, cluster=SLOW.replace(inter_node_gb_per_s=10.0)).seconds > seconds
     # Groups inside nodes send nothing between them but gradients.
-    assert step_of(EIGHT, parallelism=Parallelism(expert=4)).seconds < seconds
+    assert step_of(EIGHT, parallelism=Parallelism(ep=4)).seconds < seconds
     assert step_of(EIGHT, fp8=True).seconds < seconds
     skewed = simulate_model(EIGHT, Generated(skew=1.5, warmup=1), draws=1)
     assert skewed.seconds > seconds
@@ -175,7 +175,7 @@ def test_memory_is_what_shapes_say() -> None:
     cost = count_model(SMALL, 1024)
     experts = sum(layer.of("experts").parameters for layer in cost.layers)
     dense = cost.parameters - experts
-    step = step_of(EIGHT, parallelism=Parallelism(expert=4, dense="replicated"))
+    step = step_of(EIGHT, parallelism=Parallelism(ep=4, dense="replicated"))
     (memory,) = step.memory
     owned = dense + experts / 4
     assert memory.weights == 2 * dense
@@ -184,16 +184,16 @@ def test_memory_is_what_shapes_say() -> None:
     assert memory.optimizer == 12 * owned
     assert memory.activations == pytest.approx(sum(layer.saved_bytes() for layer in cost.layers))
     assert memory.logits == cost.head.saved_bytes()
-    sharded = step_of(EIGHT, parallelism=Parallelism(expert=4, dense="optimizer")).memory[0]
+    sharded = step_of(EIGHT, parallelism=Parallelism(ep=4, dense="optimizer")).memory[0]
     assert sharded.optimizer == 12 * (dense / 8 + experts / 4 / 2)
     assert sharded.gradients == memory.gradients
-    full = step_of(EIGHT, parallelism=Parallelism(expert=4, dense="full")).memory[0]
+    full = step_of(EIGHT, parallelism=Parallelism(ep=4, dense="full")).memory[0]
     assert full.gradients == 4 * (dense / 8 + experts / 4)
     assert full.weights < sharded.weights
-    halved = step_of(EIGHT, parallelism=Parallelism(expert=4, tensor=2, dense="replicated")).memory[0]
+    halved = step_of(EIGHT, parallelism=Parallelism(ep=4, tp=2, dense="replicated")).memory[0]
     assert halved.weights == 2 * dense / 2
     assert halved.activations == memory.activations / 2
-    again = step_of(EIGHT, parallelism=Parallelism(expert=4, recompute="full", dense="replicated")).memory[0]
+    again = step_of(EIGHT, parallelism=Parallelism(ep=4, recompute="full", dense="replicated")).memory[0]
     assert again.activations < memory.activations
 
 
@@ -202,7 +202,7 @@ def test_heads_of_keys_are_divided_or_every_rank_has_one() -> None:
     attention = SMALL.layers[0].attention
     assert (attention.num_heads, attention.num_kv_heads) == (4, 2)
     two, four = (
-        step_of(EIGHT, parallelism=Parallelism(tensor=size, dense="replicated")).memory[0].weights for size in (2, 4)
+        step_of(EIGHT, parallelism=Parallelism(tp=size, dense="replicated")).memory[0].weights for size in (2, 4)
     )
     of_keys = 2 * 2 * SMALL.hidden_size * attention.head_dim * SMALL.num_layers
     # All else is halved once more.
@@ -211,7 +211,7 @@ def test_heads_of_keys_are_divided_or_every_rank_has_one() -> None:
 
 def test_early_stages_hold_more_micro_batches() -> None:
     model = SMALL.replace(layers=SMALL.layers[:1] * 8)
-    memory = step_of(EIGHT, model=model, parallelism=Parallelism(pipeline=4)).memory
+    memory = step_of(EIGHT, model=model, parallelism=Parallelism(pp=4)).memory
     held = [stage.activations for stage in memory]
     assert held == [held[-1] * count for count in (4, 3, 2, 1)]
 
@@ -251,7 +251,7 @@ def test_out_of_memory_is_a_verdict() -> None:
 def test_what_would_not_run_is_a_verdict() -> None:
     mega = EIGHT.strategy.replace(overlap=ms.MegaKernel())
     assert "reaches the ranks of one domain" in step_of(EIGHT, strategy=mega).verdict
-    inside = EIGHT.replace(strategy=mega, parallelism=Parallelism(expert=4))
+    inside = EIGHT.replace(strategy=mega, parallelism=Parallelism(ep=4))
     assert simulate_model(inside).verdict == ""
     assert "rows_cap=2" in simulate_model(inside, Generated(skew=3.0, warmup=1), draws=1).verdict
 
@@ -285,16 +285,16 @@ def test_rows_of_experts_take_their_products() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"parallelism": Parallelism(tensor=3)}, "multiply to 3, which does not divide the cluster's 8 ranks"),
-        ({"parallelism": Parallelism(expert=3)}, "expert=3 does not divide the 8 ranks of a stage"),
-        ({"parallelism": Parallelism(pipeline=8)}, "pipeline=8 with virtual_stages=1 cuts 2 layers into 8 parts"),
+        ({"parallelism": Parallelism(tp=3)}, "multiply to 3, which does not divide the cluster's 8 ranks"),
+        ({"parallelism": Parallelism(ep=3)}, "ep=3 does not divide the 8 ranks of a stage"),
+        ({"parallelism": Parallelism(pp=8)}, "pp=8 with vp=1 cuts 2 layers into 8 parts"),
         ({"global_batch": 12}, "global_batch=12 is no multiple of the 8 sequences"),
-        ({"seq_len": 1023, "parallelism": Parallelism(tensor=2)}, "do not divide its seq_len=1023 tokens"),
+        ({"seq_len": 1023, "parallelism": Parallelism(tp=2)}, "do not divide its seq_len=1023 tokens"),
         (
-            {"seq_len": 1023, "micro_batch": 2, "parallelism": Parallelism(context=2)},
-            "tensor=1 and context=2 share each sequence",
+            {"seq_len": 1023, "micro_batch": 2, "parallelism": Parallelism(cp=2)},
+            "tp=1 and cp=2 share each sequence",
         ),
-        ({"model": THREE_KEYS, "parallelism": Parallelism(tensor=2)}, "tensor=2 neither divides the 3 heads of keys"),
+        ({"model": THREE_KEYS, "parallelism": Parallelism(tp=2)}, "tp=2 neither divides the 3 heads of keys"),
         ({"fp8_rows": True}, "fp8_rows=True with fp8=False, overlap='sequential'"),
         ({"cluster": FREE, "fp8": True}, "declares no fp8_tflops"),
         ({"cluster": FREE.replace(ranks_per_node=(3, 5))}, "whole models are simulated on equal nodes"),
@@ -306,19 +306,19 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
 
 
 def test_parallelism_refuses_what_no_schedule_has() -> None:
-    with pytest.raises(ValueError, match="virtual_stages=2 interleaves the stages of a pipeline, but pipeline=1"):
-        Parallelism(virtual_stages=2)
-    with pytest.raises(ValueError, match="overlap_micro_batches=True with pipeline=2 needs interleaved stages"):
-        Parallelism(pipeline=2, overlap_micro_batches=True)
+    with pytest.raises(ValueError, match="vp=2 interleaves the stages of a pipeline, but pp=1"):
+        Parallelism(vp=2)
+    with pytest.raises(ValueError, match="overlap_micro_batches=True with pp=2 needs interleaved stages"):
+        Parallelism(pp=2, overlap_micro_batches=True)
     with pytest.raises(ValueError, match="overlap_micro_batches=True pairs forwards with whole backwards"):
-        Parallelism(pipeline=2, overlap_micro_batches=True, schedule="zero_bubble")
+        Parallelism(pp=2, overlap_micro_batches=True, schedule="zero_bubble")
     with pytest.raises(ValueError, match="schedule='zero_bubble' has one part of the model a stage"):
-        Parallelism(pipeline=2, virtual_stages=2, schedule="zero_bubble")
+        Parallelism(pp=2, vp=2, schedule="zero_bubble")
 
 
 def test_gradients_in_bfloat16_take_half_the_room_and_half_the_way() -> None:
     # Rows stay in their node, gradients do not.
-    parallel = Parallelism(expert=4, dense="replicated")
+    parallel = Parallelism(ep=4, dense="replicated")
     run = EIGHT.replace(cluster=SLOW.replace(inter_node_gb_per_s=0.01), parallelism=parallel)
     whole, half = simulate_model(run), simulate_model(run.replace(gradient_dtype="bfloat16"))
     assert half.peak.gradients == whole.peak.gradients / 2
@@ -373,7 +373,7 @@ def test_no_share_is_below_nothing_and_ends_that_share_embeddings_meet(
         cluster=pair,
         seq_len=seq_len,
         global_batch=4,
-        parallelism=Parallelism(pipeline=2, dense="replicated"),
+        parallelism=Parallelism(pp=2, dense="replicated"),
     )
     found = simulate_model(run)
     assert min(found.shares.values()) >= -1e-9 * found.seconds

@@ -205,7 +205,7 @@ def test_a_slow_stage_sets_the_pace() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     parts = equal_parts(4, 2, PartSeconds(1.0, 2.0))
-    with pytest.raises(ValueError, match=re.escape("virtual_stages=2 goes through micro-batches in groups of")):
+    with pytest.raises(ValueError, match=re.escape("vp=2 goes through micro-batches in groups of")):
         run_pipeline(parts, 6)
     with pytest.raises(ValueError, match="schedule='zero_bubble' has one chunk a stage, not 2"):
         run_pipeline(parts, 8, "zero_bubble")

@@ -81,7 +81,7 @@ def test_pairs_of_the_first_and_the_last_ranks() -> None:
 def test_a_group_that_straddles_a_rack_is_simulated() -> None:
     """Six trays of four in racks of three trays: of groups of eight the second has a tray in either rack."""
     cluster = ms.ClusterSpec(num_nodes=6, ranks_per_node=4, ranks_per_domain=12, expert_tflops=1e3)
-    run = ModelRun(model=SMALL, cluster=cluster, parallelism=Parallelism(expert=8), seq_len=256, global_batch=24)
+    run = ModelRun(model=SMALL, cluster=cluster, parallelism=Parallelism(ep=8), seq_len=256, global_batch=24)
     assert run.expert_cluster.domain_sizes == (4, 4)
     fitting = run.replace(cluster=cluster.replace(ranks_per_domain=8))
     assert fitting.expert_cluster.domain_sizes == (8,)
@@ -93,9 +93,9 @@ def test_tensor_groups_and_hops_lie_as_ranks_are_numbered() -> None:
     cluster = ms.ClusterSpec(num_nodes=6, ranks_per_node=2, ranks_per_domain=6, expert_tflops=1e3)
     run = ModelRun(model=SMALL, cluster=cluster, seq_len=256, global_batch=12)
     in_one = cluster.replace(ranks_per_domain=12)
-    tensor = run.replace(parallelism=Parallelism(expert=2, tensor=4))
+    tensor = run.replace(parallelism=Parallelism(ep=2, tp=4))
     rest = [simulate_model(each).shares["rest of layers"] for each in (tensor, tensor.replace(cluster=in_one))]
     assert rest[0] > 1.2 * rest[1]
-    stages = run.replace(parallelism=Parallelism(expert=2, pipeline=2))
+    stages = run.replace(parallelism=Parallelism(ep=2, pp=2))
     runs = [simulate_model(each).draws[0].pipeline.seconds for each in (stages, stages.replace(cluster=in_one))]
     assert runs[0] > runs[1]

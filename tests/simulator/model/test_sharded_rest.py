@@ -24,7 +24,7 @@ SMALL = ms.ModelSpec.from_config("qwen3-moe-small")
 DENSE_FIRST = ms.ModelSpec.from_config("deepseek-v3-small")
 # Only links take time, and each rank has all experts.
 LINKS = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=10, inter_node_gb_per_s=5, expert_tflops=1e12)
-ALONE = Parallelism(dense="full", expert=1)
+ALONE = Parallelism(dense="full", ep=1)
 GB = 1e9
 
 
@@ -59,7 +59,7 @@ def test_all_that_is_sharded_travels(model: ms.ModelSpec, tied: bool) -> None:
 
 def test_a_stage_of_its_own_gathers_its_copy_of_tied_weights() -> None:
     model = SMALL.replace(tied_embeddings=True)
-    units = Units.of(run_of(model, LINKS, Parallelism(dense="full", pipeline=2)))
+    units = Units.of(run_of(model, LINKS, Parallelism(dense="full", pp=2)))
     assert units.head.parameters == model.hidden_size * (model.vocab_size + 1)
     assert units.embedding.parameters == model.hidden_size * model.vocab_size
     assert not units.embedding.kept
@@ -93,7 +93,7 @@ def test_over_gloo_nothing_hides_and_gradients_go_round_twice(model: ms.ModelSpe
 @pytest.mark.parametrize("dense", ["replicated", "optimizer"])
 def test_what_gloo_sums_at_the_end_of_a_step_goes_round_as_often_as_a_sum_everywhere(dense: str) -> None:
     # Of dense parameters alone, which hide behind next to nothing.
-    run = run_of(SMALL, LINKS, Parallelism(dense=dense, expert=4))
+    run = run_of(SMALL, LINKS, Parallelism(dense=dense, ep=4))
     times = [simulate_model(run.replace(backend=backend)).draws[0].end_seconds for backend in ("nccl", "gloo")]
     units = Units.of(run)
     all_of = sum(unit.parameters for unit in (units.embedding, *units.layers, units.head))

@@ -1,0 +1,386 @@
+"""The page of a run, ``report.html`` in its folder, and the page that lists the runs of a folder, ``index.html``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape, unescape
+from pathlib import Path
+from urllib.parse import quote
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from moesys.balance.plan import StepPlan
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Generated, ModelTraining, Replay
+from moesys.files import write_whole
+from moesys.lab.runs.comparison import Comparison, Row, compare_records
+from moesys.lab.runs.environment import load_environments
+from moesys.lab.runs.records import EXPERIMENT_FILE, INDEX_FILE, RECORDS_FILE, Record, RunFolder, setting_fingerprint
+from moesys.lab.runs.statistics import MIN_SEEDS
+from moesys.lab.runs.trials import rest_of, timed_steps
+from moesys.lab.runs.watched_run import read_watched_run
+from moesys.lab.show.comparisons import comparison_sheet, ratio_words
+from moesys.lab.show.figures import TimelinePanel, computed_tokens, draw_forest, draw_loads
+from moesys.lab.show.pages import (
+    PAGE_STYLE,
+    Bins,
+    curves,
+    facts,
+    heat_map,
+    in_words,
+    inline_svg,
+    page,
+    section,
+    sheet_section,
+    timelines,
+    watch_page,
+)
+from moesys.lab.show.tables import counted
+from moesys.simulator.simulation import Simulation
+from moesys.simulator.step_program import simulation
+from moesys.step_lines import step_files, step_journal
+
+REPORT_FILE = "report.html"
+_INDEX_TITLE = "Runs of moesys"
+# The page that ``moesys leaderboard`` writes.
+_LEADERBOARD = "leaderboard.html"
+# A map of more ranks and experts is not drawn.
+_MOST_CELLS = 100_000
+_TIMELINE_NOTE = (
+    "The first timed step of the first seed, on the rank that the step waits for most and on another. All strategies "
+    "have one scale. Grey on the line of computation is idle time. The pointer shows what a bar is."
+)
+
+
+def subject(experiment: Experiment) -> str:
+    """Returns the model and the cluster in a few words."""
+    model, cluster, workload = experiment.model, experiment.cluster, experiment.workload
+    name = f"{workload.model}, " if isinstance(workload, ModelTraining) else ""
+    ranks = counted(cluster.num_ranks, "rank")
+    where = f"{cluster.name} ({ranks})" if cluster.name else f"{ranks} of {counted(cluster.num_nodes, 'node')}"
+    return f"{name}{counted(model.num_experts, 'expert')} with top-{model.top_k} on {where}"
+
+
+def headline(comparison: Comparison) -> str:
+    """Returns one sentence: which strategy is fastest and by how much, or that the run does not tell."""
+    baseline, rivals = comparison.baseline, [row for row in comparison.rows[1:] if row.speedup and not row.repeat]
+    rivals = [row for row in rivals if not row.would_not_run]
+    if not rivals:
+        return f"No strategy can be compared with {baseline.name}."
+    first = max(rivals, key=lambda row: row.speedup.estimate if row.speedup else 0.0)
+    assert first.speedup is not None
+    n = f"n = {counted(first.speedup.n, 'seed')}"
+    interval = (
+        "" if first.speedup.low is None else f"95 % interval {first.speedup.low:.2f} to {first.speedup.high:.2f}, "
+    )
+    by = f"{first.speedup.estimate:.2f} times as fast as {baseline.name} ({interval}{n})"
+    if baseline.name in comparison.best:
+        return f"{baseline.name}, the baseline, is the fastest. The next one, {first.name}, is {by}."
+    if comparison.best:
+        return f"{first.name} is the fastest: {by}."
+    if first.speedup.n < MIN_SEEDS:
+        return f"Inconclusive: {n}, and {MIN_SEEDS} are needed. So far {first.name} is {by}."
+    if first.speedup.verdict == "faster":
+        return f"{first.name} is {by}, but it cannot be told from another strategy."
+    return f"Inconclusive: no strategy is clearly faster than {baseline.name}. {first.name} is {by}."
+
+
+def run_page(folder: RunFolder) -> str:
+    """Returns the page of a run. Simulated steps are planned and simulated again to draw them.
+
+    Raises ValueError for a folder that cannot be read.
+    """
+    experiment = folder.experiment()
+    records = folder.records()
+    comparison = compare_records(experiment, records)
+    there = load_environments(folder.path)
+    machines = [there[name] for name in comparison.environments if name in there]
+    machine = machines[0].machine_line if machines else ""
+    words = f"{comparison.source.upper()}: {experiment.name}, {subject(experiment)}"
+    parts = [f"<h1>{escape(words)}</h1>", f'<p class="headline">{escape(headline(comparison))}</p>']
+    if experiment.description:
+        parts.append(f"<p>{escape(experiment.description)}</p>")
+    parts.append(sheet_section(comparison_sheet(comparison, machine)))
+    parts += _speedups(comparison)
+    parts += _losses(comparison)
+    if comparison.source == "simulated":
+        parts += _simulated(comparison, words)
+    else:
+        none = '<p class="none">The records of a training hold the times of steps, and no spans of ranks.</p>'
+        parts += [*_tokens(comparison, records), _step_times(comparison), section("Timelines", none)]
+    parts.append(section("About this run", facts(_about(folder, comparison, machine))))
+    return page(words, parts)
+
+
+def _about(folder: RunFolder, comparison: Comparison, machine: str) -> dict[str, str]:
+    experiment = comparison.experiment
+    model, cluster, workload = experiment.model, experiment.cluster, experiment.workload
+    started = sorted(record.started for record in folder.records())
+    shape = f"{model.num_experts:,} experts of {model.hidden_size:,} x {model.intermediate_size:,}, top-{model.top_k}"
+    return {
+        "model": f"{shape}, {model.dtype}",
+        "cluster": f"{cluster.name or 'no name'}: {cluster.num_nodes:,} x {cluster.ranks_per_node} ranks",
+        "workload": in_words(workload.kind) + (f" of {workload.model}" if isinstance(workload, ModelTraining) else ""),
+        "seeds": ", ".join(map(str, experiment.seeds)),
+        "trials (UTC)": f"{started[0][:16]} to {started[-1][:16]}".replace("T", " ") if started else "none",
+        "planned and simulated on" if comparison.source == "simulated" else "measured on": machine,
+        "fingerprint of model, cluster and workload": setting_fingerprint(experiment),
+        "folder": folder.path.resolve().name,
+    }
+
+
+def _speedups(comparison: Comparison) -> list[str]:
+    ratios = {row.name: row.speedup for row in comparison.rows if row.speedup is not None}
+    if not ratios:
+        return []
+    baseline = comparison.baseline.name
+    with mpl.rc_context(PAGE_STYLE):
+        figure = draw_forest(
+            ratios,
+            title=f"{comparison.source.upper()}: {comparison.experiment.name}",
+            xlabel=f"speed-up over {baseline} (right is faster)",
+            words=ratio_words,
+        )
+    note = (
+        f"A dot is the mean over seeds, a line its 95 % interval. Grey cannot be told from {baseline}, the dashed line."
+    )
+    return [section("Speed-up", inline_svg(figure), note)]
+
+
+def _losses(comparison: Comparison) -> list[str]:
+    rows = [row for row in comparison.rows if not row.repeat and any(row.losses.values())]
+    if not rows:
+        return []
+    equal = [row.name for row in rows[1:] if row.agreement is not None and row.agreement.bit_equal]
+    drawn = {row.name: _mean_losses(row) for row in rows if row.name not in equal}
+    steps = max(len(losses) for losses in drawn.values())
+    padded = {name: np.pad(of, (0, steps - len(of)), constant_values=np.nan) for name, of in drawn.items()}
+    note = f"The losses of {', '.join(equal)} have the same bits as those of {rows[0].name}." if equal else ""
+    return [section("Loss", curves(Bins.of(np.arange(steps)), padded, "loss, nats per token"), note)]
+
+
+def _mean_losses(row: Row) -> np.ndarray:
+    losses = [of for of in row.losses.values() if of]
+    steps = min(map(len, losses))
+    return np.mean([of[:steps] for of in losses], axis=0)
+
+
+def _step_times(comparison: Comparison) -> str:
+    times = {}
+    for row in comparison.rows:
+        by_seed = [values for values in row.samples.get("step_ms", {}).values() if values]
+        if by_seed and not row.repeat:
+            steps = min(map(len, by_seed))
+            times[row.name] = np.median([values[:steps] for values in by_seed], axis=0)
+    if not times:
+        return section("Step time", '<p class="none">no trial has been timed</p>')
+    steps = max(map(len, times.values()))
+    padded = {name: np.pad(of, (0, steps - len(of)), constant_values=np.nan) for name, of in times.items()}
+    drawn = curves(Bins.of(np.arange(steps)), padded, "ms", capped=True)
+    return section("Step time", drawn, "Timed steps after the warm-up, the median over seeds.")
+
+
+def _tokens(comparison: Comparison, records: Sequence[Record]) -> list[str]:
+    """Draws the tokens of experts by layer in the baseline's first trial that did not fail."""
+    baseline = comparison.baseline.name
+    tokens = next((of.tokens_LE for of in records if of.strategy == baseline and of.tokens_LE), None)
+    if tokens is None:
+        return []
+    tokens_LE = np.array(tokens, dtype=float)
+    share_LE = tokens_LE / np.maximum(tokens_LE.mean(axis=1, keepdims=True), 1e-300)
+    experts = tokens_LE.shape[1]
+    columns = np.arange(experts + 1) - 0.5, [f"expert {expert}" for expert in range(experts)]
+    rows = [f"layer {layer}" for layer in range(len(tokens_LE))]
+    drawn = heat_map(share_LE, rows, columns, (0.0, 2.0), ("expert", "tokens over the mean"))
+    note = f"What the router chose under {baseline} in one trial, over its timed steps; dark means many."
+    return [section("Load of experts", drawn, note)]
+
+
+# --- simulated steps --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _DrawnStep:
+    name: str
+    plans: tuple[StepPlan, ...]
+    simulated: Simulation
+
+
+def _simulated(comparison: Comparison, words: str) -> list[str]:
+    """Draws the first timed step of the first seed under each strategy."""
+    experiment = comparison.experiment
+    try:
+        steps = [step for row in comparison.rows if (step := _first_step(experiment, row)) is not None]
+    except (ValueError, OSError) as error:
+        return [section("Timelines", f'<p class="none">The steps cannot be simulated again: {escape(str(error))}</p>')]
+    if not steps:
+        return []
+    parts = []
+    first, *others = steps
+    moved = next((step for step in others if step.name in comparison.best), others[0] if others else first)
+    before_RE, after_RE = (computed_tokens(step.plans[0].layers[0].tokens) for step in (first, moved))
+    if before_RE.size <= _MOST_CELLS:
+        labels = first.name, moved.name
+        with mpl.rc_context(PAGE_STYLE):
+            drawn: Figure = draw_loads(before_RE, after_RE, title=f"{words}, layer 0", labels=labels)
+        note = f"Tokens that each rank computes for each expert under {first.name} and {moved.name}; dark means many."
+        parts.append(section("Load of ranks and experts", inline_svg(drawn), note))
+    panels = []
+    for step in steps:
+        path = step.simulated.critical_path
+        panels.append(TimelinePanel(step.name, step.simulated.timeline, _shown_ranks(step.simulated), path))
+    return [*parts, section("Timelines", timelines(panels, words), _TIMELINE_NOTE)]
+
+
+def _first_step(experiment: Experiment, row: Row) -> _DrawnStep | None:
+    """Plans and simulates a step; returns None for a repetition, and for a strategy without a simulated trial."""
+    workload = experiment.workload
+    assert isinstance(workload, Generated | Replay)
+    if row.repeat or not row.samples:
+        return None
+    plans = next(timed_steps(row.strategy, experiment.model, experiment.cluster, workload, min(row.losses)))
+    return _DrawnStep(row.name, plans, simulation(plans, rest_of(workload)))
+
+
+def _shown_ranks(simulated: Simulation) -> tuple[int, ...]:
+    """Returns the rank that the critical path is on for longest, and the one that computes least besides."""
+    busy_us = simulated.timeline.busy_us("compute")
+    on_path = dict.fromkeys(busy_us, 0.0)
+    for part in simulated.critical_path:
+        if part.is_of_rank:
+            on_path[part.rank] += part.seconds
+    most = max(on_path, key=lambda rank: (on_path[rank], busy_us[rank], -rank))
+    others = [rank for rank in busy_us if rank != most]
+    return (most, min(others, key=lambda rank: (busy_us[rank], rank))) if others else (most,)
+
+
+# --- all runs of a folder ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _ListedRun:
+    name: str
+    date: str
+    kind: str
+    compared: str
+    result: str
+    link: str
+
+
+def index_page(folder: Path) -> str:
+    """Returns the page that lists what moesys has written to the folders in ``folder``, newest first. Folders that
+    cannot be read are listed with the reason, others are named below.
+    """
+    children = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    listed = [(path, _listed(path)) for path in children]
+    rows = sorted((row for _, row in listed if row is not None), key=lambda row: row.date, reverse=True)
+    head = "".join(f'<th class="left">{name}</th>' for name in ("run", "date (UTC)", "kind", "compared", "result"))
+    lines = []
+    for row in rows:
+        cells = (row.date, row.kind, row.compared, row.result)
+        link = f'<a href="{escape(row.link)}">{escape(row.name)}</a>'
+        lines.append("".join(f'<td class="left">{cell}</td>' for cell in (link, *map(escape, cells))))
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    table = f'<table id="runs"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
+    parts = [f"<h1>{_INDEX_TITLE} in {escape(folder.resolve().name)}</h1>"]
+    parts.append(f"<section>{table}</section>" if rows else "<p>There is no run yet.</p>")
+    if others := [path.name for path, row in listed if row is None]:
+        parts.append(f'<p class="note">Not written by moesys: {escape(", ".join(others))}.</p>')
+    return page(f"{_INDEX_TITLE} in {folder.resolve().name}", parts)
+
+
+def _listed(path: Path) -> _ListedRun | None:
+    """Returns None for a folder that moesys has not written."""
+    kind, link = kind_of(path), next((of for of in (REPORT_FILE, _LEADERBOARD) if (path / of).is_file()), "")
+    link = f"{quote(path.name)}/{link}"
+    try:
+        match kind:
+            case "experiment":
+                folder = RunFolder(path)
+                records = folder.records()
+                comparison = compare_records(folder.experiment(), records)
+                names = ", ".join(strategy.name for strategy in comparison.experiment.strategies)
+                date = max((record.started for record in records), default="")[:16].replace("T", " ")
+                return _ListedRun(path.name, date, comparison.source, names, headline(comparison), link)
+            case "watched":
+                newest = next(reversed(list(step_journal(next(iter(step_files(path).values()))).read())), None)
+                if newest is None:
+                    return _ListedRun(path.name, "", "watched training", "", "no step was written yet", link)
+                numbers = ", ".join(f"{in_words(name).lower()} {value:.4g}" for name, value in newest.numbers.items())
+                words = f"step {newest.step:,}: {numbers}" if numbers else f"step {newest.step:,}"
+                ranks = counted(newest.num_ranks, "rank")
+                return _ListedRun(path.name, _minute(newest.time_s), "watched training", ranks, words, link)
+            case "leaderboard":
+                board = path / _LEADERBOARD
+                found = re.search(r'<p class="headline">(.*?)</p>', board.read_text(encoding="utf-8")) if link else None
+                words = unescape(found[1]) if found else "its pages are not written yet"
+                return _ListedRun(path.name, _minute(board.stat().st_mtime), kind, "planners", words, link)
+    except (ValueError, OSError) as error:
+        return _ListedRun(path.name, "", kind, "", f"cannot be read: {error}", link)
+    return None
+
+
+def _minute(time_s: float) -> str:
+    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d %H:%M}"
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def kind_of(folder: Path) -> str:
+    """Returns what moesys wrote to a folder: "experiment", "watched", "leaderboard", or "" for nothing."""
+    if (folder / EXPERIMENT_FILE).is_file():
+        return "experiment"
+    if step_files(folder):
+        return "watched"
+    return "leaderboard" if (folder / _LEADERBOARD).is_file() else ""
+
+
+def write_page(folder: Path, out: Path | None = None) -> Path:
+    """Writes the page of a folder, and returns its path: of a run, of a watched training, or the list of the runs in
+    it. The page of a leaderboard, which ``moesys leaderboard`` writes, is returned as it is.
+
+    Raises ValueError for a folder that is none of these, or cannot be read.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give one that moesys run, ms.Watch or moesys leaderboard writes")
+    match kind_of(folder):
+        case "experiment":
+            path, text = folder / REPORT_FILE, run_page(RunFolder(folder))
+        case "watched":
+            path, text = folder / REPORT_FILE, watch_page(read_watched_run(folder))
+        case "leaderboard":
+            return folder / _LEADERBOARD
+        case _:
+            if not any(kind_of(child) for child in folder.iterdir() if child.is_dir()):
+                raise ValueError(
+                    f"{folder} has nothing that moesys wrote; give a run folder, a folder of ms.Watch or of moesys "
+                    "leaderboard, or a folder of several of these"
+                )
+            return write_index(folder, out)
+    write_whole(out or path, text)
+    return out or path
+
+
+def write_index(folder: Path, out: Path | None = None) -> Path:
+    """Writes the page that lists the runs in a folder, and returns its path.
+
+    Raises ValueError where the page of somebody else has its name.
+    """
+    path = out or folder / INDEX_FILE
+    if path.exists() and f"<title>{_INDEX_TITLE}" not in path.read_text(encoding="utf-8", errors="replace"):
+        raise ValueError(f"{path} was not written by moesys and is kept; write the list of runs elsewhere with --out")
+    write_whole(path, index_page(folder))
+    return path
+
+
+def page_of_run(folder: Path) -> Path:
+    """Returns the page of a run, which is written if it is older than what it shows."""
+    path, sources = folder / REPORT_FILE, (folder / EXPERIMENT_FILE, folder / RECORDS_FILE)
+    newest = max(source.stat().st_mtime_ns for source in sources if source.exists())
+    return path if path.exists() and path.stat().st_mtime_ns > newest else write_page(folder)

@@ -1,0 +1,140 @@
+"""The page of a run holds the table, the winner and the timelines of all strategies, and nothing from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+from lab_cases import experiment, moesys, records
+from test_watch_page import HINT, assert_whole_and_alone, section
+from watch_cases import write_run
+
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Generated
+from moesys.lab.runs.comparison import compare_records
+from moesys.lab.runs.records import RunFolder
+from moesys.lab.runs.runner import run
+from moesys.lab.show.run_page import headline, index_page, run_page, write_page
+
+
+@pytest.fixture(scope="module")
+def small() -> Experiment:
+    return experiment(workload=Generated(steps=2, tokens_per_rank=4096, other_ms=0.1))
+
+
+def written(of: Experiment, out: Path, **step_ms: float) -> Path:
+    """A run folder with made-up records."""
+    with RunFolder.open(of, out) as folder:
+        for record in records(of, step_ms, noise=0.001):
+            folder.append(record)
+    return folder.path
+
+
+def test_a_simulated_run_has_its_table_winner_loads_and_timelines_on_one_scale(small, tmp_path):
+    result = run(small, tmp_path, jobs=1)
+    page = run_page(RunFolder(result.path))
+    assert page == run_page(RunFolder(result.path))
+    assert_whole_and_alone(page)
+    comparison = compare_records(small, result.records)
+    assert headline(comparison) in unescape(page)
+    assert f"{comparison.rows[1].speedup.estimate:.2f} times as fast as ep" in headline(comparison)
+    rows = re.findall(r"<td class=\"left\">(\w+)</td><td>([\d.]+)</td>", section(page, "SIMULATED: tiny"))
+    assert [(name, float(ms)) for name, ms in rows] == [
+        (row.name, pytest.approx(row.median("step_ms"), rel=1e-3)) for row in comparison.rows
+    ]
+    assert "<svg" in section(page, "Speed-up")
+    assert "dark means many" in section(page, "Load of ranks and experts")
+    drawn = section(page, "Timelines")
+    assert len(re.findall("<svg", drawn)) == 1
+    texts = re.findall(r">([^<>]+)</text>", drawn)
+    assert {"forward", "backward", "idle", "critical path", "outline: on the critical path"} <= set(texts)
+    for row in comparison.rows:
+        first_ms = row.samples["step_ms"][0][0]
+        (shown,) = [text for text in texts if text.startswith(f"{row.name}: ")]
+        assert float(shown.split()[1]) == pytest.approx(first_ms, rel=1e-3)
+    hints = [unescape(title) for *_, title in HINT.findall(drawn)]
+    assert any(re.match(r"layer 0 forward, .* ms", hint) for hint in hints)
+    assert any(re.match(r"layer 1 backward, .* ms", hint) for hint in hints)
+    shares = [int(found[1]) for hint in hints if (found := re.match(r"critical path, (\d+)%", hint))]
+    assert sum(shares) == pytest.approx(200, abs=0.5 * len(shares))
+
+
+def test_a_trained_run_has_its_losses_and_says_that_it_has_no_spans(tmp_path):
+    page = run_page(RunFolder(written(experiment(), tmp_path, ep=10.0, fsep=5.0)))
+    assert_whole_and_alone(page)
+    assert "The losses of fsep have the same bits as those of ep." in section(page, "Loss")
+    assert "no spans of ranks" in section(page, "Timelines")
+    assert "expert 3: 1.6" in section(page, "Load of experts")
+    assert "MEASURED: tiny, 4 experts with top-2 on 4 ranks of 1 node" in page
+
+
+@pytest.mark.parametrize(
+    ("seeds", "fsep_ms", "words"),
+    [
+        (6, 5.0, "fsep is the fastest: 2.00 times as fast as ep (95 % interval 2.00 to 2.00, n = 6 seeds)."),
+        (6, 20.0, "ep, the baseline, is the fastest. The next one, fsep, is 0.50 times as fast as ep"),
+        (6, 10.0, "Inconclusive: no strategy is clearly faster than ep. fsep is 1.00 times as fast as ep"),
+        (2, 5.0, "Inconclusive: n = 2 seeds, and 6 are needed. So far fsep is 2.00 times as fast as ep"),
+    ],
+)
+def test_the_headline_names_the_winner_or_says_that_there_is_none(seeds, fsep_ms, words):
+    of = experiment(seeds=tuple(range(seeds)))
+    noise = 0.001 if fsep_ms == 10.0 else 0.0
+    assert headline(compare_records(of, records(of, {"ep": 10.0, "fsep": fsep_ms}, noise))).startswith(words)
+
+
+def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    folder = written(experiment(), runs, ep=10.0, fsep=5.0)
+    torn = written(experiment(name="torn"), runs, ep=10.0, fsep=5.0)
+    (torn / "records.jsonl").write_text("{}\n")
+    write_run(runs / "watched", num_steps=3, num_layers=1)
+    (runs / "board").mkdir()
+    (runs / "board" / "leaderboard.html").write_text('<p class="headline">a wins</p>')
+    (runs / "photos").mkdir()
+    for path, page in ((folder, "report.html"), (runs / "watched", "report.html"), (runs, "index.html")):
+        assert moesys("report", path) == 0
+        assert capsys.readouterr().out == f"{path / page}\n"
+    page = (runs / "index.html").read_text()
+    assert page == index_page(runs)
+    rows = re.findall(r"<tr><td class=\"left\">(.*?)</tr>", page)
+    words = [re.sub("<[^>]*>+", " ", row) for row in rows]
+    assert [link for row in rows for link in re.findall(r'href="([^"]*)"', row)] == [
+        "board/leaderboard.html",
+        f"{folder.name}/report.html",
+        "watched/report.html",
+        f"{torn.name}/",
+    ]
+    assert "a wins" in words[0]
+    assert "2026-01-02 03:04" in words[1]
+    assert "times as fast as ep" in words[1]
+    assert "step 2: loss 4.167" in words[2]
+    assert "cannot be read" in words[3]
+    assert "records.jsonl" in words[3]
+    assert "Not written by moesys: photos." in page
+    for path, message in (
+        (torn, "records.jsonl"),
+        (runs / "photos", "photos has nothing that moesys wrote"),
+        (runs / "nowhere", "nowhere is not a folder"),
+    ):
+        assert moesys("report", path) == 2
+        assert message in capsys.readouterr().err
+    (runs / "index.html").write_text("<title>Home</title>")
+    assert moesys("report", runs) == 2
+    assert "was not written by moesys and is kept" in capsys.readouterr().err
+
+
+def test_a_run_writes_its_page_and_the_list_and_again_when_it_is_resumed(small, tmp_path, capsys):
+    file = tmp_path / "small.json"
+    file.write_text(small.replace(seeds=(0,)).to_json())
+    assert moesys("run", file, "--out", tmp_path / "runs", "--jobs", "1") == 0
+    (page,) = tmp_path.glob("runs/*/report.html")
+    assert f"Results: {page.parent}" in capsys.readouterr().out
+    first = page.read_text()
+    assert "n = 1 seed, and 6 are needed" in first
+    assert moesys("run", file, "--out", tmp_path / "runs", "--jobs", "1", "--seeds", "2") == 0
+    assert "n = 2 seeds, and 6 are needed" in page.read_text()
+    assert "n = 2 seeds, and 6 are needed" in (tmp_path / "runs" / "index.html").read_text()
+    assert page.read_text() == write_page(page.parent).read_text()
