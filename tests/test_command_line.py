@@ -265,7 +265,9 @@ def test_experiments_of_one_file_run_one_after_another_and_a_sweep_is_drawn():
         assert f"{name}: 4 trials to run in the cost model\n" in result.stdout
         assert f"SIMULATED: {name}" in result.stdout
         assert (next(Path("runs").glob(f"{name}-*")) / "table.txt").exists()
-    assert result.stdout.splitlines()[-1] == "speed-up along the sweep: runs/sweep.svg, runs/sweep.png"
+    assert "\nspeed-up along the sweep: runs/sweep.svg, runs/sweep.png\n" in result.stdout
+    assert result.stdout.splitlines()[-1] == "All runs: runs/index.html"
+    assert '<a href="sweep.svg">' in Path("runs/index.html").read_text()
     assert Path("runs/sweep.svg").exists()
     assert Path("runs/sweep.png").exists()
 

@@ -133,7 +133,7 @@ CASES = {
     "explain": ("explain small.py", "computes experts|waits for restore"),
     "plan": ("plan --load load.csv --cluster 2x4", "rank [0-9]: "),
     "tune": ("tune small.py --jobs 1 --budget 2 --seeds 1 --timed 0 --out tuned", r"\d\.\d\de-0\d +(\d|baseline)"),
-    "doctor": ("doctor", r" (ok|slow|missing) "),
+    "doctor": ("doctor", r"(?m)^ +(GPU|CuPy|NCCL|Python|torch|gloo) "),
 }
 EXPERIMENT = "from runner_cases import simulation\n\ndef experiment():\n    return simulation(seeds=tuple(range(6)))\n"
 
@@ -152,7 +152,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words_to_run(command: str, folder: Path) -> list[str]:
-    [run] = (folder / "runs").iterdir()
+    [run] = filter(Path.is_dir, (folder / "runs").iterdir())
     return command.format(run=run).split()
 
 
