@@ -182,7 +182,7 @@ class Generated(CostModelWorkload):
 
     kind: Literal["generated"] = "generated"
     distribution: Literal["uniform", "log_normal", "zipf"] = "log_normal"
-    skew: float = Field(1.0, ge=0, le=100)
+    skew: float = Field(1.0, ge=0, le=100, description="of expert popularity: deviation of its log, or Zipf's exponent")
     drift: float = Field(0.05, ge=0, le=1)
     spread: float = Field(0.1, ge=0)
     concentration: float | None = Field(
