@@ -143,6 +143,15 @@ def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
     return plt.subplots(figsize=size, layout="constrained")[1]
 
 
+def pyplot_axes(drawn_by: str, *args: Any) -> Axes:
+    """Returns the axes of a new figure of pyplot that a function of the lab draws, which ``drawn_by`` names."""
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(named("moesys.lab.show.figures:STYLE")):
+        axes: Axes = named(drawn_by)(*args, new=plt.figure).axes[0]
+    return axes
+
+
 def draw_map(tokens_RE: Any, title: str, label: str, ax: Axes | None) -> Axes:
     """Draws counts [rank, expert] as a map: the more, the darker, and grey if there are none."""
     import numpy as np

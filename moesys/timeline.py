@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from moesys.display import Columns, Display, by_column
+from moesys.display import Columns, Display, by_column, pyplot_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Source = Literal["simulated", "measured"]
 
@@ -135,6 +138,12 @@ class Timeline(Display):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Timeline) and (self.source, self.spans) == (other.source, other.spans)
+
+    def plot(self, ranks: Sequence[int] | None = None) -> Axes:
+        """Draws the lanes of some ranks over time, in a new figure of pyplot. By default they are the rank that
+        computes longest and the one that computes least. Raises ValueError if there are no spans.
+        """
+        return pyplot_axes("moesys.lab.show.figures:draw_timeline", self, ranks)
 
     def _facts(self) -> str:
         spans, ranks = sum(self._shown()["spans"]), len(self.busy_us("compute"))

@@ -1,7 +1,7 @@
 """The tour in ``docs/notebook.ipynb`` runs, and its outputs are those that it has been committed with.
 
-``python tests/test_notebook.py`` runs it and writes the outputs. No Jupyter is needed: a cell is run as it does, and the
-value of its last line is shown as text and HTML, and open figures as pictures.
+``python tests/test_notebook.py`` runs it and writes the outputs. No Jupyter is needed: the value of the last line of a
+cell is shown as text and HTML, and open figures as pictures.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
         outputs.append({"output_type": "execute_result", "execution_count": None, "metadata": {}, "data": data})
     for number in plt.get_fignums():
         picture = io.BytesIO()
-        plt.figure(number).savefig(picture, format="png", dpi=60)
+        plt.figure(number).savefig(picture, format="png", dpi=50)
         data = {"image/png": base64.b64encode(picture.getvalue()).decode(), "text/plain": ["<Figure>"]}
         outputs.append({"output_type": "display_data", "metadata": {}, "data": data})
         plt.close(number)

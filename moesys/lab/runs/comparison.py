@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moesys.config import DType, LayoutInvariant, Strategy
 from moesys.config.experiment import Experiment, Source, Trial
-from moesys.display import Columns, Display, by_column, html_table, named, new_axes
+from moesys.display import Columns, Display, by_column, html_table, named, pyplot_axes
 from moesys.lab.runs.records import Record, latest
 from moesys.lab.runs.statistics import PairedRatio, paired_ratio
 
@@ -101,12 +101,17 @@ class Row:
         last = [losses[-1] for losses in self.losses.values() if losses]
         return float(np.median(last)) if last else None
 
-    def __repr__(self) -> str:
+    @property
+    def words(self) -> str:
+        """The name, the step time, the speed-up and the number of seeds."""
         step_ms, ratio = self.median(SPEED), self.speedup
         step = "no step time" if step_ms is None else f"{step_ms:,.4g} ms per step"
         words = "" if ratio is None else f", speed-up {ratio.estimate:.2f}"
         interval = "" if ratio is None or ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
-        return f"<Row: {self.name!r}, {step}{words}{interval}, n = {self.n}>"
+        return f"{self.name!r}, {step}{words}{interval}, n = {self.n}"
+
+    def __repr__(self) -> str:
+        return f"<Row: {self.words}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,28 +156,16 @@ class Comparison(Display):
         wins = all(_is_faster(first, row) for row in rivals if row is not first)
         return frozenset([first.name]) if wins else frozenset()
 
-    def plot(self, ax: Axes | None = None) -> Axes:
-        """Draws the speed-up of each strategy with its interval: blue if the interval does not contain 1, else grey."""
-        rows = [row for row in self.rows if row.speedup is not None]
-        axes = new_axes(ax, (6.4, 1.4 + 0.35 * len(rows)))
-        axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
-        for place, row in enumerate(rows):
-            assert row.speedup is not None
-            middle, low, high = row.speedup.estimate, row.speedup.low, row.speedup.high
-            colour = "#0072B2" if row.speedup.verdict in ("faster", "slower") else "#888888"
-            if low is not None and high is not None:
-                axes.plot([low, high], [place, place], color=colour)
-            axes.plot(middle, place, "o", color=colour)
-        axes.set_yticks(range(len(rows)), [f"{row.name} (n = {row.n})" for row in rows], parse_math=False)
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_xlabel(f"speed-up against {self.baseline.name}, 95 % interval", parse_math=False)
-        axes.set_title(f"{self.source.upper()}: {self.experiment.name}", loc="left", parse_math=False)
-        return axes
+    def plot(self) -> Axes:
+        """Draws each speed-up with its interval, in a new figure of pyplot. Raises ValueError if there is none."""
+        if all(row.speedup is None for row in self.rows):
+            raise ValueError("no strategy has a speed-up to draw; compare at least two that ran under the same seeds")
+        return pyplot_axes("moesys.lab.show.figures:draw_speedups", self)
 
     def _facts(self) -> str:
         others = [row for row in self.rows if row.speedup is not None and not row.repeat]
         fastest = max(others, key=lambda row: row.speedup.estimate if row.speedup else 0.0, default=None)
-        words = "" if fastest is None else f", fastest {fastest!r}"
+        words = "" if fastest is None else f", fastest {fastest.words}"
         return f"{self.source} {self.experiment.name!r}, {len(self.rows)} rows, baseline {self.baseline.name!r}{words}"
 
     def _columns(self) -> Columns:

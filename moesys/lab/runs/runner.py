@@ -103,9 +103,9 @@ class RunResult(Display):
     def _columns(self) -> Columns:
         return self.comparison._columns()
 
-    def plot(self, ax: Axes | None = None) -> Axes:
+    def plot(self) -> Axes:
         """Draws the speed-up of each strategy, as ``Comparison.plot``."""
-        return self.comparison.plot(ax)
+        return self.comparison.plot()
 
     def __str__(self) -> str:
         return f"{self.comparison}\n{self.summary}; folder: {self.path}"

@@ -25,7 +25,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from moesys.config import BYTES_PER_GB
 from moesys.files import whole_file, write_whole
+from moesys.lab.runs.comparison import Comparison
 from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio
+from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.tables import figure as digits
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
@@ -238,7 +240,7 @@ def placed_rows(panels: Sequence[TimelinePanel]) -> list[tuple[float, TimelineRo
     return placed
 
 
-def draw_timelines(panels: Sequence[TimelinePanel], *, title: str) -> Figure:
+def draw_timelines(panels: Sequence[TimelinePanel], *, title: str, new: Callable[..., Figure] = Figure) -> Figure:
     """Draws timelines below one another on one scale of time: passes of layers, the critical path, and the lanes of
     ranks, computation above communication. Spans on the critical path have a dark outline.
     """
@@ -249,7 +251,7 @@ def draw_timelines(panels: Sequence[TimelinePanel], *, title: str) -> Figure:
     spare = iter(_SPARE_COLOURS * len(kinds))
     colours = {kind: _KIND_COLOURS.get(kind) or next(spare) for kind in kinds}
     end_ms = max([bar.end_ms for _, row in placed for bar in row.bars]) or 1.0
-    drawn = Figure(figsize=(10, 0.2 * placed[-1][0] + 1.7), layout="constrained")
+    drawn = new(figsize=(10, 0.2 * placed[-1][0] + 1.7), layout="constrained")
     axes = drawn.subplots()
     for at, row in placed:
         if not row.bars:
@@ -282,6 +284,17 @@ def draw_timelines(panels: Sequence[TimelinePanel], *, title: str) -> Figure:
     return drawn
 
 
+def draw_timeline(
+    timeline: Timeline, ranks: Sequence[int] | None = None, new: Callable[..., Figure] = Figure
+) -> Figure:
+    """Draws some ranks of one timeline, by default the one that computes longest and the one that computes least."""
+    busy_us = timeline.busy_us("compute")
+    by_work = sorted(busy_us, key=lambda rank: (-busy_us[rank], rank))
+    chosen = tuple(dict.fromkeys([*by_work[:1], *by_work[-1:]]) if ranks is None else ranks)
+    title = f"{timeline.source.upper()}: {len(chosen)} of {len(busy_us)} ranks"
+    return draw_timelines([TimelinePanel("step", timeline, chosen)], title=title, new=new)
+
+
 def _label_rows(axes: Axes, placed: Sequence[tuple[float, TimelineRow]]) -> None:
     """Labels the lines on the left with lanes, and each rank on the right."""
     axes.set_yticks([at for at, _ in placed], [row.label for _, row in placed], fontsize=7)
@@ -310,9 +323,12 @@ def draw_forest(
     xlabel: str,
     words: Callable[[PairedRatio], str],
     colour: Callable[[PairedRatio], str] = verdict_colour,
+    new: Callable[..., Figure] = Figure,
 ) -> Figure:
-    """Draws a ratio with its interval on each line, below its name and ``words``, and a line at 1."""
-    drawn = Figure(figsize=(_FOREST_WIDTH, _FOREST_ROW * len(ratios) + 0.9), layout="constrained")
+    """Draws a ratio with its interval on each line, below its name and ``words``, and a line at 1. ``new``: makes the
+    figure.
+    """
+    drawn = new(figsize=(_FOREST_WIDTH, _FOREST_ROW * len(ratios) + 0.9), layout="constrained")
     axes = drawn.subplots()
     ends, rows = [1.0], np.arange(len(ratios))
     # Only beside the dots, or the line would run through the names.
@@ -334,6 +350,17 @@ def draw_forest(
     axes.grid(axis="x", linewidth=0.3)
     axes.set(xlabel=xlabel, ylim=(len(ratios) - 0.5, -0.75), title=title)
     return drawn
+
+
+def draw_speedups(comparison: Comparison, new: Callable[..., Figure] = Figure) -> Figure:
+    """Draws the speed-ups of a comparison, of which there is at least one."""
+    return draw_forest(
+        {row.name: row.speedup for row in comparison.rows if row.speedup is not None},
+        title=f"{comparison.source.upper()}: {comparison.experiment.name}",
+        xlabel=f"speed-up over {comparison.baseline.name} (right is faster)",
+        words=ratio_words,
+        new=new,
+    )
 
 
 def speedup_chart(

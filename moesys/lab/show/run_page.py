@@ -21,8 +21,8 @@ from moesys.lab.runs.records import EXPERIMENT_FILE, INDEX_FILE, RECORDS_FILE, R
 from moesys.lab.runs.statistics import MIN_SEEDS, paired_ratio
 from moesys.lab.runs.trials import rest_of, timed_steps
 from moesys.lab.runs.watched_run import FloatArray, read_watched_run
-from moesys.lab.show.comparisons import comparison_sheet, ratio_words
-from moesys.lab.show.figures import TimelinePanel, computed_tokens, draw_forest, draw_loads
+from moesys.lab.show.comparisons import comparison_sheet
+from moesys.lab.show.figures import TimelinePanel, computed_tokens, draw_loads, draw_speedups
 from moesys.lab.show.pages import (
     PAGE_STYLE,
     Bins,
@@ -139,17 +139,11 @@ def _about(folder: RunFolder, comparison: Comparison, machine: str) -> dict[str,
 
 
 def _speedups(comparison: Comparison) -> list[str]:
-    ratios = {row.name: row.speedup for row in comparison.rows if row.speedup is not None}
-    if not ratios:
+    if all(row.speedup is None for row in comparison.rows):
         return []
-    baseline = comparison.baseline.name
     with mpl.rc_context(PAGE_STYLE):
-        figure = draw_forest(
-            ratios,
-            title=f"{comparison.source.upper()}: {comparison.experiment.name}",
-            xlabel=f"speed-up over {baseline} (right is faster)",
-            words=ratio_words,
-        )
+        figure = draw_speedups(comparison)
+    baseline = comparison.baseline.name
     note = (
         f"A dot is the mean over seeds, a line its 95 % interval. Grey cannot be told from {baseline}, which is at 1."
     )
