@@ -331,7 +331,7 @@ def write_index(folder: Path, out: Path | None = None) -> Path:
     """
     path = out or folder / INDEX_FILE
     if path.exists() and f"<title>{_INDEX_TITLE}" not in path.read_text(encoding="utf-8", errors="replace"):
-        raise ValueError(f"{path} was not written by moesys and is kept; write the list of runs elsewhere with --out")
+        raise ValueError(f"{path} is of another program and is kept; write the list of runs elsewhere with --out")
     write_whole(path, index_page(folder))
     return path
 
