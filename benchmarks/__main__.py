@@ -123,7 +123,7 @@ PAGES = {
     "layer": CommandPage(
         "benchmarks.one_layer:bench_layer",
         COMPUTING,
-        "Compare one rank of MoELayer with transformers' MoE blocks.",
+        "Compare one rank of MoELayer with transformers' blocks.",
         "Exit code 1: an output is wrong.",
         ("python -m benchmarks layer --shape qwen3-30b --dtype float32 --out found",),
     ),
@@ -168,8 +168,8 @@ PAGES = {
     "calibration-check": CommandPage(
         bench_calibration_check,
         COMPUTING,
-        "Compare measured steps with those simulated by a calibration.",
-        "The steps are those of layers and of small models, on CPU ranks.",
+        "Compare measured steps with those of a calibration.",
+        "Steps of layers and of small models on CPU ranks are measured, and simulated with the calibration.",
         (
             "moesys calibrate --ranks 2 --out here",
             "python -m benchmarks calibration-check here/cluster.toml --out found",
@@ -178,7 +178,7 @@ PAGES = {
     "overlap": CommandPage(
         "benchmarks.paced_overlap:bench_overlap",
         LINKS,
-        "Compare overlapped with sequential steps over paced links.",
+        "Compare overlapped and sequential steps on paced links.",
         "Exit code 1: a bit differs.",
         (
             "python -m benchmarks overlap --part chunks --out found",

@@ -85,7 +85,7 @@ def pytest_configure() -> None:
         # how long examples take says how busy the machine is
         "suppress_health_check": [HealthCheck.too_slow],
     }
-    settings.register_profile("quick", max_examples=25, **shared)
+    settings.register_profile("quick", max_examples=12, **shared)
     settings.register_profile("sweep", max_examples=400, **shared)
     settings.load_profile("sweep" if os.environ.get("MOESYS_SWEEP") == "1" else "quick")
 

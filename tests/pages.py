@@ -177,5 +177,5 @@ class Reader:
             assert program == "moesys", command
             found = [name for each in arguments for name in (sorted(glob.glob(each)) if "*" in each else [each])]
             result = CliRunner().invoke(app, found)
-        assert result.exit_code == 0, f"{command}\n{result.output}"
+        assert result.exit_code == 0, f"{command}\n{result.output}{result.exception!r}"
         return ""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from moesys.__main__ import app
+from benchmarks.__main__ import PAGES
+from benchmarks.__main__ import app as benchmarks
+from moesys.__main__ import COMMANDS, app
 from moesys.balance.cp_sat import CpSat
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.experiment import Experiment
@@ -265,7 +270,9 @@ def test_experiments_of_one_file_run_one_after_another_and_a_sweep_is_drawn():
         assert f"{name}: 4 trials to run in the cost model\n" in result.stdout
         assert f"SIMULATED: {name}" in result.stdout
         assert (next(Path("runs").glob(f"{name}-*")) / "table.txt").exists()
-    assert result.stdout.splitlines()[-1] == "speed-up along the sweep: runs/sweep.svg, runs/sweep.png"
+    assert "\nspeed-up along the sweep: runs/sweep.svg, runs/sweep.png\n" in result.stdout
+    assert result.stdout.splitlines()[-1] == "All runs: runs/index.html"
+    assert '<a href="sweep.svg">' in Path("runs/index.html").read_text()
     assert Path("runs/sweep.svg").exists()
     assert Path("runs/sweep.png").exists()
 
@@ -347,6 +354,93 @@ def test_differing_environments_are_named(monkeypatch):
     warning = moesys("compare", folder).stderr.splitlines()
     assert warning[0] == "Warning: these records come from 2 environments, which differ in"
     assert any(line.startswith("  variables.MKL_CBWR: ") and line.endswith(" / AVX2") for line in warning)
+
+
+# --- conventions of all commands --------------------------------------------------------------------------------------
+
+ALL = {f"moesys {name}": page for name, page in COMMANDS.items()} | {
+    f"python -m benchmarks {name}": page for name, page in PAGES.items()
+}
+every_command = pytest.mark.parametrize("command", ALL)
+# The commands that have no such option: those that print no table, show no progress, or write no file.
+WITHOUT = {
+    "--json": {"demo", "report", "convert", "record-routing"},
+    "--quiet": {"compare", "bisect", "explain", "plan", "report", "calibration-check"},
+    "--out": {"compare", "bisect", "explain", "convert", "doctor", "record-routing"},
+}
+
+
+@every_command
+def test_options_of_one_name_mean_the_same(command):
+    name = command.rpartition(" ")[2]
+    options = {opt: option for option in ALL[command].load(name).params for opt in option.opts}
+    assert [option for option, without in WITHOUT.items() if (option in options) == (name in without)] == []
+    for long, short in (("--out", "-o"), ("--quiet", "-q")):
+        assert options.get(long) is options.get(short)
+    assert all(options[flag].is_flag for flag in ("--json", "--quiet", "--wide") if flag in options)
+
+
+@every_command
+def test_help_is_whole_in_80_columns_and_its_examples_parse(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    program, name = command.rsplit(" ", 1)
+    page, own = ALL[command], app if program == "moesys" else benchmarks
+    text = CliRunner().invoke(own, [name, "--help"]).output
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    words = " ".join(text.replace("│", " ").split())
+    for paragraph in (page.summary, *page.details.split("\n\n")):
+        assert " ".join(paragraph.split()) in words
+    listed = CliRunner().invoke(own, ["--help"]).output
+    assert f" {page.summary} " in listed
+    for opt in (opt for option in page.load(name).params for opt in option.opts if opt.startswith("-")):
+        assert opt in words
+    Path("here").mkdir()
+    Path("here/cluster.toml").touch()
+    for example in page.examples:
+        assert example in text.replace(" \n", "\n").replace("\n ", "\n")
+        _, _, arguments = example.partition("moesys " if "moesys " in example else "benchmarks ")
+        group = get_command(app if "moesys " in example else benchmarks)
+        first, *rest = shlex.split(arguments)
+        _, parsed, rest = group.resolve_command(group.make_context("", [first]), [first, *rest])
+        parsed.make_context(first, rest)
+
+
+def test_the_version_is_that_of_the_installed_package():
+    assert moesys("--version").stdout == f"moesys {version('moesys')}\n"
+
+
+def test_what_is_not_there_is_refused_before_heavy_libraries_are_imported():
+    write("small.json", experiment().to_json())
+    lines = {
+        "compare nowhere": "nowhere is not a run folder",
+        "report nowhere": "nowhere is not",
+        "convert nowhere new": "nowhere does not exist; give the folder of a checkpoint",
+        "bisect nowhere a b": "nowhere is not a run folder",
+        "run nowhere.py": "nowhere.py is not a file",
+        "run small.json --strategy nowhere.toml": "nowhere.toml",
+        "explain nowhere.py": "nowhere.py is not a file",
+        "tune small.json --space nowhere.toml": "nowhere.toml",
+        "simulate nowhere.py": "nowhere.py is not a file",
+        "simulate --model nowhere/config.json --cluster h100:1": "nowhere/config.json",
+        "simulate small.json --out small.json": "small.json is a file; give the path of a folder",
+        "plan --load nowhere.csv --cluster 2x2": "load nowhere.csv is not a file",
+        "calibrate --out small.json": "small.json is a file; give the path of a folder",
+        "leaderboard --trace nowhere.npz": "trace nowhere.npz does not exist",
+    }
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from moesys.__main__ import app
+for line in {list(lines)!r}:
+    done = CliRunner().invoke(app, line.split())
+    heavy = [name for name in ("torch", "transformers", "triton", "ortools", "numba") if name in sys.modules]
+    print(done.exit_code, heavy, " ".join(done.stderr.split()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for (line, message), said in zip(lines.items(), done.stdout.splitlines(), strict=True):
+        assert said.startswith("2 [] "), (line, said)
+        assert message in said, (line, said)
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("run", "--help"), ("run", "nowhere.py")])

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import moesys
-from moesys.compiled import _user_caches, cache_dir
+import moesys as ms
+from moesys.compiled import _package_of, _user_caches, cache_dir
+from tests.golden.plan_cases import SETTINGS, drawn_load
 
 # Nobody lets this process write anywhere.
 READ_ONLY = """
@@ -84,3 +87,99 @@ def test_a_user_without_a_home_has_caches_where_nobody_else_can_write(tmp_path, 
     assert list(_user_caches()) == []
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     assert list(_user_caches()) == []
+
+
+# Of a package of its own, so that it is compiled in a moment.
+LOOPS = """
+import sys
+from pathlib import Path
+import numpy as np
+from moesys.compiled import compile_or_use_python, compiled
+@compiled
+def wrapped(number): return np.uint64(number) * np.uint64(2**63 + 1)
+@compiled
+def doubled(number): return wrapped(number) + wrapped(number)
+compile_or_use_python(Path(__file__).parent, lambda: doubled(3), "some loops", *sys.argv[1:])
+assert int(doubled(3)) == 6
+print(sum(doubled.dispatcher.stats.cache_hits.values()))
+"""
+
+
+def test_one_process_compiles_says_so_in_a_line_and_others_load(tmp_path):
+    program = tmp_path / "loops" / "program.py"
+    program.parent.mkdir()
+    program.write_text(LOOPS)
+    root = str(Path(moesys.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-W", "error", str(program), *arguments]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+    def ends(*started: subprocess.Popen[str]) -> tuple[int, list[str]]:
+        outputs = [process.communicate(timeout=60) for process in started]
+        assert [process.returncode for process in started] == [0] * len(started), outputs
+        return sum(int(out) for out, _ in outputs), [line for _, lines in outputs for line in lines.splitlines()]
+
+    in_python = "moesys plans in Python, because some loops are not compiled on this machine; do this"
+    assert ends(start("do this")) == (0, [in_python])
+    num_loaded, lines = ends(start(), start())
+    assert num_loaded == 1
+    assert [line.partition(", ")[0] for line in lines] == ["moesys compiles some loops"]
+    assert lines[0].endswith(cache_dir.__wrapped__(program.parent).rpartition("/")[2])
+    assert ends(start(), start("do this")) == (2, [])
+
+
+def test_planners_decide_the_same_in_python_as_compiled(monkeypatch):
+    def plans() -> list[bytes]:
+        found = []
+        for number, (cluster, num_experts, slots) in enumerate(SETTINGS.values()):
+            model = ms.ModelShape(hidden_size=64, intermediate_size=128, num_experts=num_experts, top_k=2)
+            layout = None
+            for seed in (number, number + 1):
+                load = drawn_load(cluster, num_experts, seed)
+                layout = ms.plan_layout(load, cluster, ms.Greedy(), slots, model=model, previous=layout)
+                for split in (ms.FlowSplit(), ms.FlowSplit(max_inter_node="seconds"), ms.Proportional()):
+                    plan = ms.split_tokens(load, layout, cluster, split, seed, model=model)
+                    found.append(layout.expert_RS.tobytes() + np.ascontiguousarray(plan.entries).tobytes())
+        return found
+
+    compiled = plans()
+    monkeypatch.setattr(_package_of(Path(moesys.__file__).with_name("balance")), "in_python", True)
+    assert plans() == compiled
+
+
+README_EXAMPLE = """
+import sys
+import torch
+import moesys as ms
+shape = ms.ModelShape(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2)
+strategy = ms.Strategy(
+    name="fsep", sharding=ms.Fsep(slots_per_rank=8), balance=ms.Greedy(), split=ms.FlowSplit(),
+    overlap=ms.Pipelined(chunks=4),
+)
+layer = ms.MoELayer(shape, strategy)
+optimizer = torch.optim.AdamW(layer.parameters())
+with ms.Watch(layer, sys.argv[1]) as watch:
+    for _ in range(3):
+        layer(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        watch.step()
+print(layer.last_plan)
+print(*sorted({"numba", "scipy", "ortools", "pandas", "transformers", "rich"} & set(sys.modules)))
+"""
+
+
+def test_one_rank_alone_loads_no_compiler_and_no_solver(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(README_EXAMPLE)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(moesys.__file__).parents[1]),
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, program, tmp_path / "watched"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
+    assert ran.stdout.splitlines()[1:] == ["rank 0: 16 tokens, experts 0 1 2 3 4 5 6 7", ""]
+    assert ran.stderr == ""

@@ -198,7 +198,7 @@ UNKNOWN_SPLITT = (
             "sharding: Fsep has no field 'slots'; its fields are slots_per_rank, slot_gb_per_rank, "
             "prefetch_layers, delay_reshard, reshard_after_forward, restore, reshard; did you mean 'slots_per_rank'?",
         ),
-        (lambda: Adaptive(candidates=()), "candidates=(): Tuple should have at least 1 item after validation, not 0"),
+        (lambda: Adaptive(candidates=()), "candidates=() should have at least 1 item after validation, not 0"),
         (lambda: FlowSplit(max_inter_node=1.5), "max_inter_node=1.5 should be less than or equal to 1 or 'seconds'"),
         (
             lambda: EP.replace(overlap={"kind": "pipelined", "chunks": 2, "lanes": 1}),
@@ -231,7 +231,7 @@ UNKNOWN_SPLITT = (
             "dtype='float64' should be 'float32', 'bfloat16' or 'float16'",
         ),
         (lambda: Ema(decay=1.0), "decay=1.0 should be less than 1"),
-        (lambda: Laer(candidates=()), "candidates=(): Tuple should have at least 1 item after validation, not 0"),
+        (lambda: Laer(candidates=()), "candidates=() should have at least 1 item after validation, not 0"),
         (
             lambda: EP.replace(overlap={"kind": "fused"}),
             "overlap: kind='fused' is not one of sequential, pipelined, mega_kernel",

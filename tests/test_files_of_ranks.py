@@ -124,7 +124,7 @@ def load(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_killed_while_it_saves_leaves_the_earlier_checkpoint_whole(tmp_path: Path, victim: int) -> None:
     folder = tmp_path / "checkpoint"
     with LocalRanks(3, timeouts=RankTimeouts(collective_s=20.0, grace_s=2.0)) as ranks:

@@ -61,7 +61,7 @@ def unlocked(tmp_path: Path) -> Path:
             path.chmod(0o755)
 
 
-@pytest.mark.parametrize("kept_in", ["home", "tmp", "nowhere"])
+@pytest.mark.parametrize("kept_in", ["home", pytest.param("tmp", marks=pytest.mark.slow), "nowhere"])
 def test_machine_code_of_another_users_package_is_kept_by_who_runs_it(unlocked: Path, kept_in: str) -> None:
     site, home, tmp, cwd = (unlocked / name for name in ("site", "home", "tmp", "cwd"))
     for folder in (site, home, tmp, cwd):

@@ -23,7 +23,7 @@ from pydantic import NonNegativeInt, TypeAdapter
 from moesys.balance.homes import Homes
 from moesys.balance.planners import plan_layout, warm_up
 from moesys.balance.predictors import LoadHistory
-from moesys.config import ClusterSpec, ModelShape, Oracle, Strategy
+from moesys.config import Balance, ClusterSpec, ModelShape, Oracle, Strategy
 from moesys.config.base import in_words
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
@@ -172,8 +172,10 @@ class LayoutSchedule:
         self.events: list[PlanEvent] = []
         self.num_experts = model.num_experts
         self.homes = Homes.by_rule(model.num_experts, cluster.num_ranks)
-        # before any rank waits for another one's plan
-        warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
+        if cluster.num_ranks > 1:
+            # Before any rank waits for another one's plan, and not in the middle of a training.
+            size = cluster.num_ranks * model.num_experts
+            warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots), load_size=size)
         self.layout = self._first_layout()
         foresees = isinstance(strategy.predictor, Oracle)
         # Loads from a micro-batch on.
@@ -400,6 +402,9 @@ class LayoutSchedule:
         """Returns the layout for the time before the first load is known, when all experts are alike."""
         uniform = LoadMatrix(np.ones((self.cluster.num_ranks, self.num_experts), dtype=np.int64))
         balance = self.strategy.balance.without_clock()
+        if self.cluster.num_ranks == 1 and balance.is_compiled:
+            # It chooses this layout, too.
+            balance = Balance.class_of("static")()
         return plan_layout(uniform, self.cluster, balance, self.slots_R, model=self.model)
 
 

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moesys.balance.planning_problem import PlanningProblem
+from moesys.compiled import compile_or_use_python
 from moesys.config import Balance, ClusterSpec, Ep, ModelShape, Overlap, Split, Strategy
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
@@ -164,17 +167,44 @@ def _called(what: str, method: Callable[[PlanningProblem], Any], problem: Planni
     return returned
 
 
-def warm_up(balance: Balance | None = None, split: Split | None = None, *, late_slots: bool = False) -> None:
-    """Runs the compiled loops that a planner and a split need (``Greedy``'s and ``FlowSplit``'s, if none are given),
+# Ranks times experts of a problem that is planned in Python within a few tenths of a second.
+_SMALL = 64
+
+
+def warm_up(
+    balance: Balance | None = None,
+    split: Split | None = None,
+    *,
+    late_slots: bool = False,
+    load_size: int | None = None,
+) -> None:
+    """Loads the compiled loops that a planner and a split need (``Greedy``'s and ``FlowSplit``'s, if none are given),
     and with ``late_slots`` the choice of what fills them.
 
-    They are compiled when they first run on a machine, which takes half a minute, and kept on disk beside the source
-    (or where NUMBA_CACHE_DIR says). Whoever starts several processes, or has others wait for a plan, calls this before;
-    where everything is compiled it takes less than a second, most of it imports, and next to nothing the next time.
+    They are compiled once per machine, which takes a minute of one process, says so in a line, and lets other
+    processes wait; then they are kept on disk beside the source (or where NUMBA_CACHE_DIR says). Processes that start
+    others, or that others wait for, call this before; loading takes less than a second, and the next time next to
+    nothing. ``load_size``: ranks times experts of the problems to come. For a small one nothing is compiled: without
+    machine code on the disk, Python makes the same plans.
     """
+    loops = "greedy" if balance is None or balance.is_compiled else "static"
+    # One's own may not be made for so small a problem, and has nothing of ours to compile.
+    config = None
+    if split is None or split.own_code is None:
+        config = Split.class_of("flow")() if split is None or split.follows_planner else split
+    small = load_size is not None and load_size <= _SMALL
+    compile_or_use_python(
+        Path(__file__).parent,
+        partial(_run_loops, Balance.class_of(loops)(), config, late_slots),
+        f"the loops of {loops!r}" + ("" if config is None else f" and {config.kind!r}"),
+        "compile them once: python -c 'from moesys.balance.planners import warm_up; warm_up()'" if small else "",
+    )
+
+
+def _run_loops(planner: Balance, split: Split | None, late_slots: bool) -> None:
+    """Plans a small problem by all loops of the planner and the split."""
     cluster = ClusterSpec(num_nodes=2, ranks_per_node=2)
     load = LoadMatrix(np.array([[9, 1, 1, 1], [1, 9, 1, 1], [5, 2, 2, 2], [1, 1, 1, 7]]))
-    planner = Balance.class_of("greedy" if balance is None or balance.is_compiled else "static")()
     model = ModelShape(hidden_size=1, intermediate_size=1, num_experts=4, top_k=1)
     layout = plan_layout(load, cluster, planner, 3)
     turned = LoadMatrix(load.tokens_RE[:, ::-1])
@@ -183,7 +213,5 @@ def warm_up(balance: Balance | None = None, split: Split | None = None, *, late_
         from moesys.balance.late_slots import fill_late_slots
 
         layout = fill_late_slots(turned, layout, cluster, model, Ep(), late_slots=1, slots_R=(4,) * 4)
-    # One's own may not be made for so small a problem, and has nothing of ours to compile.
-    if split is None or split.own_code is None:
-        config = Split.class_of("flow")() if split is None or split.follows_planner else split
-        split_tokens(turned, layout, cluster, config, model=model)
+    if split is not None:
+        split_tokens(turned, layout, cluster, split, model=model)

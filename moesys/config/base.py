@@ -90,9 +90,10 @@ class Declared(WordedModel):
 
     def __init__(self, /, *values: Any, **fields: Any) -> None:
         if values:
+            written = _call(type(self)).replace("...", reprlib.repr(values[0]), 1)
             raise TypeError(
                 f"{type(self).__name__}({reprlib.repr(values[0])}) gives a value without the name of its field; write "
-                f"{_call(type(self))}, with fields {_fields(type(self))}"
+                f"{written}, with fields {_fields(type(self))}"
             )
         super().__init__(**fields)
 
@@ -230,17 +231,22 @@ def _path(loc: tuple[str | int, ...]) -> str:
 
 def _refusal(path: str, details: list[ErrorDetails]) -> str:
     """Returns what is wrong with one field, for each type that it may be of."""
-    first, given = details[0], f"{path}={reprlib.repr(details[0]['input'])}"
+    first, given = details[0], f"{path}{'=' if path else ''}{reprlib.repr(details[0]['input'])}"
     match first["type"]:
         case "missing":
             return f"{path} is missing"
         case "frozen_instance":
             return f"{path} cannot be changed, as declarations are frozen; make a copy with replace({path}=...)"
         case "value_error":
-            return ": ".join(filter(None, (path, first["msg"].removeprefix("Value error, "))))
+            message = first["msg"].removeprefix("Value error, ")
+            return message if message.startswith(f"{path}=") else ": ".join(filter(None, (path, message)))
+        case "model_type":
+            return f"{given} should be an instance of {first['ctx']['class_name']}, or a dictionary of its fields"
     messages = dict.fromkeys(detail["msg"].removeprefix("Input should be ") for detail in details)
-    should = first["msg"].startswith("Input should be ")
-    return f"{given} should be {' or '.join(messages)}" if path and should else f"{path and given + ': '}{first['msg']}"
+    if first["msg"].startswith("Input should be "):
+        return f"{given} should be {' or '.join(messages)}"
+    _, should, bound = first["msg"].partition(" should ")
+    return f"{given} should {bound}" if path and should else f"{path and given + ': '}{first['msg']}"
 
 
 def _fields(declared: type[BaseModel]) -> str:

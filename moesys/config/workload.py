@@ -187,8 +187,9 @@ class Generated(CostModelWorkload):
     kind: Literal["generated"] = "generated"
     distribution: Literal["uniform", "log_normal", "zipf"] = "log_normal"
     """Distribution of expert popularity."""
-    skew: float = Field(1.0, ge=0, le=100)
-    """Standard deviation of log-popularity, or the exponent of Zipf's law."""
+    skew: float = Field(
+        1.0, ge=0, le=100, description="standard deviation of log-popularity, or the exponent of Zipf's law"
+    )
     drift: float = Field(0.05, ge=0, le=1, description="share of log-popularity that changes per micro-batch")
     spread: float = Field(0.1, ge=0, description="standard deviation of each rank's own log-preference")
     concentration: float | None = Field(

@@ -56,7 +56,8 @@ def _swiglu(h_TU: Tensor) -> Tensor:
 
 class MoELayer(nn.Module):
     """A Mixture-of-Experts layer of ``shape`` under ``strategy``, which turns x of [..., H] into y of its shape and
-    dtype.
+    dtype. Experts compute in ``shape.dtype``, and y is rounded to the dtype of x: a layer in float32 also takes x in
+    bfloat16 or float16, as models with activations in 16 bits have it.
 
     It takes the arguments of ``Experts``; ``layer_index`` and ``seed`` determine the initial router and shared experts
     too.

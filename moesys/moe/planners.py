@@ -114,6 +114,8 @@ class Planner:
 
         def read() -> LayerPlan:
             load = LoadMatrix(tokens_E[None].cpu().numpy())
+            if self._only_splits:
+                return LayerPlan(_to_holders(load, layout, np.zeros(len(tokens_E), dtype=np.int64)), turn)
             return plan_layer(self.strategy, self.shape, self.cluster, load, layout=layout, turn=turn)
 
         if self._by_own_code and not self._own_code_ran:

@@ -20,7 +20,9 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("options", [("--hidden", "64"), pytest.param(("--memory",), marks=pytest.mark.slow)])
+# tests/hf/test_expert_parallel.py always compares what strategies compute, and test_bench_layer.py times.
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("--hidden", "64"), ("--memory",)])
 def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:

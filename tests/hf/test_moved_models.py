@@ -100,7 +100,9 @@ def trained_at_planned_homes() -> dict[str, Any]:
     return {"steps": found, "state": state}
 
 
-@pytest.mark.parametrize("sizes", [(2,), pytest.param(GROUPS, marks=pytest.mark.slow)], ids=["one group", "two groups"])
+# A layer shows so always: tests/moe/test_moved_homes.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2,), GROUPS], ids=["one group", "two groups"])
 def test_homes_change_no_bit_where_nothing_is_lent(ranks: LocalRanks, sizes: tuple[int, ...]) -> None:
     for unmoved, moved in ranks.run(both, EP, sizes, num_ranks=math.prod(sizes), timeout_s=150.0):
         assert moved["steps"] == unmoved["steps"]

@@ -275,7 +275,9 @@ def recorded_and_replayed(model: Any, ids: Tensor, first: str) -> dict[str, Tens
 
 
 @pytest.mark.parametrize("first", ["plain", "recorded"])
-@pytest.mark.parametrize("compiled", COMPILED)
+@pytest.mark.parametrize(
+    "compiled", [name if name == "blocks" else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED]
+)
 def test_compiled_models_are_recorded_and_replayed(compiled: str, first: str) -> None:
     """Code that was compiled without hooks does not look for them; code that was compiled with some keeps them."""
     model = drawn("qwen3_moe", experts_implementation="moesys").eval()
@@ -310,7 +312,7 @@ def replayed_on_ranks(family: str, strategy: ms.Strategy) -> dict[str, Tensor]:
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "gpt_oss"])
 def test_ranks_under_a_strategy_replay_their_own(ranks: LocalRanks, family: str) -> None:
     """Gradients are those of one process with eager experts; backward comes within and after the context."""
     strategy = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=5), balance=ms.Eplb(), split=ms.FlowSplit())
@@ -335,14 +337,9 @@ def compiled_on_ranks(compiled: str, first: str, ids: list[Tensor]) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize(
-    ("compiled", "first"),
-    [
-        ("blocks", "plain"),
-        pytest.param("whole", "plain", marks=pytest.mark.slow),
-        pytest.param("whole", "recorded", marks=pytest.mark.slow),
-    ],
-)
+# Those of one process are above, and strategies that replay without a compiler.
+@pytest.mark.slow
+@pytest.mark.parametrize(("compiled", "first"), [("blocks", "plain"), ("whole", "plain"), ("whole", "recorded")])
 def test_compiled_models_under_a_strategy_are_recorded_and_replayed(
     ranks: LocalRanks, compiled: str, first: str
 ) -> None:

@@ -265,9 +265,10 @@ def straight_and_resumed(path: Path, strategy: ms.Strategy, linked: bool) -> tup
             True,
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             EP.replace(sharding=ms.Ep(slots_per_rank=3, lend="hierarchical"), balance=ms.Eplb()),
             True,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["alone", "linked", "a plan on its way", "ep with replicas", "ep lent by node"],

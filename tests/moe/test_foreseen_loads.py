@@ -64,7 +64,7 @@ def trained(strategy: ms.Strategy, linked: bool) -> dict[str, Any]:
     return {"layouts": layouts, "gradients": gradients_of(model), "said": said}
 
 
-@pytest.mark.parametrize("linked", [False, True], ids=["alone", "linked"])
+@pytest.mark.parametrize("linked", [pytest.param(False, marks=pytest.mark.slow), True], ids=["alone", "linked"])
 def test_every_layout_is_planned_for_the_load_that_it_serves(ranks: LocalRanks, linked: bool) -> None:
     by_rank = ranks.run(trained, FORESEEING, linked, timeout_s=100.0)
     wanted = []

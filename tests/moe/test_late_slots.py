@@ -53,7 +53,7 @@ def test_overlap_changes_no_bit_of_what_is_planned_on_the_counts(ranks: LocalRan
                 assert filled, f"{name}: nothing was fetched late"
 
 
-@pytest.mark.parametrize("late_slots", [1, 0], ids=["late slots", "lag 0"])
+@pytest.mark.parametrize("late_slots", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["late slots", "lag 0"])
 def test_linking_and_recomputing_changes_no_bit(ranks: LocalRanks, late_slots: int) -> None:
     on_demand, behind = FSEP, BEHIND
     if not late_slots:

@@ -89,7 +89,7 @@ def test_holders_take_turns_at_passing_on() -> None:
     assert lender_of_experts(held_RE)[2, :4].tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_chunks_links_and_recomputation_change_no_bit(ranks: LocalRanks, late: int) -> None:
     planned = {"balance": ms.Eplb(), "split": ms.FlowSplit(), "late_slots": late}
     flat, *by_node = (

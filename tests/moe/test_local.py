@@ -112,7 +112,7 @@ def train(model: Stack, counts: list[int], checkpointed: bool = False) -> list[T
 @pytest.mark.parametrize(
     ("strategy", "dtype", "counts", "linked", "checkpointed"),
     [
-        (EP, "float32", [9, 4], False, False),
+        pytest.param(EP, "float32", [9, 4], False, False, marks=pytest.mark.slow),
         (EP, "bfloat16", [13], False, False),
         (LAER, "bfloat16", [7], False, True),
         (BEHIND, "float32", [7, 7], True, False),

@@ -138,13 +138,11 @@ def test_homes_change_no_bit_where_nothing_is_lent(ranks: LocalRanks, num_ranks:
             assert_same(each, {name: value for name, value in unmoved.items() if name != "owned"}, f"rank {rank}")
 
 
+# A model of transformers does so always: tests/hf/test_moved_models.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [
-        pytest.param(LENT, marks=pytest.mark.slow),
-        LATE,
-        pytest.param(LENT.replace(lag=0, balance=ms.Llep(), split=ms.Quotas()), marks=pytest.mark.slow),
-    ],
+    [LENT, LATE, LENT.replace(lag=0, balance=ms.Llep(), split=ms.Quotas())],
     ids=["lent", "late", "on the counts"],
 )
 def test_lent_experts_train_as_well_at_other_homes(ranks: LocalRanks, strategy: ms.Strategy) -> None:

@@ -47,7 +47,7 @@ def largest_difference(linked: bool) -> float:
     return max(float((own[name] - ours[name]).abs().max()) for name in ours)
 
 
-@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("linked", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_planner_of_ones_own_trains_the_same_model(ranks: LocalRanks, linked: bool) -> None:
     assert max(ranks.run(largest_difference, linked, num_ranks=RANKS, timeout_s=TIMEOUT_S)) < 1e-5
 
@@ -79,7 +79,7 @@ SPLIT_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("linked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_it_gets_wrong_ends_every_rank(ranks: LocalRanks, linked: bool) -> None:
     strategies = [FSEP.replace(name="faulty", balance=FaultyBalance(fault=fault)) for fault in BALANCE_FAULTS]
     strategies += [FSEP.replace(name="faulty", split=FaultySplit(fault=fault)) for fault in SPLIT_FAULTS]

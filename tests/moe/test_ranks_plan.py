@@ -111,7 +111,8 @@ def differ(
     [
         (EP, ms.Sequential(), True, False, False),
         pytest.param(FSEP, HOST, True, True, True, marks=pytest.mark.slow),
-        (PLANNED, ms.Sequential(), False, True, False),
+        # As where messages travel: tests/moe/test_ranks_route.py.
+        pytest.param(PLANNED, ms.Sequential(), False, True, False, marks=pytest.mark.slow),
     ],
     ids=["ep", "replicas, linked, recomputed", "layouts change"],
 )

@@ -28,11 +28,6 @@ LENT = EP.replace(name="lent", sharding=ms.Ep(slots_per_rank=4), split=ms.Propor
 PLANNED = FSEP.replace(name="planned", balance=ms.Greedy(), replan_every=2, predictor=ms.WindowMean(steps=2))
 
 
-def num_layers(strategy: ms.Strategy) -> int:
-    """One, where there are more micro-batches."""
-    return 1 if strategy == PLANNED else 2
-
-
 class ByHosts(TritonExperts):
     """The same kernels, of routes that hosts build."""
 
@@ -40,8 +35,10 @@ class ByHosts(TritonExperts):
 
 
 def train(compute: TritonExperts, strategy: ms.Strategy, guard: bool, linked: bool) -> dict[str, Any]:
-    """Micro-batches, one more than lead to a layout. The first makes what lasts, unguarded."""
-    model = Stack(SHAPE, strategy, num_layers=num_layers(strategy))
+    """Micro-batches, one more than lead to a layout, through two layers, or one where there are more of them. The first
+    makes what lasts, unguarded.
+    """
+    model = Stack(SHAPE, strategy, num_layers=2 // strategy.replan_every)
     for moe in model.moe:
         moe.experts.expert_compute = compute
     runtime = ms.link(model) if linked else None
@@ -111,8 +108,7 @@ def test_hosts_read_sizes_once_and_no_bit_changes(
     chunks = strategy.overlap.chunks if isinstance(strategy.overlap, ms.Pipelined) else 1
     # Rows of each chunk to and from each of two ranks, and who wants what.
     size = 2 * chunks * 2 + 2 * SHAPE.num_experts
-    micro_batches = strategy.replan_every + 1
-    forwards = num_layers(strategy) * micro_batches
+    forwards = 2 // strategy.replan_every * (strategy.replan_every + 1)
     for different, told, asked in ranks.run(differ, strategy, guard, linked, num_ranks=2, timeout_s=500):
         assert different == []
         assert told == [size] * forwards

@@ -100,8 +100,8 @@ EDGES = {
     "planned on the device": PLANNED,
     "planned there, some dropped": replace(PLANNED, points=HOMES[1:2], split=ms.EvenSplit(), turn=3, dropped=0.3),
     "planned there, no token anywhere": replace(PLANNED, points=HOMES[1:2], tokens=(0, 0, 0, 0)),
-    "planned there, one late rank, backward from the last": replace(
-        PLANNED, points=HOMES[1:2], tokens=(5, 0, 23), late=(1, 1.0, "forward"), reversed_backward=True
+    "planned there, some dropped, one late rank, backward from the last": replace(
+        PLANNED, points=HOMES[1:2], tokens=(5, 0, 23), dropped=0.3, late=(1, 1.0, "forward"), reversed_backward=True
     ),
     "no token anywhere": replace(USUAL, tokens=(0, 0, 0, 0)),
     "one token in all": replace(USUAL, tokens=(0, 1, 0, 0)),
@@ -120,6 +120,7 @@ EDGES = {
 # Their like runs always: ranks without experts (tests/moe/test_mega_layer.py), dropped choices, a late rank, tiles that
 # do not divide, experts that a token chooses with others, three ranks, and backward from the last.
 SLOW = (
+    "planned there, some dropped",
     "fewer experts than ranks",
     "all choices dropped",
     "several tiles of columns, one late rank",

@@ -20,7 +20,7 @@ from moesys.overlap.comm.record import Recorder, SpanRecord, stage
 from moesys.timeline import Timeline
 
 H, I, TILE, COLUMNS = 40, 24, 16, 32
-TOKENS = (35, 9)
+TOKENS = (19, 5)
 SIZES = {"tile_rows": TILE, "tile_columns": COLUMNS, "fetch_rows": TILE, "sum_tokens": TILE}
 OVERLAPS = {
     "fused": ms.MegaKernel(**SIZES),

@@ -26,11 +26,12 @@ from moesys.overlap.experts_triton import ACTIVATION
 from moesys.simulator.mega.queues import KINDS, WEIGHT_GRADIENTS
 from moesys.simulator.mega.tiles import RASTER, WHOLE, TileSizes
 
+SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 SIZES = {"tile_rows": 16, "tile_columns": 32, "fetch_rows": 16, "sum_tokens": 16}
 POINTS = (
     ms.MegaKernel(**SIZES, dispatch_share=0.5, combine_share=0.3, reduce_share=0.6, granularity="expert"),
     ms.MegaKernel(**SIZES | {"fetch_rows": 8}, dispatch_share=0, deduplicate=True, tile_order="slots"),
-    ms.MegaKernel(**SIZES, fused="none", overlap_weight_gradients=False),
+    *((ms.MegaKernel(**SIZES, fused="none", overlap_weight_gradients=False),) if SWEEP else ()),
 )
 # Groups of many row tiles and of none, more tiles than a sweep has.
 CASE = Case(4, 2, 40, 24, "float32", (96, 8), 3, POINTS, seed=1)
@@ -70,7 +71,7 @@ def test_tiles_are_those_of_the_kernels_in_their_order(ranks):
             assert here == of_kernels[rank][place][backward]
 
 
-@settings(max_examples=200 if os.environ.get("MOESYS_SWEEP") == "1" else 8)
+@settings(max_examples=200 if SWEEP else 8)
 @given(
     rows_GR=st.integers(1, 5).flatmap(lambda R: st.lists(st.lists(st.integers(0, 30), min_size=R, max_size=R))),
     tile_rows=st.sampled_from([1, 4, 16]),

@@ -59,7 +59,7 @@ def waits(point: ms.MegaKernel) -> list[list[tuple[str, int]]]:
     return found
 
 
-@pytest.mark.parametrize("most_tokens", [None, 35], ids=["planned by hosts", "planned on devices"])
+@pytest.mark.parametrize("most_tokens", [None, pytest.param(35, marks=pytest.mark.slow)], ids=["hosts", "devices"])
 def test_a_direction_waits_for_what_others_publish_and_for_what_they_bring_home(
     ranks: LocalRanks, most_tokens: int | None
 ) -> None:

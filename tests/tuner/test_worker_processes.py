@@ -36,7 +36,9 @@ def several_seeds(cluster: str, **changes) -> SimulatedWorkload:
     ("workload", "space", "starts", "memory_gb"),
     [
         pytest.param(several_seeds("slow ranks", skew=1.5), SMALL, [EP], None, marks=pytest.mark.slow),
-        (several_seeds("even", skew=2.0, micro_batches=2, steps=2), SMALL, [EP], 0.04),
+        pytest.param(
+            several_seeds("even", skew=2.0, micro_batches=2, steps=2), SMALL, [EP], 0.04, marks=pytest.mark.slow
+        ),
         # Plans with too many rows are refused on the way.
         (
             drawn(CLUSTERS["even"].replace(ranks_per_domain=4), skew=3.0),

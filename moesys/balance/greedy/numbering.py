@@ -10,7 +10,6 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import levels_of, link_domains_of, nodes_of, tokens_by_node, usable_slots
@@ -106,6 +105,9 @@ def relabelled(after_RE: IntArray, before_RE: IntArray, slots_R: IntArray, clust
     domains. On one domain this is the optimum over all permutations. One that leaves domains where they are is taken
     where it is as good.
     """
+    # scipy takes a third of a second to import, and a rank alone relabels nothing.
+    from scipy.optimize import linear_sum_assignment
+
     starts = np.cumsum((0, *cluster.domain_sizes))
     ranks_by_node = [np.arange(*bounds) for bounds in pairwise(starts)]
     kept_RR = (after_RE > 0).astype(np.int32) @ (before_RE > 0).astype(np.int32).T

@@ -204,7 +204,7 @@ def _sweep_files(comparisons: Sequence[Comparison], path_stem: Path) -> list[Pat
     about = type(first.workload).model_fields[field].description
     rows = [{row.name: row for row in comparison.rows if not row.repeat} for comparison in comparisons]
     return speedup_chart(
-        f"{field}: {about}" if about else f"{field.replace('_', ' ')} of the workload",
+        f"{field} {about}" if about else f"{field.replace('_', ' ')} of the workload",
         [getattr(experiment.workload, field) for experiment in experiments],
         {one.name: [row[one.name].speedup for row in rows] for one in first.strategies if one != first.baseline},
         path_stem,

@@ -138,8 +138,8 @@ def _simulated(tuned: TunePick, name: str) -> Sheet:
         ratio = "" if baseline is None else f"{baseline.ms / one.ms:.3f}"
         rows.append(TunedStrategy(one.strategy.name, one.ms, "baseline" if one == baseline else ratio))
     notes = [
-        f"{tuned.search.num_points:,} of {tuned.space.num_combinations:,} combinations were looked at in the cost model; "
-        f"speed-up is over {tuned.baseline.name}."
+        f"{tuned.search.num_points:,} of {tuned.space.num_combinations:,} combinations were looked at in the cost "
+        f"model; speed-up is over {tuned.baseline.name}."
     ]
     if tuned.not_seen:
         notes.append(

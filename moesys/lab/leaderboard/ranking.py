@@ -24,7 +24,7 @@ from moesys.lab.leaderboard.scores import PlannerResult
 from moesys.lab.leaderboard.workloads import RoutingSetting
 from moesys.lab.runs.statistics import PairedRatio, paired_ratio
 from moesys.lab.show.figures import OKABE_ITO, draw_forest
-from moesys.lab.show.pages import PAGE_STYLE, inline_svg, page, section, sheet_section
+from moesys.lab.show.pages import PAGE_STYLE, inline_svg, page, sheet_section
 from moesys.lab.show.tables import Column, Report, Sheet, counted, write
 
 PAGE, HTML_PAGE = "leaderboard.md", "leaderboard.html"
@@ -120,15 +120,14 @@ def winner(ranked: Sequence[RankedPlanner]) -> str:
     placed = [one for one in ranked if one.slowdown is not None]
     if not placed:
         return "No planner can plan in every setting."
-    first = [one for one in placed if one.place == 1]
-    names = ", ".join(name for one in first for name in (one.planner, *one.same))
-    assert placed[0].slowdown is not None
-    words = f"{names}: slowdown {interval_words(placed[0].slowdown)} of {counted(len(placed), 'different result')}"
-    if len(placed) == len(first):
-        return f"Fastest: {words}."
-    following = placed[len(first)]
-    assert following.slowdown is not None
-    return f"Fastest: {words}. Next: {following.planner}, {interval_words(following.slowdown)}."
+    first, *others = placed
+    assert first.slowdown is not None
+    words = f"The fastest is {first.planner}, with a slowdown of {interval_words(first.slowdown)}"
+    if not others:
+        return f"{words}."
+    assert others[0].slowdown is not None
+    after = f"the next of {counted(len(placed), 'result')} is {others[0].planner}, {interval_words(others[0].slowdown)}"
+    return f"{words}; {after}."
 
 
 def _all_scores(results: Sequence[PlannerResult]) -> str:
@@ -260,12 +259,14 @@ def _workloads(scored_in: Sequence[RoutingSetting]) -> list[WorkloadRow]:
 
 
 def _html(words: Sequence[str], workloads: Sheet, parts: Sequence[tuple[list[Sheet], str]]) -> str:
-    wins = "; ".join(f"{tables[0].title.removeprefix('SIMULATED: ')}: {tables[0].notes[0]}" for tables, _ in parts)
     body = [f"<h1>{escape(TITLE)}, {date.today().isoformat()}</h1>"]
-    body += [f'<p class="headline">{escape(wins)}</p>']
+    for (ranked, *_), _ in parts:
+        name, words = ranked.title.removeprefix("SIMULATED: "), ranked.notes[0]
+        words = f"{name[:1].upper()}{name[1:]}: {words[:1].lower()}{words[1:]}"
+        body.append(f'<p class="headline">{escape(words)}</p>')
     for tables, figure in parts:
-        ranked, *others = map(sheet_section, tables)
-        body += [ranked, section("", figure) if figure else "", *others]
+        first, *others = map(sheet_section, tables)
+        body += [first, f"<section>{figure}</section>", *others]
     body += [sheet_section(workloads), "<h2>How it was scored</h2>"]
     body += [f'<p class="note">{escape(paragraph.replace("`", ""))}</p>' for paragraph in words]
     return page(TITLE, body)

@@ -236,7 +236,7 @@ def strategy_in(experiment: Experiment, name: str, way_out: str = "") -> Strateg
     if name not in named:
         raise ValueError(
             f"strategy={name!r} is not in {experiment.name}; choose one of {', '.join(map(repr, named))}"
-            f"{did_you_mean(name, named)}{way_out}"
+            f"{way_out}{did_you_mean(name, named)}"
         )
     return named[name]
 

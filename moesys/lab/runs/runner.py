@@ -15,7 +15,6 @@ from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Replay
 from moesys.display import Columns, Display
 from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
-from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import collect_environment, save_environment
 from moesys.lab.runs.places import TrialError, TrialObserver, TrialResult, place_for
 from moesys.lab.runs.records import Record, RunFolder, latest
@@ -25,6 +24,8 @@ from moesys.traces import load_trace, save_trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from moesys.lab.runs.comparison import Comparison
 
 _STEPS = ".steps"
 
@@ -83,6 +84,10 @@ class RunResult(Display):
 
     @cached_property
     def comparison(self) -> Comparison:
+        """The statistics of the records."""
+        # Not at the top: it imports scipy, which help and errors need not wait for.
+        from moesys.lab.runs.comparison import compare_records
+
         return compare_records(self.experiment, self.records)
 
     @property

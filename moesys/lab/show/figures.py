@@ -21,7 +21,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from moesys.config import BYTES_PER_GB
 from moesys.files import whole_file, write_whole
@@ -339,10 +339,11 @@ def draw_forest(
         axes.plot((low, high), (row, row), color=colour(ratio), linewidth=1.6)
         axes.plot(ratio.estimate, row, "o", color=colour(ratio), markersize=5)
         axes.text(0, row - 0.42, f"{name}  {words(ratio)}", transform=axes.get_yaxis_transform(), va="center")
-    if max(ends) > _LINEAR_RANGE * min(ends):
+    if (range_of_ratios := max(ends) / min(ends)) > _LINEAR_RANGE:
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 1.5, 2, 3, 5, 7)))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        subs = (1, 1.5, 2, 3, 5, 7) if range_of_ratios < _LINEAR_RANGE**2 else (1, 3)
+        axes.xaxis.set_major_locator(LogLocator(base=10, subs=subs))
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_major_locator(NullLocator())
     axes.spines["left"].set_visible(False)

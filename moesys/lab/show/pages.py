@@ -50,7 +50,8 @@ svg { display: block; width: 100%; height: auto; color: var(--ink); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: normal; vertical-align: bottom; white-space: pre-line; }
-.left { text-align: left; vertical-align: top; } #runs td:nth-child(2) { min-width: 13rem; } a { color: inherit; }
+td { vertical-align: top; } td:not(.left) { white-space: nowrap; } .left { text-align: left; }
+#runs td:nth-child(2) { min-width: 13rem; } a { color: inherit; }
 .best { font-weight: bold; } .unclear { color: var(--soft); }
 th { cursor: pointer; } .headline { font-size: 1.15rem; margin: 1rem 0; }
 """
@@ -66,7 +67,7 @@ for (const header of document.querySelectorAll("th")) header.onclick = () => {
 };
 </script>"""
 # Inches, and pixels for each point of a figure: the least, in which its texts can be read, and the most.
-_WIDTH, _CURVE_HEIGHT = 9.6, 2.2
+_WIDTH, _CURVE_HEIGHT, _LEAST_HEIGHT = 9.6, 2.2, 1.7
 _LEAST_SCALE, _MOST_SCALE = 1.04, 1.5
 # Above this quantile of its values a heat map has one colour, or a single peak would leave all others alike. Times of
 # steps are drawn up to there, or the warm-up would flatten them.
@@ -262,15 +263,10 @@ def _loads(run: WatchedRun, bins: Bins) -> list[str]:
     }
     parts.append(section("Load over steps", curves(bins, over_layers, "load max/mean")))
     if run.tokens_E:
-        experts = max(len(tokens_E) for tokens_E in run.tokens_E.values())
-        share_LE = np.full((len(run.tokens_E), experts), np.nan)
-        for row, tokens_E in enumerate(run.tokens_E.values()):
-            share_LE[row, : len(tokens_E)] = tokens_E / max(tokens_E.mean(), 1e-300)
-        rows = [f"layer {layer}" for layer in run.tokens_E]
-        note = f"Tokens over the layer's mean, in the newest {min(NEWEST_STEPS, len(run.steps_S))} steps."
-        of_experts = np.arange(experts + 1) - 0.5, [f"expert {expert}" for expert in range(experts)]
-        drawn = heat_map(share_LE, rows, of_experts, (0.0, 2.0), ("expert", "tokens over the mean"))
-        parts.append(section("Tokens of experts by layer", drawn, note))
+        note = (
+            f"Tokens over the layer's mean, in the newest {min(NEWEST_STEPS, len(run.steps_S))} steps; dark means many."
+        )
+        parts.append(section("Tokens of experts by layer", token_map(run.tokens_E), note))
     return parts
 
 
@@ -395,7 +391,7 @@ def heat_map(
     height = min(0.3 * len(rows), max(0.1 * len(rows), 5.0))
     every = math.ceil(len(rows) * 0.16 / height)
     with mpl.rc_context(PAGE_STYLE):
-        figure = Figure(figsize=(_WIDTH, height + 0.7), layout="constrained")
+        figure = Figure(figsize=(_WIDTH, max(height + 0.7, _LEAST_HEIGHT)), layout="constrained")
         axes = figure.subplots()
         shown_LB = np.ma.masked_invalid(values_LB)
         # The cells are pixels, because a path for each cell would be long.
@@ -415,6 +411,16 @@ def heat_map(
         for (row, column), value in np.ndenumerate(values_LB)
     ]
     return inline_svg(figure, hints)
+
+
+def token_map(tokens_E: Mapping[int, IntArray]) -> str:
+    """Draws the tokens of each expert, by layer, over the mean of the layer."""
+    share_LE = np.full((len(tokens_E), max(map(len, tokens_E.values()))), np.nan)
+    for row, of_layer_E in enumerate(tokens_E.values()):
+        share_LE[row, : len(of_layer_E)] = of_layer_E / max(of_layer_E.mean(), 1e-300)
+    experts = np.arange(share_LE.shape[1] + 1) - 0.5, [f"expert {expert}" for expert in range(share_LE.shape[1])]
+    rows = [f"layer {layer}" for layer in tokens_E]
+    return heat_map(share_LE, rows, experts, (0.0, 2.0), ("expert", "tokens over the mean"))
 
 
 def timelines(panels: Sequence[TimelinePanel], title: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape, unescape
 from pathlib import Path
@@ -29,13 +28,14 @@ from moesys.lab.show.pages import (
     Bins,
     curves,
     facts,
-    heat_map,
     in_words,
     inline_svg,
     page,
     section,
     sheet_section,
+    table,
     timelines,
+    token_map,
     watch_page,
 )
 from moesys.lab.show.tables import counted
@@ -145,7 +145,7 @@ def _speedups(comparison: Comparison) -> list[str]:
         figure = draw_speedups(comparison)
     baseline = comparison.baseline.name
     note = (
-        f"A dot is the mean over seeds, a line its 95 % interval. Grey cannot be told from {baseline}, the dashed line."
+        f"A dot is the mean over seeds, a line its 95 % interval. Grey cannot be told from {baseline}, which is at 1."
     )
     return [section("Speed-up", inline_svg(figure), note)]
 
@@ -182,17 +182,11 @@ def _curves(values_S: Mapping[str, FloatArray], unit: str, *, capped: bool = Fal
 def _tokens(comparison: Comparison, records: Sequence[Record]) -> list[str]:
     """Draws the tokens of experts by layer in the baseline's first trial that did not fail."""
     baseline = comparison.baseline.name
-    tokens = next((of.tokens_LE for of in records if of.strategy == baseline and of.tokens_LE), None)
-    if tokens is None:
+    tokens_LE = next((of.tokens_LE for of in records if of.strategy == baseline and of.tokens_LE), [])
+    if not tokens_LE:
         return []
-    tokens_LE = np.array(tokens, dtype=float)
-    share_LE = tokens_LE / np.maximum(tokens_LE.mean(axis=1, keepdims=True), 1e-300)
-    experts = tokens_LE.shape[1]
-    columns = np.arange(experts + 1) - 0.5, [f"expert {expert}" for expert in range(experts)]
-    rows = [f"layer {layer}" for layer in range(len(tokens_LE))]
-    drawn = heat_map(share_LE, rows, columns, (0.0, 2.0), ("expert", "tokens over the mean"))
     note = f"What the router chose under {baseline} in one trial, over its timed steps; dark means many."
-    return [section("Load of experts", drawn, note)]
+    return [section("Load of experts", token_map(dict(enumerate(map(np.array, tokens_LE)))), note)]
 
 
 # --- simulated steps --------------------------------------------------------------------------------------------------
@@ -229,26 +223,13 @@ def _simulated(comparison: Comparison, words: str) -> list[str]:
 def _shown_ranks(simulated: Simulation) -> tuple[int, ...]:
     """Returns the rank that the critical path is on for longest, and the one that computes least besides."""
     busy_us = simulated.timeline.busy_us("compute")
-    on_path = dict.fromkeys(busy_us, 0.0)
-    for part in simulated.critical_path:
-        if part.is_of_rank:
-            on_path[part.rank] += part.seconds
-    most = max(on_path, key=lambda rank: (on_path[rank], busy_us[rank], -rank))
+    parts = [part for part in simulated.critical_path if part.is_of_rank]
+    most = max(busy_us, key=lambda rank: sum(part.seconds for part in parts if part.rank == rank))
     others = [rank for rank in busy_us if rank != most]
-    return (most, min(others, key=lambda rank: (busy_us[rank], rank))) if others else (most,)
+    return most, *([min(others, key=lambda rank: busy_us[rank])] if others else [])
 
 
 # --- all runs of a folder ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _ListedRun:
-    name: str
-    date: str
-    kind: str
-    compared: str
-    result: str
-    link: str
 
 
 def index_page(folder: Path) -> str:
@@ -256,52 +237,43 @@ def index_page(folder: Path) -> str:
     cannot be read are listed with the reason, others are named below.
     """
     children = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    listed = [(path, _listed(path)) for path in children]
-    rows = sorted((row for _, row in listed if row is not None), key=lambda row: row.date, reverse=True)
-    head = "".join(f'<th class="left">{name}</th>' for name in ("run", "result", "compared", "kind", "date (UTC)"))
-    lines = []
-    for row in rows:
-        cells = (row.result, row.compared, row.kind, row.date)
-        link = f'<a href="{escape(row.link)}">{escape(row.name)}</a>'
-        lines.append("".join(f'<td class="left">{cell}</td>' for cell in (link, *map(escape, cells))))
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    table = f'<table id="runs"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
-    parts = [f"<h1>{_INDEX_TITLE} in {escape(folder.resolve().name)}</h1>"]
-    parts.append(f"<section>{table}</section>" if rows else "<p>There is no run yet.</p>")
-    if others := [path.name for path, row in listed if row is None]:
-        parts.append(f'<p class="note">Not written by moesys: {escape(", ".join(others))}.</p>')
-    return page(f"{_INDEX_TITLE} in {folder.resolve().name}", parts)
+    ours = [path for path in children if kind_of(path)]
+    rows = sorted(((path.name, *_listed(path)) for path in ours), key=lambda row: row[-1], reverse=True)
+    drawn = table(("run", "result", "compared", "kind", "date (UTC)"), rows, "runs", range(5))
+    for path in ours:
+        file = next((of for of in (REPORT_FILE, _LEADERBOARD) if (path / of).is_file()), "")
+        cell, name = '<tr><td class="left">', escape(path.name)
+        link = f'<a href="{quote(path.name)}/{file}">{name}</a>'
+        drawn = drawn.replace(f"{cell}{name}</td>", f"{cell}{link}</td>")
+    title = f"{_INDEX_TITLE} in {folder.resolve().name}"
+    foreign = ", ".join(path.name for path in children if path not in ours)
+    note = f'<p class="note">Not written by moesys: {escape(foreign)}.</p>' if foreign else ""
+    names = sorted(path.name for path in folder.glob("*.svg"))
+    charts = " ".join(f'<a href="{quote(name)}">{escape(name)}</a>' for name in names)
+    sweeps = f"<p>Sweeps: {charts}</p>" if names else ""
+    return page(title, [f"<h1>{escape(title)}</h1>", f"<section>{drawn}</section>", sweeps, note])
 
 
-def _listed(path: Path) -> _ListedRun | None:
-    """Returns None for a folder that moesys has not written."""
-    kind, link = kind_of(path), next((of for of in (REPORT_FILE, _LEADERBOARD) if (path / of).is_file()), "")
-    link = f"{quote(path.name)}/{link}"
+def _listed(path: Path) -> tuple[str, str, str, str]:
+    """Returns the result, what was compared, the kind and the date."""
+    kind = kind_of(path)
     try:
-        match kind:
-            case "experiment":
-                folder = RunFolder(path)
-                records = folder.records()
-                comparison = compare_records(folder.experiment(), records)
-                names = ", ".join(strategy.name for strategy in comparison.experiment.strategies)
-                date = max((record.started for record in records), default="")[:16].replace("T", " ")
-                return _ListedRun(path.name, date, comparison.source, names, headline(comparison), link)
-            case "watched":
-                newest = next(reversed(list(step_journal(next(iter(step_files(path).values()))).read())), None)
-                if newest is None:
-                    return _ListedRun(path.name, "", "watched training", "", "no step was written yet", link)
-                numbers = ", ".join(f"{in_words(name).lower()} {value:.4g}" for name, value in newest.numbers.items())
-                words = f"step {newest.step:,}: {numbers}" if numbers else f"step {newest.step:,}"
-                ranks = counted(newest.num_ranks, "rank")
-                return _ListedRun(path.name, _minute(newest.time_s), "watched training", ranks, words, link)
-            case "leaderboard":
-                board = path / _LEADERBOARD
-                found = re.search(r'<p class="headline">(.*?)</p>', board.read_text(encoding="utf-8")) if link else None
-                words = unescape(found[1]) if found else "its pages are not written yet"
-                return _ListedRun(path.name, _minute(board.stat().st_mtime), kind, "planners", words, link)
+        if kind == "experiment":
+            records = RunFolder(path).records()
+            comparison = compare_records(RunFolder(path).experiment(), records)
+            names = ", ".join(strategy.name for strategy in comparison.experiment.strategies)
+            date = max((record.started for record in records), default="")[:16].replace("T", " ")
+            return headline(comparison), names, comparison.source, date
+        if kind == "watched":
+            *_, newest = step_journal(next(iter(step_files(path).values()))).read()
+            numbers = "".join(f", {name} {value:.4g}" for name, value in newest.numbers.items())
+            words = f"step {newest.step:,}{numbers}"
+            return words, counted(newest.num_ranks, "rank"), "watched training", _minute(newest.time_s)
+        board = path / _LEADERBOARD
+        wins = re.findall(r'<p class="headline">(.*?)</p>', board.read_text(encoding="utf-8"))
+        return unescape(" ".join(wins)), "planners", kind, _minute(board.stat().st_mtime)
     except (ValueError, OSError) as error:
-        return _ListedRun(path.name, "", kind, "", f"cannot be read: {error}", link)
-    return None
+        return f"cannot be read: {error}", "", kind, ""
 
 
 def _minute(time_s: float) -> str:
@@ -353,7 +325,7 @@ def write_index(folder: Path, out: Path | None = None) -> Path:
     """
     path = out or folder / INDEX_FILE
     if path.exists() and f"<title>{_INDEX_TITLE}" not in path.read_text(encoding="utf-8", errors="replace"):
-        raise ValueError(f"{path} was not written by moesys and is kept; write the list of runs elsewhere with --out")
+        raise ValueError(f"{path} is of another program and is kept; write the list of runs elsewhere with --out")
     write_whole(path, index_page(folder))
     return path
 

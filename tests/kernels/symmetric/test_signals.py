@@ -121,7 +121,7 @@ def hears_of_the_dead(victim: int, dies: bool) -> tuple[list[str], list[int], li
     return errors, peers, seconds
 
 
-@pytest.mark.parametrize("dies", [True, False], ids=["dead", "late by more than the time-out"])
+@pytest.mark.parametrize("dies", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["dead", "late"])
 def test_every_rank_names_who_was_waited_for(mortal_ranks: LocalRanks, dies: bool) -> None:
     victim = 2
     outcomes = mortal_ranks.outcomes(hears_of_the_dead, victim, dies, expect_dead={victim} if dies else ())

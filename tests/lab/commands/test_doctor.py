@@ -152,7 +152,7 @@ def test_in_a_pipe_no_cell_is_cut(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     long = Check("brackets [like these]", "f" * 90, "missing", "h" * 90)
     only(monkeypatch, long=lambda: [long])
-    (row,) = (line for line in CliRunner().invoke(app).stdout.splitlines() if "missing" in line)
+    (row,) = (line for line in CliRunner().invoke(app).stdout.splitlines() if "  missing  " in line)
     assert row.split("  ")[1].strip() == "brackets [like these]"
     assert long.found in row
     assert long.hint in row

@@ -69,7 +69,11 @@ def test_in_a_pipe_no_line_is_cut(file, monkeypatch):
         (["--layer=-1"], "layer=-1 is not among the step's 3; use 0 to 2"),
         (["--micro-batch", "7"], "micro_batch=7 is not among the workload's 7; use 0 to 6"),
         (["--micro-batch=-1"], "micro_batch=-1 is not among the workload's 7; use 0 to 6"),
-        (["--strategy", "fesp"], "strategy='fesp' is not in tiny; choose one of ep, fsep, or a .toml or .json file"),
+        (
+            ["--strategy", "fesp"],
+            "strategy='fesp' is not in tiny; choose one of 'ep', 'fsep', or a .toml or .json file; "
+            "did you mean 'fsep'?",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused_with_its_bound(file, options, message):

@@ -253,7 +253,7 @@ def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{file}", "--strategy", "best"], "strategy='best' is not in tiny; choose one of ep, fsep"),
+        (["{file}", "--strategy", "best"], "strategy='best' is not in tiny; choose one of 'ep', 'fsep'"),
         (["{file}", "--step", "3"], "step=3 is none of the workload's"),
         (["{file}", "--cluster", "many"], "cluster='many': no .json or .toml file"),
         (["{file}", "--cluster", "1x1"], "Error: strategy 'fsep': slots_per_rank names 4 ranks but the cluster has 1"),

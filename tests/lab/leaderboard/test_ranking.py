@@ -55,5 +55,5 @@ def test_pairs_with_the_same_scores_are_one_row_and_the_winner_is_named() -> Non
     first, second = ranking(found)
     assert (first.planner, first.same, second.planner, second.same) == ("a", ("c",), "b", ())
     assert winner([first, second]) == (
-        "Fastest: a, c: slowdown 1.000 [1.000, 1.000] of 2 different results. Next: b, 2.000 [2.000, 2.000]."
+        "The fastest is a, with a slowdown of 1.000 [1.000, 1.000]; the next of 2 results is b, 2.000 [2.000, 2.000]."
     )

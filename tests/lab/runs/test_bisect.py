@@ -124,7 +124,7 @@ def test_the_command_finds_where_ordered_sums_part(tmp_path: Path) -> None:
     alike = CliRunner().invoke(app, ["bisect", str(run), "ep", "ep", "--seed", "0"])
     assert (alike.exit_code, alike.stdout) == (0, "ep and ep, seed 0: no bit differs in 4 steps\n")
     for arguments, why in (
-        (["ep", "laer"], "strategy='laer' is not in trained; choose one of ep, fsep"),
+        (["ep", "laer"], "strategy='laer' is not in trained; choose one of 'ep', 'fsep'"),
         (["ep", "fsep", "--seed", "7"], "seed=7 is not in trained; choose one of 0"),
     ):
         refused = CliRunner().invoke(app, ["bisect", str(run), *arguments])

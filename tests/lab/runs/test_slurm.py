@@ -19,6 +19,7 @@ NODES = ClusterSpec(num_nodes=2, ranks_per_node=1, inter_node_gb_per_s=0.0625)
 LOCAL = Slurm(cluster="local", time=5)
 
 
+@pytest.mark.slow
 def test_simulated_trials_are_those_of_this_process(tmp_path):
     experiment = simulation(strategies=(FSEP, FAILING), seeds=(0,))
     told = Finished()

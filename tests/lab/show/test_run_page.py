@@ -108,7 +108,6 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
     assert page == index_page(runs)
     rows = re.findall(r"<tr><td class=\"left\">(.*?)</tr>", page)
     words = [re.sub("<[^>]*>+", " ", row) for row in rows]
-    assert "<td" not in page.partition("<tbody>")[0]
     assert [link for row in rows for link in re.findall(r'href="([^"]*)"', row)] == [
         "board/leaderboard.html",
         f"{folder.name}/report.html",
@@ -118,7 +117,7 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
     assert "a wins" in words[0]
     assert "2026-01-02 03:04" in words[1]
     assert "times as fast as ep" in words[1]
-    assert "step 2: loss 4.167" in words[2]
+    assert "step 2, loss 4.167" in words[2]
     assert "cannot be read" in words[3]
     assert "records.jsonl" in words[3]
     assert "Not written by moesys: photos." in page
@@ -131,7 +130,7 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
         assert message in capsys.readouterr().err
     (runs / "index.html").write_text("<title>Home</title>")
     assert moesys("report", runs) == 2
-    assert "was not written by moesys and is kept" in capsys.readouterr().err
+    assert "is of another program and is kept" in capsys.readouterr().err
 
 
 def test_a_run_writes_its_page_and_the_list_and_again_when_it_is_resumed(small, tmp_path, capsys):

@@ -109,13 +109,11 @@ def test_300_steps_of_every_strategy_end_at_the_same_loss(ranks: LocalRanks) -> 
     assert ends[1] == pytest.approx(ends[0], rel=0.01)
 
 
+# The demo always trains with overlaps to the same bits, and test_model_training.py with recomputation.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plain", "overlapped"),
-    [
-        pytest.param(EP, FOUR[1], marks=pytest.mark.slow),
-        (FSEP, FOUR[3]),
-        pytest.param(LENT, LENT.replace(overlap=ms.Pipelined(chunks=3)), marks=pytest.mark.slow),
-    ],
+    [(EP, FOUR[1]), (FSEP, FOUR[3]), (LENT, LENT.replace(overlap=ms.Pipelined(chunks=3)))],
     ids=["ep", "fsep", "ep with replicas"],
 )
 def test_overlap_and_recomputation_change_no_bit_over_two_micro_batches(
@@ -164,7 +162,7 @@ def results(strategy: ms.Strategy, workload: Training) -> list[StepResult]:
     return list(start(strategy, workload))
 
 
-@pytest.mark.parametrize("strategy", [EP, FSEP], ids=["ep", "fsep"])
+@pytest.mark.parametrize("strategy", [pytest.param(EP, marks=pytest.mark.slow), FSEP], ids=["ep", "fsep"])
 def test_a_step_tells_every_rank_the_same_and_its_numbers_add_up(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     by_rank = ranks.run(results, strategy, WORKLOAD.replace(micro_batches=2))
     assert by_rank[1:] == by_rank[:-1]

@@ -64,10 +64,9 @@ def drawn(name: str, seed: int) -> Any:
     )
 
 
+# Always the one with shared experts and groups of experts; other tests here train OLMoE.
 @pytest.mark.parametrize(
-    "name",
-    # The one with shared experts and groups of experts; other tests here train OLMoE.
-    [name if "deepseek" in name else pytest.param(name, marks=pytest.mark.slow) for name in model_names()],
+    "name", [pytest.param(name, marks=[] if "deepseek" in name else pytest.mark.slow) for name in model_names()]
 )
 def test_every_strategy_learns_what_plain_transformers_learns(ranks: LocalRanks, name: str) -> None:
     how = workload(name)
