@@ -210,7 +210,8 @@ def _simulated(comparison: Comparison, words: str) -> list[str]:
                 plans = next(timed_steps(*of_seed))
                 steps[row.name] = plans, simulation(plans, rest_of(workload))
     except (ValueError, OSError) as error:
-        return [section("Timelines", f'<p class="none">The steps cannot be simulated again: {escape(str(error))}</p>')]
+        why = f'<p class="none">The steps cannot be simulated again: {escape(str(error))}</p>'
+        return [section("Timelines", why)]
     if not steps:
         return []
     parts = []
@@ -331,7 +332,7 @@ def write_index(folder: Path, out: Path | None = None) -> Path:
     """
     path = out or folder / INDEX_FILE
     if path.exists() and f"<title>{_INDEX_TITLE}" not in path.read_text(encoding="utf-8", errors="replace"):
-        raise ValueError(f"{path} was not written by moesys and is kept; write the list of runs elsewhere with --out")
+        raise ValueError(f"{path} is a page of somebody else, and is kept; write the list of runs elsewhere with --out")
     write_whole(path, index_page(folder))
     return path
 

@@ -130,7 +130,7 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
         assert message in capsys.readouterr().err
     (runs / "index.html").write_text("<title>Home</title>")
     assert moesys("report", runs) == 2
-    assert "was not written by moesys and is kept" in capsys.readouterr().err
+    assert "is a page of somebody else, and is kept" in capsys.readouterr().err
 
 
 def test_a_run_writes_its_page_and_the_list_and_again_when_it_is_resumed(small, tmp_path, capsys):
