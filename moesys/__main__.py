@@ -37,7 +37,11 @@ COMMANDS = {
         "If FILE has a function experiments() that returns a list, all of them run one after another, and a chart is "
         "drawn if they differ in one number of the workload.\n\n"
         "Exit code 1: a trial failed, or has other bits than it must have.",
-        ("moesys run experiments/overlap_ablation.py", "moesys run experiments/skew_sweep.py --seeds 2 --out sweeps"),
+        (
+            "moesys run experiments/overlap_ablation.py",
+            "moesys run experiments/skew_sweep.py --seeds 2 --out sweeps",
+            "moesys run experiments/overlap_ablation.py --set strategies.1.overlap.chunks=2,4",
+        ),
     ),
     "compare": CommandPage(
         "moesys.lab.commands.compare:compare_command",

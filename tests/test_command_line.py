@@ -20,6 +20,7 @@ from moesys.balance.cp_sat import CpSat
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated
+from moesys.lab.runs.declarations import changed
 
 HEAD = "import moesys as ms\nfrom moesys.config.experiment import Experiment\n"
 
@@ -290,6 +291,49 @@ def test_of_several_experiments_one_is_explained_and_named():
     assert " of skew-0, " in moesys("explain", "sweep.py").stdout
     write("sweep.py", a_sweep() + "\ndef experiment():\n    return experiments()[1]\n")
     assert " of skew-1, " in moesys("explain", "sweep.py").stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["workload.skew=0,1.5"], {"small-skew-0": 0, "small-skew-1.5": 1.5}),
+        (["strategies.fsep.sharding.slots_per_rank=3,4"], {"small-slots_per_rank-3": 3, "small-slots_per_rank-4": 4}),
+        (["strategies.1.balance=greedy"], {"small-balance-greedy": "greedy"}),
+        (["seeds=4,5"], {"small": (4, 5)}),
+        (["cluster.ranks_per_node=4", "workload.skew=1"], {"small-ranks_per_node-4-skew-1": 1}),
+    ],
+)
+def test_settings_change_fields_and_several_values_make_several_experiments(settings, expected):
+    found = {}
+    for one in changed([experiment()], settings):
+        field = settings[-1].partition("=")[0].split(".")[-1]
+        strategy = one.strategies[1]
+        values = {
+            "skew": one.workload.skew,
+            "slots_per_rank": strategy.sharding.slots_per_rank,
+            "balance": strategy.balance.kind,
+            "seeds": one.seeds,
+        }
+        found[one.name] = values[field]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("workload.skw=1", "set='workload.skw=1': 'skw' is not in Generated; use one of "),
+        ("workload.skw=1", "did you mean 'skew'?"),
+        ("strategies.fsp.lag=1", "'fsp' is not in the list; use one of 0, 1, ep, fsep; did you mean 'fsep'?"),
+        ("workload.skew.x=1", "'x' is not in float; end the path before it"),
+        ("workload.skew=-1", "set='workload.skew=-1': "),
+        ("seeds", "set='seeds' gives no value; write it as in strategies.1.overlap.chunks=2,4"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_in_words(setting, message):
+    write("small.json", experiment().to_json())
+    result = moesys("run", "small.json", "--set", setting)
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_tables_for_machines_are_printed_one_at_a_time():

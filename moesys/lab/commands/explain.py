@@ -27,7 +27,7 @@ from moesys.config.base import check_type
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
-from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Wide, refusing
+from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Settings, Wide, refusing
 from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiment, strategy_in
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.lab.show.step_explanation import (
@@ -66,12 +66,13 @@ def explain_command(
     as_json: AsJson = False,
     wide: Wide = False,
     model_layers: ModelLayers = None,
+    settings: Settings = None,
     imports: Imports = None,
 ) -> None:
     """Explains a strategy of the experiment in ``file``, by default the last one, or one in a file of its own."""
     for name in imports or ():
         import_module_of_user(name)
-    experiment = load_experiment(file)
+    experiment = load_experiment(file, settings or ())
     chosen = _chosen(strategy, experiment)
     explanation = explain(chosen, experiment, micro_batch=micro_batch, model_layers=model_layers)
     tree = explanation_tree(explanation, layer)

@@ -191,6 +191,14 @@ Imports = Annotated[
         help="Module or .py file that defines planners which FILE names; may be repeated.",
     ),
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="FIELD=VALUE",
+        help="Change a field of FILE, as strategies.1.overlap.chunks=2 or seeds=0,1; may be repeated.",
+    ),
+]
 RunFolders = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of run folders; it is created.")]
 ModelLayers = Annotated[
     int | None,

@@ -22,6 +22,7 @@ from moesys.lab.commands.options import (
     Jobs,
     Quiet,
     RunFolders,
+    Settings,
     Threads,
     Wide,
     refusing,
@@ -73,6 +74,7 @@ def run_command(
             metavar="FILE", help="Add a Strategy, .toml or .json, such as moesys tune writes; may be repeated."
         ),
     ] = None,
+    settings: Settings = None,
     imports: Imports = None,
 ) -> int:
     """Runs what is left of each experiment in ``file``, and prints its table; for a sweep, draws the chart beside the
@@ -88,7 +90,7 @@ def run_command(
     folders: list[Path] = []
     code = 0
     where = jobs if slurm is None else _slurm(slurm, jobs)
-    for experiment in _experiments(file, form, seeds, interpret, strategy or ()):
+    for experiment in _experiments(file, form, seeds, interpret, strategy or (), settings or ()):
         if comparisons and not quiet:
             print(file=told)
         result = run(
@@ -129,9 +131,14 @@ def _slurm(text: str, jobs: int | None) -> Slurm:
 
 
 def _experiments(
-    file: Path, form: Format, num_seeds: int | None, interpret: bool, strategies: Sequence[Path]
+    file: Path,
+    form: Format,
+    num_seeds: int | None,
+    interpret: bool,
+    strategies: Sequence[Path],
+    settings: Sequence[str],
 ) -> list[Experiment]:
-    experiments = load_experiments(file)
+    experiments = load_experiments(file, settings)
     if len(experiments) > 1 and form in ("csv", "csv-samples", "json"):
         raise ValueError(
             f"--format={form} holds one comparison, and {file} has {len(experiments)} experiments; "

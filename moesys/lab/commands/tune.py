@@ -20,6 +20,7 @@ from moesys.lab.commands.options import (
     ModelLayers,
     Quiet,
     RunFolders,
+    Settings,
     Threads,
     Wide,
     refusing,
@@ -67,13 +68,14 @@ def tune_command(
     threads: Threads = 1,
     jobs: Jobs = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start again, and keep the old journal beside.")] = False,
+    settings: Settings = None,
     imports: Imports = None,
     wide: Wide = False,
 ) -> None:
     """Tunes the experiment in ``file``, prints the result and writes it to a folder. Only rank 0 of torchrun prints."""
     for name in imports or ():
         import_module_of_user(name)
-    experiment = load_experiment(file)
+    experiment = load_experiment(file, settings or ())
     declared = None if space is None else declared_in(space, Space)
     bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes, jobs)
     console = Console(file=sys.stderr if as_json else sys.stdout, quiet=quiet)

@@ -14,10 +14,11 @@ Reading a file imports no module that it names. ``import_module_of_user`` import
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,7 +28,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter
 
-from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
+from moesys.config import Balance, ClusterSpec, Declared, Predictor, Split, Strategy, presets
 from moesys.config.base import in_words
 from moesys.config.experiment import Experiment
 from moesys.config.member import RECORDED, importable, module_of_text, run_module
@@ -44,22 +45,98 @@ T = TypeVar("T")
 D = TypeVar("D", bound=BaseModel)
 
 
-def load_experiments(path: Path) -> tuple[Experiment, ...]:
+def load_experiments(path: Path, settings: Sequence[str] = ()) -> tuple[Experiment, ...]:
     """Returns all experiments of a ``.py``, ``.json`` or ``.toml`` file, which have different names: those of its
     ``experiments()``, or its only one.
 
     Raises ValueError, in words for the file's author, where there is none, or where the file fails: then with those
     lines of the traceback that are the author's own.
     """
-    return _loaded(path, all_of_them=True)
+    return changed(_loaded(path, all_of_them=True), settings)
 
 
-def load_experiment(path: Path) -> Experiment:
+def load_experiment(path: Path, settings: Sequence[str] = ()) -> Experiment:
     """Returns the experiment of a file: that of its only function for one, else the first of its ``experiments()``.
 
     Raises ValueError as ``load_experiments`` does.
     """
-    return _loaded(path, all_of_them=False)[0]
+    experiment, *others = changed(_loaded(path, all_of_them=False)[:1], settings)
+    if others:
+        raise ValueError(f"set={list(settings)} makes {1 + len(others)} experiments; give one value of each field here")
+    return experiment
+
+
+def changed(experiments: Sequence[Experiment], settings: Sequence[str]) -> tuple[Experiment, ...]:
+    """Returns the experiments with fields changed by settings such as ``strategies.fsep.overlap.chunks=2,4``.
+
+    A member of a list is named by its place or its name. Several values make an experiment for each, which is named
+    after the value; a field that is a list, such as ``seeds=0,1,2``, takes all of them. Raises ValueError for a setting
+    that cannot be.
+    """
+    found = tuple(experiments)
+    for text in settings:
+        path, equals, words = text.partition("=")
+        if not equals:
+            raise ValueError(f"set={text!r} gives no value; write it as in strategies.1.overlap.chunks=2,4")
+        try:
+            found = tuple(variant for one in found for variant in _variants(one, path, _values(words)))
+        except ValueError as error:
+            raise ValueError(f"set={text!r}: {in_words(error)}") from None
+    return found
+
+
+def _values(words: str) -> list[Any]:
+    """Reads one value or several, as JSON or as words."""
+
+    def read(word: str) -> Any:
+        try:
+            return json.loads(word)
+        except ValueError:
+            return word
+
+    whole = read(words)
+    if isinstance(whole, list):
+        return whole
+    return [whole] if whole != words else [read(word) for word in words.split(",")]
+
+
+def _variants(experiment: Experiment, path: str, values: Sequence[Any]) -> Iterator[Experiment]:
+    names = path.split(".")
+    for value, variant in _replaced(experiment, names, values):
+        if path not in ("name", "seeds"):
+            suffix = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{names[-1]}-{value}")
+            variant = variant.replace(name=f"{experiment.name}-{suffix}")
+        yield variant
+
+
+def _replaced(declared: Any, names: Sequence[str], values: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields each value with a copy of ``declared`` that has it."""
+    name, *rest = names
+    if isinstance(declared, tuple):
+        places = {str(place): place for place in range(len(declared))}
+        places |= {one.name: place for place, one in enumerate(declared) if hasattr(one, "name")}
+        known: Collection[str] = places
+    else:
+        known = type(declared).model_fields if isinstance(declared, Declared) else ()
+    if name not in known:
+        what = f"use one of {', '.join(known)}{did_you_mean(name, known)}" if known else "end the path before it"
+        raise ValueError(
+            f"{name!r} is not in {'the list' if isinstance(declared, tuple) else _class(declared)}; {what}"
+        )
+    inner = declared[places[name]] if isinstance(declared, tuple) else getattr(declared, name)
+    if rest:
+        found = _replaced(inner, rest, values)
+    else:
+        found = iter([(values, tuple(values))] if isinstance(inner, tuple) else [(value, value) for value in values])
+    for value, new in found:
+        if isinstance(declared, tuple):
+            yield value, (*declared[: places[name]], new, *declared[places[name] + 1 :])
+        else:
+            yield value, declared.replace(**{name: new})
+
+
+def _class(declared: Any) -> str:
+    return type(declared).__name__
 
 
 def _loaded(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:

@@ -204,7 +204,8 @@ def _simulated(comparison: Comparison, words: str) -> list[str]:
                 plans = next(timed_steps(*of_seed))
                 steps[row.name] = plans, simulation(plans, rest_of(workload))
     except (ValueError, OSError) as error:
-        return [section("Timelines", f'<p class="none">The steps cannot be simulated again: {escape(str(error))}</p>')]
+        why = f'<p class="none">The steps cannot be simulated again: {escape(str(error))}</p>'
+        return [section("Timelines", why)]
     if not steps:
         return []
     parts = []
