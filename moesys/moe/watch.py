@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -38,16 +38,21 @@ class TensorBoard:
         self._writer = SummaryWriter(folder)
 
     def write(self, line: StepLine) -> None:
-        for name, value in {"step_ms": line.step_ms, **line.numbers}.items():
+        for name, value in _scalars(line).items():
             if math.isfinite(value):
                 self._writer.add_scalar(name, value, line.step)
-        for layer in line.layers:
-            for name in SCALARS:
-                self._writer.add_scalar(f"{name}/layer_{layer.layer:02d}", getattr(layer, name), line.step)
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _scalars(line: StepLine) -> dict[str, float]:
+    """Returns the numbers of a step by name, and those of its layers by name and layer."""
+    of_layers = {
+        f"{name}/layer_{layer.layer:02d}": float(getattr(layer, name)) for layer in line.layers for name in SCALARS
+    }
+    return {"step_ms": line.step_ms, **line.numbers, **of_layers}
 
 
 # Digits behind the point of what is written: a ratio's, a time's or a size's.
@@ -80,19 +85,30 @@ class Watch:
     ```
 
     ``model`` has ``Experts``, also those of transformers' models. ``every``: of so many steps one is written.
-    ``tensorboard``: rank 0 writes scalars for TensorBoard too, into ``folder``/tensorboard.
+    ``tensorboard``: rank 0 writes scalars for TensorBoard too, into ``folder``/tensorboard. ``log``: rank 0 calls
+    ``log(numbers, step=step)`` with the same scalars in a dict, such as {"step_ms": 5.1, "load_p95/layer_03": 1.2}:
+    ``wandb.log``, ``trackio.log``, ``mlflow.log_metrics`` or a function. If it raises, the first error is a warning.
 
     It reads the counters of ``metrics``, which begin anew for anybody else who reads them. ``close`` ends it, as does
     the end of a ``with`` block. Raises ValueError for a model without experts, with layers of one ``layer_index``, or
     that is watched already, and ImportError where TensorBoard is missing.
     """
 
-    def __init__(self, model: nn.Module, folder: Path | str, *, every: int = 1, tensorboard: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path | str,
+        *,
+        every: int = 1,
+        tensorboard: bool = False,
+        log: Callable[..., object] | None = None,
+    ) -> None:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1, which writes every step")
         self.layers = _watchable(model)
         self.folder, self.every = Path(folder), every
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._log, self._log_failed = log if self.rank == 0 else None, False
         self._tensorboard = TensorBoard(self.folder / "tensorboard") if tensorboard and self.rank == 0 else None
         self.folder.mkdir(parents=True, exist_ok=True)
         self._journal = step_journal(step_file(self.folder, self.rank))
@@ -143,6 +159,14 @@ class Watch:
             self._journal.append(line, sync=False)
             if self._tensorboard is not None:
                 self._tensorboard.write(line)
+        if self._log is not None:
+            try:
+                self._log(_scalars(line), step=line.step)
+            except Exception as error:  # It is somebody else's, and must not end the training that is watched.
+                if not self._log_failed:
+                    what = f"log raised {type(error).__name__} in step {line.step}: {error}"
+                    warnings.warn(f"{what}; the training goes on, and later errors are not shown", stacklevel=3)
+                self._log_failed = True
 
     def write_timeline(self, timeline: Timeline) -> None:
         """Keeps what this rank did when, for the page: ``MoERuntime.timeline()``. It replaces what was kept before."""

@@ -8,6 +8,7 @@ import math
 import resource
 import shutil
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -331,3 +332,87 @@ def test_a_folder_that_is_removed_is_a_warning(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "watched")
         with pytest.warns(UserWarning, match="steps of the training are missing"):
             watch.step()
+
+
+def train_logged(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    def log(numbers: dict[str, float], step: int) -> None:
+        logged.append((step, numbers))
+
+    model = two_layers(FSEP)
+    with ms.Watch(model, folder, log=log) as watch:
+        for step in range(2):
+            model(x_of(step, 0, dist.get_rank())).square().mean().backward()
+            watch.step(loss=torch.tensor(1.5))
+    return logged
+
+
+def test_rank_0_logs_the_numbers_of_the_lines_to_a_callable(ranks: LocalRanks, tmp_path: Path) -> None:
+    logged, other = ranks.run(train_logged, tmp_path, num_ranks=2)
+    assert other == []
+    lines = lines_of(tmp_path)
+    assert [step for step, _ in logged] == [line["step"] for line in lines] == [0, 1]
+    for (_, numbers), line in zip(logged, lines, strict=True):
+        assert {type(number) for number in numbers.values()} == {float}
+        assert numbers["step_ms"] == line["step_ms"]
+        assert numbers["loss"] == 1.5
+        assert numbers["load_p95/layer_01"] == line["layers"][1]["load_p95"]
+
+
+def test_an_error_of_the_callable_is_one_warning(tmp_path: Path) -> None:
+    def log(numbers: dict[str, float], step: int) -> None:
+        raise ConnectionError("no route")
+
+    model = two_layers(EP)
+    with ms.Watch(model, tmp_path, log=log) as watch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step_of(model)
+            watch.step()
+    (warning,) = warned
+    assert str(warning.message).startswith("log raised ConnectionError in step 0: no route; ")
+    assert len(lines_of(tmp_path)) == 3
+
+
+class Residual(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        shape = ms.ModelShape(hidden_size=32, intermediate_size=64, num_experts=8, top_k=2, router_aux_loss_coef=0.01)
+        self.norm, self.moe = nn.LayerNorm(32), ms.MoELayer(shape, EP, layer_index=index)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(self.norm(x))
+
+
+def watch_example(folder: Path) -> None:
+    """The example of docs/watch.md: words of a skewed vocabulary, each of which is mapped to another one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(index) for index in range(2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    words = torch.randn(64, 32)
+    popularity = 1.0 / torch.arange(1, 65)
+    torch.manual_seed(1 + dist.get_rank())
+    runtime = ms.link(model, record_spans=True)
+    with ms.Watch(model, folder) as watch:
+        for _ in range(20):
+            word = torch.multinomial(popularity, 256, replacement=True)
+            loss = (model(words[word]) - words[(word + 1) % 64]).square().mean() / dist.get_world_size()
+            (loss + ms.router_loss(model)).backward()
+            ms.sync_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step(loss=loss * dist.get_world_size())
+        watch.write_timeline(runtime.timeline())
+    runtime.close()
+
+
+def test_the_watch_example_learns_and_is_skewed(ranks: LocalRanks, tmp_path: Path) -> None:
+    ranks.run(watch_example, tmp_path, num_ranks=2)
+    lines = lines_of(tmp_path)
+    losses = [line["numbers"]["loss"] for line in lines]
+    assert losses[-1] < 0.7 * losses[0]
+    for layer in range(2):
+        assert len({line["layers"][layer]["load_max"] for line in lines}) > 1
+        assert max(max(line["layers"][layer]["tokens_E"]) * 8 / (2 * 2 * 256) for line in lines) > 1.3
+    assert any(layer["exposed_ms"] > 0 for line in lines for layer in line["layers"])
