@@ -71,7 +71,8 @@ def test_in_a_pipe_no_line_is_cut(file, monkeypatch):
         (["--micro-batch=-1"], "micro_batch=-1 is not among the workload's 7; use 0 to 6"),
         (
             ["--strategy", "fesp"],
-            "strategy='fesp' is not in tiny; choose one of 'ep', 'fsep', or a .toml or .json file; did you mean 'fsep'?",
+            "strategy='fesp' is not in tiny; choose one of 'ep', 'fsep', or a .toml or .json file; did you mean "
+            "'fsep'?",
         ),
     ],
 )

@@ -50,7 +50,7 @@ def test_skewed_routing_has_an_interval() -> None:
         ([*ARGUMENTS, "--parallel", "tp"], "parallel='tp' gives no value"),
         ([*ARGUMENTS, "--parallel", "px=2"], "Parallelism has no field 'px'; its fields are"),
         ([*ARGUMENTS, "--parallel", "pp=3"], "which does not divide the cluster's 8 ranks"),
-        ([*ARGUMENTS, "--strategy", "best"], "strategy='best' is none; use ep, fsep:SLOTS"),
+        ([*ARGUMENTS, "--strategy", "best"], "strategy='best' is not known; use ep, fsep:SLOTS"),
         ([*ARGUMENTS, "--optimizer", "lion"], "optimizer"),
         (["simulate", "--model", "nothing.json", "--cluster", "h100:1"], "cannot read nothing.json"),
     ],
