@@ -394,13 +394,6 @@ def test_everything_that_is_declared_is_public():
     assert declared <= set(moesys.__all__)
 
 
-def test_an_unknown_name_says_where_the_known_ones_are():
-    with pytest.raises(AttributeError) as error:
-        moesys.Stratgey  # noqa: B018
-    message = "module 'moesys' has no attribute 'Stratgey'; its public names are in moesys.__all__"
-    assert str(error.value) == f"{message}; did you mean 'Strategy'?"
-
-
 # Prints, after each step, how many modules of moesys are loaded, and which that must not be.
 LOADED = """
 import sys

@@ -203,13 +203,15 @@ def of_class(declared: type[Declared], fields: Any, info: ValidationInfo) -> Any
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def in_words(error: BaseException) -> str:
-    """Returns the message of an exception; that of pydantic in one line: ``overlap.chunks=0 should be ...; ...``."""
+def in_words(error: BaseException, *place: str) -> str:
+    """Returns the message of an exception; that of pydantic in one line: ``overlap.chunks=0 should be ...; ...``.
+    ``place``: names that paths begin with.
+    """
     if not isinstance(error, ValidationError):
         return str(error)
     found: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        found.setdefault(_path(detail["loc"]), []).append(detail)
+        found.setdefault(_path((*place, *detail["loc"])), []).append(detail)
     # A union says of a tuple that it is no number; an error inside the tuple says more.
     inner = [path for path in found if not any(other.startswith(f"{path}[") for other in found)]
     return "; ".join(_refusal(path, found[path]) for path in inner)

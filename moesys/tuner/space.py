@@ -409,7 +409,7 @@ def _field_value(path: str, value: Any, adapters: list[TypeAdapter[Any]]) -> Any
     except ValidationError as error:
         if value == _NONE:
             return _field_value(path, None, adapters)
-        raise ValueError(f"{path}={value!r}: {in_words(error)}") from None
+        raise ValueError(in_words(error, path)) from None
 
 
 def _part_value(part: str, value: Any) -> Any:
@@ -425,4 +425,4 @@ def _part_value(part: str, value: Any) -> Any:
     try:
         return _adapter(Strategy, part).validate_python(value)
     except ValidationError as error:
-        raise ValueError(f"{part}={value!r}: {in_words(error)}") from None
+        raise ValueError(in_words(error, part)) from None

@@ -44,9 +44,9 @@ def test_a_space_survives_toml_and_json():
             "overlap.piped.chunks names no kind of overlap; use overlap.chunks, or a kind",
         ),
         ({"overlap": ("piped",)}, "overlap: kind='piped' is not one of sequential, pipelined, mega_kern"),
-        ({"overlap": ("pipelined",), "overlap.chunks": (2, 0)}, "overlap.chunks=0: Input should be greater than or eq"),
+        ({"overlap": ("pipelined",), "overlap.chunks": (2, 0)}, "overlap.chunks=0 should be greater than or eq"),
         ({"balance": ({"kind": "greedy", "efort": 4},)}, "Greedy has no field 'efort'; its fields are effort,"),
-        ({"lag": (-1,)}, "lag=-1: Input should be greater than or equal to 0"),
+        ({"lag": (-1,)}, "lag=-1 should be greater than or equal to 0"),
         ({"lag.steps": (1,)}, "lag.steps is no field that can be searched; lag has values and no fields"),
         ({"sharding": ("ep", "fsep")}, "sharding lists 'fsep', of which no combination of values is one; list others"),
         (

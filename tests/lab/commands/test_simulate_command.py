@@ -262,7 +262,7 @@ def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
         (["missing.json"], "missing.json is not a file"),
         (["{broken}"], "is no plan of a step: strategy is missing"),
         (["{text}"], "is no StepPlan and no experiment"),
-        (["{number}"], "number.json declares no experiment: Input should be a valid dictionary"),
+        (["{number}"], "number.json declares no experiment: 5 should be an instance of Experiment, or a dict"),
         (["{bytes}"], "bytes.json is no StepPlan and no experiment: 'utf-8' codec"),
     ],
 )
