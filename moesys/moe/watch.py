@@ -118,8 +118,8 @@ class Watch:
         self._checks, self._is_finite = FiniteChecks(), True
         self._not_finite: list[EventLine] = []
         self._logs = {layer: LoadLog(self._checks) for layer in self.layers}
-        for layer, log in self._logs.items():
-            layer.load_log = log
+        for layer, load_log in self._logs.items():
+            layer.load_log = load_log
         self.begin()
 
     def begin(self) -> None:
