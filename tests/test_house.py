@@ -52,17 +52,17 @@ BUDGETS = {
     "moesys/kernels": Budget(4_886, 45),
     "moesys/balance": Budget(5_220, 38),
     "moesys/overlap": Budget(2_827, 18),
-    "moesys/moe": Budget(3_467, 20),
+    "moesys/moe": Budget(3_486, 20),
     "moesys/simulator": Budget(3_380, 22),
     "moesys/tuner": Budget(1_143, 8),
     "moesys, hosts": Budget(1_954, 11),
-    "moesys/lab": Budget(9_138, 59),
-    "moesys, entry points": Budget(244, 2),
+    "moesys/lab": Budget(9_214, 59),
+    "moesys, entry points": Budget(248, 2),
     "benchmarks": Budget(4_398, 38),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(42_078, 302),
+    "tests": Budget(42_181, 302),
 }
-TOTAL = Budget(36_716, 256)
+TOTAL = Budget(36_815, 256)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
