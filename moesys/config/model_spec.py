@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from moesys.config.base import BYTES_PER_ELEMENT, Declared, DisplayName, DType
 from moesys.config.hub import hub_model, read_config
 from moesys.config.layer_spec import LayerSpec, MoeMlp
-from moesys.display import Columns, Display
+from moesys.display import Columns, Display, counted
 
 
 class ModelSpec(Display, Declared):
@@ -73,7 +73,8 @@ class ModelSpec(Display, Declared):
         experts = next((layer.mlp.shape for layer in self.layers if isinstance(layer.mlp, MoeMlp)), None)
         routed = "" if experts is None else f", {experts.num_experts} experts, top_k={experts.top_k}"
         billions = f"{self.num_parameters / 1e9:,.2f} B parameters, {self.active_parameters / 1e9:,.2f} B active"
-        return f"{self.name!r}, {self.num_layers} layers, hidden size {self.hidden_size:,}{routed}, {billions}"
+        layers = counted(self.num_layers, "layer")
+        return f"{self.name!r}, {layers}, hidden size {self.hidden_size:,}{routed}, {billions}"
 
     def _columns(self) -> Columns:
         return {

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import EACCES, EPERM, EROFS
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal, NamedTuple
@@ -19,6 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from moesys.display import named, printable
 from moesys.lab.ranks.process_start import RunInterruption, writes
 
 # --- command lines ----------------------------------------------------------------------------------------------------
@@ -63,10 +63,7 @@ class CommandPage(NamedTuple):
 
     def load(self, name: str) -> Any:
         """Imports the command, and returns it with its options."""
-        function = self.function
-        if isinstance(function, str):
-            module, _, attribute = function.partition(":")
-            function = getattr(import_module(module), attribute)
+        function = named(self.function) if isinstance(self.function, str) else self.function
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(
             name,
@@ -127,8 +124,6 @@ def refusing() -> Iterator[None]:
     else:
         return
     if writes():
-        from moesys.lab.show.tables import printable
-
         print(printable(message, keep="\n"), file=sys.stderr)
     raise typer.Exit(code)
 
@@ -200,10 +195,8 @@ Settings = Annotated[
     ),
 ]
 RunFolders = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of run folders; it is created.")]
-ModelLayers = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Layers of the whole model, for its memory (default: the workload's)."),
-]
+MODEL_LAYERS_HELP = "Layers of the whole model, for its memory (default: the workload's)."
+ModelLayers = Annotated[int | None, typer.Option(min=1, metavar="N", help=MODEL_LAYERS_HELP)]
 Jobs = Annotated[
     int | None,
     typer.Option(
