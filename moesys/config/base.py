@@ -158,7 +158,7 @@ class Declared(WordedModel):
         }
 
 
-class OfKind:
+class KindUnion:
     """Annotates a union of declarations that their field ``kind`` tells apart. A kind alone stands for its defaults."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

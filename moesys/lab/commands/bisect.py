@@ -18,7 +18,7 @@ from moesys.lab.commands.options import AsJson, Imports, refusing
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.declarations import import_modules_of_user, strategy_in
 from moesys.lab.runs.environment import load_environments
-from moesys.lab.runs.places import RankTrials, TrialError, no_tick
+from moesys.lab.runs.places import RankTrials, TrialError
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.show.tables import plain, print_full
 
@@ -55,7 +55,7 @@ def bisect_command(
 
     try:
         with closing(RankTrials(experiment, _threads(folder))) as ranks:
-            difference = ranks.call(pair, find_first_difference, *arguments, no_tick)
+            difference = ranks.call(pair, find_first_difference, *arguments)
     except TrialError as error:
         raise ValueError(error.trace) from None
     if writes() and as_json:

@@ -117,9 +117,9 @@ def run_command(
     if len(comparisons) > 1 and (charts := _sweep_files(comparisons, out / file.stem)):
         print(f"\nspeed-up along the sweep: {', '.join(map(str, charts))}", file=told)
     if folders:
-        from moesys.lab.commands.report import tell_where
+        from moesys.lab.commands.report import print_locations
 
-        tell_where(folders, told)
+        print_locations(folders, told)
     return code
 
 

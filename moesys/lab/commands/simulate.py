@@ -171,7 +171,7 @@ def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | N
     sheet = step_sheet(f"SIMULATED: {name}, {shape}", found, words)
     publish(Report("simulate", "", "simulated", [sheet]), replace(output, folder=None))
     if files:
-        output.tell_written(path.name for path in files)
+        output.print_written(path.name for path in files)
 
 
 # --- what is asked for ----------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def simulate_whole_model(
         for sheet in sheets(steps, notes_on(steps, skew)):
             print_sheet(sheet, wide=output.wide)
     if files:
-        output.tell_written(path.name for path in files)
+        output.print_written(path.name for path in files)
 
 
 def parallelism_of(text: str) -> Parallelism:

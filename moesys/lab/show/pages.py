@@ -88,14 +88,14 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 def facts(of: dict[str, str]) -> str:
     """Returns names and facts, beside one another as far as there is room."""
-    said = (f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in of.items() if fact)
-    return f"<dl>{''.join(said)}</dl>"
+    items = (f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in of.items() if fact)
+    return f"<dl>{''.join(items)}</dl>"
 
 
 def section(title: str, content: str, note: str = "") -> str:
     """Returns a part of a page: a heading, a note if there is one, and content in HTML."""
-    said = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f"<section><h2>{escape(title)}</h2>{said}{content}</section>"
+    below = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>{below}{content}</section>"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = ()) -> str:
@@ -199,7 +199,7 @@ def watch_page(run: WatchedRun) -> str:
     parts = [f"<h1>{escape(title)}</h1>", _facts(run)]
     first = sorted(run.numbers, key=lambda name: (name != "loss", name))
     for name in first:
-        parts.append(section(in_words(name), curves(bins, {in_words(name): run.numbers[name]}, in_words(name))))
+        parts.append(section(as_title(name), curves(bins, {as_title(name): run.numbers[name]}, as_title(name))))
     parts += _loads(run, bins)
     parts.append(section("By layer", _layer_table(run), _LAYER_NOTE))
     parts += _times(run, bins)
@@ -421,7 +421,7 @@ def timelines(panels: Sequence[TimelinePanel], title: str) -> str:
     return inline_svg(figure, hints)
 
 
-def in_words(name: str) -> str:
+def as_title(name: str) -> str:
     """Returns ``Grad norm`` for ``grad_norm``."""
     return name[:1].upper() + name[1:].replace("_", " ")
 

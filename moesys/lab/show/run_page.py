@@ -27,9 +27,9 @@ from moesys.lab.show.figures import TimelinePanel, draw_loads, draw_speedups
 from moesys.lab.show.pages import (
     PAGE_STYLE,
     Bins,
+    as_title,
     curves,
     facts,
-    in_words,
     inline_svg,
     page,
     section,
@@ -121,7 +121,7 @@ def _about(folder: RunFolder, comparison: Comparison, machine: str) -> dict[str,
     return {
         "model": f"{shape}, {model.dtype}",
         "cluster": f"{cluster.name or 'no name'}: {cluster.num_nodes:,} x {cluster.ranks_per_node} ranks",
-        "workload": in_words(workload.kind) + (f" of {workload.model}" if isinstance(workload, ModelTraining) else ""),
+        "workload": as_title(workload.kind) + (f" of {workload.model}" if isinstance(workload, ModelTraining) else ""),
         "seeds": ", ".join(map(str, experiment.seeds)),
         "trials (UTC)": f"{started[0][:16]} to {started[-1][:16]}".replace("T", " ") if started else "none",
         "planned and simulated on" if comparison.source == "simulated" else "measured on": machine,
@@ -287,7 +287,7 @@ def kind_of(folder: Path) -> str:
 
 def write_page(folder: Path, out: Path | None = None) -> Path:
     """Writes the page of a folder, and returns its path: of a run, of a watched training, or the list of the runs in
-    it. The page of a leaderboard, which ``moesys leaderboard`` writes, is returned as it is.
+    it. The page of a leaderboard, which ``moesys leaderboard`` writes, is copied to ``out``, or stays as it is.
 
     Raises ValueError for a folder that is none of these, or cannot be read.
     """
@@ -298,8 +298,10 @@ def write_page(folder: Path, out: Path | None = None) -> Path:
             path, text = folder / REPORT_FILE, run_page(RunFolder(folder))
         case "watched":
             path, text = folder / REPORT_FILE, watch_page(read_watched_run(folder))
-        case "leaderboard":
+        case "leaderboard" if out is None:
             return folder / _LEADERBOARD
+        case "leaderboard":
+            path, text = out, (folder / _LEADERBOARD).read_text(encoding="utf-8")
         case _:
             if not any(kind_of(child) for child in folder.iterdir() if child.is_dir()):
                 raise ValueError(

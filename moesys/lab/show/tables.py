@@ -473,7 +473,7 @@ class CommandOutput:
         stem = report.name.replace(" ", "_")
         return {"page": self.folder / f"{stem}.md", "json_path": self.folder / f"{stem}.json"}
 
-    def tell_written(self, names: Iterable[str]) -> None:
+    def print_written(self, names: Iterable[str]) -> None:
         """Says which files of the folder were written, below the results."""
         print(f"Written to {self.folder}: {', '.join(names)}", file=sys.stderr if self.as_json else sys.stdout)
 
@@ -494,7 +494,7 @@ def publish(report: Report, output: CommandOutput = AS_TABLES) -> None:
             print_sheet(sheet, wide=output.wide)
         _print_notes(_window(), report.notes)
     if files:
-        output.tell_written(path.name for path in files.values())
+        output.print_written(path.name for path in files.values())
 
 
 def write(report: Report, *, page: Path | None = None, json_path: Path | None = None) -> None:
