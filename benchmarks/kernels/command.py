@@ -50,7 +50,7 @@ def bench_kernels(
     quiet: Quiet = False,
     wide: Wide = False,
 ) -> None:
-    """Checks and times the kernels of one GPU and other implementations; compiles them with --aot, tunes with --tune."""
+    """Checks and times the kernels of one GPU and other implementations, compiles them or tunes them."""
     if aot and tune:
         raise typer.BadParameter("--aot and --tune are two commands; give one of them")
     output = CommandOutput(out, as_json, quiet, wide)

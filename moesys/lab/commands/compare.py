@@ -19,7 +19,7 @@ from moesys.kinds import did_you_mean
 from moesys.lab.commands.options import AsJson, Format, FormatOption, Wide, refusing
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
-from moesys.lab.runs.records import INDEX_FILE, RunFolder, setting_fingerprint
+from moesys.lab.runs.records import RunFolder, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.show.comparisons import comparison_sheet, format_comparison
 from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, svg_table
@@ -47,8 +47,8 @@ def compare_command(
 ) -> int:
     """Prints a table for each model, cluster and workload among ``folders``, or for one metric."""
     form = "json" if as_json else form
-    # A shell takes the list of runs for one of runs/*.
-    groups = _groups([RunFolder(folder) for folder in folders if folder.name != INDEX_FILE or len(folders) == 1])
+    # For runs/* a shell gives the list of runs and the charts of sweeps too.
+    groups = _groups([RunFolder(each) for each in [each for each in folders if not each.is_file()] or folders])
     comparisons = [_merged(group) for group in groups]
     known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
     if metric is not None and metric not in known:

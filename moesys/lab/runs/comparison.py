@@ -154,15 +154,25 @@ class Comparison(Display):
         """The rows that would run and have a speed-up over the baseline, from fast to slow."""
         return [row for row in self.rows[1:] if row.speedup and not row.repeat and not row.would_not_run]
 
+    @property
+    def _contenders(self) -> list[Row]:
+        would_run = self.baseline.n > 0 and not self.baseline.would_not_run
+        return [*self.rivals, *[self.baseline] * would_run]
+
+    @cached_property
+    def fastest(self) -> Row:
+        """The row with the largest speed-up of those that would run, which may be due to chance."""
+        contenders = self._contenders or [self.baseline]
+        return max(contenders, key=lambda row: row.speedup.estimate if row.speedup else 1.0)
+
     @cached_property
     def best(self) -> frozenset[str]:
         """The name of the winner: the row that is faster than each of the others that would run, where the paired
         interval of both excludes 1. Empty if there is none, as with too few seeds.
         """
-        baseline = [self.baseline] * (self.baseline.n > 0 and not self.baseline.would_not_run)
-        rows = [*self.rivals, *baseline]
-        winners = [row for row in rows if all(row.is_faster_than(other) for other in rows if other is not row)]
-        return frozenset(row.name for row in winners if len(rows) > 1)
+        others = [row for row in self._contenders if row is not self.fastest]
+        wins = others and all(self.fastest.is_faster_than(row) for row in others)
+        return frozenset([self.fastest.name]) if wins else frozenset()
 
     def plot(self) -> Axes:
         """Draws each speed-up with its interval, in a new figure of pyplot. Raises ValueError if there is none."""
@@ -171,11 +181,8 @@ class Comparison(Display):
         return pyplot_axes("moesys.lab.show.figures:draw_speedups", self)
 
     def _facts(self) -> str:
-        fastest = max([self.baseline, *self.rivals], key=lambda row: row.speedup.estimate if row.speedup else 1.0)
-        rows = counted(len(self.rows), "row")
-        return (
-            f"{self.source} {self.experiment.name!r}, {rows}, baseline {self.baseline.name!r}, fastest {fastest.words}"
-        )
+        head = f"{self.source} {self.experiment.name!r}, {counted(len(self.rows), 'row')}"
+        return f"{head}, baseline {self.baseline.name!r}, fastest {self.fastest.words}"
 
     def _columns(self) -> Columns:
         """Returns a row for each strategy, seed and timed step; ``repeat`` is 1 for the repetition of the baseline."""
