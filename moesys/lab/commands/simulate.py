@@ -407,16 +407,14 @@ def step_sheet(title: str, of_strategies: Sequence[StepDraws], draws: str) -> Sh
         for of in of_strategies
     ]
     against = [f"{of.name} would not run: {reason}." for of in of_strategies for reason in of.would_not_run]
-    notes = [*LEGEND, *_draw_words(of_strategies, draws), *against]
-    return Sheet(title, rows, notes, unclear=unclear_rows([row.speedup for row in rows]))
-
-
-def _draw_words(of_strategies: Sequence[StepDraws], draws: str) -> Iterator[str]:
+    notes: list[str] = [*LEGEND]
     if any(len(of.paths) > 1 for of in of_strategies):
-        yield (
+        notes.append(
             f"Draws: {draws}. step ms: their median [p10, p90]; speed-up: paired, draw by draw, with its 95 % interval "
             "(Student's t on logarithms; ~: it contains 1, ?: too few draws); other columns: means."
         )
+    notes += against
+    return Sheet(title, rows, notes, unclear=unclear_rows([row.speedup for row in rows]))
 
 
 def _spread(values: Sequence[float]) -> str:

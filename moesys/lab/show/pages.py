@@ -157,9 +157,9 @@ class Bins:
     first_B: IntArray
 
     @classmethod
-    def of(cls, steps_S: IntArray, most: int = _MOST_BINS) -> Bins:
-        """Returns at most ``most`` bins, whose lengths differ by at most one."""
-        num_bins = min(most, len(steps_S))
+    def of(cls, steps_S: IntArray) -> Bins:
+        """Returns at most ``_MOST_BINS`` bins, whose lengths differ by at most one."""
+        num_bins = min(_MOST_BINS, len(steps_S))
         return cls(steps_S, np.arange(num_bins) * len(steps_S) // num_bins)
 
     @property
