@@ -135,7 +135,7 @@ def bench_layer(
     quiet: Quiet = False,
     wide: Wide = False,
 ) -> None:
-    """Compare one rank of MoELayer with transformers' MoE blocks. Exit code 1 if an output is wrong."""
+    """Compares one rank of MoELayer with transformers' MoE blocks."""
     with refusing():
         cases = select(shape, dtype, tokens)
     threads = threads or torch.get_num_threads()

@@ -153,7 +153,7 @@ def bench_overlap(
     quiet: Quiet = False,
     wide: Wide = False,
 ) -> None:
-    """Compare overlapped with sequential steps over paced links. Exit code 1 if a bit differs."""
+    """Compares overlapped with sequential steps over paced links."""
     output = CommandOutput(out, as_json, quiet, wide)
     if part == "mega":
         from benchmarks.mega import mega_contest

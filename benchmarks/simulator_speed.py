@@ -68,7 +68,7 @@ def bench_simulate(
     quiet: Quiet = False,
     wide: Wide = False,
 ) -> None:
-    """Time the simulator: one layer on 32 ranks, 32 layers on up to 1,024."""
+    """Times the simulator."""
     with refusing():
         names = chosen("overlap", overlap, OVERLAPS)
     asked = [(name, *size) for size in SIZES if size[1] <= most_ranks for name in names]

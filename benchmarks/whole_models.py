@@ -104,7 +104,7 @@ def bench_models(
     quiet: Quiet = False,
     wide: Wide = False,
 ) -> None:
-    """Train transformers' models under strategies and under its own all_to_all. Exit code 1 if a gradient differs."""
+    """Trains transformers' models under strategies and under its own all_to_all."""
     with refusing():
         models, ways = chosen("model", model, MODELS), chosen("routing", routing, ROUTINGS)
     rows = measure([Part(of, way, sequences, hidden) for of in models for way in ways], ranks, repeats, memory, quiet)

@@ -103,29 +103,21 @@ class _NotCompiledError(Exception):
     """There is no machine code on the disk for a function."""
 
 
-@contextmanager
-def _never_compiling() -> Iterator[None]:
-    """Raises _NotCompiledError in the block instead of compiling in this thread."""
+def _is_compiled(run: Callable[[], object]) -> bool:
+    """Calls ``run``; returns False if it needs a function that is not compiled, and does not compile it."""
     from numba.core import event
 
-    class Refusal(event.Listener):
-        def __init__(self, thread: int) -> None:
-            self.thread = thread
+    thread = threading.get_ident()
 
+    class Refusal(event.Listener):
         def on_start(self, event: Any) -> None:
-            if threading.get_ident() == self.thread:
+            if threading.get_ident() == thread:
                 raise _NotCompiledError
 
         def on_end(self, event: Any) -> None: ...
 
-    with event.install_listener("numba:compile", Refusal(threading.get_ident())):
-        yield
-
-
-def _is_compiled(run: Callable[[], object]) -> bool:
-    """Calls ``run``; returns False if it needs a function that is not compiled."""
     try:
-        with _never_compiling():
+        with event.install_listener("numba:compile", Refusal()):
             run()
     except _NotCompiledError:
         return False

@@ -1,10 +1,12 @@
-"""Display: how results show themselves in an interactive session, as one line, a table, HTML, a data frame or a plot.
+"""Display: how results show themselves in an interactive session, as one line, a table, HTML, a data frame or a plot;
+and the words that messages and tables have in common.
 
 matplotlib and pandas are imported only by the methods that need them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import import_module
@@ -20,6 +22,10 @@ Columns = Mapping[str, Any]
 
 # The most characters of a line, and the most rows and columns of a table.
 _MOST_CHARACTERS, _MOST_ROWS, _MOST_COLUMNS = 190, 20, 20
+# Of longer lists of numbers the first ones are shown.
+_MOST_NUMBERS = 12
+# Characters that move the cursor, end a line or change the direction of what follows.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Display:
@@ -46,7 +52,7 @@ class Display:
         return pd.DataFrame(dict(self._columns()))
 
     def __repr__(self) -> str:
-        line = f"{type(self).__name__}: {_printable(self._facts())}"
+        line = f"{type(self).__name__}: {printable(self._facts())}"
         return f"<{line if len(line) <= _MOST_CHARACTERS else line[: _MOST_CHARACTERS - 1] + '…'}>"
 
     def __str__(self) -> str:
@@ -67,7 +73,7 @@ class Display:
 
     def _repr_html_(self) -> str:
         """Returns the line and the table as HTML that refers to nothing outside."""
-        return html_table(repr(self)[1:-1], self._shown())
+        return html_part(repr(self)[1:-1], self._shown())
 
 
 def by_column(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> Columns:
@@ -76,22 +82,28 @@ def by_column(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> Columns:
     return {name: [row[place] for row in table] for place, name in enumerate(names)}
 
 
-def html_table(title: str, columns: Columns, notes: Sequence[str] = (), right: Collection[str] = ()) -> str:
+def html_part(title: str, columns: Columns, notes: Sequence[str] = (), right: Collection[str] = ()) -> str:
     """Returns a table in HTML below its title, and its notes below the table. ``right``: columns of texts that are
     aligned on the right, as columns of numbers are.
     """
     head, lefts, rows, more = _cells(columns)
-    lefts = [left and name not in right for name, left in zip(head, lefts, strict=True)]
-    sides = [f' style="text-align: {"left" if left else "right"}"' for left in lefts]
-    lines = [
-        "<tr>"
-        + "".join(f"<{tag}{side}>{escape(cell)}</{tag}>" for cell, side in zip(row, sides, strict=True))
-        + "</tr>"
-        for tag, row in (("th", head), *(("td", row) for row in rows))
-    ]
-    table = f"<table><thead>{lines[0]}</thead><tbody>\n" + "\n".join(lines[1:]) + "\n</tbody></table>"
+    sides = ["left" if left and name not in right else "right" for name, left in zip(head, lefts, strict=True)]
+    table = html_table(head, rows, [f' style="text-align: {side}"' for side in sides])
     below = "".join(f"<p><small>{escape(note)}</small></p>" for note in (*([more] if more else []), *notes))
     return f"<div><p>{escape(title)}</p>{table}{below}</div>"
+
+
+def html_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], marks: Sequence[str], styles: Mapping[int, str] | None = None
+) -> str:
+    """Returns a table in HTML. ``marks``: the attributes of the cells of each column. ``styles``: classes of rows."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "".join(f"<{tag}{mark}>{escape(cell)}</{tag}>" for mark, cell in zip(marks, cells, strict=True))
+
+    classes = {row: f' class="{style}"' for row, style in (styles or {}).items()}
+    body = "\n".join(f"<tr{classes.get(row, '')}>{line('td', cells)}</tr>" for row, cells in enumerate(rows))
+    return f"<table><thead><tr>{line('th', head)}</tr></thead><tbody>\n{body}\n</tbody></table>"
 
 
 def named(path: str) -> Any:
@@ -121,20 +133,41 @@ def _cell(value: Any) -> str:
     if value is None or value != value:
         return ""
     if isinstance(value, bool) or not isinstance(value, Real):
-        return _printable(str(value))
+        return printable(str(value))
     if isinstance(value, Integral):
         return f"{value:,}"
     return f"{float(value):,.0f}" if 1000 <= abs(float(value)) < 1e15 else f"{float(value):.4g}"
 
 
-def _printable(text: str) -> str:
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns the number and its noun, singular or plural: ``1 rank``, ``2,048 micro-batches``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural * (number != 1)}"
+
+
+def listed(noun: str, numbers: Sequence[int]) -> str:
+    """Returns ``ranks 0, 3``: the first numbers, and how many more there are; ``none`` if there are none."""
+    if not numbers:
+        return "none"
+    more = f" and {len(numbers) - _MOST_NUMBERS} more" if len(numbers) > _MOST_NUMBERS else ""
+    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:_MOST_NUMBERS]))}{more}"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Returns the text with escapes, such as ``\\x1b``, in place of control characters that are not in ``keep``.
+
+    Otherwise text from files of others could move the cursor, or look like lines of moesys.
+    """
+    return CONTROL.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------
 
 
-def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
+def _axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
     """Returns the given axes, or those of a new figure of pyplot, which notebooks show; ``size`` in inches."""
     if ax is not None:
         return ax
@@ -159,7 +192,7 @@ def draw_map(tokens_RE: Any, title: str, label: str, ax: Axes | None) -> Axes:
 
     num_ranks, num_experts = tokens_RE.shape
     size = (min(max(0.2 * num_experts, 4.0), 12.0), min(max(0.3 * num_ranks, 2.4), 8.0))
-    axes = new_axes(ax, size)
+    axes = _axes(ax, size)
     axes.set_facecolor("#dddddd")
     image = axes.imshow(np.ma.masked_equal(tokens_RE, 0), cmap="Blues", vmin=0, aspect="auto", interpolation="nearest")
     axes.figure.colorbar(image, ax=axes, label=label, format="{x:,.0f}")
@@ -173,7 +206,7 @@ def draw_map(tokens_RE: Any, title: str, label: str, ax: Axes | None) -> Axes:
 def draw_bars(value_of: Mapping[str, float], title: str, label: str, ax: Axes | None) -> Axes:
     """Draws a bar for each name that has a value, from top to bottom, and its share of the sum."""
     shown = {name.replace("_", " "): value for name, value in value_of.items() if value}
-    axes = new_axes(ax, (6.4, 0.9 + 0.3 * len(shown)))
+    axes = _axes(ax, (6.4, 0.9 + 0.3 * len(shown)))
     bars = axes.barh(list(shown), list(shown.values()), color="#0072B2")
     axes.bar_label(bars, [f" {value / sum(shown.values()):.1%}" for value in shown.values()])
     axes.invert_yaxis()

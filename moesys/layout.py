@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesys.display import Columns, Display, draw_map
+from moesys.display import Columns, Display, counted, draw_map
 from moesys.load import IntArray, LoadMatrix, frozen_int64
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class ExpertLayout(Display):
     def _facts(self) -> str:
         slots, most = int(self.filled_R.sum()), int(self.replicas_RE.sum(axis=0).max())
         replicas = f"up to {most} replicas of an expert" if most > 1 else "no replicas"
-        return f"{self.num_experts} experts in {slots:,} slots of {self.num_ranks} ranks, {replicas}"
+        return f"{self.num_experts} experts in {slots:,} slots of {counted(self.num_ranks, 'rank')}, {replicas}"
 
     def _columns(self) -> Columns:
         rank, slot = np.nonzero(self.expert_RS != EMPTY)
@@ -250,6 +250,14 @@ class TokenPlan(Display):
         tokens_R.setflags(write=False)
         return tokens_R
 
+    @cached_property
+    def computed_RE(self) -> IntArray:
+        """Returns the tokens that each rank computes for each expert."""
+        computed_RE = np.zeros_like(self.load.tokens_RE)
+        np.add.at(computed_RE, (self.entries[:, 2], self.entries[:, 1]), self.entries[:, 3])
+        computed_RE.setflags(write=False)
+        return computed_RE
+
     @property
     def max_over_mean(self) -> float:
         """Returns the imbalance: the busiest rank's tokens divided by the mean, 1.0 for no tokens at all."""
@@ -267,8 +275,8 @@ class TokenPlan(Display):
         source, _, destination, tokens = self.entries.T
         sent = int(tokens[source != destination].sum())
         return (
-            f"{self.load.total:,} tokens, {self.load.num_experts} experts on {self.load.num_ranks} ranks, busiest rank "
-            f"{self.max_over_mean:.3f} × the mean, {sent:,} tokens leave their rank"
+            f"{self.load.total:,} tokens, {self.load.num_experts} experts on {counted(self.load.num_ranks, 'rank')}, "
+            f"busiest rank {self.max_over_mean:.3f} × the mean, {sent:,} tokens leave their rank"
         )
 
     def _columns(self) -> Columns:

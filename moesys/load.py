@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from moesys.display import Columns, Display, draw_map
+from moesys.display import Columns, Display, counted, draw_map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,7 +92,7 @@ class LoadMatrix(Display):
     def _facts(self) -> str:
         tokens_E = self.tokens_E
         ratio = f", busiest expert {tokens_E.max() / tokens_E.mean():.2f} × the mean" if self.total else ""
-        return f"{self.num_ranks} ranks × {self.num_experts} experts, {self.total:,} tokens{ratio}"
+        return f"{counted(self.num_ranks, 'rank')} × {self.num_experts} experts, {self.total:,} tokens{ratio}"
 
     def _columns(self) -> Columns:
         rank, expert = np.indices(self.tokens_RE.shape).reshape(2, -1)

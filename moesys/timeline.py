@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from moesys.display import Columns, Display, by_column, pyplot_axes
+from moesys.display import Columns, Display, by_column, counted, pyplot_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,7 +147,7 @@ class Timeline(Display):
 
     def _facts(self) -> str:
         spans, ranks = sum(self._shown()["spans"]), len(self.busy_us("compute"))
-        return f"{self.source}, {self.length_us / 1000:,.3f} ms, {ranks} ranks, {spans:,} spans"
+        return f"{self.source}, {self.length_us / 1000:,.3f} ms, {counted(ranks, 'rank')}, {counted(spans, 'span')}"
 
     def _columns(self) -> Columns:
         return {each.name: [getattr(span, each.name) for span in self.spans] for each in fields(Span)}

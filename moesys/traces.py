@@ -27,9 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import pydantic_core
 
-from moesys.config.base import CONTROL
 from moesys.config.workload import Generated
-from moesys.display import Columns, Display
+from moesys.display import CONTROL, Columns, Display, counted
 from moesys.files import whole_file
 from moesys.load import IntArray, as_int64, frozen_int64
 
@@ -115,8 +114,9 @@ class Trace(Display):
     def _facts(self) -> str:
         S, L, R, E = self.tokens_SLRE.shape
         name = f"{self.name!r}, " if self.name else ""
+        sizes = " × ".join(map(counted, (S, L, R, E), ("micro-batch", "layer", "rank", "expert")))
         return (
-            f"{name}{S} micro-batches × {L} layers × {R} ranks × {E} experts, top_k={self.top_k}, "
+            f"{name}{sizes}, top_k={self.top_k}, "
             f"{self.tokens_SLRE.sum() // (S * L * self.top_k):,} tokens per micro-batch"
         )
 

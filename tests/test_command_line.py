@@ -276,6 +276,7 @@ def test_experiments_of_one_file_run_one_after_another_and_a_sweep_is_drawn():
     assert '<a href="sweep.svg">' in Path("runs/index.html").read_text()
     assert Path("runs/sweep.svg").exists()
     assert Path("runs/sweep.png").exists()
+    assert moesys("compare", *sorted(Path("runs").iterdir())).stdout.count("SIMULATED: ") == 2
 
 
 def test_experiments_that_are_no_sweep_have_their_tables_and_no_chart():
@@ -470,6 +471,7 @@ def test_what_is_not_there_is_refused_before_heavy_libraries_are_imported():
         "simulate small.json --out small.json": "small.json is a file; give the path of a folder",
         "plan --load nowhere.csv --cluster 2x2": "load nowhere.csv is not a file",
         "calibrate --out small.json": "small.json is a file; give the path of a folder",
+        f"simulate small.json --out {300 * 'x'}": "File name too long",
         "leaderboard --trace nowhere.npz": "trace nowhere.npz does not exist",
     }
     code = f"""

@@ -44,11 +44,11 @@ from moesys.config import (
     Strategy,
     WindowMean,
 )
-from moesys.config.base import CONTROL
 from moesys.config.experiment import Experiment
 from moesys.config.member import RECORDED
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.config.workload import Generated
+from moesys.display import CONTROL
 from moesys.kinds import OVERLAPS
 
 MODEL = ModelShape(hidden_size=8, intermediate_size=16, num_experts=8, top_k=2)

@@ -50,11 +50,7 @@ def bench_kernels(
     quiet: Quiet = False,
     wide: Wide = False,
 ) -> None:
-    """Check and time the kernels of one GPU and other implementations; compile them with --aot, tune them with --tune.
-
-    Exit code 1 if a check fails. For example:
-    python -m benchmarks kernels --size olmoe,30b --routing zipf --out found
-    """
+    """Checks and times the kernels of one GPU and other implementations, compiles them or tunes them."""
     if aot and tune:
         raise typer.BadParameter("--aot and --tune are two commands; give one of them")
     output = CommandOutput(out, as_json, quiet, wide)

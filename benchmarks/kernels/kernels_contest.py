@@ -222,10 +222,7 @@ class ContestResults:
 
 
 def main(asked: KernelsContest, output: CommandOutput = AS_TABLES) -> int:
-    """Checks, times and prints; returns 1 if a check of moesys fails.
-
-    ``out``: the folder of kernels.json, with all samples, and of kernels.md, with the tables.
-    """
+    """Checks, times and prints; returns 1 if a check of moesys fails."""
     meter: Meter = GpuMeter(asked.device) if asked.device.type == "cuda" else CpuMeter()
     found = ContestResults(meter.source, meter.machine, str(asked.dtype).removeprefix("torch."), asked.repeats)
     here = {}

@@ -160,10 +160,7 @@ def rows_of(outcomes: Mapping[str, Outcome]) -> list[MegaRow]:
 
 
 def main(asked: MegaContest, output: CommandOutput = AS_TABLES) -> int:
-    """Checks, times and prints; returns 1 if a bit differs.
-
-    ``out``: the folder of overlap_mega.json, with all samples, and of overlap_mega.md, with the table.
-    """
+    """Checks, times and prints; returns 1 if a bit differs."""
     meter = GpuMeter(asked.device) if asked.device.type == "cuda" else CpuMeter()
     layer = draw_layer(asked.size, asked.num_ranks, asked.dtype, asked.device)
     with steps_told("overlap mega", len(asked.points) + 2, output.quiet) as tell:

@@ -19,12 +19,11 @@ from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.topology import domains_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding, Strategy, Within
 from moesys.cost import GRADIENT_BYTES, FloatArray, restores_per_step
-from moesys.display import Columns, Display, by_column
+from moesys.display import Columns, Display, by_column, listed
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
 
 BoundKind = Literal["mean", "hottest expert", "slots", "whole experts", "domain"]
-NAMES_SHOWN = 12
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,7 +123,7 @@ class Certificate(Display):
         return by_column(("", "value"), self.to_dict().items())
 
     def __str__(self) -> str:
-        experts, ranks = _named("expert", self.tight.experts), _named("rank", self.tight.ranks)
+        experts, ranks = listed("expert", self.tight.experts), listed("rank", self.tight.ranks)
         lines = (
             f"busiest rank: {self.max_tokens:,} tokens, {self.max_over_mean:.4f} × the mean of {float(self.mean):,.1f}",
             f"this layout:  at least {self.layout_bound:,} (gap {self.layout_gap:.2%}), for {self.tight.tokens:,} "
@@ -290,12 +289,6 @@ def _check_limits(layout: ExpertLayout, domain_R: Sequence[int], min_replicas: i
 
 def _gap(tokens: int, bound: int) -> float:
     return tokens / bound - 1 if bound else 0.0
-
-
-def _named(noun: str, numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:NAMES_SHOWN]))
-    more = f" and {len(numbers) - NAMES_SHOWN} more" if len(numbers) > NAMES_SHOWN else ""
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {shown}{more}"
 
 
 # --- seconds ------------------------------------------------------------------------------------------------

@@ -242,10 +242,7 @@ class CpSatProblem:
 
     def assigned(self, layout: ExpertLayout) -> IntArray:
         """Returns the tokens [R, E] that each rank computes of each expert under the exact split."""
-        plan = FlowSplit(traffic="exact").split(self.planning.over(layout))
-        assigned_RE = np.zeros_like(plan.load.tokens_RE)
-        np.add.at(assigned_RE, (plan.entries[:, 2], plan.entries[:, 1]), plan.entries[:, 3])
-        return assigned_RE
+        return FlowSplit(traffic="exact").split(self.planning.over(layout)).computed_RE
 
     def inter_node(self, assigned_RE: IntArray) -> int:
         """Returns the tokens between nodes: what a node computes of an expert beyond what its own sources have."""

@@ -20,7 +20,7 @@ from moesys.balance.planning_problem import PlanningProblem, check_model
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.config.base import in_words
 from moesys.config.member import RECORDED
-from moesys.display import Columns, Display
+from moesys.display import Columns, Display, counted
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.limits import out_of_memory, too_many_rows
 from moesys.load import LoadMatrix
@@ -215,19 +215,15 @@ class StepPlan(Display):
     def _facts(self) -> str:
         worst = max(plan.tokens.max_over_mean for plan in self.layers)
         return (
-            f"{self.strategy.name!r}, {len(self.layers)} layers of {self.model.num_experts} experts on "
-            f"{self.cluster.num_ranks} ranks, {self.layers[0].load.total:,} tokens per layer, busiest rank of the "
-            f"worst layer {worst:.3f} × the mean"
+            f"{self.strategy.name!r}, {counted(len(self.layers), 'layer')} of {self.model.num_experts} experts on "
+            f"{counted(self.cluster.num_ranks, 'rank')}, {self.layers[0].load.total:,} tokens per layer, busiest rank "
+            f"of the worst layer {worst:.3f} × the mean"
         )
 
     def _columns(self) -> Columns:
         each_L = [plan._columns() for plan in self.layers]
         layers = [layer for layer, columns in enumerate(each_L) for _ in columns["rank"]]
         return {"layer": layers, **{name: [cell for each in each_L for cell in each[name]] for name in each_L[0]}}
-
-    def __str__(self) -> str:
-        head = f"{self.strategy.name}: {len(self.layers)} layers on {self.cluster.num_ranks} ranks"
-        return "\n".join([head, *(f"layer {index}: {plan}" for index, plan in enumerate(self.layers))])
 
 
 # --- plans that could not run ----------------------------------------------------------------------

@@ -28,6 +28,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
+from moesys.display import CONTROL
 from moesys.kinds import did_you_mean
 
 FINGERPRINT_SCHEMA = 2
@@ -38,10 +39,6 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 LongName = BeforeValidator(lambda dtype: _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
 DType = Annotated[Literal["float32", "bfloat16", "float16"], LongName]
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-# Characters that move the cursor, end a line or change the direction of what follows.
-CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def _printable(text: str, info: ValidationInfo) -> str:
@@ -161,7 +158,7 @@ class Declared(WordedModel):
         }
 
 
-class OfKind:
+class KindUnion:
     """Annotates a union of declarations that their field ``kind`` tells apart. A kind alone stands for its defaults."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

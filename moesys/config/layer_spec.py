@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared, OfKind
+from moesys.config.base import Declared, KindUnion
 from moesys.config.model import ModelShape
 
 
@@ -133,7 +133,7 @@ class Mla(Declared):
         return (self.kv_lora_rank,) if self.q_lora_rank is None else (self.q_lora_rank, self.kv_lora_rank)
 
 
-Attention = Annotated[Gqa | Mla, OfKind()]
+Attention = Annotated[Gqa | Mla, KindUnion()]
 
 
 class DenseMlp(Declared):
@@ -201,7 +201,7 @@ class MoeMlp(Declared):
         return sum(product.parameters for product in self.expert_products.values())
 
 
-Mlp = Annotated[DenseMlp | MoeMlp, OfKind()]
+Mlp = Annotated[DenseMlp | MoeMlp, KindUnion()]
 
 
 class LayerSpec(Declared):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from moesys.config.base import BYTES_PER_ELEMENT, Declared, DisplayName, DType
 from moesys.config.hub import config_named, hub_model, read_config
 from moesys.config.layer_spec import LayerSpec, MoeMlp
-from moesys.display import Columns, Display
+from moesys.display import Columns, Display, by_column, counted
 
 
 class ModelSpec(Display, Declared):
@@ -75,23 +75,22 @@ class ModelSpec(Display, Declared):
         experts = next((layer.mlp.shape for layer in self.layers if isinstance(layer.mlp, MoeMlp)), None)
         routed = "" if experts is None else f", {experts.num_experts} experts, top_k={experts.top_k}"
         billions = f"{self.num_parameters / 1e9:,.2f} B parameters, {self.active_parameters / 1e9:,.2f} B active"
-        return f"{self.name!r}, {self.num_layers} layers, hidden size {self.hidden_size:,}{routed}, {billions}"
+        layers = counted(self.num_layers, "layer")
+        return f"{self.name!r}, {layers}, hidden size {self.hidden_size:,}{routed}, {billions}"
 
     def _columns(self) -> Columns:
-        return {
-            "layer": range(self.num_layers),
-            "attention": [layer.attention.kind for layer in self.layers],
-            "mlp": [layer.mlp.kind for layer in self.layers],
-            "parameters": [layer.num_parameters(self.hidden_size) for layer in self.layers],
-            "active_parameters": [layer.active_parameters(self.hidden_size) for layer in self.layers],
-        }
+        return self._by_layer("layer", enumerate(self.layers))
 
     def _shown(self) -> Columns:
         """Returns a row for each kind of layer."""
-        kinds, columns = self.layer_counts, self._columns()
-        first = [self.layers.index(kind) for kind in kinds]
-        rows = {name: [columns[name][layer] for layer in first] for name in columns if name != "layer"}
-        return {"layers": list(kinds.values()), **rows}
+        return self._by_layer("layers", ((count, kind) for kind, count in self.layer_counts.items()))
+
+    def _by_layer(self, name: str, layers: Iterable[tuple[int, LayerSpec]]) -> Columns:
+        H = self.hidden_size
+        return by_column(
+            (name, "attention", "mlp", "parameters", "active_parameters"),
+            [(n, of.attention.kind, of.mlp.kind, of.num_parameters(H), of.active_parameters(H)) for n, of in layers],
+        )
 
     @property
     def layer_counts(self) -> dict[LayerSpec, int]:

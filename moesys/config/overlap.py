@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared, OfKind
+from moesys.config.base import Declared, KindUnion
 from moesys.config.cluster import ClusterSpec
 
 # On one rank there is nothing to overlap with, whatever the overlap.
@@ -244,4 +244,4 @@ class MegaKernel(Declared):
         return self
 
 
-Overlap = Annotated[Sequential | Pipelined | MegaKernel, OfKind()]
+Overlap = Annotated[Sequential | Pipelined | MegaKernel, KindUnion()]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared, OfKind
+from moesys.config.base import Declared, KindUnion
 
 SlotCount = Annotated[int, Field(ge=0, strict=True)]
 SlotGigabytes = Annotated[float, Field(ge=0, le=1e9)]
@@ -93,4 +93,4 @@ class Fsep(Declared):
         return self.restore == self.reshard == "flat"
 
 
-Sharding = Annotated[Ep | Fsep, OfKind()]
+Sharding = Annotated[Ep | Fsep, KindUnion()]

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from moesys.config.balance import Balance
-from moesys.config.base import BYTES_PER_GB, Declared, DisplayName, OfKind
+from moesys.config.base import BYTES_PER_GB, Declared, DisplayName, KindUnion
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.overlap import Overlap, Sequential
@@ -44,7 +44,7 @@ class Adaptive(Declared):
     """Uses the predictor that was closest lately: each one is tested on every load before it sees the load."""
 
     kind: Literal["adaptive"] = "adaptive"
-    candidates: tuple[Annotated[Last | WindowMean | Ema, OfKind()], ...] = Field(
+    candidates: tuple[Annotated[Last | WindowMean | Ema, KindUnion()], ...] = Field(
         (Last(), WindowMean(steps=5), Ema(decay=0.5), Ema(decay=0.9)), min_length=1
     )
     """Predictors of which the most accurate one is used."""
@@ -60,7 +60,7 @@ class Oracle(Declared):
     kind: Literal["oracle"] = "oracle"
 
 
-Predictor = Annotated[Last | WindowMean | Ema | Adaptive | Oracle, OfKind()]
+Predictor = Annotated[Last | WindowMean | Ema | Adaptive | Oracle, KindUnion()]
 
 
 class Ordered(Declared):
@@ -93,7 +93,7 @@ class LayoutInvariant(Declared):
     gradient_bytes: ClassVar[int] = 8
 
 
-Reduction = Annotated[Ordered | LayoutInvariant, OfKind()]
+Reduction = Annotated[Ordered | LayoutInvariant, KindUnion()]
 
 
 class Strategy(Declared):

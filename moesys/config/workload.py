@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared, LongName, OfKind
+from moesys.config.base import Declared, KindUnion, LongName
 from moesys.config.hub import config_named, num_moe_layers, parse_config, read_config, shape_of
 from moesys.config.model import ModelShape
 
@@ -203,4 +203,4 @@ class Generated(CostModelWorkload):
     steps: int = Field(20, ge=1, description="timed steps after the warm-up")
 
 
-Workload = Annotated[Training | ModelTraining | Replay | Generated, OfKind()]
+Workload = Annotated[Training | ModelTraining | Replay | Generated, KindUnion()]

@@ -48,7 +48,7 @@ def test_measures_every_case_and_writes_every_sample(tmp_path: Path) -> None:
     assert "differs" not in output
     written = json.loads((tmp_path / "layer.json").read_text())
     assert written["source"] == "measured"
-    assert "1 threads" in written["machine"]
+    assert "1 thread," in written["machine"]
     found = {(row["shape"], row["model"]["dtype"], row["direction"]) for row in written["rows"]}
     assert found == {
         (case.name, dtype, direction)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,13 +13,14 @@ from rich.text import Text
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import RealTraining
+from moesys.display import listed, printable
 from moesys.lab.commands.options import AsJson, Imports, refusing
 from moesys.lab.ranks.process_start import writes
-from moesys.lab.runs.declarations import import_module_of_user, strategy_in
+from moesys.lab.runs.declarations import import_modules_of_user, strategy_in
 from moesys.lab.runs.environment import load_environments
-from moesys.lab.runs.places import RankTrials, TrialError, no_tick
+from moesys.lab.runs.places import RankTrials, TrialError
 from moesys.lab.runs.records import RunFolder
-from moesys.lab.show.tables import plain, print_full, printable
+from moesys.lab.show.tables import plain, print_full
 
 if TYPE_CHECKING:
     from moesys.lab.train.first_difference import FirstDifference
@@ -40,8 +40,7 @@ def bisect_command(
     """Prints the first difference of strategies ``a`` and ``b``, under ``seed`` or the seed whose recorded losses
     differ first. Returns the exit code: 1 if a bit differs. Under torchrun only rank 0 prints.
     """
-    for name in imports or ():
-        import_module_of_user(name)
+    import_modules_of_user(imports or ())
     folder = RunFolder(run)
     experiment = folder.experiment()
     # A record may name planners that are not imported, and these strategies are trained.
@@ -56,7 +55,7 @@ def bisect_command(
 
     try:
         with closing(RankTrials(experiment, _threads(folder))) as ranks:
-            difference = ranks.call(pair, find_first_difference, *arguments, no_tick)
+            difference = ranks.call(pair, find_first_difference, *arguments)
     except TrialError as error:
         raise ValueError(error.trace) from None
     if writes() and as_json:
@@ -73,17 +72,13 @@ def _words(found: FirstDifference) -> str:
     """Returns ``the first difference is in step 3, output of blocks.0.moe, on rank 1 of 4: 12 of 64 numbers, by 2e-8 at
     most``.
     """
-    ranks = f"{_numbered('rank', found.ranks)} of {found.num_ranks}"
+    ranks = f"{listed('rank', found.ranks)} of {found.num_ranks}"
     ranks = "all ranks" if len(found.ranks) == found.num_ranks else ranks
-    experts = f", {_numbered('expert', found.experts)}" if found.experts else ""
+    experts = f", {listed('expert', found.experts)}" if found.experts else ""
     return (
         f"the first difference is in step {found.step}, {found.tensor}{experts}, on {ranks}: "
         f"{found.num_different:,} of {found.num_elements:,} numbers, by {found.largest:.2g} at most"
     )
-
-
-def _numbered(noun: str, numbers: Sequence[int]) -> str:
-    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _seed(seed: int | None, experiment: Experiment, folder: RunFolder, first: Strategy, second: Strategy) -> int:

@@ -67,7 +67,7 @@ def calibrate_command(
         output = CommandOutput(out, as_json, quiet, wide)
         publish(report(found, threads), output)
         if out is not None:
-            output.tell_written([f"{CLUSTER_FILE}, for moesys simulate --cluster {out / CLUSTER_FILE}"])
+            output.print_written([f"{CLUSTER_FILE}, for moesys simulate --cluster {out / CLUSTER_FILE}"])
 
 
 def check_ranks(num_ranks: int | None, device_type: str) -> None:

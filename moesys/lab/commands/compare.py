@@ -19,7 +19,7 @@ from moesys.kinds import did_you_mean
 from moesys.lab.commands.options import AsJson, Format, FormatOption, Wide, refusing
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
-from moesys.lab.runs.records import INDEX_FILE, RunFolder, setting_fingerprint
+from moesys.lab.runs.records import RunFolder, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.show.comparisons import comparison_sheet, format_comparison
 from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, svg_table
@@ -47,8 +47,8 @@ def compare_command(
 ) -> int:
     """Prints a table for each model, cluster and workload among ``folders``, or for one metric."""
     form = "json" if as_json else form
-    # A shell takes the list of runs for one of runs/*.
-    groups = _groups([RunFolder(folder) for folder in folders if folder.name != INDEX_FILE or len(folders) == 1])
+    # For runs/* a shell gives the list of runs and the charts of sweeps too.
+    groups = _groups([RunFolder(each) for each in [each for each in folders if not each.is_file()] or folders])
     comparisons = [_merged(group) for group in groups]
     known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
     if metric is not None and metric not in known:
@@ -66,7 +66,7 @@ def compare_command(
         if len(groups) > 1:
             print(*(folder.path for folder in group))
         if metric is None:
-            _print(comparison, form, of_group, wide)
+            _print(comparison, form, _machine(of_group), wide)
         else:
             print_sheet(_metric_sheet(comparison, metric), wide=wide)
     return max(_told_unequal(comparison, group) for group, comparison in zip(groups, comparisons, strict=True))
@@ -74,12 +74,14 @@ def compare_command(
 
 def report(result: RunResult, form: Format, *, wide: bool = False) -> Comparison:
     """Prints the table of a run, and writes it to ``table.txt`` and ``table.svg`` in the run folder."""
-    comparison = compare_records(result.experiment, result.records)
-    folder = RunFolder(result.path)
+    comparison, folder, text = result.comparison, RunFolder(result.path), io.StringIO()
     environments = _environments([folder], comparison)
-    _save_table(comparison, environments, folder.path)
+    sheet = comparison_sheet(comparison, _machine(environments))
+    print_sheet(sheet, text)
+    write_whole(folder.path / "table.txt", text.getvalue())
+    write_whole(folder.path / "table.svg", svg_table(sheet, comparison.experiment.name))
     _warn(environments)
-    _print(comparison, form, environments, wide)
+    _print(comparison, form, _machine(environments), wide)
     _told_unequal(comparison, [folder])
     return comparison
 
@@ -107,20 +109,15 @@ def _told_unequal(comparison: Comparison, folders: Sequence[RunFolder]) -> int:
     return int(bool(comparison.unequal))
 
 
-def _print(comparison: Comparison, form: Format, environments: Sequence[Environment], wide: bool) -> None:
-    machine = environments[0].machine_line if environments else ""
+def _machine(environments: Sequence[Environment]) -> str:
+    return environments[0].machine_line if environments else ""
+
+
+def _print(comparison: Comparison, form: Format, machine: str, wide: bool) -> None:
     if form == "table":
         print_sheet(comparison_sheet(comparison, machine), wide=wide)
     else:
         print(format_comparison(comparison, form, machine), end="")
-
-
-def _save_table(comparison: Comparison, environments: Sequence[Environment], folder: Path) -> None:
-    sheet = comparison_sheet(comparison, environments[0].machine_line if environments else "")
-    text = io.StringIO()
-    print_sheet(sheet, text)
-    write_whole(folder / "table.txt", text.getvalue())
-    write_whole(folder / "table.svg", svg_table(sheet, comparison.experiment.name))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from moesys.config.strategy import Reduction
 from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands.compare import report
 from moesys.lab.commands.options import Quiet, RunFolders, Wide, refusing
-from moesys.lab.commands.report import tell_where
+from moesys.lab.commands.report import print_locations
 from moesys.lab.runs.comparison import Comparison
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.runner import RunResult, run
@@ -128,7 +128,7 @@ def demo_command(
         return 1
     print()
     replayed, _ = _run(replay_experiment(traces), out, show, fresh)
-    tell_where([trained.path, replayed.path], sys.stdout)
+    print_locations([trained.path, replayed.path], sys.stdout)
     return replayed.exit_code
 
 

@@ -21,8 +21,9 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from moesys.display import counted
 from moesys.lab.commands.options import AsJson, Quiet, Wide
-from moesys.lab.show.tables import Column, Sheet, counted, print_sheet
+from moesys.lab.show.tables import Column, Sheet, print_sheet
 
 State = Literal["ok", "slow", "missing", "broken"]
 

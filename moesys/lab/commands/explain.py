@@ -28,7 +28,7 @@ from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
 from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Settings, Wide, refusing
-from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiment, strategy_in
+from moesys.lab.runs.declarations import declared_in, import_modules_of_user, load_experiment, strategy_in
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.lab.show.step_explanation import (
     ExpertChange,
@@ -70,8 +70,7 @@ def explain_command(
     imports: Imports = None,
 ) -> None:
     """Explains a strategy of the experiment in ``file``, by default the last one, or one in a file of its own."""
-    for name in imports or ():
-        import_module_of_user(name)
+    import_modules_of_user(imports or ())
     experiment = load_experiment(file, settings or ())
     chosen = _chosen(strategy, experiment)
     explanation = explain(chosen, experiment, micro_batch=micro_batch, model_layers=model_layers)
@@ -224,12 +223,11 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[ReplayBatch], simu
     plan, cluster = step.layers[layer], step.cluster
     load, layout, tokens = plan.load, plan.layout, plan.tokens
     change, num_kept = _newest_change(walk)
-    source, expert, destination, count = tokens.entries.T
+    source, _, destination, count = tokens.entries.T
     on_rank = int(count[source == destination].sum())
     between_nodes = tokens.inter_node_tokens(cluster.domain_of_rank)
     busiest = int(tokens.tokens_R.argmax())
-    busiest_E = np.zeros(load.num_experts, dtype=np.int64)
-    np.add.at(busiest_E, expert[destination == busiest], count[destination == busiest])
+    busiest_E = tokens.computed_RE[busiest]
     critical_ms, mean_ms = _spent_ms(simulated, [layer])
     least = min_max_load(load, layout) * load.num_ranks / load.total if load.total else 1.0
     return LayerExplanation(

@@ -106,7 +106,7 @@ def leaderboard_command(
     report = write_pages(out, scored_in, groups, found, _introduction(_command(ctx), seeds, lag, warm_up))
     output = CommandOutput(None, as_json, quiet, wide)
     publish(report, output)
-    replace(output, folder=out).tell_written([PAGE, HTML_PAGE, f"{FILE} with every sample"])
+    replace(output, folder=out).print_written([PAGE, HTML_PAGE, f"{FILE} with every sample"])
 
 
 def _models(name: str) -> dict[str, ModelShape]:

@@ -6,11 +6,11 @@ Importing this module imports neither torch nor pydantic.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import EACCES, EPERM, EROFS
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal, NamedTuple
@@ -19,6 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from moesys.display import named, printable
 from moesys.lab.ranks.process_start import RunInterruption, writes
 
 # --- command lines ----------------------------------------------------------------------------------------------------
@@ -26,7 +27,7 @@ from moesys.lab.ranks.process_start import RunInterruption, writes
 _HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
-class _InPanels:
+class _HelpPanels:
     """Shows help in rich's panels. Errors stay plain, because boxes would break their lines in a pipe."""
 
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
@@ -39,7 +40,7 @@ class _InPanels:
         rich_format_help(obj=self, ctx=ctx, markup_mode="rich")
 
 
-class HelpedCommand(_InPanels, TyperCommand):
+class HelpedCommand(_HelpPanels, TyperCommand):
     """A command whose help has panels."""
 
 
@@ -57,22 +58,15 @@ class CommandPage(NamedTuple):
     details: str = ""
     examples: tuple[str, ...] = ()
 
-    @property
-    def epilog(self) -> str:
-        return "\n".join([f"Example{'s' * (len(self.examples) > 1)}:", *(f"  {line}" for line in self.examples)])
-
     def load(self, name: str) -> Any:
         """Imports the command, and returns it with its options."""
-        function = self.function
-        if isinstance(function, str):
-            module, _, attribute = function.partition(":")
-            function = getattr(import_module(module), attribute)
+        function = named(self.function) if isinstance(self.function, str) else self.function
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(
             name,
             cls=HelpedCommand,
             help="\n\n".join(filter(None, (self.summary, self.details))),
-            epilog=self.epilog,
+            epilog="\n".join([f"Example{'s' * (len(self.examples) > 1)}:", *(f"  {line}" for line in self.examples)]),
             context_settings=_HELP_OPTIONS,
         )(function)
         return get_command(app)
@@ -83,7 +77,7 @@ def command_line(name: str, text: str, pages: Mapping[str, CommandPage]) -> type
     for torch. A command returns its exit code, or None for 0.
     """
 
-    class Commands(_InPanels, TyperGroup):
+    class Commands(_HelpPanels, TyperGroup):
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             called, command, rest = super().resolve_command(ctx, args)
             return called, pages[called].load(called) if called and called in pages else command, rest
@@ -127,8 +121,6 @@ def refusing() -> Iterator[None]:
     else:
         return
     if writes():
-        from moesys.lab.show.tables import printable
-
         print(printable(message, keep="\n"), file=sys.stderr)
     raise typer.Exit(code)
 
@@ -150,9 +142,10 @@ def folder_to_write(path: Path | None) -> Path | None:
     """
     if path is None or not writes():
         return path
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not os.path.isdir(path):
         raise typer.BadParameter(f"{path} is a file; give the path of a folder")
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    # Unlike the method of Path, the function does not raise if a folder cannot be read or a name is too long.
+    there = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     try:
         TemporaryFile(dir=there).close()
     except OSError as error:
@@ -163,7 +156,7 @@ def folder_to_write(path: Path | None) -> Path | None:
 
 def file_to_write(path: Path | None) -> Path | None:
     """Raises typer.BadParameter for a file that could not be written, before anything is computed."""
-    if path is not None and path.is_dir():
+    if path is not None and os.path.isdir(path):
         raise typer.BadParameter(f"{path} is a folder; name a file in it")
     folder_to_write(path and path.parent)
     return path
@@ -200,10 +193,8 @@ Settings = Annotated[
     ),
 ]
 RunFolders = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of run folders; it is created.")]
-ModelLayers = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Layers of the whole model, for its memory (default: the workload's)."),
-]
+MODEL_LAYERS_HELP = "Layers of the whole model, for its memory (default: the workload's)."
+ModelLayers = Annotated[int | None, typer.Option(min=1, metavar="N", help=MODEL_LAYERS_HELP)]
 Jobs = Annotated[
     int | None,
     typer.Option(

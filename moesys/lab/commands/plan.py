@@ -18,10 +18,11 @@ from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.plan import LayerPlan
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
+from moesys.display import counted
 from moesys.files import read_json, write_whole
 from moesys.lab.commands.options import CLUSTER_HELP, AsJson, OutFile, refusing
 from moesys.lab.runs.declarations import balance_of, cluster_of, split_of
-from moesys.lab.show.tables import add_head, add_line, counted, print_full
+from moesys.lab.show.tables import add_head, add_line, print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.traces import load_trace, read_array
@@ -37,10 +38,7 @@ def plan_command(
         Path,
         typer.Option(metavar="FILE", help="Tokens of each rank for each expert, .npy, .csv or .json; or a .npz trace."),
     ],
-    cluster: Annotated[
-        str,
-        typer.Option(metavar="CLUSTER", help=CLUSTER_HELP),
-    ],
+    cluster: Annotated[str, typer.Option(metavar="CLUSTER", help=CLUSTER_HELP)],
     slots: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Slots per rank (default: one more than needed).")
     ] = None,
@@ -170,9 +168,7 @@ def plan_tree(
         moved = num_moves(previous.replicas_RE, layout.replicas_RE)
         add_line(held, "moves", f"{moved:,} replicas are on ranks that did not hold them before")
     add_line(held, "between nodes", f"{leaving:,} tokens ({leaving / max(1, load.total):.2%})")
-    tokens_RE = np.zeros((cluster.num_ranks, load.num_experts), dtype=np.int64)
-    _, expert_N, rank_N, count_N = plan.tokens.entries.T
-    np.add.at(tokens_RE, (rank_N, expert_N), count_N)
+    tokens_RE = plan.tokens.computed_RE
     first = 0
     for node, size in enumerate(cluster.node_sizes):
         ranks = list(range(first, first + size))

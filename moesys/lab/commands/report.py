@@ -30,7 +30,7 @@ def report_command(
     print(write_page(folder, out))
 
 
-def tell_where(folders: Sequence[Path], told: TextIO) -> None:
+def print_locations(folders: Sequence[Path], told: TextIO) -> None:
     """Writes the pages of runs and the list of all runs beside them, and prints where they are."""
     print(file=told)
     for folder in folders:

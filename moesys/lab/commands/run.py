@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -28,8 +28,8 @@ from moesys.lab.commands.options import (
     refusing,
 )
 from moesys.lab.ranks.process_start import writes
-from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiments
-from moesys.lab.runs.runner import RunResult, run
+from moesys.lab.runs.declarations import declared_in, import_modules_of_user, load_experiments
+from moesys.lab.runs.runner import run
 from moesys.lab.runs.slurm import Slurm, slurm_of
 from moesys.lab.show.progress import RunProgress
 
@@ -82,8 +82,7 @@ def run_command(
 
     Progress goes where the tables go, or to stderr if a table is for a machine to read.
     """
-    for name in imports or ():
-        import_module_of_user(name)
+    import_modules_of_user(imports or ())
     form = "json" if as_json else form
     told = sys.stdout if form == "table" else sys.stderr
     comparisons: list[Comparison] = []
@@ -107,18 +106,20 @@ def run_command(
         if writes():
             if not quiet:
                 print(result.summary, file=told)
-            comparisons.append(_report(result, form, wide))
+            # Not at the top, here and below: a typo in the file is told before torch and scipy are there.
+            from moesys.lab.commands.compare import report
+
+            comparisons.append(report(result, form, wide=wide))
             folders.append(result.path)
             code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
         if result.stopped:
             break
-    if len(comparisons) > 1:
-        _draw(comparisons, out / file.stem, told)
+    if len(comparisons) > 1 and (charts := _sweep_files(comparisons, out / file.stem)):
+        print(f"\nspeed-up along the sweep: {', '.join(map(str, charts))}", file=told)
     if folders:
-        # Not at the top: it imports the simulator and matplotlib.
-        from moesys.lab.commands.report import tell_where
+        from moesys.lab.commands.report import print_locations
 
-        tell_where(folders, told)
+        print_locations(folders, told)
     return code
 
 
@@ -167,18 +168,6 @@ def _interpreted(experiment: Experiment) -> Training:
             f"{type(experiment.workload).__name__}; leave it out"
         )
     return experiment.workload.replace(interpret=True)
-
-
-def _report(result: RunResult, form: Format, wide: bool) -> Comparison:
-    # Not at the top, here and below: a typo in the file is told before torch and scipy are there.
-    from moesys.lab.commands.compare import report
-
-    return report(result, form, wide=wide)
-
-
-def _draw(comparisons: Sequence[Comparison], path_stem: Path, told: TextIO) -> None:
-    if paths := _sweep_files(comparisons, path_stem):
-        print(f"\nspeed-up along the sweep: {', '.join(str(path) for path in paths)}", file=told)
 
 
 def _swept_field(experiments: Sequence[Experiment]) -> str | None:

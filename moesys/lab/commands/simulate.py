@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Annotated
@@ -22,8 +23,10 @@ from moesys.balance.plan import StepPlan, why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay, Workload
+from moesys.display import counted
 from moesys.lab.commands.options import (
     CLUSTER_HELP,
+    MODEL_LAYERS_HELP,
     AsJson,
     Imports,
     OutFolder,
@@ -33,13 +36,13 @@ from moesys.lab.commands.options import (
     refusing,
 )
 from moesys.lab.commands.simulate_model import simulate_whole_model
-from moesys.lab.runs.declarations import cluster_of, import_module_of_user, load_experiment, strategy_in
+from moesys.lab.runs.declarations import cluster_of, import_modules_of_user, load_experiment, strategy_in
 from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import drawn_like, rest_of, timed_steps
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.figures import STYLE, TimelinePanel, draw_timelines, save, write_chrome_trace
-from moesys.lab.show.tables import Column, ColumnNote, CommandOutput, Report, Sheet, counted, figure, publish
+from moesys.lab.show.tables import Column, ColumnNote, CommandOutput, Report, Sheet, figure, publish
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation, exposed_ms
@@ -48,6 +51,8 @@ from moesys.simulator.step_program import simulation
 MOST_TRACED_RANKS = 64
 MOST_DRAWN_RANKS = 4
 _FILE_PANEL, _MODEL_PANEL = "Options with FILE, an experiment or a plan", "Options with --model, a whole model"
+_file_option = partial(typer.Option, rich_help_panel=_FILE_PANEL)
+_model_option = partial(typer.Option, rich_help_panel=_MODEL_PANEL)
 TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
 LEGEND = (
     ColumnNote(
@@ -92,79 +97,40 @@ def simulate_command(
     quiet: Quiet = False,
     wide: Wide = False,
     layers: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Number of layers to draw, or to take from a trace.", rich_help_panel=_FILE_PANEL
-        ),
+        int | None, _file_option(min=1, metavar="N", help="Number of layers to draw, or to take from a trace.")
     ] = None,
     step: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Timed step, from 0; planners have seen the steps before it.",
-            rich_help_panel=_FILE_PANEL,
-        ),
+        int, _file_option(min=0, metavar="N", help="Timed step, from 0; planners have seen the steps before it.")
     ] = 0,
-    model_layers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Layers of the whole model, for its memory (default: the workload's).",
-            rich_help_panel=_FILE_PANEL,
-        ),
-    ] = None,
+    model_layers: Annotated[int | None, _file_option(min=1, metavar="N", help=MODEL_LAYERS_HELP)] = None,
     imports: Imports = None,
     model: Annotated[
         str | None,
-        typer.Option(
+        _model_option(
             metavar="MODEL",
             help="Name of a packaged model, or a config.json or its folder, instead of FILE.",
             autocompletion=model_names_known,
-            rich_help_panel=_MODEL_PANEL,
         ),
     ] = None,
     parallel: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZES",
-            help="Sizes of groups and more: tp=2,pp=8,vp=4,ep=32, recompute=selective.",
-            rich_help_panel=_MODEL_PANEL,
-        ),
+        str, _model_option(metavar="SIZES", help="Sizes of groups and more: tp=2,pp=8,vp=4,ep=32, recompute=selective.")
     ] = "",
-    tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens per sequence.", rich_help_panel=_MODEL_PANEL)
-    ] = 4096,
-    micro_batch: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Sequences per micro-batch.", rich_help_panel=_MODEL_PANEL)
-    ] = 1,
-    global_batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Sequences per step.", rich_help_panel=_MODEL_PANEL)
-    ] = None,
-    skew: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="X", help="Skew of the drawn routing; 0 is balanced.", rich_help_panel=_MODEL_PANEL
-        ),
-    ] = 0.0,
-    fp8: Annotated[
-        bool, typer.Option("--fp8", help="Multiply by weights in float8.", rich_help_panel=_MODEL_PANEL)
-    ] = False,
-    optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="adam, adam_bf16 or sgd.", rich_help_panel=_MODEL_PANEL)
-    ] = "adam",
+    tokens: Annotated[int, _model_option(min=1, metavar="N", help="Tokens per sequence.")] = 4096,
+    micro_batch: Annotated[int, _model_option(min=1, metavar="N", help="Sequences per micro-batch.")] = 1,
+    global_batch: Annotated[int | None, _model_option(min=1, metavar="N", help="Sequences per step.")] = None,
+    skew: Annotated[float, _model_option(min=0, metavar="X", help="Skew of the drawn routing; 0 is balanced.")] = 0.0,
+    fp8: Annotated[bool, _model_option("--fp8", help="Multiply by weights in float8.")] = False,
+    optimizer: Annotated[str, _model_option(metavar="NAME", help="adam, adam_bf16 or sgd.")] = "adam",
 ) -> None:
     """Simulates a step of an experiment, of a plan or of a whole model, prints the tables and writes the files."""
     if (file is None) == (model is None):
         raise typer.BadParameter("simulate either FILE or --model; give one of them")
-    others, of = (_OF_FILE, "FILE") if file is None else (_OF_MODEL, "--model")
+    panel, of = (_FILE_PANEL, "FILE") if file is None else (_MODEL_PANEL, "--model")
     for option in ctx.command.params:
         source = ctx.get_parameter_source(option.name or "")
-        if option.name in others and source is not None and source.name == "COMMANDLINE":
+        if getattr(option, "rich_help_panel", "") == panel and source is not None and source.name == "COMMANDLINE":
             raise typer.BadParameter(f"{option.opts[0]} is for {of}; leave it out")
-    for name in imports or ():
-        import_module_of_user(name)
+    import_modules_of_user(imports or ())
     output = CommandOutput(out, as_json, quiet, wide)
     if out is not None:
         # Before all is simulated.
@@ -205,14 +171,10 @@ def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | N
     sheet = step_sheet(f"SIMULATED: {name}, {shape}", found, words)
     publish(Report("simulate", "", "simulated", [sheet]), replace(output, folder=None))
     if files:
-        output.tell_written(path.name for path in files)
+        output.print_written(path.name for path in files)
 
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
-
-# The options that are only for a file, and those that are only for a model.
-_OF_FILE = {"layers", "step", "model_layers"}
-_OF_MODEL = {"tokens", "micro_batch", "global_batch", "parallel", "skew", "fp8", "optimizer"}
 
 Plans = tuple[StepPlan, ...]
 Todo = tuple[str, Iterator[Plans], RestOfStep]
@@ -445,16 +407,14 @@ def step_sheet(title: str, of_strategies: Sequence[StepDraws], draws: str) -> Sh
         for of in of_strategies
     ]
     against = [f"{of.name} would not run: {reason}." for of in of_strategies for reason in of.would_not_run]
-    notes = [*LEGEND, *_draw_words(of_strategies, draws), *against]
-    return Sheet(title, rows, notes, unclear=unclear_rows([row.speedup for row in rows]))
-
-
-def _draw_words(of_strategies: Sequence[StepDraws], draws: str) -> Iterator[str]:
+    notes: list[str] = [*LEGEND]
     if any(len(of.paths) > 1 for of in of_strategies):
-        yield (
+        notes.append(
             f"Draws: {draws}. step ms: their median [p10, p90]; speed-up: paired, draw by draw, with its 95 % interval "
             "(Student's t on logarithms; ~: it contains 1, ?: too few draws); other columns: means."
         )
+    notes += against
+    return Sheet(title, rows, notes, unclear=unclear_rows([row.speedup for row in rows]))
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -14,11 +14,12 @@ from rich.console import Console
 from moesys.config import BYTES_PER_GB, ModelSpec, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
+from moesys.display import counted
 from moesys.files import write_whole
 from moesys.kinds import did_you_mean
 from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
-from moesys.lab.show.tables import Column, CommandOutput, Sheet, counted, figure, print_sheet
+from moesys.lab.show.tables import Column, CommandOutput, Sheet, figure, print_sheet
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 
@@ -67,7 +68,7 @@ def simulate_whole_model(
         for sheet in sheets(steps, notes_on(steps, skew)):
             print_sheet(sheet, wide=output.wide)
     if files:
-        output.tell_written(path.name for path in files)
+        output.print_written(path.name for path in files)
 
 
 def parallelism_of(text: str) -> Parallelism:
@@ -137,11 +138,11 @@ def sheets(steps: Sequence[ModelStep], notes: Sequence[str] = ()) -> list[Sheet]
     parallel = run.parallelism
     sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "vp")}
     words = ", ".join(f"{name} {size}" for name, size in (sizes | {"ep": run.groups.expert}).items() if size != 1)
-    micro_batches = f"{run.num_micro_batches:,} micro-batch{'es' * (run.num_micro_batches != 1)}"
     title = (
         f"SIMULATED: {run.model.name or 'a model'} of {run.model.num_parameters / 1e9:.1f} billion parameters "
         f"({run.model.active_parameters / 1e9:.1f} active), on {run.cluster.name or 'a cluster'}"
-        f"{', ' + words if words else ''}: {micro_batches} of {run.micro_batch} x {run.seq_len:,} tokens"
+        f"{', ' + words if words else ''}: {counted(run.num_micro_batches, 'micro-batch')} of "
+        f"{run.micro_batch} x {run.seq_len:,} tokens"
     )
     summary = []
     for step in steps:
@@ -203,18 +204,18 @@ def _write(steps: Sequence[ModelStep], out: Path) -> list[Path]:
 
 
 def _json(steps: Sequence[ModelStep]) -> str:
-    return json.dumps([_fields(step) for step in steps], indent=2)
-
-
-def _fields(step: ModelStep) -> Mapping[str, Any]:
-    return {
-        "run": step.run.model_dump(mode="json"),
-        "seconds": step.seconds,
-        "seconds_by_draw": [draw.seconds for draw in step.draws],
-        "tokens_per_second": step.tokens_per_second,
-        "mfu": step.mfu,
-        "seconds_by_part": step.shares,
-        "bytes_by_stage": [stage.parts for stage in step.memory],
-        "verdict": step.verdict,
-        "speed_up_with_faster_experts": {str(by): step.speed_up(by) for by in _FASTER},
-    }
+    found = [
+        {
+            "run": step.run.model_dump(mode="json"),
+            "seconds": step.seconds,
+            "seconds_by_draw": [draw.seconds for draw in step.draws],
+            "tokens_per_second": step.tokens_per_second,
+            "mfu": step.mfu,
+            "seconds_by_part": step.shares,
+            "bytes_by_stage": [stage.parts for stage in step.memory],
+            "verdict": step.verdict,
+            "speed_up_with_faster_experts": {str(by): step.speed_up(by) for by in _FASTER},
+        }
+        for step in steps
+    ]
+    return json.dumps(found, indent=2)

@@ -26,7 +26,7 @@ from moesys.lab.commands.options import (
     refusing,
 )
 from moesys.lab.ranks.process_start import writes
-from moesys.lab.runs.declarations import declared_in, import_module_of_user, load_experiment
+from moesys.lab.runs.declarations import declared_in, import_modules_of_user, load_experiment
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.tuning import tune
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
@@ -73,8 +73,7 @@ def tune_command(
     wide: Wide = False,
 ) -> None:
     """Tunes the experiment in ``file``, prints the result and writes it to a folder. Only rank 0 of torchrun prints."""
-    for name in imports or ():
-        import_module_of_user(name)
+    import_modules_of_user(imports or ())
     experiment = load_experiment(file, settings or ())
     declared = None if space is None else declared_in(space, Space)
     bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes, jobs)

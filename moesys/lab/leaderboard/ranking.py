@@ -18,6 +18,7 @@ from typing import Annotated, TypeVar
 
 import matplotlib as mpl
 
+from moesys.display import counted
 from moesys.files import write_whole
 from moesys.lab.leaderboard.planners import OURS, PlannerGroup
 from moesys.lab.leaderboard.scores import PlannerResult
@@ -25,7 +26,7 @@ from moesys.lab.leaderboard.workloads import RoutingSetting
 from moesys.lab.runs.statistics import PairedRatio, paired_ratio
 from moesys.lab.show.figures import OKABE_ITO, draw_forest
 from moesys.lab.show.pages import PAGE_STYLE, inline_svg, page, sheet_section
-from moesys.lab.show.tables import Column, Report, Sheet, counted, write
+from moesys.lab.show.tables import Column, Report, Sheet, write
 
 PAGE, HTML_PAGE = "leaderboard.md", "leaderboard.html"
 TITLE = "SIMULATED: a leaderboard of planners"
@@ -34,12 +35,6 @@ Key = TypeVar("Key", bound=Hashable)
 BySample = dict[int, float]
 # The samples of each setting, by workload, model and cluster.
 BySetting = dict[tuple[str, str, str], BySample]
-
-
-def interval_words(ratio: PairedRatio) -> str:
-    """Returns ``1.234 [1.200, 1.269]``; a single sample has no interval."""
-    interval = "" if ratio.low is None else f" [{ratio.low:.3f}, {ratio.high:.3f}]"
-    return f"{ratio.estimate:.3f}{interval}"
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class RankedPlanner:
 
     place: Annotated[int | None, Column("place")]
     planner: Annotated[str, Column("planner + split", align="left", wraps=True, kept=True)]
-    slowdown: Annotated[PairedRatio | None, Column("slowdown [95 %]", interval_words, kept=True)]
+    slowdown: Annotated[PairedRatio | None, Column("slowdown [95 %]", ".3f", kept=True)]
     by_workload: Annotated[Mapping[str, float], Column("{}", ".3f")]
     layer_ms: Annotated[float | None, Column("a layer, ms", ".2f")]
     max_over_mean: Annotated[float | None, Column("max/mean", ".3f")]
@@ -78,7 +73,7 @@ class LostSetting:
     best: Annotated[str, Column("fastest planner")]
     best_ms: Annotated[float, Column("a layer, ms", ".2f")]
     ours_ms: Annotated[float, Column("ours, ms", ".2f")]
-    slowdown: Annotated[PairedRatio, Column("slowdown of ours [95 %]", interval_words)]
+    slowdown: Annotated[PairedRatio, Column("slowdown of ours [95 %]", ".3f")]
 
 
 def ranking(results: Sequence[PlannerResult]) -> list[RankedPlanner]:
@@ -122,11 +117,11 @@ def winner(ranked: Sequence[RankedPlanner]) -> str:
         return "No planner can plan in every setting."
     first, *others = placed
     assert first.slowdown is not None
-    words = f"The fastest is {first.planner}, with a slowdown of {interval_words(first.slowdown)}"
+    words = f"The fastest is {first.planner}, with a slowdown of {first.slowdown:.3f}"
     if not others:
         return f"{words}."
     assert others[0].slowdown is not None
-    after = f"the next of {counted(len(placed), 'result')} is {others[0].planner}, {interval_words(others[0].slowdown)}"
+    after = f"the next of {counted(len(placed), 'result')} is {others[0].planner}, {others[0].slowdown:.3f}"
     return f"{words}; {after}."
 
 
@@ -237,7 +232,7 @@ def _figure(group: str, ratios: Mapping[str, PairedRatio]) -> str:
             ratios,
             title=f"SIMULATED: {group}",
             xlabel="slowdown, geometric mean (left is faster)",
-            words=interval_words,
+            words="{:.3f}".format,
             colour=lambda _: OKABE_ITO[0],
         )
     return inline_svg(drawn)
@@ -258,7 +253,7 @@ def _workloads(scored_in: Sequence[RoutingSetting]) -> list[WorkloadRow]:
     return [WorkloadRow(name, about[name], "; ".join(where[name])) for name in about]
 
 
-def _html(words: Sequence[str], workloads: Sheet, parts: Sequence[tuple[list[Sheet], str]]) -> str:
+def _html(introduction: Sequence[str], workloads: Sheet, parts: Sequence[tuple[list[Sheet], str]]) -> str:
     body = [f"<h1>{escape(TITLE)}, {date.today().isoformat()}</h1>"]
     for (ranked, *_), _ in parts:
         name, words = ranked.title.removeprefix("SIMULATED: "), ranked.notes[0]
@@ -268,5 +263,5 @@ def _html(words: Sequence[str], workloads: Sheet, parts: Sequence[tuple[list[She
         first, *others = map(sheet_section, tables)
         body += [first, f"<section>{figure}</section>", *others]
     body += [sheet_section(workloads), "<h2>How it was scored</h2>"]
-    body += [f'<p class="note">{escape(paragraph.replace("`", ""))}</p>' for paragraph in words]
+    body += [f'<p class="note">{escape(paragraph.replace("`", ""))}</p>' for paragraph in introduction]
     return page(TITLE, body)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moesys.config import DType, LayoutInvariant, Strategy
 from moesys.config.experiment import Experiment, Source, Trial
-from moesys.display import Columns, Display, by_column, html_table, named, pyplot_axes
+from moesys.display import Columns, Display, by_column, counted, html_part, named, pyplot_axes
 from moesys.lab.runs.records import Record, latest
 from moesys.lab.runs.statistics import PairedRatio, paired_ratio
 
@@ -104,14 +104,21 @@ class Row:
     @property
     def words(self) -> str:
         """The name, the step time, the speed-up and the number of seeds."""
-        step_ms, ratio = self.median(SPEED), self.speedup
+        step_ms = self.median(SPEED)
         step = "no step time" if step_ms is None else f"{step_ms:,.4g} ms per step"
-        words = "" if ratio is None else f", speed-up {ratio.estimate:.2f}"
-        interval = "" if ratio is None or ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
-        return f"{self.name!r}, {step}{words}{interval}, n = {self.n}"
+        ratio = "" if self.speedup is None else f", speed-up {self.speedup:.2f}"
+        return f"{self.name!r}, {step}{ratio}, n = {self.n}"
 
     def __repr__(self) -> str:
         return f"<Row: {self.words}>"
+
+    def speedup_over(self, other: Row) -> PairedRatio | None:
+        """Returns the ratio of step times, paired by seed; None if no seed has both."""
+        return paired_ratio(other.samples.get(SPEED, {}), self.samples.get(SPEED, {}))
+
+    def is_faster_than(self, other: Row) -> bool:
+        ratio = self.speedup_over(other)
+        return ratio is not None and ratio.verdict == "faster"
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,19 +149,30 @@ class Comparison(Display):
         """Rows whose losses have other bits than the baseline's, and may not."""
         return tuple(row for row in self.rows if row.agreement and row.agreement.exact and not row.agreement.holds)
 
+    @property
+    def rivals(self) -> list[Row]:
+        """The rows that would run and have a speed-up over the baseline, from fast to slow."""
+        return [row for row in self.rows[1:] if row.speedup and not row.repeat and not row.would_not_run]
+
+    @property
+    def _contenders(self) -> list[Row]:
+        would_run = self.baseline.n > 0 and not self.baseline.would_not_run
+        return [*self.rivals, *[self.baseline] * would_run]
+
+    @cached_property
+    def fastest(self) -> Row:
+        """The row with the largest speed-up of those that would run, which may be due to chance."""
+        contenders = self._contenders or [self.baseline]
+        return max(contenders, key=lambda row: row.speedup.estimate if row.speedup else 1.0)
+
     @cached_property
     def best(self) -> frozenset[str]:
         """The name of the winner: the row that is faster than each of the others that would run, where the paired
         interval of both excludes 1. Empty if there is none, as with too few seeds.
         """
-        rivals = [row for row in self.rows if row.speedup is not None and not row.repeat]
-        rivals += [self.baseline] * (self.baseline.n > 0)
-        rivals = [row for row in rivals if not row.would_not_run]
-        if len(rivals) < 2:
-            return frozenset()
-        first = max(rivals, key=lambda row: row.speedup.estimate if row.speedup else 1.0)
-        wins = all(_is_faster(first, row) for row in rivals if row is not first)
-        return frozenset([first.name]) if wins else frozenset()
+        others = [row for row in self._contenders if row is not self.fastest]
+        wins = others and all(self.fastest.is_faster_than(row) for row in others)
+        return frozenset([self.fastest.name]) if wins else frozenset()
 
     def plot(self) -> Axes:
         """Draws each speed-up with its interval, in a new figure of pyplot. Raises ValueError if there is none."""
@@ -163,10 +181,8 @@ class Comparison(Display):
         return pyplot_axes("moesys.lab.show.figures:draw_speedups", self)
 
     def _facts(self) -> str:
-        others = [row for row in self.rows if row.speedup is not None and not row.repeat]
-        fastest = max(others, key=lambda row: row.speedup.estimate if row.speedup else 0.0, default=None)
-        words = "" if fastest is None else f", fastest {fastest.words}"
-        return f"{self.source} {self.experiment.name!r}, {len(self.rows)} rows, baseline {self.baseline.name!r}{words}"
+        head = f"{self.source} {self.experiment.name!r}, {counted(len(self.rows), 'row')}"
+        return f"{head}, baseline {self.baseline.name!r}, fastest {self.fastest.words}"
 
     def _columns(self) -> Columns:
         """Returns a row for each strategy, seed and timed step; ``repeat`` is 1 for the repetition of the baseline."""
@@ -186,10 +202,8 @@ class Comparison(Display):
 
     def _repr_html_(self) -> str:
         columns = named("moesys.lab.show.tables:written_columns")(self._sheet)
-        shown = {" ".join(column.header.split()): column for column in columns}
-        right = [name for name, column in shown.items() if column.align == "right"]
-        cells = {name: column.cells for name, column in shown.items()}
-        return html_table(self._sheet.title, cells, self._sheet.notes, right)
+        right = [column.name for column in columns if column.align == "right"]
+        return html_part(self._sheet.title, {of.name: of.cells for of in columns}, self._sheet.notes, right)
 
     @cached_property
     def _sheet(self) -> Any:
@@ -292,17 +306,8 @@ def _judged(row: Row, baseline: Row, source: Source, tolerance: float) -> Row:
     """Adds the agreement of a row, and its speed-up if it was simulated or its losses agree with the baseline."""
     agrees = agreement(baseline.losses, row.losses, tolerance) if source == "measured" else None
     may_show = source == "simulated" or (agrees is not None and agrees.holds)
-    return replace(row, speedup=_speedup(baseline, row) if may_show else None, agreement=agrees)
+    return replace(row, speedup=row.speedup_over(baseline) if may_show else None, agreement=agrees)
 
 
 def _show_no_layout(strategy: Strategy, baseline: Strategy) -> bool:
     return isinstance(baseline.reduction, LayoutInvariant) and strategy.reduction == baseline.reduction
-
-
-def _speedup(baseline: Row, row: Row) -> PairedRatio | None:
-    return paired_ratio(baseline.samples.get(SPEED, {}), row.samples.get(SPEED, {}))
-
-
-def _is_faster(row: Row, other: Row) -> bool:
-    ratio = _speedup(other, row)
-    return ratio is not None and ratio.verdict == "faster"

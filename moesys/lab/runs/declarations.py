@@ -18,7 +18,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -122,9 +122,8 @@ def _replaced(declared: Any, names: Sequence[str], values: Sequence[Any]) -> Ite
         known = type(declared).model_fields if isinstance(declared, Declared) else ()
     if name not in known:
         what = f"use one of {', '.join(known)}{did_you_mean(name, known)}" if known else "end the path before it"
-        raise ValueError(
-            f"{name!r} is not in {'the list' if isinstance(declared, tuple) else _class(declared)}; {what}"
-        )
+        where = "the list" if isinstance(declared, tuple) else type(declared).__name__
+        raise ValueError(f"{name!r} is not in {where}; {what}")
     inner = declared[places[name]] if isinstance(declared, tuple) else getattr(declared, name)
     if rest:
         found = _replaced(inner, rest, values)
@@ -135,10 +134,6 @@ def _replaced(declared: Any, names: Sequence[str], values: Sequence[Any]) -> Ite
             yield value, (*declared[: places[name]], new, *declared[places[name] + 1 :])
         else:
             yield value, declared.replace(**{name: new})
-
-
-def _class(declared: Any) -> str:
-    return type(declared).__name__
 
 
 def _loaded(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
@@ -372,6 +367,12 @@ def import_module_of_user(name: str) -> str:
             f"{name}: {module_name} was imported from {source} already; give one of the files another name"
         )
     return module_name
+
+
+def import_modules_of_user(names: Iterable[str]) -> None:
+    """Imports the modules of --import. Raises ValueError as ``import_module_of_user`` does."""
+    for name in names:
+        import_module_of_user(name)
 
 
 def own_kind(kind: str) -> str:

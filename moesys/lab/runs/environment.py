@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from moesys.config.base import in_words
+from moesys.display import counted
 from moesys.files import write_whole
 from moesys.lab.ranks.process_start import LOOPBACK
 
@@ -63,7 +64,7 @@ class Environment:
     @property
     def machine_line(self) -> str:
         """The environment in one line, for the foot of a table."""
-        parts = [self.cpu, f"{self.cores} cores", f"{self.torch_threads} thread{'s' * (self.torch_threads > 1)} a rank"]
+        parts = [self.cpu, counted(self.cores, "core"), f"{counted(self.torch_threads, 'thread')} per rank"]
         parts += [f"{self.gpus.count(gpu)} × {gpu}" for gpu in dict.fromkeys(self.gpus)]
         parts.append(f"Python {self.python}")
         parts += [f"torch {self.packages['torch']}"] if "torch" in self.packages else []

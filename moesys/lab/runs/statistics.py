@@ -36,6 +36,10 @@ class PairedRatio:
     high: float | None
     p: float
 
+    def __format__(self, form: str) -> str:
+        """Returns ``1.23 [1.10, 1.38]``, whose numbers have the form; a single seed has no interval."""
+        return f"{self.estimate:{form}}" + ("" if self.low is None else f" [{self.low:{form}}, {self.high:{form}}]")
+
     @property
     def holds_one(self) -> bool:
         """True if the interval contains 1, which means no difference."""

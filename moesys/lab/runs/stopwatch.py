@@ -13,6 +13,8 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from moesys.display import counted
+
 Name = TypeVar("Name", bound=Hashable)
 Work = Callable[[], object]
 
@@ -103,4 +105,4 @@ def machine_line(threads: int, packages: Sequence[str] = ("torch",)) -> str:
 
     versions = [f"{package} {version(package)}" for package in packages]
     python = f"Python {platform.python_version()}"
-    return ", ".join([cpu_name(), f"{available_cores()} cores", f"{threads} threads", python, *versions])
+    return ", ".join([cpu_name(), counted(available_cores(), "core"), counted(threads, "thread"), python, *versions])

@@ -65,12 +65,8 @@ class TuneResult(Display):
         return by_column(("strategy", "source", "seed", "step_ms"), rows)
 
     def _shown(self) -> Columns:
-        choices = self.tuned.choices
-        return {
-            "field": [choice.field for choice in choices],
-            "value": [choice.value for choice in choices],
-            "why": [str(choice) for choice in choices],
-        }
+        rows = [(choice.field, choice.value, str(choice)) for choice in self.tuned.choices]
+        return by_column(("field", "value", "why"), rows)
 
 
 def tune(

@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 import pydantic_core
 
 from moesys.config.workload import RealTraining, Training
+from moesys.display import counted
 from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, Row
 from moesys.lab.runs.records import setting_fingerprint
 from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
-from moesys.lab.show.tables import Column, ColumnNote, Sheet, counted, escaped, figure, latex_table, markdown_table
+from moesys.lab.show.tables import Column, ColumnNote, Sheet, escaped, figure, latex_table, markdown_table
 
 Format = Literal["markdown", "csv", "csv-samples", "json", "latex"]
 COMPARISON_SCHEMA = 1
@@ -108,10 +109,8 @@ def _speedup_cell(row: Row, comparison: Comparison) -> str:
 
 def ratio_words(ratio: PairedRatio) -> str:
     """Returns ``1.23 [1.10, 1.38]``, after ``~`` if the interval contains 1, else after ``?`` if seeds are too few."""
-    if ratio.low is None or ratio.high is None:
-        return f"? {ratio.estimate:.2f}"
-    mark = "~ " if ratio.holds_one else "? " if ratio.n < MIN_SEEDS else ""
-    return f"{mark}{ratio.estimate:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+    mark = "~ " if ratio.low is not None and ratio.holds_one else "? " if ratio.n < MIN_SEEDS else ""
+    return f"{mark}{ratio:.2f}"
 
 
 def unclear_rows(speedups: Sequence[str | None]) -> list[int]:

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from moesys.lab.runs.comparison import Comparison
 from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio
 from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.tables import figure as digits
-from moesys.layout import TokenPlan
 from moesys.load import IntArray
 from moesys.simulator.critical_path import PathPart
 from moesys.timeline import Source, Span, Timeline
@@ -79,21 +79,13 @@ _FOREST_WIDTH, _FOREST_ROW = 4.7, 0.36
 _LINEAR_RANGE = 4.0
 
 
-def computed_tokens(plan: TokenPlan) -> IntArray:
-    """Returns the tokens that each rank computes for each expert under a plan, int64 [R, E]."""
-    tokens_RE = np.zeros((plan.load.num_ranks, plan.load.num_experts), dtype=np.int64)
-    _, expert, destination, tokens = plan.entries.T
-    np.add.at(tokens_RE, (destination, expert), tokens)
-    return tokens_RE
-
-
 def draw_loads(
     before_RE: IntArray, after_RE: IntArray, *, title: str, labels: tuple[str, str] = ("before", "after")
 ) -> Figure:
     """Draws the tokens of each expert on each rank, before and after balancing, on one colour scale; above them the
     sums of ranks and their mean. Dark cells have many tokens, grey ones none.
 
-    ``before_RE``, ``after_RE``: tokens computed, int [R, E], as ``computed_tokens`` counts them.
+    ``before_RE``, ``after_RE``: tokens computed, int [R, E], as in ``TokenPlan.computed_RE``.
     """
     if before_RE.shape != after_RE.shape:
         raise ValueError(f"before has shape {before_RE.shape} and after {after_RE.shape}; give [R, E] of one layer")
@@ -184,12 +176,14 @@ class TimelinePanel:
         if self.critical_path:
             rows.append(TimelineRow("critical path", "all ranks", tuple(_path_bars(self.critical_path))))
         on_path = {(part.rank if part.is_of_rank else None, part.kind, part.detail) for part in self.critical_path}
-        for rank, lane in lanes_of(spans, self.ranks):
-            of_lane = [span for span in spans if (span.rank, span.lane) == (rank, lane)]
-            bars = [_bar(span, on_path) for span in of_lane]
-            if lane == "compute":
+        # The lane of computation, then the others as they first appear in time.
+        lanes = dict.fromkeys(["compute", *(span.lane for span in sorted(spans, key=lambda span: span.start_us))])
+        for rank, lane in product(self.ranks, lanes):
+            bars = [_bar(span, on_path) for span in spans if (span.rank, span.lane) == (rank, lane)]
+            if lane == "compute" and bars:
                 bars += _idle(bars, rank, length_ms)
-            rows.append(TimelineRow(lane.replace("_", " "), f"rank {rank}", tuple(bars)))
+            if bars:
+                rows.append(TimelineRow(lane.replace("_", " "), f"rank {rank}", tuple(bars)))
         return rows
 
 
@@ -452,18 +446,6 @@ def _write_counts(axes: Axes, tokens_RE: IntArray, most: int) -> None:
 
 def _ink() -> str:
     return str(mpl.rcParams["text.color"])
-
-
-def lanes_of(spans: Sequence[Span], ranks: Sequence[int]) -> list[tuple[int, str]]:
-    """Returns each (rank, lane) that has spans, from top to bottom."""
-    there = {(span.rank, span.lane) for span in spans}
-    return [(rank, lane) for rank in ranks for lane in _lanes_in_order(spans) if (rank, lane) in there]
-
-
-def _lanes_in_order(spans: Sequence[Span]) -> list[str]:
-    """Returns the lane of computation, then the others as they first appear in time."""
-    first_seen = dict.fromkeys(span.lane for span in sorted(spans, key=lambda span: span.start_us))
-    return sorted(first_seen, key=lambda lane: lane != "compute")
 
 
 # --- traces -----------------------------------------------------------------------------------------------------------

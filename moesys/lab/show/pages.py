@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
@@ -22,9 +22,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import Affine2D
 
+from moesys.display import counted, html_table, printable
 from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
 from moesys.lab.show.figures import COUNTS, OKABE_ITO, STYLE, TimelinePanel, draw_timelines, placed_rows
-from moesys.lab.show.tables import Sheet, counted, notes_of, printable, written_columns
+from moesys.lab.show.tables import Sheet, notes_of, rows_of, written_columns
 from moesys.load import IntArray
 from moesys.timeline import Timeline
 
@@ -87,42 +88,27 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 def facts(of: dict[str, str]) -> str:
     """Returns names and facts, beside one another as far as there is room."""
-    said = (f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in of.items() if fact)
-    return f"<dl>{''.join(said)}</dl>"
+    items = (f"<div><dt>{escape(name)}</dt><dd>{escape(fact)}</dd></div>" for name, fact in of.items() if fact)
+    return f"<dl>{''.join(items)}</dl>"
 
 
 def section(title: str, content: str, note: str = "") -> str:
     """Returns a part of a page: a heading, a note if there is one, and content in HTML."""
-    said = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f"<section><h2>{escape(title)}</h2>{said}{content}</section>"
+    below = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f"<section><h2>{escape(title)}</h2>{below}{content}</section>"
 
 
-def table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    name: str,
-    left: Iterable[int] = (),
-    styles: Mapping[int, str] | None = None,
-) -> str:
-    """Returns a table in HTML, which a click on a header sorts.
-
-    ``left``: the indices of the columns that are aligned on the left. ``styles``: the classes of some rows.
-    """
-    marks = [' class="left"' if index in set(left) else "" for index in range(len(columns))]
-    head = "".join(f"<th{mark}>{escape(column)}</th>" for mark, column in zip(marks, columns, strict=True))
-    lines = ("".join(f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, row, strict=True)) for row in rows)
-    classes = {row: f' class="{style}"' for row, style in (styles or {}).items()}
-    body = "\n".join(f"<tr{classes.get(row, '')}>{line}</tr>" for row, line in enumerate(lines))
-    return f'<table id="{escape(name)}"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = ()) -> str:
+    """Returns a table in HTML, which a click on a header sorts. ``left``: the columns that are aligned on the left."""
+    return html_table(columns, rows, [' class="left"' * (index in left) for index in range(len(columns))])
 
 
 def sheet_section(sheet: Sheet) -> str:
     """Returns a table with its title and its notes; the best rows are bold, unclear ones grey."""
     columns = written_columns(sheet)
-    rows = zip(*(column.cells for column in columns), strict=True)
-    left = [index for index, column in enumerate(columns) if column.align == "left"]
+    marks = [' class="left"' * (column.align == "left") for column in columns]
     styles = dict.fromkeys(sheet.unclear, "unclear") | dict.fromkeys(sheet.best, "best")
-    drawn = table([column.header for column in columns], rows, sheet.title.replace(" ", "-"), left, styles)
+    drawn = html_table([column.header for column in columns], rows_of(columns), marks, styles)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in notes_of(sheet, columns))
     return section(sheet.title, drawn + notes)
 
@@ -171,9 +157,9 @@ class Bins:
     first_B: IntArray
 
     @classmethod
-    def of(cls, steps_S: IntArray, most: int = _MOST_BINS) -> Bins:
-        """Returns at most ``most`` bins, whose lengths differ by at most one."""
-        num_bins = min(most, len(steps_S))
+    def of(cls, steps_S: IntArray) -> Bins:
+        """Returns at most ``_MOST_BINS`` bins, whose lengths differ by at most one."""
+        num_bins = min(_MOST_BINS, len(steps_S))
         return cls(steps_S, np.arange(num_bins) * len(steps_S) // num_bins)
 
     @property
@@ -213,7 +199,7 @@ def watch_page(run: WatchedRun) -> str:
     parts = [f"<h1>{escape(title)}</h1>", _facts(run)]
     first = sorted(run.numbers, key=lambda name: (name != "loss", name))
     for name in first:
-        parts.append(section(in_words(name), curves(bins, {in_words(name): run.numbers[name]}, in_words(name))))
+        parts.append(section(as_title(name), curves(bins, {as_title(name): run.numbers[name]}, as_title(name))))
     parts += _loads(run, bins)
     parts.append(section("By layer", _layer_table(run), _LAYER_NOTE))
     parts += _times(run, bins)
@@ -296,7 +282,7 @@ def _layer_table(run: WatchedRun) -> str:
         "planning ms": _by_layer(run.plan_ms_SL, np.mean),
         "restored MiB, all ranks": _by_layer(run.restored_mib_SL, np.mean),
     }
-    return table(list(columns), zip(*columns.values(), strict=True), "layers")
+    return table(list(columns), zip(*columns.values(), strict=True))
 
 
 def _times(run: WatchedRun, bins: Bins) -> list[str]:
@@ -320,7 +306,7 @@ def _events(run: WatchedRun) -> str:
     rows = [(str(step), str(e.layer), str(e.micro_batch), e.what) for step, e in reversed(run.events[-_MOST_EVENTS:])]
     left_out = len(run.events) - len(rows)
     note = f'<p class="note">The newest {len(rows)}; {left_out} before them are not shown.</p>' if left_out else ""
-    return note + table(["step", "layer", "micro-batch", "what"], rows, "events", left=[3])
+    return note + table(["step", "layer", "micro-batch", "what"], rows, left=[3])
 
 
 # --- figures of the page ----------------------------------------------------------------------------------------------
@@ -435,7 +421,7 @@ def timelines(panels: Sequence[TimelinePanel], title: str) -> str:
     return inline_svg(figure, hints)
 
 
-def in_words(name: str) -> str:
+def as_title(name: str) -> str:
     """Returns ``Grad norm`` for ``grad_norm``."""
     return name[:1].upper() + name[1:].replace("_", " ")
 

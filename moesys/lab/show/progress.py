@@ -25,6 +25,7 @@ from rich.text import Text
 
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, RealTraining, Replay, Workload
+from moesys.display import counted
 from moesys.lab.runs.records import Record
 from moesys.lab.runs.runner import QuietProgress, StepCounter
 
@@ -217,8 +218,8 @@ def _opening(experiment: Experiment, num_recorded: int, num_left: int) -> str:
         " on GPUs" if isinstance(experiment.workload, RealTraining) and experiment.workload.device == "cuda" else ""
     )
     measured = experiment.source == "measured"
-    where = f"on {experiment.cluster.num_ranks} ranks{on_gpus}" if measured else "in the cost model"
-    return f"{experiment.name}: {num_left} trials to run {where}{recorded}"
+    where = f"on {counted(experiment.cluster.num_ranks, 'rank')}{on_gpus}" if measured else "in the cost model"
+    return f"{experiment.name}: {counted(num_left, 'trial')} to run {where}{recorded}"
 
 
 # --- tunings ------------------------------------------------------------------------------------------------------

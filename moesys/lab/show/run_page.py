@@ -14,21 +14,22 @@ import numpy as np
 
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, ModelTraining, Replay
+from moesys.display import counted
 from moesys.files import write_whole
-from moesys.lab.runs.comparison import Comparison, Row, compare_records
+from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import load_environments
 from moesys.lab.runs.records import EXPERIMENT_FILE, INDEX_FILE, RECORDS_FILE, Record, RunFolder, setting_fingerprint
-from moesys.lab.runs.statistics import MIN_SEEDS, paired_ratio
+from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.runs.trials import rest_of, timed_steps
 from moesys.lab.runs.watched_run import FloatArray, read_watched_run
 from moesys.lab.show.comparisons import comparison_sheet
-from moesys.lab.show.figures import TimelinePanel, computed_tokens, draw_loads, draw_speedups
+from moesys.lab.show.figures import TimelinePanel, draw_loads, draw_speedups
 from moesys.lab.show.pages import (
     PAGE_STYLE,
     Bins,
+    as_title,
     curves,
     facts,
-    in_words,
     inline_svg,
     page,
     section,
@@ -38,7 +39,6 @@ from moesys.lab.show.pages import (
     token_map,
     watch_page,
 )
-from moesys.lab.show.tables import counted
 from moesys.simulator.simulation import Simulation
 from moesys.simulator.step_program import simulation
 from moesys.step_lines import step_files, step_journal
@@ -66,32 +66,24 @@ def subject(experiment: Experiment) -> str:
 
 def headline(comparison: Comparison) -> str:
     """Returns one sentence: which strategy is fastest and by how much, or that the run does not tell."""
-    baseline, rivals = comparison.baseline, [row for row in comparison.rows[1:] if row.speedup and not row.repeat]
-    rivals = [row for row in rivals if not row.would_not_run]
+    baseline, rivals = comparison.baseline, comparison.rivals
     if not rivals:
         return f"No strategy can be compared with {baseline.name}."
-    first = max(rivals, key=lambda row: row.speedup.estimate if row.speedup else 0.0)
-    assert first.speedup is not None
-    n = f"n = {counted(first.speedup.n, 'seed')}"
-    interval = (
-        "" if first.speedup.low is None else f"95 % interval {first.speedup.low:.2f} to {first.speedup.high:.2f}, "
-    )
-    by = f"{first.speedup.estimate:.2f} times as fast as {baseline.name} ({interval}{n})"
+    first, ratio = rivals[0], rivals[0].speedup
+    assert ratio is not None
+    n = f"n = {counted(ratio.n, 'seed')}"
+    interval = "" if ratio.low is None else f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}, "
+    by = f"{ratio.estimate:.2f} times as fast as {baseline.name} ({interval}{n})"
     if baseline.name in comparison.best:
         return f"{baseline.name}, the baseline, is the fastest. The next one, {first.name}, is {by}."
     if comparison.best:
         return f"{first.name} is the fastest: {by}."
-    if first.speedup.n < MIN_SEEDS:
+    if ratio.n < MIN_SEEDS:
         return f"Inconclusive: {n}, and {MIN_SEEDS} are needed. So far {first.name} is {by}."
-    if first.speedup.verdict == "faster":
-        alike = ", ".join(row.name for row in rivals if row is not first and not _is_faster(first, row))
+    if ratio.verdict == "faster":
+        alike = ", ".join(row.name for row in rivals[1:] if not first.is_faster_than(row))
         return f"{first.name} is {by}, but it cannot be told from {alike}."
     return f"Inconclusive: no strategy is clearly faster than {baseline.name}. {first.name} is {by}."
-
-
-def _is_faster(row: Row, other: Row) -> bool:
-    ratio = paired_ratio(other.samples["step_ms"], row.samples["step_ms"])
-    return ratio is not None and ratio.verdict == "faster"
 
 
 def run_page(folder: RunFolder) -> str:
@@ -129,7 +121,7 @@ def _about(folder: RunFolder, comparison: Comparison, machine: str) -> dict[str,
     return {
         "model": f"{shape}, {model.dtype}",
         "cluster": f"{cluster.name or 'no name'}: {cluster.num_nodes:,} x {cluster.ranks_per_node} ranks",
-        "workload": in_words(workload.kind) + (f" of {workload.model}" if isinstance(workload, ModelTraining) else ""),
+        "workload": as_title(workload.kind) + (f" of {workload.model}" if isinstance(workload, ModelTraining) else ""),
         "seeds": ", ".join(map(str, experiment.seeds)),
         "trials (UTC)": f"{started[0][:16]} to {started[-1][:16]}".replace("T", " ") if started else "none",
         "planned and simulated on" if comparison.source == "simulated" else "measured on": machine,
@@ -211,7 +203,7 @@ def _simulated(comparison: Comparison, words: str) -> list[str]:
     parts = []
     # Rows are in the order of their speed, behind the baseline.
     names = list(steps)[:2]
-    loads_RE = [computed_tokens(steps[name][0][0].layers[0].tokens) for name in names]
+    loads_RE = [steps[name][0][0].layers[0].tokens.computed_RE for name in names]
     if len(names) == 2 and loads_RE[0].size <= _MOST_CELLS:
         with mpl.rc_context(PAGE_STYLE):
             drawn = draw_loads(*loads_RE, title=f"{words}, layer 0", labels=(names[0], names[1]))
@@ -240,7 +232,7 @@ def index_page(folder: Path) -> str:
     children = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     ours = [path for path in children if kind_of(path)]
     rows = sorted(((path.name, *_listed(path)) for path in ours), key=lambda row: row[-1], reverse=True)
-    drawn = table(("run", "result", "compared", "kind", "date (UTC)"), rows, "runs", range(5))
+    drawn = table(("run", "result", "compared", "kind", "date (UTC)"), rows, range(5))
     for path in ours:
         file = next((of for of in (REPORT_FILE, _LEADERBOARD) if (path / of).is_file()), "")
         cell, name = '<tr><td class="left">', escape(path.name)
@@ -252,7 +244,7 @@ def index_page(folder: Path) -> str:
     names = sorted(path.name for path in folder.glob("*.svg"))
     charts = " ".join(f'<a href="{quote(name)}">{escape(name)}</a>' for name in names)
     sweeps = f"<p>Sweeps: {charts}</p>" if names else ""
-    return page(title, [f"<h1>{escape(title)}</h1>", f"<section>{drawn}</section>", sweeps, note])
+    return page(title, [f"<h1>{escape(title)}</h1>", f'<section id="runs">{drawn}</section>', sweeps, note])
 
 
 def _listed(path: Path) -> tuple[str, str, str, str]:
@@ -295,7 +287,7 @@ def kind_of(folder: Path) -> str:
 
 def write_page(folder: Path, out: Path | None = None) -> Path:
     """Writes the page of a folder, and returns its path: of a run, of a watched training, or the list of the runs in
-    it. The page of a leaderboard, which ``moesys leaderboard`` writes, is returned as it is.
+    it. The page of a leaderboard, which ``moesys leaderboard`` writes, is copied to ``out``, or stays as it is.
 
     Raises ValueError for a folder that is none of these, or cannot be read.
     """
@@ -306,8 +298,10 @@ def write_page(folder: Path, out: Path | None = None) -> Path:
             path, text = folder / REPORT_FILE, run_page(RunFolder(folder))
         case "watched":
             path, text = folder / REPORT_FILE, watch_page(read_watched_run(folder))
-        case "leaderboard":
+        case "leaderboard" if out is None:
             return folder / _LEADERBOARD
+        case "leaderboard":
+            path, text = out, (folder / _LEADERBOARD).read_text(encoding="utf-8")
         case _:
             if not any(kind_of(child) for child in folder.iterdir() if child.is_dir()):
                 raise ValueError(

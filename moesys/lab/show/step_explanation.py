@@ -13,14 +13,13 @@ from rich.text import Text
 from rich.tree import Tree
 
 from moesys.balance.certificate import SecondsCertificate
-from moesys.config import ClusterSpec, Fsep, Strategy
-from moesys.display import Columns, Display
-from moesys.lab.show.tables import Column, Sheet, WholeTable, add_head, add_line, counted, figure, print_full
+from moesys.config import BYTES_PER_GB, ClusterSpec, Fsep, Strategy
+from moesys.display import Columns, Display, counted, listed
+from moesys.lab.show.tables import Column, Sheet, WholeTable, add_head, add_line, figure, print_full
 from moesys.simulator.simulation import COMPUTED_KINDS
 
 MOST_PLACES = 5
 MOST_SHOWN = 12
-BYTES_PER_GB = 1e9
 MIB = 2**20
 
 
@@ -349,7 +348,7 @@ def _load_branch(branch: Tree, layer: LayerExplanation) -> None:
         if layer.tokens_E[expert]
     ]
     add_line(load, "hottest", ", ".join(hottest) or "none, for there are no tokens")
-    add_line(load, "without tokens", _listed("expert", layer.starved))
+    add_line(load, "without tokens", listed("expert", layer.starved))
 
 
 def _layout_branch(branch: Tree, layer: LayerExplanation, strategy: Strategy) -> None:
@@ -387,8 +386,8 @@ def _layout_branch(branch: Tree, layer: LayerExplanation, strategy: Strategy) ->
 def _moved_words(moved: ExpertChange) -> str:
     before, after = moved.replicas_before, moved.replicas_after
     replicas = f"{before} -> {after} replicas" if before != after else f"{counted(after, 'replica')} as before"
-    ranks = [f"new on {_listed('rank', moved.gained_ranks)}"] if moved.gained_ranks else []
-    ranks += [f"gone from {_listed('rank', moved.lost_ranks)}"] if moved.lost_ranks else []
+    ranks = [f"new on {listed('rank', moved.gained_ranks)}"] if moved.gained_ranks else []
+    ranks += [f"gone from {listed('rank', moved.lost_ranks)}"] if moved.lost_ranks else []
     return f"{replicas}, it has {moved.load_over_mean:.2f} × the mean load; {', '.join(ranks)}"
 
 
@@ -415,14 +414,6 @@ def _split_branch(branch: Tree, layer: LayerExplanation) -> None:
 
 def _table(rows: Sequence[object]) -> WholeTable:
     return WholeTable(Sheet("", rows), framed=False)
-
-
-def _listed(noun: str, numbers: list[int]) -> str:
-    if not numbers:
-        return "none"
-    shown = ", ".join(map(str, numbers[:MOST_SHOWN]))
-    more = f" and {len(numbers) - MOST_SHOWN} more" if len(numbers) > MOST_SHOWN else ""
-    return f"{noun}{'s' * (len(numbers) > 1)} {shown}{more}"
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from moesys.config.base import CONTROL
+from moesys.display import counted, printable
 from moesys.files import write_whole
 
 _LATEX = {
@@ -164,11 +164,6 @@ def figure(value: float) -> str:
     return f"{value:.{max(0, 4 - len(f'{abs(value):.0f}'))}f}"
 
 
-def counted(number: int, noun: str) -> str:
-    """Returns the number and its noun, singular or plural: ``1 rank``, ``2,048 ranks``."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
 # --- columns ----------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +223,8 @@ def _is_number(cell: str) -> bool:
     return " x " not in cell
 
 
-def _rows(columns: Sequence[WrittenColumn]) -> list[tuple[str, ...]]:
+def rows_of(columns: Sequence[WrittenColumn]) -> list[tuple[str, ...]]:
+    """Returns the cells of each row."""
     return list(zip(*(column.cells for column in columns), strict=True))
 
 
@@ -292,7 +288,7 @@ class WholeTable:
             header = Text(column.header_within(width))
             table.add_column(header, justify=column.align, no_wrap=not column.wraps, width=width)
         groups = [getattr(row, sheet.group_by) if sheet.group_by else None for row in sheet.rows]
-        for place, cells in enumerate(_rows(shown)):
+        for place, cells in enumerate(rows_of(shown)):
             if place and groups[place] != groups[place - 1]:
                 table.add_section()
             style = "bold green" if place in sheet.best else "dim" if place in sheet.unclear else None
@@ -306,7 +302,7 @@ def markdown_table(sheet: Sheet) -> str:
     columns = written_columns(sheet)
     lines = [[escaped(column.header) for column in columns]]
     lines.append(["--:" if column.align == "right" else ":--" for column in columns])
-    for place, cells in enumerate(_rows(columns)):
+    for place, cells in enumerate(rows_of(columns)):
         marks = "**" if place in sheet.best else ""
         lines.append([f"{marks}{escaped(cell)}{marks}" if cell else "" for cell in cells])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -316,7 +312,7 @@ def latex_table(sheet: Sheet) -> str:
     """Returns a table for the package booktabs: the best rows in bold, the notes below, and the title as caption."""
     columns = written_columns(sheet)
     lines = [_latex_row([_in_latex(column.header) for column in columns]), r"\midrule"]
-    for place, cells in enumerate(_rows(columns)):
+    for place, cells in enumerate(rows_of(columns)):
         texts = [_in_latex(cell) for cell in cells]
         lines.append(_latex_row([rf"\textbf{{{of}}}" if of and place in sheet.best else of for of in texts]))
     notes = " ".join(_in_latex(note) for note in notes_of(sheet, columns))
@@ -377,14 +373,6 @@ def _in_latex(text: str) -> str:
 
 def _one_line(text: str) -> str:
     return printable(" ".join(text.split()))
-
-
-def printable(text: str, keep: str = "") -> str:
-    """Returns the text with escapes, such as ``\\x1b``, in place of control characters that are not in ``keep``.
-
-    Otherwise text from files of others could move the cursor, or look like lines of moesys.
-    """
-    return CONTROL.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------
@@ -485,7 +473,7 @@ class CommandOutput:
         stem = report.name.replace(" ", "_")
         return {"page": self.folder / f"{stem}.md", "json_path": self.folder / f"{stem}.json"}
 
-    def tell_written(self, names: Iterable[str]) -> None:
+    def print_written(self, names: Iterable[str]) -> None:
         """Says which files of the folder were written, below the results."""
         print(f"Written to {self.folder}: {', '.join(names)}", file=sys.stderr if self.as_json else sys.stdout)
 
@@ -506,7 +494,7 @@ def publish(report: Report, output: CommandOutput = AS_TABLES) -> None:
             print_sheet(sheet, wide=output.wide)
         _print_notes(_window(), report.notes)
     if files:
-        output.tell_written(path.name for path in files.values())
+        output.print_written(path.name for path in files.values())
 
 
 def write(report: Report, *, page: Path | None = None, json_path: Path | None = None) -> None:

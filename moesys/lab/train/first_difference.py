@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,12 +52,11 @@ def find_first_difference(
     cluster: ClusterSpec,
     workload: Training | ModelTraining,
     seed: int,
-    tick: Callable[[], None],
 ) -> FirstDifference | None:
     """Trains both on every rank of the default group, step by step in turns. A collective.
 
     Returns the first difference, on all ranks; None if no bit differs to the end. The tensors of a step of the first
-    training are kept until the second has computed its own. ``tick`` is called after every step.
+    training are kept until the second has computed its own.
     """
     trainers: list[_CopyingTrainer] = []
     try:
@@ -66,7 +65,6 @@ def find_first_difference(
             first, second = (trainer.watched(step) for trainer in trainers)
             if (difference := _first_difference(step, first, second)) is not None:
                 return difference
-            tick()
         return None
     finally:
         for trainer in trainers:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal
 from moesys.config import BYTES_PER_GB, DenseMlp, Gqa, LayerSpec, Mla, ModelSpec, MoeMlp
 from moesys.config.layer_spec import Product
 from moesys.config.model_run import LayerRecompute
-from moesys.display import Columns, Display, by_column, draw_bars
+from moesys.display import Columns, Display, by_column, counted, draw_bars
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -209,7 +209,7 @@ class ModelCost(Display):
 
     def _facts(self) -> str:
         return (
-            f"{len(self.layers)} layers, {self.parameters / 1e9:,.2f} B parameters, "
+            f"{counted(len(self.layers), 'layer')}, {self.parameters / 1e9:,.2f} B parameters, "
             f"{self.flops / 1e12:,.2f} TFLOP in forward and {self.backward_flops / 1e12:,.2f} in backward, "
             f"{self.saved_bytes() / BYTES_PER_GB:,.2f} GB saved, for a sequence of {self.embedding.seq_len:,} tokens"
         )

@@ -17,7 +17,7 @@ from moesys.config import BYTES_PER_GB, MoeMlp
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Recompute
 from moesys.cost import FloatArray, memory_seconds
-from moesys.display import Columns, Display, by_column, draw_bars
+from moesys.display import Columns, Display, by_column, counted, draw_bars
 from moesys.layout import TokenPlan
 from moesys.simulator.model.exchanges import Ring, passes_of_sum, place_pairs
 from moesys.simulator.model.memory import StageMemory
@@ -313,9 +313,10 @@ class ModelStep(Display):
     def _facts(self) -> str:
         mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
         return (
-            f"{self.run.model.name!r} with {self.run.strategy.name!r} on {self.run.cluster.num_ranks:,} ranks, "
-            f"{1e3 * self.seconds:,.1f} ms per step, {self.tokens_per_second:,.0f} tokens/s per rank{mfu}, "
-            f"{self.peak.gb:.1f} GB, {'fits' if not self.verdict else 'would not run'}"
+            f"{self.run.model.name!r} with {self.run.strategy.name!r} on "
+            f"{counted(self.run.cluster.num_ranks, 'rank')}, {1e3 * self.seconds:,.1f} ms per step, "
+            f"{self.tokens_per_second:,.0f} tokens/s per rank{mfu}, {self.peak.gb:.1f} GB, "
+            f"{'fits' if not self.verdict else 'would not run'}"
         )
 
     def _columns(self) -> Columns:

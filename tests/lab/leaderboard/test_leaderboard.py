@@ -189,6 +189,7 @@ def test_the_page_is_whole_and_needs_nothing_else(board: Path) -> None:
     assert parser.open == []
     # names of XML's vocabularies are no addresses; figures refer to their own parts alone
     assert ": the fastest is " in page.partition("<table")[0]
+    assert '<p class="note">moesys leaderboard ' in page
     assert "`" not in page
     assert page.count("<script>") == 1
     text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", re.sub("<script>.*?</script>", "", page, flags=re.DOTALL))

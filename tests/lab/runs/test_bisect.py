@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 import moesys as ms
 from moesys.__main__ import app
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.lab.runs.places import no_tick
 from moesys.lab.train.first_difference import FirstDifference, find_first_difference
 from moesys.lab.train.loop import Trainer
 from moesys.moe.masters import local_part
@@ -94,7 +93,7 @@ def find_planted(fault: str, pair: tuple[ms.Strategy, ms.Strategy]) -> FirstDiff
 
     with patch.object(Trainer, "__init__", planted), patch.object(Trainer, "step", noted):
         try:
-            return find_first_difference(pair, of.model, of.cluster, WORKLOAD, 0, no_tick)
+            return find_first_difference(pair, of.model, of.cluster, WORKLOAD, 0)
         finally:
             patch.stopall()
 

@@ -33,6 +33,7 @@ def test_what_would_not_run_comes_last_and_is_never_the_best():
     comparison = compare_records(of, marked)
     assert [row.name for row in comparison.rows] == ["ep", "fsep", FSEP_WIDE.name]
     assert comparison.best == {"fsep"}
+    assert ", fastest 'fsep', " in repr(comparison)
     assert compare_records(of, of_all).best == {FSEP_WIDE.name}
     sheet = comparison_sheet(comparison)
     assert [row.would_run for row in sheet.rows] == ["yes", "yes", "no"]
@@ -109,6 +110,7 @@ def test_the_best_is_faster_than_every_other(step_ms, best):
     of = experiment(**THREE, repeat_baseline=True)
     comparison = compare_records(of, records(of, {"ep": 10.0} | step_ms, noise=0.0))
     assert comparison.best == best
+    assert not best or f", fastest {min(best)!r}, " in repr(comparison)
 
 
 def test_the_runner_up_is_compared_directly_and_not_by_its_own_interval():

@@ -48,7 +48,7 @@ def test_it_says_what_runs_here(environment):
     assert environment.cores >= 1
     assert environment.cpu
     assert environment.machine_line.startswith(
-        f"{environment.cpu}, {environment.cores} cores, 1 thread a rank, Python "
+        f"{environment.cpu}, {environment.cores} cores, 1 thread per rank, Python "
     )
 
 

@@ -19,7 +19,6 @@ from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.figures import (
     STYLE,
     TimelinePanel,
-    computed_tokens,
     draw_forest,
     draw_loads,
     draw_timelines,
@@ -121,7 +120,7 @@ def test_computed_tokens_are_the_plans():
     load = LoadMatrix(np.random.default_rng(0).integers(0, 50, (4, 6)))
     for balance in (Static(), Greedy()):
         plan = plan_layer(laer(2).replace(balance=balance), model, cluster, load).tokens
-        computed_RE = computed_tokens(plan)
+        computed_RE = plan.computed_RE
         assert computed_RE.tolist() == plan.tokens_RER.sum(0).T.tolist()
         assert computed_RE.sum(1).tolist() == plan.tokens_R.tolist()
 

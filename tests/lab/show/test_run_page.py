@@ -104,6 +104,9 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
     for path, page in ((folder, "report.html"), (runs / "watched", "report.html"), (runs, "index.html")):
         assert moesys("report", path) == 0
         assert capsys.readouterr().out == f"{path / page}\n"
+    assert moesys("report", runs / "board", "--out", tmp_path / "pages" / "board.html") == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'pages' / 'board.html'}\n"
+    assert "a wins" in (tmp_path / "pages" / "board.html").read_text()
     page = (runs / "index.html").read_text()
     assert page == index_page(runs)
     rows = re.findall(r"<tr><td class=\"left\">(.*?)</tr>", page)
