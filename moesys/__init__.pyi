@@ -116,6 +116,7 @@ from moesys.traces import vllm_trace as vllm_trace
 from moesys.tuner.space import SearchBounds as SearchBounds
 from moesys.tuner.space import Space as Space
 
+__version__: str
 __all__ = [
     "Adaptive",
     "Balance",

@@ -40,7 +40,7 @@ COMMANDS = {
         (
             "moesys run experiments/overlap_ablation.py",
             "moesys run experiments/skew_sweep.py --seeds 2 --out sweeps",
-            "moesys run experiments/overlap_ablation.py --set strategies.1.overlap.chunks=2,4",
+            "moesys run first.py --set strategies.1.overlap.chunks=2,4",
         ),
     ),
     "compare": CommandPage(

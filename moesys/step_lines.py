@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -28,6 +30,24 @@ Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 _AS_JSON = ConfigDict(extra="forbid", ser_json_inf_nan="null")
 # Lane, start_us, end_us, kind and detail of each.
 _SPANS = TypeAdapter(list[tuple[str, FiniteFloat, FiniteFloat, str, str]])
+
+
+class NumberLog:
+    """Calls ``log(numbers, step=step)``, such as ``wandb.log``. Its errors must not end what is logged: the first one
+    becomes a warning, and later ones are not shown.
+    """
+
+    def __init__(self, log: Callable[..., object]) -> None:
+        self._log, self._failed = log, False
+
+    def __call__(self, numbers: Mapping[str, float], step: int) -> None:
+        try:
+            self._log(numbers, step=step)
+        except Exception as error:
+            if not self._failed:
+                what = f"log raised {type(error).__name__} in step {step}: {error}"
+                warnings.warn(f"{what}; the run goes on, and later errors are not shown", stacklevel=4)
+            self._failed = True
 
 
 @dataclass(frozen=True)

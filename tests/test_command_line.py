@@ -322,12 +322,12 @@ def test_settings_change_fields_and_several_values_make_several_experiments(sett
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("workload.skw=1", "set='workload.skw=1': 'skw' is not in Generated; use one of "),
+        ("workload.skw=1", "--set workload.skw=1: 'skw' is not in Generated; use one of "),
         ("workload.skw=1", "did you mean 'skew'?"),
         ("strategies.fsp.lag=1", "'fsp' is not in the list; use one of 0, 1, ep, fsep; did you mean 'fsep'?"),
         ("workload.skew.x=1", "'x' is not in float; end the path before it"),
-        ("workload.skew=-1", "set='workload.skew=-1': "),
-        ("seeds", "set='seeds' gives no value; write it as in strategies.1.overlap.chunks=2,4"),
+        ("workload.skew=-1", "--set workload.skew=-1: "),
+        ("seeds", "--set seeds gives no value; write it as in strategies.1.overlap.chunks=2,4"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_in_words(setting, message):

@@ -543,14 +543,14 @@ def model_config(folder: Path) -> Attempt:
 
     def attempt(draw: Random) -> None:
         path.write_bytes(json_bytes(draw, draw.choice(configs)))
-        with refused("config.json", "validation error"):
+        with refused("config.json"):
             found = ms.ModelSpec.from_config(path)
             said = json_said(path.read_bytes())
             assert same(found.hidden_size, said.get("hidden_size", found.hidden_size))
             assert same(found.vocab_size, said.get("vocab_size", found.vocab_size))
             assert found.num_layers == said.get("num_hidden_layers", found.num_layers)
             assert ms.ModelSpec.from_json(found.to_json()) == found
-        with refused("config.json", "validation error"):
+        with refused("config.json"):
             workload = ms.ModelTraining(model=str(path))
             assert json.loads(workload.config) == json_said(path.read_bytes())
             assert workload.num_layers <= json_said(path.read_bytes())["num_hidden_layers"]
@@ -1109,7 +1109,7 @@ FOUND: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: tokens_of_lines(folder, (1, 2, 3), (1,)), r"rank-0000\.jsonl: step 1 has 1 experts in layer 0"),
     (
         lambda _: ms.Ep(slot_gb_per_rank=1e308),
-        "slot_gb_per_rank.*\n.*less than or equal to 1000000000",
+        "slot_gb_per_rank.*less than or equal to 1000000000",
     ),
     (overlapping_spans, r"spans-0000\.json has no spans of a rank: spans overlap"),
     (with_tokenizer, "tokenizer=.* does not encode .*text.txt"),

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -99,6 +100,17 @@ def parse_config(text: str, source: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{source} holds no JSON object, so it is no config.json of transformers")
     return config
+
+
+@contextmanager
+def config_named(source: str) -> Iterator[None]:
+    """Adds ``source`` to errors about the content of a config.json that do not name the file."""
+    try:
+        yield
+    except ValueError as error:
+        if "config.json" in str(error):
+            raise
+        raise ValueError(f"the config.json of {source}: {error}") from None
 
 
 def shape_of(config: Mapping[str, Any], dtype: DType) -> ModelShape:

@@ -12,7 +12,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from moesys.config.base import BYTES_PER_ELEMENT, Declared, DisplayName, DType
-from moesys.config.hub import hub_model, read_config
+from moesys.config.hub import config_named, hub_model, read_config
 from moesys.config.layer_spec import LayerSpec, MoeMlp
 from moesys.display import Columns, Display, by_column, counted
 
@@ -44,7 +44,9 @@ class ModelSpec(Display, Declared):
         Raises ValueError for a family that is not known, and for a field that is missing or cannot be.
         """
         config = model if isinstance(model, Mapping) else read_config(fspath(model))
-        return cls(name=_name_of(model) if name is None else name, dtype=dtype, **hub_model(config, dtype)._asdict())
+        name = _name_of(model) if name is None else name
+        with config_named(name):
+            return cls(name=name, dtype=dtype, **hub_model(config, dtype)._asdict())
 
     @model_validator(mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from moesys.config.base import Declared, KindUnion, LongName
-from moesys.config.hub import num_moe_layers, parse_config, read_config, shape_of
+from moesys.config.hub import config_named, num_moe_layers, parse_config, read_config, shape_of
 from moesys.config.model import ModelShape
 
 # The parts that run forward again in backward: none; whole layers; layers as far as backward reads them; computing.
@@ -120,7 +120,9 @@ class ModelTraining(RealTraining):
 
     @model_validator(mode="after")
     def _has_experts(self) -> Self:
-        if not (self.shape and self.num_layers):
+        with config_named(self.model):
+            has_experts = self.shape and self.num_layers
+        if not has_experts:
             raise ValueError(f"model={self.model!r} has no layer with experts; choose a Mixture-of-Experts model")
         return self
 

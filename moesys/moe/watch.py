@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moesys.moe.experts import Experts, experts_of
 from moesys.moe.metrics import FiniteChecks, LoadLog
-from moesys.step_lines import SCALARS, EventLine, LayerLine, StepLine, step_file, step_journal, write_spans
+from moesys.step_lines import SCALARS, EventLine, LayerLine, NumberLog, StepLine, step_file, step_journal, write_spans
 from moesys.timeline import Timeline
 
 
@@ -108,7 +108,7 @@ class Watch:
         self.layers = _watchable(model)
         self.folder, self.every = Path(folder), every
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._log, self._log_failed = log if self.rank == 0 else None, False
+        self._log = NumberLog(log) if log and self.rank == 0 else None
         self._tensorboard = TensorBoard(self.folder / "tensorboard") if tensorboard and self.rank == 0 else None
         self.folder.mkdir(parents=True, exist_ok=True)
         self._journal = step_journal(step_file(self.folder, self.rank))
@@ -160,13 +160,7 @@ class Watch:
             if self._tensorboard is not None:
                 self._tensorboard.write(line)
         if self._log is not None:
-            try:
-                self._log(_scalars(line), step=line.step)
-            except Exception as error:  # It is somebody else's, and must not end the training that is watched.
-                if not self._log_failed:
-                    what = f"log raised {type(error).__name__} in step {line.step}: {error}"
-                    warnings.warn(f"{what}; the training goes on, and later errors are not shown", stacklevel=3)
-                self._log_failed = True
+            self._log(_scalars(line), step=line.step)
 
     def write_timeline(self, timeline: Timeline) -> None:
         """Keeps what this rank did when, for the page: ``MoERuntime.timeline()``. It replaces what was kept before."""

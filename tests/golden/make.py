@@ -33,7 +33,7 @@ def stub() -> str:
     imports = [f"from {module} import {name} as {name}" for name, module in moesys._MODULE_OF.items()]
     imports += [f"from {module.rpartition('.')[0]} import {name} as {name}" for name, module in moesys._MODULES.items()]
     names = "".join(f'    "{name}",\n' for name in moesys.__all__)
-    return "\n".join(sorted(imports)) + f"\n\n__all__ = [\n{names}]\n"
+    return "\n".join(sorted(imports)) + f"\n\n__version__: str\n__all__ = [\n{names}]\n"
 
 
 def main() -> None:

@@ -173,7 +173,11 @@ def test_devices_count_their_calls_alike_behind_a_mismatch(ranks: LocalRanks) ->
 # --- construction -------------------------------------------------------------------------------------------
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "swapped": ({"shape": EP, "strategy": SHAPE}, TypeError, "shape is a Strategy; give ModelShape"),
+    "swapped": (
+        {"shape": EP, "strategy": SHAPE},
+        TypeError,
+        "shape is a Strategy and strategy is a ModelShape; give the shape first",
+    ),
     "a cluster by name": ({"cluster": "h100"}, TypeError, "cluster is a str; give ClusterSpec or None"),
     "a group by name": ({"group": "world"}, TypeError, "group is a str; give ProcessGroup or DeviceMesh or None"),
     "a group by number": ({"group": 7}, TypeError, "group is a int"),

@@ -62,7 +62,9 @@ def load_experiment(path: Path, settings: Sequence[str] = ()) -> Experiment:
     """
     experiment, *others = changed(_loaded(path, all_of_them=False)[:1], settings)
     if others:
-        raise ValueError(f"set={list(settings)} makes {1 + len(others)} experiments; give one value of each field here")
+        raise ValueError(
+            f"--set {' '.join(settings)} makes {1 + len(others)} experiments; give one value of each field here"
+        )
     return experiment
 
 
@@ -77,11 +79,11 @@ def changed(experiments: Sequence[Experiment], settings: Sequence[str]) -> tuple
     for text in settings:
         path, equals, words = text.partition("=")
         if not equals:
-            raise ValueError(f"set={text!r} gives no value; write it as in strategies.1.overlap.chunks=2,4")
+            raise ValueError(f"--set {text} gives no value; write it as in strategies.1.overlap.chunks=2,4")
         try:
             found = tuple(variant for one in found for variant in _variants(one, path, _values(words)))
         except ValueError as error:
-            raise ValueError(f"set={text!r}: {in_words(error)}") from None
+            raise ValueError(f"--set {text}: {in_words(error)}") from None
     return found
 
 

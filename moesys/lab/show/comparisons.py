@@ -127,7 +127,7 @@ def _agreement_cell(row: Row, comparison: Comparison) -> str:
         return "unknown"
     agreement = row.agreement
     if agreement.exact:
-        return "bit-equal" if agreement.holds else f"PARTS at step {agreement.steps_within}"
+        return "bit-equal" if agreement.holds else f"DIVERGES at step {agreement.steps_within}"
     if agreement.holds and agreement.steps_left:
         return f"for {agreement.steps_within} of {agreement.num_steps} steps"
     return "bit-equal" if agreement.bit_equal else f"{agreement.difference:.1e}"
@@ -136,45 +136,47 @@ def _agreement_cell(row: Row, comparison: Comparison) -> str:
 def _legend(comparison: Comparison, machine: str) -> list[str]:
     experiment, baseline = comparison.experiment, comparison.baseline.name
     lines = [
-        f"Speed-up: {baseline}'s step time over its own, above 1 is faster; the geometric mean over seeds, paired by "
-        "seed, and its 95 % interval (Student's t on logarithms). ~: the interval contains 1."
+        f"Speed-up: the step time of {baseline} divided by that of the strategy (above 1 is faster): geometric mean "
+        "over seeds, paired by seed, with its 95 % interval (Student's t on logarithms). ~: the interval contains 1."
     ]
     ratios = [row.speedup for row in comparison.rows if row.speedup is not None]
     if any(ratio.n < MIN_SEEDS for ratio in ratios):
-        lines.append(f"?: too few seeds to tell; from {MIN_SEEDS} on chance alone becomes unlikely enough.")
+        lines.append(f"?: too few seeds for a conclusion; use {MIN_SEEDS} or more.")
     if any(row.repeat for row in comparison.rows):
-        lines.append(f"{baseline} (again): the same strategy run twice; how far it is from 1 is noise and drift.")
-    lines.append(f"Other columns: medians over a seed's steps, then over n seeds ({_sample_words(comparison)}).")
+        lines.append(
+            f"{baseline} (again): the same strategy run a second time; its distance from 1 shows noise and drift."
+        )
+    lines.append(f"Other columns: median over the steps of a seed, then over n seeds ({_sample_words(comparison)}).")
     agreements = [row.agreement for row in comparison.rows if row.agreement is not None]
     if any(agreement.exact for agreement in agreements):
         lines.append(
             ColumnNote(
-                f"Agreement: every loss must have the bits of {baseline}'s, same seed, same step, of strategies with "
-                "its LayoutInvariant reduction. Where one has not, that is an error, and no speed is shown.",
+                "Agreement: with the LayoutInvariant reduction, each loss must be bit-equal to the loss of "
+                f"{baseline} for the same seed and step. Any other is an error, and no speed is shown.",
                 "agreement",
             )
         )
     if tolerance := max((agreement.tolerance for agreement in agreements), default=0.0):
         lines.append(
             ColumnNote(
-                f"Agreement: the largest relative difference of a loss from {baseline}'s, same seed, same step. Above "
-                f"{tolerance:g} ({experiment.model.dtype}) within the first {JUDGED_STEPS} steps the numbers differ, "
-                "and no speed is shown.",
+                f"Agreement: largest relative difference between a loss and that of {baseline} for the same seed and "
+                f"step. Above {tolerance:g} ({experiment.model.dtype}) within the first {JUDGED_STEPS} steps, the "
+                "numbers differ and no speed is shown.",
                 "agreement",
             )
         )
         if any(row.agreement and row.agreement.holds and row.agreement.steps_left for row in comparison.rows):
             lines.append(
                 ColumnNote(
-                    "For some steps: after those a loss is further off, as when a rounding sends a token to another "
-                    "expert.",
+                    "Agreement for some steps: later losses differ more, for example because rounding sends a token "
+                    "to another expert.",
                     "agreement",
                 )
             )
     starved = {row.name: sum(map(sum, row.samples.get("starved_experts", {}).values())) for row in comparison.rows}
     if any(starved.values()):
         names = ", ".join(name for name, count in starved.items() if count)
-        lines.append(f"Experts without a single token in some step: {names}. Their router may be collapsing.")
+        lines.append(f"Some experts received no token in some step: {names}. The router may be collapsing.")
     lines += [f"Would not run: {row.name}: {row.would_not_run}." for row in comparison.rows if row.would_not_run]
     lines += [
         f"Failed: {row.name}, seed {seed}: {error}" for row in comparison.rows for seed, error in row.failed.items()
@@ -186,21 +188,21 @@ def _sample_words(comparison: Comparison) -> str:
     experiment, seeds = comparison.experiment, comparison.experiment.seeds
     steps = getattr(experiment.workload, "steps", None)
     unit = "steps" if isinstance(experiment.workload, RealTraining) else "micro-batches"
-    asked = f"{len(seeds)} asked for"
+    asked = f"{len(seeds)} requested"
     return f"{asked}, {steps} {unit} each" if steps else asked
 
 
 def _source_words(comparison: Comparison, machine: str) -> str:
     experiment = comparison.experiment
     cluster = experiment.cluster
-    ranks = f"{counted(cluster.num_ranks, 'rank')} of {counted(cluster.num_nodes, 'node')}"
+    ranks = f"{counted(cluster.num_ranks, 'rank')} on {counted(cluster.num_nodes, 'node')}"
     if comparison.source == "measured":
-        how = f"Measured by the clock on {ranks}{f': {machine}' if machine else ''}."
+        how = f"Measured on {ranks}{f': {machine}' if machine else ''}."
         if isinstance(experiment.workload, Training) and experiment.workload.interpret:
-            how += " Kernels ran in Triton's interpreter, whose times say nothing of a GPU's: only agreement counts."
+            how += " Kernels ran in Triton's interpreter, so times say nothing about a GPU; only the agreement counts."
     else:
         named = f" ({cluster.name})" if cluster.name else ""
-        how = f"Simulated: a cost model's times for {ranks}{named}, no clock's."
+        how = f"Simulated by the cost model for {ranks}{named}; nothing was measured."
     return f"{how} Fingerprint {setting_fingerprint(experiment)} of model, cluster and workload."
 
 

@@ -48,7 +48,7 @@ def test_one_bit_in_whichever_step_is_a_row_that_is_unequal_and_shows_no_speed(s
     comparison = compare_records(EXACT, records(EXACT, step))
     (row,) = comparison.unequal
     assert (row.name, row.speedup, row.agreement.steps_within, row.agreement.seed) == ("fsep", None, step, 1)
-    assert agreement_cells(comparison) == ["reference", f"PARTS at step {step}"]
+    assert agreement_cells(comparison) == ["reference", f"DIVERGES at step {step}"]
 
 
 def test_what_is_equal_is_no_error() -> None:
@@ -80,7 +80,7 @@ def test_a_strategy_that_promises_nothing_takes_no_promise_from_others() -> None
     of = invariant(ms.LayoutInvariant(), ms.LayoutInvariant(), ms.Ordered())
     comparison = compare_records(of, records(of, 3))
     assert [(row.name, row.agreement.exact) for row in comparison.unequal] == [("fsep", True)]
-    assert sorted(agreement_cells(comparison)) == ["PARTS at step 3", "bit-equal", "reference"]
+    assert sorted(agreement_cells(comparison)) == ["DIVERGES at step 3", "bit-equal", "reference"]
 
 
 def test_records_of_two_machines_are_promised_nothing() -> None:
@@ -108,7 +108,7 @@ def test_commands_say_which_strategy_from_which_step_and_what_to_do_and_fail(tmp
     )
     compared = moesys("compare", str(path))
     assert (compared.exit_code, compared.stderr) == (1, said)
-    assert "PARTS at step 3" in compared.stdout
+    assert "DIVERGES at step 3" in compared.stdout
     # All that it would run is recorded.
     (tmp_path / "it.json").write_text(EXACT.to_json())
     ran = moesys("run", str(tmp_path / "it.json"), "--out", str(tmp_path))

@@ -12,6 +12,7 @@ from contextlib import closing
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from runner_cases import EP, FSEP, partly_failing, simulation, training
@@ -304,3 +305,20 @@ def test_ranks_of_torchrun_that_do_not_suit_are_refused(tmp_path, monkeypatch, e
         run(experiment, tmp_path / "runs")
     assert str(error.value) == message
     assert not (tmp_path / "runs").exists()
+
+
+def test_numbers_of_each_trial_are_logged_and_an_error_of_the_logger_is_one_warning(tmp_path):
+    logged = []
+
+    def log(numbers, *, step):
+        logged.append((step, numbers))
+        raise ConnectionError("no route")
+
+    with pytest.warns(UserWarning, match=r"^log raised ConnectionError in step 1: no route; ") as warned:
+        result = run(simulation(), tmp_path, log=log)
+    assert len(warned) == 1
+    assert [step for step, _ in logged] == list(range(1, len(result.records) + 1))
+    for (_, numbers), record in zip(logged, result.records, strict=True):
+        assert numbers[f"{record.strategy}/step_ms"] == float(np.median(record.samples["step_ms"].values))
+    assert run(simulation(), tmp_path, log=log).num_run == 0
+    assert len(logged) == len(result.records)

@@ -59,7 +59,7 @@ def test_workers_and_jobs_have_the_planners_that_the_command_imported(tmp_path, 
     monkeypatch.chdir(tmp_path)
     for out, options in (("workers", ("--jobs", 2)), ("jobs", ("--slurm", "cluster=local"))):
         assert moesys("run", "experiment.json", "--out", out, "--import", "own_ones", *options) == 0
-        (folder,) = Path(out).iterdir()
+        (folder,) = filter(Path.is_dir, Path(out).iterdir())
         assert {record.strategy: record.status for record in RunFolder(folder).records()} == {"own": "ok"}
 
 
@@ -142,7 +142,7 @@ def test_what_is_stopped_keeps_what_is_finished_and_leaves_nobody(tmp_path, stop
     runner.kill() if stop == signal.SIGKILL else os.killpg(runner.pid, stop)
     told = runner.communicate(timeout=30)[1]
     assert gone(marker, within_s=10)
-    (folder,) = out.iterdir()
+    (folder,) = filter(Path.is_dir, out.iterdir())
     if stop != signal.SIGKILL:
         assert runner.returncode == 128 + stop
         assert told == f"stopped: 2 of 3 trials are recorded in {folder}; the same command goes on from there\n"

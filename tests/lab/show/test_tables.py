@@ -130,13 +130,13 @@ def legend(comparison: Comparison, machine: str = "") -> list[str]:
 def test_the_legend_names_source_machine_fingerprint_and_seeds():
     comparison = measured()
     notes = "\n".join(legend(comparison, "two cores"))
-    assert "Measured by the clock on 4 ranks of 1 node: two cores." in notes
+    assert "Measured on 4 ranks on 1 node: two cores." in notes
     assert f"Fingerprint {setting_fingerprint(comparison.experiment)} " in notes
-    assert "8 asked for, 3 steps each" in notes
+    assert "8 requested, 3 steps each" in notes
     assert "too few seeds" not in notes
-    assert "?: too few seeds to tell" in "\n".join(legend(measured(seeds=(0, 1))))
+    assert "?: too few seeds for a conclusion" in "\n".join(legend(measured(seeds=(0, 1))))
     of = simulated()
-    assert "no clock's" in legend(compare_records(of, records(of, MS)))[-1]
+    assert "nothing was measured" in legend(compare_records(of, records(of, MS)))[-1]
 
 
 def test_failures_and_starved_experts_are_told():
@@ -149,7 +149,7 @@ def test_failures_and_starved_experts_are_told():
     text = printed(comparison)
     assert f"Failed: {first.strategy.name}, seed {first.seed}: RuntimeError: [red]rank 2 died\n" in text
     assert "1 (1 failed)" in text
-    assert f"Experts without a single token in some step: {some[1].strategy}." in text
+    assert f"Some experts received no token in some step: {some[1].strategy}." in text
 
 
 @pytest.mark.parametrize(
