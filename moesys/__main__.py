@@ -9,11 +9,11 @@ import io
 import os
 import re
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
-import moesys
 from moesys.lab.commands.options import CommandPage, command_line
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
@@ -162,7 +162,7 @@ app = command_line("moesys", "Declare, train and compare strategies for Mixture-
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"moesys {moesys.__version__}")
+        print(f"moesys {version('moesys')}")
         raise typer.Exit
 
 

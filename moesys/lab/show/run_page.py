@@ -298,10 +298,11 @@ def write_page(folder: Path, out: Path | None = None) -> Path:
             path, text = folder / REPORT_FILE, run_page(RunFolder(folder))
         case "watched":
             path, text = folder / REPORT_FILE, watch_page(read_watched_run(folder))
-        case "leaderboard" if out is None:
-            return folder / _LEADERBOARD
-        case "leaderboard" if out is not None:
-            path, text = out, (folder / _LEADERBOARD).read_text(encoding="utf-8")
+        case "leaderboard":
+            path = folder / _LEADERBOARD
+            if out is None:
+                return path
+            text = path.read_text(encoding="utf-8")
         case _:
             if not any(kind_of(child) for child in folder.iterdir() if child.is_dir()):
                 raise ValueError(

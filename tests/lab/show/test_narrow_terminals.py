@@ -99,7 +99,7 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 def tables_of(text: str) -> str:
     """Returns the text from the first table or tree on, without progress before it and paths below."""
     found = re.search(
-        r"(SIMULATED|MEASURED|Missing, or slower|load\.csv)(.|\n)*?(?=\n(?:Decided by|pages:)|\Z)", text
+        r"(SIMULATED|MEASURED|Missing, or slower|Found|load\.csv)(.|\n)*?(?=\n(?:Decided by|pages:)|\Z)", text
     )
     assert found, text
     return found[0]
@@ -133,7 +133,7 @@ CASES = {
     "explain": ("explain small.py", "computes experts|waits for restore"),
     "plan": ("plan --load load.csv --cluster 2x4", "rank [0-9]: "),
     "tune": ("tune small.py --jobs 1 --budget 2 --seeds 1 --timed 0 --out tuned", r"\d\.\d\de-0\d +(\d|baseline)"),
-    "doctor": ("doctor", r"(?m)^ +(GPU|CuPy|NCCL|Python|torch|gloo) "),
+    "doctor": ("doctor", r"(?m)^  (GPU|CuPy|NCCL|Python|torch|gloo) "),
 }
 EXPERIMENT = "from runner_cases import simulation\n\ndef experiment():\n    return simulation(seeds=tuple(range(6)))\n"
 
