@@ -276,7 +276,7 @@ def test_experiments_of_one_file_run_one_after_another_and_a_sweep_is_drawn():
     assert '<a href="sweep.svg">' in Path("runs/index.html").read_text()
     assert Path("runs/sweep.svg").exists()
     assert Path("runs/sweep.png").exists()
-    assert moesys("compare", *map(str, sorted(Path("runs").iterdir()))).stdout.count("SIMULATED: ") == 2
+    assert moesys("compare", *sorted(map(str, Path("runs").iterdir()))).stdout.count("SIMULATED: ") == 2
 
 
 def test_experiments_that_are_no_sweep_have_their_tables_and_no_chart():
