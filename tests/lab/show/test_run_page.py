@@ -17,6 +17,7 @@ from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import run
 from moesys.lab.show.run_page import headline, index_page, run_page, write_page
+from moesys.step_lines import step_files
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +135,13 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
     (runs / "index.html").write_text("<title>Home</title>")
     assert moesys("report", runs) == 2
     assert "is of another program and is kept" in capsys.readouterr().err
+
+
+def test_a_training_that_has_just_begun_is_listed_with_the_reason(tmp_path):
+    write_run(tmp_path / "begun", num_steps=1, num_layers=1)
+    for file in step_files(tmp_path / "begun").values():
+        file.write_text("")
+    assert "cannot be read: no step has been written yet" in index_page(tmp_path)
 
 
 def test_a_run_writes_its_page_and_the_list_and_again_when_it_is_resumed(small, tmp_path, capsys):
