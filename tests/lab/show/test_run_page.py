@@ -17,7 +17,6 @@ from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import run
 from moesys.lab.show.run_page import headline, index_page, run_page, write_page
-from moesys.step_lines import step_files
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +105,7 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
         assert moesys("report", path) == 0
         assert capsys.readouterr().out == f"{path / page}\n"
     assert moesys("report", runs / "board", "--out", tmp_path / "pages" / "board.html") == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'pages' / 'board.html'}\n"
-    assert "a wins" in (tmp_path / "pages" / "board.html").read_text()
+    assert "a wins" in Path(capsys.readouterr().out.strip()).read_text()
     page = (runs / "index.html").read_text()
     assert page == index_page(runs)
     rows = re.findall(r"<tr><td class=\"left\">(.*?)</tr>", page)
@@ -138,9 +136,8 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
 
 
 def test_a_training_that_has_just_begun_is_listed_with_the_reason(tmp_path):
-    write_run(tmp_path / "begun", num_steps=1, num_layers=1)
-    for file in step_files(tmp_path / "begun").values():
-        file.write_text("")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "rank-0000.jsonl").touch()
     assert "cannot be read: no step has been written yet" in index_page(tmp_path)
 
 
