@@ -18,6 +18,7 @@ from moesys.balance.flow.step_cost import crosses_once, prices_of, row_seconds, 
 from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.topology import domains_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding, Strategy, Within
+from moesys.config.sharding import one_per_rank
 from moesys.cost import GRADIENT_BYTES, FloatArray, restores_per_step
 from moesys.display import Columns, Display, by_column, listed
 from moesys.layout import ExpertLayout, TokenPlan
@@ -257,12 +258,7 @@ def _slots(layout: ExpertLayout, slots_per_rank: int | Sequence[int] | None) -> 
     filled_R = [int(filled) for filled in layout.filled_R]
     if slots_per_rank is None:
         return filled_R
-    slots_R = [slots_per_rank] * layout.num_ranks if isinstance(slots_per_rank, int) else list(map(int, slots_per_rank))
-    if len(slots_R) != layout.num_ranks:
-        raise ValueError(
-            f"slots_per_rank names {len(slots_R)} ranks but the plan has {layout.num_ranks}; "
-            "give one number a rank, or one for all"
-        )
+    slots_R = list(map(int, one_per_rank("slots_per_rank", slots_per_rank, layout.num_ranks, "the plan")))
     for rank, (filled, slots) in enumerate(zip(filled_R, slots_R, strict=True)):
         if filled > slots:
             raise ValueError(

@@ -8,6 +8,7 @@ from numbers import Integral
 
 from moesys.config import ClusterSpec, ModelShape, Overlap, Sharding, Strategy
 from moesys.config.base import check_type
+from moesys.config.sharding import one_per_rank
 from moesys.display import Columns, Display
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
@@ -131,15 +132,10 @@ def _checked_slots(load: LoadMatrix, cluster: ClusterSpec, slots_per_rank: int |
             "give one row of tokens_RE a rank"
         )
     one_for_all = not isinstance(slots_per_rank, Iterable)
-    given = tuple(slots_per_rank) if isinstance(slots_per_rank, Iterable) else (slots_per_rank,) * cluster.num_ranks
+    given = one_per_rank("slots_per_rank", slots_per_rank, cluster.num_ranks)
     if not all(isinstance(slots, Integral) and not isinstance(slots, bool) for slots in given):
         raise ValueError(f"slots_per_rank={slots_per_rank} counts slots; give integers")
     slots_R = tuple(map(int, given))
-    if len(slots_R) != cluster.num_ranks:
-        raise ValueError(
-            f"slots_per_rank names {len(slots_R)} ranks but the cluster has {cluster.num_ranks}; "
-            "give one number a rank, or one for all"
-        )
     if min(slots_R) < 0:
         raise ValueError(f"slots_per_rank={list(slots_R)} has a negative count; use 0 for a rank that holds nothing")
     missing = load.num_experts - sum(slots_R)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +11,16 @@ from moesys.config.base import Declared, KindUnion
 
 SlotCount = Annotated[int, Field(ge=0, strict=True)]
 SlotGigabytes = Annotated[float, Field(ge=0, le=1e9)]
+
+
+def one_per_rank(name: str, given: Any, num_ranks: int, of: str = "the cluster") -> tuple[Any, ...]:
+    """Returns one value per rank, of one for all or of one each. Raises ValueError for another number of values."""
+    values = tuple(given) if isinstance(given, Iterable) else (given,) * num_ranks
+    if len(values) != num_ranks:
+        raise ValueError(
+            f"{name} names {len(values)} ranks but {of} has {num_ranks}; give one number a rank, or one for all"
+        )
+    return values
 
 
 class Ep(Declared):

@@ -15,7 +15,7 @@ from moesys.config.base import BYTES_PER_GB, Declared, DisplayName, KindUnion
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.overlap import Overlap, Sequential
-from moesys.config.sharding import Ep, Sharding
+from moesys.config.sharding import Ep, Sharding, one_per_rank
 from moesys.config.split import Split
 
 
@@ -225,11 +225,7 @@ class Strategy(Declared):
                     f"use at least {-(-E // R)}"
                 )
             return (slots,) * R
-        if len(slots) != R:
-            raise ValueError(
-                f"slots_per_rank names {len(slots)} ranks but the cluster has {R}; "
-                "give one number a rank, or one for all"
-            )
+        one_per_rank("slots_per_rank", slots, R)
         if sum(slots) < E:
             raise ValueError(
                 f"slots_per_rank={list(slots)} gives {sum(slots)} slots for {E} experts; add at least {E - sum(slots)}"
@@ -240,12 +236,7 @@ class Strategy(Declared):
     def _slots_in_memory(
         slot_gb_per_rank: float | tuple[float, ...], model: ModelShape, num_ranks: int
     ) -> tuple[int, ...]:
-        gb_R = slot_gb_per_rank if isinstance(slot_gb_per_rank, tuple) else (slot_gb_per_rank,) * num_ranks
-        if len(gb_R) != num_ranks:
-            raise ValueError(
-                f"slot_gb_per_rank names {len(gb_R)} ranks but the cluster has {num_ranks}; "
-                "give one number a rank, or one for all"
-            )
+        gb_R = one_per_rank("slot_gb_per_rank", slot_gb_per_rank, num_ranks)
         E, expert_bytes = model.num_experts, model.expert_parameters * model.bytes_per_element
         # whole bytes: 0.6 GB is 600,000,000 bytes although no float is 0.6
         slots_R = tuple(min(E, round(gb * BYTES_PER_GB) // expert_bytes) for gb in gb_R)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -56,8 +56,7 @@ def calibrate_command(
             write(Report("calibrate", "", "measured", (), data=so_far), json_path=out / "calibrate.json")
 
     started, cluster = start_ranks(ranks or min(MOST_LOCAL_RANKS, available_cores()), device, threads=threads)
-    told = steps_told("calibrate", len(PARTS), quiet) if writes() else nullcontext(lambda _: None)
-    with closing(started), told as tell:
+    with closing(started), steps_told("calibrate", len(PARTS), quiet or not writes()) as tell:
         grid, effort = GRIDS[device], Effort(repeats=repeats)
         found = calibrate(started, cluster, device_type=device, grid=grid, effort=effort, tell=tell, keep=keep)
     if writes():

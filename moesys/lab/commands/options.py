@@ -102,6 +102,8 @@ def command_line(name: str, text: str, pages: Mapping[str, CommandPage]) -> type
 
 # --- how commands end -------------------------------------------------------------------------------------------------
 
+_NO_ACCESS = "give another path, or get access to this one"
+
 
 @contextmanager
 def refusing() -> Iterator[None]:
@@ -131,8 +133,7 @@ def _reason(error: ValueError | OSError) -> str:
 
     if not (isinstance(error, OSError) and error.filename):
         return in_words(error)
-    way_out = "; give another path, or get access to this one" if error.errno in (EACCES, EPERM, EROFS) else ""
-    return f"{error.strerror}: {error.filename}{way_out}"
+    return f"{error.strerror}: {error.filename}" + f"; {_NO_ACCESS}" * (error.errno in (EACCES, EPERM, EROFS))
 
 
 def folder_to_write(path: Path | None) -> Path | None:
@@ -149,8 +150,7 @@ def folder_to_write(path: Path | None) -> Path | None:
     try:
         TemporaryFile(dir=there).close()
     except OSError as error:
-        way_out = "give another path, or get access to this one"
-        raise typer.BadParameter(f"{there} takes no file: {error.strerror}; {way_out}") from None
+        raise typer.BadParameter(f"{there} takes no file: {error.strerror}; {_NO_ACCESS}") from None
     return path
 
 

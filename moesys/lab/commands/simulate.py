@@ -192,17 +192,11 @@ def _todo(
         chosen = [strategy_in(experiment, name) for name in strategies] or list(experiment.strategies)
         by_seed = _has_seeds(experiment.workload)
         of_draws = _seeds if by_seed else _steps_of_a_trace
-        words = (
-            "routing of other seeds" if by_seed else f"steps of the trace from {step} on, which resemble one another"
-        )
-        return (
-            experiment.name,
-            [
-                (strategy.name, of_draws(strategy, experiment, layers, step, draws), rest_of(experiment.workload))
-                for strategy in chosen
-            ],
-            words,
-        )
+        of_trace = f"steps of the trace from {step} on, which resemble one another"
+        words = "routing of other seeds" if by_seed else of_trace
+        rest = rest_of(experiment.workload)
+        todo = [(each.name, of_draws(each, experiment, layers, step, draws), rest) for each in chosen]
+        return experiment.name, todo, words
     given = {"--strategy": bool(strategies), "--cluster": cluster is not None, "--step": step != 0}
     if unused := [option for option, there in given.items() if there]:
         raise ValueError(f"{unused[0]} is for experiments, and {file} is the plan of one step; leave it out")

@@ -166,10 +166,10 @@ def sheets(steps: Sequence[ModelStep], notes: Sequence[str] = ()) -> list[Sheet]
         if any(seconds > 5e-6 for seconds, _ in shares.values()):
             cells = {name: f"{figure(1e3 * one)}  {one / whole:4.0%}" for name, (one, whole) in shares.items()}
             where.append(PartOfStep(part, "", cells))
-    held = []
-    for part in steps[0].peak.parts:
-        cells = {step.run.strategy.name: f"{step.peak.parts[part] / BYTES_PER_GB:.1f}" for step in steps}
-        held.append(PartOfStep("", part, cells))
+    held = [
+        PartOfStep("", part, {of.run.strategy.name: f"{of.peak.parts[part] / BYTES_PER_GB:.1f}" for of in steps})
+        for part in steps[0].peak.parts
+    ]
     return [
         Sheet(title, summary),
         Sheet("What takes the time", where),

@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
@@ -157,9 +156,7 @@ class LocalRanks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # This process is the one that prints and writes files, and needs to share nothing: see `Ranks`.

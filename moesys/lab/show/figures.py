@@ -372,11 +372,6 @@ def speedup_chart(
     ``values``: of the parameter, one for each ratio of every strategy. ``parameter`` says what it is, with its unit.
     ``name``: the model and the cluster.
     """
-    for strategy, ratios in speedups.items():
-        if len(ratios) != len(values):
-            raise ValueError(
-                f"{strategy} has {len(ratios)} ratios for {len(values)} values of {parameter}; give as many"
-            )
     nan = float("nan")
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 4), layout="constrained")

@@ -258,7 +258,9 @@ def _listed(path: Path) -> tuple[str, str, str, str]:
             date = max((record.started for record in records), default="")[:16].replace("T", " ")
             return headline(comparison), names, comparison.source, date
         if kind == "watched":
-            *_, newest = step_journal(next(iter(step_files(path).values()))).read()
+            if not (steps := list(step_journal(next(iter(step_files(path).values()))).read())):
+                raise ValueError("no step has been written yet")
+            newest = steps[-1]
             numbers = "".join(f", {name} {value:.4g}" for name, value in newest.numbers.items())
             words = f"step {newest.step:,}{numbers}"
             return words, counted(newest.num_ranks, "rank"), "watched training", _minute(newest.time_s)

@@ -200,11 +200,6 @@ def test_speedups_have_a_line_a_band_and_gaps(tmp_path, saved):
     assert "SIMULATED: tiny\nband: 95 % interval, paired by seed, n = 1 to 8" in texts(saved[0])
 
 
-def test_a_ratio_for_every_value(tmp_path):
-    with pytest.raises(ValueError, match="fsep has 1 ratios for 2 values of skew"):
-        speedup_chart("skew", [0, 1], {"fsep": [RATIO]}, tmp_path / "a", name="t", source="simulated", baseline="ep")
-
-
 def test_memory_says_how_much_and_of_what(saved, tmp_path):
     memory_chart({"ep": {"experts": 2e9, "rows": 1e9}}, tmp_path / "memory", name="tiny on 8 H100", have_gb=80)
     assert {" 3.0 GB", "SIMULATED: tiny on 8 H100\nmemory of the rank that holds most"} <= set(texts(saved[0]))
