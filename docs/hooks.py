@@ -11,6 +11,8 @@ PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Returns the text of the page; files that are not part of the site are named without a link."""
     if page.file.src_uri not in PAGES:
+        for made, file in PAGES.items():
+            markdown = markdown.replace(f"](../{file}", f"]({made}")
         return markdown
     return site_text((ROOT / PAGES[page.file.src_uri]).read_text(encoding="utf-8"))
 
