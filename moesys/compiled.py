@@ -137,9 +137,9 @@ def compile_or_use_python(folder: Path, run: Callable[[], object], names: str, w
         return
     if way_out:
         package.in_python = True
-        # What it imports is there before it is needed.
+        # This imports what planning needs before anybody waits for a plan.
         run()
-        # Of the ranks of a machine, one says it.
+        # Only the first rank of a machine logs the line.
         if not before and os.environ.get("LOCAL_RANK", "0") == "0":
             _LOG.warning("moesys plans in Python, because %s are not compiled on this machine; %s", names, way_out)
         return

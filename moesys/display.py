@@ -22,7 +22,7 @@ Columns = Mapping[str, Any]
 
 # The most characters of a line, and the most rows and columns of a table.
 _MOST_CHARACTERS, _MOST_ROWS, _MOST_COLUMNS = 190, 20, 20
-# Of longer lists of numbers the first ones are shown.
+# Only the first numbers of longer lists are shown.
 _MOST_NUMBERS = 12
 # Characters that move the cursor, end a line or change the direction of what follows.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -94,15 +94,29 @@ def html_part(title: str, columns: Columns, notes: Sequence[str] = (), right: Co
 
 
 def html_table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], marks: Sequence[str], styles: Mapping[int, str] | None = None
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    marks: Sequence[str],
+    *,
+    styles: Mapping[int, str] | None = None,
+    links: Sequence[str] = (),
 ) -> str:
-    """Returns a table in HTML. ``marks``: the attributes of the cells of each column. ``styles``: classes of rows."""
+    """Returns a table in HTML. ``marks``: the attributes of the cells of each column. ``styles``: classes of rows.
+    ``links``: the address that the first cell of each row links to.
+    """
 
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "".join(f"<{tag}{mark}>{escape(cell)}</{tag}>" for mark, cell in zip(marks, cells, strict=True))
+    def line(tag: str, cells: Sequence[str], link: str = "") -> str:
+        texts = list(map(escape, cells))
+        if link:
+            texts[0] = f'<a href="{escape(link)}">{texts[0]}</a>'
+        return "".join(f"<{tag}{mark}>{text}</{tag}>" for mark, text in zip(marks, texts, strict=True))
 
     classes = {row: f' class="{style}"' for row, style in (styles or {}).items()}
-    body = "\n".join(f"<tr{classes.get(row, '')}>{line('td', cells)}</tr>" for row, cells in enumerate(rows))
+    rows = list(rows)
+    linked = zip(rows, links or [""] * len(rows), strict=True)
+    body = "\n".join(
+        f"<tr{classes.get(row, '')}>{line('td', cells, link)}</tr>" for row, (cells, link) in enumerate(linked)
+    )
     return f"<table><thead><tr>{line('th', head)}</tr></thead><tbody>\n{body}\n</tbody></table>"
 
 

@@ -337,7 +337,7 @@ def compiled_on_ranks(compiled: str, first: str, ids: list[Tensor]) -> dict[str,
     return found
 
 
-# Those of one process are above, and strategies that replay without a compiler.
+# Tests above cover compiled models in one process, and strategies that replay without a compiler.
 @pytest.mark.slow
 @pytest.mark.parametrize(("compiled", "first"), [("blocks", "plain"), ("whole", "plain"), ("whole", "recorded")])
 def test_compiled_models_under_a_strategy_are_recorded_and_replayed(

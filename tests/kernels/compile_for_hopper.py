@@ -49,7 +49,7 @@ SPECIALISES = not triton.__version__.startswith("3.6.")
 PRODUCTS = ("up", "down", "activation_gradient", "input_gradient")
 # One op of each kernel, of which `down` and `input_gradient` share one; `make aot` compiles all of them.
 QUICK = ("up", "down", "activation_gradient", "dW1", "route", "tiles", "combine", "counts", "split", "chunks")
-# Of the products at pinned blocks; the sweep compiles all of them.
+# The usual run compiles these products at pinned blocks; the sweep compiles all of them.
 PINNED_QUICK = ("up", "down")
 
 

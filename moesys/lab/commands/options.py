@@ -35,7 +35,7 @@ class _HelpPanels:
 
         for parameter in self.get_params(ctx):
             if parameter.param_type_name == "argument" or parameter.is_flag:
-                # What the name of an argument says already, and a flag takes no value: words need the column.
+                # The column of types repeats an argument's name and says nothing of a flag: the help needs the room.
                 parameter.display_type_rich = lambda **_: None
         rich_format_help(obj=self, ctx=ctx, markup_mode="rich")
 

@@ -98,9 +98,13 @@ def section(title: str, content: str, note: str = "") -> str:
     return f"<section><h2>{escape(title)}</h2>{below}{content}</section>"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = ()) -> str:
-    """Returns a table in HTML, which a click on a header sorts. ``left``: the columns that are aligned on the left."""
-    return html_table(columns, rows, [' class="left"' * (index in left) for index in range(len(columns))])
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (), links: Sequence[str] = ()
+) -> str:
+    """Returns a table in HTML, which a click on a header sorts. ``left``: the columns that are aligned on the left.
+    ``links``: as in ``html_table``.
+    """
+    return html_table(columns, rows, [' class="left"' * (index in left) for index in range(len(columns))], links=links)
 
 
 def sheet_section(sheet: Sheet) -> str:
@@ -108,7 +112,7 @@ def sheet_section(sheet: Sheet) -> str:
     columns = written_columns(sheet)
     marks = [' class="left"' * (column.align == "left") for column in columns]
     styles = dict.fromkeys(sheet.unclear, "unclear") | dict.fromkeys(sheet.best, "best")
-    drawn = html_table([column.header for column in columns], rows_of(columns), marks, styles)
+    drawn = html_table([column.header for column in columns], rows_of(columns), marks, styles=styles)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in notes_of(sheet, columns))
     return section(sheet.title, drawn + notes)
 

@@ -232,12 +232,11 @@ def index_page(folder: Path) -> str:
     children = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     ours = [path for path in children if kind_of(path)]
     rows = sorted(((path.name, *_listed(path)) for path in ours), key=lambda row: row[-1], reverse=True)
-    drawn = table(("run", "result", "compared", "kind", "date (UTC)"), rows, range(5))
-    for path in ours:
-        file = next((of for of in (REPORT_FILE, _LEADERBOARD) if (path / of).is_file()), "")
-        cell, name = '<tr><td class="left">', escape(path.name)
-        link = f'<a href="{quote(path.name)}/{file}">{name}</a>'
-        drawn = drawn.replace(f"{cell}{name}</td>", f"{cell}{link}</td>")
+    pages = {
+        path.name: next((file for file in (REPORT_FILE, _LEADERBOARD) if (path / file).is_file()), "") for path in ours
+    }
+    links = [f"{quote(name)}/{pages[name]}" for name, *_ in rows]
+    drawn = table(("run", "result", "compared", "kind", "date (UTC)"), rows, range(5), links)
     title = f"{_INDEX_TITLE} in {folder.resolve().name}"
     foreign = ", ".join(path.name for path in children if path not in ours)
     note = f'<p class="note">Not written by moesys: {escape(foreign)}.</p>' if foreign else ""

@@ -458,7 +458,7 @@ class Report:
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """What a command is asked to show, by its options --out, --json, --quiet and --wide."""
+    """The output that the options --out, --json, --quiet and --wide of a command ask for."""
 
     folder: Path | None = None
     as_json: bool = False
