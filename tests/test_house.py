@@ -56,13 +56,13 @@ BUDGETS = {
     "moesys/simulator": Budget(3_381, 22),
     "moesys/tuner": Budget(1_143, 8),
     "moesys, hosts": Budget(1_954, 11),
-    "moesys/lab": Budget(9_117, 59),
+    "moesys/lab": Budget(9_118, 59),
     "moesys, entry points": Budget(248, 2),
     "benchmarks": Budget(4_398, 38),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(42_236, 303),
+    "tests": Budget(42_242, 303),
 }
-TOTAL = Budget(36_736, 256)
+TOTAL = Budget(36_737, 256)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

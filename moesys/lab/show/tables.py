@@ -338,7 +338,9 @@ def latex_table(sheet: Sheet) -> str:
 def svg_table(sheet: Sheet, title: str) -> str:
     """Returns a picture of the table and its notes, under the title of a window. It loads no fonts."""
     table, file = WholeTable(sheet), io.StringIO()
-    console = Console(file=file, record=True, width=max(_PICTURE_WIDTH, _size(table, file).maximum))
+    width = max(_PICTURE_WIDTH, _size(table, file).maximum)
+    # As on a terminal, notes break between words.
+    console = Console(file=file, record=True, width=width, force_terminal=True)
     console.print(table)
     _print_notes(console, notes_of(sheet, written_columns(sheet)))
     code = re.sub(r"@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)

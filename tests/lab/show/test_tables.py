@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from html import unescape
 from pathlib import Path
 from typing import Annotated
 
@@ -205,6 +206,13 @@ def test_a_picture_loads_no_fonts_and_cuts_nothing():
     assert "@font-face" not in picture
     assert name in picture
     assert "…" not in picture
+
+
+def test_a_picture_has_every_word_of_the_notes():
+    of = experiment(strategies=(EP, FSEP))
+    sheet = comparison_sheet(compare_records(of, records(of, MS)), "two cores")
+    shown = unescape(" ".join(re.findall(r"<text[^>]*>([^<]*)</text>", svg_table(sheet, "tiny")))).split()
+    assert {word for note in sheet.notes for word in note.split()} <= set(shown)
 
 
 def test_a_pipe_gets_the_full_width():
