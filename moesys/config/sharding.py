@@ -27,8 +27,8 @@ class Ep(Declared):
     """Classic expert parallelism: every expert lives whole on its owner rank.
 
     With ``slots_per_rank``, or memory for them in ``slot_gb_per_rank``, an owner lends copies of its experts to other
-    ranks for the length of a micro-batch, so that balancers can replicate them; masters and optimizer state stay with
-    the owner.
+    ranks for the length of a micro-batch, so that layout planners can replicate them; masters and optimizer state stay
+    with the owner.
     """
 
     kind: Literal["ep"] = "ep"

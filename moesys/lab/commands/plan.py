@@ -43,7 +43,7 @@ def plan_command(
         int | None, typer.Option(min=1, metavar="N", help="Slots per rank (default: one more than needed).")
     ] = None,
     balance: Annotated[
-        str, typer.Option(metavar="KIND", help='Balancer, such as greedy or {"kind": "greedy", "effort": 4}.')
+        str, typer.Option(metavar="KIND", help='Layout planner, such as greedy or {"kind": "greedy", "effort": 4}.')
     ] = "greedy",
     split: Annotated[
         str, typer.Option(metavar="KIND", help='Split, such as flow or {"kind": "flow", "max_inter_node": 0.1}.')
