@@ -198,8 +198,9 @@ def test_a_bad_option_is_refused_in_a_line(arguments, message):
             ("{small}", "{other}", "--format", "json"),
             "--format=json holds one comparison, and these folders make 2; give them one at a time",
         ),
+        (("{small}", "--json", "--format", "csv"), "--json and --format=csv are two formats; leave out one of them"),
     ],
-    ids=["folder", "metric", "metric and format", "two comparisons"],
+    ids=["folder", "metric", "metric and format", "two comparisons", "two formats"],
 )
 def test_a_bad_comparison_is_refused_in_words(arguments, message):
     write("small.json", experiment(seeds=(0,)).to_json())

@@ -16,7 +16,7 @@ from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.files import write_whole
 from moesys.kinds import did_you_mean
-from moesys.lab.commands.options import AsJson, Format, FormatOption, Wide, refusing
+from moesys.lab.commands.options import AsJson, FormatOption, OutputFormat, Wide, chosen_format, refusing
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
 from moesys.lab.runs.records import RunFolder, setting_fingerprint
@@ -46,7 +46,7 @@ def compare_command(
     ] = None,
 ) -> int:
     """Prints a table for each model, cluster and workload among ``folders``, or for one metric."""
-    form = "json" if as_json else form
+    form = chosen_format(form, as_json)
     # For runs/* a shell gives the list of runs and the charts of sweeps too.
     groups = _groups([RunFolder(each) for each in [each for each in folders if not each.is_file()] or folders])
     comparisons = [_merged(group) for group in groups]
@@ -72,7 +72,7 @@ def compare_command(
     return max(_told_unequal(comparison, group) for group, comparison in zip(groups, comparisons, strict=True))
 
 
-def report(result: RunResult, form: Format, *, wide: bool = False) -> Comparison:
+def report(result: RunResult, form: OutputFormat, *, wide: bool = False) -> Comparison:
     """Prints the table of a run, and writes it to ``table.txt`` and ``table.svg`` in the run folder."""
     comparison, folder, text = result.comparison, RunFolder(result.path), io.StringIO()
     environments = _environments([folder], comparison)
@@ -113,7 +113,7 @@ def _machine(environments: Sequence[Environment]) -> str:
     return environments[0].machine_line if environments else ""
 
 
-def _print(comparison: Comparison, form: Format, machine: str, wide: bool) -> None:
+def _print(comparison: Comparison, form: OutputFormat, machine: str, wide: bool) -> None:
     if form == "table":
         print_sheet(comparison_sheet(comparison, machine), wide=wide)
     else:

@@ -205,15 +205,24 @@ Jobs = Annotated[
 ]
 CLUSTER_HELP = "Nodes x ranks per node, as 4x8; a preset and its nodes, as h100:4; or a ClusterSpec in a file."
 Threads = Annotated[int, typer.Option(min=1, metavar="N", help="Threads per rank.")]
-Format = Literal["table", "markdown", "csv", "csv-samples", "json", "latex"]
+OutputFormat = Literal["table", "markdown", "csv", "csv-samples", "json", "latex"]
 FormatOption = Annotated[
-    Format,
+    OutputFormat,
     typer.Option(
         "--format",
         metavar="FORMAT",
         help="table, markdown, csv, csv-samples, json or latex. All but table have stdout to themselves.",
     ),
 ]
+
+
+def chosen_format(form: OutputFormat, as_json: bool) -> OutputFormat:
+    """Returns the format that ``--format`` and ``--json`` ask for. Raises ValueError if they ask for two."""
+    if as_json and form not in ("table", "json"):
+        raise ValueError(f"--json and --format={form} are two formats; leave out one of them")
+    return "json" if as_json else form
+
+
 # Every command that prints results has these, and they mean the same everywhere.
 Wide = Annotated[bool, typer.Option("--wide", help="Print all columns of tables, even if the terminal breaks them.")]
 AsJson = Annotated[

@@ -16,15 +16,16 @@ from moesys.config.workload import Training
 from moesys.lab.commands.options import (
     AsJson,
     ExperimentFile,
-    Format,
     FormatOption,
     Imports,
     Jobs,
+    OutputFormat,
     Quiet,
     RunFolders,
     Settings,
     Threads,
     Wide,
+    chosen_format,
     refusing,
 )
 from moesys.lab.ranks.process_start import writes
@@ -83,7 +84,7 @@ def run_command(
     Progress goes where the tables go, or to stderr if a table is for a machine to read.
     """
     import_modules_of_user(imports or ())
-    form = "json" if as_json else form
+    form = chosen_format(form, as_json)
     told = sys.stdout if form == "table" else sys.stderr
     comparisons: list[Comparison] = []
     folders: list[Path] = []
@@ -133,7 +134,7 @@ def _slurm(text: str, jobs: int | None) -> Slurm:
 
 def _experiments(
     file: Path,
-    form: Format,
+    form: OutputFormat,
     num_seeds: int | None,
     interpret: bool,
     strategies: Sequence[Path],

@@ -392,7 +392,7 @@ def speedup_chart(
         axes.set(xlabel=parameter, ylabel=f"speed-up against {baseline}", xticks=list(values))
         axes.set_title(f"{source.upper()}: {name}\nband: {100 * CONFIDENCE:.0f} % interval, paired by seed, {seeds}")
         axes.grid(axis="y", linewidth=0.3)
-        axes.legend()
+        figure.legend(loc="outside lower center", ncols=3)
         return save(figure, path_stem)
 
 

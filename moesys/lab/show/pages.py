@@ -351,7 +351,7 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
             above = counted(int((known > 1.15 * top).sum()), "value")
             note = f'<p class="note">{above} above {_number(1.15 * top)}, up to {_number(known.max())}, not shown.</p>'
         if len(values_S) > 1:
-            axes.legend()
+            figure.legend(loc="outside lower center", ncols=4)
     hints = [
         Hint((first - 0.5, after - 0.5), axes.get_ylim(), f"{label}: {'; '.join(words)}")
         for (first, after), label, words in zip(pairwise(edges), bins.labels, texts, strict=True)

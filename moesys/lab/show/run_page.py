@@ -82,7 +82,7 @@ def headline(comparison: Comparison) -> str:
         return f"Inconclusive: {n}, and {MIN_SEEDS} are needed. So far {first.name} is {by}."
     if ratio.verdict == "faster":
         alike = ", ".join(row.name for row in rivals[1:] if not first.is_faster_than(row))
-        return f"{first.name} is {by}, but it cannot be told from {alike}."
+        return f"{first.name} is {by}, but it is not distinguishable from {alike}."
     return f"Inconclusive: no strategy is clearly faster than {baseline.name}. {first.name} is {by}."
 
 
@@ -137,7 +137,8 @@ def _speedups(comparison: Comparison) -> list[str]:
         figure = draw_speedups(comparison)
     baseline = comparison.baseline.name
     note = (
-        f"A dot is the mean over seeds, a line its 95 % interval. Grey cannot be told from {baseline}, which is at 1."
+        "A dot is the mean over seeds, a line its 95 % interval. "
+        f"Grey is not distinguishable from {baseline}, which is at 1."
     )
     return [section("Speed-up", inline_svg(figure), note)]
 
