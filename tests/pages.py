@@ -32,11 +32,13 @@ FENCE = re.compile(
 # Commands that no test runs, and why. Their options are checked all the same.
 NOT_RUN = {
     r"pip|make|srun|head=": "installs, or needs Slurm",
-    r"\.venv/bin/": "runs the tests",
+    r"(\.venv/bin/|torchrun .* -m )?pytest": "runs the tests",
+    r"\.venv/bin/python": "writes goldens",
+    r"moesys doctor --gpu": "needs a GPU",
     r"torchrun --nnodes": "needs several hosts",
     r"torchrun .* -m moesys": "the same trials as the command before it",
     r".*--slurm": "needs Slurm",
-    r"python -m (benchmarks|experiments)": "takes minutes, or needs root",
+    r"(TRITON_INTERPRET=1 )?python -m (benchmarks|experiments)": "takes minutes, or needs root",
     r"moesys (leaderboard --out board|(run|tune) experiments/overlap_ablation)": "takes longer than a test may",
 }
 # Commands that take more than a few seconds, and those that need what these leave behind.
