@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from pages import Reader, blocks_of, text_of
 
+import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 
 TRAIN = "torchrun --nproc-per-node 2 train.py"
@@ -26,7 +27,7 @@ def test_the_page_trains_a_model(ranks: LocalRanks, tmp_path: Path) -> None:
     assert reader.printed["python use.py"].startswith("    parser.add_argument(")
     for folder in ("tuned", "again"):
         assert (tmp_path / folder / "config.json").exists()
-    for folder in ("checkpoint", "moe-checkpoint", "start"):
+    for folder in ("loop-checkpoint", "moe-checkpoint", "start"):
         assert (tmp_path / folder / ".metadata").exists()
 
 
@@ -38,13 +39,28 @@ def trained(command: str, folder: Path) -> bytes:
     return (folder / "fine-tuned" / "model.safetensors").read_bytes()
 
 
+def reader_with(program: str, folder: Path, ranks: LocalRanks) -> Reader:
+    """A reader who has saved ``program`` and made the model."""
+    files = {block.title: block.text for block in blocks_of("transformers")}
+    for name in ("make_model.py", program):
+        (folder / name).write_text(files[name], encoding="utf-8")
+    reader = Reader(folder, ranks, slow=True)
+    reader.run("python make_model.py")
+    return reader
+
+
+@pytest.mark.slow
+def test_the_page_compares_strategies_that_train_the_same_model(ranks: LocalRanks, tmp_path: Path) -> None:
+    reader_with("compare.py", tmp_path, ranks).run("moesys run compare.py --seeds 1 --set workload.steps=2")
+    (folder,) = (tmp_path / "runs").glob("my-model-*")
+    (compared,) = ms.compare(folder)
+    assert {row.name: row.agreement.holds for row in compared.rows if row.agreement} == {"lent": True, "unified": True}
+
+
 @pytest.mark.slow
 def test_the_page_goes_on_and_accelerate_launches_it(ranks: LocalRanks, tmp_path: Path) -> None:
     """All to the same bits."""
-    files = {block.title: block.text for block in blocks_of("transformers")}
-    for name in ("make_model.py", "train.py"):
-        (tmp_path / name).write_text(files[name], encoding="utf-8")
-    Reader(tmp_path, ranks).run("python make_model.py")
+    reader_with("train.py", tmp_path, ranks)
     wanted = trained(TRAIN, tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
     (launch,) = re.findall(r"`(accelerate launch [^`]*)`", text_of("transformers"))
