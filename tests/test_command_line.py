@@ -181,35 +181,31 @@ def test_a_bad_option_is_refused_in_a_line(arguments, message):
     assert result.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("nowhere",), "nowhere is not a run folder: it has no experiment.json; give one that a run made"),
-        (
-            ("{small}", "--metric", "speed"),
-            "--metric=speed is not recorded; choose one of "
-            "exposed_ms, inter_node_share, load_max_over_mean, restored_mib, step_ms",
-        ),
-        (
-            ("{small}", "--metric", "step_ms", "--format", "csv"),
-            "--metric prints a table, and --format=csv has all metrics; leave out one of them",
-        ),
-        (
-            ("{small}", "{other}", "--format", "json"),
-            "--format=json holds one comparison, and these folders make 2; give them one at a time",
-        ),
-        (("{small}", "--json", "--format", "csv"), "--json and --format=csv are two formats; leave out one of them"),
-    ],
-    ids=["folder", "metric", "metric and format", "two comparisons", "two formats"],
-)
-def test_a_bad_comparison_is_refused_in_words(arguments, message):
+def test_a_bad_comparison_is_refused_in_words():
     write("small.json", experiment(seeds=(0,)).to_json())
     write("other.json", experiment(name="other", seeds=(0,), workload=Generated(steps=1)).to_json())
     for name in ("small.json", "other.json"):
         assert moesys("run", name).exit_code == 0
-    folders = {name: str(next(Path("runs").glob(f"{name}-*"))) for name in ("small", "other")}
-    result = moesys("compare", *(argument.format(**folders) for argument in arguments))
-    assert (result.stderr, result.exit_code) == (f"Error: {message}\n", 2)
+    small, other = (str(next(Path("runs").glob(f"{name}-*"))) for name in ("small", "other"))
+    for arguments, message in (
+        (("nowhere",), "nowhere is not a run folder: it has no experiment.json; give one that a run made"),
+        (
+            (small, "--metric", "speed"),
+            "--metric=speed is not recorded; choose one of "
+            "exposed_ms, inter_node_share, load_max_over_mean, restored_mib, step_ms",
+        ),
+        (
+            (small, "--metric", "step_ms", "--format", "csv"),
+            "--metric prints a table, and --format=csv has all metrics; leave out one of them",
+        ),
+        (
+            (small, other, "--format", "json"),
+            "--format=json holds one comparison, and these folders make 2; give them one at a time",
+        ),
+        ((small, "--json", "--format", "csv"), "--json and --format=csv are two formats; leave out one of them"),
+    ):
+        result = moesys("compare", *arguments)
+        assert (result.stderr, result.exit_code) == (f"Error: {message}\n", 2)
 
 
 def test_what_computes_nothing_is_not_interpreted():
@@ -456,6 +452,7 @@ def test_the_version_is_that_of_the_installed_package():
     assert moesys("--version").stdout == f"moesys {version('moesys')}\n"
 
 
+@pytest.mark.ranks
 def test_what_is_not_there_is_refused_before_heavy_libraries_are_imported():
     write("small.json", experiment().to_json())
     lines = {
@@ -479,6 +476,9 @@ def test_what_is_not_there_is_refused_before_heavy_libraries_are_imported():
 import sys
 from typer.testing import CliRunner
 from moesys.__main__ import app
+for line in ("--help", "run --help", "run nowhere.py"):
+    CliRunner().invoke(app, line.split())
+    assert not {{"torch", "scipy", "matplotlib"}} & set(sys.modules), line
 for line in {list(lines)!r}:
     done = CliRunner().invoke(app, line.split())
     heavy = [name for name in ("torch", "transformers", "triton", "ortools", "numba") if name in sys.modules]
@@ -488,17 +488,3 @@ for line in {list(lines)!r}:
     for (line, message), said in zip(lines.items(), done.stdout.splitlines(), strict=True):
         assert said.startswith("2 [] "), (line, said)
         assert message in said, (line, said)
-
-
-@pytest.mark.parametrize("arguments", [("--help",), ("run", "--help"), ("run", "nowhere.py")])
-def test_help_and_a_typo_do_not_wait_for_torch(arguments):
-    code = f"""
-import sys
-from moesys.__main__ import app
-try:
-    app({list(arguments)!r})
-except SystemExit:
-    sys.exit(str(sorted({{"torch", "scipy", "matplotlib"}} & set(sys.modules))))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1] == "[]"

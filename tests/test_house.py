@@ -9,9 +9,7 @@ names the new feature.
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -68,16 +66,27 @@ OUTSIDE = ("benchmarks", "experiments", "tests")
 
 def code_lines(source: str) -> int:
     """Returns the number of lines that hold code: no blank lines, comments or docstrings."""
-    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    found: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in layout:
-            found |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and ast.get_docstring(node, clean=False) is not None:
-            found -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return len(found)
+    written = (line.strip() for line in source.splitlines())
+    found = {number for number, line in enumerate(written, 1) if line and not line.startswith("#")}
+    documentation: set[int] = set()
+    for node in ast.walk(tree_of(source)):
+        match node:
+            # Its lines count also where they are blank, or begin as a comment does.
+            case ast.Constant(value=str()) | ast.JoinedStr() if node.end_lineno != node.lineno:
+                found |= lines_of(node)
+            case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                if ast.get_docstring(node, clean=False) is not None:
+                    documentation |= lines_of(node.body[0])
+    return len(found - documentation)
+
+
+def lines_of(node: ast.expr | ast.stmt) -> set[int]:
+    return set(range(node.lineno, (node.end_lineno or 0) + 1))
+
+
+@cache
+def tree_of(source: str) -> ast.Module:
+    return ast.parse(source)
 
 
 def measured(files: list[Path]) -> Budget:
@@ -182,7 +191,7 @@ PUBLIC_PARTICIPLES = {"Declared", "Generated", "Ordered", "Pipelined"}
 def sources(package: str = "moesys") -> list[tuple[str, ast.Module]]:
     """Returns the path below ``package`` and the syntax tree of each file."""
     files = sorted((ROOT / package).rglob("*.py"))
-    return [(path.relative_to(ROOT / package).as_posix(), ast.parse(path.read_text())) for path in files]
+    return [(path.relative_to(ROOT / package).as_posix(), tree_of(path.read_text())) for path in files]
 
 
 def begins_with_a_verb(docstring: str) -> bool:

@@ -211,6 +211,7 @@ def test_what_it_extends_counts(file: Path) -> None:
     assert len(prints) == 2
 
 
+@pytest.mark.ranks
 def test_other_processes_make_the_very_class_whatever_its_file_says_by_now(file: Path) -> None:
     strategy = load_experiment(file).strategies[1]
     sent = file.with_suffix(".pickle")
@@ -370,7 +371,13 @@ def test_reading_a_file_imports_nothing(eager: str, suffix: str, file: Path) -> 
         declared_in(Path(path), ms.Strategy)
 
 
-@pytest.mark.parametrize("command", ["explain", "simulate --draws 1", "run --jobs 1", "tune --jobs 1 --budget 1"])
+COMMANDS = (
+    *("explain", "simulate --draws 1", "run --jobs 1"),
+    "tune --jobs 1 --budget 1 --seeds 1 --timed 0 --space space.toml",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_imports_what_its_line_names(
     eager: str, file: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -378,6 +385,7 @@ def test_a_command_imports_what_its_line_names(
     own = FSEP.model_dump(mode="json", exclude_none=True) | {"name": "own", "balance": {"kind": f"{eager}:InTurn"}}
     small = load_experiment(file).replace(strategies=(FSEP,)).model_dump(mode="json", exclude_none=True)
     line = [*command.split(), in_file("small.toml", small | {"strategies": [*small["strategies"], own]})]
+    Path("space.toml").write_text(ms.Space({"sharding": ("ep",)}).to_toml())
     assert moesys(*line) == 2
     error = capsys.readouterr().err
     assert f"in a command by --import {eager}, or" in error

@@ -61,7 +61,9 @@ def unlocked(tmp_path: Path) -> Path:
             path.chmod(0o755)
 
 
-@pytest.mark.parametrize("kept_in", ["home", pytest.param("tmp", marks=pytest.mark.slow), "nowhere"])
+@pytest.mark.parametrize(
+    "kept_in", ["home", *(pytest.param(place, marks=pytest.mark.slow) for place in ("tmp", "nowhere"))]
+)
 def test_machine_code_of_another_users_package_is_kept_by_who_runs_it(unlocked: Path, kept_in: str) -> None:
     site, home, tmp, cwd = (unlocked / name for name in ("site", "home", "tmp", "cwd"))
     for folder in (site, home, tmp, cwd):
@@ -119,6 +121,7 @@ def test_commands_that_write_say_where_they_cannot_and_others_run(unlocked: Path
     for folder in (cwd, home, free):
         folder.mkdir()
     (cwd / "small.toml").write_text(experiment.to_toml())
+    (cwd / "space.toml").write_text(ms.Space({"sharding": ("ep",)}).to_toml())
     (cwd / "load.csv").write_text("1,2\n2,1\n")
     ms.run(experiment, cwd / "theirs", jobs=1).path.rename(cwd / "run_folder")
     layer = ms.MoELayer(shape, ms.presets.ep())
@@ -131,7 +134,7 @@ def test_commands_that_write_say_where_they_cannot_and_others_run(unlocked: Path
     plan = "plan --load load.csv --cluster 1x2 --balance static --split even"
     refused = [
         ("run small.toml --jobs 1", f"--out {free}/runs"),
-        ("tune small.toml --budget 1 --jobs 1", f"--out {free}/runs"),
+        ("tune small.toml --space space.toml --budget 1 --jobs 1", f"--out {free}/runs"),
         ("simulate small.toml --draws 1 --out steps", f"--out {free}/steps"),
         (f"{plan} --out plan.json", f"--out {free}/plan.json"),
         ("report watched", f"--out {free}/report.html"),

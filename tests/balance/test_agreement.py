@@ -77,8 +77,8 @@ def test_other_processes_give_the_same_bytes():
 
 def test_cp_sat_gives_the_same_bytes_in_every_run():
     load, cluster = zipf_load(6, 10, 1.0), ClusterSpec(num_nodes=2, ranks_per_node=3)
-    config = CpSat(deterministic_time=0.2)
-    assert len({plan_layout(load, cluster, config, 2).expert_RS.tobytes() for _ in range(3)}) == 1
+    config = CpSat(deterministic_time=0.1)
+    assert plan_layout(load, cluster, config, 2) == plan_layout(load, cluster, config, 2)
 
 
 def test_an_array_in_another_order_of_memory_is_the_same_load():

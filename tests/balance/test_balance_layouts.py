@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 from balance_cases import instances, zipf_load
-from hypothesis import given, settings
+from hypothesis import given
 
 from moesys.balance.eplb import Eplb, heaviest_replicated
 from moesys.balance.greedy.greedy import Greedy
@@ -23,7 +23,6 @@ PLANNERS += [Laer(candidates=("even",)), Laer(candidates=("proportional",))]
 
 
 @pytest.mark.parametrize("config", PLANNERS, ids=lambda config: repr(config))
-@settings(max_examples=40, deadline=None)
 @given(instance=instances())
 def test_planners_hold_every_expert_within_the_slots_and_repeat_themselves(config, instance):
     layout = plan_layout(instance.load, instance.cluster, config, instance.slots)
@@ -34,7 +33,6 @@ def test_planners_hold_every_expert_within_the_slots_and_repeat_themselves(confi
     assert again.expert_RS.tobytes() == layout.expert_RS.tobytes()
 
 
-@settings(max_examples=60, deadline=None)
 @given(instance=instances())
 def test_static_uses_every_usable_slot_without_duplicates(instance):
     layout = plan_layout(instance.load, instance.cluster, Static(), instance.slots)
@@ -79,7 +77,6 @@ def test_eplb_replicates_the_published_example_until_no_replica_is_heavier_than_
         assert replicas_E.sum() == 16
 
 
-@settings(max_examples=40, deadline=None)
 @given(instance=instances(max_ranks=3, max_experts=3, max_tokens=30))
 def test_eplb_replica_counts_are_optimal_for_the_heaviest_replica(instance):
     tokens_E = instance.load.tokens_E

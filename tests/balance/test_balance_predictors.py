@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moesys.balance.predictors import LoadHistory, window
@@ -66,7 +66,6 @@ def test_ema_of_a_constant_load_is_that_load(decay):
     np.testing.assert_array_equal(predicted(Ema(decay=decay), [load] * 60).tokens_RE, 256 * load.tokens_RE)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     decay=st.floats(0, 0.999),
     steps=st.integers(1, 80),
@@ -141,7 +140,6 @@ def errors_by_hand(config, loads):
         yield now, errors
 
 
-@settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), drift=st.sampled_from([0.0, 0.3, 3.0]), memory=st.sampled_from([1, 4, 16]))
 def test_adaptive_is_the_candidate_that_was_closest_lately(seed, drift, memory):
     config = Adaptive(memory=memory)

@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from balance_cases import instances, layouts, zipf_load
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
@@ -30,7 +30,6 @@ SPLITS = [
 
 
 @pytest.mark.parametrize("config", SPLITS, ids=repr)
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), instance=instances(), turn=st.integers(0, 7))
 def test_splits_send_every_token_once_to_a_holder_and_repeat_themselves(config, data, instance, turn):
     layout = data.draw(layouts(instance))
@@ -87,7 +86,6 @@ def test_even_split_of_a_source_without_a_replica_on_its_node_goes_over_all_slot
     assert [plan.tokens_RER[0, 0].tolist() for plan in plans] == [[0, 6, 2], [0, 5, 3], [0, 5, 3]]
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), instance=instances(), turn=st.integers(0, 7))
 def test_even_split_agrees_with_its_definition(data, instance, turn):
     layout, load, node = data.draw(layouts(instance)), instance.load, instance.cluster.node_of_rank
@@ -144,7 +142,6 @@ def test_proportional_split_survives_loads_near_the_end_of_int64():
 
 
 @pytest.mark.parametrize("traffic", ["fast", "exact"])
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), instance=instances(max_ranks=6))
 def test_flow_split_reaches_the_bound_of_every_set_of_ranks(traffic, data, instance):
     layout, load = data.draw(layouts(instance)), instance.load
@@ -158,7 +155,6 @@ def test_flow_split_reaches_the_bound_of_every_set_of_ranks(traffic, data, insta
     assert plan.tokens_R.max() == min_max_load(load, layout) == bound
 
 
-@settings(max_examples=30, deadline=None)
 @given(data=st.data(), instance=instances(max_ranks=4, max_experts=5, max_tokens=30))
 def test_flow_split_is_the_optimum_of_an_independent_solver(data, instance):
     """Three integer programs in turn: busiest rank, then tokens between nodes, then tokens between ranks."""
@@ -212,7 +208,6 @@ def test_fast_traffic_is_within_a_twentieth_of_exact(num_experts, slots, balance
         assert crossing[1] <= crossing[0] <= 1.05 * crossing[1]
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), instance=instances(), cap=st.floats(0, 1))
 def test_a_cap_on_traffic_is_kept_or_the_least_traffic_is_reached(data, instance, cap):
     layout, load, node_R = data.draw(layouts(instance)), instance.load, instance.cluster.node_of_rank

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 from balance_cases import instances, layouts, zipf_load
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moesys.balance.eplb import Eplb
@@ -67,7 +67,6 @@ def lightest_first(weights, num_bins, room):
     return bins
 
 
-@settings(max_examples=80, deadline=None)
 @given(hierarchies())
 def test_hierarchical_eplb_is_its_three_steps(hierarchy):
     load, cluster, slots, num_groups = hierarchy
@@ -87,7 +86,6 @@ def test_hierarchical_eplb_is_its_three_steps(hierarchy):
     assert layout.expert_RS.tolist() == expected
 
 
-@settings(max_examples=40, deadline=None)
 @given(hierarchies())
 def test_hierarchical_eplb_keeps_groups_in_nodes_with_the_best_counts_there(hierarchy):
     load, cluster, slots, num_groups = hierarchy
@@ -110,7 +108,6 @@ def test_hierarchical_eplb_keeps_groups_in_nodes_with_the_best_counts_there(hier
             assert max(Fraction(int(load.tokens_E[e]), int(replicas_E[e])) for e in held) == best
 
 
-@settings(max_examples=30, deadline=None)
 @given(instance=instances(max_ranks=6))
 def test_on_one_node_and_one_group_both_forms_are_one(instance):
     slots = max(instance.slots)
@@ -148,7 +145,6 @@ def measured(load, layout, slots):
     return max(loads), -min(loads)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), instance=instances(max_ranks=6, max_experts=10), max_moves=st.integers(0, 5))
 def test_flex_moe_improves_within_its_moves_and_slots(data, instance, max_moves):
     load = instance.load
@@ -165,7 +161,6 @@ def test_flex_moe_improves_within_its_moves_and_slots(data, instance, max_moves)
         np.testing.assert_array_equal(layout.replicas_RE, previous.replicas_RE)
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), instance=instances(max_ranks=5, max_experts=7, max_tokens=40))
 def test_a_move_of_flex_moe_is_the_first_accepted_of_all(data, instance):
     """One move against every move there is, tried from the hottest expert down by the rule in its docstring."""

@@ -99,7 +99,7 @@ def test_cp_sat_is_never_worse_than_greedy_and_repeats_itself(instance):
     assert plan_layout(load, cluster, config, slots) == plan.layout
 
 
-@settings(max_examples=15 if SWEEP else 3, deadline=None)
+@settings(max_examples=15 if SWEEP else 2, deadline=None)
 @given(instance=instances(), prefetched=st.booleans(), restore=st.sampled_from(["flat", "hierarchical"]))
 def test_with_a_model_a_step_costs_no_more_seconds_than_with_either_greedy(instance, prefetched, restore):
     load, cluster, slots = instance.load, instance.cluster, instance.slots

@@ -59,7 +59,6 @@ def with_domains(draw, cluster):
     return cluster.replace(ranks_per_domain=tuple(sizes))
 
 
-@settings(max_examples=40)
 @given(data=st.data(), instance=instances(max_ranks=10), turn=st.integers(-3, 9))
 def test_the_references_bytes_are_the_hosts(data, instance, turn):
     layout, cluster = data.draw(layouts(instance)), data.draw(with_domains(instance.cluster))
@@ -85,7 +84,6 @@ def where_much_must_cross(seed, nodes, num_experts):
     return LoadMatrix(rng.poisson(50 * taste_NE[np.asarray(cluster.node_of_rank)])), layout, cluster
 
 
-@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1), nodes=st.lists(st.integers(1, 9), min_size=2, max_size=4))
 def test_the_bytes_are_the_hosts_where_much_must_cross(seed, nodes):
     assert_is_the_hosts(split_reference, *where_much_must_cross(seed, nodes, 40), seed % 5)
@@ -212,7 +210,7 @@ def assert_shares_are_the_hosts(config, load, layout, cluster, turn):
 
 # A program of the interpreter a replica.
 @pytest.mark.parametrize("kind", [kind for kind, split in Split.kinds().items() if split().on_device])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data(), instance=instances(max_ranks=8, max_experts=6), turn=st.integers(-3, 9))
 def test_every_split_of_devices_is_the_hosts(kind, data, instance, turn):
     """With each replica twice on its rank, too: ``EvenSplit`` counts both."""

@@ -5,7 +5,7 @@ from itertools import pairwise, permutations
 import numpy as np
 import pytest
 from balance_cases import Instance, instances, zipf_load
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
@@ -25,7 +25,6 @@ NODES_OF_8 = {ranks: ClusterSpec(num_nodes=ranks // 8, ranks_per_node=8) for ran
 
 
 @pytest.mark.parametrize("effort", [0, 1])
-@settings(max_examples=60, deadline=None)
 @given(instance=instances())
 def test_every_usable_slot_holds_another_expert_and_every_expert_is_held(effort, instance):
     layout = plan_layout(instance.load, instance.cluster, Greedy(effort=effort), instance.slots)
@@ -36,7 +35,6 @@ def test_every_usable_slot_holds_another_expert_and_every_expert_is_held(effort,
     assert again.expert_RS.tobytes() == layout.expert_RS.tobytes()
 
 
-@settings(max_examples=60, deadline=None)
 @given(instance=instances(), least=st.integers(1, 4), within=st.sampled_from(["cluster", "node", "domain"]))
 def test_replicas_are_as_many_as_asked_for_and_stay_where_they_may(instance, least, within):
     config = Greedy(effort=0, min_replicas=least, replicas_within=within)
@@ -78,7 +76,6 @@ def test_one_redundant_slot_a_rank_is_enough_for_the_mean(num_experts, num_ranks
     assert min_max_load(load, layout) <= min_max_load(load, eplb)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     num_ranks=st.integers(1, 9),
     slots=st.integers(2, 5),
@@ -95,7 +92,6 @@ def test_any_load_on_one_node_is_filled_to_the_token_or_nearly(num_ranks, slots,
     assert min_max_load(load, layout) <= 1.02 * load.total / num_ranks
 
 
-@settings(max_examples=25, deadline=None)
 @given(instance=instances())
 def test_more_work_is_never_worse_on_the_load_itself(instance):
     def busiest(effort):
@@ -132,7 +128,6 @@ def test_nodes_that_can_hold_all_experts_keep_nearly_all_tokens():
     assert plan.inter_node_tokens(cluster.node_of_rank) < 0.01 * load.total
 
 
-@settings(max_examples=30, deadline=None)
 @given(instance=instances(max_ranks=8, max_experts=16), seed=st.integers(0, 2**32 - 1))
 def test_values_do_not_depend_on_numbers_of_experts_nor_of_ranks_inside_a_node(instance, seed):
     rng = np.random.default_rng(seed)
@@ -224,7 +219,6 @@ def test_a_deadline_gives_a_whole_layout_however_short_it_is():
         assert min_max_load(load, layout) <= 1.001 * load.total / 32
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     instance=instances(max_ranks=6, max_experts=10),
     within=st.sampled_from(["cluster", "node", "domain"]),
@@ -285,7 +279,6 @@ def test_more_effort_never_costs_more():
 # --- relabelling
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_ranks=st.integers(1, 7), num_experts=st.integers(1, 8))
 def test_relabelling_one_node_reaches_the_assignment_optimum(seed, num_ranks, num_experts):
     rng = np.random.default_rng(seed)
@@ -298,7 +291,6 @@ def test_relabelling_one_node_reaches_the_assignment_optimum(seed, num_ranks, nu
     assert np.minimum(after_RE[row_R], before_RE).sum() == kept[rows, ranks].sum()
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3))
 def test_relabelling_maps_nodes_to_nodes_and_ranks_to_ranks_of_as_many_slots(seed, sizes):
     """Against all permutations that do."""

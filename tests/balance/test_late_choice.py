@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from balance_cases import instances
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moesys.balance.eplb import Eplb
@@ -35,7 +35,6 @@ def token_seconds(model, cluster):
     return sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), instance=instances(), late=st.integers(1, 3), gb_per_s=st.sampled_from([1e-3, 1.0, 50.0, 1e6]))
 def test_what_late_slots_hold_and_what_they_cost(data, instance, late, gb_per_s):
     load, slots_R = instance.load, instance.slots
@@ -63,7 +62,6 @@ def test_what_late_slots_hold_and_what_they_cost(data, instance, late, gb_per_s)
         assert gain > 0
 
 
-@settings(max_examples=30, deadline=None)
 @given(data=st.data(), num_ranks=st.integers(2, 6), tokens=st.integers(1, 400))
 def test_one_hot_expert_is_copied_as_often_as_it_pays(data, num_ranks, tokens):
     """All tokens are one expert's, and every rank may fetch it: n copies leave tokens / (n + 1) on each."""

@@ -6,7 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from balance_cases import instances, layouts
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moesys.balance.cp_sat import CpSat
@@ -31,7 +31,6 @@ def flat_load(num_ranks, num_experts):
 
 
 @pytest.mark.parametrize("config", PLANNERS, ids=repr)
-@settings(max_examples=25, deadline=None)
 @given(data=st.data(), instance=instances())
 def test_planners_hold_every_expert_within_the_slots_whatever_was_before(config, data, instance):
     previous = data.draw(st.none() | layouts(instance))
@@ -79,7 +78,6 @@ def fits(num_experts, replicas, slots):
     )
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     slots=st.lists(st.integers(0, 4), min_size=1, max_size=6),
     num_experts=st.integers(1, 6),

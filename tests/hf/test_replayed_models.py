@@ -160,7 +160,7 @@ def test_experts_get_what_is_replayed(family: str) -> None:
             assert not torch.equal(replayed_TK, live_TK)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @every_function
 def test_other_dtypes_replay_without_a_changed_bit(family: str, dtype: torch.dtype) -> None:
     model = drawn(family, experts_implementation="moesys").to(dtype)

@@ -46,7 +46,7 @@ def test_float64_is_computed_in_float64(name: str) -> None:
     assert_agree(run(module, tokens), run(module, tokens, "eager"), 1e-14)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 @every_kind
 def test_errors_of_16_bits_are_not_larger_than_those_of_transformers(
     kind: Callable[[], nn.Module], dtype: torch.dtype

@@ -37,8 +37,9 @@ def restored_bytes(cluster: ms.ClusterSpec, restore: str, dtype: str) -> list[tu
     return counted
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in CLUSTERS), ("nodes of 3 and 1", "bfloat16")]
+)
 def test_restored_bytes_are_those_of_the_formulas(ranks: LocalRanks, name: str, dtype: str) -> None:
     cluster = CLUSTERS[name]
     flat = ranks.run(restored_bytes, cluster, "flat", dtype)

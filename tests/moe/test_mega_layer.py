@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from harness import Case, Stack, assert_same_bits, gradients_of, run_cases
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.overlap import mega_executor
 from moesys.overlap.experts_triton import TritonExperts
 
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), balance=ms.Greedy(), split=ms.FlowSplit())
@@ -93,20 +92,7 @@ def test_two_micro_batches_under_way_and_recomputation(ranks: LocalRanks) -> Non
         assert differ == [("plain, x kept", []), ("recomputed, x kept", []), ("recomputed, x again", [])]
 
 
-PLAIN = """
-import torch, torch.distributed as dist, moesys as ms
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-from moesys.overlap.mega_executor import MegaHome
-MegaHome(dist.group.WORLD, torch.device("cpu"), 1.0)
-"""
-
-
-def test_on_the_cpu_it_says_how_to_interpret() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN], env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert done.returncode != 0
-    assert "RuntimeError: overlap=MegaKernel() runs on GPUs; on the CPU use Sequential()" in done.stderr
-    assert "TRITON_INTERPRET=1" in done.stderr
+def test_on_the_cpu_it_says_how_to_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mega_executor, "INTERPRETED", SimpleNamespace(value=False))
+    with pytest.raises(RuntimeError, match=r"runs on GPUs; on the CPU use Sequential\(\) .* TRITON_INTERPRET=1"):
+        mega_executor.MegaHome(None, torch.device("cpu"), 1.0)

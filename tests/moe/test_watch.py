@@ -159,8 +159,13 @@ def train_with_a_fault(folder: Path, place: str, value: float) -> None:
             watch.step()
 
 
-@pytest.mark.parametrize("place", ["the input", "the parameters of experts", "the gradient of the output"])
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        *(("the input", math.nan), ("the input", -math.inf)),
+        *(("the parameters of experts", math.nan), ("the gradient of the output", -math.inf)),
+    ],
+)
 def test_the_first_layer_and_rank_with_nan_or_infinity_are_named(
     ranks: LocalRanks, tmp_path: Path, place: str, value: float
 ) -> None:

@@ -94,7 +94,7 @@ SOME = (
 USUAL = Case(5, 2, 40, 24, "float32", (35, 22, 9, 17), 3, SOME)
 # The plan of the first comes from the host, that of the others is made on the device.
 HOMES = (ms.MegaKernel(rows_cap=4.0), *(point.replace(most_tokens=50) for point in SOME))
-PLANNED = replace(USUAL, tokens=(20, 12, 5, 9), points=HOMES[::2], split=ms.FlowSplit())
+PLANNED = replace(USUAL, tokens=(20, 12, 5, 9), points=HOMES[2:], split=ms.FlowSplit())
 # Each case says which edge it is.
 EDGES = {
     "planned on the device": PLANNED,

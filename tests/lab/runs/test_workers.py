@@ -115,7 +115,7 @@ def test_a_short_experiment_needs_no_worker(tmp_path, monkeypatch):
     "stop", [*(pytest.param(stop, marks=pytest.mark.slow) for stop in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL]
 )
 def test_what_is_stopped_keeps_what_is_finished_and_leaves_nobody(tmp_path, stop):
-    workload = simulation().workload.replace(steps=150)
+    workload = simulation().workload.replace(steps=30)
     slow = WAITING.replace(balance=Waiting(seconds=0.5))
     experiment = first_in_line(slow, EP, EP.replace(name="ep/5", sharding=FSEP.sharding), workload=workload)
     file, _ = written(tmp_path, experiment)
