@@ -7,6 +7,7 @@ parameters are ``DTensor``s without memory. FSDP wraps the module later, and wei
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -24,6 +25,7 @@ from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.hub import NAMES
 from moesys.hf.checkpoint_check import check_before_loading
 from moesys.hf.experts_module import ExpertsModule, compute_dtype, is_experts
+from moesys.hf.padding import real_tokens
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.experts import Experts, attach
@@ -58,12 +60,10 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
             self._experts.shards.memory = newest.memory
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            if self.tp_mesh.size() > 1:
-                return _cut_over(self.tp_mesh, self._run, hidden_states, top_k_index, top_k_weights)
-            return self._run(hidden_states, top_k_index, top_k_weights)
-
-        def _run(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-            return run(self._experts, self._module.training, x_TH, expert_TK, weight_TK)
+            mask_T = real_tokens(hidden_states)
+            tensors = hidden_states, top_k_index, top_k_weights, *([] if mask_T is None else [mask_T])
+            of_part = partial(run, self._experts, self._module.training)
+            return _cut_over(self.tp_mesh, of_part, *tensors) if self.tp_mesh.size() > 1 else of_part(*tensors)
 
     return StrategyExperts
 
@@ -78,12 +78,14 @@ class _Model:
 
 
 @unseen_by_selective_checkpoints
-def run(experts: Experts, training: bool, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Returns y [T, H] in x's dtype, computed in the dtype of autocast, or else in that of the experts."""
+def run(experts: Experts, training: bool, x_TH: Tensor, *others: Tensor | None) -> Tensor:
+    """Returns y [T, H] in x's dtype, computed in the dtype of autocast, or else in that of the experts. ``others``:
+    what else ``experts`` take, the routing and perhaps a mask.
+    """
     experts.training = training
     dtype = compute_dtype(experts.store.masters.local()[0])
     # A copy, as experts' output lies in a page, and FSDP loses its hooks where a model adds to such a view in place.
-    return experts(x_TH.to(dtype), expert_TK, weight_TK).to(x_TH.dtype, copy=True)
+    return experts(x_TH.to(dtype), *others).to(x_TH.dtype, copy=True)
 
 
 def _cut_over(tp_mesh: DeviceMesh, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from moesys.config import ClusterSpec, Strategy
 from moesys.hf.expert_parallel import check, check_module, refuse_adapter, run, shard, strategy_experts
 from moesys.hf.experts_module import is_experts
+from moesys.hf.padding import follow_padding, real_tokens
 from moesys.moe.experts import Experts, require_module
 from moesys.moe.runtime import MoERuntime, link
 
@@ -49,6 +50,8 @@ def parallelize(
     Only which ranks form a group matters, not their order: experts are placed by ascending rank.
     ``policy``: FSDP's mixed precision, of experts too. ``cluster``: which ranks of a group share a node; by default as
     in ``Experts``.
+
+    Padding, which the model's ``attention_mask`` [B, S] leaves out, is neither sent to experts nor counted.
 
     Gradients are the mean over all ranks, of experts as of all else: each rank's loss is the mean over its tokens, or a
     part of one mean that is multiplied by the number of ranks. Clip by ``ms.clip_grad_norm_``.
@@ -111,6 +114,7 @@ def parallelize(
         unit_module = together[0] if len(together) == 1 else together
         fsdp(unit_module, mesh=dense_mesh, mp_policy=of_blocks if together[0] in blocks else of_parts)
     fsdp(model, mesh=dense_mesh, mp_policy=policy)
+    follow_padding(model)
     known = WeakKeyDictionary({module: frozenset(_own_parameters(module)) for module in model.modules()})
     model.register_forward_pre_hook(partial(_check_nothing_new, known), prepend=True)
     if missing:
@@ -132,7 +136,7 @@ def _check_not_tied(model: nn.Module, modules: list[nn.Module]) -> None:
 
 
 def _forward(module: nn.Module, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    return run(experts, module.training, hidden, index, weights)
+    return run(experts, module.training, hidden, index, weights, real_tokens(hidden))
 
 
 def _expert_mesh(mesh: DeviceMesh | None) -> DeviceMesh:

@@ -11,7 +11,7 @@ P rows of experts with their padding. *Wide* is float32, or float64 where produc
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,8 +53,11 @@ def register(strategy: Strategy | None = None) -> str:
     check_transformers()
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+    # Follows the padding of models that are made from now on.
+    from moesys.hf.padding import real_tokens
+
     if NAME not in ALL_EXPERTS_FUNCTIONS:
-        ExpertsInterface.register(NAME, partial(experts_forward, PagePool()))
+        ExpertsInterface.register(NAME, partial(experts_forward, PagePool(), real_tokens))
     if strategy is not None:
         # Imported here, because one rank needs none of it.
         from transformers.distributed.expert_parallel import EPImplementationInterface
@@ -81,16 +84,23 @@ def _advice() -> str:
 
 
 def experts_forward(
-    memory: PagePool, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    memory: PagePool,
+    real_tokens: Callable[[Tensor], Tensor | None],
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
 ) -> Tensor:
     """Returns the output [T, H] of transformers' experts ``module`` for tokens [T, H], and the experts and weights
     [T, K] that their router chose. A choice of an expert that the module does not have belongs to another rank and adds
-    nothing.
+    nothing, as do those of padding.
 
     Uses the kernels on a GPU if they support the module; computes row by row otherwise, with ``memory`` for large
     intermediate results.
     """
     experts = ExpertsModule.of(module)
+    if (mask_T := real_tokens(hidden_states)) is not None:
+        top_k_index = top_k_index.masked_fill(~mask_T[:, None], -1)
     forward = _by_kernels if hidden_states.is_cuda and experts.has_kernels else _by_rows
     return forward(experts, memory, module, hidden_states, top_k_index, top_k_weights)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesys.hf.padding import follow_padding, real_tokens
 from moesys.moe.experts import experts_of, require_module
 from moesys.moe.router import SUM_EPS, Router
 from moesys.moe.routing_replay import ForwardHook, Ids, ReplayableRouter, recorded, replayed
@@ -30,6 +31,7 @@ def record_routing(model: nn.Module) -> Iterator[list[Tensor]]:
     Gives a list, which is empty inside of the ``with`` and has after it one [L, T, K] of each micro-batch: L routers in
     the order of ``model.named_modules()``, this rank's T tokens as the routers see them (batch and sequence
     flattened), K top-k in the order of the router. uint8 for up to 256 experts, else int16, on the routers' device.
+    Padding, which a mask leaves out (``attention_mask`` [B, S] of transformers' models), has the ids -1, and int16.
     What activation checkpointing runs again is not recorded again.
 
     Raises ValueError for a router that is not known, by the name of its class, and RuntimeError where routers did not
@@ -44,7 +46,8 @@ def replay_routing(model: nn.Module, expert_LTK: Ids | Sequence[Ids]) -> Iterato
     """Makes every router in ``model`` choose the given experts: ``with ms.replay_routing(model, expert_LTK):``.
 
     ``expert_LTK``: what ``record_routing`` gave, or a tensor or array [L, T, K] of any integer dtype; a list of them
-    has one of each micro-batch, in the order in which they are run. Ranks may have different T.
+    has one of each micro-batch, in the order in which they are run. Ranks may have different T. Tokens that the mask
+    of the micro-batch leaves out may have -1, K times, or any K experts; others may not have -1.
 
     Scores are those of the live router; the weights of the given experts are gathered from them, normalised and scaled
     as the router does, and so are differentiable in the tokens and in the router. Correction biases and limits of
@@ -58,7 +61,8 @@ def replay_routing(model: nn.Module, expert_LTK: Ids | Sequence[Ids]) -> Iterato
     make. Ranks then enter together, with equally many micro-batches.
 
     Raises TypeError for another dtype; ValueError for another shape, an id outside of [0, E), an expert twice for one
-    token, a router that is not known, and at the end for micro-batches that were not run.
+    token, -1 for a token that is not padding, a router that is not known, and at the end for micro-batches that were
+    not run.
     """
     with replayed(routers_of(model), experts_of(model), expert_LTK):
         yield
@@ -70,6 +74,7 @@ def routers_of(model: nn.Module) -> list[ReplayableRouter]:
     Raises ValueError for an unknown router or a model without any, and TypeError if ``model`` is not a module.
     """
     require_module(model)
+    follow_padding(model)
     routers = []
     for name, module in model.named_modules():
         if isinstance(module, Router):
@@ -110,8 +115,12 @@ def _known() -> str:
 def _hook(router: nn.Module, weights_at: WeightsAt, choose: Callable[[Tensor], Tensor]) -> ForwardHook:
     def change(output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         logits_TE, _, live_TK = output
-        expert_TK = choose(live_TK)
-        return output if expert_TK is live_TK else (logits_TE, weights_at(router, logits_TE, expert_TK), expert_TK)
+        mask_T = real_tokens(live_TK)
+        shown_TK = live_TK if mask_T is None else live_TK.masked_fill(~mask_T[:, None], -1)
+        if (told_TK := choose(shown_TK)) is shown_TK:
+            return output
+        expert_TK = torch.where(told_TK < 0, live_TK, told_TK)
+        return logits_TE, weights_at(router, logits_TE, expert_TK), expert_TK
 
     return ForwardHook(router, change)
 

@@ -23,7 +23,9 @@ from moesys.kernels.torch_internals import refuse_function_transforms
 from moesys.torch_private import require_values
 
 
-def check_inputs(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, shape: ModelShape, *, rounds: bool) -> None:
+def check_inputs(
+    x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, mask_T: Tensor | None, shape: ModelShape, *, rounds: bool
+) -> None:
     """Raises TypeError and ValueError for inputs of experts that do not fit each other or ``shape``. ``rounds``: the
     experts compute in the dtype of ``shape``, whatever x's is.
     """
@@ -43,6 +45,27 @@ def check_inputs(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, shape: Mode
     if not x_TH.device == expert_TK.device == weight_TK.device:
         devices = f"{x_TH.device}, {expert_TK.device} and {weight_TK.device}"
         raise ValueError(f"x_TH, expert_TK and weight_TK are on {devices}; give all three on one device")
+    if mask_T is not None:
+        check_mask("mask_T", mask_T, x_TH)
+
+
+def check_mask(name: str, mask: Tensor, x: Tensor) -> None:
+    """Raises TypeError and ValueError for a ``mask`` that does not say of each token of ``x`` [..., H] whether it is
+    real.
+    """
+    require_dense(**{name: mask})
+    if mask.dtype != torch.bool:
+        raise TypeError(
+            f"{name} has dtype {mask.dtype}; give torch.bool, True for a real token and False for padding, such as "
+            "attention_mask.bool()"
+        )
+    if mask.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{name} has shape {tuple(mask.shape)}, and x has {tuple(x.shape)}; give one value for each token, "
+            f"{tuple(x.shape[:-1])}"
+        )
+    if mask.device != x.device:
+        raise ValueError(f"{name} is on {mask.device}, and x on {x.device}; give both on one device")
 
 
 def require_module(model: object) -> None:

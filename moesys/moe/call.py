@@ -49,7 +49,8 @@ class LayerCall:
     backwards run, each finds the experts where its own forward had them. Late ones are among them.
 
     ``dtype``: what experts compute in. ``generation``: the generation of its messages (``Channel.tagged``).
-    ``expects_backward``: whether forward saves anything for a backward.
+    ``expects_backward``: whether forward saves anything for a backward. ``real_N``: the real tokens of T, int64, where
+    others are padding. They belong to the call, so that a recomputation leaves out the same.
     """
 
     def __init__(
@@ -60,14 +61,26 @@ class LayerCall:
         dtype: torch.dtype,
         generation: int,
         expects_backward: bool,
+        real_N: Tensor | None,
     ) -> None:
         self.store, self.dtype, self.generation, self.expects_backward = store, dtype, generation, expects_backward
         self.run, self.layout, _, self.counts, self.check = planned
         self.previous, self._upcoming, self._pass_number = neighbours
+        self._real_N = real_N
         # A recomputation runs this call's forward again, and something behind it may read what comes of it.
         self.replayed, self.output_read = False, True
         store.dtype = dtype
         self._restore = store.take_prefetched(self._pass_number, self.layout, generation)
+
+    def without_padding(self, rows_T: Tensor) -> Tensor:
+        """Returns the rows of the real tokens."""
+        return rows_T if self._real_N is None else rows_T.index_select(0, self._real_N)
+
+    def with_padding(self, rows_N: Tensor, num_tokens: int) -> Tensor:
+        """Returns the rows of all tokens, which are zeros for padding."""
+        if self._real_N is None:
+            return rows_N
+        return rows_N.new_zeros(num_tokens, *rows_N.shape[1:]).index_copy_(0, self._real_N, rows_N)
 
     def restore(self) -> Restore:
         """Returns the experts of this call, on their way or here; starts bringing them if nobody has."""
@@ -151,23 +164,22 @@ NUM_SAVED = 3
 
 
 class RoutedExperts(torch.autograd.Function):
-    """y [T, H] from x [T, H], routing weights float32 [T, K] and this rank's masters.
+    """y [T, H] from x [T, H], routing weights float32 [T, K] and this rank's masters; N of the T tokens are real.
 
     Saves the arrived rows of x and the pre-activations, and no expert that can be restored.
     """
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_TK: Tensor, call: LayerCall, link: Link, *masters: Tensor) -> Tensor:
-        y_TH: Tensor | None
         with torch.autocast(x_TH.device.type, enabled=False):
             call.restore()
+            inputs = call.without_padding(x_TH), call.without_padding(weight_TK), call.wait_for_experts
             if call.replayed:
-                y_TH, saved = call.run.recompute(x_TH, weight_TK, call.wait_for_experts, read=call.output_read)
+                y_NH, saved = call.run.recompute(*inputs, read=call.output_read)
             else:
-                y_TH, saved = call.run.forward(x_TH, weight_TK, call.wait_for_experts)
-        if y_TH is None:
-            # The checkpoint stops before anybody sees it.
-            y_TH = x_TH.new_full((), math.nan).expand_as(x_TH)
+                y_NH, saved = call.run.forward(*inputs)
+            # If there is none, the checkpoint stops before anybody sees it.
+            y_TH = x_TH.new_full((), math.nan).expand_as(x_TH) if y_NH is None else call.with_padding(y_NH, len(x_TH))
         ctx.call, ctx.link = call, link
         # Gradients are functions of x, which backward does not read; an empty slice says so without keeping x.
         with torch.enable_grad():
@@ -186,7 +198,8 @@ class RoutedExperts(torch.autograd.Function):
         lookahead, store = ctx.link.lookahead, call.store
         weight_TK, arrivals_MH, h_P2I, *masters = ctx.saved_tensors
         wanted = ctx.needs_input_grad[4:]
-        dy_TH = grad_outputs[0].contiguous()
+        dy_TH = grad_outputs[0]
+        dy_NH = call.without_padding(dy_TH).contiguous()
         grads_DP = gradients = None
         if any(wanted):
             grads_DP = store.new_gradients(call.layout)
@@ -200,8 +213,9 @@ class RoutedExperts(torch.autograd.Function):
 
         with torch.autocast(dy_TH.device.type, enabled=False):
             call.restore()
-            saved = SavedTensors(arrivals_MH, h_P2I, weight_TK)
-            dx_TH, dweight_TK = call.run.backward(dy_TH, saved, wait_for_experts, gradients)
+            saved = SavedTensors(arrivals_MH, h_P2I, call.without_padding(weight_TK))
+            of_tokens = call.run.backward(dy_NH, saved, wait_for_experts, gradients)
+            dx_TH, dweight_TK = (call.with_padding(each, len(dy_TH)) for each in of_tokens)
         call.release()
         dmasters: list[Tensor | None] = [None] * len(masters)
         if grads_DP is not None:
@@ -253,11 +267,13 @@ class Tape:
     """The calls of MoE layers inside one checkpointed region, in order, and the tapes of regions inside it.
 
     ``choices``: the choices that routers were given (``moe.routing_replay``): who gave them, and the micro-batch.
+    ``mask_T``: of the tokens of a host's model that runs the region.
     """
 
     calls: list[LayerCall] = field(default_factory=list)
     choices: list[tuple[object, int]] = field(default_factory=list)
     inner: list[Tape] = field(default_factory=list)
+    mask_T: Tensor | None = None
     mode: Literal["record", "replay"] = "record"
     next_call_at: int = 0
     next_choice_at: int = 0
@@ -302,9 +318,7 @@ _tape: ContextVar[Tape | None] = ContextVar("moesys_recompute_tape", default=Non
 
 def current_tape() -> Tape | None:
     """Returns the tape of the checkpointed region that is running; None outside of one."""
-    tape = _tape.get()
-    if tape is None:
-        tape = _tape_of_checkpoint()
+    tape = running_tape()
     if tape is None and current_backward() != NO_BACKWARD:
         raise RuntimeError(
             "a MoE layer runs forward inside a backward pass, so activations are recomputed, but its plans were "
@@ -312,6 +326,12 @@ def current_tape() -> Tape | None:
             "context_fn=moesys.recompute"
         )
     return tape
+
+
+def running_tape() -> Tape | None:
+    """Returns the same, but None in a recomputation without a tape, which ``current_tape`` refuses."""
+    tape = _tape.get()
+    return _tape_of_checkpoint() if tape is None else tape
 
 
 def _tape_of_checkpoint() -> Tape | None:

@@ -150,17 +150,20 @@ class Experts(nn.Module):
     # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
     @torch.compiler.disable
     @unseen_by_selective_checkpoints
-    def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+    def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, mask_T: Tensor | None = None) -> Tensor:
         """Returns y [T, H] in x's dtype: a token's experts' outputs times their weights, summed in the order of k.
 
         ``x_TH``: floating point [T, H]. ``expert_TK``: int64 or int32 [T, K], the chosen experts. ``weight_TK``:
         floating point [T, K]. T may differ between ranks, and may be 0.
 
+        ``mask_T``: bool [T], False for padding. Padding is neither sent nor counted: its output and its gradients are
+        zeros, and its ids may be anything. On a GPU the host waits for the mask. None: all tokens are real.
+
         Raises TypeError and ValueError for other kinds, dtypes, shapes and devices, on this rank; ValueError on all
         ranks for an id that is none of an expert's; ``RankMismatchError`` on all ranks where they are in different
         layers, micro-batches or modes, or have declared the layer differently.
         """
-        check_inputs(x_TH, expert_TK, weight_TK, self.shape, rounds=self.outside is None)
+        check_inputs(x_TH, expert_TK, weight_TK, mask_T, self.shape, rounds=self.outside is None)
         dtype = DTYPES[self.shape.dtype] if self.outside is None else x_TH.dtype
         masters = self.store.masters.differentiable()
         inputs = (x_TH.to(dtype), weight_TK.float().contiguous(), *masters)
@@ -169,7 +172,7 @@ class Experts(nn.Module):
         flags = BACKWARD * saves + EXPERT_GRADIENTS * trains_experts
         # Triton launches on the current device.
         with torch.cuda.device_of(x_TH):
-            call = self._replayed_or_planned(expert_TK.long(), dtype, flags)
+            call = self._replayed_or_planned(expert_TK.long(), mask_T, dtype, flags)
             if call.replayed:
                 # If nothing is saved here, the tensor that stops a recomputation is saved after the layer.
                 call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
@@ -177,26 +180,32 @@ class Experts(nn.Module):
             self._count(call)
             if self.load_log is not None and self.training and torch.is_grad_enabled() and not call.replayed:
                 micro_batch = self.schedule.micro_batch - 1
-                self.load_log.check(self.layer_index, micro_batch, inputs[0], inputs[1], masters, y_TH)
+                x_NH, weight_NK = map(call.without_padding, inputs[:2])
+                self.load_log.check(self.layer_index, micro_batch, x_NH, weight_NK, masters, y_TH)
             return y_TH.to(x_TH.dtype)
 
-    def _replayed_or_planned(self, expert_TK: Tensor, dtype: torch.dtype, flags: int) -> LayerCall:
+    def _replayed_or_planned(
+        self, expert_TK: Tensor, mask_T: Tensor | None, dtype: torch.dtype, flags: int
+    ) -> LayerCall:
         """Returns the call that a recomputation repeats, else a new one."""
         tape = current_tape()
         if tape is None:
-            return self._plan(expert_TK, dtype, flags)
+            return self._plan(expert_TK, mask_T, dtype, flags)
         if tape.mode == "replay":
             return tape.next_call(self.layer_index)
-        tape.calls.append(call := self._plan(expert_TK, dtype, flags))
+        tape.calls.append(call := self._plan(expert_TK, mask_T, dtype, flags))
         return call
 
-    def _plan(self, expert_TK: Tensor, dtype: torch.dtype, flags: int) -> LayerCall:
+    def _plan(self, expert_TK: Tensor, mask_T: Tensor | None, dtype: torch.dtype, flags: int) -> LayerCall:
         """Decides who computes what, and where it is sent: the only part of forward that recomputation leaves out.
         ``flags``: the flags of the forward (``frames.Position``).
         """
         learning = self.training and torch.is_grad_enabled()
         if learning:
             self.require_group()
+        num_tokens, real_N = len(expert_TK), None
+        if mask_T is not None and len(found_N := mask_T.nonzero().flatten()) < num_tokens:
+            real_N, expert_TK = found_N, expert_TK.index_select(0, found_N)
         expert_TK = self._numbered(expert_TK, learning)
         lookahead = self.link.lookahead
         neighbours = lookahead.enter(self.store)
@@ -211,7 +220,7 @@ class Experts(nn.Module):
             executor = self._executors[compute] = executor_of(self.context, compute)
         upcoming = [store.schedule for store in neighbours.upcoming]
         flags += LEARNING * learning
-        batch = MicroBatch(expert_TK, flags, upcoming, lookahead.plan_timeout_s, self.token_block)
+        batch = MicroBatch(expert_TK, flags, upcoming, lookahead.plan_timeout_s, num_tokens, self.token_block)
         channel = self.token_channel
         channel.generation = max(channel.generation, lookahead.generation)
         planned = self.planner.plan(batch, executor)
@@ -219,7 +228,7 @@ class Experts(nn.Module):
         self._last_plan = UnreadPlan(planned.plan, self.homes)
         if learning and self.load_log is not None:
             self.load_log.add(self._last_plan)
-        call = LayerCall(self.store, planned, neighbours, dtype, channel.generation, bool(flags & BACKWARD))
+        call = LayerCall(self.store, planned, neighbours, dtype, channel.generation, bool(flags & BACKWARD), real_N)
         lookahead.entered(call)
         return call
 
@@ -267,11 +276,12 @@ class Experts(nn.Module):
         return self._last_plan
 
     def foresee(self, micro_batches: Sequence[Tensor]) -> None:
-        """Learns which experts this rank's tokens will choose in the micro-batches that come, integers [T, K] of each:
-        for ``predictor=Oracle()``. A collective of the ranks that share the experts; as many micro-batches on each.
+        """Learns which experts this rank's tokens will choose in the micro-batches that come, integers [T, K] of each,
+        -1 for padding: for ``predictor=Oracle()``. A collective of the ranks that share the experts; as many
+        micro-batches on each.
         """
         E = self.shape.num_experts
-        counts = [torch.bincount(expert_TK.flatten().long(), minlength=E) for expert_TK in micro_batches]
+        counts = [torch.bincount(expert_TK[expert_TK >= 0].long(), minlength=E) for expert_TK in micro_batches]
         counts_N = torch.cat([torch.zeros(0, dtype=torch.int64), *counts]).to(self.store.masters.device)
         tokens_RN = self.token_channel.all_gather(counts_N, lane="counts", at=Position("foresee()")).cpu()
         self.schedule.foresee(tokens_RN.unflatten(1, (-1, E)).transpose(0, 1).contiguous().numpy())

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
-from moesys.moe.arguments import check_x
+from moesys.moe.arguments import check_mask, check_x
 from moesys.moe.experts import Experts
 from moesys.moe.masters import DTYPES, ExpertForm, OwnMasters, initial_generator
 from moesys.moe.metrics import LayerMetrics
@@ -96,18 +96,26 @@ class MoELayer(nn.Module):
 
     # A break in the middle would gain nothing.
     @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Returns y of x's shape [..., H] and dtype, a floating-point one.
+
+        ``mask``: bool of x's shape without H, False for padding, as in transformers' attention_mask. Padding is neither
+        sent to experts nor counted, also not in the router's losses; its output and its gradient are zeros.
 
         Raises TypeError and ValueError for another kind, dtype or last dimension, and what ``Experts.forward`` raises.
         """
         check_x(x, self.shape)
-        x_TH = x.reshape(-1, self.shape.hidden_size)
+        x_TH, mask_T = x.reshape(-1, self.shape.hidden_size), None
+        if mask is not None:
+            check_mask("mask", mask, x)
+            mask_T = mask.reshape(-1)
+            # So that nothing comes of padding in what is computed of all tokens alike, whatever stands there.
+            x_TH = x_TH.masked_fill(~mask_T[:, None], 0)
         # First, so that nothing behind the routed experts reads what they give, and a checkpoint may leave it out.
         blocks = self._token_blocks(x.device.type)
         shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH, blocks)
-        routing = self.router(x_TH, blocks)
-        y_TH = self.experts(x_TH, routing.expert_TK, routing.weight_TK)
+        routing = self.router(x_TH, blocks, mask_T)
+        y_TH = self.experts(x_TH, routing.expert_TK, routing.weight_TK, mask_T)
         if shared_TH is not None:
             y_TH = y_TH + shared_TH
         return y_TH.view(x.shape)

@@ -38,16 +38,18 @@ from moesys.overlap.routes import chunk_counts, invalid_id, no_expert
 class MicroBatch(NamedTuple):
     """A micro-batch that a layer wants planned.
 
-    expert_TK: the choices of this rank's tokens, int64 [T, K]. flags: those of the forward (``frames.Position``); with
-    ``LEARNING`` layouts may change, and the schedule learns from the micro-batch. upcoming: the schedules of the layers
-    that come next, whose layouts are settled too. timeout_s: how long to wait for layouts that are due. token_block:
-    the number that divides every rank's tokens in training, if there is one.
+    expert_TK: the choices of this rank's real tokens, int64 [T, K]. flags: those of the forward (``frames.Position``);
+    with ``LEARNING`` layouts may change, and the schedule learns from the micro-batch. upcoming: the schedules of the
+    layers that come next, whose layouts are settled too. timeout_s: how long to wait for layouts that are due.
+    num_tokens: of this rank, with padding. token_block: the number that divides them on every rank in training, if
+    there is one.
     """
 
     expert_TK: Tensor
     flags: int
     upcoming: Sequence[LayoutSchedule]
     timeout_s: float
+    num_tokens: int
     token_block: int | None = None
 
     @property
@@ -109,7 +111,7 @@ class Planner:
             schedule.commit(schedule.ready(time.monotonic() + batch.timeout_s))
         run = executor.sort(batch.expert_TK, schedule.micro_batch)
         if batch.token_block is not None and learning:
-            check_blocks([len(batch.expert_TK)], batch.token_block, self.channel.members)
+            check_blocks([batch.num_tokens], batch.token_block, self.channel.members)
         layout, turn, tokens_E = schedule.layout, schedule.micro_batch, run.tokens_E
 
         def read() -> LayerPlan:
@@ -184,8 +186,8 @@ class Planner:
         self, batch: MicroBatch, deciding: Sequence[LayoutSchedule], num_chunks: int
     ) -> tuple[Tensor, Tensor, int]:
         """Returns the choices of each rank's chunks for each expert, int64 [R, C, E], each rank's votes for the layouts
-        that are due, and the tokens of the rank with most. A collective. Raises ValueError, on all ranks alike, for ids
-        that name no expert and for tokens that are no whole blocks.
+        that are due, and the tokens of the rank with most, with padding. A collective. Raises ValueError, on all ranks
+        alike, for ids that name no expert and for tokens that are no whole blocks.
         """
         expert_TK, channel, num_experts = batch.expert_TK, self.channel, self.shape.num_experts
         deadline_s = time.monotonic() + batch.timeout_s
@@ -194,7 +196,7 @@ class Planner:
         valid_TK = expert_TK if invalid is None else torch.zeros_like(expert_TK)
         counts_CE = chunk_counts(valid_TK, num_experts, num_chunks).int()
         of_ids = [0, 0] if invalid is None else [1, max(-(2**31), min(invalid, 2**31 - 1))]
-        values = torch.tensor([*of_ids, len(expert_TK), *votes], dtype=torch.int32, device=counts_CE.device)
+        values = torch.tensor([*of_ids, batch.num_tokens, *votes], dtype=torch.int32, device=counts_CE.device)
         at = Position("forward", self.schedule.micro_batch, batch.flags)
         gathered_RN = channel.all_gather(torch.cat([counts_CE.flatten(), values]), lane="counts", at=at).cpu().long()
         tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)

@@ -28,8 +28,8 @@ class Routing(NamedTuple):
     """The decision of a router for T tokens.
 
     ``expert_TK`` int64 [T, K]: the chosen experts, highest score first (with the correction bias, where there is one),
-    equal scores by the lower expert. ``weight_TK`` float32 [T, K]: their weights, differentiable with respect to the
-    tokens and the router. ``logits_TE`` float32 [T, E].
+    equal scores by the lower expert; -1 for padding. ``weight_TK`` float32 [T, K]: their weights, differentiable with
+    respect to the tokens and the router. ``logits_TE`` float32 [T, E].
     """
 
     expert_TK: Tensor
@@ -89,7 +89,7 @@ class Chooser(nn.Module):
         self.shape = shape
 
     @torch.no_grad()
-    def forward(self, score_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+    def forward(self, score_TE: Tensor, bias_E: Tensor | None, mask_T: Tensor | None) -> Tensor:
         """Returns ``expert_TK``, by scores + ``bias_E``."""
         shape = self.shape
         choice_TE = score_TE if bias_E is None else score_TE + bias_E
@@ -99,7 +99,8 @@ class Chooser(nn.Module):
             group_TK = topk_by_index(group_score_TG, shape.topk_group)
             barred_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(1, group_TK, False)
             choice_TE = choice_TGE.masked_fill(barred_TG.unsqueeze(2), -torch.inf).flatten(1)
-        return topk_by_index(choice_TE, shape.top_k)
+        expert_TK = topk_by_index(choice_TE, shape.top_k)
+        return expert_TK if mask_T is None else expert_TK.masked_fill(~mask_T[:, None], -1)
 
 
 class Router(nn.Module):
@@ -114,7 +115,7 @@ class Router(nn.Module):
     float32 [E], for sigmoid only. Names and shapes are those of the published checkpoints.
 
     Each pass in training mode with gradients enabled adds ``router_aux_loss_coef`` x :func:`load_balancing_loss` +
-    ``router_z_loss_coef`` x :func:`z_loss` over this rank's tokens to the loss: :func:`router_loss` gives the sum.
+    ``router_z_loss_coef`` x :func:`z_loss` over this rank's real tokens to the loss: :func:`router_loss` gives the sum.
     """
 
     e_score_correction_bias: Tensor
@@ -146,8 +147,10 @@ class Router(nn.Module):
             self.e_score_correction_bias.zero_()
 
     @unseen_by_selective_checkpoints
-    def forward(self, x_TH: Tensor, blocks: TokenBlocks | None = None) -> Routing:
-        """Routes tokens [T, H] of any floating dtype; T may be 0. ``blocks`` is given if no bit may depend on T."""
+    def forward(self, x_TH: Tensor, blocks: TokenBlocks | None = None, mask_T: Tensor | None = None) -> Routing:
+        """Routes tokens [T, H] of any floating dtype; T may be 0. ``blocks`` is given if no bit may depend on T.
+        ``mask_T``: bool [T], False for padding, which the losses leave out.
+        """
         shape = self.shape
         with torch.autocast(x_TH.device.type, enabled=False):
             x_TH, weight_EH = x_TH.float(), self.weight.float()
@@ -157,15 +160,16 @@ class Router(nn.Module):
             score_TE = logits_TE.softmax(dim=1)
         else:
             score_TE = logits_TE.sigmoid() if blocks is None else blocks.elementwise(torch.sigmoid, logits_TE)
-        expert_TK = self.chooser(score_TE, self.e_score_correction_bias if shape.scoring_func == "sigmoid" else None)
-        weight_TK = score_TE.gather(1, expert_TK)
+        bias_E = self.e_score_correction_bias if shape.scoring_func == "sigmoid" else None
+        expert_TK = self.chooser(score_TE, bias_E, mask_T)
+        weight_TK = score_TE.gather(1, expert_TK.clamp(min=0))
         if shape.norm_topk_prob:
             weight_TK = weight_TK / (weight_TK.sum(dim=1, keepdim=True) + SUM_EPS)
         routing = Routing(expert_TK, weight_TK * shape.routed_scaling_factor, logits_TE)
         if self.training and torch.is_grad_enabled():
             # A recomputation computes the loss too, since activation checkpointing counts saved tensors, but does not
             # keep it: it would hold the recomputed graph until the next step.
-            loss = self._loss(routing)
+            loss = self._loss(routing if mask_T is None else Routing(*(each[mask_T] for each in routing)))
             if loss is not None and current_backward() == NO_BACKWARD:
                 self._passes = [*self._unfinished(), _Pass(loss, routing)]
         return routing

@@ -1,7 +1,7 @@
 """Routers that are watched, and routers that are told which experts to choose: only ids are replayed.
 
 Scores stay those of the live router, weights are made from them at the replayed ids, and gradients flow as always.
-A router's calls count: the n-th one outside of a recomputation is micro-batch n.
+A router's calls count: the n-th one outside of a recomputation is micro-batch n. Padding has the ids -1.
 
 L routers, T tokens of this rank, K top-k, E experts.
 """
@@ -39,7 +39,8 @@ def checked(
     """Returns the ids [L, T, K] of each micro-batch, of whatever integer dtype they are.
 
     Raises TypeError for what is no tensor or array of integers, ValueError for another shape, for ids outside of
-    [0, E), and for an expert twice for one token. ``names`` and ``num_experts`` are those of the L routers.
+    [0, E), and for an expert twice for one token; a token whose ids are all -1 is padding. ``names`` and
+    ``num_experts`` are those of the L routers.
     """
     single = isinstance(expert_LTK, Tensor | np.ndarray)
     micro_batches = [expert_LTK] if single else expert_LTK
@@ -70,12 +71,13 @@ def _checked(ids: Ids, what: str, names: Sequence[str], num_experts: Sequence[in
 def _check_layer(ids_TK: Tensor, place: Callable[[int], str], name: str, num_experts: int) -> None:
     """Raises ValueError for the ids of one layer. ``place`` names a token."""
     expert_TK = ids_TK.long()
-    outside_TK = (expert_TK < 0) | (expert_TK >= num_experts)
+    padding_T1 = (expert_TK == -1).all(dim=1, keepdim=True)
+    outside_TK = ((expert_TK < 0) | (expert_TK >= num_experts)) & ~padding_T1
     if outside_TK.any():
         token, k = outside_TK.nonzero()[0].tolist()
         raise ValueError(f"{place(token)} has {expert_TK[token, k]}; {name} has experts 0 to {num_experts - 1}")
     sorted_TK = expert_TK.sort(dim=1).values
-    twice = (sorted_TK[:, 1:] == sorted_TK[:, :-1]).nonzero()
+    twice = ((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & ~padding_T1).nonzero()
     if len(twice):
         token, k = twice[0].tolist()
         raise ValueError(
@@ -140,7 +142,7 @@ def _unchanged(forward: Any) -> Any:
 
 class ReplayableRouter(NamedTuple):
     """A router of a model by its ``name``. ``hook`` has a function called with every choice, int64 [T, K], that the
-    router makes, and puts what it returns in the place of that.
+    router makes, -1 for padding, and puts what it returns in the place of that.
     """
 
     name: str
@@ -158,7 +160,8 @@ class ReplayableRouter(NamedTuple):
 @contextmanager
 def recorded(routers: Sequence[ReplayableRouter]) -> Iterator[list[Tensor]]:
     """Gives a list that has [L, T, K] of each micro-batch once the context has ended without an error."""
-    chosen = [_ChoiceRecorder(compact_dtype(router.num_experts)) for router in routers]
+    dtype = compact_dtype(max(router.num_experts for router in routers))
+    chosen = [_ChoiceRecorder() for _ in routers]
     handles = [router.hook(recorder) for router, recorder in zip(routers, chosen, strict=True)]
     micro_batches: list[Tensor] = []
     try:
@@ -170,21 +173,21 @@ def recorded(routers: Sequence[ReplayableRouter]) -> Iterator[list[Tensor]]:
     if len(set(runs)) > 1:
         seen = ", ".join(f"{router.name} {times}" for router, times in zip(routers, runs, strict=True))
         raise RuntimeError(f"routers ran different numbers of times, so there are no whole micro-batches: {seen}")
-    micro_batches += map(torch.stack, zip(*(recorder.expert_TK for recorder in chosen), strict=True))
+    stacked = map(torch.stack, zip(*(recorder.expert_TK for recorder in chosen), strict=True))
+    micro_batches += (ids if (ids < 0).any() else ids.to(dtype) for ids in stacked)
 
 
 class _ChoiceRecorder:
     """Keeps one router's choices."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self) -> None:
         self.expert_TK: list[Tensor] = []
-        self._dtype = dtype
 
     @unseen_by_selective_checkpoints
     def __call__(self, expert_TK: Tensor) -> Tensor:
         # Inside a backward it is a recomputation, which repeats a choice.
         if current_backward() == NO_BACKWARD:
-            self.expert_TK.append(expert_TK.to(self._dtype))
+            self.expert_TK.append(expert_TK.to(torch.int16))
         return expert_TK
 
 
@@ -264,6 +267,7 @@ class _Teller:
         if not self._hooks.new_passes:
             return live_TK
         told_TK = self._told(self._next_at, live_TK)
+        self._check_padding(live_TK)
         if tape is not None:
             tape.choices.append((self, self._next_at))
             self._hooks.hold_for(tape)
@@ -284,6 +288,17 @@ class _Teller:
                 f"{len(live_TK)}; give the ids of exactly this rank's tokens, padding included"
             )
         return told_TK.to(live_TK.device).long()
+
+    def _check_padding(self, live_TK: Tensor) -> None:
+        """Raises ValueError for ids of padding, -1, in the place of a token that the mask does not leave out."""
+        # Ids lie on the host, as a rule, and a device is asked only where there are such.
+        padding = (self._micro_batches[self._next_at][:, 0] < 0).nonzero().flatten()
+        if len(padding) and len(real := padding[live_TK[:, 0].to(padding.device)[padding] >= 0]):
+            raise ValueError(
+                f"expert_LTK has -1 for token {int(real[0])} in micro-batch {self._next_at}, which "
+                f"{self._name} routes; only padding may have -1, so give the ids of that token's experts, or run the "
+                "model with the mask that leaves it out"
+            )
 
     def check_end(self) -> None:
         given = len(self._micro_batches)

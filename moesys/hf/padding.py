@@ -1,0 +1,97 @@
+"""Padding of transformers' models: which tokens of a call are real, as its ``attention_mask`` says.
+
+A block gives experts and routers its tokens without the mask. So hooks on the innermost model around them note the mask
+for as long as the model runs, and a checkpointed region keeps it for its recomputation in backward.
+
+B sequences of S tokens, T = B·S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from transformers import PreTrainedModel
+
+from moesys.hf.experts_module import is_experts
+from moesys.moe.call import running_tape
+
+FOLLOWED = "moesys_padding_followed"
+
+
+class _Call(NamedTuple):
+    """A call of a model that runs. ``mask_T``: bool, False for padding; None if there is none, or none is known."""
+
+    mask_T: Tensor | None
+    outer: _Call | None
+
+
+_call: ContextVar[_Call | None] = ContextVar("moesys_model_call", default=None)
+
+
+@torch.compiler.disable
+def real_tokens(x_TH: Tensor) -> Tensor | None:
+    """Returns which tokens are real among those that a model has given to one of its experts modules or routers, bool
+    [T]; None for all, or if no padding is known.
+    """
+    call, tape = _call.get(), running_tape()
+    if tape is not None and call is not None:
+        tape.mask_T = call.mask_T
+    noted = tape if call is None else call
+    mask_T = None if noted is None else noted.mask_T
+    # Other tokens than those of the call, such as one modality's.
+    return None if mask_T is None or len(mask_T) != len(x_TH) else mask_T.to(x_TH.device)
+
+
+def follow_padding(model: nn.Module) -> None:
+    """Makes the masks of calls known to the experts and routers in ``model``."""
+    models: list[nn.Module] = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    for each in reversed(models or [model]):
+        _follow(each, each.modules())
+
+
+def _follow(model: nn.Module, inside: Iterable[nn.Module]) -> None:
+    """Adds the hooks to ``model`` if there are experts ``inside`` of it and no model with hooks."""
+    inside = [*inside, model]
+    if any(map(is_experts, inside)) and not any(FOLLOWED in each.__dict__ for each in inside):
+        model.__dict__[FOLLOWED] = True
+        model.register_forward_pre_hook(_begin, with_kwargs=True)
+        model.register_forward_hook(_end, always_call=True)
+
+
+def _follow_new(module: nn.Module, _: str, inner: nn.Module | None) -> None:
+    if isinstance(module, PreTrainedModel) and inner is not None:
+        _follow(module, inner.modules())
+
+
+# transformers shards a model while it loads it, and gives an ``EPImplementation`` its experts alone.
+register_module_module_registration_hook(_follow_new)
+
+
+@torch.compiler.disable
+def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs
+    _call.set(_Call(_mask_in(given), _call.get()))
+
+
+@torch.compiler.disable
+def _end(*_: object) -> None:
+    if (call := _call.get()) is not None:
+        _call.set(call.outer)
+
+
+def _mask_in(given: dict[str, Any]) -> Tensor | None:
+    """Returns the mask in the arguments of a call, if it is [B, S] and leaves a token out. Its last columns are those
+    of the call's tokens, where a cache has the others.
+    """
+    mask, tokens = given.get("attention_mask"), given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(mask, Tensor) or not isinstance(tokens, Tensor) or mask.dim() != 2:
+        return None
+    mask_BS = mask[:, max(mask.shape[1] - tokens.shape[1], 0) :].bool()
+    return None if mask_BS.shape != tokens.shape[:2] or mask_BS.all() else mask_BS.flatten()
