@@ -1,7 +1,7 @@
 """torchtitan's own ``Trainer`` on CPU ranks over gloo: what of torchtitan is patched for that, small models and data.
 
-The patches touch what a CPU lacks and nothing that computes: all but ``Float32Experts`` and ``CpuAttention``, whose
-originals need a GPU or bfloat16.
+The patches touch what a CPU lacks, and nothing that computes but attention, which needs a GPU, and torchtitan's own
+experts, which are made float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as utils
-from titan_runs import ATTENTION, Run, Trained
+from titan_runs import Run, Trained
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -36,7 +36,7 @@ from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import ConfigManager, override  # noqa: E402
 from torchtitan.config.override import OverrideConfig, derive, parse_cli_imports  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: E402
-from torchtitan.models.common.attention import FlexAttention  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts, MoE  # noqa: E402
 from torchtitan.protocols.module import Module  # noqa: E402
 
@@ -75,7 +75,7 @@ fsdp.disable_fsdp_gradient_division = _sums_without_division
 
 
 class CpuAttention(Module):
-    """Attention by torch's own operator instead of a compiled kernel, with names of arguments that shardings use."""
+    """Causal attention in plain torch instead of compiled kernels, with the names of arguments that shardings use."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -85,35 +85,36 @@ class CpuAttention(Module):
         super().__init__()
 
     def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, scale: Any = None, **options: Any) -> Any:
-        q, k, v = (each.transpose(1, 2) for each in (q_BLNH, k_BLNH, v_BLNH))
-        grouped = options.get("enable_gqa", False)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=True, enable_gqa=grouped)
-        return y.transpose(1, 2)
+        groups = q_BLNH.shape[2] // k_BLNH.shape[2]
+        q, k, v = q_BLNH, *(each.repeat_interleave(groups, dim=2) for each in (k_BLNH, v_BLNH))
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        y = (scores.softmax(-1) @ v).transpose(1, 2)
+        transform = options.get("out_transform")
+        return y if transform is None else transform(y, scores.logsumexp(-1).transpose(1, 2))
 
 
 @override(target=FlexAttention.Config)
-def attention(config: Any) -> Any:
-    return CpuAttention.Config(sharding_config=config.sharding_config, param_init=config.param_init)
+def flex(config: Any) -> Any:
+    return derive(config, CpuAttention.Config)
 
 
-class Float32Experts(GroupedExperts):
-    """torchtitan's experts in the dtype of their parameters, where torchtitan's compute in bfloat16."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
-        pass
-
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        w1, w2, w3 = (_local(each) for each in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
-        sizes = num_tokens_per_expert_E.tolist()
-        rows = x_RD[: sum(sizes)].split(sizes)
-        outputs = [(nn.functional.silu(x @ w1[e].T) * (x @ w3[e].T)) @ w2[e].T for e, x in enumerate(rows)]
-        return torch.cat([*outputs, x_RD[sum(sizes) :] * 0])
+@override(target=VarlenAttention.Config)
+def varlen(config: Any) -> Any:
+    return derive(config, CpuAttention.Config)
 
 
-@override(target=GroupedExperts.Config, exact=True)
-def float32(config: Any) -> Any:
-    return derive(config, Float32Experts.Config)
+def _grouped_mm(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+    """Multiplies the rows of each expert in their dtype: the operator of torch takes bfloat16 only."""
+    ends = offs.tolist()
+    rows = [A[start:end] @ B for start, end, B in zip([0, *ends], ends, B_t, strict=False)]
+    return torch.cat([*rows, A.new_zeros(len(A) - ends[-1], B_t.shape[-1])])
+
+
+# torchtitan's experts are float32: they turn all that they multiply into bfloat16 by this method.
+GroupedExperts._grouped_mm = _grouped_mm
+Tensor.bfloat16 = Tensor.float
 
 
 class Bytes(BaseTokenizer):
@@ -197,7 +198,7 @@ def config_of(run: Run) -> Any:
         setattr(functools.reduce(getattr, outer, config), name, value)
     if isinstance(config.activation_checkpoint, str):
         config.activation_checkpoint = {"selective": SelectiveAC, "full": FullAC}[config.activation_checkpoint].Config()
-    config.override.imports = [ATTENTION, *config.override.imports]
+    config.override.imports = ["cpu_trainer.flex", "cpu_trainer.varlen", *config.override.imports]
     return config
 
 
@@ -277,6 +278,22 @@ def _keep_choices(newest: list[Tensor], _: Any, inputs: Any) -> None:
     # A recomputation is in a backward.
     if torch._C._current_graph_task_id() < 0:
         newest.append(_local(inputs[2]).flatten(0, -2).clone())
+
+
+def same_outputs_of_flat_tokens() -> bool:
+    """Returns whether one rank's experts make the same of tokens [T, D], as torchtitan has them since 0.3, as of
+    [B, L, D].
+    """
+    from moesys.torchtitan import experts
+
+    layer = experts(_small_qwen3({}).layers[0].moe.routed_experts, strategy={"name": "ep"}).build()
+    layer.init_states()
+    draw(layer)
+    x_BLD, weights_BLK = torch.randn(2, 3, 32), torch.rand(2, 3, 2)
+    choices_BLK = torch.rand(2, 3, 8).topk(2).indices
+    batched = x_BLD, weights_BLK, choices_BLK
+    y_BLD, y_TD = (layer(*each, None) for each in (batched, [tensor.flatten(0, 1) for tensor in batched]))
+    return y_TD.shape == (6, 32) and torch.equal(y_BLD.flatten(0, 1), y_TD)
 
 
 def named(trainer: Any) -> list[tuple[str, Any]]:

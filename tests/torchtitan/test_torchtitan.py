@@ -1,7 +1,6 @@
 """torchtitan's models under strategies, in torchtitan's own trainer, against its own experts in the same loop.
 
-Its experts compute in bfloat16; here they are made float32 (``cpu_trainer.Float32Experts``), so that what differs is
-the order of sums.
+Its experts compute in bfloat16; here they are made float32 (``cpu_trainer``), so that only the order of sums differs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from pages import blocks_of, commands_of, is_run
-from titan_runs import STRATEGIES, Run, Trained, messages, ours, train, train_in
+from titan_runs import STRATEGIES, Run, Trained, messages, ours, same_outputs_of_flat_tokens, train, train_in
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
@@ -69,6 +68,10 @@ def test_a_step_with_a_strategy_from_a_file_is_that_of_torchtitan(
     file.write_text(STRATEGIES["lent"].to_toml())
     overrides = (f'moesys.torchtitan.experts={{"strategy": "{file}"}}',)
     same_training(titan.run(train, Run(overrides, steps=1), num_ranks=2), theirs(2, steps=1))
+
+
+def test_tokens_may_be_flat(titan: LocalRanks) -> None:
+    assert titan.run(same_outputs_of_flat_tokens, num_ranks=1) == [True]
 
 
 @pytest.mark.slow
@@ -204,3 +207,10 @@ def test_the_page_is_followed(titan: LocalRanks, tmp_path: Path) -> None:
         run = Run(command=arguments, steps=1, folder=str(tmp_path))
         losses.append(titan.run(train_in, str(tmp_path), run, num_ranks=4)[0].losses)
     assert losses == [losses[0]] * len(commands)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek_v3", "gpt_oss"])
+def test_other_models_train_as_torchtitan_does(titan: LocalRanks, theirs: Any, model: str) -> None:
+    for name in ("lent", "fsep"):
+        same_training(titan.run(train, Run(ours(STRATEGIES[name]), model), num_ranks=2), theirs(2, model=model))

@@ -25,9 +25,6 @@ STRATEGIES = {
     "lent": ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=5), **PLANNED),
     "fsep": ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=5, prefetch_layers=1), **PLANNED),
 }
-ATTENTION = "cpu_trainer.attention"
-# torchtitan's own experts, in float32.
-THEIRS = ("cpu_trainer.float32",)
 
 
 def ours(strategy: ms.Strategy) -> tuple[str, ...]:
@@ -39,13 +36,13 @@ def ours(strategy: ms.Strategy) -> tuple[str, ...]:
 class Run:
     """What to train, in torchtitan's own loop.
 
-    overrides: as on the command line. model: the name of its folder in ``torchtitan.models``. sizes: of its layers,
-    where they differ from the small ones. settings: of torchtitan's configuration, by path. eps: of Adam. folder: where
-    checkpoints are, or None without. forced: other runs by rank, whose choices of experts take the place of the
-    router's. command: torchtitan's, instead of a configuration of ours.
+    overrides: as on the command line; none are torchtitan's own experts. model: the name of its folder in
+    ``torchtitan.models``. sizes: of its layers, where they differ from the small ones. settings: of torchtitan's
+    configuration, by path. eps: of Adam. folder: where checkpoints are, or None without. forced: other runs by rank,
+    whose choices of experts take the place of the router's. command: torchtitan's, instead of a configuration of ours.
     """
 
-    overrides: tuple[str, ...] = THEIRS
+    overrides: tuple[str, ...] = ()
     model: str = "qwen3"
     steps: int = 6
     accumulate: int = 1
@@ -78,6 +75,12 @@ def train(run: Run) -> Trained:
     import cpu_trainer
 
     return cpu_trainer.train(run)
+
+
+def same_outputs_of_flat_tokens() -> bool:
+    import cpu_trainer
+
+    return cpu_trainer.same_outputs_of_flat_tokens()
 
 
 def train_in(folder: str, run: Run) -> Trained:
