@@ -6,9 +6,8 @@ R ranks of an expert group, E experts, D the width of a token and F that of an e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import spmd_types
@@ -24,12 +23,20 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, L
 from moesys.config import Fsep, ModelShape, Strategy
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.experts import Experts, attach
-from moesys.moe.masters import ExpertForm, OutsideExperts, Part, local_part
+from moesys.moe.outside import OutsideExperts
 from moesys.moe.runtime import MoERuntime, link
 from moesys.torch_private import unseen_by_selective_checkpoints
 
-# The dimension in which Fsep cuts a parameter over the ranks: along D, so that the halves of ``read`` stay whole.
-_CUTS = {"w1_EFD": 2, "w2_EDF": 1, "w3_EFD": 2}
+# What parameters of torchtitan are of an expert, by the class that keeps them.
+_PARTS = {
+    "torchtitan.models.common.moe.GroupedExperts": {"w1_EFD": "gate", "w2_EDF": "down", "w3_EFD": "up"},
+    "torchtitan.models.gpt_oss.moe.GptOssGroupedExperts": {
+        "mlp1_weight_EGD": "gate_up",
+        "mlp1_bias_EG": "gate_up_bias",
+        "mlp2_weight_EDF": "down",
+        "mlp2_bias_ED": "down_bias",
+    },
+}
 
 
 def replaced(config: RoutedExperts.Config, strategy: Strategy) -> RoutedExperts.Config:
@@ -43,10 +50,10 @@ def replaced(config: RoutedExperts.Config, strategy: Strategy) -> RoutedExperts.
             "leave out the override or converter that made it"
         )
     inner, dispatcher = config.inner_experts, config.token_dispatcher
-    if type(inner) is not GroupedExperts.Config:
+    if _keeper(inner) not in _PARTS:
         raise ValueError(
-            f"{type(inner).__qualname__} keeps experts in a layout that moesys does not know; it runs "
-            "GroupedExperts (w1_EFD, w2_EDF, w3_EFD) without quantization or other overrides"
+            f"{_keeper(inner)} keeps experts in a layout that moesys does not know; it runs those of "
+            f"{' and '.join(_PARTS)}, without quantization or other overrides"
         )
     if type(dispatcher) not in (LocalTokenDispatcher.Config, AllToAllTokenDispatcher.Config):
         raise ValueError(
@@ -56,25 +63,33 @@ def replaced(config: RoutedExperts.Config, strategy: Strategy) -> RoutedExperts.
     _outside(nn.Module(), inner).check(strategy)
     if isinstance(strategy.sharding, Fsep) and inner.sharding_config is not None:
         states = inner.sharding_config.state_shardings
-        cut = {name: _cut(layout, _CUTS[name]) for name, layout in states.items()}
+        cut = {name: _cut(states[name], part) for name, part in _PARTS[_keeper(inner)].items()}
         inner = replace(inner, sharding_config=replace(inner.sharding_config, state_shardings=cut))
     return derive(config, StrategyRoutedExperts.Config, inner_experts=inner, strategy=strategy.to_json())
 
 
-def _cut(layout: SpmdLayout, dim: int) -> SpmdLayout:
-    """Returns a layout whose expert ranks have slices of all experts."""
-    return SpmdLayout({**layout.axis_types, MeshAxisName.EP: spmd_types.S(dim)})
+def _keeper(config: GroupedExperts.Config) -> str:
+    """Returns the name of the class that keeps the experts of ``config``."""
+    return f"{type(config).__module__}.{type(config).__qualname__}".removesuffix(".Config")
 
 
-def _outside(module: Any, config: GroupedExperts.Config) -> OutsideExperts:
+def _cut(layout: SpmdLayout, part: str) -> SpmdLayout:
+    """Returns a layout whose expert ranks have slices of all experts, cut where ``OutsideExperts`` has it."""
+    return SpmdLayout({**layout.axis_types, MeshAxisName.EP: spmd_types.S(2 if part == "gate_up" else 1)})
+
+
+def _outside(module: nn.Module, config: Any) -> OutsideExperts:
     """Returns the experts that ``module`` keeps."""
-    D, F = config.dim, config.hidden_dim
+    parts, activation = _PARTS[_keeper(config)], None
+    if "gate_up" in parts.values():
+        from torchtitan.models.gpt_oss.moe import swiglu
 
-    def read() -> Sequence[Tensor]:
-        up = torch.cat([local_part(module.w1_EFD), local_part(module.w3_EFD)], dim=1)
-        return [up, module.w2_EDF]
+        activation = partial(swiglu, limit=config.swiglu_limit)
 
-    return OutsideExperts(read, ExpertForm((Part((2 * F, D), dim=1), Part((D, F)))))
+    def read() -> dict[str, Tensor]:
+        return {part: getattr(module, name) for name, part in parts.items()}
+
+    return OutsideExperts(read, activation=activation)
 
 
 class _Model:
@@ -180,10 +195,7 @@ def _expert_mesh(parallel_dims: ParallelDims, config: GroupedExperts.Config, str
         if parallel_dims.world_size > 1:
             raise ValueError(_NO_GROUP.format(parallel_dims.ep))
         return None
-    if isinstance(strategy.sharding, Fsep):
-        for part in _outside(nn.Module(), config).form.parts:
-            part.sliced_shape(mesh.size())
-    elif config.num_experts % mesh.size():
+    if not isinstance(strategy.sharding, Fsep) and config.num_experts % mesh.size():
         raise ValueError(
             f"parallelism.expert_parallel_degree={mesh.size()} does not divide the {config.num_experts} experts of a "
             "layer; choose a degree that does, or Fsep"

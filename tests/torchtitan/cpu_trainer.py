@@ -1,16 +1,18 @@
 """torchtitan's own ``Trainer`` on CPU ranks over gloo: what of torchtitan is patched for that, small models and data.
 
 The patches touch what a CPU lacks, and nothing that computes but attention, which needs a GPU, and torchtitan's own
-experts, which are made float32.
+experts, which are made float32 unless mixed precision asks for bfloat16.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -112,9 +114,15 @@ def _grouped_mm(self: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
     return torch.cat([*rows, A.new_zeros(len(A) - ends[-1], B_t.shape[-1])])
 
 
-# torchtitan's experts are float32: they turn all that they multiply into bfloat16 by this method.
-GroupedExperts._grouped_mm = _grouped_mm
-Tensor.bfloat16 = Tensor.float
+@contextlib.contextmanager
+def _experts_in_float32() -> Iterator[None]:
+    """Makes torchtitan's experts compute in float32: they turn all that they multiply into bfloat16 by one method."""
+    kept = GroupedExperts._grouped_mm, Tensor.bfloat16
+    GroupedExperts._grouped_mm, Tensor.bfloat16 = _grouped_mm, Tensor.float
+    try:
+        yield
+    finally:
+        GroupedExperts._grouped_mm, Tensor.bfloat16 = kept
 
 
 class Bytes(BaseTokenizer):
@@ -253,8 +261,10 @@ def train(run: Run) -> Trained:
     torchtitan.trainer.dist_utils.clip_grad_norm_, trainer.metrics_processor.log = clip_and_keep, log_and_keep
     # Rank 0 would wait 2 s for the others.
     torchtitan.trainer.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
+    half = trainer.config.training.mixed_precision_param == "bfloat16"
     try:
-        trainer.train()
+        with contextlib.nullcontext() if half else _experts_in_float32():
+            trainer.train()
     finally:
         torchtitan.trainer.dist_utils.clip_grad_norm_ = clip
         trainer.close()

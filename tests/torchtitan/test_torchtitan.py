@@ -120,12 +120,9 @@ def test_gradients_accumulate_as_in_torchtitan(titan: LocalRanks, theirs: Any, n
 def test_a_run_is_resumed_from_torchtitans_checkpoints_as_if_it_had_not_stopped(
     titan: LocalRanks, tmp_path: Path, name: str
 ) -> None:
-    overrides = (*ours(STRATEGIES[name]), "moesys.torchtitan.planning")
-    whole = titan.run(train, Run(overrides), num_ranks=2)
-    folder = str(tmp_path)
-    stopped: dict[str, Any] = {"steps": 3, "folder": folder, "settings": {"checkpoint.last_save_model_only": False}}
-    titan.run(train, Run(overrides, **stopped), num_ranks=2)
-    resumed = titan.run(train, Run(overrides, folder=folder), num_ranks=2)
+    overrides, folder = (*ours(STRATEGIES[name]), "moesys.torchtitan.planning"), str(tmp_path)
+    whole = titan.run(train, Run(overrides, folder=folder), num_ranks=2)
+    resumed = titan.run(train, Run(overrides, folder=folder, settings={"checkpoint.load_step": 3}), num_ranks=2)
     assert [torch.equal(*each) for each in zip(resumed[0].choices[0], whole[0].choices[3], strict=True)]
     assert resumed[0].losses == whole[0].losses[3:]
     assert [[each.tolist() for each in step] for step in resumed[0].held] == [
@@ -139,9 +136,8 @@ def test_a_run_is_resumed_from_torchtitans_checkpoints_as_if_it_had_not_stopped(
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_run_on_four_ranks_is_resumed_on_two(titan: LocalRanks, theirs: Any, tmp_path: Path, name: str) -> None:
     overrides, folder = ours(STRATEGIES[name]), str(tmp_path)
-    stopped: dict[str, Any] = {"steps": 3, "folder": folder, "settings": {"checkpoint.last_save_model_only": False}}
-    titan.run(train, Run(overrides, sequences=1, **stopped), num_ranks=4)
-    resumed = titan.run(train, Run(overrides, folder=folder), num_ranks=2)
+    titan.run(train, Run(overrides, sequences=1, folder=folder), num_ranks=4)
+    resumed = titan.run(train, Run(overrides, folder=folder, settings={"checkpoint.load_step": 3}), num_ranks=2)
     whole = theirs(2)
     assert resumed[0].losses == pytest.approx(whole[0].losses[3:], rel=1e-5)
     assert resumed[0].norms == pytest.approx(whole[0].norms[3:], rel=1e-5)
@@ -214,3 +210,18 @@ def test_the_page_is_followed(titan: LocalRanks, tmp_path: Path) -> None:
 def test_other_models_train_as_torchtitan_does(titan: LocalRanks, theirs: Any, model: str) -> None:
     for name in ("lent", "fsep"):
         same_training(titan.run(train, Run(ours(STRATEGIES[name]), model), num_ranks=2), theirs(2, model=model))
+
+
+@pytest.mark.slow
+def test_bfloat16_is_as_exact_as_torchtitans(titan: LocalRanks, theirs: Any) -> None:
+    """By the first gradients of experts, against those in float32."""
+    exact = theirs(2)
+
+    def error(overrides: tuple[str, ...]) -> float:
+        settings = {"training.mixed_precision_param": "bfloat16"}
+        found = titan.run(train, Run(overrides, steps=1, settings=settings, forced=exact), num_ranks=2)[0].gradients
+        squares = [(found[name] - exact[0].gradients[name]).square().sum() for name in found if "experts" in name]
+        return float(sum(squares)) ** 0.5
+
+    assert 0 < error(ours(STRATEGIES["lent"])) <= 1.5 * error(())
+    assert 0 < error(ours(STRATEGIES["fsep"])) <= 1.5 * error(())
