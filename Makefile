@@ -7,18 +7,18 @@ WORKERS ?= 2
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint aot docs
+.PHONY: demo test test-all hosts lint aot docs
 
 demo: .venv/installed
 	$(BIN)/python -m moesys demo
 
 # The first command compiles the loops of planners and simulators, which ranks and workers would otherwise compile side by side.
-test: lint .venv/oldest-triton
+test: lint hosts .venv/oldest-triton
 	$(BIN)/pytest -q -n $(WORKERS) tests/golden/test_golden.py
 	$(PYTEST) --ignore tests/golden/test_golden.py
 
 # Slow cases too, and with MOESYS_SWEEP more of what is drawn. GPU checks are a run of their own: pytest -m gpu tests/gpu.
-test-all: lint aot
+test-all: lint hosts aot
 	MOESYS_SWEEP=1 $(PYTEST) -m "not gpu"
 
 lint: .venv/installed
@@ -32,6 +32,9 @@ aot: .venv/installed .venv/oldest-triton
 	$(BIN)/python -m benchmarks kernels --aot --size qwen3-30b --arch sm_100
 	PYTHONPATH=.venv/oldest-triton $(BIN)/python -m benchmarks kernels --aot --size qwen3-30b
 	PYTHONPATH=.venv/oldest-triton $(BIN)/python -m benchmarks kernels --aot --size qwen3-30b --arch sm_100
+
+# Other trainers, which tests train with.
+hosts: .venv/hosts
 
 # Into site/; pages that name what is not there end it.
 docs: .venv/docs-installed
@@ -48,6 +51,12 @@ docs: .venv/docs-installed
 # The oldest Triton that moesys runs on, torch 2.11's: it stands aside, and is only asked to compile.
 .venv/oldest-triton: .venv/installed
 	$(BIN)/pip install --no-deps --upgrade --target $@ 'triton==3.6.0'
+	touch $@
+
+# They stand aside too, without what they depend on: some want older packages than the environment has.
+.venv/hosts: .venv/installed tests/torchtitan/requirements.txt
+	rm -rf $@
+	$(BIN)/pip install --no-deps --target $@ -r tests/torchtitan/requirements.txt
 	touch $@
 
 .venv/docs-installed: .venv/installed

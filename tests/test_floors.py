@@ -37,7 +37,7 @@ FLOORS = (
     {"balance"},
     {"overlap"},
     {"moe", "simulator"},
-    {"hf"},
+    {"hf", "torchtitan"},
     {"tuner"},
     {"lab"},
     {"__main__"},

@@ -40,7 +40,7 @@ PACKAGES = {
     "moesys/moe": ("moe",),
     "moesys/simulator": ("simulator",),
     "moesys/tuner": ("tuner",),
-    "moesys, hosts": ("hf",),
+    "moesys, hosts": ("hf", "torchtitan"),
     "moesys/lab": ("lab",),
     "moesys, entry points": ("__init__", "__main__"),
 }

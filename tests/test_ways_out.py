@@ -51,7 +51,7 @@ from moesys.lab.runs.tuning import JOURNAL, tune
 from moesys.lab.runs.watched_run import read_watched_run
 from moesys.lab.show.figures import TimelinePanel, draw_timelines
 from moesys.lab.train.text import load_files
-from moesys.moe.masters import OutsideExperts
+from moesys.moe.outside import OutsideExperts
 from moesys.simulator.model.model_cost import model_flops_per_token
 from moesys.simulator.model.simulate_model import split_evenly
 from moesys.step_lines import StepLine

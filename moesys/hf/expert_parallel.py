@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,9 @@ from moesys.hf.checkpoint_check import check_before_loading
 from moesys.hf.experts_module import ExpertsModule, compute_dtype, is_experts
 from moesys.hf.padding import real_tokens
 from moesys.kernels.cpu.page_pool import PagePool
-from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.experts import Experts, attach
-from moesys.moe.masters import DTYPE_NAMES, ExpertForm, OutsideExperts, Part, local_part
-from moesys.overlap.experts_cpu import SWIGLU, ExpertFunction
+from moesys.moe.masters import DTYPE_NAMES, local_part
+from moesys.moe.outside import OutsideExperts, Parts
 from moesys.torch_private import hooks_of, unseen_by_selective_checkpoints
 
 
@@ -83,7 +82,8 @@ def run(experts: Experts, training: bool, x_TH: Tensor, *others: Tensor | None) 
     what else ``experts`` take, the routing and perhaps a mask.
     """
     experts.training = training
-    dtype = compute_dtype(experts.store.masters.local()[0])
+    assert experts.outside is not None
+    dtype = compute_dtype(cast(Tensor, experts.outside.read()["down"]))
     # A copy, as experts' output lies in a page, and FSDP loses its hooks where a model adds to such a view in place.
     return experts(x_TH.to(dtype), *others).to(x_TH.dtype, copy=True)
 
@@ -178,12 +178,10 @@ def strategy_experts(
     Raises ValueError for a module that cannot be sharded that way, or that the strategy does not fit.
     """
     description, kind = check_module(module), type(module).__name__
-    names = description.names
-    num_experts = module._parameters[names[0]].shape[0]
-    form = ExpertForm(tuple(_part(module, name) for name in names))
-    _check_shards(module._parameters[names[0]], form, strategy, ep_mesh.size())
-    up, down = form.parts[:2]
-    hidden_size, width = reversed(down.shape) if description.transposed else down.shape
+    names = part_names(description)
+    num_experts, *down_shape = module.down_proj.shape
+    _check_shards(module.down_proj, strategy, ep_mesh.size())
+    hidden_size, width = reversed(down_shape) if description.transposed else down_shape
     shape = ModelShape(
         hidden_size=hidden_size,
         intermediate_size=width,
@@ -192,23 +190,20 @@ def strategy_experts(
         # A ModelShape has no float64.
         dtype=DTYPE_NAMES.get(dtype or description.dtype, "float32"),
     )
-    halves = up.shape[int(description.transposed)] // width
-    activation = (
-        SWIGLU if description.swiglu else row_function(description.activation, ParameterGradients((), ()), halves)
-    )
-    function = ExpertFunction(activation, description.transposed, biases=len(names) == 4)
 
-    def read() -> list[nn.Parameter]:
-        if replaced := [name for name in names if is_parametrized(module, name)]:
+    def read() -> dict[str, nn.Parameter]:
+        if replaced := [name for name in names.values() if is_parametrized(module, name)]:
             raise _computed(kind, replaced[0])
-        return [module._parameters[name] for name in names]
+        return {part: module._parameters[name] for part, name in names.items()}
 
-    def add_gradients(gradients: Sequence[Tensor]) -> None:
+    def add_gradients(gradients: Parts) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
-        add_late(read(), gradients, num_batches)
+        parameters = read()
+        add_late([*parameters.values()], [cast(Tensor, gradients[part]) for part in parameters], num_batches)
 
-    outside = OutsideExperts(read, form, function, add_gradients)
+    activation = None if description.swiglu else description.activation
+    outside = OutsideExperts(read, description.transposed, activation, add_gradients=add_gradients)
     device = ep_mesh.device_type
     return Experts(shape, strategy, ep_mesh, cluster=cluster, layer_index=layer_index, device=device, outside=outside)
 
@@ -220,22 +215,20 @@ def _computed(kind: str, name: str) -> ValueError:
     )
 
 
-def _part(module: Any, name: str) -> Part:
-    """Returns one expert's part of a parameter. Fsep cuts gate and up across both if they are one tensor: checkpoints
-    have them apart, and transformers cuts what it loads before it puts them together.
+def part_names(description: ExpertsModule) -> dict[str, str]:
+    """Returns the names that parameters of an experts module have, by those of the parts of an expert. Fsep cuts gate
+    and up across both if they are one tensor: checkpoints have them apart, and transformers cuts what it loads before
+    it puts them together.
     """
-    shape = tuple(module._parameters[name].shape[1:])
-    return Part(shape, dim=1 if name == "gate_up_proj" and not module.is_transposed else 0)
+    return {name.replace("_proj", ""): name for name in description.names}
 
 
-def _check_shards(parameter: Tensor, form: ExpertForm, strategy: Strategy, num_ranks: int) -> None:
-    """Raises ValueError if experts' parameters such as ``parameter`` cannot be divided over the ranks."""
-    if isinstance(strategy.sharding, Fsep):
-        for part in form.parts:
-            part.sliced_shape(num_ranks)
-    elif not isinstance(parameter, DTensor) and (block := -(-len(parameter) // num_ranks)) * (num_ranks - 1) >= len(
-        parameter
-    ):
+def _check_shards(parameter: Tensor, strategy: Strategy, num_ranks: int) -> None:
+    """Raises ValueError if whole experts such as ``parameter`` leave a rank without any."""
+    if isinstance(strategy.sharding, Fsep) or isinstance(parameter, DTensor):
+        return
+    block = -(-len(parameter) // num_ranks)
+    if block * (num_ranks - 1) >= len(parameter):
         raise ValueError(
             f"{len(parameter)} experts on {num_ranks} ranks, {block} a rank, leave the last rank without any, "
             "which FSDP cannot run; use fewer ranks in a group, or Fsep"
@@ -246,11 +239,11 @@ def shard(module: Any, experts: Experts) -> None:
     """Shards the parameters of ``module`` over the ranks of its ``experts`` as their strategy does, where they are not
     sharded so yet, and attaches the experts to it.
     """
-    names, mesh = ExpertsModule.of(module).names, experts.mesh
-    assert experts.outside is not None
+    names, mesh = part_names(ExpertsModule.of(module)), experts.mesh
     assert mesh is not None
     inside = isinstance(experts.strategy.sharding, Fsep)
-    for name, part in zip(names, experts.outside.form.parts, strict=True):
+    for part in experts.shards.form.parts:
+        name = names[part.name]
         parameter = module._parameters[name]
         if isinstance(parameter, DTensor) and not inside:
             # transformers gives each rank whole experts already.
@@ -263,7 +256,7 @@ def shard(module: Any, experts: Experts) -> None:
         module._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
     if inside:
         # What transformers set when it gave each rank some experts.
-        module.num_experts, module._is_expert_parallel = module._parameters[names[0]].shape[0], False
+        module.num_experts, module._is_expert_parallel = module.down_proj.shape[0], False
     attach(experts, module)
 
 

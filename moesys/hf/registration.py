@@ -221,7 +221,8 @@ def _held(
 ) -> RestoredExperts:
     """Returns the experts of a module as one rank holds them."""
     projections = parameters[: len(experts.names)]
-    form = ExpertForm(tuple(Part(tuple(each.shape[1:])) for each in projections))
+    named = zip(ExpertWeights._fields, projections, strict=False)
+    form = ExpertForm(tuple(Part(name, tuple(each.shape[1:])) for name, each in named))
     return RestoredExperts(form, dtype, memory, projections[0].device, ExpertWeights(*projections))
 
 

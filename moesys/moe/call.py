@@ -82,10 +82,12 @@ class LayerCall:
             return rows_N
         return rows_N.new_zeros(num_tokens, *rows_N.shape[1:]).index_copy_(0, self._real_N, rows_N)
 
-    def restore(self) -> Restore:
-        """Returns the experts of this call, on their way or here; starts bringing them if nobody has."""
+    def restore(self, masters: Sequence[Tensor] | None = None) -> Restore:
+        """Returns the experts of this call, on their way or here; starts bringing them if nobody has. ``masters``:
+        those of autograd, where they were read already.
+        """
         if self._restore is None:
-            self._restore = self.store.start_restore(self.layout, self.dtype, self.generation)
+            self._restore = self.store.start_restore(self.layout, self.dtype, self.generation, masters)
         return self._restore
 
     def restore_ahead(self) -> None:
@@ -172,7 +174,7 @@ class RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_TK: Tensor, call: LayerCall, link: Link, *masters: Tensor) -> Tensor:
         with torch.autocast(x_TH.device.type, enabled=False):
-            call.restore()
+            restore = call.restore(masters)
             inputs = call.without_padding(x_TH), call.without_padding(weight_TK), call.wait_for_experts
             if call.replayed:
                 y_NH, saved = call.run.recompute(*inputs, read=call.output_read)
@@ -186,8 +188,10 @@ class RoutedExperts(torch.autograd.Function):
             ctx.x_0H = x_TH[:0].clone()
         ctx.save_for_backward(weight_TK, saved.arrivals_MH, saved.h_P2I, *masters)
         # What a recomputation restores, the backward right behind it uses.
-        if call.store.reshard_after_forward and not call.replayed:
-            call.release()
+        if not call.replayed:
+            restore.wait().drop_copies()
+            if call.store.reshard_after_forward:
+                call.release()
         return y_TH
 
     @staticmethod
@@ -202,7 +206,7 @@ class RoutedExperts(torch.autograd.Function):
         dy_NH = call.without_padding(dy_TH).contiguous()
         grads_DP = gradients = None
         if any(wanted):
-            grads_DP = store.new_gradients(call.layout)
+            grads_DP = store.new_gradients(call.layout, dy_TH.device)
             gradients = store.shards.form.gradients(grads_DP)
 
         def wait_for_experts() -> RestoredExperts:
@@ -219,9 +223,7 @@ class RoutedExperts(torch.autograd.Function):
         call.release()
         dmasters: list[Tensor | None] = [None] * len(masters)
         if grads_DP is not None:
-            cross = _in_dtypes(
-                store.start_reshard(grads_DP, call.layout, call.generation), [master.dtype for master in masters]
-            )
+            cross = _in_dtype(store.start_reshard(grads_DP, call.layout, call.generation), masters[0].dtype)
             leaf = ctx.next_functions[2 + wanted.index(True)][0]
             # Delayed gradients are in no graph, so none is delayed where gradients may be differentiated.
             may_delay = store.delay_reshard and store.masters.may_delay and not ctx.creates_graph
@@ -229,7 +231,8 @@ class RoutedExperts(torch.autograd.Function):
             if store.delay_reshard:
                 store.masters.expect_gradient(late=late)
             if not late:
-                dmasters = [gradient if want else None for gradient, want in zip(cross()(), wanted, strict=True)]
+                gradients_of_masters = store.masters.gradients_of(cross()())
+                dmasters = [each if want else None for each, want in zip(gradients_of_masters, wanted, strict=True)]
         if store.schedule.has_request:
             # A layer without a planner thread plans here, between two forward passes.
             with store.channel.meter.planning():
@@ -241,14 +244,14 @@ class RoutedExperts(torch.autograd.Function):
         return (dx_TH, dweight_TK, None, None, *dmasters), (ctx.x_0H, weight_TK, *masters)
 
 
-def _in_dtypes(cross: Cross, dtypes: Sequence[torch.dtype]) -> Cross:
-    """Gives gradients in the masters' dtypes, whenever they come: from float32, as some layouts add them up in float64
+def _in_dtype(cross: Cross, dtype: torch.dtype) -> Cross:
+    """Gives gradients in the masters' dtype, whenever they come: from float32, as some layouts add them up in float64
     and others do not.
     """
 
     def crossed() -> Finish:
         finish = cross()
-        return lambda: tuple(gradient.float().to(dtype) for gradient, dtype in zip(finish(), dtypes, strict=True))
+        return lambda: tuple(gradient.float().to(dtype) for gradient in finish())
 
     return crossed
 
@@ -257,9 +260,10 @@ def _reaches_grad(node: Any) -> bool:
     """Returns whether this backward ends in the ``.grad`` of the leaf behind ``node``, which it does not for
     ``torch.autograd.grad``, nor for other ``inputs`` of ``backward``.
     """
-    while node.next_functions:
+    while len(node.next_functions) == 1:
         node = node.next_functions[0][0]
-    return will_execute(node)
+    # More than one leaf, where masters are computed, and none that a gradient of theirs could be added to.
+    return not node.next_functions and will_execute(node)
 
 
 @dataclass

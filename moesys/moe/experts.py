@@ -22,8 +22,9 @@ from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, ModelShape, St
 from moesys.load import frozen_int64
 from moesys.moe.arguments import check_inputs, check_kinds, cluster_of, declaration, mesh_of, require_module
 from moesys.moe.call import NUM_SAVED, LayerCall, Link, Lookahead, RoutedExperts, current_tape
-from moesys.moe.masters import DTYPES, ExpertForm, Masters, OutsideExperts, OutsideMasters, OwnMasters, distributed
+from moesys.moe.masters import DTYPES, ExpertForm, Masters, OwnMasters, distributed
 from moesys.moe.metrics import LayerMetrics, LoadLog
+from moesys.moe.outside import OutsideExperts, OutsideMasters
 from moesys.moe.planners import MicroBatch, Planner, UnreadPlan
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.store import ExpertShards, ExpertStore
@@ -54,7 +55,8 @@ class Experts(nn.Module):
     all ranks, as if every rank's loss were one term of a sum.
 
     ``outside``: experts that are somebody else's parameters. Then ``masters`` is None, and experts are computed in the
-    dtype of x, not in that of ``shape``.
+    dtype of x, not in that of ``shape``. What these do not fit is refused here, as far as they are sharded already, and
+    otherwise in the first forward.
 
     Raises ValueError where strategy, shape and cluster do not fit, and for a strategy that does not run ``outside``.
     """
@@ -101,7 +103,9 @@ class Experts(nn.Module):
         self.identity = Identity(layer_index, declaration(shape, strategy, self.cluster, None if outside else seed))
         self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
         self.outside = outside
-        form = None if outside is None else outside.form
+        form = None if outside is None else outside.form(shape)
+        # What an expert computes.
+        self.function = OURS if outside is None or form is None else outside.function(form)
         self.shards = shards_of(strategy, shape, self.cluster, rank, self.group, form)
         self.meter = Meter(device.type)
         # Of tokens that do not travel (``moe.token_blocks``), where they are summed in blocks.
@@ -132,7 +136,7 @@ class Experts(nn.Module):
             as_masters = partial(distributed, shape=self.shape, shard_dim=self.shards.shard_dim, mesh=self.mesh)
             masters = OwnMasters(self._parameters, "masters", self.shards.keep, as_masters)
         else:
-            masters = OutsideMasters(self.outside.read, self.shards.master_shapes, self.outside.add_gradients)
+            masters = OutsideMasters(self.outside, self.shards, self.shape.num_experts)
         self.store = ExpertStore(self.layer_index, self.strategy.sharding, self.shards, masters, self.schedule, channel)
         declared = (self.strategy, self.shape, self.cluster)
         self.planner = Planner(*declared, self.schedule, channel)
@@ -249,8 +253,7 @@ class Experts(nn.Module):
             return self.expert_compute
         key = dtype, device_type, torch.get_num_threads()
         if key not in self._computes:
-            function = OURS if self.outside is None else self.outside.function
-            self._computes[key] = experts_on_device(self.shape, dtype, device_type, function)
+            self._computes[key] = experts_on_device(self.shape, dtype, device_type, self.function)
         return self._computes[key]
 
     def _count(self, call: LayerCall) -> None:

@@ -1,8 +1,8 @@
 """The parameters of a layer's experts: which tensors an expert is made of, its first values, and where they are kept.
 
-On the wire, and where gradients are collected, an expert is one vector of P elements: its tensors one after another,
-``gate_up``, ``down`` and, where it has them, their biases. Masters may lie so too, [E, P], or tensor by tensor, as
-models of other libraries keep them.
+On the wire, and where gradients are collected, an expert is one vector of P elements: its parts one after another,
+``gate_up`` or ``gate`` and ``up``, then ``down``, then their biases, if there are any. Masters may lie so too, [E, P],
+or part by part, as other libraries keep them (``outside.py``).
 
 R ranks, E experts, P elements of an expert (P_e = 3·I·H of our own), D experts held by a rank.
 """
@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from moesys.config import Fsep, ModelShape, Strategy
-from moesys.moe.arguments import check_order
+from moesys.config import ModelShape
 from moesys.overlap.executor import ExpertGradients, ExpertWeights
-from moesys.overlap.experts_cpu import OURS, ExpertFunction
 from moesys.torch_private import hide_backward, hooks_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,11 +46,14 @@ def initial_expert(shape: ModelShape, seed: int, layer_index: int, expert: int) 
 class Part:
     """One tensor of an expert.
 
-    shape: of one expert. dim: where FSEP cuts it over ranks.
+    name: that of an ``ExpertWeights`` tensor, or ``gate`` or ``up``, with ``_bias`` or not. shape: of one expert. dim:
+    the dimension that FSEP cuts over ranks. turned: whether masters have its two dimensions the other way round.
     """
 
+    name: str
     shape: tuple[int, ...]
     dim: int = 0
+    turned: bool = False
 
     @property
     def num_elements(self) -> int:
@@ -69,9 +70,18 @@ class Part:
         return (*self.shape[: self.dim], size // num_ranks, *self.shape[self.dim + 1 :])
 
 
+# The tensors of ``ExpertWeights`` in which other parts lie, one behind the other.
+_JOINED = {"gate": "gate_up", "up": "gate_up", "gate_bias": "gate_up_bias", "up_bias": "gate_up_bias"}
+
+# The masters of one part: all experts of this rank in one tensor, or one tensor for each.
+Master = Tensor | Sequence[Tensor]
+
+
 @dataclass(frozen=True)
 class ExpertForm:
-    """The tensors of an expert, in the order of ``ExpertWeights``."""
+    """The parts of an expert, in the order of the wire: those of one ``ExpertWeights`` tensor behind each other, and
+    these tensors in their order.
+    """
 
     parts: tuple[Part, ...]
 
@@ -79,61 +89,61 @@ class ExpertForm:
     def of(shape: ModelShape) -> ExpertForm:
         """Returns that of our own experts: SwiGLU without biases, as transformers' experts lie."""
         H, I = shape.hidden_size, shape.intermediate_size
-        return ExpertForm((Part((2 * I, H)), Part((H, I))))
+        return ExpertForm((Part("gate_up", (2 * I, H)), Part("down", (H, I))))
 
     @cached_property
     def num_elements(self) -> int:
         """P."""
         return sum(part.num_elements for part in self.parts)
 
+    @cached_property
+    def joined(self) -> dict[str, tuple[Part, ...]]:
+        """The parts of each ``ExpertWeights`` tensor."""
+        found: dict[str, tuple[Part, ...]] = {}
+        for part in self.parts:
+            name = _JOINED.get(part.name, part.name)
+            found[name] = (*found.get(name, ()), part)
+        return found
+
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Returns the tensors of experts [..., at least P] as views."""
+        """Returns the parts of experts [..., at least P] as views."""
         sizes = [part.num_elements for part in self.parts]
         flats = flat[..., : self.num_elements].split(sizes, dim=-1)
         return tuple(each.unflatten(-1, part.shape) for each, part in zip(flats, self.parts, strict=True))
 
     def weights(self, flat: Tensor) -> ExpertWeights:
-        return ExpertWeights(*self.views(flat))
+        """Returns experts [..., at least P] as they are computed with, as views."""
+        return ExpertWeights(**self._joined_views(flat))
 
     def gradients(self, flat_DP: Tensor) -> ExpertGradients:
-        return ExpertGradients(*self.views(flat_DP))
+        return ExpertGradients(**self._joined_views(flat_DP))
+
+    def weights_of(self, masters: Sequence[Tensor], new: Callable[[tuple[int, ...]], Tensor]) -> ExpertWeights:
+        """Returns an expert from its masters: these themselves, but copies in ``new`` memory of those that lie apart
+        from what they are joined with, or are not contiguous.
+        """
+        left, weights = iter(masters), {}
+        for name, parts in self.joined.items():
+            first, *others = tensors = [next(left) for _ in parts]
+            weights[name] = first
+            if others or not first.is_contiguous():
+                weights[name] = new(_joined_shape(parts))
+                for place, tensor in zip(weights[name].split([part.shape[0] for part in parts]), tensors, strict=True):
+                    place.copy_(tensor)
+        return ExpertWeights(**weights)
+
+    def _joined_views(self, flat: Tensor) -> dict[str, Tensor]:
+        shapes = {name: _joined_shape(parts) for name, parts in self.joined.items()}
+        flats = flat[..., : self.num_elements].split([math.prod(shape) for shape in shapes.values()], dim=-1)
+        return {name: each.unflatten(-1, shapes[name]) for name, each in zip(shapes, flats, strict=True)}
 
 
-@dataclass(frozen=True)
-class OutsideExperts:
-    """The parameters of somebody else, as ``Experts`` use them.
-
-    read: gives this rank's part of them whenever it is asked, one tensor for each part of ``form``, ``DTensor`` or not,
-        of any floating dtype: with ``Ep`` whole experts [E/R, ...], with ``Fsep`` its slice of all, [E, ...]. They are
-        read where they lie, and their gradients, summed over the ranks of the group, come back in their dtype.
-    form: the tensors of one expert.
-    function: what an expert computes with them.
-    add_gradients: adds gradients, in the shapes of what ``read`` gave, to those parameters' own when backward is past
-        the layer, as ``Fsep(delay_reshard=True)`` asks for; None where nobody can.
-    """
-
-    read: Callable[[], Sequence[Tensor]]
-    form: ExpertForm
-    function: ExpertFunction = OURS
-    add_gradients: Callable[[Sequence[Tensor]], None] | None = None
-
-    def check(self, strategy: Strategy) -> None:
-        """Raises ValueError where these experts cannot run under ``strategy``."""
-        sharding = strategy.sharding
-        if strategy.overlap.reaches_memory:
-            raise ValueError(
-                f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__}, which "
-                "runs no experts whose parameters are kept outside; use Sequential() or Pipelined(chunks=...)"
-            )
-        if isinstance(sharding, Fsep) and sharding.delay_reshard and self.add_gradients is None:
-            raise ValueError(
-                f"strategy {strategy.name!r} has delay_reshard=True, and who keeps these parameters takes no gradient "
-                "later than from backward; use delay_reshard=False, or give OutsideExperts(add_gradients=...)"
-            )
+def _joined_shape(parts: Sequence[Part]) -> tuple[int, ...]:
+    return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
 
 class Masters(ABC):
-    """This rank's part of the masters: one flat tensor, or one for each part of an expert (``ExpertForm``)."""
+    """This rank's masters: one flat tensor, or those of each part of an expert (``ExpertForm``)."""
 
     @property
     def at_hand(self) -> bool:
@@ -158,9 +168,17 @@ class Masters(ABC):
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
         """Adds gradients, which autograd is not there to add, to ``.grad``."""
 
-    def local(self) -> tuple[Tensor, ...]:
-        """Returns them outside of autograd."""
-        return tuple(master.detach() for master in self.differentiable())
+    def local(self) -> tuple[Master, ...]:
+        """Returns them outside of autograd, part by part."""
+        return self.by_part(self.differentiable())
+
+    def by_part(self, masters: Sequence[Tensor]) -> tuple[Master, ...]:
+        """Returns what ``differentiable`` has returned as ``local`` does."""
+        return tuple(master.detach() for master in masters)
+
+    def gradients_of(self, by_part: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Returns the gradients of what ``differentiable`` returns, from those of each part, of all experts here."""
+        return tuple(by_part)
 
     def expect_gradient(self, *, late: bool) -> None:  # noqa: B027
         """Says whether the gradient of the backward that runs comes ``late``, by ``accumulate_gradient``."""
@@ -170,55 +188,6 @@ class Masters(ABC):
         where nothing says so, and as long as they have no gradient.
         """
         return None
-
-
-class OutsideMasters(Masters):
-    """Masters that are somebody else's parameters. ``read`` gives them as they lie at the moment, ``DTensor``s or this
-    rank's part; ``shapes`` are those of the parts.
-
-    They are read at every use, and never kept: FSDP frees them after forward and brings them again for backward, in the
-    same storage, of which no version says so.
-    ``add_gradients``: adds to their gradients what autograd is not there to add.
-    """
-
-    def __init__(
-        self,
-        read: Callable[[], Sequence[Tensor]],
-        shapes: Sequence[tuple[int, ...]],
-        add_gradients: Callable[[Sequence[Tensor]], None] | None = None,
-    ) -> None:
-        self._read, self._shapes, self._add = read, [tuple(shape) for shape in shapes], add_gradients
-        self._checked_mesh: DeviceMesh | None = None
-
-    @property
-    def may_delay(self) -> bool:
-        return self._add is not None
-
-    def differentiable(self) -> tuple[Tensor, ...]:
-        read = self._read()
-        for master in read:
-            if isinstance(master, DTensor) and master.device_mesh is not self._checked_mesh:
-                check_order(master.device_mesh)
-                self._checked_mesh = master.device_mesh
-        masters = tuple(local_part(master) for master in read)
-        if (found := [tuple(master.shape) for master in masters]) != self._shapes:
-            raise ValueError(
-                f"masters of shapes {found} are not this rank's part of the experts, which is {self._shapes}; shard "
-                "them over exactly the ranks of the group, as the strategy's sharding does"
-            )
-        return masters
-
-    @property
-    def device(self) -> torch.device:
-        return self._read()[0].device
-
-    @property
-    def at_hand(self) -> bool:
-        return [tuple(local_part(master).shape) for master in self._read()] == self._shapes
-
-    def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
-        assert self._add is not None
-        self._add(gradients)
 
 
 class OwnMasters(Masters):
@@ -247,7 +216,7 @@ class OwnMasters(Masters):
     def differentiable(self) -> tuple[Tensor, ...]:
         return (local_part(self._parameter),)
 
-    def local(self) -> tuple[Tensor, ...]:
+    def local(self) -> tuple[Master, ...]:
         return (local_part(self._parameter.detach()),)
 
     @torch.no_grad()
@@ -267,7 +236,7 @@ class OwnMasters(Masters):
     @torch.no_grad()
     def load(self, expert: int, flat_P: Tensor) -> None:
         """Writes this rank's part of an expert, whose parameters are ``flat_P`` [P_e]."""
-        self._keep(self.local()[0], expert, flat_P)
+        self._keep(local_part(self._parameter.detach()), expert, flat_P)
 
     def expect_gradient(self, *, late: bool) -> None:
         hide_backward(self._parameter, hide=late)

@@ -18,6 +18,7 @@ from moesys.kernels.symmetric.heap import ArenaLayout
 from moesys.kernels.symmetric.ordered_sum import ordered_sum
 from moesys.kernels.symmetric.pulls import PullPart, PullRing, PullRings, pull_regions
 from moesys.layout import ExpertLayout
+from moesys.moe.masters import Master
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.store import Cross, ExpertShards, Finish, HeldByRank, Restore, index_of
 from moesys.overlap.comm.channel import Channel
@@ -49,7 +50,7 @@ class PulledExperts(ShardedExperts):
         return False
 
     def restore(
-        self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
+        self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
     ) -> Restore:
         s, mine = self.wire_slice, held[self.rank]
         wire_Es = self.on_wire(masters, dtype)

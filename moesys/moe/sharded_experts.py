@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moesys.config import Fsep, ModelShape
 from moesys.layout import ExpertLayout
-from moesys.moe.masters import ExpertForm, Part, initial_expert
-from moesys.moe.store import Cross, ExpertShards, Finish, HeldByRank, Restore, add_in_order, index_of
+from moesys.moe.masters import ExpertForm, Master, Part, initial_expert
+from moesys.moe.store import Cross, ExpertShards, Finish, HeldByRank, Restore, add_in_order, device_of, index_of
 from moesys.overlap.comm.channel import Channel, Transfer
 
 
@@ -28,7 +28,7 @@ class Slices:
     def __init__(self, form: ExpertForm, num_ranks: int, *, flat: bool) -> None:
         self.num_ranks, self.num_elements = num_ranks, form.num_elements
         self.wire_slice = -(-form.num_elements // num_ranks)
-        self._parts = (Part((num_ranks * self.wire_slice,)),) if flat else form.parts
+        self._parts = (Part("expert", (num_ranks * self.wire_slice,)),) if flat else form.parts
         self._slice_shapes = [part.sliced_shape(num_ranks) for part in self._parts]
         self._flat = flat
 
@@ -41,12 +41,17 @@ class Slices:
         """Returns the shapes of a rank's masters, of one expert."""
         return ((len(self.of_rank(rank)),),) if self._flat else tuple(self._slice_shapes)
 
-    def to_wire(self, masters: Sequence[Tensor], wire_Es: Tensor) -> Tensor:
+    def to_wire(self, masters: Sequence[Master], wire_Es: Tensor) -> Tensor:
         """Writes this rank's slices of all experts, [E, s], and returns them."""
-        for place_EN, master in zip(self._split(wire_Es), masters, strict=True):
-            slice_EN = master.flatten(1)
-            place_EN[:, : slice_EN.shape[1]] = slice_EN
-            place_EN[:, slice_EN.shape[1] :] = 0
+        for place_EN, master, shape in zip(self._split(wire_Es), masters, self._slice_shapes, strict=True):
+            if not isinstance(master, Tensor):
+                for place_N, slice_of_one in zip(place_EN, master, strict=True):
+                    place_N.view(shape).copy_(slice_of_one)
+            elif self._flat:
+                place_EN[:, : master.shape[1]] = master
+                place_EN[:, master.shape[1] :] = 0
+            else:
+                place_EN.unflatten(1, shape).copy_(master)
         return wire_Es
 
     def from_wire(self, slices_Es: Tensor) -> tuple[Tensor, ...]:
@@ -170,7 +175,7 @@ class ShardedExperts(ExpertShards):
         local[expert] = flat_P[self.owned().start : self.owned().stop]
 
     def restore(
-        self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
+        self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
     ) -> Restore:
         wire_Es = self.on_wire(masters, dtype)
         hierarchical = self.sharding.restore == "hierarchical"
@@ -329,10 +334,10 @@ class ShardedExperts(ExpertShards):
         total_Es = self.memory.new(like, self.shape.num_experts, num_owned)
         return self.slices.from_wire(add_in_order((part[:num_owned] for part in parts), experts, total_Es))
 
-    def on_wire(self, masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def on_wire(self, masters: Sequence[Master], dtype: torch.dtype) -> Tensor:
         """Returns this rank's slices of all experts, [E, s]."""
         size = (self.shape.num_experts, self.wire_slice)
-        return self.slices.to_wire(masters, self.memory.empty(size, dtype, masters[0].device))
+        return self.slices.to_wire(masters, self.memory.empty(size, dtype, device_of(masters)))
 
     def _rows(self, slices_Es: Tensor, experts: Sequence[int]) -> Tensor:
         """Returns copies of the slices of ``experts``, [N, s]."""

@@ -26,7 +26,7 @@ from moesys.config import Fsep, LayoutInvariant, ModelShape, Sharding
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
-from moesys.moe.masters import ExpertForm, Masters
+from moesys.moe.masters import ExpertForm, Master, Masters
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import ExpertWeights
 
@@ -37,7 +37,8 @@ class RestoredExperts(Sequence[ExpertWeights]):
 
     A rank's own are its masters, which their user casts on use; or, once ``keep_casts`` is set, they are cast here when
     they are first asked for and stay so, for a backward that follows. ``kept``: casts of all masters, which other
-    micro-batches use too.
+    micro-batches use too. Masters that are to be joined are copied here when they are first asked for, until
+    ``drop_copies``.
     """
 
     def __init__(
@@ -46,29 +47,49 @@ class RestoredExperts(Sequence[ExpertWeights]):
         self._form, self._dtype, self._memory, self._device = form, dtype, memory, device
         if isinstance(brought, Tensor):
             brought = form.weights(brought)
-        self._together: ExpertWeights | None = None
-        if isinstance(brought, ExpertWeights):
-            self._together = brought
-            brought = unstacked(brought)
-        self._experts = list(brought)
+        self._together = brought if isinstance(brought, ExpertWeights) else None
+        self.masters: list[Expert] = list(unstacked(brought) if isinstance(brought, ExpertWeights) else brought)
+        self._copies: dict[int, ExpertWeights] = {}
         self.keep_casts = False
         self.kept: KeptCasts | None = None
 
     def __len__(self) -> int:
-        return len(self._experts)
+        return len(self.masters)
 
     def __getitem__(self, slot: int) -> ExpertWeights:  # type: ignore[override]
-        weights = self._experts[slot]
-        if self.keep_casts and weights.gate_up.dtype != self._dtype:
-            cast = self._form.weights(self._memory.empty((self._form.num_elements,), self._dtype, self._device))
-            _copy(weights, cast)
-            weights = self._experts[slot] = cast
-        return weights
+        masters = self.masters[slot]
+        casts = masters[0].dtype != self._dtype
+        if casts and self.keep_casts:
+            cast = self.masters[slot] = self._cast(masters)
+            return cast
+        if isinstance(masters, ExpertWeights):
+            return masters
+        if slot not in self._copies:
+            self._copies[slot] = self._cast(masters) if casts else self._form.weights_of(masters, self._new)
+        return self._copies[slot]
 
     def by_slot(self) -> Sequence[ExpertWeights]:
         """Returns the experts by slot index, each to be cast by its user where it has another dtype."""
-        casts = self.keep_casts and any(weights.gate_up.dtype != self._dtype for weights in self._experts)
-        return self if casts else self._experts
+        return self
+
+    def drop_copies(self) -> None:
+        """Frees the copies that are no casts; the next pass makes its own."""
+        self._copies.clear()
+
+    def _cast(self, masters: Expert) -> ExpertWeights:
+        flat = self._new((self._form.num_elements,))
+        self._copy(masters, flat)
+        return self._form.weights(flat)
+
+    def _copy(self, masters: Expert, flat: Tensor) -> None:
+        """Writes experts, computed with or part by part, into ``flat`` [..., P]."""
+        places = self._form.weights(flat) if isinstance(masters, ExpertWeights) else self._form.views(flat)
+        for place, master in zip(places, masters, strict=True):
+            if place is not None and master is not None:
+                place.copy_(master)
+
+    def _new(self, shape: tuple[int, ...]) -> Tensor:
+        return self._memory.empty(shape, self._dtype, self._device)
 
     def stacked(self) -> ExpertWeights:
         """Returns all of them in the compute dtype, [D, 2I, H] and [D, H, I]: views of what was brought where it is one
@@ -80,15 +101,14 @@ class RestoredExperts(Sequence[ExpertWeights]):
         if kept is not None and (found := kept.find(self._dtype)) is not None:
             self._together = found
             return found
-        size = (len(self._experts), self._form.num_elements)
-        stacked = self._form.weights(self._memory.empty(size, self._dtype, self._device))
+        flat_DP = self._new((len(self), self._form.num_elements))
+        stacked = self._form.weights(flat_DP)
         if self._together is not None:
-            _copy(self._together, stacked)
+            self._copy(self._together, flat_DP)
         else:
-            for place, weights in zip(unstacked(stacked), self._experts, strict=True):
-                _copy(weights, place)
-        # Masters are float32: what has that dtype is no cast.
-        if self.keep_casts and self._dtype != torch.float32:
+            for flat_P, masters in zip(flat_DP, self.masters, strict=True):
+                self._copy(masters, flat_P)
+        if self.keep_casts and any(masters[0].dtype != self._dtype for masters in self.masters):
             self._together = stacked
             if kept is not None:
                 kept.keep(stacked)
@@ -125,8 +145,10 @@ class Restore:
 # Distinct experts of each rank, [R], in the order of their slots.
 HeldByRank = list[tuple[int, ...]]
 
+# One expert: as it is computed with, or its masters, which are to be joined.
+Expert = ExpertWeights | Sequence[Tensor]
 # What a restore ends with: held experts stacked, flat [D, at least P] or part by part, or one by one.
-Brought = Tensor | ExpertWeights | Sequence[ExpertWeights]
+Brought = Tensor | ExpertWeights | Sequence[Expert]
 
 # What a return of gradients ends with: waits for them, and gives the masters'.
 Finish = Callable[[], tuple[Tensor, ...]]
@@ -141,13 +163,13 @@ def index_of(values: Sequence[int], like: Tensor) -> Tensor:
 
 def unstacked(stacked: ExpertWeights) -> list[ExpertWeights]:
     """Returns each expert of [D, ...]."""
-    parts = [part for part in stacked if part is not None]
-    return [ExpertWeights(*expert) for expert in zip(*parts, strict=True)]
+    parts = {name: part for name, part in stacked._asdict().items() if part is not None}
+    return [ExpertWeights(**dict(zip(parts, expert, strict=True))) for expert in zip(*parts.values(), strict=True)]
 
 
 class ExpertShards(ABC):
     """This rank's part of the masters' geometry. The masters themselves are passed in: one tensor, flat; or, where they
-    are of a ``form``, one for each of its parts.
+    are of a ``form``, those of each of its parts.
 
     ``memory``: where restored experts and slot gradients lie; the layers of a linked model share one.
     """
@@ -185,7 +207,7 @@ class ExpertShards(ABC):
 
     @abstractmethod
     def restore(
-        self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
+        self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
     ) -> Restore:
         """Starts bringing the experts that this rank is to hold, to be computed with in ``dtype``."""
 
@@ -199,6 +221,24 @@ class ExpertShards(ABC):
     @abstractmethod
     def padded_parameters(self) -> int:
         """Columns of a slot-gradient buffer: P, or R·s."""
+
+    def all_of(self, masters: Sequence[Master]) -> Brought:
+        """Returns all experts of masters that are whole."""
+        stacked = [master for master in masters if isinstance(master, Tensor)]
+        if self.flat:
+            return stacked[0]
+        if len(stacked) == len(self.form.joined) == len(masters):
+            return ExpertWeights(**dict(zip(self.form.joined, stacked, strict=True)))
+        return [self.one_of(masters, row) for row in range(len(masters[0]))]
+
+    def one_of(self, masters: Sequence[Master], row: int) -> Expert:
+        """Returns one expert of masters that are whole."""
+        if self.flat:
+            return self.form.weights(masters[0][row])
+        parts = [master[row] for master in masters]
+        if len(self.form.joined) < len(parts):
+            return parts
+        return ExpertWeights(**dict(zip(self.form.joined, parts, strict=True)))
 
     def new_gradients(self, layout: ExpertLayout, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns memory for slot gradients, [D, padded_parameters]."""
@@ -226,10 +266,9 @@ class ExpertShards(ABC):
         self.memory = PagePool()
 
 
-def _copy(weights: ExpertWeights, into: ExpertWeights) -> None:
-    for place, tensor in zip(into, weights, strict=True):
-        if place is not None and tensor is not None:
-            place.copy_(tensor)
+def device_of(masters: Sequence[Master]) -> torch.device:
+    """Returns where masters are."""
+    return masters[0].device if isinstance(masters[0], Tensor) else masters[0][0].device
 
 
 def add_in_order(parts: Iterable[Tensor], rows: Sequence[int], total_NP: Tensor) -> Tensor:
@@ -328,11 +367,14 @@ class ExpertStore:
         self.dtype: torch.dtype | None = None
         self._prefetched: tuple[tuple[ExpertLayout, int, torch.dtype | None], Restore] | None = None
 
-    def start_restore(self, layout: ExpertLayout, dtype: torch.dtype, generation: int) -> Restore:
+    def start_restore(
+        self, layout: ExpertLayout, dtype: torch.dtype, generation: int, masters: Sequence[Tensor] | None = None
+    ) -> Restore:
         """Starts bringing the experts of ``layout`` here, to be computed with in ``dtype``, by messages of
-        ``generation``. A collective.
+        ``generation``. A collective. ``masters``: those of autograd, where they were read already.
         """
-        return self._start(layout.held_by_rank, dtype, generation, "")
+        local = self.masters.local() if masters is None else self.masters.by_part(masters)
+        return self._start(local, layout.held_by_rank, dtype, generation, "")
 
     def _start_late(self, early: Restore, layout: ExpertLayout, dtype: torch.dtype, generation: int) -> Restore:
         """Starts bringing what ``layout`` has more than the settled one, whose experts are ``early``. A collective,
@@ -346,25 +388,27 @@ class ExpertStore:
             tuple(expert for expert in wanted if expert not in there)
             for wanted, there in zip(held, settled, strict=True)
         ]
-        late = self._start(missing, dtype, generation, " late")
+        late = self._start(self.masters.local(), missing, dtype, generation, " late")
         late_experts = [expert for expert in held[rank] if expert not in settled[rank]]
 
         def spread() -> None:
             early.spread()
             late.spread()
 
-        def finish() -> list[ExpertWeights]:
-            by_expert = dict(zip(settled[rank], early.wait(), strict=True))
-            by_expert |= zip(late_experts, late.wait(), strict=True)
+        def finish() -> Brought:
+            by_expert = dict(zip(settled[rank], early.wait().masters, strict=True))
+            by_expert |= zip(late_experts, late.wait().masters, strict=True)
             return [by_expert[expert] for expert in held[rank]]
 
         return self.shards.restored(dtype, self.masters.device, finish, spread)
 
-    def _start(self, held: HeldByRank, dtype: torch.dtype, generation: int, when: str) -> Restore:
-        shards, masters = self.shards, self.masters.local()
+    def _start(
+        self, masters: Sequence[Master], held: HeldByRank, dtype: torch.dtype, generation: int, when: str
+    ) -> Restore:
+        shards = self.shards
         if shards.keeps_all(held):
-            brought = masters[0] if shards.flat else ExpertWeights(*masters)
-            return shards.restored(dtype, masters[0].device, lambda: brought)
+            brought = shards.all_of(masters)
+            return shards.restored(dtype, device_of(masters), lambda: brought)
         name, channel = f"layer {self.layer_index}{when}", self.channel.tagged(generation)
         return shards.restore(masters, dtype, held, channel, name)
 
@@ -398,13 +442,13 @@ class ExpertStore:
         """
         return self._prefetched is not None and self._prefetched[0] == (self.schedule.layout, pass_number, self.dtype)
 
-    def new_gradients(self, layout: ExpertLayout) -> Tensor:
+    def new_gradients(self, layout: ExpertLayout, device: torch.device) -> Tensor:
         """Returns memory for the gradients of the slots of ``layout``, [D, padded_parameters]: float64 where those of
         several ranks are added up, and the order may not show.
         """
         invariant = isinstance(self.schedule.strategy.reduction, LayoutInvariant)
         added = invariant and bool((layout.replicas_RE > 0).sum(axis=0).max() > 1)
-        return self.shards.new_gradients(layout, self.masters.device, torch.float64 if added else torch.float32)
+        return self.shards.new_gradients(layout, device, torch.float64 if added else torch.float32)
 
     def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout, generation: int) -> Cross:
         """Starts on the way of slot gradients to their owners (``ExpertShards.reshard``). A collective."""

@@ -14,10 +14,19 @@ from torch import Tensor
 
 from moesys.config import ModelShape
 from moesys.layout import ExpertLayout, lender_of_experts, owner_of_experts
-from moesys.moe.masters import ExpertForm, initial_expert
-from moesys.moe.store import Brought, Cross, ExpertShards, Finish, HeldByRank, Restore, add_in_order, index_of
+from moesys.moe.masters import ExpertForm, Master, initial_expert
+from moesys.moe.store import (
+    Brought,
+    Cross,
+    ExpertShards,
+    Finish,
+    HeldByRank,
+    Restore,
+    add_in_order,
+    device_of,
+    index_of,
+)
 from moesys.overlap.comm.channel import Channel, Transfer
-from moesys.overlap.executor import ExpertWeights
 
 
 class Loans:
@@ -113,9 +122,9 @@ class WholeExperts(ExpertShards):
             local[expert - self.owned().start] = flat_P
 
     def restore(
-        self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
+        self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
     ) -> Restore:
-        device, first = masters[0].device, self.owned().start
+        device, first = device_of(masters), self.owned().start
         by_owners, passed_on = self._loans(held)
         taken = [_flat(loans.taken_by(self.rank)) for loans in (by_owners, passed_on)]
         place = {expert: row for row, expert in enumerate(_flat(taken))}
@@ -136,9 +145,9 @@ class WholeExperts(ExpertShards):
             for transfer in transfers:
                 transfer.wait()
             if held[self.rank] == tuple(self.owned()):
-                return masters[0] if self.flat else ExpertWeights(*masters)
+                return self.all_of(masters)
             return [
-                self.form.weights(received[place[e]]) if e in place else self._owned_weights(masters, e - first)
+                self.form.weights(received[place[e]]) if e in place else self.one_of(masters, e - first)
                 for e in held[self.rank]
             ]
 
@@ -157,18 +166,18 @@ class WholeExperts(ExpertShards):
         out_counts, in_counts = (list(map(len, of)) for of in (loans.taken_by(self.rank), loans.given_by(self.rank)))
         return channel.all_to_all(received, sent, out_counts, in_counts, lane="restore", detail=detail)
 
-    def _owned_weights(self, masters: Sequence[Tensor], row: int) -> ExpertWeights:
-        """Returns an expert where its owner keeps it."""
-        return self.form.weights(masters[0][row]) if self.flat else ExpertWeights(*(master[row] for master in masters))
-
-    def _rows(self, masters: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _rows(self, masters: Sequence[Master], rows: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns copies of experts [N, P]."""
-        index_N = index_of(rows, masters[0])
-        if self.flat:
-            return masters[0].index_select(0, index_N).to(dtype)
-        rows_NP = self.memory.empty((len(rows), self.form.num_elements), dtype, masters[0].device)
+        flat = masters[0]
+        if self.flat and isinstance(flat, Tensor):
+            return flat.index_select(0, index_of(rows, flat)).to(dtype)
+        rows_NP = self.memory.empty((len(rows), self.form.num_elements), dtype, device_of(masters))
         for place, master in zip(self.form.views(rows_NP), masters, strict=True):
-            place.copy_(master.index_select(0, index_N))
+            if isinstance(master, Tensor):
+                place.copy_(master.index_select(0, index_of(rows, master)))
+            else:
+                for row_place, row in zip(place, rows, strict=True):
+                    row_place.copy_(master[row])
         return rows_NP
 
     def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:

@@ -363,10 +363,10 @@ def _projections(
     def of(name: str) -> Callable[[int], Tensor]:
         return lambda slot: getattr(experts[slot], name)
 
-    biased = len(experts) > 0 and experts[0].gate_up_bias is not None
+    up_bias, down_bias = (experts[0].gate_up_bias, experts[0].down_bias) if len(experts) else (None, None)
     return (
-        Projection(of("gate_up"), of("gate_up_bias") if biased else None, transposed, dup, dup_bias),
-        Projection(of("down"), of("down_bias") if biased else None, transposed, ddown, ddown_bias),
+        Projection(of("gate_up"), None if up_bias is None else of("gate_up_bias"), transposed, dup, dup_bias),
+        Projection(of("down"), None if down_bias is None else of("down_bias"), transposed, ddown, ddown_bias),
     )
 
 
@@ -374,7 +374,7 @@ def _projections(
 class ExpertFunction:
     """The function of an expert, apart from its weights.
 
-    ``activation``: SwiGLU, or any other. ``transposed``: projections are [in, out]. ``biases``: both have one.
+    ``activation``: SwiGLU, or any other. ``transposed``: projections are [in, out]. ``biases``: any has one.
     """
 
     activation: RowFunction = SWIGLU

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.experts import experts_of
-from moesys.moe.masters import ExpertForm, OutsideExperts
+from moesys.moe.outside import OutsideExperts
 
 EXPERTS = 8
 
@@ -116,7 +116,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Parameter(torch.randn(4, 8, 8)), nn.Parameter(torch.randn(4, 8, 4))
-        held = OutsideExperts(lambda: [self.up, self.down], ExpertForm.of(SHAPE))
+        held = OutsideExperts(lambda: {"gate_up": self.up, "down": self.down})
         self.experts = ms.Experts(SHAPE, ms.Strategy(name="ep"), outside=held)
 
     def forward(self, x_TH: Tensor) -> Any:
@@ -314,7 +314,7 @@ def refused_and_then_not(kind: str) -> tuple[str, dict[str, Tensor]]:
 @pytest.mark.parametrize("kind", [*REFUSED, "second layer"])
 def test_a_refused_parallelize_changes_nothing(ranks: LocalRanks, kind: str) -> None:
     """A refused call shards nothing, so the next call succeeds."""
-    expected = REFUSED[kind][1] if kind in REFUSED else "is cut by Fsep in dimension 0 over 2 ranks"
+    expected = REFUSED[kind][1] if kind in REFUSED else "is cut by Fsep in dimension 1 over 2 ranks"
     wanted = mean_gradients(2)
     for message, found in ranks.run(refused_and_then_not, kind, num_ranks=2, timeout_s=60.0):
         assert expected in message

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import whole
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks, RankError
-from moesys.moe.masters import ExpertForm, OutsideExperts
+from moesys.moe.outside import OutsideExperts
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=8, top_k=2)
 GREEDY: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
@@ -87,12 +87,11 @@ def refused(kind: str) -> None:
     rank = dist.get_rank()
     turned = DeviceMesh("cpu", torch.tensor([1, 0]))
     if kind == "outside":
-        parameters = [distribute_tensor(torch.zeros(8, *shape), turned, [Shard(0)]) for shape in ((16, 16), (16, 8))]
-        held = OutsideExperts(lambda: [nn.Parameter(each) for each in parameters], ExpertForm.of(SHAPE))
-        experts = ms.Experts(SHAPE, STRATEGIES[0], outside=held)
-        experts(tokens(rank), torch.tensor([[0, 1]] * (5 + rank)), torch.ones(5 + rank, 2))
+        shapes = {"gate_up": (16, 16), "down": (16, 8)}
+        parts = {name: distribute_tensor(torch.zeros(8, *of), turned, [Shard(0)]) for name, of in shapes.items()}
+        ms.Experts(SHAPE, STRATEGIES[0], outside=OutsideExperts(lambda: parts))
     elif kind == "outside's group":
-        ms.Experts(SHAPE, STRATEGIES[0], turned, outside=OutsideExperts(lambda: [], ExpertForm.of(SHAPE)))
+        ms.Experts(SHAPE, STRATEGIES[0], turned, outside=OutsideExperts(lambda: {}))
     elif kind == "group":
         ms.MoELayer(SHAPE, STRATEGIES[0], dist.new_group([1, 0], sort_ranks=False))
     elif kind == "another's mesh":

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.moe.masters import ExpertForm, OutsideExperts, Part
-from moesys.overlap.experts_cpu import ExpertFunction
+from moesys.moe.masters import ExpertForm, Part
+from moesys.moe.outside import OutsideExperts
 
 H, I, E, K = 24, 16, 6, 2
 SHAPE = ms.ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K)
@@ -48,30 +48,25 @@ def run(experts: ms.Experts, parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 def outside(
-    strategy: ms.Strategy,
-    tensors: list[Tensor],
-    form: ExpertForm,
-    cluster: ms.ClusterSpec | None = None,
-    **function: Any,
+    strategy: ms.Strategy, tensors: dict[str, Tensor], cluster: ms.ClusterSpec | None = None, **options: Any
 ) -> Any:
     """Experts whose parameters are ``tensors``, sharded as ``strategy`` does, and those parameters."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    parameters = []
-    for tensor, part in zip(tensors, form.parts, strict=True):
+    parameters = {}
+    for name, tensor in tensors.items():
         placement = Shard(0)
         if isinstance(strategy.sharding, ms.Fsep):
-            placement = Shard(1 + part.dim)
-        parameters.append(nn.Parameter(distribute_tensor(tensor, mesh, [placement])))
-    held = OutsideExperts(lambda: parameters, form, ExpertFunction(**function))
-    return ms.Experts(SHAPE, strategy, mesh, cluster=cluster, outside=held), parameters
+            placement = Shard(2 if name == "gate_up" and not options.get("transposed") else 1)
+        parameters[name] = nn.Parameter(distribute_tensor(tensor, mesh, [placement]))
+    held = OutsideExperts(lambda: parameters, **options)
+    return ms.Experts(SHAPE, strategy, mesh, cluster=cluster, outside=held), [*parameters.values()]
 
 
 def own_and_outside(strategy: ms.Strategy, cluster: ms.ClusterSpec | None = None) -> tuple[list[Tensor], list[Tensor]]:
     experts = ms.Experts(SHAPE, strategy, cluster=cluster, seed=3)
     found = run(experts, [experts.masters])
-    form = ExpertForm((Part((2 * I, H), dim=1), Part((H, I))))
-    gate_up, down = form.views(whole(experts.masters).detach())
-    *others, dgate_up, ddown = run(*outside(strategy, [gate_up.contiguous(), down.contiguous()], form, cluster))
+    gate_up, down = (each.contiguous() for each in ExpertForm.of(SHAPE).views(whole(experts.masters).detach()))
+    *others, dgate_up, ddown = run(*outside(strategy, {"gate_up": gate_up, "down": down}, cluster))
     return found, [*others, torch.cat([dgate_up.flatten(1), ddown.flatten(1)], dim=1)]
 
 
@@ -100,11 +95,10 @@ def test_nor_where_experts_travel_node_by_node(ranks: LocalRanks, sharding: ms.E
 def biased(strategy: ms.Strategy) -> tuple[list[Tensor], list[Tensor]]:
     """Transposed projections with biases, and what plain torch makes of all ranks' tokens."""
     generator = torch.Generator().manual_seed(4)
-    shapes = ((H, 2 * I), (I, H), (2 * I,), (H,))
-    tensors = [torch.randn(E, *shape, generator=generator) / 5 for shape in shapes]
-    form = ExpertForm(tuple(map(Part, shapes)))
-    found = run(*outside(strategy, tensors, form, transposed=True, biases=True))
-    up, down, up_bias, down_bias = parameters = [tensor.requires_grad_() for tensor in tensors]
+    shapes = {"gate_up": (H, 2 * I), "down": (I, H), "gate_up_bias": (2 * I,), "down_bias": (H,)}
+    tensors = {name: torch.randn(E, *shape, generator=generator) / 5 for name, shape in shapes.items()}
+    found = run(*outside(strategy, tensors, transposed=True))
+    up, down, up_bias, down_bias = parameters = [tensor.requires_grad_() for tensor in tensors.values()]
     expected = []
     for number in range(3):
         x_TH, expert_TK, weight_TK, dy_TH = batch(number)
@@ -126,15 +120,13 @@ def test_biases_and_transposed_projections(ranks: LocalRanks, strategy: ms.Strat
 
 
 def misfitting() -> None:
-    form = ExpertForm((Part((2 * I, H), dim=1), Part((H, I))))
-    whole_ones = [torch.zeros(E, *part.shape) for part in form.parts]
-    held = OutsideExperts(lambda: whole_ones, form)
-    ms.Experts(SHAPE, EP, outside=held)(*batch(1)[:3])
+    whole_ones = {part.name: torch.zeros(E, *part.shape) for part in ExpertForm.of(SHAPE).parts}
+    ms.Experts(SHAPE, EP, outside=OutsideExperts(lambda: whole_ones))(*batch(1)[:3])
 
 
 def test_masters_of_another_shape_are_refused(ranks: LocalRanks) -> None:
     with pytest.raises(
-        Exception, match=r"masters of shapes \[\(6, 32, 24\), .* this rank's part of the experts, which is"
+        Exception, match=r"'gate_up' of shape \[6, 32, 24\], .* this rank's part of the experts, \[3, 32, 24\]; shard"
     ):
         ranks.run(misfitting, num_ranks=2)
 
@@ -150,7 +142,7 @@ def test_masters_of_another_shape_are_refused(ranks: LocalRanks) -> None:
     ],
 )
 def test_what_masters_outside_cannot_run_is_refused(strategy: ms.Strategy, message: str) -> None:
-    held = OutsideExperts(lambda: [], ExpertForm.of(SHAPE))
+    held = OutsideExperts(lambda: {"gate_up": torch.zeros(E, 2 * I, H), "down": torch.zeros(E, H, I)})
     with pytest.raises(ValueError, match=message):
         ms.Experts(SHAPE, strategy, outside=held)
 
@@ -158,14 +150,14 @@ def test_what_masters_outside_cannot_run_is_refused(strategy: ms.Strategy, messa
 @pytest.mark.parametrize(("num_ranks", "dim"), [(3, 0), (5, 1)])
 def test_a_tensor_that_ranks_do_not_divide_is_refused(num_ranks: int, dim: int) -> None:
     with pytest.raises(ValueError, match=r"which do not divide .*; use ranks that do, or Ep"):
-        Part((32, 24), dim).sliced_shape(num_ranks)
+        Part("up", (32, 24), dim).sliced_shape(num_ranks)
 
 
 def test_outside_masters_are_read_where_they_lie() -> None:
     gate_up, down = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
-    form = ExpertForm((Part((2 * I, H), dim=1), Part((H, I))))
+    held = OutsideExperts(lambda: {"gate_up": gate_up, "down": down})
     for strategy in (ms.Strategy(name="ep"), FSEP.replace(sharding=ms.Fsep(slots_per_rank=E))):
-        experts = ms.Experts(SHAPE, strategy, outside=OutsideExperts(lambda: (gate_up, down), form))
+        experts = ms.Experts(SHAPE, strategy, outside=held)
         for dtype in (torch.float32, torch.bfloat16):
             stacked = experts.store.start_restore(experts.schedule.layout, dtype, 1).wait().stacked()
             is_master = stacked.gate_up.data_ptr() == gate_up.data_ptr() and stacked.down.data_ptr() == down.data_ptr()

@@ -1,0 +1,90 @@
+"""torchtitan's MoE models on the experts of this package, in torchtitan's own trainer:
+``--override.imports 'moesys.torchtitan.experts={"strategy": "lent.toml"}'``.
+
+Importing this package imports torchtitan, and registers two overrides: ``experts``, and ``planning``, which keeps load
+histories and layouts in checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from moesys.config import Strategy
+from moesys.moe.runtime import PlanningState
+
+try:
+    _found = f"torchtitan {version('torchtitan')}"
+    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.config.override import derive, override
+    from torchtitan.models.common.moe import RoutedExperts
+
+    from moesys.torchtitan.routed_experts import replaced
+except (ImportError, PackageNotFoundError) as error:
+    found = globals().get("_found", "no torchtitan")
+    raise ImportError(
+        f"moesys.torchtitan needs torchtitan 0.3 or newer, and found {found} ({error}); install moesys[torchtitan]"
+    ) from error
+
+__all__ = ["experts", "planning"]
+
+
+@override(target=RoutedExperts.Config, description="experts under a strategy of moesys")
+def experts(config: RoutedExperts.Config, *, strategy: str | Mapping[str, Any]) -> RoutedExperts.Config:
+    """Returns what runs the experts of a layer of ``config`` under a strategy.
+
+    ``strategy``: the fields of a ``ms.Strategy``, or the path of a file of them in TOML or JSON, which only rank 0
+    reads.
+
+    Raises ValueError on all ranks for a strategy that is not valid, and for experts that moesys does not run.
+    """
+    return replaced(config, _strategy_of(strategy))
+
+
+@override(target=CheckpointManager.Config, description="load histories and layouts of moesys in checkpoints")
+def planning(config: CheckpointManager.Config) -> CheckpointManager.Config:
+    """Returns torchtitan's checkpoints with the ``PlanningState`` of the model beside the states of the trainer."""
+    return derive(config, PlanningCheckpoints.Config)
+
+
+class PlanningCheckpoints(CheckpointManager):
+    """torchtitan's checkpoints with the state ``moesys``, so that a run which is resumed on the same ranks plans as one
+    that was not stopped. On other ranks, and from checkpoints without it, exclude ``moesys`` from loading.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        pass
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module], states: dict[str, Any], **others: Any) -> None:
+        states["moesys"] = PlanningState(nn.ModuleList(model_parts))
+        super().__init__(config, model_parts=model_parts, states=states, **others)
+
+
+def _strategy_of(given: str | Mapping[str, Any]) -> Strategy:
+    if isinstance(given, Mapping):
+        return Strategy.model_validate(dict(given))
+    if not isinstance(given, str) or not given.endswith((".toml", ".json")):
+        raise ValueError(
+            f"strategy={given!r} is neither the fields of a Strategy nor a file; give an object, such as "
+            '{"name": "ep"}, or a path that ends in .toml or .json'
+        )
+    # Text, or why there is none.
+    read: list[str | None] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            read[0] = Path(given).read_text(encoding="utf-8")
+        except OSError as error:
+            read[1] = str(error)
+    if dist.is_initialized():
+        dist.broadcast_object_list(read)
+    text, failure = read
+    if text is None:
+        raise ValueError(f"strategy={given!r} cannot be read on rank 0 ({failure}); give a path that rank 0 can read")
+    return Strategy.from_toml(text) if given.endswith(".toml") else Strategy.from_json(text)

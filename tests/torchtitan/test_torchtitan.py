@@ -1,0 +1,227 @@
+"""torchtitan's models under strategies, in torchtitan's own trainer, against its own experts in the same loop.
+
+Its experts compute in bfloat16; here they are made float32 (``cpu_trainer``), so that only the order of sums differs.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pages import blocks_of, commands_of, is_run
+from titan_runs import STRATEGIES, Run, Trained, messages, ours, same_outputs_of_flat_tokens, train, train_in
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
+
+OVERLAPS = {"sequential": ms.Sequential(), "pipelined": ms.Pipelined(chunks=3)}
+
+
+@pytest.fixture(scope="module")
+def titan() -> Iterator[LocalRanks]:
+    """Ranks of their own, as torchtitan switches Python's collection of garbage off, and is patched there."""
+    try:
+        version("torchtitan")
+    except PackageNotFoundError:
+        pytest.fail("torchtitan is not installed; run `make hosts`")
+    with LocalRanks(4, timeouts=RankTimeouts(run_s=250.0, collective_s=120.0)) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def theirs(titan: LocalRanks) -> Any:
+    """Runs with torchtitan's own experts, each trained once."""
+    return cache(lambda num_ranks, **options: titan.run(train, Run(**options), num_ranks=num_ranks))
+
+
+def same_training(found_R: list[Trained], wanted_R: list[Trained], tolerance: float = 1e-5) -> None:
+    """Asserts that ranks chose the same experts, and had the same losses, norms and first gradients."""
+    for found, wanted in zip(found_R, wanted_R, strict=True):
+        for step, (mine, other) in enumerate(zip(found.choices, wanted.choices, strict=True)):
+            assert [torch.equal(*pair) for pair in zip(mine, other, strict=True)] == [True] * len(other), step
+    found, wanted = found_R[0], wanted_R[0]
+    assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
+    assert found.norms == pytest.approx(wanted.norms, rel=tolerance)
+    assert found.gradients.keys() == wanted.gradients.keys()
+    for name, gradient in wanted.gradients.items():
+        error = (found.gradients[name] - gradient).abs().max() / gradient.abs().max()
+        assert error < tolerance, name
+
+
+def same_bits(found: Trained, wanted: Trained) -> None:
+    assert found.losses == wanted.losses
+    assert found.parameters.keys() == wanted.parameters.keys()
+    for name, parameter in wanted.parameters.items():
+        assert torch.equal(found.parameters[name], parameter), name
+
+
+def test_a_step_with_a_strategy_from_a_file_is_that_of_torchtitan(
+    titan: LocalRanks, theirs: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "lent.toml"
+    file.write_text(STRATEGIES["lent"].to_toml())
+    overrides = (f'moesys.torchtitan.experts={{"strategy": "{file}"}}',)
+    same_training(titan.run(train, Run(overrides, steps=1), num_ranks=2), theirs(2, steps=1))
+
+
+def test_tokens_may_be_flat(titan: LocalRanks) -> None:
+    assert titan.run(same_outputs_of_flat_tokens, num_ranks=1) == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_train_as_torchtitan_does_with_the_same_bits_for_every_overlap(
+    titan: LocalRanks, theirs: Any, name: str
+) -> None:
+    runs = [
+        titan.run(train, Run(ours(STRATEGIES[name].replace(overlap=overlap))), num_ranks=2)
+        for overlap in OVERLAPS.values()
+    ]
+    same_training(runs[0], theirs(2))
+    same_bits(runs[1][0], runs[0][0])
+    # Layouts follow the load.
+    layouts = {layers[0].tobytes() for layers in runs[0][0].held}
+    assert (len(layouts) > 1) == (name != "ep")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_expert_groups_smaller_than_the_world_train_as_torchtitan_does(
+    titan: LocalRanks, theirs: Any, name: str
+) -> None:
+    same_training(titan.run(train, Run(ours(STRATEGIES[name])), num_ranks=4), theirs(4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lent", "fsep"])
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_activation_checkpointing_changes_no_bit(titan: LocalRanks, theirs: Any, name: str, policy: str) -> None:
+    overrides = ours(STRATEGIES[name])
+    kept = titan.run(train, Run(overrides), num_ranks=2)
+    recomputed = titan.run(train, Run(overrides, settings={"activation_checkpoint": policy}), num_ranks=2)
+    same_bits(recomputed[0], kept[0])
+    same_training(kept, theirs(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lent", "fsep"])
+def test_gradients_accumulate_as_in_torchtitan(titan: LocalRanks, theirs: Any, name: str) -> None:
+    same_training(titan.run(train, Run(ours(STRATEGIES[name]), accumulate=3), num_ranks=2), theirs(2, accumulate=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lent", "fsep"])
+def test_a_run_is_resumed_from_torchtitans_checkpoints_as_if_it_had_not_stopped(
+    titan: LocalRanks, tmp_path: Path, name: str
+) -> None:
+    overrides, folder = (*ours(STRATEGIES[name]), "moesys.torchtitan.planning"), str(tmp_path)
+    whole = titan.run(train, Run(overrides, folder=folder), num_ranks=2)
+    resumed = titan.run(train, Run(overrides, folder=folder, settings={"checkpoint.load_step": 3}), num_ranks=2)
+    assert [torch.equal(*each) for each in zip(resumed[0].choices[0], whole[0].choices[3], strict=True)]
+    assert resumed[0].losses == whole[0].losses[3:]
+    assert [[each.tolist() for each in step] for step in resumed[0].held] == [
+        [each.tolist() for each in step] for step in whole[0].held[3:]
+    ]
+    for parameter, value in whole[0].parameters.items():
+        assert torch.equal(resumed[0].parameters[parameter], value), parameter
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_run_on_four_ranks_is_resumed_on_two(titan: LocalRanks, theirs: Any, tmp_path: Path, name: str) -> None:
+    overrides, folder = ours(STRATEGIES[name]), str(tmp_path)
+    titan.run(train, Run(overrides, sequences=1, folder=folder), num_ranks=4)
+    resumed = titan.run(train, Run(overrides, folder=folder, settings={"checkpoint.load_step": 3}), num_ranks=2)
+    whole = theirs(2)
+    assert resumed[0].losses == pytest.approx(whole[0].losses[3:], rel=1e-5)
+    assert resumed[0].norms == pytest.approx(whole[0].norms[3:], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_thirty_steps_with_the_same_choices_stay_together(titan: LocalRanks, theirs: Any) -> None:
+    wanted = theirs(4, steps=30, sequences=1, eps=1e-3)
+    for strategy in STRATEGIES.values():
+        run = Run(ours(strategy), steps=30, sequences=1, eps=1e-3, forced=wanted)
+        found = titan.run(train, run, num_ranks=4)[0]
+        assert found.losses == pytest.approx(wanted[0].losses, rel=1e-4)
+        assert found.norms == pytest.approx(wanted[0].norms, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRanks) -> None:
+    override = "moesys.torchtitan.experts"
+    fsep, mega = STRATEGIES["fsep"], ms.Strategy(name="mega", overlap=ms.MegaKernel())
+    late = fsep.replace(sharding=fsep.sharding.replace(delay_reshard=True))
+    ep = ours(STRATEGIES["ep"])
+    refused = {
+        (override + '={"strategy": "nowhere.toml"}',): "nowhere.toml",
+        (override + '={"strategy": "ep"}',): "path that ends in .toml or .json",
+        (override + '={"strategy": {"name": "ep", "sharding": {"kind": "epp"}}}',): "epp",
+        ours(late): "delay_reshard=True",
+        ours(mega): "MegaKernel",
+    }
+    runs = [Run(overrides) for overrides in refused]
+    expected = [*refused.values()]
+    settings = {
+        "parallelism.expert_parallel_degree": (1, "expert_parallel_degree=1"),
+        "parallelism.pipeline_parallel_degree": (2, "pipeline_parallel_degree=2"),
+    }
+    for path, (value, said) in settings.items():
+        runs.append(Run(ep, settings={path: value}))
+        expected.append(said)
+    runs.append(Run(ep, settings={"parallelism.expert_parallel_degree": 4}, sizes={"num_experts": 6}))
+    expected.append("does not divide the 6 experts")
+    runs.append(Run(ep, sizes={"moe_comm_backend": "deepep"}))
+    expected.append("DeepEPTokenDispatcher")
+    for rank in titan.run(messages, runs, num_ranks=4):
+        for message, said in zip(rank, expected, strict=True):
+            assert said in message
+
+
+@pytest.mark.slow
+def test_the_page_is_followed(titan: LocalRanks, tmp_path: Path) -> None:
+    """Every block: files are saved, commands train a step, and the function makes a configuration of the same run."""
+    blocks = blocks_of("torchtitan")
+    (tmp_path / "lent.toml").write_text(next(block.text for block in blocks if block.title == "lent.toml"))
+    (made,) = [block.text for block in blocks if block.language == "python"]
+    (tmp_path / "made_config").mkdir()
+    (tmp_path / "made_config" / "config_registry.py").write_text(made)
+    commands = [each for block in blocks if block.language == "sh" for each in commands_of(block) if is_run(each)]
+    assert len(commands) == 3
+    head = "torchrun --nproc-per-node 4 -m torchtitan.train "
+    commands.append(f"{head}--module made_config --config qwen3_moe_lent")
+    losses = []
+    for command in commands:
+        assert command.startswith(head)
+        arguments = tuple(shlex.split(command.removeprefix(head)))
+        run = Run(command=arguments, steps=1, folder=str(tmp_path))
+        losses.append(titan.run(train_in, str(tmp_path), run, num_ranks=4)[0].losses)
+    assert losses == [losses[0]] * len(commands)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek_v3", "gpt_oss"])
+def test_other_models_train_as_torchtitan_does(titan: LocalRanks, theirs: Any, model: str) -> None:
+    for name in ("lent", "fsep"):
+        same_training(titan.run(train, Run(ours(STRATEGIES[name]), model), num_ranks=2), theirs(2, model=model))
+
+
+@pytest.mark.slow
+def test_bfloat16_is_as_exact_as_torchtitans(titan: LocalRanks, theirs: Any) -> None:
+    """By the first gradients of experts, against those in float32."""
+    exact = theirs(2)
+
+    def error(overrides: tuple[str, ...]) -> float:
+        settings = {"training.mixed_precision_param": "bfloat16"}
+        found = titan.run(train, Run(overrides, steps=1, settings=settings, forced=exact), num_ranks=2)[0].gradients
+        squares = [(found[name] - exact[0].gradients[name]).square().sum() for name in found if "experts" in name]
+        return float(sum(squares)) ** 0.5
+
+    assert 0 < error(ours(STRATEGIES["lent"])) <= 1.5 * error(())
+    assert 0 < error(ours(STRATEGIES["fsep"])) <= 1.5 * error(())
