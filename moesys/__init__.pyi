@@ -83,12 +83,14 @@ from moesys.moe.call import recompute as recompute
 from moesys.moe.experts import Experts as Experts
 from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
 from moesys.moe.gradients import sync_gradients as sync_gradients
-from moesys.moe.gradients import update_router_bias as update_router_bias
 from moesys.moe.home_moves import gather_loads as gather_loads
 from moesys.moe.home_moves import move_homes as move_homes
 from moesys.moe.layer import MoELayer as MoELayer
 from moesys.moe.metrics import LayerMetrics as LayerMetrics
+from moesys.moe.router import global_aux_loss as global_aux_loss
 from moesys.moe.router import router_loss as router_loss
+from moesys.moe.router_bias import move_router_bias as move_router_bias
+from moesys.moe.router_bias import update_router_bias as update_router_bias
 from moesys.moe.runtime import MoERuntime as MoERuntime
 from moesys.moe.runtime import PlanningState as PlanningState
 from moesys.moe.runtime import link as link
@@ -205,6 +207,7 @@ __all__ = [
     "explain",
     "gather_loads",
     "generate",
+    "global_aux_loss",
     "hf",
     "link",
     "load_trace",
@@ -213,6 +216,7 @@ __all__ = [
     "min_max_load",
     "model_flops_per_token",
     "move_homes",
+    "move_router_bias",
     "parallelize",
     "plan_homes",
     "plan_layer",

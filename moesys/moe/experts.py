@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from moesys.balance.homes import Homes
 from moesys.balance.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.balance.plan import LayerPlan
+from moesys.collectives import guarded
 from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, ModelShape, Strategy
 from moesys.load import frozen_int64
 from moesys.moe.arguments import check_inputs, check_kinds, cluster_of, declaration, mesh_of, require_module
@@ -436,6 +437,60 @@ def experts_of(model: nn.Module) -> list[Experts]:
     require_module(model)
     found = (module.__dict__.get("moesys_experts", module) for module in model.modules())
     return [each for each in found if isinstance(each, Experts)]
+
+
+def experts_beside(model: nn.Module, paths: Iterable[str]) -> list[Experts | None]:
+    """Returns for each path of a router, or of a tensor of one, the experts that it serves: those of the innermost
+    module around it that has any. None where there are none, or several.
+    """
+    modules = ((name, module.__dict__.get("moesys_experts", module)) for name, module in model.named_modules())
+    experts = [(name.split("."), each) for name, each in modules if isinstance(each, Experts)]
+    beside = []
+    for path in paths:
+        parts = path.split(".")
+        found: list[Experts] = []
+        for depth in reversed(range(len(parts))):
+            if found := [each for name, each in experts if name[:depth] == parts[:depth]]:
+                break
+        beside.append(found[0] if len(found) == 1 else None)
+    return beside
+
+
+def counts_of_batch(layers: Sequence[Experts], group: dist.ProcessGroup | None, call: str) -> list[Tensor]:
+    """Returns the choices of each layer's experts in the training passes since the last ``take_counts``, int64 [E],
+    over all ranks of ``group``, by default of the layers' own. A collective of ``group`` if it is given. ``call``: the
+    public function that an error names.
+
+    Raises ValueError where the experts' group is smaller than the job and no ``group`` is given.
+    """
+    own = layers[0].group if layers else None
+    if group is None and own is not None and dist.get_world_size(own) < dist.get_world_size():
+        raise ValueError(
+            f"the experts' group has {dist.get_world_size(own)} of {dist.get_world_size()} ranks, and other ranks may "
+            "have copies of its routers; give group=, all ranks whose routers are copies, for example "
+            "dist.group.WORLD, or the layers' own group where no other rank has one"
+        )
+    if group is None or not layers:
+        return [layer.counted_E for layer in layers]
+    device = layers[0].store.masters.device
+    flat = torch.cat([layer.counted_E.to(device) for layer in layers])
+    # All ranks of an expert group have its counts, and the first of them in ``group`` adds them for all.
+    members = set(dist.get_process_group_ranks(group))
+    if own is not None and dist.get_rank() != next(r for r in dist.get_process_group_ranks(own) if r in members):
+        flat.zero_()
+    guarded(call, group, partial(dist.all_reduce, flat, group=group), device_type=device.type)
+    return list(flat.split([len(layer.counted_E) for layer in layers]))
+
+
+def mean_over_ranks(values: Sequence[int], layer: Experts, group: dist.ProcessGroup | None, call: str) -> Tensor:
+    """Returns the mean of each value over the ranks of ``group``, by default of the layer's own, float32 and at least
+    1 / R of R ranks. A collective of them, if there are several. ``call``: the public function that an error names.
+    """
+    summed = torch.tensor(values, device=layer.store.masters.device)
+    ranks = layer.group if group is None else group
+    if ranks is not None:
+        guarded(call, ranks, partial(dist.all_reduce, summed, group=ranks), device_type=summed.device.type)
+    return summed.clamp(min=1) / (1 if ranks is None else dist.get_world_size(ranks))
 
 
 def shards_of(

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moesys.collectives import ALIKE, RankMismatchError, guarded
-from moesys.moe.arguments import require_module
 from moesys.moe.experts import Experts, experts_of
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import local_part
@@ -207,38 +206,6 @@ def _groups_of_shards(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     mesh = tensor.device_mesh
     cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return tuple(mesh.get_group(dim) for dim in cut if mesh.size(dim) > 1)
-
-
-def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Moves every router's correction bias towards balance, after an optimizer step (DeepSeek-V3, section 2.1.2).
-
-    ``group``: all ranks that have a copy of the routers, where these are more than the ranks that share the experts, as
-    on a mesh of several expert groups: their tokens count together. A collective of these ranks.
-
-    Raises ValueError where the experts' group is smaller than the job and no ``group`` is given.
-    """
-    require_module(model)
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
-    moves = any(layer.shape.router_bias_update_rate for layer in layers)
-    own = layers[0].experts.group if layers else None
-    if moves and group is None and own is not None and dist.get_world_size(own) < dist.get_world_size():
-        raise ValueError(
-            f"the experts' group has {dist.get_world_size(own)} of {dist.get_world_size()} ranks, and other ranks may "
-            "have copies of its routers; give group=, all ranks whose routers are copies, for example "
-            "dist.group.WORLD, or the layers' own group where no other rank has one"
-        )
-    tokens_LE = [layer.experts.take_counts() for layer in layers]
-    if moves and group is not None:
-        device = layers[0].router.weight.device
-        flat = torch.cat([tokens_E.to(device) for tokens_E in tokens_LE])
-        # All ranks of an expert group have its counts, and the first of them in ``group`` adds them for all.
-        members = set(dist.get_process_group_ranks(group))
-        if own is not None and dist.get_rank() != next(r for r in dist.get_process_group_ranks(own) if r in members):
-            flat.zero_()
-        guarded("update_router_bias()", group, partial(dist.all_reduce, flat, group=group), device_type=device.type)
-        tokens_LE = list(flat.split([len(tokens_E) for tokens_E in tokens_LE]))
-    for layer, tokens_E in zip(layers, tokens_LE, strict=True):
-        layer.router.update_bias(tokens_E.to(layer.router.weight.device))
 
 
 def channel_of(layers: Sequence[Experts]) -> Channel:

@@ -6,17 +6,19 @@ T tokens, E experts, K top-k, H hidden size, G expert groups.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 from moesys.config import ModelShape
 from moesys.kernels.topk import topk_by_index
 from moesys.moe.arguments import require_module
+from moesys.moe.experts import counts_of_batch, experts_beside, experts_of, mean_over_ranks
 from moesys.moe.token_blocks import TokenBlocks
 from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
 
@@ -37,36 +39,60 @@ class Routing(NamedTuple):
     logits_TE: Tensor
 
 
+class _Losses:
+    """The losses of a pass, as means over this rank's tokens. ``own``: their sum for the shares of these tokens."""
+
+    def __init__(self, shape: ModelShape, routing: Routing) -> None:
+        self._shape, self.num_tokens = shape, len(routing.expert_TK)
+        self._score_E = self._z = None
+        share_E = torch.zeros(())
+        if shape.router_aux_loss_coef:
+            share_E = token_shares(_tokens_of(routing.expert_TK, shape.num_experts), shape.top_k, shape.scoring_func)
+            self._score_E = mean_scores(routing.logits_TE, shape.scoring_func)
+        if shape.router_z_loss_coef:
+            self._z = z_loss(routing.logits_TE)
+        self.own = self.total(share_E)
+
+    def total(self, share_E: Tensor) -> Tensor:
+        """Returns the sum for ``share_E``, each expert's share of tokens."""
+        shape, terms = self._shape, []
+        if self._score_E is not None:
+            terms.append(shape.router_aux_loss_coef * (shape.num_experts * (share_E * self._score_E).sum()))
+        if self._z is not None:
+            terms.append(shape.router_z_loss_coef * self._z)
+        return torch.stack(terms).sum()
+
+
 class _Pass:
-    """A training pass of a router: its loss, when it began, and when it ended for ``router_loss``: as soon as its loss
-    has been returned, or backward has gone through it.
+    """A training pass of a router: its losses, when it began, and when it ended for ``router_loss``: as soon as they
+    have been returned, or backward has gone through it.
     """
 
     _clock: ClassVar[Iterator[int]] = count(1)
     _all: ClassVar[weakref.WeakSet[_Pass]] = weakref.WeakSet()
 
-    def __init__(self, loss: Tensor, routing: Routing) -> None:
+    def __init__(self, losses: _Losses, routing: Routing) -> None:
         self.began, self.ended, self.was_returned = next(self._clock), 0, False
-        # This keeps the loss of a pass whose output is not used, until its router runs again.
-        self._held: Tensor | None = loss
-        self._loss = weakref.ref(loss)
+        # This keeps the losses of a pass whose output is not used, until its router runs again.
+        self._held: _Losses | None = losses
+        self._losses = weakref.ref(losses)
         node: Any = routing.weight_TK.grad_fn
         if node is not None:
-            # The node holds the loss for as long as backward can go through it.
-            node.metadata["moesys_router_loss"] = loss
+            # The node holds the losses for as long as backward can go through it.
+            node.metadata["moesys_router_loss"] = losses
         if routing.logits_TE.requires_grad:
-            # The reference is weak, because the loss owns the graph and the graph would own the loss.
+            # The reference is weak, because the losses own the graph and the graph would own the losses.
             this = weakref.ref(self)
             routing.logits_TE.register_hook(lambda _: None if (alive := this()) is None else alive._go_backward())
         self._all.add(self)
 
     @property
-    def loss(self) -> Tensor | None:
-        """Returns the loss, or None if backward can no longer go through the pass."""
-        return self._loss()
+    def losses(self) -> _Losses | None:
+        """Returns the losses, or None if backward can no longer go through the pass."""
+        return self._losses()
 
     def leave_to_graphs(self) -> None:
-        """Releases its own loss and those of all later passes, whose graphs would hold the graph of this one."""
+        """Releases its own losses and those of all later passes, whose graphs would hold the graph of this one."""
         for each in list(self._all):
             if each.began >= self.began:
                 each._held = None
@@ -166,12 +192,13 @@ class Router(nn.Module):
         if shape.norm_topk_prob:
             weight_TK = weight_TK / (weight_TK.sum(dim=1, keepdim=True) + SUM_EPS)
         routing = Routing(expert_TK, weight_TK * shape.routed_scaling_factor, logits_TE)
-        if self.training and torch.is_grad_enabled():
-            # A recomputation computes the loss too, since activation checkpointing counts saved tensors, but does not
-            # keep it: it would hold the recomputed graph until the next step.
-            loss = self._loss(routing if mask_T is None else Routing(*(each[mask_T] for each in routing)))
-            if loss is not None and current_backward() == NO_BACKWARD:
-                self._passes = [*self._unfinished(), _Pass(loss, routing)]
+        has_losses = shape.router_aux_loss_coef or shape.router_z_loss_coef
+        if has_losses and self.training and torch.is_grad_enabled():
+            # A recomputation computes them too, since activation checkpointing counts saved tensors, but does not keep
+            # them: they would hold the recomputed graph until the next step.
+            losses = _Losses(shape, routing if mask_T is None else Routing(*(each[mask_T] for each in routing)))
+            if current_backward() == NO_BACKWARD:
+                self._passes = [*self._unfinished(), _Pass(losses, routing)]
         return routing
 
     def _unfinished(self) -> list[_Pass]:
@@ -181,33 +208,7 @@ class Router(nn.Module):
         passes = [each for each in self._passes if not each.ended]
         if passes:
             passes[0].leave_to_graphs()
-        return [each for each in passes if each.loss is not None]
-
-    def _loss(self, routing: Routing) -> Tensor | None:
-        shape = self.shape
-        terms = []
-        if shape.router_aux_loss_coef:
-            balance = load_balancing_loss(
-                routing.logits_TE, routing.expert_TK, shape.num_experts, scoring_func=shape.scoring_func
-            )
-            terms.append(shape.router_aux_loss_coef * balance)
-        if shape.router_z_loss_coef:
-            terms.append(shape.router_z_loss_coef * z_loss(routing.logits_TE))
-        return torch.stack(terms).sum() if terms else None
-
-    @torch.no_grad()
-    def update_bias(self, tokens_E: Tensor) -> None:
-        """Moves the correction bias one step towards balance: up where an expert has fewer tokens than the mean.
-
-        bias += router_bias_update_rate x sign(mean - tokens), DeepSeek-V3's balancing without an auxiliary loss
-        (arXiv 2412.19437, section 2.1.2). Does nothing at rate 0, which is the only rate for softmax. ``tokens_E``
-        integers [E]: each expert's tokens of the step, over all ranks and micro-batches, so that ranks stay equal.
-        """
-        if not self.shape.router_bias_update_rate:
-            return
-        # E x (mean - tokens), which has the same sign and is exact in integers.
-        shortfall_E = tokens_E.sum() - tokens_E * self.shape.num_experts
-        self.e_score_correction_bias += self.shape.router_bias_update_rate * shortfall_E.sign()
+        return [each for each in passes if each.losses is not None]
 
     def extra_repr(self) -> str:
         shape = self.shape
@@ -236,18 +237,31 @@ def load_balancing_loss(
     Returns:
         A float32 scalar.
     """
-    num_tokens, top_k = expert_TK.shape
-    if scoring_func == "softmax":
-        score_TE, full_share = logits_TE.softmax(dim=1), 1
-    else:
-        sigmoid_TE = logits_TE.sigmoid()
-        score_TE, full_share = sigmoid_TE / (sigmoid_TE.sum(dim=1, keepdim=True) + SUM_EPS), top_k
+    share_E = token_shares(_tokens_of(expert_TK, num_experts), expert_TK.shape[1], scoring_func)
+    return num_experts * (share_E * mean_scores(logits_TE, scoring_func)).sum()
+
+
+def token_shares(tokens_E: Tensor, top_k: int, scoring_func: str) -> Tensor:
+    """Returns the share of tokens of each expert, float32 [E], from their integers: their sum is K for softmax, and 1
+    for sigmoid. No tokens: 0.
+    """
+    choices = tokens_E.sum().clamp(min=1)
+    return tokens_E / (choices // top_k if scoring_func == "softmax" else choices)
+
+
+def mean_scores(logits_TE: Tensor, scoring_func: str) -> Tensor:
+    """Returns the mean over tokens of each expert's score as the Switch loss has it, float32 [E]. No tokens: 0."""
+    score_TE = logits_TE.softmax(dim=1) if scoring_func == "softmax" else logits_TE.sigmoid()
+    if scoring_func == "sigmoid":
+        score_TE = score_TE / (score_TE.sum(dim=1, keepdim=True) + SUM_EPS)
+    return score_TE.sum(dim=0) / max(len(logits_TE), 1)
+
+
+def _tokens_of(expert_TK: Tensor, num_experts: int) -> Tensor:
     # An integer sum is the same in any order, and unlike bincount it does not wait for the device.
     expert = expert_TK.flatten()
     tokens_E = torch.zeros(num_experts, dtype=torch.int64, device=expert.device)
-    tokens_E.scatter_add_(0, expert, torch.ones_like(expert))
-    rows = max(num_tokens, 1)
-    return num_experts * (tokens_E / (rows * full_share) * (score_TE.sum(dim=0) / rows)).sum()
+    return tokens_E.scatter_add_(0, expert, torch.ones_like(expert))
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
@@ -259,7 +273,11 @@ def z_loss(logits_TE: Tensor) -> Tensor:
     return logits_TE.logsumexp(dim=1).square().sum() / max(logits_TE.shape[0], 1)
 
 
-def router_loss(model: nn.Module) -> Tensor:
+def router_loss(
+    model: nn.Module,
+    over: Literal["micro_batch", "global_batch"] = "micro_batch",
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Returns the sum of the losses of all passes through the routers in ``model`` that belong to this step, a float32
     scalar; 0 if there are none, as in evaluation.
 
@@ -272,17 +290,104 @@ def router_loss(model: nn.Module) -> Tensor:
       the next micro-batch's. So each micro-batch may have a call of its own, or several may have one together.
     - Losses that it has returned are left out once backward has gone through their passes.
     - A forward that raised does not count, once its router runs again: what it computed is gone.
+
+    ``over``: whose shares of tokens the :func:`load_balancing_loss` has. "micro_batch": this rank's, of each pass.
+    "global_batch": those of all ranks, in all passes since the last ``update_router_bias``, which is to be called after
+    each step (arXiv 2501.11873). Scores are then weighted by the tokens of their rank, so that the mean of the ranks'
+    losses is the loss of one process with the tokens of all. A collective, in which each router has run equally often
+    on all ranks. ``group``: all ranks with a copy of the routers, as in ``update_router_bias``.
+
+    Raises ValueError, for "global_batch", for a router beside which no ``Experts`` count, and where the experts' group
+    is smaller than the job and no ``group`` is given.
     """
     require_module(model)
-    routers = [module for module in model.modules() if isinstance(module, Router) and module.training]
-    passes = [each for router in routers for each in router._passes]
+    if over not in ("micro_batch", "global_batch"):
+        raise ValueError(f'over={over!r} is not known; give "micro_batch" or "global_batch"')
+    routers = {name: module for name, module in model.named_modules() if isinstance(module, Router) and module.training}
+    passes = [each for router in routers.values() for each in router._passes]
     newest = max((each.began for each in passes), default=0)
-    losses = []
-    for router in routers:
+    found: dict[str, list[_Losses]] = {}
+    for name, router in routers.items():
         router._passes = [each for each in router._passes if not each.ended or each.ended > newest]
+        found[name] = [losses for each in router._passes if (losses := each.losses) is not None]
         for each in router._passes:
-            if (loss := each.loss) is not None:
-                losses.append(loss)
             each.end()
             each.was_returned = True
-    return torch.stack(losses).sum() if losses else torch.zeros(())
+    found = {name: losses_N for name, losses_N in found.items() if losses_N}
+    if over == "global_batch":
+        totals = _over_global_batch(model, found, group)
+    else:
+        totals = [losses.own for losses_N in found.values() for losses in losses_N]
+    return torch.stack(totals).sum() if totals else torch.zeros(())
+
+
+def _over_global_batch(
+    model: nn.Module, found: dict[str, list[_Losses]], group: dist.ProcessGroup | None
+) -> list[Tensor]:
+    """Returns the losses of each pass with the shares of the global batch. ``found``: by the names of their routers."""
+    layers = []
+    for name, experts in zip(found, experts_beside(model, found), strict=True):
+        if experts is None:
+            raise ValueError(
+                f"router {name!r} has no ms.Experts of its own in the module around it, whose counts its loss over the "
+                'global batch needs; use over="micro_batch"'
+            )
+        layers.append(experts)
+    if not layers:
+        return []
+    tokens_LE = counts_of_batch(layers, group, "router_loss()")
+    own_L = [sum(losses.num_tokens for losses in losses_N) for losses_N in found.values()]
+    mean_L = mean_over_ranks(own_L, layers[0], group, "router_loss()")
+    totals = []
+    for layer, losses_N, tokens_E, mean in zip(layers, found.values(), tokens_LE, mean_L, strict=True):
+        share_E = token_shares(tokens_E, layer.shape.top_k, layer.shape.scoring_func)
+        # A pass is one of N of its router, over which the caller divides, as over ranks.
+        for losses in losses_N:
+            weight = losses.num_tokens * len(losses_N) / mean
+            totals.append(weight * losses.total(share_E.to(weight.device)))
+    return totals
+
+
+def global_aux_loss(
+    model: nn.Module,
+    router_logits: Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """Returns what transformers' models return as ``aux_loss``, with shares of tokens over the global batch: all ranks,
+    and all micro-batches since the last ``update_router_bias``, which is to be called after each step.
+
+    E x sum over experts of f x P (arXiv 2101.03961, equation 4; arXiv 2501.11873): f is the share of tokens
+    in all layers, K in sum, from exact counts; P the mean probability over the tokens of this micro-batch in all
+    layers. Scores are weighted by the tokens of their rank, so that the mean of the ranks' losses is that of one
+    process with the micro-batches of all. Differentiable in ``router_logits``. A collective.
+
+    Args:
+        model: a model of transformers under ``parallelize`` or ``ep_implementation="moesys"``.
+        router_logits: ``outputs.router_logits`` of a forward with ``output_router_logits=True``, [T, E] of each layer.
+        group: all ranks with a copy of the routers, as in ``update_router_bias``.
+        attention_mask: as in the model's forward: tokens at 0 do not count in P.
+
+    Raises:
+        ValueError: the model does not have one layer of counting experts for each of ``router_logits``, or the experts'
+            group is smaller than the job and no ``group`` is given.
+    """
+    require_module(model)
+    layers = experts_of(model)
+    if not layers or len(layers) != len(router_logits):
+        raise ValueError(
+            f"router_logits has {len(router_logits)} layers, and the model has {len(layers)} of experts that count "
+            "their tokens; give outputs.router_logits of a forward with output_router_logits=True, of a model under "
+            "ms.parallelize"
+        )
+    shape, device = layers[0].shape, router_logits[0].device
+    tokens_E = torch.stack(counts_of_batch(layers, group, "global_aux_loss()")).sum(dim=0).to(device)
+    kept_T = None if attention_mask is None else attention_mask.flatten().to(device).bool()
+    score_E, num_tokens = torch.zeros(shape.num_experts, device=device), 0
+    for logits_TE in router_logits:
+        kept_TE = logits_TE if kept_T is None else logits_TE[kept_T]
+        score_E = score_E + kept_TE.softmax(dim=1, dtype=torch.float32).sum(dim=0)
+        num_tokens += len(kept_TE)
+    [mean] = mean_over_ranks([num_tokens], layers[0], group, "global_aux_loss()")
+    return shape.num_experts * (token_shares(tokens_E, shape.top_k, "softmax") * score_E / mean).sum()

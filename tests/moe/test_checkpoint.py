@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.moe.gradients import update_router_bias
+from moesys.moe.router_bias import update_router_bias
 
 SHAPE = ms.ModelShape(
     hidden_size=25,

@@ -28,7 +28,8 @@ from moesys.lab.ranks.devices import rank_device
 from moesys.lab.train.language_model import ByteLearner
 from moesys.lab.train.text import Text
 from moesys.load import IntArray
-from moesys.moe.gradients import clip_grad_norm_, update_router_bias
+from moesys.moe.gradients import clip_grad_norm_
+from moesys.moe.router_bias import update_router_bias
 from moesys.moe.runtime import MoERuntime
 
 
@@ -189,7 +190,8 @@ class Trainer:
 
     def optimize(self) -> None:
         self.optimizer.step()
-        update_router_bias(self.model)
+        # transformers' models declare no rate, and their biases stay as they are.
+        update_router_bias(self.model, rate=None if isinstance(self.workload, Training) else 0.0)
 
     def _result(self, step: int, step_ms: float, loss: float, plans_ML: list[list[LayerPlan]]) -> StepResult:
         layers = self.runtime.metrics()

@@ -1,0 +1,146 @@
+"""Biases and losses of transformers' routers over the whole batch: those of one process with transformers' own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import SMALL, drawn, lent, text, whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.moe.experts import experts_of
+
+RATE, STEPS, MICRO_BATCHES = 0.05, 2, 3
+
+
+def ids_of(step: int, micro_batch: int, rank: int) -> Tensor:
+    """Ranks have different numbers of tokens."""
+    return text(100 * step + 10 * micro_batch + rank, num_rows=2 + rank)
+
+
+def made(family: str) -> Any:
+    if family != "ernie":
+        return drawn(family)
+    experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0}
+    shape = {**SMALL, "head_dim": 12, "intermediate_size": 40}
+    config = Ernie4_5_MoeConfig(**shape, **experts, moe_layer_start_index=0, moe_layer_interval=1)
+    torch.manual_seed(1)
+    return Ernie4_5_MoeForCausalLM._from_config(config, attn_implementation="eager").train()
+
+
+def biases_of(model: nn.Module) -> list[Tensor]:
+    state = [*model.named_parameters(), *model.named_buffers()]
+    return [tensor for name, tensor in state if name.endswith("e_score_correction_bias")]
+
+
+def evaluate(model: Any, ids: Tensor) -> None:
+    """Three passes that do not count: without gradients, in evaluation, and both."""
+    with torch.no_grad():
+        model(input_ids=ids)
+        model.eval()(input_ids=ids)
+    model(input_ids=ids)
+    model.train()
+
+
+Found = list[tuple[list[list[int]], list[Tensor]]]
+
+
+def on_ranks(family: str, groups: tuple[int, int] | None) -> Found:
+    """Counts of each step and biases after it, with activations recomputed, and evaluation between micro-batches.
+    ``groups``: of experts, and the ranks of each.
+    """
+    model = made(family)
+    mesh = None if groups is None else init_device_mesh("cpu", groups, mesh_dim_names=("dp", "ep"))
+    ms.parallelize(model, ms.Strategy(name="ep") if groups else lent(2), mesh)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = []
+    for step in range(STEPS):
+        for micro_batch in range(MICRO_BATCHES):
+            ids = ids_of(step, micro_batch, dist.get_rank())
+            model(input_ids=ids, labels=ids).loss.backward()
+            evaluate(model, ids)
+        counts = torch.stack([layer.counted_E for layer in experts_of(model)])
+        if groups:
+            dist.all_reduce(counts)
+            with pytest.raises(ValueError, match="the experts' group has 1 of 2 ranks"):
+                ms.update_router_bias(model, rate=RATE)
+        ms.update_router_bias(model, dist.group.WORLD if groups else None, rate=RATE)
+        found.append((counts.tolist(), [whole(bias).clone() for bias in biases_of(model)]))
+    return found
+
+
+def alone(family: str) -> Found:
+    """The same of one process with the whole batch, by transformers' own experts."""
+    model = made(family)
+    chosen: list[Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith(".gate"):
+            module.register_forward_hook(lambda _module, _inputs, output: chosen.append(output[2]))
+    found: Found = []
+    for step in range(STEPS):
+        batch = [ids_of(step, micro_batch, rank) for micro_batch in range(MICRO_BATCHES) for rank in range(2)]
+        model(input_ids=torch.cat(batch))
+        counts = [torch.bincount(expert_TK.flatten(), minlength=8) for expert_TK in chosen]
+        chosen.clear()
+        with torch.no_grad():
+            for bias, tokens_E in zip(biases_of(model), counts, strict=True):
+                bias += RATE * (tokens_E.double().mean() - tokens_E).sign().view(bias.shape)
+        found.append(([each.tolist() for each in counts], [bias.detach().clone() for bias in biases_of(model)]))
+    return found
+
+
+@pytest.mark.parametrize("groups", [None, (2, 1)], ids=["one_group", "two_groups"])
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow), "ernie"])
+def test_counts_and_biases_are_those_of_one_process_with_the_whole_batch(
+    ranks: LocalRanks, family: str, groups: tuple[int, int] | None
+) -> None:
+    expected = alone(family)
+    assert all(bias.count_nonzero() for _, biases in expected for bias in biases)
+    for of_rank in ranks.run(on_ranks, family, groups, num_ranks=2):
+        for (counts, biases), (whole_counts, whole_biases) in zip(of_rank, expected, strict=True):
+            assert counts == whole_counts
+            assert all(map(torch.equal, biases, whole_biases))
+
+
+def global_loss(family: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean over ranks of a loss over the global batch, and its gradients, which FSDP makes means too."""
+    model = drawn(family)
+    ms.parallelize(model, lent(2))
+    outputs = model(input_ids=ids_of(0, 0, dist.get_rank()), output_router_logits=True)
+    loss = ms.global_aux_loss(model, outputs.router_logits)
+    (loss + 0 * outputs.logits.sum()).backward()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size(), gates(model)
+
+
+def gates(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(each.grad) for name, each in model.named_parameters() if name.endswith("gate.weight")}
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_loss_over_the_global_batch_is_transformers_own_of_one_process(ranks: LocalRanks, family: str) -> None:
+    model = drawn(family)
+    outputs = model(input_ids=torch.cat([ids_of(0, 0, rank) for rank in range(2)]), output_router_logits=True)
+    outputs.aux_loss.backward()
+    for loss, gradients in ranks.run(global_loss, family, num_ranks=2):
+        torch.testing.assert_close(loss, outputs.aux_loss.detach(), rtol=1e-5, atol=0)
+        for name, expected in gates(model).items():
+            torch.testing.assert_close(gradients[name], expected, rtol=1e-4, atol=1e-7)
+
+
+def test_models_whose_biases_cannot_move_are_refused() -> None:
+    model = drawn("deepseek_v3", experts_implementation="moesys")
+    with pytest.raises(ValueError, match=r"gate.e_score_correction_bias is the bias of a router that declares no rate"):
+        ms.update_router_bias(model)
+    with pytest.raises(ValueError, match=r"gate.e_score_correction_bias belongs to experts that do not count"):
+        ms.update_router_bias(model, rate=RATE)
+    ms.update_router_bias(model, rate=0.0)
+    with pytest.raises(ValueError, match="router_logits has 1 layers, and the model has 0 of experts that count"):
+        ms.global_aux_loss(model, [torch.zeros(3, 8)])
