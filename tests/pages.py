@@ -167,6 +167,11 @@ class Reader:
             return ""
         if program == "torchrun":
             _, num_ranks, file = arguments
+            if not self.slow:
+                # One process has taken all of its steps.
+                path = self.folder / file
+                text = re.sub(r"\brange\(\d{3}\)", "range(6)", path.read_text(encoding="utf-8"))
+                path.write_text(text, encoding="utf-8")
             printed = self.ranks.run(run_on_rank, file, self.folder, num_ranks=int(num_ranks), timeout_s=250.0)
             self.printed[command] = printed[0]
             return ""

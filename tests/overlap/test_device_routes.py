@@ -140,7 +140,7 @@ def test_choices_of_no_expert_are_refused() -> None:
             pending.routes  # noqa: B018, as it is made when it is asked for
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(micro=micros(), split=st.sampled_from(SPLITS))
 def test_every_table_is_the_hosts(micro: Micro, split: ms.Split) -> None:
     plan = micro.plan(split)

@@ -177,7 +177,7 @@ def test_traces_and_charts_are_written(tmp_path):
 
 def test_files_of_strategies_whose_names_look_alike_are_numbered(tmp_path):
     alike = tuple(FSEP.replace(name=name, lag=lag) for lag, name in enumerate(("a/b", "a_b-2", "a_b"), start=1))
-    code, output = run(written(tmp_path, declared(strategies=alike)), "--out", tmp_path / "found")
+    code, output = run(written(tmp_path, declared(strategies=alike)), "--layers", 1, "--out", tmp_path / "found")
     assert code == 0
     names = {path.name for path in (tmp_path / "found").iterdir()}
     traces = {f"{stem}.trace.json" for stem in ("a_b", "a_b-2", "a_b-3")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from dataclasses import replace
@@ -80,13 +81,17 @@ SMALL = (
 SETTING = RoutingSetting(GENERATED[0], "small", MODEL, "2 x 2", CLUSTER)
 
 
+def make_small(patch: pytest.MonkeyPatch) -> None:
+    """Makes the leaderboard one of three groups with a model and a cluster that take no time."""
+    patch.setattr(workloads, "MODELS", {"small": MODEL})
+    patch.setattr(workloads, "CLUSTERS", {"2 x 2": CLUSTER, "2 x 8 H100": CLUSTER, "4 x 8 H100": CLUSTER})
+    patch.setattr(workloads, "_GENERATED_ON", (("small", "2 x 2"),))
+    patch.setattr(leaderboard, "GROUPS", SMALL)
+
+
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A leaderboard of three groups with a model and a cluster that take no time."""
-    monkeypatch.setattr(workloads, "MODELS", {"small": MODEL})
-    monkeypatch.setattr(workloads, "CLUSTERS", {"2 x 2": CLUSTER, "2 x 8 H100": CLUSTER, "4 x 8 H100": CLUSTER})
-    monkeypatch.setattr(workloads, "_GENERATED_ON", (("small", "2 x 2"),))
-    monkeypatch.setattr(leaderboard, "GROUPS", SMALL)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch)
 
 
 def run(*arguments: str) -> str:
@@ -99,10 +104,21 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a planner of a user's own and a board. It stays as it is."""
+    folder = tmp_path_factory.mktemp("played")
+    (folder / "mine.py").write_text(OWN)
+    with pytest.MonkeyPatch.context() as patch:
+        make_small(patch)
+        run("--quick", "--seeds", "2", "--out", str(folder / "out"), "--planner", f"{folder / 'mine.py'}:InTurn")
+    return folder
+
+
 @pytest.fixture
-def board(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(OWN)
-    run("--quick", "--seeds", "2", "--out", str(tmp_path / "out"), "--planner", f"{tmp_path / 'mine.py'}:InTurn")
+def board(played: Path, tmp_path: Path) -> Path:
+    """A copy of the board."""
+    shutil.copytree(played, tmp_path, dirs_exist_ok=True)
     return tmp_path / "out"
 
 
@@ -201,8 +217,9 @@ def test_the_page_is_whole_and_needs_nothing_else(board: Path) -> None:
 # --- resuming ---
 
 
-def test_what_is_known_is_not_played_again(board: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page, size = markdown(board), (board / "results.jsonl").stat().st_size
+def test_what_is_known_is_not_played_again(board: Path, played: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The page has the command, and so the folder.
+    page, size = markdown(board).replace(str(played), str(board.parent)), (board / "results.jsonl").stat().st_size
     mine = f"{board.parent / 'mine.py'}:InTurn"
     monkeypatch.setattr(scoring, "score", lambda *_: pytest.fail("scored again"))
     run("--quick", "--seeds", "2", "--out", str(board), "--planner", mine)

@@ -158,7 +158,7 @@ def test_the_estimate_lies_within_its_interval(pair):
 
 
 def test_thousands_of_seeds_take_little_memory():
-    log_N = np.random.default_rng(1).normal(0.01, 0.1, 3000)
+    log_N = np.random.default_rng(1).normal(0.01, 0.1, 2000)
     tracemalloc.start()
     p = sign_flip_p(log_N)
     _, most_bytes = tracemalloc.get_traced_memory()
