@@ -174,7 +174,7 @@ class Sequences(BaseDataLoader):
 
 
 def config_of(run: Run) -> Any:
-    """Returns a debug configuration of torchtitan, for CPUs and with two layers."""
+    """Returns a debug configuration of torchtitan, for CPUs and with one or two layers."""
     if run.command:
         config = ConfigManager().parse_args(list(run.command))
     else:
@@ -187,7 +187,8 @@ def config_of(run: Run) -> Any:
     if run.model == "qwen3" and not run.command:
         config.model_spec.model = _small_qwen3(dict(run.sizes))
     else:
-        config.model_spec.model.layers = config.model_spec.model.layers[:2]
+        layers = config.model_spec.model.layers
+        config.model_spec.model.layers = layers[: 1 if run.command else 2]
     config.tokenizer, config.dataloader = Bytes.Config(), Sequences.Config()
     config.optimizer = default_adamw(lr=3e-3, eps=run.eps)
     training = config.training

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from pages import blocks_of, commands_of, is_run
+from safetensors.torch import load_file
 from titan_runs import STRATEGIES, Run, Trained, messages, ours, same_outputs_of_flat_tokens, train, train_in
 
 import moesys as ms
@@ -41,7 +42,9 @@ def theirs(titan: LocalRanks) -> Any:
 
 
 def same_training(found_R: list[Trained], wanted_R: list[Trained], tolerance: float = 1e-5) -> None:
-    """Asserts that ranks chose the same experts, and had the same losses, norms and first gradients."""
+    """Asserts that ranks chose the same experts, and had the same losses and norms within ``tolerance``, and the same
+    first gradients.
+    """
     for found, wanted in zip(found_R, wanted_R, strict=True):
         for step, (mine, other) in enumerate(zip(found.choices, wanted.choices, strict=True)):
             assert [torch.equal(*pair) for pair in zip(mine, other, strict=True)] == [True] * len(other), step
@@ -51,7 +54,7 @@ def same_training(found_R: list[Trained], wanted_R: list[Trained], tolerance: fl
     assert found.gradients.keys() == wanted.gradients.keys()
     for name, gradient in wanted.gradients.items():
         error = (found.gradients[name] - gradient).abs().max() / gradient.abs().max()
-        assert error < tolerance, name
+        assert error < 1e-5, name
 
 
 def same_bits(found: Trained, wanted: Trained) -> None:
@@ -144,6 +147,20 @@ def test_a_run_on_four_ranks_is_resumed_on_two(titan: LocalRanks, theirs: Any, t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["lent", "fsep"])
+def test_weights_are_exported_in_the_format_of_the_hub(titan: LocalRanks, tmp_path: Path, name: str) -> None:
+    hub = {"last_save_model_only": True, "last_save_in_hf": True, "export_dtype": "float32"}
+    settings = {f"checkpoint.{key}": value for key, value in hub.items()}
+    run = Run(ours(STRATEGIES[name]), steps=1, folder=str(tmp_path), settings=settings)
+    parameters = titan.run(train, run, num_ranks=4)[0].parameters
+    (file,) = (tmp_path / "checkpoint" / "step-1").glob("*.safetensors")
+    exported = load_file(file)
+    for part, own in (("gate_proj", "w1_EFD"), ("down_proj", "w2_EDF"), ("up_proj", "w3_EFD")):
+        for expert, weight in enumerate(parameters[f"layers.1.moe.routed_experts.inner_experts.{own}"]):
+            assert torch.equal(exported[f"model.layers.1.mlp.experts.{expert}.{part}.weight"], weight)
+
+
+@pytest.mark.slow
 def test_thirty_steps_with_the_same_choices_stay_together(titan: LocalRanks, theirs: Any) -> None:
     wanted = theirs(4, steps=30, sequences=1, eps=1e-3)
     for strategy in STRATEGIES.values():
@@ -209,7 +226,9 @@ def test_the_page_is_followed(titan: LocalRanks, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["deepseek_v3", "gpt_oss"])
 def test_other_models_train_as_torchtitan_does(titan: LocalRanks, theirs: Any, model: str) -> None:
     for name in ("lent", "fsep"):
-        same_training(titan.run(train, Run(ours(STRATEGIES[name]), model), num_ranks=2), theirs(2, model=model))
+        found = titan.run(train, Run(ours(STRATEGIES[name]), model), num_ranks=2)
+        # These have their full width. Adam multiplies what the order of sums changes in small gradients.
+        same_training(found, theirs(2, model=model), tolerance=1e-4)
 
 
 @pytest.mark.slow
