@@ -58,7 +58,7 @@ def on_ranks(family: str, groups: tuple[int, int] | None) -> Found:
     model = made(family)
     mesh = None if groups is None else init_device_mesh("cpu", groups, mesh_dim_names=("dp", "ep"))
     ms.parallelize(model, ms.Strategy(name="ep") if groups else lent(2), mesh)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     found = []
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
@@ -90,7 +90,7 @@ def alone(family: str) -> Found:
         chosen.clear()
         with torch.no_grad():
             for bias, tokens_E in zip(biases_of(model), counts, strict=True):
-                bias += RATE * (tokens_E.double().mean() - tokens_E).sign().view(bias.shape)
+                bias += RATE * (tokens_E.double().mean() - tokens_E).sign().float().view(bias.shape)
         found.append(([each.tolist() for each in counts], [bias.detach().clone() for bias in biases_of(model)]))
     return found
 
@@ -101,7 +101,7 @@ def test_counts_and_biases_are_those_of_one_process_with_the_whole_batch(
     ranks: LocalRanks, family: str, groups: tuple[int, int] | None
 ) -> None:
     expected = alone(family)
-    assert all(bias.count_nonzero() for _, biases in expected for bias in biases)
+    assert expected[0][0] != expected[1][0]
     for of_rank in ranks.run(on_ranks, family, groups, num_ranks=2):
         for (counts, biases), (whole_counts, whole_biases) in zip(of_rank, expected, strict=True):
             assert counts == whole_counts
@@ -136,7 +136,7 @@ def test_loss_over_the_global_batch_is_transformers_own_of_one_process(ranks: Lo
 
 
 def test_models_whose_biases_cannot_move_are_refused() -> None:
-    model = drawn("deepseek_v3", experts_implementation="moesys")
+    model = drawn("deepseek_v3", experts_implementation=ms.hf.register())
     with pytest.raises(ValueError, match=r"gate.e_score_correction_bias is the bias of a router that declares no rate"):
         ms.update_router_bias(model)
     with pytest.raises(ValueError, match=r"gate.e_score_correction_bias belongs to experts that do not count"):
