@@ -23,8 +23,9 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.hub import NAMES
+from moesys.hf.adapters import with_lora
 from moesys.hf.checkpoint_check import check_before_loading
-from moesys.hf.experts_module import ExpertsModule, compute_dtype, is_experts
+from moesys.hf.experts_module import ExpertsModule, compute_dtype
 from moesys.hf.padding import real_tokens
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.experts import Experts, attach
@@ -61,7 +62,7 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             mask_T = real_tokens(hidden_states)
             tensors = hidden_states, top_k_index, top_k_weights, *([] if mask_T is None else [mask_T])
-            of_part = partial(run, self._experts, self._module.training)
+            of_part = partial(run, self._experts, self._module)
             return _cut_over(self.tp_mesh, of_part, *tensors) if self.tp_mesh.size() > 1 else of_part(*tensors)
 
     return StrategyExperts
@@ -77,13 +78,12 @@ class _Model:
 
 
 @unseen_by_selective_checkpoints
-def run(experts: Experts, training: bool, x_TH: Tensor, *others: Tensor | None) -> Tensor:
-    """Returns y [T, H] in x's dtype, computed in the dtype of autocast, or else in that of the experts. ``others``:
-    what else ``experts`` take, the routing and perhaps a mask.
+def run(experts: Experts, module: Any, x_TH: Tensor, *others: Tensor | None) -> Tensor:
+    """Returns y [T, H] in x's dtype, computed in the dtype of autocast, or else of the experts of ``module``.
+    ``others``: what else ``experts`` take, the routing and perhaps a mask.
     """
-    experts.training = training
-    assert experts.outside is not None
-    dtype = compute_dtype(cast(Tensor, experts.outside.read()["down"]))
+    experts.training = module.training
+    dtype = compute_dtype(module._parameters["down_proj"])
     # A copy, as experts' output lies in a page, and FSDP loses its hooks where a model adds to such a view in place.
     return experts(x_TH.to(dtype), *others).to(x_TH.dtype, copy=True)
 
@@ -130,29 +130,13 @@ def check_module(module: Any) -> ExpertsModule:
     return description
 
 
-def refuse_adapter(module: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """Raises ValueError if ``inner``, the child ``name`` of ``module``, are experts that a PEFT adapter wraps.
-
-    PEFT changes the parameters of experts before their module runs, so moesys would not see the adapter.
-    """
-    if name == "base_layer" and inner is not None and is_experts(inner):
-        adapted = getattr(module, "parameter_name", "")
-        raise ValueError(
-            f"{type(inner).__name__}{adapted and f'.{adapted}'} has an adapter ({type(module).__name__} of PEFT), and "
-            "moesys takes no adapters on experts over ranks; leave experts out of target_parameters, and name modules "
-            'in target_modules instead of "all-linear"'
-        )
-
-
 def _refuse_later(module: nn.Module, name: str, inner: nn.Module | None) -> None:
     """Raises ValueError where experts that run under a strategy are wrapped by PEFT."""
-    if inner is None or "moesys_experts" not in inner.__dict__:
-        return
-    refuse_adapter(module, name, inner)
-    if name == "original_module":
+    if name in ("base_layer", "original_module") and inner is not None and "moesys_experts" in inner.__dict__:
         raise ValueError(
-            f"{type(inner).__name__} runs under a strategy already, and {type(module).__name__} of PEFT would train a "
-            "copy of it; call get_peft_model(modules_to_save=...) first, then ms.parallelize"
+            f"{type(inner).__name__} runs under a strategy already, and {type(module).__name__} of PEFT would train "
+            "parameters that ranks do not share; load the model without distributed_config, call get_peft_model first, "
+            "then ms.parallelize"
         )
 
 
@@ -168,12 +152,13 @@ def strategy_experts(
     num_batches: int,
     cluster: ClusterSpec | None = None,
     dtype: torch.dtype | None = None,
+    adapters: Sequence[Any] = (),
 ) -> Experts:
     """Returns the module's experts under ``strategy``, which read its parameters. Leaves the module as it is: ``shard``
     gives it to them.
 
     ``num_batches``: the number of all ranks' batches, over which gradients are the mean. ``dtype``: experts
-    compute in; by default the dtype of their parameters.
+    compute in; by default the dtype of their parameters. ``adapters``: LoRA around the module (``adapters_of``).
 
     Raises ValueError for a module that cannot be sharded that way, or that the strategy does not fit.
     """
@@ -191,27 +176,30 @@ def strategy_experts(
         dtype=DTYPE_NAMES.get(dtype or description.dtype, "float32"),
     )
 
-    def read() -> dict[str, nn.Parameter]:
+    adapter_of = {adapter.parameter_name: adapter for adapter in adapters}
+
+    def read() -> dict[str, Tensor]:
         if replaced := [name for name in names.values() if is_parametrized(module, name)]:
             raise _computed(kind, replaced[0])
-        return {part: module._parameters[name] for part, name in names.items()}
+        return {part: with_lora(module, name, adapter_of.get(name)) for part, name in names.items()}
 
     def add_gradients(gradients: Parts) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()
-        parameters = read()
-        add_late([*parameters.values()], [cast(Tensor, gradients[part]) for part in parameters], num_batches)
+        parameters = [module._parameters[name] for name in names.values()]
+        add_late(parameters, [cast(Tensor, gradients[part]) for part in names], num_batches)
 
+    add = None if adapters else add_gradients
     activation = None if description.swiglu else description.activation
-    outside = OutsideExperts(read, description.transposed, activation, add_gradients=add_gradients)
+    outside = OutsideExperts(read, description.transposed, activation, add_gradients=add)
     device = ep_mesh.device_type
     return Experts(shape, strategy, ep_mesh, cluster=cluster, layer_index=layer_index, device=device, outside=outside)
 
 
 def _computed(kind: str, name: str) -> ValueError:
     return ValueError(
-        f"{kind}.{name} is computed from other parameters, for example by an adapter; moesys takes no "
-        "adapters on experts over ranks, so leave experts out of what is adapted (target_parameters)"
+        f"{kind}.{name} is computed from other parameters, by a parametrization, which moesys does not run over ranks; "
+        "leave experts out, or train LoRA of PEFT on them (target_parameters)"
     )
 
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from moesys.config import ClusterSpec, Strategy
-from moesys.hf.expert_parallel import check, check_module, refuse_adapter, run, shard, strategy_experts
+from moesys.hf.adapters import adapters_of, bypass, is_adapter
+from moesys.hf.expert_parallel import check, check_module, run, shard, strategy_experts
 from moesys.hf.experts_module import is_experts
 from moesys.hf.padding import follow_padding, real_tokens
 from moesys.moe.experts import Experts, require_module
@@ -56,11 +57,11 @@ def parallelize(
     Gradients are the mean over all ranks, of experts as of all else: each rank's loss is the mean over its tokens, or a
     part of one mean that is multiplied by the number of ranks. Clip by ``ms.clip_grad_norm_``.
 
-    Raises ValueError for a model without MoE blocks, one whose experts moesys cannot run or have adapters, a module
-    with parameters of two dtypes, a mesh without "ep", of other ranks than there are or of groups that cannot be put in
-    order, and a strategy that does not fit, and TypeError for an argument of another type. The model is
-    unchanged then. Add adapters and parametrizations first: the next forward raises ValueError for trainable
-    parameters that were added later.
+    Raises ValueError for a model without MoE blocks, one whose experts moesys cannot run or have adapters other than
+    LoRA on parameters, a module with parameters of two dtypes, a mesh without "ep", of other ranks than there are or of
+    groups that cannot be put in order, and a strategy that does not fit, and TypeError for an argument of another type.
+    The model is unchanged then. Add adapters and parametrizations first: the next forward raises ValueError for
+    trainable parameters that were added later.
     """
     require_module(model)
     check(strategy)
@@ -75,9 +76,7 @@ def parallelize(
             f"{type(model).__name__} is sharded already, by parallelize or from_pretrained(distributed_config=...); "
             "do it once, and link a model that transformers has sharded by ms.link"
         )
-    for module in model.modules():
-        for name, inner in module.named_children():
-            refuse_adapter(module, name, inner)
+    adapters = adapters_of(model)
     _check_not_tied(model, modules)
     blocks = _blocks(model, modules)
     units = _units(model, blocks, modules)
@@ -88,7 +87,7 @@ def parallelize(
     # Experts are made before the model is changed, because a strategy that does not fit is refused here.
     dtype = policy.param_dtype
     made = [
-        strategy_experts(module, strategy, expert_mesh[EP], index, num_ranks, cluster, dtype)
+        strategy_experts(module, strategy, expert_mesh[EP], index, num_ranks, cluster, dtype, adapters.get(module, ()))
         for index, module in enumerate(modules)
     ]
     missing = _buffers_without_memory(model)
@@ -101,6 +100,7 @@ def parallelize(
     for module, experts in zip(modules, made, strict=True):
         shard(module, experts)
         module.forward = partial(_forward, module, experts)
+        bypass(adapters.get(module, ()))
         unit: FSDPModule = fsdp(module, mesh=expert_mesh["efsdp"], mp_policy=of_experts)
         # Each group's gradients are sums already: the sum of the groups' over all ranks is the mean. Where there is one
         # group FSDP adds nothing up, and divides.
@@ -136,7 +136,7 @@ def _check_not_tied(model: nn.Module, modules: list[nn.Module]) -> None:
 
 
 def _forward(module: nn.Module, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    return run(experts, module.training, hidden, index, weights, real_tokens(hidden))
+    return run(experts, module, hidden, index, weights, real_tokens(hidden))
 
 
 def _expert_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -258,7 +258,8 @@ def _holders(root: nn.Module, others: set[nn.Module]) -> dict[nn.Module, tuple[n
 
     def walk(module: nn.Module, around: nn.Module) -> None:
         seen.add(module)
-        if module is root or _runs(module):
+        # What an adapter on experts has inside is read where experts run.
+        if module is root or (_runs(module) and (is_adapter(module) or not is_adapter(around))):
             found[module] = (around, [])
             around = module
         found[around][1].extend(parameter for parameter in module._parameters.values() if parameter is not None)

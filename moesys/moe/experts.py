@@ -211,7 +211,7 @@ class Experts(nn.Module):
         num_tokens, real_N = len(expert_TK), None
         if mask_T is not None and len(found_N := mask_T.nonzero().flatten()) < num_tokens:
             real_N, expert_TK = found_N, expert_TK.index_select(0, found_N)
-        expert_TK = self._numbered(expert_TK, learning)
+        expert_TK = self._numbered(expert_TK, trained=learning and bool(flags & EXPERT_GRADIENTS))
         lookahead = self.link.lookahead
         neighbours = lookahead.enter(self.store)
         compute = self.computed_by(dtype, expert_TK.device.type)
@@ -319,11 +319,10 @@ class Experts(nn.Module):
         self._number_E = torch.from_numpy(homes.number_E).to(self.store.masters.device) if homes.moved else None
         self.schedule.move_homes(homes)
 
-    def _numbered(self, expert_TK: Tensor, learning: bool) -> Tensor:
+    def _numbered(self, expert_TK: Tensor, *, trained: bool) -> Tensor:
         """Returns the numbers of experts that the model has chosen by its ids."""
         if self._number_E is None:
             return expert_TK
-        trained = learning and any(each.requires_grad for each in self.store.masters.differentiable())
         if trained and not self.followers:
             raise RuntimeError(
                 f"layer {self.layer_index} trains experts whose homes were moved without an optimizer, or with one "

@@ -1,0 +1,111 @@
+"""LoRA of PEFT on the parameters of experts: each rank computes W + s·B·A of those experts, or slices, that it has.
+
+PEFT wraps an experts module once for each adapted parameter (``target_parameters``), wrapper around wrapper. Its own
+forward puts the sum for all experts in the parameter's place. Here that is left out, and experts under a strategy read
+the sum for their own part. The gradients of B and A are then zero for experts of other ranks, and are sums over the
+tokens of all ranks for its own, so FSDP's mean over the ranks is what it is for other parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moesys.hf.experts_module import is_experts
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Returns whether a module is PEFT's LoRA on one parameter of the module inside."""
+    return (type(module).__module__, type(module).__name__) == ("peft.tuners.lora.layer", "ParamWrapper")
+
+
+def adapters_of(model: nn.Module) -> dict[nn.Module, list[Any]]:
+    """Returns the LoRA around each experts module of ``model`` that has some, one for each parameter.
+
+    Raises ValueError for experts inside of an adapter of another kind.
+    """
+    found: dict[nn.Module, list[Any]] = {}
+    for module in model.modules():
+        inner = module
+        while (base := inner._modules.get("base_layer")) is not None:
+            inner = base
+        if inner is module or not is_experts(inner):
+            continue
+        if not is_adapter(module):
+            raise ValueError(
+                f"{type(inner).__name__} has an adapter of type {type(module).__name__}, and moesys runs experts over "
+                "ranks with no other adapters than LoRA of PEFT on their parameters; use "
+                "LoraConfig(target_parameters=...), or leave experts out of what is adapted"
+            )
+        found.setdefault(inner, []).append(module)
+    return found
+
+
+def bypass(adapters: Sequence[Any]) -> None:
+    """Makes wrappers leave what they would add to the experts inside, and refuse what needs whole parameters."""
+    for adapter in adapters:
+        adapter.forward = partial(_forward, adapter)
+        for name in ("merge", "unmerge", "unload_and_optionally_merge_module"):
+            setattr(adapter, name, partial(_refuse, adapter))
+
+
+def _forward(adapter: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    adapter._check_forward_args(x, *args, **kwargs)
+    if adapter.disable_adapters and adapter.merged:
+        adapter.unmerge()
+    y: Tensor = adapter.base_layer(x, *args, **kwargs)
+    return y
+
+
+def _refuse(adapter: Any, *_args: object, **_kwargs: object) -> NoReturn:
+    raise ValueError(
+        f"{adapter.parameter_name} of experts is sharded over ranks, and its adapter cannot be merged, unmerged or "
+        "unloaded here; save the adapter, load it in one process (PeftModel.from_pretrained), and do it there"
+    )
+
+
+def with_lora(module: Any, name: str, adapter: Any | None) -> Tensor:
+    """Returns the parameter ``name`` of an experts module with what ``adapter`` adds to this rank's part of it.
+
+    What FSDP has sharded has another shape than this rank's part. That is so here while it has sharded the adapter.
+    """
+    parameter = module._parameters[name]
+    # Before it is sharded, its form alone is read.
+    if adapter is None or adapter.disable_adapters or adapter.merged or not isinstance(parameter, DTensor):
+        return parameter
+    weight = parameter.to_local()
+    active = [each for each in adapter.active_adapters if each in adapter.lora_A]
+    if any(isinstance(adapter.lora_A[each].weight, DTensor) for each in active):
+        return weight.new_empty(0)
+    # As PEFT does, also under autocast.
+    with torch.autocast(weight.device.type, enabled=False):
+        for each in active:
+            left, right = _factors(module, parameter, adapter, each)
+            add = torch.addmm if weight.ndim == 2 else torch.baddbmm
+            weight = add(weight, left, right, alpha=adapter.scaling[each])
+    return weight
+
+
+def _factors(module: Any, parameter: DTensor, adapter: Any, active: str) -> tuple[Tensor, Tensor]:
+    """Returns the factors [E, ..., r] and [E, r, ...] of what is added to this rank's part of ``parameter``."""
+    if parameter.ndim == 2:
+        # PEFT takes biases for one matrix.
+        left, right = (each[active].weight.to(parameter.dtype) for each in (adapter.lora_B, adapter.lora_A))
+    else:
+        left, right, _ = adapter.get_delta_factors(active)
+    homes = module.moesys_experts.homes
+    if homes.moved:
+        expert_E = torch.from_numpy(homes.expert_E).to(left.device)
+        left, right = left[expert_E], right[expert_E] if right.ndim == 3 else right
+    chunk, last = parameter.__create_chunk_list__()[0], parameter.ndim - 1
+    for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        if dim != last:
+            left = left.narrow(dim, first, size)
+        if dim == last or (dim == 0 and right.ndim == 3):
+            right = right.narrow(dim, first, size)
+    return left, right

@@ -1,0 +1,233 @@
+"""LoRA of PEFT itself on the parameters of experts, under strategies: as PEFT trains it in one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import drawn, fsep, lent, text, whole
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+
+BOTH = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+STEPS = 5
+EP = ms.Strategy(name="ep", sharding=ms.Ep())
+
+
+def adapted(family: str = "qwen3_moe", **config: Any) -> Any:
+    model = drawn(family)
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(**({"r": 3, "init_lora_weights": False} | BOTH | config)))
+
+
+def two(**config: Any) -> Any:
+    """A model with two adapters, both of them active, which differ in rank and scaling."""
+    model = adapted(**config)
+    model.add_adapter("second", LoraConfig(r=2, lora_alpha=5, use_rslora=True, init_lora_weights=False, **BOTH))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def checkpointed() -> Any:
+    model = adapted()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3_moe": adapted,
+    "gpt_oss": lambda: adapted("gpt_oss"),
+    "biases": lambda: adapted("gpt_oss", target_parameters=["gate_up_proj_bias", "down_proj_bias"]),
+    "one parameter": lambda: adapted(target_parameters=["mlp.experts.down_proj"]),
+    "all": lambda: adapted(target_parameters=None, target_modules="all-linear"),
+    "patterns": lambda: adapted(use_rslora=True, rank_pattern={"down_proj": 2}, alpha_pattern={"down_proj": 5}),
+    "two": two,
+    "checkpointed": checkpointed,
+}
+
+
+def loss_of(model: Any, seed: int) -> Tensor:
+    return model(input_ids=text(seed), labels=text(seed)).loss
+
+
+def trained(model: Any, strategy: ms.Strategy | None, mesh: Any = None, homes: Any = None) -> dict[str, Tensor]:
+    """Losses, the first step's gradients and the last step's adapters; None is PEFT in one process, on the texts of all
+    ranks. ``homes``: where experts move to after the first step.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    runtime = ms.parallelize(model, strategy, mesh) if strategy else None
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2, eps=1e-3)
+    found = {}
+    for step in range(STEPS):
+        seeds = [step * num_ranks + rank] if strategy else range(step * num_ranks, (step + 1) * num_ranks)
+        losses = [loss_of(model, seed) for seed in seeds]
+        sum(losses).div(len(losses)).backward()
+        found |= {f"loss {seed}": loss.detach() for seed, loss in zip(seeds, losses, strict=True)}
+        if step == 0:
+            found |= {f"grad {name}": whole(each.grad) for name, each in model.named_parameters() if each.requires_grad}
+        optimizer.step()
+        optimizer.zero_grad()
+        if homes and step == 0:
+            ms.move_homes(model, homes, optimizer)
+    if runtime:
+        runtime.close()
+    return found | {name: whole(each) for name, each in model.named_parameters() if each.requires_grad}
+
+
+def worst(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Returns the largest relative error."""
+    assert any(name.startswith("grad") and "experts" in name for name in found)
+    return max(float((each - wanted[name]).norm() / wanted[name].norm()) for name, each in found.items())
+
+
+def differences(name: str, strategies: list[ms.Strategy], copies: int = 1) -> list[tuple[float, list[str]]]:
+    """Returns, for each strategy, the largest relative error, and what differs in bits from the first strategy."""
+    mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "ep"))
+    alone = trained(MODELS[name](), None)
+    first, found = None, []
+    for strategy in strategies:
+        model = MODELS[name]()
+        before = {name: each.detach().clone() for name, each in model.named_parameters() if "gate_up_proj" in name}
+        shared = trained(model, strategy, mesh)
+        first = first or shared
+        assert before
+        assert all(torch.equal(whole(model.get_parameter(name)), each) for name, each in before.items())
+        found.append((worst(shared, alone), [name for name in shared if not torch.equal(shared[name], first[name])]))
+    return found
+
+
+def overlaps(strategy: ms.Strategy) -> list[ms.Strategy]:
+    return [strategy, strategy.replace(overlap=ms.Pipelined(chunks=3))]
+
+
+@pytest.mark.parametrize("strategy", [EP, lent(2), fsep(2)], ids=lambda each: each.name)
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_lora_on_experts_trains_as_in_one_process(ranks: LocalRanks, name: str, strategy: ms.Strategy) -> None:
+    for found in ranks.run(differences, name, overlaps(strategy), num_ranks=2, timeout_s=150.0):
+        for error, differing in found:
+            assert error < 1e-5
+            assert not differing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("qwen3_moe", "gpt_oss")])
+def test_every_kind_of_lora_on_experts_trains_as_in_one_process(ranks: LocalRanks, name: str) -> None:
+    for found in ranks.run(differences, name, [EP, lent(2), fsep(2)], num_ranks=2, timeout_s=150.0):
+        assert max(error for error, _ in found) < 1e-5
+
+
+@pytest.mark.slow
+def test_lora_on_experts_of_two_groups_is_the_mean_over_both(ranks: LocalRanks) -> None:
+    for found in ranks.run(differences, "two", [lent(2), fsep(2)], 2, num_ranks=4, timeout_s=150.0):
+        assert max(error for error, _ in found) < 1e-5
+
+
+def moved_away() -> float:
+    homes = [[1, 0] * 4] * 2
+    return worst(trained(two(), EP, homes=homes), trained(two(), None))
+
+
+def test_lora_stays_with_experts_that_move(ranks: LocalRanks) -> None:
+    assert max(ranks.run(moved_away, num_ranks=2, timeout_s=150.0)) < 1e-5
+
+
+def outputs(model: Any) -> dict[str, Tensor]:
+    model.eval()
+    with torch.no_grad():
+        found = {"active": model(input_ids=text(0)).logits}
+        with model.disable_adapter():
+            found["disabled"] = model(input_ids=text(0)).logits
+        model.set_adapter("second")
+        return found | {"second": model(input_ids=text(0)).logits}
+
+
+def switched(strategy: ms.Strategy, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs of a model under a strategy, of one in one process, and of what PEFT saved of the first, loaded there."""
+    model, alone = two(), two()
+    ms.parallelize(model, strategy)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+    loaded = PeftModel.from_pretrained(drawn("qwen3_moe"), folder)
+    loaded.load_adapter(folder / "second", "second")
+    loaded.base_model.set_adapter(["default", "second"])
+    return outputs(model), outputs(alone), outputs(loaded)
+
+
+@pytest.mark.parametrize(
+    "strategy", [lent(2), pytest.param(fsep(2), marks=pytest.mark.slow)], ids=lambda each: each.name
+)
+def test_adapters_are_switched_and_saved_by_peft(ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy) -> None:
+    for found, wanted, loaded in ranks.run(switched, strategy, tmp_path, num_ranks=2, timeout_s=150.0):
+        assert not torch.equal(wanted["active"], wanted["second"])
+        for name, each in wanted.items():
+            torch.testing.assert_close(found[name], each, atol=1e-5, rtol=1e-5)
+            assert torch.equal(loaded[name], each)
+
+
+class OtherLora(nn.Module, LoraLayer):
+    """LoRA of a user on experts, as PEFT makes it where it is registered."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, **_options: Any) -> None:
+        super().__init__()
+        LoraLayer.__init__(self, base_layer)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.base_layer(*inputs)
+
+
+def refusals() -> dict[str, str]:
+    found = {}
+
+    def refused(name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+            found[name] = "nothing"
+        except ValueError as error:
+            found[name] = str(error)
+
+    model = drawn("qwen3_moe")
+    config = LoraConfig(target_modules=["experts"])
+    config._register_custom_module({type(model.model.layers[0].mlp.experts): OtherLora})
+    other = get_peft_model(model, config)
+    refused("another class", lambda: ms.parallelize(other, EP))
+    refused("late gradients", lambda: ms.parallelize(adapted(), fsep(2, delay_reshard=True)))
+    model = adapted()
+    ms.parallelize(model, EP)
+    refused("merge", model.merge_adapter)
+    refused("merge and unload", model.merge_and_unload)
+    refused("unload", model.unload)
+    merged = adapted()
+    merged.merge_adapter()
+    ms.parallelize(merged, EP)
+    loss_of(merged, dist.get_rank())
+    with merged.disable_adapter():
+        refused("unmerge", lambda: loss_of(merged, dist.get_rank()))
+    return found
+
+
+def test_what_lora_on_experts_cannot_do_over_ranks_is_refused_on_every_rank(ranks: LocalRanks) -> None:
+    wanted = dict.fromkeys(
+        ("merge", "merge and unload", "unload", "unmerge"),
+        r"(gate_up|down)_proj of experts is sharded over ranks, .*; save the adapter, load it in one process",
+    ) | {
+        "another class": r"Qwen3MoeExperts has an adapter of type OtherLora, .*; use LoraConfig\(target_parameters",
+        "late gradients": "delay_reshard=True, .* use delay_reshard=False",
+    }
+    for found in ranks.run(refusals, num_ranks=2, timeout_s=150.0):
+        assert found.keys() == wanted.keys()
+        for name, message in wanted.items():
+            assert re.search(message, found[name]), (name, found[name])
