@@ -171,7 +171,7 @@ class StrategyRoutedExperts(RoutedExperts):
         """
         experts: Experts = self.__dict__["moesys_experts"]
         experts.training = self.training
-        dtype = experts.store.masters.local()[0].dtype
+        dtype = next(self.inner_experts.parameters()).dtype
         flat = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x.to(dtype), choices, weights))
         # A copy, as the output lies in a page that later layers use again.
         return experts(*flat).to(x.dtype, copy=True).view(x.shape)
