@@ -114,7 +114,7 @@ class MicroBatchRun(Protocol):
 @dataclass(frozen=True)
 class HostPlan:
     """A plan that hosts have made. ``tokens_RCE``: the choices of each rank's chunks for each expert; ``most_tokens``:
-    the tokens of the rank with most.
+    the tokens of the rank with most, with padding.
     """
 
     plan: LayerPlan

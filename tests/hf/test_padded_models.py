@@ -67,8 +67,11 @@ def model_on_ranks(folder: Path | None, strategy: ms.Strategy, sizes: dict[str, 
         model.model._forward_pre_hooks.clear()
         model.model._forward_hooks.clear()
         ms.parallelize(model, strategy)
-        return model
-    return loaded(folder, strategy, sizes)
+    else:
+        model = loaded(folder, strategy, sizes)
+    # To record or replay would do it too.
+    assert FOLLOWED in model.model.__dict__
+    return model
 
 
 def trained(
