@@ -203,7 +203,7 @@ class RoutedExperts(torch.autograd.Function):
             return restored.wait()
 
         with torch.autocast(dy_TH.device.type, enabled=False):
-            call.restore()
+            call.restore(masters)
             saved = SavedTensors(arrivals_MH, h_P2I, weight_TK)
             dx_TH, dweight_TK = call.run.backward(dy_TH, saved, wait_for_experts, gradients)
         call.release()

@@ -178,6 +178,27 @@ def test_adapters_are_switched_and_saved_by_peft(ranks: LocalRanks, tmp_path: Pa
             assert torch.equal(loaded[name], each)
 
 
+def error_of_backward_outside() -> float:
+    """Returns the largest error of gradients where adapters are enabled again before backward."""
+
+    def gradient(model: Any, seeds: list[int]) -> Tensor:
+        with model.disable_adapter():
+            loss = sum(loss_of(model, seed) for seed in seeds) / len(seeds)
+        loss.backward()
+        return whole(model.get_input_embeddings().weight.grad)
+
+    model, alone = adapted(), adapted()
+    for each in (model, alone):
+        each.get_input_embeddings().requires_grad_(True)
+    ms.parallelize(model, fsep(2))
+    wanted = gradient(alone, [0, 1])
+    return float((gradient(model, [dist.get_rank()]) - wanted).norm() / wanted.norm())
+
+
+def test_backward_has_the_experts_of_its_forward(ranks: LocalRanks) -> None:
+    assert max(ranks.run(error_of_backward_outside, num_ranks=2, timeout_s=150.0)) < 1e-5
+
+
 class OtherLora(nn.Module, LoraLayer):
     """LoRA of a user on experts, as PEFT makes it where it is registered."""
 
