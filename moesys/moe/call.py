@@ -216,7 +216,7 @@ class RoutedExperts(torch.autograd.Function):
             return restored.wait()
 
         with torch.autocast(dy_TH.device.type, enabled=False):
-            call.restore()
+            call.restore(masters)
             saved = SavedTensors(arrivals_MH, h_P2I, call.without_padding(weight_TK))
             of_tokens = call.run.backward(dy_NH, saved, wait_for_experts, gradients)
             dx_TH, dweight_TK = (call.with_padding(each, len(dy_TH)) for each in of_tokens)

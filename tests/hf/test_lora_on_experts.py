@@ -16,6 +16,8 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -167,15 +169,64 @@ def switched(strategy: ms.Strategy, folder: Path) -> tuple[dict[str, Tensor], di
     return outputs(model), outputs(alone), outputs(loaded)
 
 
-@pytest.mark.parametrize(
-    "strategy", [lent(2), pytest.param(fsep(2), marks=pytest.mark.slow)], ids=lambda each: each.name
-)
+@pytest.mark.parametrize("strategy", [lent(2), fsep(2)], ids=lambda each: each.name)
 def test_adapters_are_switched_and_saved_by_peft(ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy) -> None:
     for found, wanted, loaded in ranks.run(switched, strategy, tmp_path, num_ranks=2, timeout_s=150.0):
         assert not torch.equal(wanted["active"], wanted["second"])
         for name, each in wanted.items():
             torch.testing.assert_close(found[name], each, atol=1e-5, rtol=1e-5)
             assert torch.equal(loaded[name], each)
+
+
+class ComputedShapes(TorchDispatchMode):
+    """The shapes of all that is computed on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.Size] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        computed = func(*args, **(kwargs or {}))
+        self.found |= {each.shape for each in tree_leaves(computed) if type(each) is Tensor}
+        return computed
+
+
+def shapes_of_all_experts(strategy: ms.Strategy | None) -> set[torch.Size]:
+    """Returns the shape of a whole adapted parameter if a step computes it."""
+    model = adapted()
+    whole_shapes = {each.shape for name, each in model.named_parameters() if name.endswith("gate_up_proj")}
+    if strategy:
+        ms.parallelize(model, strategy)
+    with ComputedShapes() as shapes:
+        loss_of(model, dist.get_rank()).backward()
+    return shapes.found & whole_shapes
+
+
+def test_no_rank_computes_adapted_parameters_of_all_experts(ranks: LocalRanks) -> None:
+    assert all(ranks.run(shapes_of_all_experts, None, num_ranks=2, timeout_s=150.0))
+    for strategy in (EP, lent(2), fsep(2)):
+        assert not any(ranks.run(shapes_of_all_experts, strategy, num_ranks=2, timeout_s=150.0))
+
+
+def error_of_backward_outside() -> float:
+    """Returns the largest error of gradients where adapters are enabled again before backward."""
+
+    def gradient(model: Any, seeds: list[int]) -> Tensor:
+        with model.disable_adapter():
+            loss = sum(loss_of(model, seed) for seed in seeds) / len(seeds)
+        loss.backward()
+        return whole(model.get_input_embeddings().weight.grad)
+
+    model, alone = adapted(), adapted()
+    for each in (model, alone):
+        each.get_input_embeddings().requires_grad_(True)
+    ms.parallelize(model, fsep(2))
+    wanted = gradient(alone, [0, 1])
+    return float((gradient(model, [dist.get_rank()]) - wanted).norm() / wanted.norm())
+
+
+def test_backward_has_the_experts_of_its_forward(ranks: LocalRanks) -> None:
+    assert max(ranks.run(error_of_backward_outside, num_ranks=2, timeout_s=150.0)) < 1e-5
 
 
 class OtherLora(nn.Module, LoraLayer):
