@@ -358,10 +358,10 @@ def global_aux_loss(
     """Returns what transformers' models return as ``aux_loss``, with shares of tokens over the global batch: all ranks,
     and all micro-batches since the last ``update_router_bias``, which is to be called after each step.
 
-    E x sum over experts of f x P (arXiv 2101.03961, equation 4; arXiv 2501.11873): f is the share of tokens
-    in all layers, K in sum, from exact counts; P the mean probability over the tokens of this micro-batch in all
-    layers. Scores are weighted by the tokens of their rank, so that the mean of the ranks' losses is that of one
-    process with the micro-batches of all. Differentiable in ``router_logits``. A collective.
+    E x sum over experts of f x P (arXiv 2101.03961, equation 4; arXiv 2501.11873): f is the share of tokens in all
+    layers, K in sum, from exact counts; P the mean probability over the tokens of this micro-batch in all layers.
+    Scores are weighted by the tokens of their rank, so that the mean of the ranks' losses is that of one process with
+    the micro-batches of all. Differentiable in ``router_logits``; 0 in evaluation, which does not count. A collective.
 
     Args:
         model: a model of transformers under ``parallelize`` or ``ep_implementation="moesys"``.
