@@ -20,16 +20,18 @@ from moesys.config import Strategy
 from moesys.moe.runtime import PlanningState
 
 try:
-    _found = f"torchtitan {version('torchtitan')}"
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.config.override import derive, override
     from torchtitan.models.common.moe import RoutedExperts
 
     from moesys.torchtitan.routed_experts import replaced
-except (ImportError, PackageNotFoundError) as error:
-    found = globals().get("_found", "no torchtitan")
+except ImportError as error:
+    try:
+        _found = version("torchtitan")
+    except PackageNotFoundError:
+        _found = "none"
     raise ImportError(
-        f"moesys.torchtitan needs torchtitan 0.3 or newer, and found {found} ({error}); install moesys[torchtitan]"
+        f"moesys.torchtitan needs torchtitan 0.3 or newer, and found {_found} ({error}); install moesys[torchtitan]"
     ) from error
 
 __all__ = ["experts", "planning"]
