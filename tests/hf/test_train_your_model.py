@@ -25,6 +25,7 @@ def test_the_page_trains_a_model(ranks: LocalRanks, tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"'loss': '?([0-9.]+)", reader.printed[TRAIN])]
     assert losses[-1] < 0.8 * losses[0]
     assert reader.printed["python use.py"].startswith("    parser.add_argument(")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
     for folder in ("tuned", "again"):
         assert (tmp_path / folder / "config.json").exists()
     for folder in ("loop-checkpoint", "moe-checkpoint", "start"):
