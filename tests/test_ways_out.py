@@ -349,6 +349,8 @@ OTHERS = {
     *("ep_implementation", "experts_implementation", "distributed_config", "tp_size", "modules_to_save"),
     *("context_fn", "use_reentrant", "mesh_dim_names", "sort_ranks", "is_grads_batched", "vectorize", "sparse"),
     *("full_state_dict", "cpu_offload", "options", "state_dict", "persistent"),
+    # fields of torchtitan
+    *("expert_parallel_degree", "pipeline_parallel_degree", "moe_comm_backend"),
     # fields of files that others write
     *("architectures", "model_type", "num_hidden_layers", "block", "partition", "source_digest"),
 }

@@ -31,7 +31,7 @@ except ImportError as error:
     except PackageNotFoundError:
         _found = "none"
     raise ImportError(
-        f"moesys.torchtitan needs torchtitan 0.3 or newer, and found {_found} ({error}); install moesys[torchtitan]"
+        f"torchtitan's models need torchtitan 0.3 or newer, and found is {_found} ({error}); install moesys[torchtitan]"
     ) from error
 
 __all__ = ["experts", "planning"]

@@ -151,11 +151,10 @@ class StrategyRoutedExperts(RoutedExperts):
             num_experts=inner.num_experts,
             top_k=self._config.token_dispatcher.top_k,
         )
-        outside = _outside(self.inner_experts, inner)
-        device = next(self.inner_experts.parameters()).device.type
-        experts = Experts(
-            shape, self._strategy, self._mesh, layer_index=len(model.experts), device=device, outside=outside
-        )
+        outside, index = _outside(self.inner_experts, inner), len(model.experts)
+        # Parameters may be offloaded to the CPU, but not where they are computed with.
+        on = self._mesh.device_type if self._mesh is not None else next(self.inner_experts.parameters()).device
+        experts = Experts(shape, self._strategy, self._mesh, layer_index=index, device=on, outside=outside)
         experts.shards.memory = model.memory
         attach(experts, self)
         model.experts.append(experts)
@@ -171,6 +170,7 @@ class StrategyRoutedExperts(RoutedExperts):
         """
         experts: Experts = self.__dict__["moesys_experts"]
         experts.training = self.training
+        # FSDP has put parameters in its own dtype in place.
         dtype = next(self.inner_experts.parameters()).dtype
         flat = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (x.to(dtype), choices, weights))
         # A copy, as the output lies in a page that later layers use again.
