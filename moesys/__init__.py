@@ -47,6 +47,7 @@ _NAMES = {
     "moesys.moe.home_moves": "gather_loads move_homes",
     "moesys.moe.layer": "MoELayer",
     "moesys.moe.metrics": "LayerMetrics",
+    "moesys.moe.outside": "OutsideExperts",
     "moesys.moe.router": "global_aux_loss router_loss",
     "moesys.moe.router_bias": "move_router_bias update_router_bias",
     "moesys.moe.runtime": "MoERuntime PlanningState link",

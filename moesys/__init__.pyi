@@ -87,6 +87,7 @@ from moesys.moe.home_moves import gather_loads as gather_loads
 from moesys.moe.home_moves import move_homes as move_homes
 from moesys.moe.layer import MoELayer as MoELayer
 from moesys.moe.metrics import LayerMetrics as LayerMetrics
+from moesys.moe.outside import OutsideExperts as OutsideExperts
 from moesys.moe.router import global_aux_loss as global_aux_loss
 from moesys.moe.router import router_loss as router_loss
 from moesys.moe.router_bias import move_router_bias as move_router_bias
