@@ -71,6 +71,7 @@ class OutsideExperts:
         matrices = tuple(name for name in names if name != "down" and not name.endswith("_bias"))
         biases = [f"{name}_bias" for name in matrices]
         unknown = [name for name in found if name not in (*matrices, *biases, "down", "down_bias")]
+        unknown += matrices[1:] if matrices[:1] == ("gate_up",) else ()
         wanted = ["down", *(biases if any(name in found for name in biases) else [])]
         missing = [name for name in wanted if name not in found]
         if matrices not in KINDS or unknown or missing:

@@ -75,7 +75,9 @@ class RestoredExperts(Sequence[ExpertWeights]):
 
     def by_slot(self) -> Sequence[ExpertWeights]:
         """Returns the experts by slot index, each to be cast by its user where it has another dtype."""
-        return self
+        casts = self.keep_casts and any(masters[0].dtype != self._dtype for masters in self.masters)
+        ready = [masters for masters in self.masters if isinstance(masters, ExpertWeights)]
+        return self if casts or len(ready) < len(self) else ready
 
     def drop_copies(self) -> None:
         """Frees the copies that are no casts; the next pass makes its own."""

@@ -150,7 +150,7 @@ MEGA = ALONE.replace(overlap=ms.MegaKernel())
             ALONE,
             "have the parts \\['w1', 'w2'\\] and cannot have 'w1'; read.. gives down and",
         ),
-        (FUSED | {"up": UP}, {}, ALONE, "the parts \\['gate_up', 'down', 'up'\\] and miss"),
+        (FUSED | {"up": UP}, {}, ALONE, "the parts \\['gate_up', 'down', 'up'\\] and cannot have 'up'; read"),
         ({"gate": UP, "up": UP}, {}, ALONE, "and miss 'down'"),
         (FUSED | {"gate_bias": UP[:, :, 0]}, {}, ALONE, "and cannot have 'gate_bias'"),
         ({"gate": UP, "up": UP, "down": DOWN, "up_bias": UP[:, :, 0]}, {}, ALONE, "and miss 'gate_bias'"),
