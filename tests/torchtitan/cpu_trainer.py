@@ -175,6 +175,8 @@ class Sequences(BaseDataLoader):
 
 def config_of(run: Run) -> Any:
     """Returns a debug configuration of torchtitan, for CPUs and with one or two layers."""
+    logging.disable(logging.WARNING)
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
     if run.command:
         config = ConfigManager().parse_args(list(run.command))
     else:
@@ -232,8 +234,6 @@ def _small_qwen3(others: dict[str, Any]) -> Any:
 
 def train(run: Run) -> Trained:
     """Trains on all ranks in torchtitan's own loop."""
-    logging.disable(logging.WARNING)
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
     trainer = config_of(run).build()
     draw(trainer.model_parts[0])
     trained = Trained()

@@ -231,6 +231,9 @@ def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRank
     expected.append("does not divide the 6 experts")
     runs.append(Run(ep, sizes={"moe_comm_backend": "deepep"}))
     expected.append("DeepEPTokenDispatcher")
+    compiled = {"compile.enable": True, "compile.components": ["model"], "compile.backend": "eager"}
+    runs.append(Run(ep, settings=compiled))
+    expected.append('leave "model" out of compile.components')
     for rank in titan.run(messages, runs, num_ranks=4):
         for message, said in zip(rank, expected, strict=True):
             assert said in message

@@ -91,13 +91,13 @@ def train_in(folder: str, run: Run) -> Trained:
 
 
 def messages(runs: list[Run]) -> list[str]:
-    """Returns the error of each run on this rank, when its trainer is made."""
+    """Returns the error of each run on this rank, when its trainer is made or trains."""
     import cpu_trainer
 
     found = []
     for run in runs:
         try:
-            cpu_trainer.config_of(run).build()
+            cpu_trainer.config_of(run).build().train()
             found.append("no error")
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
