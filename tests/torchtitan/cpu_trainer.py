@@ -307,6 +307,26 @@ def same_outputs_of_flat_tokens() -> bool:
     return y_TD.shape == (6, 32) and torch.equal(y_BLD.flatten(0, 1), y_TD)
 
 
+class PackedExperts(GroupedExperts):
+    """Experts as somebody else keeps them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+
+def message_for_packed_experts() -> str:
+    from moesys.torchtitan import experts
+
+    config = _small_qwen3({}).layers[0].moe.routed_experts
+    config.inner_experts = derive(config.inner_experts, PackedExperts.Config)
+    try:
+        experts(config, strategy={"name": "ep"})
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def named(trainer: Any) -> list[tuple[str, Any]]:
     return [
         (name.replace("_checkpoint_wrapped_module.", ""), each)

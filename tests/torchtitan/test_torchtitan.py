@@ -18,7 +18,17 @@ import pytest
 import torch
 from pages import blocks_of, commands_of, is_run
 from safetensors.torch import load_file
-from titan_runs import STRATEGIES, Run, Trained, messages, ours, same_outputs_of_flat_tokens, train, train_in
+from titan_runs import (
+    STRATEGIES,
+    Run,
+    Trained,
+    message_for_packed_experts,
+    messages,
+    ours,
+    same_outputs_of_flat_tokens,
+    train,
+    train_in,
+)
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
@@ -83,6 +93,11 @@ def test_without_torchtitan_an_error_says_what_to_install(monkeypatch: pytest.Mo
 
 def test_tokens_may_be_flat(titan: LocalRanks) -> None:
     assert titan.run(same_outputs_of_flat_tokens, num_ranks=1) == [True]
+
+
+def test_an_unknown_layout_of_parameters_is_refused(titan: LocalRanks) -> None:
+    (message,) = titan.run(message_for_packed_experts, num_ranks=1)
+    assert "cpu_trainer.PackedExperts keeps experts in a layout that moesys does not know; it runs those of" in message
 
 
 @pytest.mark.slow

@@ -83,6 +83,12 @@ def same_outputs_of_flat_tokens() -> bool:
     return cpu_trainer.same_outputs_of_flat_tokens()
 
 
+def message_for_packed_experts() -> str:
+    import cpu_trainer
+
+    return cpu_trainer.message_for_packed_experts()
+
+
 def train_in(folder: str, run: Run) -> Trained:
     """Trains in ``folder``, of which Python imports modules too."""
     sys.path.insert(0, folder)
