@@ -98,14 +98,9 @@ def _cut_over(tp_mesh: DeviceMesh, run: Callable[..., Tensor], *tensors: Tensor)
 
 
 def check(strategy: Strategy) -> None:
-    """Raises ValueError for a strategy that transformers modules cannot run, and TypeError for another type."""
+    """Raises TypeError for what is no strategy."""
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy is a {type(strategy).__name__}; give a ms.Strategy")
-    if strategy.overlap.reaches_memory:
-        raise ValueError(
-            f"strategy {strategy.name!r} has overlap=MegaKernel, which transformers' experts do not run yet; use "
-            "Sequential() or Pipelined(chunks=...)"
-        )
 
 
 def check_module(module: Any) -> ExpertsModule:

@@ -77,8 +77,12 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         check_kinds(shape=shape, strategy=strategy, group=group, cluster=cluster, layer_index=layer_index, seed=seed)
-        if outside is not None:
-            outside.check(strategy)
+        form = None if outside is None else outside.form(shape)
+        # What an expert computes.
+        self.function = OURS
+        if outside is not None and form is not None:
+            self.function = outside.function(form)
+            outside.check(strategy, self.function)
         device = torch.device(device or "cpu")
         if torch.get_default_device().type == "meta":
             raise RuntimeError(
@@ -103,9 +107,6 @@ class Experts(nn.Module):
         self.identity = Identity(layer_index, declaration(shape, strategy, self.cluster, None if outside else seed))
         self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
         self.outside = outside
-        form = None if outside is None else outside.form(shape)
-        # What an expert computes.
-        self.function = OURS if outside is None or form is None else outside.function(form)
         self.shards = shards_of(strategy, shape, self.cluster, rank, self.group, form)
         self.meter = Meter(device.type)
         # Of tokens that do not travel (``moe.token_blocks``), where they are summed in blocks.
@@ -136,7 +137,7 @@ class Experts(nn.Module):
             as_masters = partial(distributed, shape=self.shape, shard_dim=self.shards.shard_dim, mesh=self.mesh)
             masters = OwnMasters(self._parameters, "masters", self.shards.keep, as_masters)
         else:
-            masters = OutsideMasters(self.outside, self.shards, self.shape.num_experts)
+            masters = OutsideMasters(self.outside, self.shards)
         self.store = ExpertStore(self.layer_index, self.strategy.sharding, self.shards, masters, self.schedule, channel)
         declared = (self.strategy, self.shape, self.cluster)
         self.planner = Planner(*declared, self.schedule, channel)
@@ -210,6 +211,12 @@ class Experts(nn.Module):
             raise ValueError(
                 f"strategy {self.strategy.name!r} has reduction=LayoutInvariant(), but experts that are not SwiGLU "
                 f"without biases have no kernels on {expert_TK.device.type}; use reduction=Ordered() there"
+            )
+        if self.strategy.overlap.reaches_memory and dtype != DTYPES[self.shape.dtype]:
+            raise ValueError(
+                f"x is {str(dtype).removeprefix('torch.')} and strategy {self.strategy.name!r} has overlap=MegaKernel, "
+                f"which has memory for rows of {self.shape.dtype}; give x in that dtype, or declare "
+                "ModelShape(dtype=...) of x"
             )
         if (executor := self._executors.get(compute)) is None:
             executor = self._executors[compute] = executor_of(self.context, compute)

@@ -138,7 +138,7 @@ class MoELayer(nn.Module):
         full_EP = self._masters().full()
         if self.experts.homes.moved:
             full_EP = full_EP[torch.from_numpy(self.experts.homes.number_E).to(full_EP.device)]
-        gate_up, down = ExpertForm.of(self.shape).views(full_EP)
+        gate_up, down = ExpertForm.of(self.shape).views(full_EP).values()
         state = {GATE_UP: gate_up.contiguous(), DOWN: down.contiguous()}
         return state | {name: tensor.clone() for name, tensor in self._replicated_state().items()}
 

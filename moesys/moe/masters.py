@@ -47,17 +47,21 @@ class Part:
     """One tensor of an expert.
 
     name: that of an ``ExpertWeights`` tensor, or ``gate`` or ``up``, with ``_bias`` or not. shape: of one expert. dim:
-    the dimension that FSEP cuts over ranks. turned: whether masters have its two dimensions the other way round.
+    where FSEP cuts it over ranks.
     """
 
     name: str
     shape: tuple[int, ...]
     dim: int = 0
-    turned: bool = False
 
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def joined_name(self) -> str:
+        """The name of the ``ExpertWeights`` tensor that it is in."""
+        return self.name if self.name in ExpertWeights._fields else f"gate_up{'_bias' * self.name.endswith('_bias')}"
 
     def sliced_shape(self, num_ranks: int) -> tuple[int, ...]:
         """Returns a rank's slice. Raises ValueError where ranks do not divide it."""
@@ -70,11 +74,10 @@ class Part:
         return (*self.shape[: self.dim], size // num_ranks, *self.shape[self.dim + 1 :])
 
 
-# The tensors of ``ExpertWeights`` in which other parts lie, one behind the other.
-_JOINED = {"gate": "gate_up", "up": "gate_up", "gate_bias": "gate_up_bias", "up_bias": "gate_up_bias"}
-
 # The masters of one part: all experts of this rank in one tensor, or one tensor for each.
 Master = Tensor | Sequence[Tensor]
+# One expert: as it is computed with, or its masters, of which some are to be joined or copied first.
+Expert = ExpertWeights | Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -97,49 +100,35 @@ class ExpertForm:
         return sum(part.num_elements for part in self.parts)
 
     @cached_property
-    def joined(self) -> dict[str, tuple[Part, ...]]:
-        """The parts of each ``ExpertWeights`` tensor."""
-        found: dict[str, tuple[Part, ...]] = {}
+    def joined(self) -> ExpertForm:
+        """The form in which experts are computed, where gate and up are one."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for part in self.parts:
-            name = _JOINED.get(part.name, part.name)
-            found[name] = (*found.get(name, ()), part)
-        return found
+            rows = shapes.get(part.joined_name, (0,))[0] + part.shape[0]
+            shapes[part.joined_name] = (rows, *part.shape[1:])
+        return ExpertForm(tuple(Part(name, shape) for name, shape in shapes.items()))
 
-    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Returns the parts of experts [..., at least P] as views."""
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Returns the parts of experts [..., at least P] as views, by name."""
         sizes = [part.num_elements for part in self.parts]
         flats = flat[..., : self.num_elements].split(sizes, dim=-1)
-        return tuple(each.unflatten(-1, part.shape) for each, part in zip(flats, self.parts, strict=True))
+        return {part.name: each.unflatten(-1, part.shape) for part, each in zip(self.parts, flats, strict=True)}
 
     def weights(self, flat: Tensor) -> ExpertWeights:
         """Returns experts [..., at least P] as they are computed with, as views."""
-        return ExpertWeights(**self._joined_views(flat))
+        return ExpertWeights(**self.joined.views(flat))
 
     def gradients(self, flat_DP: Tensor) -> ExpertGradients:
-        return ExpertGradients(**self._joined_views(flat_DP))
+        return ExpertGradients(**self.joined.views(flat_DP))
 
-    def weights_of(self, masters: Sequence[Tensor], new: Callable[[tuple[int, ...]], Tensor]) -> ExpertWeights:
-        """Returns an expert from its masters: these themselves, but copies in ``new`` memory of those that lie apart
-        from what they are joined with, or are not contiguous.
-        """
-        left, weights = iter(masters), {}
-        for name, parts in self.joined.items():
-            first, *others = tensors = [next(left) for _ in parts]
-            weights[name] = first
-            if others or not first.is_contiguous():
-                weights[name] = new(_joined_shape(parts))
-                for place, tensor in zip(weights[name].split([part.shape[0] for part in parts]), tensors, strict=True):
-                    place.copy_(tensor)
-        return ExpertWeights(**weights)
-
-    def _joined_views(self, flat: Tensor) -> dict[str, Tensor]:
-        shapes = {name: _joined_shape(parts) for name, parts in self.joined.items()}
-        flats = flat[..., : self.num_elements].split([math.prod(shape) for shape in shapes.values()], dim=-1)
-        return {name: each.unflatten(-1, shapes[name]) for name, each in zip(shapes, flats, strict=True)}
-
-
-def _joined_shape(parts: Sequence[Part]) -> tuple[int, ...]:
-    return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    def pieces(self, expert: Expert) -> dict[str, list[Tensor]]:
+        """Returns what lies one behind the other in each ``ExpertWeights`` tensor."""
+        if isinstance(expert, ExpertWeights):
+            return {name: [tensor] for name, tensor in expert._asdict().items() if tensor is not None}
+        found: dict[str, list[Tensor]] = {part.name: [] for part in self.joined.parts}
+        for part, master in zip(self.parts, expert, strict=True):
+            found[part.joined_name].append(master)
+        return found
 
 
 class Masters(ABC):

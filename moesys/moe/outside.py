@@ -10,7 +10,7 @@ R ranks, E experts, H hidden, I expert width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,7 +44,8 @@ class OutsideExperts:
         ``Ep`` a rank has whole experts, E/R of them; with ``Fsep`` its slice of all, cut in dimension 0 of an expert's
         tensor, but dimension 1 of ``gate_up`` [2I, H]. Parts are read where they lie, and their gradients, summed over
         the ranks of the group, come back in their dtype.
-    transposed: matrices are [in, out]: ``gate_up`` [H, 2I], ``gate`` and ``up`` [H, I], ``down`` [I, H].
+    transposed: matrices are [in, out]: ``gate_up`` [H, 2I] or ``up`` [H, I], and ``down`` [I, H]. Where gate and up are
+        apart, or kernels are to compute, ``read`` gives the views ``.mT`` instead, of which a pass makes copies.
     activation: returns [N, I] of pre-activations [N, 2I], which are as ``gate_up`` has its rows, side by side or
         interleaved, or [gate | up]; without a gate of [N, I]. Any torch code that works on each row by itself; None is
         SwiGLU of [gate | up].
@@ -78,34 +79,35 @@ class OutsideExperts:
                 f"outside experts have the parts {[*found]} and {wrong}; read() gives down and either gate_up, or gate "
                 "and up, or up alone, and biases by the same names with _bias"
             )
+        if self.transposed and matrices == ("gate", "up"):
+            raise ValueError(
+                "outside experts have gate and up apart and transposed=True, and are computed as [gate | up] of "
+                "[out, in]; let read() give .mT of each matrix, which is a view, and leave transposed out"
+            )
         if self.activation is None and matrices == ("up",):
             raise ValueError("outside experts have no gate, which SwiGLU needs; give OutsideExperts(activation=...)")
         H, I = shape.hidden_size, shape.intermediate_size
         outward = {"gate_up": 2 * I, "gate": I, "up": I, "down": H}
-        return ExpertForm(tuple(self._part(name, outward, I if name == "down" else H, matrices) for name in names))
-
-    def _part(self, name: str, outward: Mapping[str, int], inward: int, matrices: Sequence[str]) -> Part:
-        if name.endswith("_bias"):
-            return Part(name, (outward[name.removesuffix("_bias")],))
-        if not self.transposed:
-            return Part(name, (outward[name], inward), dim=int(name == "gate_up"))
-        # Two matrices [in, out], one behind the other, are not one: these are turned where they are read.
-        if len(matrices) > 1:
-            return Part(name, (outward[name], inward), dim=1, turned=True)
-        return Part(name, (inward, outward[name]))
+        parts = []
+        for name in names:
+            size: tuple[int, ...] = (outward[name.removesuffix("_bias")],)
+            if name in outward:
+                inward = I if name == "down" else H
+                size = (inward, *size) if self.transposed else (*size, inward)
+            parts.append(Part(name, size, dim=int(name == "gate_up" and not self.transposed)))
+        return ExpertForm(tuple(parts))
 
     def function(self, form: ExpertForm) -> ExpertFunction:
-        """Returns what an expert computes."""
-        activation, gated = SWIGLU, form.parts[0].name != "up"
+        """Returns what an expert of ``form`` computes."""
+        names = {part.name for part in form.parts}
+        activation = SWIGLU
         if self.activation is not None:
-            activation = row_function(self.activation, ParameterGradients((), ()), 1 + gated)
-        turned = any(part.turned for part in form.parts)
-        return ExpertFunction(
-            activation, self.transposed and not turned, any(part.name.endswith("_bias") for part in form.parts)
-        )
+            halves = 2 if names & {"gate", "gate_up"} else 1
+            activation = row_function(self.activation, ParameterGradients((), ()), halves)
+        return ExpertFunction(activation, self.transposed, biases=any(name.endswith("_bias") for name in names))
 
-    def check(self, strategy: Strategy) -> None:
-        """Raises ValueError where these experts cannot run under ``strategy``."""
+    def check(self, strategy: Strategy, function: ExpertFunction) -> None:
+        """Raises ValueError where these experts, which compute ``function``, cannot run under ``strategy``."""
         sharding = strategy.sharding
         if self.weights_on not in ("outputs", "activations"):
             raise ValueError(
@@ -113,10 +115,14 @@ class OutsideExperts:
                 'function, which moesys does not run; multiply "outputs" or "activations", or with one expert per '
                 "token multiply tokens before Experts and give weights of one"
             )
-        if strategy.overlap.reaches_memory:
+        if strategy.overlap.reaches_memory and not function.has_kernels:
+            way = "use Sequential() or Pipelined(chunks=...)"
+            what = "biases" if function.biases else "another activation"
+            if function.transposed:
+                what, way = "matrices [in, out]", f"let read() give .mT of each and leave transposed out, or {way}"
             raise ValueError(
-                f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__}, which "
-                "runs no experts whose parameters are kept outside; use Sequential() or Pipelined(chunks=...)"
+                f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__}, whose kernels compute "
+                f"SwiGLU without biases by matrices [out, in], and these experts have {what}; {way}"
             )
         if isinstance(sharding, Fsep) and sharding.delay_reshard and self.add_gradients is None:
             raise ValueError(
@@ -131,102 +137,89 @@ class OutsideMasters(Masters):
     They are read at every use, and never kept: FSDP frees them after forward and brings them again for backward, in the
     same storage, of which no version says so.
 
-    Raises ValueError for parts that can never be this rank's: those of another number of experts, dtype or shape than
-    any that sharding gives them.
+    Raises ValueError for parts that this rank will never have: of another dtype or another shape than when they are
+    whole or sharded.
     """
 
-    def __init__(self, outside: OutsideExperts, shards: ExpertShards, num_experts: int) -> None:
-        self._outside, self._form, self._shapes = outside, shards.form, shards.master_shapes
+    def __init__(self, outside: OutsideExperts, shards: ExpertShards) -> None:
+        self._outside, self._shards = outside, shards
         self._checked_mesh: DeviceMesh | None = None
         with torch.no_grad():
             read = outside.read()
-            kept = [read[part.name] for part in self._form.parts]
-            # How many tensors each part has; None where it is one of all experts.
-            self._counts = [None if isinstance(each, Tensor) else len(each) for each in kept]
-            self._check_read(read, whole=num_experts)
+        kept = [read[part.name] for part in shards.form.parts]
+        # How many tensors each part has; None where it is one of all experts.
+        self._counts = [None if isinstance(each, Tensor) else len(each) for each in kept]
+        self._tensors(read, made=True)
 
     @property
     def may_delay(self) -> bool:
         return self._outside.add_gradients is not None
 
     def differentiable(self) -> tuple[Tensor, ...]:
-        read = self._outside.read()
-        self._check_read(read)
-        return tuple(
-            local_part(tensor).mT if part.turned else local_part(tensor)
-            for part in self._form.parts
-            for tensor in _tensors(read[part.name])
-        )
+        return tuple(map(local_part, self._tensors(self._outside.read())))
 
     def by_part(self, masters: Sequence[Tensor]) -> tuple[Master, ...]:
         left = iter([master.detach() for master in masters])
         return tuple(next(left) if count is None else tuple(next(left) for _ in range(count)) for count in self._counts)
 
     def gradients_of(self, by_part: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        parts = zip(by_part, self._counts, strict=True)
-        return tuple(
-            each for gradient, count in parts for each in ((gradient,) if count is None else gradient.unbind())
-        )
+        return tuple(tensor for kept in self._as_kept(by_part).values() for tensor in _each(kept))
 
     @property
     def device(self) -> torch.device:
-        return next(iter(_tensors(self._outside.read()["down"]))).device
+        return _each(self._outside.read()["down"])[0].device
 
     @property
     def at_hand(self) -> bool:
-        read = self._outside.read()
-        return not any(True for _ in self._misfits(read))
+        return not self._misfit(self._outside.read(), made=False)
 
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
         assert self._outside.add_gradients is not None
-        kept = {}
-        for part, gradient, count in zip(self._form.parts, gradients, self._counts, strict=True):
-            lies = gradient.mT if part.turned else gradient
-            kept[part.name] = lies if count is None else lies.unbind()
-        self._outside.add_gradients(kept)
+        self._outside.add_gradients(self._as_kept(gradients))
 
-    def _check_read(self, read: Parts, whole: int | None = None) -> None:
-        names = [part.name for part in self._form.parts]
+    def _as_kept(self, by_part: Sequence[Tensor]) -> Parts:
+        parts = zip(self._shards.form.parts, by_part, self._counts, strict=True)
+        return {part.name: tensor if count is None else tensor.unbind() for part, tensor, count in parts}
+
+    def _tensors(self, read: Parts, *, made: bool = False) -> list[Tensor]:
+        """Returns the tensors of all parts, once they are checked. ``made``: when experts are made."""
+        names = [part.name for part in self._shards.form.parts]
         if sorted(read) != sorted(names):
-            raise ValueError(f"outside experts had parts {names} when they were made, and now {list(read)}; keep them")
-        for part, found, wanted in self._misfits(read, whole):
-            way = "shard them over exactly the ranks of the group, as the strategy's sharding does"
-            if found[1:] != wanted[1:]:
-                way = f"give {wanted[1:]} of each expert, sharded over exactly the ranks of the group"
-                if found[1:] == wanted[:0:-1]:
-                    way = f"declare OutsideExperts(transposed={not self._outside.transposed}), if its matrices lie so"
-            raise ValueError(
-                f"outside experts have {part.name!r} of shape {found}, which is not this rank's part of the experts, "
-                f"{wanted}; {way}"
-            )
-        dtypes = {name: next(iter(_tensors(read[name]))).dtype for name in names}
-        for name in names:
-            for tensor in _tensors(read[name]):
-                if tensor.dtype != dtypes[names[0]] or not tensor.is_floating_point():
-                    kept = ", ".join(f"{each} of {dtype}" for each, dtype in dtypes.items())
-                    raise ValueError(f"outside experts have parts {kept}; give all parts one floating dtype")
-                if isinstance(tensor, DTensor) and tensor.device_mesh is not self._checked_mesh:
-                    check_order(tensor.device_mesh)
-                    self._checked_mesh = tensor.device_mesh
+            raise ValueError(f"outside experts have the parts {[*read]} now, and were made of {names}; give the same")
+        if wrong := self._misfit(read, made=made):
+            raise ValueError(f"outside experts have {wrong}")
+        tensors = [tensor for name in names for tensor in _each(read[name])]
+        if len({tensor.dtype for tensor in tensors}) > 1 or not tensors[0].is_floating_point():
+            dtypes = ", ".join(f"{name} of {_each(read[name])[0].dtype}" for name in names)
+            raise ValueError(f"outside experts have parts of several dtypes, {dtypes}; give all one floating dtype")
+        for tensor in tensors:
+            if isinstance(tensor, DTensor) and tensor.device_mesh is not self._checked_mesh:
+                check_order(tensor.device_mesh)
+                self._checked_mesh = tensor.device_mesh
+        return tensors
 
-    def _misfits(self, read: Parts, whole: int | None = None) -> Iterator[tuple[Part, list[int], list[int]]]:
-        """Yields parts of which a tensor has another shape than this rank's, with this shape and that one. ``whole``:
-        the number of all experts, where what they keep may still be whole or be sharded otherwise.
+    def _misfit(self, read: Parts, *, made: bool) -> str:
+        """Returns which part is not this rank's, and why; nothing if all are. ``made``: when experts are made, and
+        parts may still be whole, or be sharded in more ways.
         """
-        for part, (num_here, *size), count in zip(self._form.parts, self._shapes, self._counts, strict=True):
-            kept, whole_size = read[part.name], list(part.shape)
-            if part.turned:
-                size, whole_size = size[::-1], whole_size[::-1]
-            allowed = [[num_here, *size]] if whole is None else [[num_here, *size], [whole, *whole_size]]
-            rows = [] if isinstance(kept, Tensor) else [len(kept)]
-            for tensor in _tensors(kept) or [torch.empty(0)]:
-                shapes = [[*rows, *local_part(tensor).shape]]
-                if whole is not None:
-                    shapes.append([*rows, *tensor.shape])
-                if (count is None) != isinstance(kept, Tensor) or not any(shape in allowed for shape in shapes):
-                    yield part, shapes[0], allowed[0]
-                    break
+        for part, wanted in zip(self._shards.form.parts, self._shards.master_shapes, strict=True):
+            kept = read[part.name]
+            rows = () if isinstance(kept, Tensor) else (len(kept),)
+            allowed = {wanted, (self._shards.shape.num_experts, *part.shape)} if made else {wanted}
+            for tensor in _each(kept):
+                found = (*rows, *local_part(tensor).shape)
+                if found in allowed or (made and (*rows, *tensor.shape) in allowed):
+                    continue
+                way = "shard them over exactly the ranks of the group, as the strategy's sharding does"
+                if found[1:] == wanted[:0:-1]:
+                    way = f"declare OutsideExperts(transposed={not self._outside.transposed}), if all matrices lie so"
+                elif found[1:] != wanted[1:]:
+                    way = f"give tensors of {part.shape} for each expert, and {way}"
+                return f"{part.name!r} of shape {found}, not this rank's part of the experts, {wanted}; {way}"
+            if not _each(kept):
+                return f"no tensor of {part.name!r} on this rank; use fewer ranks in a group, or stack experts"
+        return ""
 
 
-def _tensors(kept: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+def _each(kept: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [kept] if isinstance(kept, Tensor) else kept

@@ -249,7 +249,7 @@ class ShardedExperts(ExpertShards):
 
     def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
         if self.num_ranks == 1:
-            return lambda: lambda: (grads_DP,) if self.flat else self.form.views(grads_DP)
+            return lambda: lambda: (grads_DP,) if self.flat else tuple(self.form.views(grads_DP).values())
         held = layout.held_by_rank
         if self.sharding.reshard == "hierarchical":
             return self._reshard_hierarchical(grads_DP, held, channel, detail)

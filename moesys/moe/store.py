@@ -26,7 +26,7 @@ from moesys.config import Fsep, LayoutInvariant, ModelShape, Sharding
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
-from moesys.moe.masters import ExpertForm, Master, Masters
+from moesys.moe.masters import Expert, ExpertForm, Master, Masters
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import ExpertWeights
 
@@ -37,14 +37,20 @@ class RestoredExperts(Sequence[ExpertWeights]):
 
     A rank's own are its masters, which their user casts on use; or, once ``keep_casts`` is set, they are cast here when
     they are first asked for and stay so, for a backward that follows. ``kept``: casts of all masters, which other
-    micro-batches use too. Masters that are to be joined are copied here when they are first asked for, until
-    ``drop_copies``.
+    micro-batches use too. Masters that do not lie as an expert is computed are copied when they are first asked for,
+    until ``drop_copies``. ``apart``: tensors of an expert lie apart from each other when they are stacked.
     """
 
     def __init__(
-        self, form: ExpertForm, dtype: torch.dtype, memory: PagePool, device: torch.device, brought: Brought
+        self,
+        form: ExpertForm,
+        dtype: torch.dtype,
+        memory: PagePool,
+        device: torch.device,
+        brought: Brought,
+        apart: bool = False,
     ) -> None:
-        self._form, self._dtype, self._memory, self._device = form, dtype, memory, device
+        self._form, self._dtype, self._memory, self._device, self._apart = form, dtype, memory, device, apart
         if isinstance(brought, Tensor):
             brought = form.weights(brought)
         self._together = brought if isinstance(brought, ExpertWeights) else None
@@ -58,14 +64,13 @@ class RestoredExperts(Sequence[ExpertWeights]):
 
     def __getitem__(self, slot: int) -> ExpertWeights:  # type: ignore[override]
         masters = self.masters[slot]
-        casts = masters[0].dtype != self._dtype
-        if casts and self.keep_casts:
-            cast = self.masters[slot] = self._cast(masters)
+        if self.keep_casts and masters[0].dtype != self._dtype:
+            cast = self.masters[slot] = self._usable(masters)
             return cast
         if isinstance(masters, ExpertWeights):
             return masters
         if slot not in self._copies:
-            self._copies[slot] = self._cast(masters) if casts else self._form.weights_of(masters, self._new)
+            self._copies[slot] = self._usable(masters)
         return self._copies[slot]
 
     def by_slot(self) -> Sequence[ExpertWeights]:
@@ -76,17 +81,15 @@ class RestoredExperts(Sequence[ExpertWeights]):
         """Frees the copies that are no casts; the next pass makes its own."""
         self._copies.clear()
 
-    def _cast(self, masters: Expert) -> ExpertWeights:
-        flat = self._new((self._form.num_elements,))
-        self._copy(masters, flat)
-        return self._form.weights(flat)
-
-    def _copy(self, masters: Expert, flat: Tensor) -> None:
-        """Writes experts, computed with or part by part, into ``flat`` [..., P]."""
-        places = self._form.weights(flat) if isinstance(masters, ExpertWeights) else self._form.views(flat)
-        for place, master in zip(places, masters, strict=True):
-            if place is not None and master is not None:
-                place.copy_(master)
+    def _usable(self, masters: Expert) -> ExpertWeights:
+        """Returns an expert in the compute dtype: its masters, or copies of those that do not lie so."""
+        weights = {}
+        for part, pieces in zip(self._form.joined.parts, self._form.pieces(masters).values(), strict=True):
+            weights[part.name] = pieces[0]
+            if len(pieces) > 1 or pieces[0].dtype != self._dtype or not pieces[0].is_contiguous():
+                weights[part.name] = self._new(part.shape)
+                _write(pieces, weights[part.name])
+        return ExpertWeights(**weights)
 
     def _new(self, shape: tuple[int, ...]) -> Tensor:
         return self._memory.empty(shape, self._dtype, self._device)
@@ -101,13 +104,16 @@ class RestoredExperts(Sequence[ExpertWeights]):
         if kept is not None and (found := kept.find(self._dtype)) is not None:
             self._together = found
             return found
-        flat_DP = self._new((len(self), self._form.num_elements))
-        stacked = self._form.weights(flat_DP)
-        if self._together is not None:
-            self._copy(self._together, flat_DP)
+        form, D = self._form.joined, len(self)
+        if self._apart:
+            places = {part.name: self._new((D, *part.shape)) for part in form.parts}
         else:
-            for flat_P, masters in zip(flat_DP, self.masters, strict=True):
-                self._copy(masters, flat_P)
+            places = form.views(self._new((D, form.num_elements)))
+        held = enumerate(self.masters) if self._together is None else [(slice(D), self._together)]
+        for slots, masters in held:
+            for name, pieces in self._form.pieces(masters).items():
+                _write(pieces, places[name][slots])
+        stacked = ExpertWeights(**places)
         if self.keep_casts and any(masters[0].dtype != self._dtype for masters in self.masters):
             self._together = stacked
             if kept is not None:
@@ -145,8 +151,6 @@ class Restore:
 # Distinct experts of each rank, [R], in the order of their slots.
 HeldByRank = list[tuple[int, ...]]
 
-# One expert: as it is computed with, or its masters, which are to be joined.
-Expert = ExpertWeights | Sequence[Tensor]
 # What a restore ends with: held experts stacked, flat [D, at least P] or part by part, or one by one.
 Brought = Tensor | ExpertWeights | Sequence[Expert]
 
@@ -224,21 +228,20 @@ class ExpertShards(ABC):
 
     def all_of(self, masters: Sequence[Master]) -> Brought:
         """Returns all experts of masters that are whole."""
-        stacked = [master for master in masters if isinstance(master, Tensor)]
-        if self.flat:
-            return stacked[0]
-        if len(stacked) == len(self.form.joined) == len(masters):
-            return ExpertWeights(**dict(zip(self.form.joined, stacked, strict=True)))
-        return [self.one_of(masters, row) for row in range(len(masters[0]))]
+        if self.flat and isinstance(masters[0], Tensor):
+            return masters[0]
+        return self._stacked(masters) or [self.one_of(masters, row) for row in range(len(masters[0]))]
 
     def one_of(self, masters: Sequence[Master], row: int) -> Expert:
         """Returns one expert of masters that are whole."""
-        if self.flat:
-            return self.form.weights(masters[0][row])
         parts = [master[row] for master in masters]
-        if len(self.form.joined) < len(parts):
-            return parts
-        return ExpertWeights(**dict(zip(self.form.joined, parts, strict=True)))
+        return self.form.weights(parts[0]) if self.flat else self._stacked(parts) or parts
+
+    def _stacked(self, parts: Sequence[Master]) -> ExpertWeights | None:
+        """Returns one or more experts of their masters; None where these do not lie as experts are computed."""
+        weights = {part.name: each for part, each in zip(self.form.joined.parts, parts, strict=False)}
+        tensors = {name: each for name, each in weights.items() if isinstance(each, Tensor) and each.is_contiguous()}
+        return ExpertWeights(**tensors) if len(tensors) == len(parts) else None
 
     def new_gradients(self, layout: ExpertLayout, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns memory for slot gradients, [D, padded_parameters]."""
@@ -255,7 +258,7 @@ class ExpertShards(ABC):
         """Returns what ``restore`` returns. ``spread``, if any, starts a second phase; ``finish``, called after it,
         waits and gives the held experts by slot.
         """
-        return Restore(lambda: RestoredExperts(self.form, dtype, self.memory, device, finish()), spread)
+        return Restore(lambda: RestoredExperts(self.form, dtype, self.memory, device, finish(), not self.flat), spread)
 
     def share_with(self, first: ExpertShards) -> None:
         """Uses the memory of ``first`` from now on, as the layers of a linked model do."""
@@ -264,6 +267,11 @@ class ExpertShards(ABC):
     def unshare(self) -> None:
         """Uses memory of its own again."""
         self.memory = PagePool()
+
+
+def _write(pieces: Sequence[Tensor], place: Tensor) -> None:
+    for part, piece in zip(place.split([len(each) for each in pieces]), pieces, strict=True):
+        part.copy_(piece)
 
 
 def device_of(masters: Sequence[Master]) -> torch.device:

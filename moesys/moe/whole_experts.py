@@ -172,7 +172,7 @@ class WholeExperts(ExpertShards):
         if self.flat and isinstance(flat, Tensor):
             return flat.index_select(0, index_of(rows, flat)).to(dtype)
         rows_NP = self.memory.empty((len(rows), self.form.num_elements), dtype, device_of(masters))
-        for place, master in zip(self.form.views(rows_NP), masters, strict=True):
+        for place, master in zip(self.form.views(rows_NP).values(), masters, strict=True):
             if isinstance(master, Tensor):
                 place.copy_(master.index_select(0, index_of(rows, master)))
             else:
@@ -248,7 +248,7 @@ class WholeExperts(ExpertShards):
         return add_in_order((part for parts in parts_R for part in parts), rows, total_NP)
 
     def _masters_form(self, total_NP: Tensor) -> tuple[Tensor, ...]:
-        return (total_NP,) if self.flat else self.form.views(total_NP)
+        return (total_NP,) if self.flat else tuple(self.form.views(total_NP).values())
 
 
 def _flat(lists: Iterable[Iterable[int]]) -> list[int]:

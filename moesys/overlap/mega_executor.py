@@ -408,10 +408,13 @@ class MegaKernelRun:
         replicas, heap = Replicas(*(table.to("meta") for table in self.replicas)), self.memory.heap.on_meta()
         plan = torch.empty(heap.num_ranks, len(replicas.rank_P), dtype=torch.int64, device="meta")
         expert_TK, x_TH = self.expert_TK.to("meta"), x_TH.to("meta")
-        weights, gradients = (
-            [torch.empty_strided(of.shape, of.stride(), dtype=dtype, device="meta") for of in matrices]
-            for dtype in (x_TH.dtype, torch.float32)
-        )
+        # The gradients of an expert lie in one vector, even if its matrices do not.
+        num_elements = sum({of.stride(0) for of in matrices})
+        weights = [torch.empty_strided(of.shape, of.stride(), dtype=x_TH.dtype, device="meta") for of in matrices]
+        gradients = [
+            torch.empty_strided(of.shape, (num_elements, *of.stride()[1:]), dtype=torch.float32, device="meta")
+            for of in matrices
+        ]
         held = cast(HeldExperts, SimpleNamespace(stacked=lambda: weights))
         memory = MegaMemory(heap)
         dry = replace(self, expert_TK=expert_TK, plan=plan, replicas=replicas, memory=memory, recorder=None)

@@ -367,16 +367,16 @@ def refused(folder: Path, strategy: ms.Strategy, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "message"),
+    ("family", "strategy", "message"),
     [
-        (EP.replace(overlap=ms.MegaKernel()), "overlap=MegaKernel, which transformers' experts do not run yet"),
-        (FEW, "slots_per_rank=1 gives 4 slots on 4 ranks for 8 experts; use at least 2"),
+        ("gpt_oss", EP.replace(overlap=ms.MegaKernel()), "overlap=MegaKernel, whose kernels compute SwiGLU without"),
+        ("qwen3_moe", FEW, "slots_per_rank=1 gives 4 slots on 4 ranks for 8 experts; use at least 2"),
     ],
     ids=["mega kernels", "too few slots"],
 )
 def test_what_cannot_run_is_refused_on_every_rank(
-    ranks: LocalRanks, checkpoints: Any, strategy: ms.Strategy, message: str
+    ranks: LocalRanks, checkpoints: Any, family: str, strategy: ms.Strategy, message: str
 ) -> None:
     with pytest.raises(RankError, match="4 of 4 ranks failed") as error:
-        ranks.run(refused, checkpoints("qwen3_moe"), strategy, FOUR, timeout_s=60.0)
+        ranks.run(refused, checkpoints(family), strategy, FOUR, timeout_s=60.0)
     assert message in str(error.value)

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hf_models import drawn, text
+from hf_models import drawn, fsep, lent, text
+from shuffling_planner import ShufflingPlanner
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -217,6 +218,33 @@ def test_ranks_of_a_mesh_may_be_in_any_order(ranks: LocalRanks, tmp_path: Path) 
     for refused in ranks.run(on_random_meshes, tmp_path, NUM_MESHES, timeout_s=100.0):
         assert ["cannot be put in an order in which ranks ascend" in each for each in refused] == crossed
         assert [bool(each) for each in refused] == crossed
+
+
+def mega_and_sequential(strategy: ms.Strategy) -> list[dict[str, Tensor]]:
+    """Gradients of two micro-batches of a few tokens, by the same kernels."""
+    # Here, so that other tests do not load Triton.
+    from moesys.overlap.experts_triton import TritonExperts
+
+    found = []
+    for overlap in (ms.Sequential(), ms.MegaKernel(programs=1)):
+        model = drawn("qwen3_moe", 4)
+        runtime = ms.parallelize(model, strategy.replace(overlap=overlap))
+        for experts in experts_of(model):
+            experts.expert_compute, experts.schedule.source = TritonExperts(), ShufflingPlanner()
+        for number in range(2):
+            ids = text(10 * number + dist.get_rank(), num_rows=1)[:, : 3 + dist.get_rank()]
+            model(input_ids=ids, labels=ids).loss.backward()
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
+        runtime.close()
+    return found
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("strategy", [ms.Strategy(name="ep"), lent(2, 4), fsep(2, 4)], ids=["ep", "lent", "fsep"])
+def test_mega_kernels_train_a_model_with_the_bits_of_sequential(ranks: LocalRanks, strategy: ms.Strategy) -> None:
+    for sequential, mega in ranks.run(mega_and_sequential, strategy, num_ranks=2, timeout_s=250.0):
+        for name, gradient in sequential.items():
+            assert torch.equal(gradient, mega[name]), name
 
 
 def trained_with_late_gradients(strategies: list[ms.Strategy], sizes: tuple[int, ...]) -> list[dict[str, Any]]:

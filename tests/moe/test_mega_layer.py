@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Case, Stack, assert_same_bits, gradients_of, run_cases
+from shuffling_planner import ShufflingPlanner
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.moe.outside import OutsideExperts
 from moesys.overlap.experts_triton import TritonExperts
 
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), balance=ms.Greedy(), split=ms.FlowSplit())
@@ -52,6 +54,50 @@ def test_ranks_without_an_expert(ranks: LocalRanks) -> None:
     mega = replace(sequential, strategy=ms.Strategy(name="ep+mega", overlap=ms.MegaKernel()))
     for rank, results in enumerate(ranks.run(run_cases, [sequential, mega], num_ranks=3, timeout_s=250)):
         assert_same_bits(results, f"rank {rank}")
+
+
+def outside(strategy: ms.Strategy, turned: bool) -> list[torch.Tensor]:
+    """Two micro-batches through experts that another library keeps: gate and up apart, or [in, out] and turned."""
+    rank, E, H, I = dist.get_rank(), SHAPE.num_experts, SHAPE.hidden_size, SHAPE.intermediate_size
+    shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+    if turned:
+        shapes = {"gate_up": (2 * I, H), "down": (H, I)}
+    generator = torch.Generator().manual_seed(1)
+    leaves = {}
+    for name, size in shapes.items():
+        tensor = torch.randn(E, *size, generator=generator) / 4
+        dim = 0 if isinstance(strategy.sharding, ms.Ep) else 1 + (name == "gate_up")
+        leaf = tensor.chunk(2, dim=dim)[rank]
+        leaves[name] = torch.nn.Parameter(leaf.mT.contiguous() if turned else leaf.contiguous())
+    held = OutsideExperts(lambda: {name: leaf.mT if turned else leaf for name, leaf in leaves.items()})
+    experts = ms.Experts(SHAPE, strategy, outside=held)
+    experts.expert_compute = TritonExperts()
+    if strategy.name != "ep":
+        experts.schedule.source = ShufflingPlanner()
+    found = []
+    for tokens in (3 * rank, 5):
+        x_TH = torch.randn(tokens, H, generator=generator).bfloat16().requires_grad_()
+        expert_TK = torch.rand(tokens, E, generator=generator).topk(2).indices
+        y_TH = experts(x_TH, expert_TK, torch.rand(tokens, 2, generator=generator))
+        y_TH.float().square().sum().backward()
+        found += [y_TH.detach(), x_TH.grad]
+    return [*found, *(leaf.grad for leaf in leaves.values())]
+
+
+def outside_both(strategy: ms.Strategy, turned: bool) -> list[list[torch.Tensor]]:
+    return [
+        outside(strategy.replace(overlap=overlap), turned) for overlap in (ms.Sequential(), POINT.replace(rows_cap=2.0))
+    ]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["gate and up apart", "turned"])
+@pytest.mark.parametrize(
+    "strategy", [ms.Strategy(name="ep"), FSEP.replace(name="lent", sharding=ms.Ep(slots_per_rank=4)), FSEP]
+)
+def test_parameters_of_other_libraries(ranks: LocalRanks, strategy: ms.Strategy, turned: bool) -> None:
+    for sequential, mega in ranks.run(outside_both, strategy, turned, num_ranks=2, timeout_s=250):
+        assert all(torch.equal(one, other) for one, other in zip(sequential, mega, strict=True))
+        assert sequential[-1].any()
 
 
 def train(overlap: ms.MegaKernel | ms.Sequential, checkpointed: bool, linked: bool) -> dict[str, torch.Tensor]:

@@ -86,12 +86,11 @@ def test_random_orders_of_ranks_compute_and_save_what_one_process_does(ranks: Lo
 def refused(kind: str) -> None:
     rank = dist.get_rank()
     turned = DeviceMesh("cpu", torch.tensor([1, 0]))
-    if kind == "outside":
+    if kind.startswith("outside"):
         shapes = {"gate_up": (16, 16), "down": (16, 8)}
         parts = {name: distribute_tensor(torch.zeros(8, *of), turned, [Shard(0)]) for name, of in shapes.items()}
-        ms.Experts(SHAPE, STRATEGIES[0], outside=OutsideExperts(lambda: parts))
-    elif kind == "outside's group":
-        ms.Experts(SHAPE, STRATEGIES[0], turned, outside=OutsideExperts(lambda: {}))
+        group = None if kind == "outside" else turned
+        ms.Experts(SHAPE, STRATEGIES[0], group, outside=OutsideExperts(lambda: parts))
     elif kind == "group":
         ms.MoELayer(SHAPE, STRATEGIES[0], dist.new_group([1, 0], sort_ranks=False))
     elif kind == "another's mesh":

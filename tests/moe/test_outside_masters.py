@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.masters import ExpertForm, Part
 from moesys.moe.outside import OutsideExperts
+from moesys.moe.store import RestoredExperts
+from moesys.overlap.executor import ExpertWeights
 
 H, I, E, K = 24, 16, 6, 2
 SHAPE = ms.ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K)
@@ -65,8 +68,9 @@ def outside(
 def own_and_outside(strategy: ms.Strategy, cluster: ms.ClusterSpec | None = None) -> tuple[list[Tensor], list[Tensor]]:
     experts = ms.Experts(SHAPE, strategy, cluster=cluster, seed=3)
     found = run(experts, [experts.masters])
-    gate_up, down = (each.contiguous() for each in ExpertForm.of(SHAPE).views(whole(experts.masters).detach()))
-    *others, dgate_up, ddown = run(*outside(strategy, {"gate_up": gate_up, "down": down}, cluster))
+    parts = ExpertForm.of(SHAPE).views(whole(experts.masters).detach())
+    parts = {name: each.contiguous() for name, each in parts.items()}
+    *others, dgate_up, ddown = run(*outside(strategy, parts, cluster))
     return found, [*others, torch.cat([dgate_up.flatten(1), ddown.flatten(1)], dim=1)]
 
 
@@ -126,25 +130,119 @@ def misfitting() -> None:
 
 def test_masters_of_another_shape_are_refused(ranks: LocalRanks) -> None:
     with pytest.raises(
-        Exception, match=r"'gate_up' of shape \[6, 32, 24\], .* this rank's part of the experts, \[3, 32, 24\]; shard"
+        Exception, match=r"'gate_up' of shape \(6, 32, 24\), .* this rank's part of the experts, \(3, 32, 24\); shard"
     ):
         ranks.run(misfitting, num_ranks=2)
 
 
+ALONE = ms.Strategy(name="ep")
+UP, DOWN = torch.zeros(E, I, H), torch.zeros(E, H, I)
+FUSED: dict[str, Any] = {"gate_up": torch.zeros(E, 2 * I, H), "down": DOWN}
+MEGA = ALONE.replace(overlap=ms.MegaKernel())
+
+
 @pytest.mark.parametrize(
-    ("strategy", "message"),
+    ("parts", "options", "strategy", "message"),
     [
-        (EP.replace(overlap=ms.MegaKernel()), "'ep' has overlap=MegaKernel, which runs no experts whose .*; use Seq"),
         (
+            {"w1": UP, "w2": DOWN},
+            {},
+            ALONE,
+            "have the parts \\['w1', 'w2'\\] and cannot have 'w1'; read.. gives down and",
+        ),
+        (FUSED | {"up": UP}, {}, ALONE, "the parts \\['gate_up', 'down', 'up'\\] and miss"),
+        ({"gate": UP, "up": UP}, {}, ALONE, "and miss 'down'"),
+        (FUSED | {"gate_bias": UP[:, :, 0]}, {}, ALONE, "and cannot have 'gate_bias'"),
+        ({"gate": UP, "up": UP, "down": DOWN, "up_bias": UP[:, :, 0]}, {}, ALONE, "and miss 'gate_bias'"),
+        ({"up": UP, "down": DOWN}, {}, ALONE, r"no gate, which SwiGLU needs; give OutsideExperts\(activation="),
+        ({"gate": UP, "up": UP, "down": DOWN}, {"transposed": True}, ALONE, r"let read\(\) give .mT of each matrix"),
+        (
+            FUSED | {"down": DOWN.mT},
+            {},
+            ALONE,
+            r"'down' of shape \(6, 16, 24\), not .* \(6, 24, 16\); declare .*transposed=True",
+        ),
+        (
+            FUSED | {"down": DOWN[:, 1:]},
+            {},
+            ALONE,
+            r"'down' of shape \(6, 23, 16\), not .*; give tensors of \(24, 16\) for each",
+        ),
+        (
+            FUSED | {"down": DOWN[:5]},
+            {},
+            ALONE,
+            r"'down' of shape \(5, 24, 16\), not .* \(6, 24, 16\); shard them over exactly",
+        ),
+        (
+            FUSED | {"down": [*DOWN][:5]},
+            {},
+            ALONE,
+            r"'down' of shape \(5, 24, 16\), not .* \(6, 24, 16\); shard them over",
+        ),
+        (FUSED | {"down": []}, {}, ALONE, "no tensor of 'down' on this rank; use fewer ranks"),
+        (
+            FUSED | {"down": DOWN.bfloat16()},
+            {},
+            ALONE,
+            "several dtypes, gate_up of torch.float32, down of torch.bfloat16; give",
+        ),
+        (
+            FUSED,
+            {"weights_on": "inputs"},
+            ALONE,
+            "weights_on='inputs': .* another function, .*; multiply \"outputs\" or",
+        ),
+        (
+            FUSED | {"down_bias": DOWN[:, :, 0]},
+            {},
+            MEGA,
+            "MegaKernel, whose kernels .*, and these experts have biases; use",
+        ),
+        (FUSED, {"activation": torch.relu}, MEGA, "and these experts have another activation; use Sequential"),
+        (
+            {name: part.mT for name, part in FUSED.items()},
+            {"transposed": True},
+            MEGA,
+            r"and these experts have matrices \[in, out\]; let read\(\) give .mT of each and leave transposed out, or",
+        ),
+        (
+            FUSED,
+            {},
             FSEP.replace(sharding=ms.Fsep(slots_per_rank=E, delay_reshard=True)),
             "'fsep' has delay_reshard=True, and who keeps .*; use delay_reshard=False, or give OutsideExperts",
         ),
     ],
 )
-def test_what_masters_outside_cannot_run_is_refused(strategy: ms.Strategy, message: str) -> None:
-    held = OutsideExperts(lambda: {"gate_up": torch.zeros(E, 2 * I, H), "down": torch.zeros(E, H, I)})
+def test_what_does_not_fit_is_refused_when_experts_are_made(
+    parts: Any, options: dict[str, Any], strategy: ms.Strategy, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        ms.Experts(SHAPE, strategy, outside=held)
+        ms.Experts(SHAPE, strategy, outside=OutsideExperts(lambda: parts, **options))
+
+
+def test_parts_that_have_changed_since_are_refused() -> None:
+    parts = dict(FUSED)
+    experts = ms.Experts(SHAPE, ms.Strategy(name="ep"), outside=OutsideExperts(lambda: parts))
+    inputs = torch.zeros(3, H), torch.zeros(3, K, dtype=torch.int64), torch.ones(3, K)
+    parts["down_bias"] = DOWN[:, :, 0]
+    with pytest.raises(ValueError, match=r"have the parts .*'down_bias'.* now, and were made of"):
+        experts(*inputs)
+    del parts["down_bias"]
+    parts["down"] = DOWN[:3]
+    with pytest.raises(
+        ValueError, match=r"'down' of shape \(3, 24, 16\), not this rank's part of the experts, \(6, 24"
+    ):
+        experts(*inputs)
+
+
+def test_mega_kernels_compute_in_the_dtype_of_the_shape() -> None:
+    strategy = ms.Strategy(name="mega", overlap=ms.MegaKernel())
+    experts = ms.Experts(SHAPE, strategy, outside=OutsideExperts(lambda: FUSED))
+    with pytest.raises(
+        ValueError, match=r"x is bfloat16 and strategy 'mega' has .* rows of float32; give x in that dtype"
+    ):
+        experts(torch.zeros(3, H).bfloat16(), torch.zeros(3, K, dtype=torch.int64), torch.ones(3, K))
 
 
 @pytest.mark.parametrize(("num_ranks", "dim"), [(3, 0), (5, 1)])
@@ -164,6 +262,33 @@ def test_outside_masters_are_read_where_they_lie() -> None:
             assert is_master == (dtype == torch.float32)
             assert torch.equal(stacked.gate_up, gate_up.to(dtype))
             assert torch.equal(stacked.down, down.to(dtype))
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_only_gate_and_up_are_joined_and_only_as_long_as_a_pass_runs(
+    monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    parts = {
+        name: nn.Parameter(torch.randn(E, *size)) for name, size in (("gate", (I, H)), ("up", (I, H)), ("down", (H, I)))
+    }
+    if listed:
+        parts = {name: [nn.Parameter(each.detach().clone()) for each in part] for name, part in parts.items()}
+    experts = ms.Experts(SHAPE, ms.Strategy(name="ep"), outside=OutsideExperts(lambda: parts))
+    joined, usable = [], RestoredExperts._usable
+
+    def noted(restored: RestoredExperts, masters: Any) -> ExpertWeights:
+        weights = usable(restored, masters)
+        joined.append(weakref.ref(weights.gate_up))
+        assert weights.down.data_ptr() in {each.data_ptr() for each in parts["down"]}
+        return weights
+
+    monkeypatch.setattr(RestoredExperts, "_usable", noted)
+    x_TH, expert_TK = torch.randn(E, H, requires_grad=True), torch.arange(E)[:, None].repeat(1, K)
+    y_TH = experts(x_TH, expert_TK, torch.ones(E, K))
+    assert len(joined) == E
+    assert not any(each() is not None for each in joined)
+    y_TH.sum().backward()
+    assert len(joined) == 2 * E
 
 
 def test_masters_are_parameters_and_x_may_be_of_any_float() -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
-from mega_case import Case, Drawn
+from mega_case import Case, Drawn, Weights
 
 import moesys as ms
 from benchmarks.kernels import ahead_of_time
@@ -21,7 +22,7 @@ from moesys.kernels.mega.exchange import regions
 from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.symmetric import signals
 from moesys.kernels.symmetric.heap import Heap
-from moesys.overlap.executor import ExpertGradients
+from moesys.moe.masters import ExpertForm
 from moesys.overlap.experts_triton import ACTIVATION
 from moesys.overlap.mega_executor import MegaKernelRun, replicas_of, tokens_by_replica
 
@@ -29,9 +30,14 @@ CASE = Case(5, 2, 64, 32, "bfloat16", (16, 16), 3, ())
 POINTS = (ms.MegaKernel(), ms.MegaKernel(fused="none", deduplicate=True, granularity="expert"))
 
 
-def run(point: ms.MegaKernel, seen: list[tuple[str, str, bool]]) -> None:
-    """On the CPU, where nothing that is compiled runs: torch's operators find zeros for what kernels would write."""
+def run(point: ms.MegaKernel, apart: bool, seen: list[tuple[str, str, bool]]) -> None:
+    """On the CPU, where nothing that is compiled runs: torch's operators find zeros for what kernels would write.
+
+    Our own experts are one vector each, those of other libraries may have their matrices ``apart``; gradients are not.
+    """
     drawn, cpu = Drawn(CASE), torch.device("cpu")
+    form, size = ExpertForm.of(CASE.model), (len(drawn.held(0)), CASE.model.expert_parameters)
+    weights = drawn.weights(0) if apart else Weights(*form.weights(torch.zeros(size, dtype=torch.bfloat16))[:2])
     heap = Heap.virtual(regions(16, 2, 64, torch.bfloat16, 2, 99), 2, cpu)[0]
     memory = MegaMemory(heap, lambda: seen.append(("met", "", True)))
     executor = MegaKernelRun(
@@ -45,9 +51,8 @@ def run(point: ms.MegaKernel, seen: list[tuple[str, str, bool]]) -> None:
         point,
     )
     for _ in range(2):
-        y_TH, saved = executor.forward(drawn.x_RTH[0], drawn.weight_RTK[0], lambda: drawn.weights(0))
-        gradients = ExpertGradients(*(torch.zeros_like(of, dtype=torch.float32) for of in drawn.weights(0).stacked()))
-        executor.backward(y_TH, saved, lambda: drawn.weights(0), gradients)
+        y_TH, saved = executor.forward(drawn.x_RTH[0], drawn.weight_RTK[0], lambda: weights)
+        executor.backward(y_TH, saved, lambda: weights, form.gradients(torch.zeros(size)))
 
 
 def zeroed(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -59,7 +64,9 @@ def zeroed(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def launches() -> list[list[tuple[str, str, bool]]]:
-    """Returns, for each point, the kernel of each launch, its signature, and whether it was for the compiler alone."""
+    """Returns, for each point and way in which matrices may lie, the kernel of each launch, its signature, and whether
+    it was for the compiler alone.
+    """
     seen: list[tuple[str, str, bool]] = []
     ahead: list[int] = []
     compile_ = MegaKernelRun._compile
@@ -87,8 +94,8 @@ def launches() -> list[list[tuple[str, str, bool]]]:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
         stack.enter_context(ahead_of_time.compiling())
-        for point in POINTS:
+        for point, apart in product(POINTS, (False, True)):
             seen.clear()
-            run(point, seen)
+            run(point, apart, seen)
             found.append(list(seen))
     return found
