@@ -42,7 +42,7 @@ _PARTS = {
 def replaced(config: RoutedExperts.Config, strategy: Strategy) -> RoutedExperts.Config:
     """Returns the configuration of the same experts under ``strategy``.
 
-    Raises ValueError for experts that moesys does not run, or not under ``strategy``.
+    Raises ValueError for experts that moesys does not run.
     """
     if type(config) is not RoutedExperts.Config:
         raise ValueError(
@@ -60,7 +60,6 @@ def replaced(config: RoutedExperts.Config, strategy: Strategy) -> RoutedExperts.
             f"{type(dispatcher).__qualname__} would send tokens, which moesys does itself; choose the model's "
             'moe_comm_backend="standard"'
         )
-    _outside(nn.Module(), inner).check(strategy)
     if isinstance(strategy.sharding, Fsep) and inner.sharding_config is not None:
         states = inner.sharding_config.state_shardings
         cut = {name: _cut(states[name], part) for name, part in _PARTS[_keeper(inner)].items()}

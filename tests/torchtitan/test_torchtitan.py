@@ -117,6 +117,16 @@ def test_strategies_train_as_torchtitan_does_with_the_same_bits_for_every_overla
 
 
 @pytest.mark.slow
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["lent", "fsep"])
+def test_mega_kernels_train_as_torchtitan_does(titan: LocalRanks, name: str) -> None:
+    few: dict[str, Any] = {"steps": 2, "sequences": 1, "settings": {"training.seq_len": 4}}
+    strategy = STRATEGIES[name].replace(overlap=ms.MegaKernel(programs=1, rows_cap=2.0))
+    found, wanted = (titan.run(train, Run(overrides, **few), num_ranks=2) for overrides in (ours(strategy), ()))
+    same_training(found, wanted)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_expert_groups_smaller_than_the_world_train_as_torchtitan_does(
     titan: LocalRanks, theirs: Any, name: str
@@ -223,7 +233,7 @@ def test_thirty_steps_with_the_same_choices_stay_together(titan: LocalRanks, the
 @pytest.mark.slow
 def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRanks) -> None:
     override = "moesys.torchtitan.experts"
-    fsep, mega = STRATEGIES["fsep"], ms.Strategy(name="mega", overlap=ms.MegaKernel())
+    fsep = STRATEGIES["fsep"]
     late = fsep.replace(sharding=fsep.sharding.replace(delay_reshard=True))
     ep = ours(STRATEGIES["ep"])
     refused = {
@@ -231,7 +241,6 @@ def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRank
         (override + '={"strategy": "ep"}',): "path that ends in .toml or .json",
         (override + '={"strategy": {"name": "ep", "sharding": {"kind": "epp"}}}',): "epp",
         ours(late): "delay_reshard=True",
-        ours(mega): "MegaKernel",
     }
     runs = [Run(overrides) for overrides in refused]
     expected = [*refused.values()]
@@ -246,6 +255,8 @@ def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRank
     expected.append("does not divide the 6 experts")
     runs.append(Run(ep, sizes={"moe_comm_backend": "deepep"}))
     expected.append("DeepEPTokenDispatcher")
+    runs.append(Run(ours(ms.Strategy(name="mega", overlap=ms.MegaKernel())), "gpt_oss"))
+    expected.append("overlap=MegaKernel, whose kernels compute SwiGLU without biases")
     compiled = {"compile.enable": True, "compile.components": ["model"], "compile.backend": "eager"}
     runs.append(Run(ep, settings=compiled))
     expected.append('leave "model" out of compile.components')
