@@ -42,7 +42,7 @@ _PARTS = {
 def replaced(config: RoutedExperts.Config, strategy: Strategy) -> RoutedExperts.Config:
     """Returns the configuration of the same experts under ``strategy``.
 
-    Raises ValueError for experts that moesys does not run, or not under ``strategy``.
+    Raises ValueError for experts that moesys does not run.
     """
     if type(config) is not RoutedExperts.Config:
         raise ValueError(
@@ -162,6 +162,7 @@ class StrategyRoutedExperts(RoutedExperts):
 
     # torchtitan finds shardings of inputs by the names that its own method has for them.
     @wraps(RoutedExperts.forward, assigned=())
+    @torch.compiler.disable(reason='moesys plans on the CPU; leave "model" out of compile.components')
     @unseen_by_selective_checkpoints
     def forward(self, x: Tensor, weights: Tensor, choices: Tensor, counts: Tensor) -> Tensor:
         """Returns y in the shape and dtype of x, [B, L, D] or [T, D]; ``weights`` and ``choices`` are [B, L, K] or

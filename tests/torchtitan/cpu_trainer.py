@@ -175,6 +175,8 @@ class Sequences(BaseDataLoader):
 
 def config_of(run: Run) -> Any:
     """Returns a debug configuration of torchtitan, for CPUs and with one or two layers."""
+    logging.disable(logging.WARNING)
+    os.environ["LOCAL_RANK"] = str(dist.get_rank())
     if run.command:
         config = ConfigManager().parse_args(list(run.command))
     else:
@@ -232,8 +234,6 @@ def _small_qwen3(others: dict[str, Any]) -> Any:
 
 def train(run: Run) -> Trained:
     """Trains on all ranks in torchtitan's own loop."""
-    logging.disable(logging.WARNING)
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
     trainer = config_of(run).build()
     draw(trainer.model_parts[0])
     trained = Trained()
@@ -305,6 +305,26 @@ def same_outputs_of_flat_tokens() -> bool:
     batched = x_BLD, weights_BLK, choices_BLK
     y_BLD, y_TD = (layer(*each, None) for each in (batched, [tensor.flatten(0, 1) for tensor in batched]))
     return y_TD.shape == (6, 32) and torch.equal(y_BLD.flatten(0, 1), y_TD)
+
+
+class PackedExperts(GroupedExperts):
+    """Experts as somebody else keeps them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+
+def message_for_packed_experts() -> str:
+    from moesys.torchtitan import experts
+
+    config = _small_qwen3({}).layers[0].moe.routed_experts
+    config.inner_experts = derive(config.inner_experts, PackedExperts.Config)
+    try:
+        experts(config, strategy={"name": "ep"})
+    except ValueError as error:
+        return str(error)
+    return "no error"
 
 
 def named(trainer: Any) -> list[tuple[str, Any]]:

@@ -18,7 +18,17 @@ import pytest
 import torch
 from pages import blocks_of, commands_of, is_run
 from safetensors.torch import load_file
-from titan_runs import STRATEGIES, Run, Trained, messages, ours, same_outputs_of_flat_tokens, train, train_in
+from titan_runs import (
+    STRATEGIES,
+    Run,
+    Trained,
+    message_for_packed_experts,
+    messages,
+    ours,
+    same_outputs_of_flat_tokens,
+    train,
+    train_in,
+)
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
@@ -85,6 +95,11 @@ def test_tokens_may_be_flat(titan: LocalRanks) -> None:
     assert titan.run(same_outputs_of_flat_tokens, num_ranks=1) == [True]
 
 
+def test_an_unknown_layout_of_parameters_is_refused(titan: LocalRanks) -> None:
+    (message,) = titan.run(message_for_packed_experts, num_ranks=1)
+    assert "cpu_trainer.PackedExperts keeps experts in a layout that moesys does not know; it runs those of" in message
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_strategies_train_as_torchtitan_does_with_the_same_bits_for_every_overlap(
@@ -99,6 +114,16 @@ def test_strategies_train_as_torchtitan_does_with_the_same_bits_for_every_overla
     # Layouts follow the load.
     layouts = {layers[0].tobytes() for layers in runs[0][0].held}
     assert (len(layouts) > 1) == (name != "ep")
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["lent", "fsep"])
+def test_mega_kernels_train_as_torchtitan_does(titan: LocalRanks, name: str) -> None:
+    few: dict[str, Any] = {"steps": 2, "sequences": 1, "settings": {"training.seq_len": 4}}
+    strategy = STRATEGIES[name].replace(overlap=ms.MegaKernel(programs=1, rows_cap=2.0))
+    found, wanted = (titan.run(train, Run(overrides, **few), num_ranks=2) for overrides in (ours(strategy), ()))
+    same_training(found, wanted)
 
 
 @pytest.mark.slow
@@ -208,7 +233,7 @@ def test_thirty_steps_with_the_same_choices_stay_together(titan: LocalRanks, the
 @pytest.mark.slow
 def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRanks) -> None:
     override = "moesys.torchtitan.experts"
-    fsep, mega = STRATEGIES["fsep"], ms.Strategy(name="mega", overlap=ms.MegaKernel())
+    fsep = STRATEGIES["fsep"]
     late = fsep.replace(sharding=fsep.sharding.replace(delay_reshard=True))
     ep = ours(STRATEGIES["ep"])
     refused = {
@@ -216,7 +241,6 @@ def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRank
         (override + '={"strategy": "ep"}',): "path that ends in .toml or .json",
         (override + '={"strategy": {"name": "ep", "sharding": {"kind": "epp"}}}',): "epp",
         ours(late): "delay_reshard=True",
-        ours(mega): "MegaKernel",
     }
     runs = [Run(overrides) for overrides in refused]
     expected = [*refused.values()]
@@ -231,6 +255,11 @@ def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRank
     expected.append("does not divide the 6 experts")
     runs.append(Run(ep, sizes={"moe_comm_backend": "deepep"}))
     expected.append("DeepEPTokenDispatcher")
+    runs.append(Run(ours(ms.Strategy(name="mega", overlap=ms.MegaKernel())), "gpt_oss"))
+    expected.append("overlap=MegaKernel, whose kernels compute SwiGLU without biases")
+    compiled = {"compile.enable": True, "compile.components": ["model"], "compile.backend": "eager"}
+    runs.append(Run(ep, settings=compiled))
+    expected.append('leave "model" out of compile.components')
     for rank in titan.run(messages, runs, num_ranks=4):
         for message, said in zip(rank, expected, strict=True):
             assert said in message

@@ -83,6 +83,12 @@ def same_outputs_of_flat_tokens() -> bool:
     return cpu_trainer.same_outputs_of_flat_tokens()
 
 
+def message_for_packed_experts() -> str:
+    import cpu_trainer
+
+    return cpu_trainer.message_for_packed_experts()
+
+
 def train_in(folder: str, run: Run) -> Trained:
     """Trains in ``folder``, of which Python imports modules too."""
     sys.path.insert(0, folder)
@@ -91,13 +97,13 @@ def train_in(folder: str, run: Run) -> Trained:
 
 
 def messages(runs: list[Run]) -> list[str]:
-    """Returns the error of each run on this rank, when its trainer is made."""
+    """Returns the error of each run on this rank, when its trainer is made or trains."""
     import cpu_trainer
 
     found = []
     for run in runs:
         try:
-            cpu_trainer.config_of(run).build()
+            cpu_trainer.config_of(run).build().train()
             found.append("no error")
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
