@@ -1,4 +1,4 @@
-"""How inner loops of planners and simulators are compiled: by numba, once per installation; the machine code is on disk.
+"""How inner loops of planners and simulators are compiled: by numba, once per installation, and kept on disk.
 
 numba looks at the file of a function to see whether its machine code is old, but compiled functions contain those that
 they call, from other files of their room as well. So a room's code is kept in a directory whose name is a digest of all
