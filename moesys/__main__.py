@@ -68,8 +68,10 @@ COMMANDS = {
     "report": CommandPage(
         "moesys.lab.commands.report:report_command",
         RUN,
-        "Write the page of a watched training, also while it runs.",
-        "The page is one HTML file with the losses, the load of each layer, idle times and events.",
+        "Write the page of a run or a watched training, or list several.",
+        "The page is one HTML file: for a folder of moesys run its table and figures; for a watched training, also "
+        "while it runs, the losses, the load of each layer, idle times and events; for a folder of several the list of "
+        "them.",
         ("moesys report runs/first", "moesys report runs/first --out page.html"),
     ),
     "simulate": CommandPage(

@@ -1,4 +1,4 @@
-"""How inner loops of planners and simulators are compiled: by numba, once a machine; the machine code is kept on disk.
+"""How inner loops of planners and simulators are compiled: by numba, once per installation, and kept on disk.
 
 numba looks at the file of a function to see whether its machine code is old, but compiled functions contain those that
 they call, from other files of their room as well. So a room's code is kept in a directory whose name is a digest of all
@@ -149,7 +149,7 @@ def compile_or_use_python(folder: Path, run: Callable[[], object], names: str, w
             _LOG.warning(
                 "moesys compiles %s, which takes up to two minutes, %s",
                 names,
-                f"once per machine, and keeps them in {kept}"
+                f"once per installation, and keeps them in {kept}"
                 if kept
                 else "in every process, because it can write to no folder; set NUMBA_CACHE_DIR to one",
             )

@@ -130,6 +130,7 @@ def test_one_process_compiles_says_so_in_a_line_and_others_load(tmp_path):
     num_loaded, lines = ends(start(), start())
     assert num_loaded == 1
     assert [line.partition(", ")[0] for line in lines] == ["moesys compiles some loops"]
+    assert "once per installation" in lines[0]
     assert lines[0].endswith(cache_dir.__wrapped__(program.parent).rpartition("/")[2])
     assert ends(start(), start("do this")) == (2, [])
 

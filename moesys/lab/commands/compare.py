@@ -42,19 +42,21 @@ def compare_command(
     as_json: AsJson = False,
     wide: Wide = False,
     metric: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Show the samples of one metric, such as router_entropy.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Show the samples of a metric, such as router_entropy; may be repeated."),
     ] = None,
 ) -> int:
-    """Prints a table for each model, cluster and workload among ``folders``, or for one metric."""
+    """Prints a table for each model, cluster and workload among ``folders``, or one for each metric."""
     form = chosen_format(form, as_json)
     # For runs/* a shell gives the list of runs and the charts of sweeps too.
     groups = _groups([RunFolder(each) for each in [each for each in folders if not each.is_file()] or folders])
     comparisons = [_merged(group) for group in groups]
     known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
-    if metric is not None and metric not in known:
-        choices = f"{', '.join(known) or 'none'}{did_you_mean(metric, known)}"
-        raise ValueError(f"--metric={metric} is not recorded; choose one of {choices}")
-    if metric is not None and form != "table":
+    for name in metric or ():
+        if name not in known:
+            choices = f"{', '.join(known) or 'none'}{did_you_mean(name, known)}"
+            raise ValueError(f"--metric={name} is not recorded; choose one of {choices}")
+    if metric and form != "table":
         raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
     if len(groups) > 1 and form in ("csv", "csv-samples", "json"):
         raise ValueError(
@@ -65,10 +67,12 @@ def compare_command(
     for group, comparison, of_group in zip(groups, comparisons, environments, strict=True):
         if len(groups) > 1:
             print(*(folder.path for folder in group))
-        if metric is None:
+        if not metric:
             _print(comparison, form, _machine(of_group), wide)
-        else:
-            print_sheet(_metric_sheet(comparison, metric), wide=wide)
+        for place, name in enumerate(metric or ()):
+            if place:
+                print()
+            print_sheet(_metric_sheet(comparison, name), wide=wide)
     return max(_told_unequal(comparison, group) for group, comparison in zip(groups, comparisons, strict=True))
 
 
@@ -140,7 +144,8 @@ def _metric_sheet(comparison: Comparison, metric: str) -> Sheet:
         values = [value for of_seed in by_seed.values() for value in of_seed]
         ends = min(values, default=None), max(values, default=None)
         rows.append(MetricRow(row.name, row.median(metric), *ends, len(by_seed)))
-    return Sheet(title, rows)
+    note = "Median: over the steps of a seed, then over seeds. Lowest and highest: of all steps and seeds."
+    return Sheet(title, rows, [note])
 
 
 # --- several folders in one table ---------------------------------------------------------------------------------

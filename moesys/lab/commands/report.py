@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,7 +37,9 @@ def print_locations(folders: Sequence[Path], told: TextIO) -> None:
     for folder in folders:
         print(f"Results: {folder}", file=told)
         if page := _unless_it_fails(page_of_run, folder):
-            print(f"  {page.name}: tables, speed-ups, loads and timelines, to open in a browser", file=told)
+            # Between the table and the facts about the run are the figures that this run has.
+            figures = re.findall("<h2>(.*?)</h2>", page.read_text(encoding="utf-8"))[1:-1]
+            print(f"  {page.name}: {', '.join(['table', *figures]).lower()}, to open in a browser", file=told)
     if page := _unless_it_fails(write_index, folders[-1].parent):
         print(f"All runs: {page}", file=told)
 

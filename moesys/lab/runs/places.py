@@ -225,6 +225,14 @@ class RankTrials(Place):
     def share(self, value: T | None) -> T:
         return self._ranks.share(value) if self._ranks else super().share(value)
 
+    def run_all(
+        self, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
+    ) -> Iterator[TrialResult]:
+        if not joins():
+            # Compiling for a later strategy would disturb the times of a trial, and be shown as a part of it.
+            _warm_up(dict.fromkeys(trial.strategy for trial in trials))
+        yield from super().run_all(trials, experiment, observer)
+
     def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
         workload = experiment.workload
         assert isinstance(workload, RealTraining)
@@ -301,7 +309,7 @@ class SimulatedTrials(Place):
     """Simulated trials, ``jobs`` at a time.
 
     Workers take over what this process has not run in its first seconds: their start would take longer than many an
-    experiment, and what is compiled once per machine is compiled here.
+    experiment, and what is compiled once per installation is compiled here.
     """
 
     def __init__(self, jobs: int) -> None:

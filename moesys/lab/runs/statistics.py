@@ -70,16 +70,25 @@ def paired_ratio(
 
     Raises ValueError for a sample that is not a positive finite number.
     """
-    seeds = sorted(baseline.keys() & contestant.keys())
-    if not seeds:
+    ratios = seed_ratios(baseline, contestant)
+    if not ratios:
         return None
-    log_N = np.log([_median(baseline[seed]) / _median(contestant[seed]) for seed in seeds])
+    log_N = np.log(list(ratios.values()))
     n, mean = len(log_N), float(log_N.mean())
     low, high = None, None
     if n > 1:
         half = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) * log_N.std(ddof=1) / np.sqrt(n))
         low, high = float(np.exp(mean - half)), float(np.exp(mean + half))
     return PairedRatio(n, float(np.exp(mean)), low, high, sign_flip_p(log_N))
+
+
+def seed_ratios(baseline: Mapping[int, Sequence[float]], contestant: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Returns, for each seed that both have, the ratio of the medians of its samples, ``baseline / contestant``.
+
+    Raises ValueError for a sample that is not a positive finite number.
+    """
+    seeds = sorted(baseline.keys() & contestant.keys())
+    return {seed: _median(baseline[seed]) / _median(contestant[seed]) for seed in seeds}
 
 
 def sign_flip_p(differences_N: NDArray[np.float64]) -> float:

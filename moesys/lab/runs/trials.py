@@ -29,7 +29,7 @@ METRICS: dict[str, tuple[str, Literal["lower", "higher", ""]]] = {
     "inter_node_share": ("", "lower"),
     "loss": ("nats/token", "lower"),
     "router_entropy": ("", "higher"),
-    "starved_experts": ("", "lower"),
+    "starved_experts": ("pairs of layer and expert", "lower"),
 }
 
 

@@ -8,11 +8,12 @@ import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import pydantic_core
 
-from moesys.config.workload import RealTraining, Training
+from moesys.config.workload import ModelTraining, RealTraining, Training
 from moesys.display import counted
 from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, Row
 from moesys.lab.runs.records import setting_fingerprint
@@ -147,6 +148,11 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
             f"{baseline} (again): the same strategy run a second time; its distance from 1 shows noise and drift."
         )
     lines.append(f"Other columns: median over the steps of a seed, then over n seeds ({_sample_words(comparison)}).")
+    if names := _ordered_differently(comparison):
+        lines.append(
+            f"Step ms and speed-up order {', '.join(names)} differently: step ms is the median of a row's own seeds, "
+            "the speed-up a mean over pairs with the same seed, which one slow trial moves. Rely on the interval."
+        )
     agreements = [row.agreement for row in comparison.rows if row.agreement is not None]
     if any(agreement.exact for agreement in agreements):
         lines.append(
@@ -173,15 +179,37 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
                     "agreement",
                 )
             )
-    starved = {row.name: sum(map(sum, row.samples.get("starved_experts", {}).values())) for row in comparison.rows}
-    if any(starved.values()):
-        names = ", ".join(name for name, count in starved.items() if count)
-        lines.append(f"Some experts received no token in some step: {names}. The router may be collapsing.")
+    if starved := [row for row in comparison.rows if any(map(any, row.samples.get("starved_experts", {}).values()))]:
+        most = {row.name: max(chain(*row.samples["starved_experts"].values())) for row in starved}
+        numbers = ", ".join(f"{row.name} {row.median('starved_experts'):g} ({most[row.name]:g})" for row in starved)
+        assert isinstance(experiment.workload, Training | ModelTraining)
+        pairs = experiment.workload.num_layers * experiment.model.num_experts
+        lines.append(
+            f"Some experts received no token in some step. Of {pairs:,} pairs of layer and expert, the median of a "
+            f"step (and the most): {numbers}. This is usual while a router is new. If the number rises and "
+            "router_entropy falls over the steps of a longer training, the router is collapsing."
+        )
     lines += [f"Would not run: {row.name}: {row.would_not_run}." for row in comparison.rows if row.would_not_run]
     lines += [
         f"Failed: {row.name}, seed {seed}: {error}" for row in comparison.rows for seed, error in row.failed.items()
     ]
     return [*lines, _source_words(comparison, machine)]
+
+
+def _ordered_differently(comparison: Comparison) -> list[str]:
+    """Returns the rows that are faster than another by one of step time and speed-up, and slower by the other, as the
+    table rounds them.
+    """
+    shown = {}
+    for row in comparison.rows:
+        step_ms = row.median("step_ms")
+        if step_ms is not None and (row.speedup or row is comparison.baseline):
+            shown[row.name] = float(f"{step_ms:.4g}"), round(row.speedup.estimate if row.speedup else 1.0, 2)
+    return [
+        name
+        for name, (step_ms, ratio) in shown.items()
+        if any((step_ms - other_ms) * (ratio - other) > 0 for other_ms, other in shown.values())
+    ]
 
 
 def _sample_words(comparison: Comparison) -> str:

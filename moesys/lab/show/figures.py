@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,8 +26,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from moesys.config import BYTES_PER_GB
 from moesys.files import whole_file, write_whole
-from moesys.lab.runs.comparison import Comparison
-from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio
+from moesys.lab.runs.comparison import SPEED, Comparison
+from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio, seed_ratios
 from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.tables import figure as digits
 from moesys.load import IntArray
@@ -317,10 +317,11 @@ def draw_forest(
     xlabel: str,
     words: Callable[[PairedRatio], str],
     colour: Callable[[PairedRatio], str] = verdict_colour,
+    single: Mapping[str, Collection[float]] | None = None,
     new: Callable[..., Figure] = Figure,
 ) -> Figure:
-    """Draws a ratio with its interval on each line, below its name and ``words``, and a line at 1. ``new``: makes the
-    figure.
+    """Draws a ratio with its interval on each line, below its name and ``words``, and a line at 1. ``single``: the
+    ratios of single seeds by name, which are small dots below the interval. ``new``: makes the figure.
     """
     drawn = new(figsize=(_FOREST_WIDTH, _FOREST_ROW * len(ratios) + 0.9), layout="constrained")
     axes = drawn.subplots()
@@ -332,6 +333,9 @@ def draw_forest(
         ends += [low, high]
         axes.plot((low, high), (row, row), color=colour(ratio), linewidth=1.6)
         axes.plot(ratio.estimate, row, "o", color=colour(ratio), markersize=5)
+        if dots := (single or {}).get(name):
+            ends += dots
+            axes.plot(list(dots), [row + 0.17] * len(dots), "o", color=GREY, markersize=2.5)
         axes.text(0, row - 0.42, f"{name}  {words(ratio)}", transform=axes.get_yaxis_transform(), va="center")
     if (range_of_ratios := max(ends) / min(ends)) > _LINEAR_RANGE:
         axes.set_xscale("log")
@@ -348,11 +352,14 @@ def draw_forest(
 
 def draw_speedups(comparison: Comparison, new: Callable[..., Figure] = Figure) -> Figure:
     """Draws the speed-ups of a comparison, of which there is at least one."""
+    rows = [row for row in comparison.rows if row.speedup is not None]
+    baseline = comparison.baseline.samples[SPEED]
     return draw_forest(
-        {row.name: row.speedup for row in comparison.rows if row.speedup is not None},
+        {row.name: row.speedup for row in rows if row.speedup is not None},
         title=f"{comparison.source.upper()}: {comparison.experiment.name}",
         xlabel=f"speed-up over {comparison.baseline.name} (right is faster)",
         words=ratio_words,
+        single={row.name: seed_ratios(baseline, row.samples[SPEED]).values() for row in rows},
         new=new,
     )
 

@@ -74,6 +74,7 @@ _LEAST_SCALE, _MOST_SCALE = 1.04, 1.5
 # steps are drawn up to there, or the warm-up would flatten them.
 _CAP = 0.98
 _MOST_BINS, _MOST_DOTS, _MOST_EVENTS, _MOST_SPANS = 160, 60, 200, 3000
+_DASHES: tuple[Any, ...] = ("-", (0, (4, 3)), (0, (1, 2)), (0, (6, 2, 1, 2)))
 
 
 # --- parts of pages ---------------------------------------------------------------------------------------------------
@@ -333,12 +334,14 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
     with mpl.rc_context(PAGE_STYLE):
         figure = Figure(figsize=(_WIDTH, _CURVE_HEIGHT), layout="constrained")
         axes = figure.subplots()
-        for (name, values), colour in zip(values_S.items(), cycle(OKABE_ITO[place] for place in (0, 3, 2, 4, 1, 5))):
+        colours = cycle(OKABE_ITO[place] for place in (0, 3, 2, 4, 1, 5))
+        # A curve that lies on an earlier one shows it between its dashes.
+        for (name, values), colour, dashes in zip(values_S.items(), colours, cycle(_DASHES)):
             mean_B, (low_B, high_B) = bins.mean(values), bins.range(values)
             if not bins.single:
                 axes.fill_between(at_B, low_B, high_B, color=colour, alpha=0.2, linewidth=0)
             marker = "." if len(at_B) <= _MOST_DOTS else ""
-            axes.plot(at_B, mean_B, color=colour, linewidth=1.4, marker=marker, label=name)
+            axes.plot(at_B, mean_B, color=colour, linewidth=1.4, linestyle=dashes, marker=marker, label=name)
             for place, words in enumerate(texts):
                 ends = "" if bins.single else f" ({_number(low_B[place])} to {_number(high_B[place])})"
                 words.append(f"{name} {_number(mean_B[place])}{ends}")

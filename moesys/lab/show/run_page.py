@@ -107,8 +107,7 @@ def run_page(folder: RunFolder) -> str:
     if comparison.source == "simulated":
         parts += _simulated(comparison, words)
     else:
-        none = '<p class="none">The records of a training hold the times of steps, and no spans of ranks.</p>'
-        parts += [*_tokens(comparison, records), _step_times(comparison), section("Timelines", none)]
+        parts += [*_tokens(comparison, records), _step_times(comparison)]
     parts.append(section("About this run", facts(_about(folder, comparison, machine))))
     return page(words, parts)
 
@@ -137,8 +136,8 @@ def _speedups(comparison: Comparison) -> list[str]:
         figure = draw_speedups(comparison)
     baseline = comparison.baseline.name
     note = (
-        "A dot is the mean over seeds, a line its 95 % interval. "
-        f"Grey is not distinguishable from {baseline}, which is at 1."
+        "A dot is the mean over seeds, a line its 95 % interval, and small dots below it are single seeds. "
+        f"A grey interval is not distinguishable from {baseline}, which is at 1."
     )
     return [section("Speed-up", inline_svg(figure), note)]
 

@@ -24,6 +24,7 @@ from moesys.config.workload import Replay
 from moesys.lab.commands.compare import compare
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import collect_environment, load_environments
+from moesys.lab.runs.places import RankTrials, TrialObserver
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import QuietProgress, RunInterruption, run, trace_path
 from moesys.lab.runs.trials import run_measured
@@ -305,6 +306,18 @@ def test_ranks_of_torchrun_that_do_not_suit_are_refused(tmp_path, monkeypatch, e
         run(experiment, tmp_path / "runs")
     assert str(error.value) == message
     assert not (tmp_path / "runs").exists()
+
+
+def test_what_strategies_need_is_compiled_before_the_first_trial(monkeypatch):
+    events = []
+    monkeypatch.setattr("moesys.balance.planners.warm_up", lambda balance, split, **_: events.append(split.kind))
+    monkeypatch.setattr(RankTrials, "run", lambda self, trial, *_: events.append(trial.strategy.name))
+    experiment = training()
+    with closing(RankTrials(experiment, threads=1)) as place:
+        for _ in place.run_all(experiment.trials(), experiment, TrialObserver()):
+            pass
+    assert set(events[:2]) == {"even", "flow"}
+    assert events[2:] == [trial.strategy.name for trial in experiment.trials()]
 
 
 def test_numbers_of_each_trial_are_logged_and_an_error_of_the_logger_is_one_warning(tmp_path):

@@ -8,12 +8,14 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pytest
+from lab_cases import EP, experiment, record
 
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import plan_layer
 from moesys.balance.static import Static
 from moesys.config import ClusterSpec, ModelShape
 from moesys.config.presets import laer
+from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.statistics import PairedRatio
 from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.figures import (
@@ -21,6 +23,7 @@ from moesys.lab.show.figures import (
     TimelinePanel,
     draw_forest,
     draw_loads,
+    draw_speedups,
     draw_timelines,
     memory_chart,
     placed_rows,
@@ -103,6 +106,15 @@ def test_the_heat_map_counts_and_sums_and_dark_means_many():
 def test_counts_that_would_run_into_each_other_are_not_written(ranks, written):
     tokens_RE = np.full((ranks, 4), 12345)
     assert ("12,345" in texts(draw_loads(tokens_RE, tokens_RE, title="SIMULATED: wide"))) == written
+
+
+def test_the_ratio_of_each_seed_is_a_dot_below_the_interval():
+    of = experiment(seeds=(0, 1, 2))
+    some = [record(trial, step_ms=10.0 if trial.strategy == EP else 4.0 + trial.seed) for trial in of.trials()]
+    lines = draw_speedups(compare_records(of, some)).axes[0].get_lines()
+    (dots,) = [line for line in lines if len(line.get_xdata()) == 3]
+    assert list(dots.get_xdata()) == pytest.approx([10 / 4, 10 / 5, 10 / 6])
+    assert min(dots.get_ydata()) > 0
 
 
 def test_maps_of_different_layers_are_refused():

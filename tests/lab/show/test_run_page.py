@@ -61,11 +61,13 @@ def test_a_simulated_run_has_its_table_winner_loads_and_timelines_on_one_scale(s
     assert sum(shares) == pytest.approx(200, abs=0.5 * len(shares))
 
 
-def test_a_trained_run_has_its_losses_and_says_that_it_has_no_spans(tmp_path):
+def test_a_trained_run_has_its_losses_loads_and_step_times(tmp_path):
     page = run_page(RunFolder(written(experiment(), tmp_path, ep=10.0, fsep=5.0)))
     assert_whole_and_alone(page)
     assert "The losses of fsep have the same bits as those of ep." in section(page, "Loss")
-    assert "no spans of ranks" in section(page, "Timelines")
+    assert "stroke-dasharray" in section(page, "Step time"), "a curve hides none that it lies on"
+    titles = ["Speed-up", "Loss", "Load of experts", "Step time", "About this run"]
+    assert re.findall("<h2>(.*?)</h2>", page)[1:] == titles
     assert "expert 3: 1.6" in section(page, "Load of experts")
     assert "MEASURED: tiny, 4 experts with top-2 on 4 ranks of 1 node" in page
 

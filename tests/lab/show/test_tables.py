@@ -145,12 +145,24 @@ def test_failures_and_starved_experts_are_told():
     some = records(of, MS)
     first = of.trials()[0]
     some[0] = replace(some[0], status="failed", error="RuntimeError: [red]rank 2 died")
-    some[1] = replace(some[1], samples=some[1].samples | {"starved_experts": Samples("", "lower", [0.0, 1.0])})
+    some[1] = replace(some[1], samples=some[1].samples | {"starved_experts": Samples("", "lower", [0.0, 3.0])})
     comparison = compare_records(of, some)
     text = printed(comparison)
     assert f"Failed: {first.strategy.name}, seed {first.seed}: RuntimeError: [red]rank 2 died\n" in text
     assert "1 (1 failed)" in text
-    assert f"Some experts received no token in some step: {some[1].strategy}." in text
+    starved = f"Of 8 pairs of layer and expert, the median of a step (and the most): {some[1].strategy} 1.5 (3)."
+    assert f"Some experts received no token in some step. {starved}" in text
+
+
+@pytest.mark.parametrize(("slow_ms", "told"), [(10.0, False), (100.0, True)])
+def test_a_table_says_where_step_time_and_speed_up_order_rows_differently(slow_ms, told):
+    of = experiment(seeds=tuple(range(6)))
+    some = [
+        record(trial, step_ms=10.0 if trial.strategy == EP else slow_ms if trial.seed == 0 else 9.0)
+        for trial in of.trials()
+    ]
+    line = "Step ms and speed-up order ep, fsep differently: "
+    assert any(note.startswith(line) for note in legend(compare_records(of, some))) == told
 
 
 @pytest.mark.parametrize(
