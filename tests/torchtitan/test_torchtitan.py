@@ -120,7 +120,7 @@ def test_strategies_train_as_torchtitan_does_with_the_same_bits_for_every_overla
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", ["lent", "fsep"])
 def test_mega_kernels_train_as_torchtitan_does(titan: LocalRanks, name: str) -> None:
-    few: dict[str, Any] = {"steps": 2, "sequences": 1, "settings": {"training.seq_len": 4}}
+    few: dict[str, Any] = {"steps": 2, "sequences": 1, "settings": {"training.seq_len": 8}}
     strategy = STRATEGIES[name].replace(overlap=ms.MegaKernel(programs=1, rows_cap=2.0))
     found, wanted = (titan.run(train, Run(overrides, **few), num_ranks=2) for overrides in (ours(strategy), ()))
     same_training(found, wanted)
