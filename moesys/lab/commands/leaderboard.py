@@ -14,12 +14,12 @@ from typing import Annotated
 
 import typer
 
-from moesys.config import ModelShape, ModelSpec
+from moesys.config import Balance, ModelShape, ModelSpec, Split
 from moesys.config.layer_spec import MoeMlp
 from moesys.lab.commands.options import CLUSTER_HELP, AsJson, Quiet, Wide, model_names_known, refusing
-from moesys.lab.leaderboard.planners import GROUPS, named_planner
-from moesys.lab.leaderboard.ranking import HTML_PAGE, PAGE, write_pages
-from moesys.lab.leaderboard.scores import FILE, results
+from moesys.lab.leaderboard.planners import GROUPS, PlannerGroup, named_planner
+from moesys.lab.leaderboard.ranking import HTML_PAGE, PAGE, RATIO_NOTE, write_pages
+from moesys.lab.leaderboard.scores import FILE, PlannerResult, results
 from moesys.lab.leaderboard.workloads import SCORED, TOKENS_PER_RANK, WARM_UP, recorded_in, settings
 from moesys.lab.runs.declarations import cluster_of, predictor_of
 from moesys.lab.runs.stopwatch import machine_line
@@ -84,9 +84,18 @@ def leaderboard_command(
             min=1, metavar="N", help="Draws of each workload, and parts of each recording (at most 4 if packaged)."
         ),
     ] = 3,
-    quick: Annotated[bool, typer.Option("--quick", help="Only two small settings.")] = False,
-) -> None:
-    """Scores the planners of which ``out`` has no results, writes the pages there and prints the rankings."""
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Check that planners run, in two settings (Mixtral-8x7B on 2 x 8 H100 by default). It is no ranking.",
+        ),
+    ] = False,
+) -> int:
+    """Scores the planners of which ``out`` has no results, writes the pages there and prints the rankings.
+
+    The exit code is 1 if a planner of --planner cannot plan in any setting.
+    """
     added = [named_planner(text) for text in planner or ()]
     groups = [replace(group.with_planners(added), slots_per_rank=slots) for group in GROUPS]
     loads = predictor_of(predictor)
@@ -103,10 +112,21 @@ def leaderboard_command(
     )
     out.mkdir(parents=True, exist_ok=True)
     found = results(scored_in, groups, seeds, out, quiet=quiet)
-    report = write_pages(out, scored_in, groups, found, _introduction(_command(ctx), seeds, lag, warm_up))
+    report = write_pages(out, scored_in, groups, found, _introduction(_command(ctx), seeds, lag, warm_up), added)
+    if quick and not traces_only:
+        where = " and ".join(one.name for one in scored_in[-2:])
+        note = f"--quick checks that planners run and is no ranking: it has only two generated workloads ({where})."
+        report = replace(report, notes=[note, *report.notes])
     output = CommandOutput(None, as_json, quiet, wide)
     publish(report, output)
-    replace(output, folder=out).print_written([PAGE, HTML_PAGE, f"{FILE} with every sample"])
+    pages = f"{PAGE} with tables by workload and setting", HTML_PAGE, f"{FILE} with every sample"
+    replace(output, folder=out).print_written(pages)
+    return int(any(_fails_everywhere(member, groups, found) for member in added))
+
+
+def _fails_everywhere(member: Balance | Split, groups: Sequence[PlannerGroup], found: Sequence[PlannerResult]) -> bool:
+    names = {pair.name for group in groups for pair in group.pairs if member in (pair.balance, pair.split)}
+    return all(result.scores.cannot for result in found if result.planner in names)
 
 
 def _models(name: str) -> dict[str, ModelShape]:
@@ -134,10 +154,10 @@ def _introduction(command: str, seeds: int, lag: int, warm_up: int) -> list[str]
         f"simulated; {seeds} seeds. Planners see {warm_up} micro-batches and are scored on the next "
         f"{SCORED}. All planners of a group have the same slots, lag, predictor and sharding. Layouts from history are "
         f"planned on micro-batches up to the one that is {lag} before the scored one.",
-        "Slowdown: a planner's seconds divided by those of the fastest planner of its group in the same setting and "
-        "seed; geometric mean over the settings of a workload, then over workloads. The 95 % interval is Student's "
-        "over seeds, which are draws, or layers and parts of a recording. A planner that cannot handle some setting "
-        "has no place; its other columns are means over the settings that it can handle.",
+        f"{RATIO_NOTE[0].upper()}{RATIO_NOTE[1:]}",
+        "Ratios are geometric means over the settings of a workload, then over workloads. The 95 % interval is "
+        "Student's over seeds, which are draws, or layers and parts of a recording. A planner that cannot handle some "
+        "setting has no place; its other columns are means over the settings that it can handle.",
         "Crossing: routed tokens that leave their NVLink domain. Copies: replicas that a plan brings to ranks that did "
         "not hold them; on current counts, experts that are lent. Restored: experts that are sent in a forward, all "
         "ranks. Memory: an upper bound for a layer's experts and rows on the rank that holds most. Planning: measured, "

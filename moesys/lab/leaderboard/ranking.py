@@ -1,8 +1,8 @@
-"""Ranks planners by their slowdown and writes the pages of the leaderboard.
+"""Ranks planners by their time relative to the first of their group, and writes the pages of the leaderboard.
 
-The slowdown in a setting and sample is the planner's mean of simulated seconds over the scored micro-batches, divided
-by the least such mean in the group. Geometric means are taken over the settings of a workload, then over workloads, so
-that each workload weighs the same.
+The time in a setting and sample is the mean of simulated seconds over the scored micro-batches. Geometric means are
+taken over the settings of a workload, then over workloads, so that each workload weighs the same. Planners are compared
+in the same settings and samples.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from html import escape
-from math import inf
+from math import exp, inf, log
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import matplotlib as mpl
 
+from moesys.config import Balance, Split
 from moesys.display import counted
 from moesys.files import write_whole
 from moesys.lab.leaderboard.planners import OURS, PlannerGroup
@@ -30,26 +31,39 @@ from moesys.lab.show.tables import Column, Report, Sheet, write
 
 PAGE, HTML_PAGE = "leaderboard.md", "leaderboard.html"
 TITLE = "SIMULATED: a leaderboard of planners"
+RATIO_NOTE = (
+    "time / first: the time of a pair divided by that of the first one in the same settings and seeds. ~: the interval "
+    "contains 1, so these seeds show no difference from the first. The intervals of two rows must not be compared with "
+    "each other, because each compares its row with the first."
+)
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
-BySample = dict[int, float]
-# The samples of each setting, by workload, model and cluster.
-BySetting = dict[tuple[str, str, str], BySample]
+# The milliseconds of a layer, by setting and sample.
+BySample = dict[tuple[tuple[str, str, str], int], float]
+
+
+def is_unclear(ratio: PairedRatio) -> bool:
+    """Returns whether the interval contains 1. The first one's interval is 1 itself; one seed has no interval."""
+    return ratio.low is not None and ratio.high is not None and ratio.low < 1 < ratio.high
+
+
+def _marked(ratio: PairedRatio) -> str:
+    return f"{ratio:.3f}{' ~' if is_unclear(ratio) else ''}"
 
 
 @dataclass(frozen=True)
 class RankedPlanner:
     """One pair of planners in one group. ``place`` is None if it cannot plan in every setting.
 
-    slowdown: with a 95 % interval over samples. by_workload: over the settings in which it can plan. layer_ms: the
-    geometric mean over settings. Other columns are means over scored micro-batches, ``planning_ms`` is a median.
-    cannot: in how many settings it cannot plan, and the reason in the first of them. same: the pairs that are equal to
-    it in every score of every sample, except for the time of planning.
+    ratio: its time divided by that of the first one, with a 95 % interval over samples. by_workload: the same in the
+    settings in which it can plan. layer_ms: the geometric mean over settings. Other columns are means over scored
+    micro-batches, ``planning_ms`` is a median. cannot: in how many settings it cannot plan, and the reason in the first
+    of them. same: the pairs that are equal to it in every score of every sample, except for the time of planning.
     """
 
     place: Annotated[int | None, Column("place")]
     planner: Annotated[str, Column("planner + split", align="left", wraps=True, kept=True)]
-    slowdown: Annotated[PairedRatio | None, Column("slowdown [95 %]", ".3f", kept=True)]
+    ratio: Annotated[PairedRatio | None, Column("time / first [95 %]", _marked, kept=True)]
     by_workload: Annotated[Mapping[str, float], Column("{}", ".3f")]
     layer_ms: Annotated[float | None, Column("a layer, ms", ".2f")]
     max_over_mean: Annotated[float | None, Column("max/mean", ".3f")]
@@ -64,37 +78,44 @@ class RankedPlanner:
 
 @dataclass(frozen=True)
 class LostSetting:
-    """A setting in which moesys' own planner is not the fastest."""
+    """A setting in which a pair of planners, which the table names, is not the fastest."""
 
     workload: Annotated[str, Column("workload")]
     model: Annotated[str, Column("model")]
     cluster: Annotated[str, Column("cluster")]
     slots: Annotated[int, Column("slots")]
     best: Annotated[str, Column("fastest planner")]
-    best_ms: Annotated[float, Column("a layer, ms", ".2f")]
-    ours_ms: Annotated[float, Column("ours, ms", ".2f")]
-    slowdown: Annotated[PairedRatio, Column("slowdown of ours [95 %]", ".3f")]
+    best_ms: Annotated[float, Column("fastest, ms", ".2f")]
+    own_ms: Annotated[float, Column("this pair, ms", ".2f")]
+    slowdown: Annotated[PairedRatio, Column("this pair / fastest [95 %]", _marked)]
 
 
 def ranking(results: Sequence[PlannerResult]) -> list[RankedPlanner]:
     """Returns the pairs of one group: ranked ones by place, then the others by name."""
-    slowdowns, num_settings = _slowdowns(results), len({result.setting for result in results})
-    by_planner = _grouped(results, lambda one: one.planner)
+    num_settings, by_planner = len({result.setting for result in results}), _grouped(results, lambda one: one.planner)
+    able = {
+        planner: _by_sample(of_planner)
+        for planner, of_planner in by_planner.items()
+        if not any(result.scores.cannot for result in of_planner)
+    }
+    first = min(able, key=lambda planner: statistics.fmean(_logs(able[planner]).values()), default=None)
     ranked = []
     for planner, *same in _grouped(list(by_planner), lambda name: _all_scores(by_planner[name])).values():
         of_planner = by_planner[planner]
         ran = [result for result in of_planner if not result.scores.cannot]
         refused = [result for result in of_planner if result.scores.cannot]
         count = len({result.setting for result in refused})
-        by_setting = slowdowns.get(planner, {})
-        workloads = {workload: _over_settings(samples) for workload, samples in _by_workload(by_setting).items()}
+        ratios = {where: ms / able[first][where] for where, ms in _by_sample(ran).items()} if first else {}
+        by_workload = _grouped(list(ratios), lambda where: where[0][0])
         names = ("max_over_mean", "crossing", "copies", "restored_gb", "memory_gb")
         ranked.append(
             RankedPlanner(
                 place=None,
                 planner=planner,
-                slowdown=None if refused else _overall(list(workloads.values())),
-                by_workload={name: statistics.geometric_mean(ratios.values()) for name, ratios in workloads.items()},
+                ratio=_over_samples_ratio(ratios) if planner in able else None,
+                by_workload={
+                    name: statistics.geometric_mean(ratios[where] for where in of) for name, of in by_workload.items()
+                },
                 layer_ms=None if refused else statistics.geometric_mean(map(_ms, ran)),
                 planning_ms=_over_samples(statistics.median, ran, "planning_ms"),
                 cannot=f"{count} of {num_settings} settings: {refused[0].scores.cannot}" if refused else None,
@@ -102,9 +123,9 @@ def ranking(results: Sequence[PlannerResult]) -> list[RankedPlanner]:
                 **{name: _over_samples(statistics.fmean, ran, name) for name in names},
             )
         )
-    estimates = [one.slowdown.estimate for one in ranked if one.slowdown]
+    estimates = [one.ratio.estimate for one in ranked if one.ratio]
     placed = [
-        replace(one, place=1 + sum(other < one.slowdown.estimate for other in estimates)) if one.slowdown else one
+        replace(one, place=1 + sum(other < one.ratio.estimate for other in estimates)) if one.ratio else one
         for one in ranked
     ]
     return sorted(placed, key=lambda one: (one.place or inf, one.planner))
@@ -112,17 +133,28 @@ def ranking(results: Sequence[PlannerResult]) -> list[RankedPlanner]:
 
 def winner(ranked: Sequence[RankedPlanner]) -> str:
     """Returns a sentence that names the fastest pair of a group, and how far behind the next one is."""
-    placed = [one for one in ranked if one.slowdown is not None]
+    placed = [(one.planner, one.ratio) for one in ranked if one.ratio is not None]
     if not placed:
         return "No planner can plan in every setting."
-    first, *others = placed
-    assert first.slowdown is not None
-    words = f"The fastest is {first.planner}, with a slowdown of {first.slowdown:.3f}"
+    (first, _), *others = placed
     if not others:
-        return f"{words}."
-    assert others[0].slowdown is not None
-    after = f"the next of {counted(len(placed), 'result')} is {others[0].planner}, {others[0].slowdown:.3f}"
-    return f"{words}; {after}."
+        return f"The fastest is {first}."
+    (second, ratio), *_ = others
+    unclear = ", which is no clear difference" if is_unclear(ratio) else ""
+    words = f"the next of {len(placed)} results is {second}, at {ratio:.3f} times its time{unclear}"
+    return f"The fastest is {first}; {words}."
+
+
+def failures(ranked: Sequence[RankedPlanner]) -> list[str]:
+    """Returns a sentence for each row that cannot plan in some setting, with the reason."""
+    sentences = []
+    for one in ranked:
+        if one.cannot:
+            names = one.planner, *one.same
+            shared = [name for name in one.planner.split(" + ") if all(name in other.split(" + ") for other in names)]
+            who = f"{' + '.join(shared) or one.planner} ({len(names)} pairs)" if one.same else one.planner
+            sentences.append(f"{who} cannot plan in {one.cannot.rstrip('.')}.")
+    return sentences
 
 
 def _all_scores(results: Sequence[PlannerResult]) -> str:
@@ -131,8 +163,8 @@ def _all_scores(results: Sequence[PlannerResult]) -> str:
     return repr(of)
 
 
-def lost_settings(results: Sequence[PlannerResult], ours: str) -> list[LostSetting]:
-    """Returns the settings of one group in which ``ours`` can plan and is not the fastest, the slowest first."""
+def lost_settings(results: Sequence[PlannerResult], pair: str) -> list[LostSetting]:
+    """Returns the settings of one group in which ``pair`` can plan and is not the fastest, the slowest first."""
     lost = []
     for setting, of_setting in _grouped(results, lambda one: one.setting).items():
         ms_of = {
@@ -140,42 +172,33 @@ def lost_settings(results: Sequence[PlannerResult], ours: str) -> list[LostSetti
             for planner, of_planner in _grouped(of_setting, lambda one: one.planner).items()
             if not any(result.scores.cannot for result in of_planner)
         }
-        if ours not in ms_of:
+        if pair not in ms_of:
             continue
         mean_ms = {planner: statistics.geometric_mean(ms for [ms] in of.values()) for planner, of in ms_of.items()}
         best = min(mean_ms, key=lambda planner: mean_ms[planner])
-        ratio = paired_ratio(ms_of[ours], ms_of[best])
-        if mean_ms[best] < mean_ms[ours] and ratio is not None:
-            lost.append(LostSetting(*setting, of_setting[0].slots, best, mean_ms[best], mean_ms[ours], ratio))
+        ratio = paired_ratio(ms_of[pair], ms_of[best])
+        if mean_ms[best] < mean_ms[pair] and ratio is not None:
+            lost.append(LostSetting(*setting, of_setting[0].slots, best, mean_ms[best], mean_ms[pair], ratio))
     return sorted(lost, key=lambda one: -one.slowdown.estimate)
 
 
-def _slowdowns(results: Sequence[PlannerResult]) -> dict[str, BySetting]:
-    ran = [result for result in results if not result.scores.cannot]
-    together = _grouped(ran, lambda one: (one.setting, one.sample))
-    least = {where: min(map(_ms, of_one)) for where, of_one in together.items()}
-    slowdowns: dict[str, BySetting] = {}
-    for result in ran:
-        ratio = _ms(result) / least[result.setting, result.sample]
-        slowdowns.setdefault(result.planner, {}).setdefault(result.setting, {})[result.sample] = ratio
-    return slowdowns
+def _by_sample(results: Sequence[PlannerResult]) -> BySample:
+    return {(result.setting, result.sample): _ms(result) for result in results}
 
 
-def _overall(workloads: list[BySample]) -> PairedRatio | None:
-    """Returns the slowdown over all workloads, with an interval over the samples that all settings have."""
-    ratios = _over_settings(workloads)
-    return paired_ratio({sample: [ratio] for sample, ratio in ratios.items()}, {sample: [1.0] for sample in ratios})
+def _logs(values: BySample) -> dict[int, float]:
+    """Returns the mean logarithm of each sample: over the settings of a workload, then over workloads."""
+    logs: dict[int, float] = {}
+    for sample, of_sample in _grouped(list(values), lambda where: where[1]).items():
+        by_workload = _grouped(of_sample, lambda where: where[0][0]).values()
+        logs[sample] = statistics.fmean(statistics.fmean(log(values[where]) for where in of) for of in by_workload)
+    return logs
 
 
-def _by_workload(by_setting: BySetting) -> dict[str, list[BySample]]:
-    grouped = _grouped(list(by_setting), lambda setting: setting[0])
-    return {workload: [by_setting[setting] for setting in settings] for workload, settings in grouped.items()}
-
-
-def _over_settings(samples: list[BySample]) -> BySample:
-    """Returns the geometric mean over settings of each sample that all of them have."""
-    shared = sorted(set.intersection(*map(set, samples)))
-    return {sample: statistics.geometric_mean(one[sample] for one in samples) for sample in shared}
+def _over_samples_ratio(ratios: BySample) -> PairedRatio | None:
+    """Returns the ratio over all workloads, with an interval over samples."""
+    logs = _logs(ratios)
+    return paired_ratio({sample: [exp(of)] for sample, of in logs.items()}, {sample: [1.0] for sample in logs})
 
 
 def _ms(result: PlannerResult) -> float:
@@ -203,27 +226,43 @@ def write_pages(
     groups: Sequence[PlannerGroup],
     found: Sequence[PlannerResult],
     introduction: Sequence[str],
+    added: Sequence[Balance | Split] = (),
 ) -> Report:
-    """Writes ``found`` as a page of Markdown and one of HTML, and returns each group's ranking, to be printed."""
-    parts = [_tables_and_figure(group, [one for one in found if one.group == group.name]) for group in groups]
+    """Writes ``found`` as a page of Markdown and one of HTML, and returns each group's ranking, to be printed.
+
+    ``added``: the user's planners, whose settings have tables too.
+    """
+    parts = [_tables_and_figure(group, [one for one in found if one.group == group.name], added) for group in groups]
     workloads = Sheet("Workloads", _workloads(scored_in))
     sheets = [workloads, *(sheet for tables, _ in parts for sheet in tables)]
     write(Report("leaderboard", TITLE, "simulated", sheets, introduction=introduction), page=folder / PAGE)
     write_whole(folder / HTML_PAGE, _html(introduction, workloads, parts))
-    rankings = [replace(tables[0], without=("by_workload", "cannot"), notes=()) for tables, _ in parts]
-    return Report("leaderboard", TITLE, "simulated", rankings)
+    rankings = [
+        replace(ranked, without=("by_workload", "cannot"), notes=failures(ranked.rows)) for (ranked, *_), _ in parts
+    ]
+    return Report("leaderboard", TITLE, "simulated", rankings, notes=[RATIO_NOTE])
 
 
-def _tables_and_figure(group: PlannerGroup, found: Sequence[PlannerResult]) -> tuple[list[Sheet], str]:
+def _tables_and_figure(
+    group: PlannerGroup, found: Sequence[PlannerResult], added: Sequence[Balance | Split]
+) -> tuple[list[Sheet], str]:
     """Returns the tables of one group that have rows, the ranking first, and its figure as SVG."""
-    ranked, lost = ranking(found), lost_settings(found, OURS.name)
-    count = f"{len(lost)} of {counted(len({one.setting for one in found}), 'setting')}"
+    ranked, num_settings = ranking(found), counted(len({one.setting for one in found}), "setting")
     same = [f"The same in every score: {one.planner} = {' = '.join(one.same)}." for one in ranked if one.same]
     sheets = [Sheet(f"SIMULATED: {group.name}", ranked, [winner(ranked), f"{group.about}.", *same])]
-    if lost:
-        sheets.append(Sheet(f"{group.name}: {OURS.name} is not the fastest in {count}", lost))
-    ratios = {f"{one.place}. {one.planner}": one.slowdown for one in ranked if one.slowdown}
+    names = [OURS.name, *(name for member in added if (name := _best_pair(group, ranked, member)))]
+    for name in dict.fromkeys(names):
+        if lost := lost_settings(found, name):
+            sheets.append(Sheet(f"{group.name}: {name} is not the fastest in {len(lost)} of {num_settings}", lost))
+    ratios = {f"{one.place}. {one.planner}": one.ratio for one in ranked if one.ratio}
     return sheets, _figure(group.name, ratios) if ratios else ""
+
+
+def _best_pair(group: PlannerGroup, ranked: Sequence[RankedPlanner], member: Balance | Split) -> str | None:
+    """Returns the pair of a planner that is first in the ranking."""
+    pairs = {pair.name for pair in group.pairs if member in (pair.balance, pair.split)}
+    names = (name for one in ranked for name in (one.planner, *one.same) if name in pairs)
+    return next(names, None)
 
 
 def _figure(group: str, ratios: Mapping[str, PairedRatio]) -> str:
@@ -231,7 +270,7 @@ def _figure(group: str, ratios: Mapping[str, PairedRatio]) -> str:
         drawn = draw_forest(
             ratios,
             title=f"SIMULATED: {group}",
-            xlabel="slowdown, geometric mean (left is faster)",
+            xlabel="time / that of the first (left is faster)",
             words="{:.3f}".format,
             colour=lambda _: OKABE_ITO[0],
         )

@@ -6,6 +6,7 @@ Results are kept as one line of JSON per planner, setting and seed, so that a cr
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from moesys.balance.replay import replay_layer
 from moesys.config import BYTES_PER_GB, Strategy
 from moesys.config.base import in_words
 from moesys.cost import restore_bytes
+from moesys.display import counted
 from moesys.files import FolderLock
 from moesys.journal import Journal
 from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
@@ -216,6 +218,8 @@ def results(
     with FolderLock(folder) as lock:
         journal = replace(result_journal(folder), lock=lock)
         known, found = {result.key: result for result in journal.read()}, []
+        if known and not quiet:
+            print(f"{folder} has {counted(len(known), 'result')} already, which are not scored again.", file=sys.stderr)
         rounds = [(one, sample, _digest(one, sample)) for sample in range(num_samples) for one in settings]
         with steps_told("leaderboard", len(rounds), quiet) as tell:
             for setting, sample, routing in rounds:

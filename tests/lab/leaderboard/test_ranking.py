@@ -1,4 +1,4 @@
-"""The ranking of planners, counted by hand: the weight of workloads, who is ranked, and where ours is not fastest."""
+"""The ranking of planners, counted by hand: weights, places, pairing, failures, and where a pair is not fastest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from moesys.lab.leaderboard.ranking import lost_settings, ranking, winner
+from moesys.lab.leaderboard.ranking import failures, is_unclear, lost_settings, ranking, winner
 from moesys.lab.leaderboard.scores import PlannerResult, PlannerScores
 
 
@@ -24,11 +24,10 @@ def test_workloads_weigh_the_same_however_many_settings_they_have() -> None:
         for sample in range(2)
     ]
     first, second = ranking(found)
-    assert (first.planner, first.place, first.by_workload) == ("a", 1, {"w": 1.0, "v": 2.0})
-    assert first.slowdown.estimate == pytest.approx(2**0.5)
-    # both are at √2: neither is before the other
-    assert (second.planner, second.place) == ("b", 1)
-    assert second.slowdown.estimate == pytest.approx(2**0.5)
+    assert (first.planner, first.place, first.by_workload) == ("a", 1, {"w": 1.0, "v": 1.0})
+    # b takes twice the time in w and half of it in v: neither is before the other
+    assert (second.planner, second.place, second.by_workload) == ("b", 1, {"w": 2.0, "v": pytest.approx(0.5)})
+    assert (first.ratio.estimate, second.ratio.estimate) == (1.0, pytest.approx(1.0))
     assert [(one.workload, one.best, one.slowdown.estimate) for one in lost_settings(found, "a")] == [
         ("v", "b", pytest.approx(4.0))
     ]
@@ -42,10 +41,27 @@ def test_who_cannot_plan_somewhere_is_measured_against_and_not_ranked() -> None:
         result("b", "v", "1", 0, 0.0, cannot="too few slots"),
     ]
     ranked, unranked = ranking(found)
-    assert (ranked.planner, ranked.place, ranked.by_workload) == ("a", 1, {"w": 2.0, "v": 1.0})
-    assert (unranked.planner, unranked.place, unranked.slowdown) == ("b", None, None)
-    assert unranked.by_workload == {"w": 1.0}
+    assert (ranked.planner, ranked.place, ranked.by_workload) == ("a", 1, {"w": 1.0, "v": 1.0})
+    assert (unranked.planner, unranked.place, unranked.ratio) == ("b", None, None)
+    assert unranked.by_workload == {"w": 0.5}
     assert (ranked.cannot, unranked.cannot) == (None, "1 of 2 settings: too few slots")
+    assert failures([ranked, unranked]) == ["b cannot plan in 1 of 2 settings: too few slots."]
+
+
+def test_a_failure_of_all_pairs_of_a_planner_is_told_once() -> None:
+    found = [result(f"mine:Bad + {split}", "w", "1", 0, 0.0, cannot="no.") for split in ("even", "flow")]
+    assert failures(ranking(found)) == ["mine:Bad (2 pairs) cannot plan in 1 of 1 settings: no."]
+
+
+def test_rows_are_compared_with_the_first_seed_by_seed() -> None:
+    """Seeds differ more than planners do: b always takes 10 % longer than a, c takes 1 % longer on average."""
+    ms_of = {"a": (1.0, 2.0, 4.0), "b": (1.1, 2.2, 4.4), "c": (1.1, 1.8, 4.16)}
+    found = [result(name, "w", "1", sample, ms) for name, of in ms_of.items() for sample, ms in enumerate(of)]
+    first, second, third = ranking(found)
+    assert (first.planner, first.ratio.low, first.ratio.high) == ("a", 1.0, 1.0)
+    assert (third.planner, third.ratio.low, third.ratio.high) == ("b", pytest.approx(1.1), pytest.approx(1.1))
+    assert second.ratio.estimate == pytest.approx((1.1 * 0.9 * 1.04) ** (1 / 3))
+    assert [is_unclear(one.ratio) for one in (first, second, third)] == [False, True, False]
 
 
 def test_pairs_with_the_same_scores_are_one_row_and_the_winner_is_named() -> None:
@@ -55,5 +71,5 @@ def test_pairs_with_the_same_scores_are_one_row_and_the_winner_is_named() -> Non
     first, second = ranking(found)
     assert (first.planner, first.same, second.planner, second.same) == ("a", ("c",), "b", ())
     assert winner([first, second]) == (
-        "The fastest is a, with a slowdown of 1.000 [1.000, 1.000]; the next of 2 results is b, 2.000 [2.000, 2.000]."
+        "The fastest is a; the next of 2 results is b, at 2.000 [2.000, 2.000] times its time."
     )
