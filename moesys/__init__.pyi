@@ -169,6 +169,7 @@ __all__ = [
     "Operations",
     "Oracle",
     "Ordered",
+    "OutsideExperts",
     "Parallelism",
     "PathPart",
     "Pipelined",
