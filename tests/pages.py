@@ -31,7 +31,7 @@ FENCE = re.compile(
 
 # Commands that no test runs, and why. Their options are checked all the same.
 NOT_RUN = {
-    r"pip|make|srun|head=": "installs, or needs Slurm",
+    r"python3 -m venv|pip|make|srun|head=": "installs, or needs Slurm",
     r"(\.venv/bin/|torchrun .* -m )?pytest": "runs the tests",
     r"\.venv/bin/python": "writes goldens",
     r"moesys doctor --gpu": "needs a GPU",
