@@ -122,7 +122,7 @@ COMMANDS = {
         "The planners run on recorded and generated routing. The default settings take about ten minutes on one core. "
         "A planner of yours is a class that extends ms.Balance or ms.Split (docs/planners.md).",
         (
-            "moesys leaderboard --quick --planner my_planners.py:Heaviest",
+            "moesys leaderboard --quick --planner my_planners:Heaviest",
             "moesys leaderboard --trace run.npz --traces-only --model mixtral-8x7b",
         ),
     ),

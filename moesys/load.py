@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ def frozen_int64(name: str, values: Any, num_dims: int) -> IntArray:
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise ValueError(f"{name} is no array: {error}") from None
+        raise ValueError(_ragged(name, values) or f"{name} is no array: {error}") from None
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} has dtype {array.dtype}; it counts, so give integers")
     if array.ndim != num_dims:
@@ -32,6 +33,15 @@ def frozen_int64(name: str, values: Any, num_dims: int) -> IntArray:
     array = as_int64(name, array)
     array.setflags(write=False)
     return array
+
+
+def _ragged(name: str, rows: Any) -> str:
+    """Returns which row is shorter than others, or "" if none is."""
+    lengths = [len(row) if isinstance(row, Sized) else 0 for row in rows]
+    rank = lengths.index(min(lengths))
+    filled = "; fill the row with -1" if name == "expert_RS" else ""
+    words = f"{name}: rank {rank} has {lengths[rank]} of {max(lengths)} entries{filled}"
+    return words if lengths[rank] < max(lengths) else ""
 
 
 def as_int64(name: str, array: npt.NDArray[Any]) -> IntArray:

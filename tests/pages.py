@@ -43,8 +43,8 @@ NOT_RUN = {
 }
 # Commands that take more than a few seconds, and those that need what these leave behind.
 SLOW = re.compile(
-    r"moesys (run (first|compare|record|experiments/\w+)\.py|compare|tune|leaderboard|explain experiments|calibrate"
-    r"|simulate )"
+    r"python rivals|moesys (run (first|compare|record|experiments/\w+)\.py|compare|tune|leaderboard"
+    r"|explain experiments|calibrate|simulate )"
 )
 
 

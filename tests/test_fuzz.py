@@ -1055,7 +1055,8 @@ FOUND: list[tuple[Callable[[Path], object], str]] = [
         "expert_RS has 18446744073709551615; use integers below",
     ),
     (lambda _: LoadMatrix(np.array([[2**63, 0]], np.uint64)), "tokens_RE has 9223372036854775808; use integers below"),
-    (lambda _: LoadMatrix([[1], [1, 2]]), "tokens_RE is no array"),
+    (lambda _: LoadMatrix([[1], [1, 2]]), "tokens_RE: rank 0 has 1 of 2 entries$"),
+    (lambda _: ExpertLayout([[0, 1], [1]], 2), "expert_RS: rank 1 has 1 of 2 entries; fill the row with -1"),
     (
         lambda folder: megatron(folder, step=1.5),
         r"line 1 of .*rank0\.jsonl holds no routing: step=1.5 is no whole number",

@@ -397,15 +397,20 @@ def test_a_command_imports_what_its_line_names(
 def test_a_module_that_cannot_be_imported_is_named(eager: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("folder").mkdir()
     Path("folder", "broken.py").write_text("raise SystemExit(3)")
+    Path("folder", "bare.py").write_text("import moesys as ms\n\nclass Bare(ms.Balance):\n    extra = 3\n")
     Path("folder", f"{eager}.py").write_text(FILE)
     for name, words in (
         ("folder/nowhere.py", "folder/nowhere.py is not a file; give the file or the module that defines the planners"),
         ("nowhere", "nowhere cannot be imported: ModuleNotFoundError: No module named 'nowhere'; modules are looked"),
-        ("folder/broken.py", "folder/broken.py cannot be imported: SystemExit: 3"),
+        ("folder/broken.py", "SystemExit: 3"),
+        ("folder/bare.py", "Bare.extra has no annotation; write its type, as in extra: int = 3, or extra: ClassVar"),
+        ("folder/bare.py", 'bare.py", line 3, in <module>\n    class Bare(ms.Balance):\n'),
         (f"folder/{eager}.py", f"/{eager}.py already; give one of the files another name"),
     ):
         assert moesys("explain", "none.toml", "--import", f"{eager}.py", "--import", name) == 2
-        assert words in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert words in error
+        assert ("PYTHONPATH" in error) == (name == "nowhere")
 
 
 @pytest.mark.parametrize("text", ["[" * 10**5, '{"a": ' * 10**5, '{"name": 1', "\xff", ""])

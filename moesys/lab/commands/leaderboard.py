@@ -47,7 +47,7 @@ def leaderboard_command(
         list[str] | None,
         typer.Option(
             metavar="PLANNER",
-            help="Planner of yours, FILE.py:CLASS or module:CLASS, or a kind with fields as JSON; may be repeated.",
+            help="Planner of yours, such as my_planners:Heaviest, or a kind with fields as JSON; may be repeated.",
         ),
     ] = None,
     trace: Annotated[

@@ -21,7 +21,7 @@ from moesys.config import Balance, ClusterSpec, Split
 from moesys.display import counted
 from moesys.files import read_json, write_whole
 from moesys.lab.commands.options import CLUSTER_HELP, AsJson, OutFile, refusing
-from moesys.lab.runs.declarations import balance_of, cluster_of, split_of
+from moesys.lab.runs.declarations import balance_of, cluster_of, member_words, split_of
 from moesys.lab.show.tables import add_head, add_line, print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
@@ -43,10 +43,18 @@ def plan_command(
         int | None, typer.Option(min=1, metavar="N", help="Slots per rank (default: one more than needed).")
     ] = None,
     balance: Annotated[
-        str, typer.Option(metavar="KIND", help='Layout planner, such as greedy or {"kind": "greedy", "effort": 4}.')
+        str,
+        typer.Option(
+            metavar="KIND",
+            help='Layout planner: greedy, {"kind": "greedy", "effort": 4}, or a class of yours, my_planners:Heaviest.',
+        ),
     ] = "greedy",
     split: Annotated[
-        str, typer.Option(metavar="KIND", help='Split, such as flow or {"kind": "flow", "max_inter_node": 0.1}.')
+        str,
+        typer.Option(
+            metavar="KIND",
+            help='Split: flow, {"kind": "flow", "max_inter_node": 0.1}, or a class of yours, my_planners:Nearest.',
+        ),
     ] = "flow",
     previous: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plan that --out wrote, whose layout is in force.")
@@ -71,7 +79,8 @@ def plan_command(
     if as_json:
         print(text, end="")
         return
-    tree = plan_tree(plan, certificate, spec, f"{load.name}: {balance_config.kind} + {split_config.kind}", before)
+    title = f"{load.name}: {member_words(balance_config)} + {member_words(split_config)}"
+    tree = plan_tree(plan, certificate, spec, title, before)
     print_full(tree, [] if out is None else [f"Written to {out}."])
 
 

@@ -18,7 +18,7 @@ from moesys.balance.quotas import Quotas
 from moesys.config import Balance, ClusterSpec, Ep, Fsep, Last, ModelShape, Predictor, Split, Strategy
 from moesys.config.base import in_words
 from moesys.files import json_of
-from moesys.lab.runs.declarations import own_kind
+from moesys.lab.runs.declarations import member_words, own_kind
 
 _FLOWS: tuple[Split, ...] = (FlowSplit(), FlowSplit(max_inter_node="seconds"))
 # All planners and splits of moesys take part, also those that are still to come.
@@ -29,13 +29,6 @@ _LAYOUTS = (*(planner for planner in _PLANNERS if not planner.has_quotas), Eplb(
 # CP-SAT takes part only where it solves the whole problem and no rank waits for its plan: otherwise it takes seconds.
 _CP_SAT = CpSat(deterministic_time=0.2)
 _LAST = Last()
-
-
-def member_words(member: Balance | Split | Predictor) -> str:
-    """Returns a member's kind and the fields that differ from their defaults, such as ``greedy(effort=4)``."""
-    defaults = {name: field.default for name, field in type(member).model_fields.items()}
-    changed = [f"{field}={value}" for field, value in member if field != "kind" and value != defaults[field]]
-    return f"{member.kind}({', '.join(changed)})" if changed else member.kind
 
 
 @dataclass(frozen=True)
@@ -155,7 +148,9 @@ def named_planner(text: str) -> Balance | Split:
     except ValueError as error:
         raise ValueError(f"planner={text!r}: {error}") from None
     errors: list[str] = []
-    for union in (Balance, Split):
+    kind = fields["kind"]
+    known = [union for union in (Balance, Split) if kind in union.table or union.own_class(kind)]
+    for union in known or (Balance, Split):
         try:
             planner: Any = TypeAdapter(union).validate_python(fields)
             found: Balance | Split = planner

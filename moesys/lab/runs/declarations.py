@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, PydanticUserError, TypeAdapter
 
 from moesys.config import Balance, ClusterSpec, Declared, Predictor, Split, Strategy, presets
 from moesys.config.base import in_words
@@ -271,13 +271,25 @@ def _own_lines(path: Path, what: str) -> Iterator[None]:
     """Turns whatever the file raises into a ValueError with the file's own lines of the traceback."""
     try:
         yield
-    except SyntaxError as error:
-        told = "".join(traceback.format_exception_only(error)).rstrip()
-        raise ValueError(f"{what}\n{told}") from None
     except (Exception, SystemExit) as error:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        lines = "".join(traceback.format_list(own))
-        raise ValueError(f"{what}\n{lines}{type(error).__name__}: {error}") from None
+        raise ValueError(f"{what}\n{_reason_in(str(path), error)}") from None
+
+
+def _reason_in(path: str, error: BaseException) -> str:
+    """Returns the message of what a file raised, below the file's own lines of the traceback."""
+    if isinstance(error, SyntaxError):
+        return "".join(traceback.format_exception_only(error)).rstrip()
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    words = f"{type(error).__name__}: {error}"
+    if own and isinstance(error, PydanticUserError) and error.code == "model-field-missing-annotation":
+        # The file's last line of the traceback is that of the class, and only the message has the field.
+        owner, field = re.search(r"class (\w+)", str(own[-1].line)), re.search(r"`(\w+) = (.*)`\. ", error.message)
+        if owner and field:
+            words = (
+                f"{owner[1]}.{field[1]} has no annotation; write its type, as in {field[1]}: int = {field[2]}, or "
+                f"{field[1]}: ClassVar = {field[2]} if it is no field"
+            )
+    return "".join(traceback.format_list(own)) + words
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
@@ -353,11 +365,14 @@ def import_module_of_user(name: str) -> str:
     sys.path[:0] = folders
     try:
         module = import_module(module_name)
-    except (Exception, SystemExit) as error:
+    except ModuleNotFoundError as error:
         raise ValueError(
             f"{name} cannot be imported: {type(error).__name__}: {error}; modules are looked for in the current folder "
             "and where PYTHONPATH says, so add the folder there, or give the file, as in folder/my_planners.py"
         ) from None
+    except (Exception, SystemExit) as error:
+        spec = find_spec(module_name)
+        raise ValueError(f"{name} cannot be imported\n{_reason_in(str(spec and spec.origin), error)}") from None
     finally:
         for folder in folders:
             sys.path.remove(folder)
@@ -381,6 +396,13 @@ def own_kind(kind: str) -> str:
     """
     module, _, name = kind.partition(":")
     return f"{import_module_of_user(module)}:{name}" if name else kind
+
+
+def member_words(member: Balance | Split | Predictor) -> str:
+    """Returns a member's kind and the fields that differ from their defaults, such as ``greedy(effort=4)``."""
+    defaults = {name: field.default for name, field in type(member).model_fields.items()}
+    changed = [f"{field}={value}" for field, value in member if field != "kind" and value != defaults[field]]
+    return f"{member.kind}({', '.join(changed)})" if changed else member.kind
 
 
 def _member(text: str, field: str, union: TypeAdapter[T]) -> T:

@@ -15,6 +15,7 @@ from rich.tree import Tree
 from moesys.balance.certificate import SecondsCertificate
 from moesys.config import BYTES_PER_GB, ClusterSpec, Fsep, Strategy
 from moesys.display import Columns, Display, counted, listed
+from moesys.lab.runs.declarations import member_words
 from moesys.lab.show.tables import Column, Sheet, WholeTable, add_head, add_line, figure, print_full
 from moesys.simulator.simulation import COMPUTED_KINDS
 
@@ -353,7 +354,7 @@ def _load_branch(branch: Tree, layer: LayerExplanation) -> None:
 
 def _layout_branch(branch: Tree, layer: LayerExplanation, strategy: Strategy) -> None:
     if strategy.lag == 0:
-        add_line(branch, "layout", f"planned by {strategy.balance.kind} on this micro-batch's own counts")
+        add_line(branch, "layout", f"planned by {member_words(strategy.balance)} on this micro-batch's own counts")
         return
     if strategy.late_slots:
         late = [f"expert {e} on rank {rank}" for rank, experts in enumerate(layer.late_experts_R) for e in experts]
@@ -368,7 +369,7 @@ def _layout_branch(branch: Tree, layer: LayerExplanation, strategy: Strategy) ->
     history = f"micro-batch {first}" if first == last else f"micro-batches {first} to {last}"
     layout = add_head(
         branch,
-        f"layout: planned by {strategy.balance.kind} on {history} ({strategy.predictor.kind}), "
+        f"layout: planned by {member_words(strategy.balance)} on {history} ({strategy.predictor.kind}), "
         f"in use since {change.since}{kept}",
     )
     add_line(

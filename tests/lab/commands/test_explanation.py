@@ -248,14 +248,14 @@ def test_a_static_layout_has_no_history():
 
 
 def test_the_tree_says_what_moved_and_that_times_are_simulated(tmp_path):
-    strategy = Strategy(name="eplb [hot]", sharding=Fsep(slots_per_rank=1), balance=Eplb())
+    strategy = Strategy(name="eplb [hot]", sharding=Fsep(slots_per_rank=1), balance=Eplb(hierarchical=True))
     step = explain(strategy, replayed(tmp_path, TURN, strategy), micro_batch=3)
     text = str(step)
     rank = step.layers[0].change.experts[0].gained_ranks[0]
     assert text.startswith("SIMULATED: eplb [hot] of tiny, micro-batch 3 of 0 to 4, seed 0\n")
     assert f"expert 1: 1 -> 2 replicas, it has 1.82 × the mean load; new on rank {rank}\n" in text
     assert f"expert 0: 2 -> 1 replicas, it has 0.18 × the mean load; gone from rank {rank}\n" in text
-    assert "layout: planned by eplb on micro-batch 2 (last), in use since 3\n" in text
+    assert "layout: planned by eplb(hierarchical=True) on micro-batch 2 (last), in use since 3\n" in text
     assert f"load: replayed from {tmp_path / 'trace.npz'}\n" in text
 
 

@@ -115,6 +115,8 @@ def test_a_previous_plan_is_where_the_next_one_begins(loads):
     moved = int(np.maximum(after.replicas_RE - before.replicas_RE, 0).sum())
     assert moved <= 1
     assert f"moves: {moved} replicas" in output
+    # Fields that differ from their defaults tell two planners of one kind apart.
+    assert "load.npz: flex_moe(max_moves=1) + flow, " in output
 
 
 def test_slots_are_one_more_than_needed_by_default(loads):

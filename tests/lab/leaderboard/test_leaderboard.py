@@ -388,6 +388,12 @@ def test_what_is_no_planner_is_refused(text: str, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_a_wrong_field_is_the_only_error() -> None:
+    with pytest.raises(ValueError, match="efort") as error:
+        named_planner('{"kind": "greedy", "efort": 4}')
+    assert "ms.Split" not in str(error.value)
+
+
 def test_a_planner_is_named_by_its_module_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "module_of_mine.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
