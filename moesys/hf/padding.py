@@ -1,6 +1,6 @@
 """Padding of transformers' models: which tokens of a call are real, as its ``attention_mask`` says.
 
-A block gives experts and routers its tokens without the mask. So hooks on the innermost model around them note the mask
+A block gives experts and routers its tokens without the mask. So hooks on the innermost model around them keep the mask
 for as long as the model runs, and a checkpointed region keeps it for its recomputation in backward.
 
 B sequences of S tokens, T = B·S.
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextvars import ContextVar
+from functools import cached_property
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,18 @@ from moesys.moe.call import running_tape
 FOLLOWED = "moesys_padding_followed"
 
 
-class _Call(NamedTuple):
-    """A call of a model that runs. ``mask_T``: bool, False for padding; None if there is none, or none is known."""
+class _Call:
+    """A call of a model that runs, with its arguments, inside of the call ``outer``."""
 
-    mask_T: Tensor | None
-    outer: _Call | None
+    def __init__(self, given: dict[str, Any], outer: _Call | None) -> None:
+        self._given, self.outer = given, outer
+
+    @cached_property
+    def mask_T(self) -> Tensor | None:
+        """Returns False for padding, bool [T]; None if there is none, or none is known. Computed where experts or
+        routers ask, as the host waits for it.
+        """
+        return _mask_in(self._given)
 
 
 _call: ContextVar[_Call | None] = ContextVar("moesys_model_call", default=None)
@@ -76,7 +84,8 @@ register_module_module_registration_hook(_follow_new)
 @torch.compiler.disable
 def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs
-    _call.set(_Call(_mask_in(given), _call.get()))
+    kept = {name: given.get(name) for name in ("attention_mask", "input_ids", "inputs_embeds")}
+    _call.set(_Call(kept, _call.get()))
 
 
 @torch.compiler.disable
@@ -94,4 +103,7 @@ def _mask_in(given: dict[str, Any]) -> Tensor | None:
     if not isinstance(mask, Tensor) or not isinstance(tokens, Tensor) or mask.dim() != 2:
         return None
     mask_BS = mask[:, max(mask.shape[1] - tokens.shape[1], 0) :].bool()
-    return None if mask_BS.shape != tokens.shape[:2] or mask_BS.all() else mask_BS.flatten()
+    if mask_BS.shape != tokens.shape[:2] or mask_BS.all():
+        return None
+    # A mask for a whole cache has other columns last than those of these tokens.
+    return mask_BS.flatten() if mask.shape[1] == tokens.shape[1] or mask_BS.any() else None

@@ -56,8 +56,8 @@ class Experts(nn.Module):
     all ranks, as if every rank's loss were one term of a sum.
 
     ``outside``: experts that are somebody else's parameters. Then ``masters`` is None, and experts are computed in the
-    dtype of x, not in that of ``shape``. What these do not fit is refused here, as far as they are sharded already, and
-    otherwise in the first forward.
+    dtype of x, not in that of ``shape``. Parts that do not fit are refused here if they are sharded already, otherwise
+    in the first forward.
 
     Raises ValueError where strategy, shape and cluster do not fit, and for a strategy that does not run ``outside``.
     """

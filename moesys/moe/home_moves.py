@@ -150,7 +150,9 @@ def gather_loads(model: nn.Module, expert_LTK: Sequence[Tensor]) -> list[LoadMat
         E = experts.shape.num_experts
         tokens_E = torch.zeros(E, dtype=torch.int64)
         for ids in expert_LTK:
-            tokens_E += torch.bincount(ids[layer].flatten().long().cpu(), minlength=E)
+            chosen = ids[layer].long().cpu()
+            # Recorded padding has none.
+            tokens_E += torch.bincount(chosen[chosen >= 0], minlength=E)
         wanted_N = torch.cat([torch.tensor([experts.token_channel.rank]), tokens_E]).to(experts.store.masters.device)
         with channel_over(_parameters(module)[0], copies=True) as channel:
             rank_N, *tokens_EN = channel.all_gather(wanted_N, lane="homes", at=MOVING).cpu().T

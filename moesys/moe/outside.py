@@ -145,6 +145,8 @@ class OutsideMasters(Masters):
     def __init__(self, outside: OutsideExperts, shards: ExpertShards) -> None:
         self._outside, self._shards = outside, shards
         self._checked_mesh: DeviceMesh | None = None
+        # Whether the parts that were read last were computed from parameters.
+        self._computed = False
         with torch.no_grad():
             read = outside.read()
         kept = [read[part.name] for part in shards.form.parts]
@@ -157,7 +159,9 @@ class OutsideMasters(Masters):
         return self._outside.add_gradients is not None
 
     def differentiable(self) -> tuple[Tensor, ...]:
-        return tuple(map(local_part, self._tensors(self._outside.read())))
+        tensors = self._tensors(self._outside.read())
+        self._computed = any(tensor.grad_fn is not None for tensor in tensors)
+        return tuple(map(local_part, tensors))
 
     def by_part(self, masters: Sequence[Tensor]) -> tuple[Master, ...]:
         left = iter([master.detach() for master in masters])
@@ -172,7 +176,8 @@ class OutsideMasters(Masters):
 
     @property
     def at_hand(self) -> bool:
-        return not self._misfit(self._outside.read(), made=False)
+        # What is computed may have another value later, so backward uses what its forward has read.
+        return not self._computed and not self._misfit(self._outside.read(), made=False)
 
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
         assert self._outside.add_gradients is not None

@@ -36,7 +36,7 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None,
 
     Raises:
         ValueError: the experts' group is smaller than the job and no ``group`` is given; a router of another library
-            has a bias and no ``rate`` is given, or its experts do not count; a bias ``move_router_bias`` refuses.
+            has a bias and no ``rate`` is given, or its experts do not count; a bias that ``move_router_bias`` refuses.
     """
     require_module(model)
     moves: dict[str, tuple[Tensor, float]] = {}
@@ -62,6 +62,8 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None,
             )
         layers.append(experts)
     tokens_LE = counts_of_batch(layers, group, "update_router_bias()")
+    for (bias_E, _), tokens_E in zip(moves.values(), tokens_LE, strict=True):
+        _check(bias_E, tokens_E)
     for (bias_E, used), tokens_E in zip(moves.values(), tokens_LE, strict=True):
         move_router_bias(bias_E, tokens_E, used)
     for experts in experts_of(model):
@@ -79,6 +81,18 @@ def move_router_bias(bias_E: Tensor, tokens_E: Tensor, rate: float) -> None:
     Raises TypeError for counts that are not integers, and ValueError for a bias of 16 bits, which would lose small
     steps, or of another number of experts.
     """
+    _check(bias_E, tokens_E)
+    # E x (mean - tokens), which has the same sign and is exact in integers.
+    tokens_E = tokens_E.long()
+    shortfall_E = tokens_E.sum() - tokens_E * tokens_E.numel()
+    step_E = (rate * shortfall_E.sign().to(bias_E.device, bias_E.dtype)).view(bias_E.shape)
+    if isinstance(bias_E, DTensor):
+        step_E = distribute_tensor(step_E, bias_E.device_mesh, bias_E.placements, src_data_rank=None)
+    bias_E += step_E
+
+
+def _check(bias_E: Tensor, tokens_E: Tensor) -> None:
+    """Raises what ``move_router_bias`` says."""
     if tokens_E.is_floating_point():
         raise TypeError(f"tokens_E has dtype {tokens_E.dtype}, which is not exact; count tokens in int64")
     if bias_E.dtype not in (torch.float32, torch.float64):
@@ -87,9 +101,3 @@ def move_router_bias(bias_E: Tensor, tokens_E: Tensor, rate: float) -> None:
         raise ValueError(
             f"the bias has {bias_E.numel()} elements and tokens_E has {tokens_E.numel()}; give one count for each"
         )
-    # E x (mean - tokens), which has the same sign and is exact in integers.
-    shortfall_E = tokens_E.sum() - tokens_E * tokens_E.numel()
-    step_E = (rate * shortfall_E.sign().to(bias_E.device, bias_E.dtype)).view(bias_E.shape)
-    if isinstance(bias_E, DTensor):
-        step_E = distribute_tensor(step_E, bias_E.device_mesh, bias_E.placements, src_data_rank=None)
-    bias_E += step_E

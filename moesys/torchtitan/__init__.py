@@ -38,15 +38,19 @@ __all__ = ["experts", "planning"]
 
 
 @override(target=RoutedExperts.Config, description="experts under a strategy of moesys")
-def experts(config: RoutedExperts.Config, *, strategy: str | Mapping[str, Any]) -> RoutedExperts.Config:
+def experts(
+    config: RoutedExperts.Config, *, strategy: str | Mapping[str, Any], dtype: str = "bfloat16"
+) -> RoutedExperts.Config:
     """Returns what runs the experts of a layer of ``config`` under a strategy.
 
     ``strategy``: the fields of a ``ms.Strategy``, or the path of a file of them in TOML or JSON, which only rank 0
-    reads.
+    reads. ``dtype``: that of ``training.mixed_precision_param``, for which planners count bytes and ``MegaKernel`` has
+    memory.
 
-    Raises ValueError on all ranks for a strategy that is not valid, and for experts that moesys does not run.
+    Raises ValueError on all ranks for a strategy or a dtype that is not valid, and for experts that moesys does not
+    run.
     """
-    return replaced(config, _strategy_of(strategy))
+    return replaced(config, _strategy_of(strategy), dtype)
 
 
 @override(target=CheckpointManager.Config, description="load histories and layouts of moesys in checkpoints")
@@ -82,7 +86,7 @@ def _strategy_of(given: str | Mapping[str, Any]) -> Strategy:
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             read[0] = Path(given).read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, ValueError) as error:
             read[1] = str(error)
     if dist.is_initialized():
         dist.broadcast_object_list(read)

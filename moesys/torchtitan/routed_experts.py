@@ -39,8 +39,8 @@ _PARTS = {
 }
 
 
-def replaced(config: RoutedExperts.Config, strategy: Strategy) -> RoutedExperts.Config:
-    """Returns the configuration of the same experts under ``strategy``.
+def replaced(config: RoutedExperts.Config, strategy: Strategy, dtype: str) -> RoutedExperts.Config:
+    """Returns the configuration of the same experts under ``strategy``. ``dtype``: that of their products.
 
     Raises ValueError for experts that moesys does not run.
     """
@@ -64,7 +64,7 @@ def replaced(config: RoutedExperts.Config, strategy: Strategy) -> RoutedExperts.
         states = inner.sharding_config.state_shardings
         cut = {name: _cut(states[name], part) for name, part in _PARTS[_keeper(inner)].items()}
         inner = replace(inner, sharding_config=replace(inner.sharding_config, state_shardings=cut))
-    return derive(config, StrategyRoutedExperts.Config, inner_experts=inner, strategy=strategy.to_json())
+    return derive(config, StrategyRoutedExperts.Config, inner_experts=inner, strategy=strategy.to_json(), dtype=dtype)
 
 
 def _keeper(config: GroupedExperts.Config) -> str:
@@ -103,7 +103,11 @@ class _Model:
     @staticmethod
     def of(parallel_dims: ParallelDims) -> _Model:
         """Returns that of the model which is made for ``parallel_dims``."""
-        return vars(parallel_dims).setdefault("moesys_model", _Model())
+        found: _Model = vars(parallel_dims).setdefault("moesys_model", _Model())
+        if found.experts and len(found.experts) == len(found.modules):
+            # Another model of the same ranks.
+            found = vars(parallel_dims)["moesys_model"] = _Model()
+        return found
 
 
 class StrategyRoutedExperts(RoutedExperts):
@@ -113,9 +117,10 @@ class StrategyRoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """``strategy``: in JSON, as torchtitan writes configurations down."""
+        """``strategy``: in JSON, as torchtitan writes configurations down. ``dtype``: as in ``experts``."""
 
         strategy: str
+        dtype: str
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -149,6 +154,7 @@ class StrategyRoutedExperts(RoutedExperts):
             intermediate_size=inner.hidden_dim,
             num_experts=inner.num_experts,
             top_k=self._config.token_dispatcher.top_k,
+            dtype=self._config.dtype,
         )
         outside, index = _outside(self.inner_experts, inner), len(model.experts)
         # Parameters may be offloaded to the CPU, but not where they are computed with.

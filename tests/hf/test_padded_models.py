@@ -238,7 +238,9 @@ def test_masks_of_calls() -> None:
         experts_inputs(model, inputs_embeds=model.model.embed_tokens(ids), attention_mask=mask), mask.flatten()
     )
     four_dimensions = torch.zeros(2, 1, S, S)
-    for unknown in (None, torch.ones_like(mask), four_dimensions):
+    # Of a cache that has room for as many tokens again, which come first.
+    of_a_cache = torch.cat([torch.ones_like(mask), torch.zeros_like(mask)], dim=1)
+    for unknown in (None, torch.ones_like(mask), four_dimensions, of_a_cache):
         assert experts_inputs(model, input_ids=ids, attention_mask=unknown) is None
     # As in generate(), the mask is that of the cache too. Its name depends on the version.
     cache = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"

@@ -307,4 +307,6 @@ def test_one_rank_has_all_homes() -> None:
     model, optimizer = build()
     ms.move_homes(model, [np.zeros(6, int)] * 2, optimizer)
     assert not model.moe[0].experts.homes.moved
-    assert ms.gather_loads(model, [torch.tensor([[[0, 1]], [[2, 3]]])])[1].tokens_RE.tolist() == [[0, 0, 1, 1, 0, 0]]
+    # With a padded token.
+    recorded = torch.tensor([[[0, 1], [-1, -1]], [[2, 3], [-1, -1]]])
+    assert ms.gather_loads(model, [recorded])[1].tokens_RE.tolist() == [[0, 0, 1, 1, 0, 0]]

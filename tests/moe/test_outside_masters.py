@@ -262,6 +262,17 @@ def test_outside_masters_are_read_where_they_lie() -> None:
             assert is_master == (dtype == torch.float32)
             assert torch.equal(stacked.gate_up, gate_up.to(dtype))
             assert torch.equal(stacked.down, down.to(dtype))
+        assert experts.store.masters.at_hand
+
+
+def test_computed_masters_are_not_read_ahead() -> None:
+    """Backward would have those of another moment than its forward."""
+    factor = nn.Parameter(torch.ones(()))
+    gate_up, down = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    outside = OutsideExperts(lambda: {"gate_up": gate_up * factor, "down": down * factor})
+    experts = ms.Experts(SHAPE, ms.Strategy(name="ep"), outside=outside)
+    experts(torch.randn(3, H), torch.zeros(3, K, dtype=torch.int64) + torch.arange(K), torch.ones(3, K))
+    assert not experts.store.masters.at_hand
 
 
 @pytest.mark.parametrize("listed", [False, True])

@@ -318,3 +318,6 @@ def test_bias_moves_towards_balance():
     # One token more than the mean of 2^24, which float32 does not tell from it.
     move_router_bias(bias_E.zero_(), torch.tensor([2**24 + 1, 2**24, 2**24, 2**24 - 1]), 0.25)
     assert bias_E.tolist() == [-0.25, 0, 0, 0.25]
+    # Counts of which E times one is more than int32 has.
+    move_router_bias(bias_E.zero_(), torch.tensor([2**30, 0, 0, 0], dtype=torch.int32), 0.25)
+    assert bias_E.tolist() == [-0.25, 0.25, 0.25, 0.25]

@@ -231,13 +231,15 @@ def test_thirty_steps_with_the_same_choices_stay_together(titan: LocalRanks, the
 
 
 @pytest.mark.slow
-def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRanks) -> None:
+def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRanks, tmp_path: Path) -> None:
     override = "moesys.torchtitan.experts"
     fsep = STRATEGIES["fsep"]
     late = fsep.replace(sharding=fsep.sharding.replace(delay_reshard=True))
     ep = ours(STRATEGIES["ep"])
+    (tmp_path / "latin.toml").write_bytes("name = 'é'".encode("latin-1"))
     refused = {
         (override + '={"strategy": "nowhere.toml"}',): "nowhere.toml",
+        (override + f'={{"strategy": "{tmp_path}/latin.toml"}}',): "cannot be read on rank 0",
         (override + '={"strategy": "ep"}',): "path that ends in .toml or .json",
         (override + '={"strategy": {"name": "ep", "sharding": {"kind": "epp"}}}',): "epp",
         ours(late): "delay_reshard=True",

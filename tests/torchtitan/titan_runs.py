@@ -29,7 +29,8 @@ STRATEGIES = {
 
 def ours(strategy: ms.Strategy) -> tuple[str, ...]:
     """Returns the override of the command line that runs experts under ``strategy``."""
-    return (f"moesys.torchtitan.experts={json.dumps({'strategy': strategy.model_dump(mode='json')})}",)
+    fields = {"strategy": strategy.model_dump(mode="json"), "dtype": "float32"}
+    return (f"moesys.torchtitan.experts={json.dumps(fields)}",)
 
 
 @dataclass(frozen=True)
