@@ -238,7 +238,7 @@ def test_run_prints_a_line_a_trial_and_the_table_and_then_has_nothing_to_do():
     assert lines[-4:] == [
         "",
         f"Results: {folder}",
-        "  report.html: table, speed-up, load of ranks and experts, timelines, to open in a browser",
+        "  report.html: table, speed-up, load of ranks and experts, timelines",
         "All runs: runs/index.html",
     ]
     assert (folder / "table.txt").read_text().splitlines() == lines[6:-4]

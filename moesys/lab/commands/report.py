@@ -39,7 +39,7 @@ def print_locations(folders: Sequence[Path], told: TextIO) -> None:
         if page := _unless_it_fails(page_of_run, folder):
             # Between the table and the facts about the run are the figures that this run has.
             figures = re.findall("<h2>(.*?)</h2>", page.read_text(encoding="utf-8"))[1:-1]
-            print(f"  {page.name}: {', '.join(['table', *figures]).lower()}, to open in a browser", file=told)
+            print(f"  {page.name}: {', '.join(['table', *figures]).lower()}", file=told)
     if page := _unless_it_fails(write_index, folders[-1].parent):
         print(f"All runs: {page}", file=told)
 
