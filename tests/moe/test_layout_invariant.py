@@ -98,7 +98,7 @@ def test_a_plan_refuses_experts_without_kernels_on_a_gpu() -> None:
     experts = ms.Experts(SHAPE, INVARIANT)
     with pytest.raises(ValueError, match=r"have no kernels on meta; use reduction=Ordered\(\) there"):
         # A device that is there, and that no layer takes tokens from.
-        experts._plan(torch.empty(64, 2, dtype=torch.int64, device="meta"), torch.float32, 0)
+        experts._plan(torch.empty(64, 2, dtype=torch.int64, device="meta"), None, torch.float32, 0)
 
 
 @HOMES
