@@ -72,7 +72,7 @@ def _refuse(adapter: Any, *_args: object, **_kwargs: object) -> NoReturn:
 def with_lora(module: Any, name: str, adapter: Any | None) -> Tensor:
     """Returns the parameter ``name`` of an experts module with what ``adapter`` adds to this rank's part of it.
 
-    What FSDP has sharded has another shape than this rank's part. That is so here while it has sharded the adapter.
+    While FSDP has the adapter sharded, this is an empty tensor, whose shape says that the part is not at hand.
     """
     parameter = module._parameters[name]
     # Before it is sharded, its form alone is read.

@@ -258,7 +258,7 @@ def _holders(root: nn.Module, others: set[nn.Module]) -> dict[nn.Module, tuple[n
 
     def walk(module: nn.Module, around: nn.Module) -> None:
         seen.add(module)
-        # What an adapter on experts has inside is read where experts run.
+        # Modules inside of an adapter on experts do not run: experts read their parameters.
         if module is root or (_runs(module) and (is_adapter(module) or not is_adapter(around))):
             found[module] = (around, [])
             around = module

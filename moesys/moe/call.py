@@ -271,7 +271,7 @@ class Tape:
     """The calls of MoE layers inside one checkpointed region, in order, and the tapes of regions inside it.
 
     ``choices``: the choices that routers were given (``moe.routing_replay``): who gave them, and the micro-batch.
-    ``mask_T``: of the tokens of a host's model that runs the region.
+    ``mask_T``: the real tokens of the model's call that runs the region.
     """
 
     calls: list[LayerCall] = field(default_factory=list)

@@ -79,7 +79,7 @@ class Experts(nn.Module):
         super().__init__()
         check_kinds(shape=shape, strategy=strategy, group=group, cluster=cluster, layer_index=layer_index, seed=seed)
         form = None if outside is None else outside.form(shape)
-        # What an expert computes.
+        # An expert computes this.
         self.function = OURS
         if outside is not None and form is not None:
             self.function = outside.function(form)
@@ -445,9 +445,9 @@ def experts_of(model: nn.Module) -> list[Experts]:
     return [each for each in found if isinstance(each, Experts)]
 
 
-def experts_beside(model: nn.Module, paths: Iterable[str]) -> list[Experts | None]:
+def experts_beside(model: nn.Module, paths: Iterable[str], without: str) -> list[Experts]:
     """Returns for each path of a router, or of a tensor of one, the experts that it serves: those of the innermost
-    module around it that has any. None where there are none, or several.
+    module around it that has any. Raises ValueError where there are none, or several: ``without``, formatted by path.
     """
     modules = ((name, module.__dict__.get("moesys_experts", module)) for name, module in model.named_modules())
     experts = [(name.split("."), each) for name, each in modules if isinstance(each, Experts)]
@@ -458,7 +458,9 @@ def experts_beside(model: nn.Module, paths: Iterable[str]) -> list[Experts | Non
         for depth in reversed(range(len(parts))):
             if found := [each for name, each in experts if name[:depth] == parts[:depth]]:
                 break
-        beside.append(found[0] if len(found) == 1 else None)
+        if len(found) != 1:
+            raise ValueError(without.format(path))
+        beside.append(found[0])
     return beside
 
 

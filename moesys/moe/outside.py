@@ -145,7 +145,7 @@ class OutsideMasters(Masters):
     def __init__(self, outside: OutsideExperts, shards: ExpertShards) -> None:
         self._outside, self._shards = outside, shards
         self._checked_mesh: DeviceMesh | None = None
-        # Whether the parts that were read last were computed from parameters.
+        # This says whether the parts that were read last were computed from parameters.
         self._computed = False
         with torch.no_grad():
             read = outside.read()

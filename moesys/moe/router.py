@@ -325,14 +325,12 @@ def _over_global_batch(
     model: nn.Module, found: dict[str, list[_Losses]], group: dist.ProcessGroup | None
 ) -> list[Tensor]:
     """Returns the losses of each pass with the shares of the global batch. ``found``: by the names of their routers."""
-    layers = []
-    for name, experts in zip(found, experts_beside(model, found), strict=True):
-        if experts is None:
-            raise ValueError(
-                f"router {name!r} has no ms.Experts of its own in the module around it, whose counts its loss over the "
-                'global batch needs; use over="micro_batch"'
-            )
-        layers.append(experts)
+    layers = experts_beside(
+        model,
+        found,
+        "router {!r} has no ms.Experts of its own in the module around it, whose counts its loss over the global batch "
+        'needs; use over="micro_batch"',
+    )
     if not layers:
         return []
     tokens_LE = counts_of_batch(layers, group, "router_loss()")
@@ -341,7 +339,7 @@ def _over_global_batch(
     totals = []
     for layer, losses_N, tokens_E, mean in zip(layers, found.values(), tokens_LE, mean_L, strict=True):
         share_E = token_shares(tokens_E, layer.shape.top_k, layer.shape.scoring_func)
-        # A pass is one of N of its router, over which the caller divides, as over ranks.
+        # The caller divides a router's sum over its N passes by N, as it divides by the ranks.
         for losses in losses_N:
             weight = losses.num_tokens * len(losses_N) / mean
             totals.append(weight * losses.total(share_E.to(weight.device)))

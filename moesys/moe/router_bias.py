@@ -53,14 +53,12 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None,
                 )
             if used:
                 moves[path] = bias_E, used
-    layers = []
-    for path, experts in zip(moves, experts_beside(model, moves), strict=True):
-        if experts is None:
-            raise ValueError(
-                f"{path} belongs to experts that do not count their tokens; run the model under ms.parallelize, which "
-                "one rank can too, or call ms.move_router_bias(bias_E, tokens_E, rate) with counts of your own"
-            )
-        layers.append(experts)
+    layers = experts_beside(
+        model,
+        moves,
+        "{} belongs to experts that do not count their tokens; run the model under ms.parallelize, which one rank can "
+        "too, or call ms.move_router_bias(bias_E, tokens_E, rate) with counts of your own",
+    )
     tokens_LE = counts_of_batch(layers, group, "update_router_bias()")
     for (bias_E, _), tokens_E in zip(moves.values(), tokens_LE, strict=True):
         _check(bias_E, tokens_E)

@@ -27,7 +27,7 @@ from moesys.moe.outside import OutsideExperts
 from moesys.moe.runtime import MoERuntime, link
 from moesys.torch_private import unseen_by_selective_checkpoints
 
-# What parameters of torchtitan are of an expert, by the class that keeps them.
+# These are torchtitan's parameters of experts and their parts, by the class that keeps them.
 _PARTS = {
     "torchtitan.models.common.moe.GroupedExperts": {"w1_EFD": "gate", "w2_EDF": "down", "w3_EFD": "up"},
     "torchtitan.models.gpt_oss.moe.GptOssGroupedExperts": {
@@ -92,7 +92,7 @@ def _outside(module: nn.Module, config: Any) -> OutsideExperts:
 
 
 class _Model:
-    """What the layers of one model share: their order, memory that they use in turn, and their runtime."""
+    """State that the layers of one model share: their order, memory that they use in turn, and their runtime."""
 
     def __init__(self) -> None:
         self.modules: list[StrategyRoutedExperts] = []

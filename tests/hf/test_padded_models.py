@@ -21,7 +21,7 @@ from moesys.moe.experts import experts_of
 ms.hf.register()
 
 E, K, L, S = 8, 3, 2, 12
-# Of each micro-batch, of each rank; in the second one rank has no padding.
+# Each micro-batch has one for each rank; in the second, one rank has no padding.
 LENGTHS = [[[5, 12, 7], [3, 1, 9]], [[12, 12, 12], [2, 11, 6]]]
 COEFFICIENT = 0.05
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=5), balance=ms.Greedy(), split=ms.FlowSplit())
