@@ -147,6 +147,8 @@ class OutsideMasters(Masters):
         self._checked_mesh: DeviceMesh | None = None
         # This says whether the parts that were read last were computed from parameters.
         self._computed = False
+        # This is where they were then; None before the first forward.
+        self._device: torch.device | None = None
         with torch.no_grad():
             read = outside.read()
         kept = [read[part.name] for part in shards.form.parts]
@@ -160,7 +162,7 @@ class OutsideMasters(Masters):
 
     def differentiable(self) -> tuple[Tensor, ...]:
         tensors = self._tensors(self._outside.read())
-        self._computed = any(tensor.grad_fn is not None for tensor in tensors)
+        self._computed, self._device = any(tensor.grad_fn is not None for tensor in tensors), tensors[0].device
         return tuple(map(local_part, tensors))
 
     def by_part(self, masters: Sequence[Tensor]) -> tuple[Master, ...]:
@@ -172,7 +174,8 @@ class OutsideMasters(Masters):
 
     @property
     def device(self) -> torch.device:
-        return _each(self._outside.read()["down"])[0].device
+        # Parts that are computed would be computed for it.
+        return self._device or _each(self._outside.read()["down"])[0].device
 
     @property
     def at_hand(self) -> bool:
