@@ -258,6 +258,31 @@ def test_an_error_in_a_model_ends_its_call() -> None:
     assert real_tokens(torch.zeros(S, 1)) is None
 
 
+def test_a_call_that_ctrl_c_ended_has_no_mask_in_later_ones() -> None:
+    model = drawn("qwen3_moe", E, experts_implementation="moesys")
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    ids, mask = torch.arange(S)[None], torch.arange(S)[None] > 3
+
+    def gradient(interrupted: bool) -> Tensor:
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        if interrupted:
+            hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(input_ids=ids, attention_mask=mask)
+            hook.remove()
+        loss.backward()
+        return model.model.layers[0].mlp.experts.down_proj.grad
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    wanted = gradient(interrupted=False)
+    assert torch.equal(gradient(interrupted=True), wanted)
+    model(input_ids=ids)
+    assert real_tokens(torch.zeros(S, 1)) is None
+
+
 def test_on_one_rank_padding_is_not_computed_either() -> None:
     """Gradients of tokens are those without a mask in the experts, to the bit, also where a block runs again."""
     results = []
