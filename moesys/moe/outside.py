@@ -103,12 +103,7 @@ class OutsideExperts:
         """Returns what must be the same on all ranks that share experts of ``form``, as JSON values."""
         parts = {part.name: part.shape for part in form.parts}
         activation = None if self.activation is None else _name(self.activation)
-        return {
-            "parts": parts,
-            "transposed": self.transposed,
-            "activation": activation,
-            "weights_on": self.weights_on,
-        }
+        return {"parts": parts, "transposed": self.transposed, "activation": activation, "weights_on": self.weights_on}
 
     def function(self, form: ExpertForm) -> ExpertFunction:
         """Returns what an expert of ``form`` computes."""
