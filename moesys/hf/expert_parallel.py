@@ -57,7 +57,7 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
             layer_index = next(newest.layer_indices)
             self._experts = strategy_experts(experts, strategy, ep_mesh, layer_index, num_batches, dtype=dtype)
             shard(experts, self._experts)
-            self._experts.shards.memory = newest.memory
+            self._experts.use_memory(newest.memory)
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             mask_T = real_tokens(hidden_states)

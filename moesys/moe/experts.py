@@ -20,6 +20,7 @@ from moesys.balance.layout_schedule import InlinePlanner, LayoutSchedule, PlanSo
 from moesys.balance.plan import LayerPlan
 from moesys.collectives import guarded
 from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, ModelShape, Strategy
+from moesys.kernels.cpu.page_pool import PagePool
 from moesys.load import frozen_int64
 from moesys.moe.arguments import check_inputs, check_kinds, cluster_of, declaration, mesh_of, require_module
 from moesys.moe.call import NUM_SAVED, LayerCall, Link, Lookahead, RoutedExperts, current_tape
@@ -359,6 +360,10 @@ class Experts(nn.Module):
         return super()._apply(fn, recurse)
 
     # --- linking ------------------------------------------------------------------------------------------
+
+    def use_memory(self, memory: PagePool) -> None:
+        """Places large tensors in ``memory`` from now on, which the layers of a model use in turn."""
+        self.shards.memory = self.context.memory = memory
 
     def join(
         self,

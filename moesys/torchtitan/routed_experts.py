@@ -160,7 +160,7 @@ class StrategyRoutedExperts(RoutedExperts):
         # Parameters may be offloaded to the CPU, but not where they are computed with.
         on = self._mesh.device_type if self._mesh is not None else next(self.inner_experts.parameters()).device
         experts = Experts(shape, self._strategy, self._mesh, layer_index=index, device=on, outside=outside)
-        experts.shards.memory = model.memory
+        experts.use_memory(model.memory)
         attach(experts, self)
         model.experts.append(experts)
         if self._mesh is not None and len(model.experts) == len(model.modules):
