@@ -260,6 +260,7 @@ class TitanSteps:
             loss = self.trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=num_tokens)
         found = {"loss": loss.detach()}
         for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None
             # Every n-th element, as long runs of elements may be those of tokens that are not in the data.
             found[name] = whole(parameter.grad).flatten()[dist.get_rank() :: num_ranks].clone()
         self.trainer.optimizers.zero_grad()
