@@ -56,7 +56,7 @@ def bench_record_routing(
     ],
     quiet: Quiet = False,
 ) -> int:
-    """Trains three small models and records their routing."""
+    """Trains small models and records their routing."""
     from benchmarks import record_routing
 
     return record_routing.main(folder, quiet)
@@ -173,7 +173,7 @@ PAGES = {
         bench_record_routing,
         COMPUTING,
         "Record the routing that moesys leaderboard replays.",
-        "It trains three small models, in a quarter of an hour on two cores.",
+        "It trains five small models, in less than half an hour on two cores.",
         ("python -m benchmarks record-routing recorded",),
     ),
     "calibration-check": CommandPage(

@@ -5,11 +5,12 @@ routers see further batches of the text, and their choices are counted. The pack
 
     python -m benchmarks record-routing moesys/lab/leaderboard/recorded
 
-in a quarter of an hour on two cores. The text is Python's standard library; weights are drawn.
+in less than half an hour on two cores. The text is Python's standard library; weights are drawn.
 """
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -40,12 +41,22 @@ BIAS_RATE = 3e-3
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, the packaged configuration ``base`` with ``changes``, and the steps before which it is counted."""
+    """A model, the packaged configuration ``base`` with ``changes``, and the steps before which it is counted.
+
+    quantiles: whether biases are set by quantile balancing instead of moved at a rate. annealed: the step from which on
+    the learning rate is a twentieth, as quantiles of one step balance the next only where scores hardly move. domain: a
+    folder of Python's standard library that is outside of the text; the model is trained on it from the first of
+    ``steps`` on, and it is what is counted. about: the words by which the leaderboard tells the recording from others.
+    """
 
     name: str
     base: str
     changes: dict[str, Any]
     steps: tuple[int, ...] = field(default=tuple(range(120, 281, 20)))
+    quantiles: bool = False
+    annealed: int | None = None
+    domain: str = ""
+    about: str = "while it was trained"
 
 
 _NARROW = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_experts_per_tok": 8}
@@ -57,6 +68,24 @@ RECIPES = (
         "deepseek-v3-small",
         _NARROW | {"n_routed_experts": 256, "n_group": 8, "topk_group": 4, "intermediate_size": 128},
         steps=tuple(range(248, 281, 4)),
+    ),
+    # The reference of Python, which is English, after the source code of modules.
+    Recipe(
+        "olmoe-fine-tuned",
+        "olmoe-small",
+        _NARROW | {"num_experts": 64},
+        steps=tuple(range(120, 137, 2)),
+        domain="pydoc_data",
+        about="while it was fine-tuned on Python's reference, after training on source code",
+    ),
+    Recipe(
+        "quantile-balanced",
+        "deepseek-v3-small",
+        _NARROW | {"n_routed_experts": 128, "n_group": 1, "topk_group": 1, "intermediate_size": 128},
+        steps=tuple(range(140, 173, 4)),
+        quantiles=True,
+        annealed=120,
+        about="while it was trained with quantile balancing",
     ),
 )
 
@@ -70,21 +99,33 @@ def record(recipe: Recipe, text: Text, quiet: bool = False) -> Trace:
     model = learners.from_config(config, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     num_experts = fields.get("num_experts") or fields["n_routed_experts"]
+    domain = load_text(Path(sysconfig.get_path("stdlib"), recipe.domain)) if recipe.domain else text
+    # The routers with biases, and the logits of the newest pass of each.
+    routers = [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
+    logits: dict[Any, Tensor] = {}
+    for router in routers:
+        router.register_forward_hook(lambda router, _, output: logits.update({router: output[0].detach()}))
     counted = []
     with steps_told(recipe.name, recipe.steps[-1] + 1, quiet) as tell:
         for step in range(recipe.steps[-1] + 1):
             if step in recipe.steps:
                 with torch.no_grad():
-                    counted.append(_counts(model, _tokens(text, step, COUNTED, micro_batch=1), num_experts))
-            tokens = _tokens(text, step, TRAINED, micro_batch=0)
+                    counted.append(_counts(model, _tokens(domain, step, COUNTED, micro_batch=1), num_experts))
+            tokens = _tokens(domain if step >= recipe.steps[0] else text, step, TRAINED, micro_batch=0)
             optimizer.zero_grad()
             with record_routing(model) as chosen_LTK:
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
             tell(f"loss {loss.item():.3f}")
             loss.backward()
             optimizer.step()
-            _move_biases(model, chosen_LTK[0], num_experts)
-    meta = {"source": "python -m benchmarks record-routing", "text": text.fingerprint[:16]}
+            if step + 1 == recipe.annealed:
+                optimizer.param_groups[0]["lr"] /= 20
+            for router, ids_TK in zip(routers, chosen_LTK[0], strict=False):
+                if recipe.quantiles:
+                    set_quantiles(router.e_score_correction_bias, logits[router].sigmoid(), config.num_experts_per_tok)
+                else:
+                    _move_bias(router.e_score_correction_bias, ids_TK)
+    meta = {"source": "python -m benchmarks record-routing", "text": text.fingerprint[:16], "about": recipe.about}
     return Trace(np.stack(counted), config.num_experts_per_tok, recipe.name, meta, recipe.steps)
 
 
@@ -118,12 +159,22 @@ def _counts(model: Any, tokens: Tensor, num_experts: int) -> IntArray:
     return np.array([[np.bincount(ids_N, minlength=num_experts) for ids_N in ids_RN] for ids_RN in ids_LRN.numpy()])
 
 
-def _move_biases(model: Any, chosen_LTK: Tensor, num_experts: int) -> None:
-    """Moves the routers' balancing biases, if they have any, towards experts with fewer tokens than the mean."""
-    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    for bias_E, ids_TK in zip(biases, chosen_LTK, strict=False):
-        tokens_E = torch.bincount(ids_TK.flatten().long(), minlength=num_experts).float()
-        bias_E += BIAS_RATE * torch.sign(tokens_E.mean() - tokens_E)
+def _move_bias(bias_E: Tensor, ids_TK: Tensor) -> None:
+    """Moves a router's balancing bias towards experts with fewer tokens than the mean."""
+    tokens_E = torch.bincount(ids_TK.flatten().long(), minlength=len(bias_E)).float()
+    bias_E += BIAS_RATE * torch.sign(tokens_E.mean() - tokens_E)
+
+
+@torch.no_grad()
+def set_quantiles(bias_E: Tensor, score_TE: Tensor, top_k: int) -> None:
+    """Sets a bias to that with which K / E of the tokens would have chosen each expert, less the mean over experts.
+
+    Quantile balancing: an expert of score s is chosen from a bias of α - s on, where α is the (K+1)-th best score +
+    bias of the token (Kimi K3's report, section 2.3.3; here with exact quantiles instead of histograms).
+    """
+    cutoff_T1 = (score_TE + bias_E).topk(top_k + 1, dim=1).values[:, -1:]
+    quantile_E = torch.quantile(cutoff_T1 - score_TE, top_k / len(bias_E), dim=0)
+    bias_E.copy_(quantile_E - quantile_E.mean())
 
 
 def main(folder: Path, quiet: bool = False) -> int:

@@ -186,7 +186,7 @@ def _introduction(command: str, seeds: int, lag: int, warm_up: int) -> list[str]
         "Regret: the time of a pair divided by that of the fastest pair of the workload among those that can plan in "
         "all its settings, minus 1; in the ranking, that of the workload in which it is largest. Forced balance: the "
         "time of plain `Ep` if every expert got as many tokens of every rank, divided by that of the pair, without "
-        "settings that have fewer experts than ranks. It can be above 100 %, because copies of experts inside a node "
-        "save traffic that plain `Ep` has.",
+        "settings in which plain `Ep` leaves ranks without experts. It can be above 100 %, because copies of experts "
+        "inside a node save traffic that plain `Ep` has.",
         f"Planning was measured on {machine_line(1, ('numpy', 'numba', 'ortools'))}.",
     ]

@@ -31,7 +31,7 @@ from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
 from moesys.lab.leaderboard.workloads import SCORED, RoutingSetting
 from moesys.lab.runs.environment import source_digest
 from moesys.lab.show.progress import steps_told
-from moesys.layout import ExpertLayout
+from moesys.layout import ExpertLayout, owner_of_experts
 from moesys.limits import rank_memory
 from moesys.load import LoadMatrix, balanced_tokens
 from moesys.simulator.step_program import simulate
@@ -176,7 +176,7 @@ class _Meter:
         held = strategy.replace(sharding=strategy.sharding.replace(slots_per_rank=filled), late_slots=0)
         most_tokens = -(-int(plan.tokens.tokens_R.max()) // model.top_k)
         scores.memory_gb.append(rank_memory(held, model, cluster, 1, most_tokens).gb)
-        if cluster.num_ranks <= model.num_experts:
+        if owner_of_experts(model.num_experts, cluster.num_ranks)[-1] == cluster.num_ranks - 1:
             scores.forced_ms.append(forced_balance_ms(model, cluster, plan.load.total))
 
 

@@ -185,7 +185,8 @@ def packaged_recordings() -> tuple[RecordedRouting, ...]:
         with as_file(file) as path:
             trace = load_trace(path)
         shape = f"{trace.num_experts} experts, top {trace.top_k}"
-        about = f"recorded from a small model of transformers' code while it was trained; {shape}"
+        when = trace.meta.get("about", "while it was trained")
+        about = f"recorded from a small model of transformers' code {when}; {shape}"
         recordings.append(RecordedRouting(f"{trace.name}, recorded", about, trace))
     return tuple(recordings)
 
@@ -218,7 +219,7 @@ GENERATED = (
         turns=(0, 0, 1, 1, 2, 2),
     ),
 )
-# Workloads that are scored only where they are chosen, because all together take as long again.
+# Workloads that are scored only where they are chosen, so that the default takes no longer.
 FURTHER = (
     ImbalanceRouting("W0 balanced", "every expert has the same tokens of every rank"),
     ImbalanceRouting("W1 hot expert set", "a quarter of the experts is hot, always the same and anywhere"),

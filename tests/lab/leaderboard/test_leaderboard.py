@@ -354,8 +354,10 @@ def test_forced_balance_by_hand(name: str, busiest: float) -> None:
     assert shares == pytest.approx(1 / busiest, rel=1e-6 if name == "W0" else 0.05)
 
 
-def test_fewer_experts_than_ranks_have_no_forced_balance() -> None:
-    setting = replace(SETTING, cluster=ClusterSpec(num_nodes=2, ranks_per_node=8))
+@pytest.mark.parametrize("ranks", [6, 16])
+def test_without_experts_on_every_rank_there_is_no_forced_balance(ranks: int) -> None:
+    """Plain experts live two on a rank, on 4 of 6 ranks, or one on a rank, on 8 of 16."""
+    setting = replace(SETTING, cluster=ClusterSpec(ranks_per_node=ranks))
     [(_, scores)] = score(setting, SMALL[0], (PlannerPair(Static(), EvenSplit()),), 0)
     assert (scores.forced_ms, len(scores.layer_ms)) == ([], SCORED)
 
@@ -495,12 +497,14 @@ def test_all_kinds_of_planners_and_splits_take_part(monkeypatch: pytest.MonkeyPa
     assert {pair.split.kind for pair in taking_part} == set(Split.kinds())
     everywhere = settings(models={}, clusters={})
     assert len(everywhere) == 32
+    by_default = {setting.routing.name for setting in everywhere}
+    assert {drawn.name for drawn in GENERATED} < by_default
+    assert len(by_default) == 8
+    everywhere = settings(models={}, clusters={}, workloads=["all"])
     assert {setting.routing.name for setting in everywhere} == {
         *(one.name for one in packaged_recordings()),
-        *(drawn.name for drawn in GENERATED),
+        *(drawn.name for drawn in (*GENERATED, *FURTHER)),
     }
-    everywhere = settings(models={}, clusters={}, workloads=["all"])
-    assert {drawn.name for drawn in (*GENERATED, *FURTHER)} < {setting.routing.name for setting in everywhere}
     for group in GROUPS:
         assert len({pair.name for pair in group.pairs}) == len(group.pairs)
         for setting in everywhere:
