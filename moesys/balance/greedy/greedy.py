@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -68,6 +68,7 @@ class Greedy(Balance):
 
     kind: Literal["greedy"] = "greedy"
     is_compiled: ClassVar[bool] = True
+    recent_batches: ClassVar[int] = 8
     effort: int = Field(1, ge=0, description="multiples of the default work, in iterations and never by a clock")
     min_replicas: MinReplicas = Field(1, description="least number of replicas of every expert, on distinct ranks")
     replicas_within: ReplicasWithin = Field("cluster", description="where all replicas of an expert are")
@@ -78,7 +79,11 @@ class Greedy(Balance):
         0, ge=0, description="what a moved replica costs, in tokens of the busiest rank over a plan's life"
     )
     drift: float = Field(
-        0.02, ge=0, le=1, description="share of experts' popularity that is drawn anew until a plan is used"
+        0.02,
+        ge=0,
+        le=1,
+        description="share of experts' popularity that is drawn anew until a plan is used; measured "
+        "where there is a history",
     )
     deadline_ms: float | None = Field(
         None, gt=0, description="the search ends after so much time; then runs do not repeat bit by bit"
@@ -137,6 +142,24 @@ class Greedy(Balance):
             (fresh if problem.layout is None else planner.earned(fresh, problem.layout)).expert_RS
         )
 
+    def plan(self, problem: PlanningProblem) -> tuple[ExpertLayout, bytes]:
+        """Returns the layout that did best lately, of those that several candidates would have had on the micro-batches
+        before (``leader``). Without a history, and where moves are counted or a clock ends the search, ``layout``
+        decides.
+        """
+        from moesys.balance.greedy.leader import follow_leader
+
+        free = self.max_moves is None and not self.move_tokens and self.deadline_ms is None and self.effort > 0
+        if not (problem.recent and problem.model and problem.sharding and free) or self.is_constrained:
+            return self.layout(problem), b""
+        check_replicas(problem, self.min_replicas, self.replicas_within)
+        return follow_leader(problem, self)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether experts have their places by ``replicas_within`` or ``min_replicas``."""
+        return self.replicas_within != "cluster" or self.min_replicas > 1
+
 
 def check_replicas(problem: PlanningProblem, wanted: int, within: Within) -> None:
     """Raises ValueError where not all experts at once can have ``wanted`` replicas, each expert on distinct ranks of
@@ -177,6 +200,13 @@ def check_replicas(problem: PlanningProblem, wanted: int, within: Within) -> Non
 
 def _cost(draft: _Draft) -> int:
     return draft.cost
+
+
+class Recipe(NamedTuple):
+    """How a layout was built: the index of its builder (``_Planner.kinds``), and the most slots of a rank."""
+
+    kind: int
+    slots: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,30 +267,32 @@ class _Planner:
         num_near = 1 + self.scenarios_each
         self.near = Scenarios(self.scenarios.tokens_KE[:num_near], self.scenarios.weight_K[:num_near])
 
-    @property
-    def constrained(self) -> bool:
-        """Whether experts have their places by ``replicas_within`` or ``min_replicas``."""
-        return self.config.replicas_within != "cluster" or self.config.min_replicas > 1
-
     # --- building
 
     def best(self, before_RS: IntArray) -> _Draft:
         """Returns the best of the layouts that are built in one go, near ``before_RS``, and then improved."""
-        if self.judge is None or self.constrained:
+        if self.judge is None or self.config.is_constrained:
             return min((self.improved(draft, NO_LIMIT) for draft in self.built(before_RS)), key=_cost)
+        return self.best_in_seconds(before_RS)[0]
+
+    def best_in_seconds(self, before_RS: IntArray) -> tuple[_Draft, Recipe]:
+        """Returns the same for the fewest seconds, and how to build one like it."""
         built = {kind: build() for kind, build in enumerate(self.kinds(before_RS))}
         drafts = {kind: _Draft(self, *found) for kind, found in built.items() if found}
         kinds = sorted(drafts, key=lambda kind: drafts[kind].cost)
-        finalists = (self.improved(drafts[kind], NO_LIMIT) for kind in kinds[:MOST_IMPROVED])
-        best = min(finalists, key=lambda draft: draft.full_cost)
-        return best if self.problem.sharding is None else self.with_fewer_slots(best, kinds[0])
+        finalists = {kind: self.improved(drafts[kind], NO_LIMIT) for kind in kinds[:MOST_IMPROVED]}
+        kind = min(finalists, key=lambda kind: finalists[kind].full_cost)
+        recipe = Recipe(kind, int(self.numbers.slots_R.max()))
+        if self.problem.sharding is None:
+            return finalists[kind], recipe
+        return self.with_fewer_slots(finalists[kind], recipe, kinds[0])
 
     def built(self, before_RS: IntArray) -> Iterator[_Draft]:
         """Yields layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that
         costs next to nothing.
         """
         builders = self.builders(before_RS)
-        if self.constrained:
+        if self.config.is_constrained:
             yield _Draft(self, *builders.by_parts())
             return
         if self.numbers.num_nodes > 1 and (found := builders.each_node()):
@@ -301,8 +333,8 @@ class _Planner:
     def builders(self, before_RS: IntArray) -> Builders:
         return Builders(self.numbers, self.part_R, self.config.min_replicas, self.scenarios_each, before_RS)
 
-    def with_fewer_slots(self, best: _Draft, kind: int) -> _Draft:
-        """Returns ``best``, or a layout of its kind with fewer slots a rank, as long as one less costs less."""
+    def with_fewer_slots(self, best: _Draft, recipe: Recipe, kind: int) -> tuple[_Draft, Recipe]:
+        """Returns ``best``, or a layout of ``kind`` with fewer slots a rank, as long as one less costs less."""
         n = self.numbers
         most = int(n.slots_R.max()) - 1
         while most and np.minimum(n.slots_R, most).sum() >= len(n.tokens_E):
@@ -314,8 +346,8 @@ class _Planner:
             draft = _Draft(self, n.numbered(other.numbers.named(built.expert_RS)), built.part_R)
             if draft.full_cost >= best.full_cost:
                 break
-            best, most = draft, most - 1
-        return best
+            best, recipe, most = draft, Recipe(kind, most), most - 1
+        return best, recipe
 
     # --- improving
 

@@ -83,10 +83,10 @@ class TimedPlanner:
         if isinstance(balance, Greedy) and not is_first:
             informed = balance.replace(drift=measured_drift(self._loads[0], request.load))
             request = replace(request, strategy=request.strategy.replace(balance=informed))
-        layout = request.solve()
+        plan = request.solve()
         if not is_first:
             self.all_ms.append(1e3 * (time.perf_counter() - begin_s))
-        return SolvedPlan(layout)
+        return plan
 
 
 def score(

@@ -1,0 +1,190 @@
+"""The leader: of several candidates, the one whose layouts would have cost the micro-batches before the least.
+
+Each candidate plans after every micro-batch, on what was known then, and when the micro-batch comes that its layout was
+for, the layout is judged on that load. What it would have cost, over what all candidates would have cost on average, is
+added to the candidate's sum, from which older micro-batches fade. The candidate with the least sum plans the next
+layout. So how much loads move, and which past load predicts the next one, is measured and not assumed.
+
+Candidates spread replicas, evenly or by load, or search (``greedy``) for the cheapest layout, as if loads stood still
+or drifted as they did lately; each on the load that the predictor expects, and on the mean of the newest ones. As a
+search takes long, searches take turns: between two of its searches a candidate builds anew what its search found best,
+and another one keeps the layout that the search found.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from moesys.balance.flow.flow_split import split_costs
+from moesys.balance.flow.step_cost import prices_of, with_experts
+from moesys.balance.greedy.greedy import Greedy, Recipe, _Planner
+from moesys.balance.greedy.robust_cost import NO_LIMIT
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.predictors import measured_drift
+from moesys.balance.topology import link_domains_of
+from moesys.layout import EMPTY, ExpertLayout
+from moesys.load import LoadMatrix
+
+# The share of the sums that remains after a micro-batch, and of what is known of the drift.
+KEPT_COST, KEPT_DRIFT = 0.98, 0.9
+# Plans between two searches of a candidate.
+SEARCH_PERIOD = 16
+# Searching candidates: whether loads are taken to drift, and whether the mean of the newest loads is planned for.
+SEARCHES = tuple((drifts, on_mean) for drifts in (True, False) for on_mean in (False, True))
+# Those that spread replicas: the index of the builder in ``_Planner.kinds``, and the load.
+SPREADS = tuple((kind, on_mean) for kind in (0, 1) for on_mean in (False, True))
+# In this order, which decides at a tie: rebuilt by the recipe of a search, spread, and as a search has found it.
+NUM_CANDIDATES = 2 * len(SEARCHES) + len(SPREADS)
+
+Layouts = npt.NDArray[np.int16]
+
+
+@dataclass
+class _Memory:
+    """What is remembered from plan to plan.
+
+    sum_C: sums of relative costs [C]. drift: of loads as far apart as a plan and its use. recipes: of the searches.
+    found: their layouts. pending: the candidates' layouts that were planned after a micro-batch, int16 [C, R, S], for
+    micro-batches that were not judged; judged: the newest one that was.
+    """
+
+    num_plans: int = 0
+    judged: int = -1
+    drift: float = 0.0
+    num_drifts: float = 0.0
+    sum_C: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(NUM_CANDIDATES))
+    recipes: list[Recipe] = field(default_factory=list)
+    found: list[Layouts] = field(default_factory=list)
+    pending: list[tuple[int, Layouts]] = field(default_factory=list)
+
+    _HEAD = struct.Struct("<qqddqqq")
+
+    def to_bytes(self) -> bytes:
+        R, S = self.found[0].shape
+        head = self._HEAD.pack(self.num_plans, self.judged, self.drift, self.num_drifts, R, S, len(self.pending))
+        parts = [head, self.sum_C.tobytes(), np.array(self.recipes, dtype=np.int64).tobytes()]
+        parts += [layout.tobytes() for layout in self.found]
+        for after, layouts_CRS in self.pending:
+            parts += [struct.pack("<q", after), layouts_CRS.tobytes()]
+        return b"".join(parts)
+
+    @classmethod
+    def of(cls, data: bytes, shape_RS: tuple[int, int]) -> Self:
+        """Returns what ``data`` says; a new memory if there is none, or one of other ranks or slots."""
+        if not data:
+            return cls()
+        num_plans, judged, drift, num_drifts, R, S, num_pending = cls._HEAD.unpack_from(data)
+        if shape_RS != (R, S):
+            return cls()
+        at = cls._HEAD.size
+
+        def take(dtype: type[np.generic], *shape: int) -> npt.NDArray[Any]:
+            nonlocal at
+            count = int(np.prod(shape))
+            array = np.frombuffer(data, dtype, count, at).reshape(shape)
+            at += array.nbytes
+            return array
+
+        sum_C = take(np.float64, NUM_CANDIDATES).copy()
+        recipes = [Recipe(*row) for row in take(np.int64, len(SEARCHES), 2).tolist()]
+        found = [take(np.int16, R, S) for _ in SEARCHES]
+        pending = [(int(take(np.int64, 1)[0]), take(np.int16, NUM_CANDIDATES, R, S)) for _ in range(num_pending)]
+        return cls(num_plans, judged, drift, num_drifts, sum_C, recipes, found, pending)
+
+
+def follow_leader(problem: PlanningProblem, config: Greedy) -> tuple[ExpertLayout, bytes]:
+    """Returns the layout of the best candidate, and what is to be remembered. ``problem`` has ``recent`` micro-batches,
+    a model and a sharding.
+    """
+    shape_RS = (len(problem.slots_R), max(problem.slots_R))
+    memory = _Memory.of(problem.memory, shape_RS)
+    _judge(problem, memory)
+    layouts_CRS = _layouts(problem, config, memory)
+    newest = problem.recent[-1].micro_batch
+    memory.pending.append((newest, layouts_CRS))
+    memory.num_plans += 1
+    chosen = int(np.argmin(memory.sum_C))
+    return ExpertLayout(layouts_CRS[chosen].astype(np.int64), problem.load.num_experts), memory.to_bytes()
+
+
+def _judge(problem: PlanningProblem, memory: _Memory) -> None:
+    """Adds what pending layouts cost on the micro-batches that have come since, and forgets those that are over."""
+    recent, pending = problem.recent, memory.pending
+    for index, batch in enumerate(recent):
+        if batch.micro_batch <= memory.judged:
+            continue
+        while len(pending) > 1 and pending[1][0] + problem.lag <= batch.micro_batch:
+            pending.pop(0)
+        if pending and pending[0][0] + problem.lag <= batch.micro_batch:
+            cost_C = _costs(problem, batch.load, pending[0][1])
+            memory.sum_C = memory.sum_C * KEPT_COST + cost_C / cost_C.mean()
+        if index >= problem.lag:
+            drift = measured_drift(recent[index - problem.lag].load, batch.load)
+            memory.num_drifts = memory.num_drifts * KEPT_DRIFT + 1
+            memory.drift += (drift - memory.drift) / memory.num_drifts
+        memory.judged = batch.micro_batch
+
+
+def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> npt.NDArray[np.float64]:
+    """Returns the seconds of a step with each layout, [C], on a load of one micro-batch."""
+    model, cluster, sharding = problem.model, problem.cluster, problem.sharding
+    assert model is not None
+    assert sharding is not None
+    node_R = link_domains_of(cluster)
+    prices = prices_of(model, cluster, load.total, problem.overlap)
+    known: dict[bytes, float] = {}
+    for layout_RS in layouts_CRS:
+        key = layout_RS.tobytes()
+        if key not in known:
+            layout = ExpertLayout(layout_RS.astype(np.int64), load.num_experts)
+            beside, gradients = with_experts(prices, layout, model, cluster, sharding)
+            rows = split_costs(load.tokens_RE[None], layout.expert_RS, node_R, beside, NO_LIMIT)
+            known[key] = (int(rows) + gradients) * prices.unit_s
+    return np.array([known[layout_RS.tobytes()] for layout_RS in layouts_CRS])
+
+
+def _layouts(problem: PlanningProblem, config: Greedy, memory: _Memory) -> Layouts:
+    """Returns the layouts of all candidates, int16 [C, R, S]; searches in turn, and all at first."""
+    loads = [batch.load.tokens_RE for batch in problem.recent]
+    mean = replace(problem, load=LoadMatrix(np.sum(loads, axis=0)), units_per_token=len(loads))
+    problems = [replace(each, layout=None, recent=(), memory=b"") for each in (problem, mean)]
+    planners: dict[tuple[bool, int, float], _Planner] = {}
+
+    def planner(on_mean: bool, slots: int, drift: float) -> _Planner:
+        key = on_mean, slots, drift
+        if key not in planners:
+            slots_R = tuple(min(slots, each) for each in problem.slots_R)
+            planners[key] = _Planner(replace(problems[on_mean], slots_R=slots_R), config.replace(drift=drift))
+        return planners[key]
+
+    def built(on_mean: bool, recipe: Recipe, drift: float) -> Layouts | None:
+        one = planner(on_mean, recipe.slots, drift)
+        layout = one.kinds(one.numbers.empty())[recipe.kind]()
+        return None if layout is None else _padded(one.numbers.named(layout.expert_RS), most)
+
+    most, first = max(problem.slots_R), not memory.recipes
+    rebuilt: list[Layouts] = []
+    for index, (drifts, on_mean) in enumerate(SEARCHES):
+        drift = min(memory.drift, 1.0) if drifts else 0.0
+        turn = memory.num_plans % SEARCH_PERIOD == index * SEARCH_PERIOD // len(SEARCHES)
+        again = None if first or turn else built(on_mean, memory.recipes[index], drift)
+        if again is None:
+            one = planner(on_mean, most, drift)
+            draft, recipe = one.best_in_seconds(one.numbers.empty())
+            again = _padded(one.numbers.named(draft.expert_RS), most)
+            memory.recipes[index : index + 1] = [recipe]
+            memory.found[index : index + 1] = [again]
+        rebuilt.append(again)
+    spread = [built(on_mean, Recipe(kind, most), 0.0) for kind, on_mean in SPREADS]
+    return np.stack([*rebuilt, *(each for each in spread if each is not None), *memory.found])
+
+
+def _padded(layout: ExpertLayout, slots: int) -> Layouts:
+    return np.pad(
+        layout.expert_RS.astype(np.int16), ((0, 0), (0, slots - layout.num_slots)), constant_values=int(EMPTY)
+    )
