@@ -148,6 +148,8 @@ class Experts(nn.Module):
         self._executors: dict[ExpertCompute, Executor] = {}
         # Of who watches this layer.
         self.load_log: LoadLog | None = None
+        # Counts the scores by which a router chose, from its choices and the mask (``QuantileBalancer``).
+        self.count_scores: Callable[[Tensor, Tensor | None], None] | None = None
         # Optimizers whose state moves with the experts.
         self.followers: WeakSet[Optimizer] = WeakSet()
         # Whether state dicts have experts in the model's order whatever their homes (``moe.home_moves``).
@@ -184,10 +186,13 @@ class Experts(nn.Module):
                 call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
             y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters)
             self._count(call)
-            if self.load_log is not None and self.training and torch.is_grad_enabled() and not call.replayed:
+            first_pass = self.training and torch.is_grad_enabled() and not call.replayed
+            if self.load_log is not None and first_pass:
                 micro_batch = self.schedule.micro_batch - 1
                 x_NH, weight_NK = map(call.without_padding, inputs[:2])
                 self.load_log.check(self.layer_index, micro_batch, x_NH, weight_NK, masters, y_TH)
+            if self.count_scores is not None and first_pass:
+                self.count_scores(expert_TK, mask_T)
             return y_TH.to(x_TH.dtype)
 
     def _replayed_or_planned(
@@ -416,7 +421,7 @@ class Experts(nn.Module):
         # A plan that has not been read yet may be on a device.
         _ = self.last_plan
         connected = {"token_channel", "store", "planner", "link", "context", "load_log", "followers"}
-        connected |= {"_executors", "_computes"}
+        connected |= {"_executors", "_computes", "count_scores"}
         return {name: value for name, value in self.__dict__.items() if name not in connected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -464,6 +469,21 @@ def experts_beside(model: nn.Module, paths: Iterable[str], without: str) -> list
     return beside
 
 
+def ranks_of_routers(layer: Experts, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Returns ``group``, by default the ranks that share the experts of ``layer``; None for one rank alone.
+
+    Raises ValueError where these are fewer ranks than the job has and no ``group`` is given.
+    """
+    own = layer.group
+    if group is None and own is not None and dist.get_world_size(own) < dist.get_world_size():
+        raise ValueError(
+            f"the experts' group has {dist.get_world_size(own)} of {dist.get_world_size()} ranks, and other ranks may "
+            "have copies of its routers; give group=, all ranks whose routers are copies, for example "
+            "dist.group.WORLD, or the layers' own group where no other rank has one"
+        )
+    return own if group is None else group
+
+
 def counts_of_batch(layers: Sequence[Experts], group: dist.ProcessGroup | None, call: str) -> list[Tensor]:
     """Returns the choices of each layer's experts in the training passes since the last ``take_counts``, int64 [E],
     over all ranks of ``group``, by default of the layers' own. A collective of ``group`` if it is given. ``call``: the
@@ -471,15 +491,11 @@ def counts_of_batch(layers: Sequence[Experts], group: dist.ProcessGroup | None, 
 
     Raises ValueError where the experts' group is smaller than the job and no ``group`` is given.
     """
-    own = layers[0].group if layers else None
-    if group is None and own is not None and dist.get_world_size(own) < dist.get_world_size():
-        raise ValueError(
-            f"the experts' group has {dist.get_world_size(own)} of {dist.get_world_size()} ranks, and other ranks may "
-            "have copies of its routers; give group=, all ranks whose routers are copies, for example "
-            "dist.group.WORLD, or the layers' own group where no other rank has one"
-        )
+    if layers:
+        ranks_of_routers(layers[0], group)
     if group is None or not layers:
         return [layer.counted_E for layer in layers]
+    own = layers[0].group
     device = layers[0].store.masters.device
     flat = torch.cat([layer.counted_E.to(device) for layer in layers])
     # All ranks of an expert group have its counts, and the first of them in ``group`` adds them for all.
