@@ -328,6 +328,7 @@ class Experts(nn.Module):
     def move_homes(self, homes: Homes) -> None:
         """Takes masters to lie in the order of ``homes`` from now on. ``moe.home_moves`` brings them there."""
         self.store.casts.drop()
+        self.store.drop_prefetched()
         self._number_E = torch.from_numpy(homes.number_E).to(self.store.masters.device) if homes.moved else None
         self.schedule.move_homes(homes)
 

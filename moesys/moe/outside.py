@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moesys.config import Fsep, ModelShape, Strategy
+from moesys.config import ModelShape, Strategy
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.arguments import check_order
 from moesys.moe.masters import ExpertForm, Master, Masters, Part, local_part
@@ -52,7 +52,7 @@ class OutsideExperts:
     weights_on: what the keeper multiplies by routing weights: outputs of experts, or activations, with the bias of
         ``down``, which is the same function.
     add_gradients: adds gradients, in the form of what ``read`` gives, to those parameters' own when backward is past
-        the layer, as ``Fsep(delay_reshard=True)`` asks for; None where nobody can, as with computed parts.
+        the layer, as ``delay_reshard=True`` asks for; None where nobody can, as with computed parts.
 
     Raises ValueError, where ``Experts`` are made or parts are read, for parts that do not fit.
     """
@@ -109,7 +109,6 @@ class OutsideExperts:
 
     def check(self, strategy: Strategy, function: ExpertFunction) -> None:
         """Raises ValueError where these experts, which compute ``function``, cannot run under ``strategy``."""
-        sharding = strategy.sharding
         if self.weights_on not in ("outputs", "activations"):
             raise ValueError(
                 f"weights_on={self.weights_on!r}: routing weights that multiply the inputs of experts make another "
@@ -125,7 +124,7 @@ class OutsideExperts:
                 f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__}, whose kernels compute "
                 f"SwiGLU without biases by matrices [out, in], and these experts have {what}; {way}"
             )
-        if isinstance(sharding, Fsep) and sharding.delay_reshard and self.add_gradients is None:
+        if strategy.sharding.delay_reshard and self.add_gradients is None:
             raise ValueError(
                 f"strategy {strategy.name!r} has delay_reshard=True, and who keeps these parameters takes no gradient "
                 "later than from backward; use delay_reshard=False, or give OutsideExperts(add_gradients=...)"
@@ -147,6 +146,8 @@ class OutsideMasters(Masters):
         self._checked_mesh: DeviceMesh | None = None
         # This says whether the parts that were read last were computed from parameters.
         self._computed = False
+        # This is where they were then; None before the first forward.
+        self._device: torch.device | None = None
         with torch.no_grad():
             read = outside.read()
         kept = [read[part.name] for part in shards.form.parts]
@@ -160,7 +161,7 @@ class OutsideMasters(Masters):
 
     def differentiable(self) -> tuple[Tensor, ...]:
         tensors = self._tensors(self._outside.read())
-        self._computed = any(tensor.grad_fn is not None for tensor in tensors)
+        self._computed, self._device = any(tensor.grad_fn is not None for tensor in tensors), tensors[0].device
         return tuple(map(local_part, tensors))
 
     def by_part(self, masters: Sequence[Tensor]) -> tuple[Master, ...]:
@@ -172,7 +173,8 @@ class OutsideMasters(Masters):
 
     @property
     def device(self) -> torch.device:
-        return _each(self._outside.read()["down"])[0].device
+        # Parts that are computed would be computed for it.
+        return self._device or _each(self._outside.read()["down"])[0].device
 
     @property
     def at_hand(self) -> bool:

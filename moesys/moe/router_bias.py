@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,7 @@ BIASES = ("e_score_correction_bias", "expert_bias")
 ROUTERS = ("gate", "router")
 # The bins of a histogram of ``QuantileBalancer``, for each expert.
 BINS = 1000
-# What makes scores of another library's logits; moesys' routers show their scores.
-SCORES: dict[str | None, Callable[[Tensor], Tensor]] = {
-    "sigmoid": torch.sigmoid,
-    "softmax": partial(torch.softmax, dim=-1),
-    None: lambda score_TE: score_TE,
-}
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softmax": partial(torch.softmax, dim=-1)}
 # Scores that a router rounds to 16 bits may put experts in another order than exact ones, if they are as near as this.
 ROUNDING = 0.01
 
@@ -111,8 +106,9 @@ class QuantileBalancer:
         scoring_func: how routers of other libraries make scores of their logits, which come first in their output.
 
     Raises ValueError for a model without biases; for a router of another library without ``scoring_func``, whose name
-    is neither "gate" nor "router", or whose experts do not count; for a router that chooses all experts, or is balanced
-    already; for a bias that ``move_router_bias`` refuses; and for a ``group`` that is missing.
+    is neither "gate" nor "router", or whose experts do not count; for a router that chooses all experts, is limited to
+    groups of experts (``topk_group``), or is balanced already; for a bias that ``move_router_bias`` refuses; and for a
+    ``group`` that is missing.
     """
 
     def __init__(
@@ -131,10 +127,16 @@ class QuantileBalancer:
         layers = _experts_beside(model, biases)
         self._model, self._ranks = model, ranks_of_routers(layers[0], group)
         routers = [_router(model, path, scoring_func) for path in biases]
-        for (path, bias_E), layer in zip(biases.items(), layers, strict=True):
+        for (path, bias_E), layer, router in zip(biases.items(), layers, routers, strict=True):
             _check(bias_E, layer.counted_E)
-            if layer.shape.top_k == layer.shape.num_experts:
-                raise ValueError(f"{path}: top_k={layer.shape.top_k} of as many experts is balanced; leave it out")
+            # The first name is moesys', the second transformers'.
+            limits = getattr(router, "shape", router)
+            groups = getattr(limits, "n_group", getattr(limits, "num_group", 1))
+            if layer.shape.top_k == layer.shape.num_experts or getattr(limits, "topk_group", groups) < groups:
+                raise ValueError(
+                    f"{path} is of a router that chooses all {layer.shape.num_experts} experts, or among some of "
+                    f"{groups} groups, which quantiles do not balance; use ms.update_router_bias"
+                )
             if layer.count_scores is not None:
                 raise ValueError(f"{path} has a QuantileBalancer already, and two would count apart; use that one")
         self._histograms = {
@@ -158,9 +160,8 @@ class QuantileBalancer:
         for path, (tokens, astray) in zip(self._histograms, found, strict=True):
             if astray:
                 raise ValueError(
-                    f"{path}: the router sent {astray} of {tokens} tokens to others than the experts of the highest "
-                    "score + bias, as one does that is limited to groups (n_group), replayed, or of another "
-                    "scoring_func; use ms.update_router_bias, which only needs counts"
+                    f"{path}: {astray} of {tokens} tokens have others than the experts of the highest score + bias, as "
+                    "under replay or with another scoring_func; use ms.update_router_bias, which only needs counts"
                 )
         for (path, each), counts, (tokens, _) in zip(self._histograms.items(), counted, found, strict=True):
             if tokens:
@@ -176,35 +177,33 @@ class _Histogram:
     and of the tokens whose experts were not the best, behind them.
     """
 
-    def __init__(self, model: nn.Module, path: str, layer: Experts, router: nn.Module, scoring: str | None) -> None:
+    def __init__(self, model: nn.Module, path: str, layer: Experts, router: nn.Module, scoring: Any) -> None:
         self._top_k = layer.shape.top_k
-        # The scores (or logits) and the bias of the router's newest pass, until its experts run.
+        # The scores and the bias of the router's newest pass, until its experts run.
         self._seen: tuple[Tensor, Tensor] | None = None
         # The beginning of the first bin, and the width of bins.
         self._bins = torch.zeros(()), torch.zeros(())
         self.counted = torch.zeros(layer.shape.num_experts * BINS + 1, dtype=torch.int32)
         owner, _, name = path.rpartition(".")
-        module = model.get_submodule(owner)
+        module, see = model.get_submodule(owner), self._see
         if isinstance(router, Router):
-            self._scores = SCORES[None]
-            router.chooser.register_forward_pre_hook(lambda _, given: self._see(given[0], given[1]))
+            router.chooser.register_forward_pre_hook(lambda _, given: see(Tensor.detach, given[0], given[1]))
         else:
-            self._scores = SCORES[scoring]
             # First, as FSDP's hook takes a bias that is a parameter away.
-            router.register_forward_hook(lambda *given: self._see(given[2][0], getattr(module, name)), prepend=True)
+            scores = SCORES[scoring]
+            router.register_forward_hook(lambda *given: see(scores, given[2][0], getattr(module, name)), prepend=True)
         layer.count_scores = self._count
 
     @torch.compiler.disable
     @unseen_by_selective_checkpoints
-    def _see(self, given_TE: Tensor, bias_E: Tensor) -> None:
+    def _see(self, scores: Callable[[Tensor], Tensor], given_TE: Tensor, bias_E: Tensor) -> None:
         if torch.is_grad_enabled() and current_backward() == NO_BACKWARD:
-            self._seen = given_TE.detach(), bias_E.detach().flatten().to(torch.float32, copy=True)
+            self._seen = scores(given_TE.detach()), bias_E.detach().flatten().to(torch.float32, copy=True)
 
     @torch.no_grad()
     def _count(self, expert_TK: Tensor, mask_T: Tensor | None) -> None:
         assert self._seen is not None
-        (given_TE, bias_E), self._seen = self._seen, None
-        score_TE = self._scores(given_TE)
+        (score_TE, bias_E), self._seen = self._seen, None
         if len(score_TE) != len(expert_TK):
             raise ValueError(
                 f"a router gives scores of {len(score_TE)} tokens, of which its experts have {len(expert_TK)} on this "

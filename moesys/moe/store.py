@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from moesys.balance.layout_schedule import LayoutSchedule
-from moesys.config import Fsep, LayoutInvariant, ModelShape, Sharding
+from moesys.config import LayoutInvariant, ModelShape, Sharding
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
@@ -368,11 +368,8 @@ class ExpertStore:
         self.layer_index, self.shards, self.masters = layer_index, shards, masters
         self.schedule, self.channel = schedule, channel
         self.casts = KeptCasts(masters.state)
-        # EP keeps what it lent until backward: sending it twice would cost more than the memory is worth.
-        self.reshard_after_forward, self.prefetch_layers, self.delay_reshard = False, 0, False
-        if isinstance(sharding, Fsep):
-            self.reshard_after_forward = sharding.reshard_after_forward
-            self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
+        self.reshard_after_forward = sharding.reshard_after_forward
+        self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
         # What the layer computes in: its last call's dtype; None before the first.
         self.dtype: torch.dtype | None = None
         self._prefetched: tuple[tuple[ExpertLayout, int, torch.dtype | None], Restore] | None = None

@@ -266,13 +266,21 @@ def test_outside_masters_are_read_where_they_lie() -> None:
 
 
 def test_computed_masters_are_not_read_ahead() -> None:
-    """Backward would have those of another moment than its forward."""
+    """Backward would have those of another moment than its forward. Nor are they computed to see where they are."""
     factor = nn.Parameter(torch.ones(()))
     gate_up, down = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
-    outside = OutsideExperts(lambda: {"gate_up": gate_up * factor, "down": down * factor})
-    experts = ms.Experts(SHAPE, ms.Strategy(name="ep"), outside=outside)
+    times_read = []
+
+    def read() -> dict[str, Tensor]:
+        times_read.append(len(times_read))
+        return {"gate_up": gate_up * factor, "down": down * factor}
+
+    experts = ms.Experts(SHAPE, ms.Strategy(name="ep"), outside=OutsideExperts(read))
     experts(torch.randn(3, H), torch.zeros(3, K, dtype=torch.int64) + torch.arange(K), torch.ones(3, K))
+    times_read.clear()
     assert not experts.store.masters.at_hand
+    assert experts.store.masters.device == gate_up.device
+    assert not times_read
 
 
 @pytest.mark.parametrize("listed", [False, True])
