@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -52,8 +52,16 @@ MOST_IMPROVED = 2
 # Parts of a rank's mean that a place on a node is for, where nodes choose their experts: the smaller, the more nodes
 # have an expert, and the better loads can drift.
 PARTS, PARTS_OF_MUCH_DRIFT = (1, 2, 4), (2, 4, 8)
+ALL_PARTS = tuple(sorted({*PARTS, *PARTS_OF_MUCH_DRIFT}))
 # Nodes that hold all experts between them, where a token crosses to each once: a block that splits keep rows to.
 GROUPS = (2, 4, 8)
+# What builds layouts for the fewest seconds (``Builders``).
+KINDS = (
+    *("spread", "spread evenly", "whole", "at home", "copies that pay"),
+    *(f"node first, {parts}" for parts in ALL_PARTS),
+    *(f"{group} nodes" for group in GROUPS),
+    "each node",
+)
 # How many times the evaluations of a search go into repair, and then into a search for the load itself: one scenario
 # each.
 REPAIR_EFFORT = 16
@@ -136,7 +144,7 @@ class Greedy(Balance):
         or ranks of a node, are numbered.
         """
         check_replicas(problem, self.min_replicas, self.replicas_within)
-        planner = _Planner(problem, self)
+        planner = _Planner(problem, self, self.drift)
         fresh = planner.best(planner.numbers.empty())
         return planner.numbers.named(
             (fresh if problem.layout is None else planner.earned(fresh, problem.layout)).expert_RS
@@ -203,9 +211,9 @@ def _cost(draft: _Draft) -> int:
 
 
 class Recipe(NamedTuple):
-    """How a layout was built: the index of its builder (``_Planner.kinds``), and the most slots of a rank."""
+    """How a layout was built: by which of ``KINDS``, and the most slots of a rank."""
 
-    kind: int
+    kind: str
     slots: int
 
 
@@ -250,18 +258,20 @@ class _Draft:
 
 
 class _Planner:
-    """One plan's problem in its own ``numbers``, and the steps that solve it."""
+    """One plan's problem in its own ``numbers``, and the steps that solve it. ``robust``: builders choose what does
+    well on loads around the problem's, too, which takes longer.
+    """
 
-    def __init__(self, problem: PlanningProblem, config: Greedy) -> None:
-        self.problem, self.config = problem, config
+    def __init__(self, problem: PlanningProblem, config: Greedy, drift: float, robust: bool = True) -> None:
+        self.problem, self.config, self.drift = problem, config, drift
         self.end = None if config.deadline_ms is None else time.monotonic() + config.deadline_ms / 1e3
         self.numbers = n = Numbers(problem)
         self.part_R = np.array(domains_of(problem.cluster, config.replicas_within))[n.rank_R]
-        self.judge = None if problem.model is None else StepJudge(problem, problem.model, n, config.drift)
+        self.judge = None if problem.model is None else StepJudge(problem, problem.model, n, drift)
         num_slots = int(n.slots_R.sum())
         self.evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
         scenarios = min(max(SCENARIO_SLOTS // num_slots, FEWEST_SCENARIOS), MOST_SCENARIOS)
-        self.scenarios_each = scenarios // 2 if config.effort else 0
+        self.scenarios_each = scenarios // 2 if config.effort and robust else 0
         self.scenarios = draw_scenarios(n.tokens_E, self.scenarios_each, self.scenarios_each)
         # jumps tell layouts apart, but a search that follows them finds less
         num_near = 1 + self.scenarios_each
@@ -277,7 +287,7 @@ class _Planner:
 
     def best_in_seconds(self, before_RS: IntArray) -> tuple[_Draft, Recipe]:
         """Returns the same for the fewest seconds, and how to build one like it."""
-        built = {kind: build() for kind, build in enumerate(self.kinds(before_RS))}
+        built = {kind: build() for kind, build in self.kinds_by_drift(before_RS).items()}
         drafts = {kind: _Draft(self, *found) for kind, found in built.items() if found}
         kinds = sorted(drafts, key=lambda kind: drafts[kind].cost)
         finalists = {kind: self.improved(drafts[kind], NO_LIMIT) for kind in kinds[:MOST_IMPROVED]}
@@ -302,23 +312,39 @@ class _Planner:
                 return
         yield _Draft(self, *builders.whole())
 
-    def kinds(self, before_RS: IntArray) -> Sequence[Callable[[], BuiltLayout | None]]:
-        """Returns what builds layouts for the fewest seconds, one of each kind."""
+    def kinds(self, before_RS: IntArray) -> dict[str, Callable[[], BuiltLayout | None]]:
+        """Returns what builds layouts for the fewest seconds, by names of ``KINDS``."""
         builders, num_nodes = self.builders(before_RS), self.numbers.num_nodes
-        kinds: list[Callable[[], BuiltLayout | None]] = [
-            partial(builders.replicas_spread, False),
-            partial(builders.replicas_spread, True),
-            builders.whole,
-        ]
+        kinds: dict[str, Callable[[], BuiltLayout | None]] = {
+            "spread": partial(builders.replicas_spread, False),
+            "spread evenly": partial(builders.replicas_spread, True),
+            "whole": builders.whole,
+        }
         if isinstance(self.problem.sharding, Ep):
-            kinds += [builders.at_home, partial(builders.copies_that_pay, self.fetch_prices)]
+            kinds |= {
+                "at home": builders.at_home,
+                "copies that pay": partial(builders.copies_that_pay, self.fetch_prices),
+            }
         if num_nodes > 1:
-            parts = PARTS if self.config.drift < MUCH_DRIFT else PARTS_OF_MUCH_DRIFT
-            kinds += [partial(builders.node_first, each, num_nodes) for each in parts]
+            kinds |= {f"node first, {parts}": partial(builders.node_first, parts, num_nodes) for parts in ALL_PARTS}
             if crosses_once(self.problem.overlap, self.problem.cluster):
-                kinds += [partial(builders.node_first, parts[0], group) for group in GROUPS if group < num_nodes]
-            kinds.append(builders.each_node)
+                groups = [group for group in GROUPS if group < num_nodes]
+                kinds |= {f"{group} nodes": partial(builders.node_first, 1, group) for group in groups}
+            kinds["each node"] = builders.each_node
         return kinds
+
+    def kinds_by_drift(self, before_RS: IntArray) -> dict[str, Callable[[], BuiltLayout | None]]:
+        """Returns those of ``kinds`` that are worth their time: places on nodes are smaller, the more loads drift."""
+        parts = PARTS if self.drift < MUCH_DRIFT else PARTS_OF_MUCH_DRIFT
+        left_out = {f"node first, {each}" for each in ALL_PARTS if each not in parts}
+        return {kind: build for kind, build in self.kinds(before_RS).items() if kind not in left_out}
+
+    def rebuilt(self, recipe: Recipe) -> ExpertLayout | None:
+        """Returns the layout that the builder of ``recipe`` makes of the problem's load, as wide as the problem's
+        slots; None where it makes none.
+        """
+        built = self.kinds(self.numbers.empty())[recipe.kind]()
+        return None if built is None else self.numbers.named(built.expert_RS)
 
     @property
     def fetch_prices(self) -> FetchPrices:
@@ -333,13 +359,13 @@ class _Planner:
     def builders(self, before_RS: IntArray) -> Builders:
         return Builders(self.numbers, self.part_R, self.config.min_replicas, self.scenarios_each, before_RS)
 
-    def with_fewer_slots(self, best: _Draft, recipe: Recipe, kind: int) -> tuple[_Draft, Recipe]:
+    def with_fewer_slots(self, best: _Draft, recipe: Recipe, kind: str) -> tuple[_Draft, Recipe]:
         """Returns ``best``, or a layout of ``kind`` with fewer slots a rank, as long as one less costs less."""
         n = self.numbers
         most = int(n.slots_R.max()) - 1
         while most and np.minimum(n.slots_R, most).sum() >= len(n.tokens_E):
             slots_R = tuple(min(slots, most) for slots in self.problem.slots_R)
-            other = _Planner(replace(self.problem, slots_R=slots_R), self.config)
+            other = _Planner(replace(self.problem, slots_R=slots_R), self.config, self.drift)
             built = other.kinds(other.numbers.empty())[kind]()
             if built is None:
                 break

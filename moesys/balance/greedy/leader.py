@@ -1,9 +1,9 @@
 """The leader: of several candidates, the one whose layouts would have cost the micro-batches before the least.
 
 Each candidate plans after every micro-batch, on what was known then, and when the micro-batch comes that its layout was
-for, the layout is judged on that load. What it would have cost, over what all candidates would have cost on average, is
-added to the candidate's sum, from which older micro-batches fade. The candidate with the least sum plans the next
-layout. So how much loads move, and which past load predicts the next one, is measured and not assumed.
+for, the layout is judged on that load. The seconds that it would have cost are added to the candidate's sum, from which
+older micro-batches fade. The candidate with the least sum plans the next layout. So how much loads move, and which past
+load predicts the next one, is measured and not assumed.
 
 Candidates spread replicas, evenly or by load, or search (``greedy``) for the cheapest layout, as if loads stood still
 or drifted as they did lately; each on the load that the predictor expects, and on the mean of the newest ones. As a
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from moesys.balance.flow.flow_split import split_costs
 from moesys.balance.flow.step_cost import prices_of, with_experts
-from moesys.balance.greedy.greedy import Greedy, Recipe, _Planner
+from moesys.balance.greedy.greedy import KINDS, Greedy, Recipe, _Planner
 from moesys.balance.greedy.robust_cost import NO_LIMIT
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.predictors import measured_drift
@@ -31,13 +31,14 @@ from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix
 
 # The share of the sums that remains after a micro-batch, and of what is known of the drift.
-KEPT_COST, KEPT_DRIFT = 0.98, 0.9
-# Plans between two searches of a candidate.
-SEARCH_PERIOD = 16
+KEPT_SECONDS, KEPT_DRIFT = 0.98, 0.9
+# Plans from one search to the next: so many, and one more for each so many slots.
+PLANS_BETWEEN_SEARCHES, SLOTS_PER_PLAN = 4, 32
+
 # Searching candidates: whether loads are taken to drift, and whether the mean of the newest loads is planned for.
 SEARCHES = tuple((drifts, on_mean) for drifts in (True, False) for on_mean in (False, True))
-# Those that spread replicas: the index of the builder in ``_Planner.kinds``, and the load.
-SPREADS = tuple((kind, on_mean) for kind in (0, 1) for on_mean in (False, True))
+# Those that spread replicas: how, and on which load.
+SPREADS = tuple((kind, on_mean) for kind in ("spread", "spread evenly") for on_mean in (False, True))
 # In this order, which decides at a tie: rebuilt by the recipe of a search, spread, and as a search has found it.
 NUM_CANDIDATES = 2 * len(SEARCHES) + len(SPREADS)
 
@@ -48,7 +49,7 @@ Layouts = npt.NDArray[np.int16]
 class _Memory:
     """What is remembered from plan to plan.
 
-    sum_C: sums of relative costs [C]. drift: of loads as far apart as a plan and its use. recipes: of the searches.
+    seconds_C: what the candidates would have cost so far, [C]. drift: of loads as far apart as a plan and its use. recipes: of the searches.
     found: their layouts. pending: the candidates' layouts that were planned after a micro-batch, int16 [C, R, S], for
     micro-batches that were not judged; judged: the newest one that was.
     """
@@ -57,7 +58,7 @@ class _Memory:
     judged: int = -1
     drift: float = 0.0
     num_drifts: float = 0.0
-    sum_C: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(NUM_CANDIDATES))
+    seconds_C: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(NUM_CANDIDATES))
     recipes: list[Recipe] = field(default_factory=list)
     found: list[Layouts] = field(default_factory=list)
     pending: list[tuple[int, Layouts]] = field(default_factory=list)
@@ -67,7 +68,11 @@ class _Memory:
     def to_bytes(self) -> bytes:
         R, S = self.found[0].shape
         head = self._HEAD.pack(self.num_plans, self.judged, self.drift, self.num_drifts, R, S, len(self.pending))
-        parts = [head, self.sum_C.tobytes(), np.array(self.recipes, dtype=np.int64).tobytes()]
+        parts = [
+            head,
+            self.seconds_C.tobytes(),
+            np.array([(KINDS.index(kind), slots) for kind, slots in self.recipes]).tobytes(),
+        ]
         parts += [layout.tobytes() for layout in self.found]
         for after, layouts_CRS in self.pending:
             parts += [struct.pack("<q", after), layouts_CRS.tobytes()]
@@ -90,11 +95,11 @@ class _Memory:
             at += array.nbytes
             return array
 
-        sum_C = take(np.float64, NUM_CANDIDATES).copy()
-        recipes = [Recipe(*row) for row in take(np.int64, len(SEARCHES), 2).tolist()]
+        seconds_C = take(np.float64, NUM_CANDIDATES).copy()
+        recipes = [Recipe(KINDS[kind], slots) for kind, slots in take(np.int64, len(SEARCHES), 2).tolist()]
         found = [take(np.int16, R, S) for _ in SEARCHES]
         pending = [(int(take(np.int64, 1)[0]), take(np.int16, NUM_CANDIDATES, R, S)) for _ in range(num_pending)]
-        return cls(num_plans, judged, drift, num_drifts, sum_C, recipes, found, pending)
+        return cls(num_plans, judged, drift, num_drifts, seconds_C, recipes, found, pending)
 
 
 def follow_leader(problem: PlanningProblem, config: Greedy) -> tuple[ExpertLayout, bytes]:
@@ -108,7 +113,7 @@ def follow_leader(problem: PlanningProblem, config: Greedy) -> tuple[ExpertLayou
     newest = problem.recent[-1].micro_batch
     memory.pending.append((newest, layouts_CRS))
     memory.num_plans += 1
-    chosen = int(np.argmin(memory.sum_C))
+    chosen = int(np.argmin(memory.seconds_C))
     return ExpertLayout(layouts_CRS[chosen].astype(np.int64), problem.load.num_experts), memory.to_bytes()
 
 
@@ -121,8 +126,7 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
         while len(pending) > 1 and pending[1][0] + problem.lag <= batch.micro_batch:
             pending.pop(0)
         if pending and pending[0][0] + problem.lag <= batch.micro_batch:
-            cost_C = _costs(problem, batch.load, pending[0][1])
-            memory.sum_C = memory.sum_C * KEPT_COST + cost_C / cost_C.mean()
+            memory.seconds_C = memory.seconds_C * KEPT_SECONDS + _seconds(problem, batch.load, pending[0][1])
         if index >= problem.lag:
             drift = measured_drift(recent[index - problem.lag].load, batch.load)
             memory.num_drifts = memory.num_drifts * KEPT_DRIFT + 1
@@ -130,7 +134,7 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
         memory.judged = batch.micro_batch
 
 
-def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> npt.NDArray[np.float64]:
+def _seconds(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> npt.NDArray[np.float64]:
     """Returns the seconds of a step with each layout, [C], on a load of one micro-batch."""
     model, cluster, sharding = problem.model, problem.cluster, problem.sharding
     assert model is not None
@@ -153,38 +157,38 @@ def _layouts(problem: PlanningProblem, config: Greedy, memory: _Memory) -> Layou
     loads = [batch.load.tokens_RE for batch in problem.recent]
     mean = replace(problem, load=LoadMatrix(np.sum(loads, axis=0)), units_per_token=len(loads))
     problems = [replace(each, layout=None, recent=(), memory=b"") for each in (problem, mean)]
-    planners: dict[tuple[bool, int, float], _Planner] = {}
+    most = max(problem.slots_R)
+    planners: dict[tuple[bool, int], _Planner] = {}
+    known: dict[tuple[bool, Recipe], Layouts | None] = {}
 
-    def planner(on_mean: bool, slots: int, drift: float) -> _Planner:
-        key = on_mean, slots, drift
-        if key not in planners:
-            slots_R = tuple(min(slots, each) for each in problem.slots_R)
-            planners[key] = _Planner(replace(problems[on_mean], slots_R=slots_R), config.replace(drift=drift))
-        return planners[key]
+    def built(on_mean: bool, recipe: Recipe) -> Layouts | None:
+        if (on_mean, recipe) not in known:
+            if (on_mean, recipe.slots) not in planners:
+                slots_R = tuple(min(recipe.slots, each) for each in problem.slots_R)
+                narrow = replace(problems[on_mean], slots_R=slots_R)
+                planners[on_mean, recipe.slots] = _Planner(narrow, config, 0.0, robust=False)
+            layout = planners[on_mean, recipe.slots].rebuilt(recipe)
+            known[on_mean, recipe] = None if layout is None else _padded(layout, most)
+        return known[on_mean, recipe]
 
-    def built(on_mean: bool, recipe: Recipe, drift: float) -> Layouts | None:
-        one = planner(on_mean, recipe.slots, drift)
-        layout = one.kinds(one.numbers.empty())[recipe.kind]()
-        return None if layout is None else _padded(one.numbers.named(layout.expert_RS), most)
-
-    most, first = max(problem.slots_R), not memory.recipes
+    first = not memory.recipes
+    period = len(SEARCHES) * (PLANS_BETWEEN_SEARCHES + sum(problem.slots_R) // SLOTS_PER_PLAN)
     rebuilt: list[Layouts] = []
     for index, (drifts, on_mean) in enumerate(SEARCHES):
-        drift = min(memory.drift, 1.0) if drifts else 0.0
-        turn = memory.num_plans % SEARCH_PERIOD == index * SEARCH_PERIOD // len(SEARCHES)
-        again = None if first or turn else built(on_mean, memory.recipes[index], drift)
+        turn = memory.num_plans % period == index * period // len(SEARCHES)
+        again = None if first or turn else built(on_mean, memory.recipes[index])
         if again is None:
-            one = planner(on_mean, most, drift)
+            one = _Planner(problems[on_mean], config, min(memory.drift, 1.0) if drifts else 0.0)
             draft, recipe = one.best_in_seconds(one.numbers.empty())
             again = _padded(one.numbers.named(draft.expert_RS), most)
             memory.recipes[index : index + 1] = [recipe]
             memory.found[index : index + 1] = [again]
         rebuilt.append(again)
-    spread = [built(on_mean, Recipe(kind, most), 0.0) for kind, on_mean in SPREADS]
+    spread = [built(on_mean, Recipe(kind, most)) for kind, on_mean in SPREADS]
     return np.stack([*rebuilt, *(each for each in spread if each is not None), *memory.found])
 
 
 def _padded(layout: ExpertLayout, slots: int) -> Layouts:
-    return np.pad(
-        layout.expert_RS.astype(np.int16), ((0, 0), (0, slots - layout.num_slots)), constant_values=int(EMPTY)
-    )
+    padded_RS = np.full((layout.num_ranks, slots), EMPTY, dtype=np.int16)
+    padded_RS[:, : layout.num_slots] = layout.expert_RS
+    return padded_RS
