@@ -51,6 +51,8 @@ THEIRS, EP = "torchtitan", "ep"
 NUM_EXPERTS = 64
 # The slots that a rank has beyond those for its own experts, where experts are lent or sharded.
 SPARE_SLOTS = 4
+# glibc keeps all memory that is freed. By default it returns large pieces, and torchtitan's experts wait for new pages.
+_KEEPING_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 34)}
 _TIMEOUTS = RankTimeouts(run_s=3600.0, collective_s=600.0)
 
 
@@ -106,6 +108,7 @@ def bench_hosts(
         float | None,
         typer.Option(min=0.05, max=1.0, metavar="CPUS", help="Processors of a rank (Linux, root); default: no limit."),
     ] = None,
+    keep_memory: Annotated[bool, typer.Option(help="Whether glibc keeps memory that ranks free.")] = True,
     repeats: Repeats = 9,
     out: OutFolder = None,
     as_json: AsJson = False,
@@ -116,7 +119,7 @@ def bench_hosts(
     with refusing():
         parts = [Part(way, sequences, layers) for way in chosen("routing", routing, ROUTINGS)]
         _check_machine(ranks, share)
-    rows = measure(parts, ranks, repeats, share, quiet)
+    rows = measure(parts, ranks, repeats, share, keep_memory, quiet)
     limit = "" if share is None else f", each with {share:g} processors"
     machine = f"{machine_line(1, ('torch', THEIRS))}; {ranks} ranks of one thread{limit}"
     notes = [
@@ -126,6 +129,7 @@ def bench_hosts(
         f"The model is the first {layers} of 8 layers of torchtitan's qwen3 debug model: hidden size 256, "
         f"{NUM_EXPERTS} experts of width 768, top-8.",
         f"{THEIRS}: its own experts and all-to-all, with torch's grouped products in float32 instead of bfloat16.",
+        f"glibc {'keeps' if keep_memory else 'returns'} large pieces of memory that are freed (--keep-memory).",
         f"{THEIRS} / this, {EP} / this: above 1, this is faster; median [p20, p80], paired.",
         "Routing is replayed: 'balanced' gives each expert the same number of tokens; 'skewed' draws the n-th expert "
         f"with a probability proportional to 1 / n^{ZIPF}, in another order in each layer.",
@@ -149,7 +153,7 @@ def _check_machine(num_ranks: int, share: float | None) -> None:
 
 
 def measure(
-    parts: Sequence[Part], num_ranks: int, repeats: int, share: float | None = None, quiet: bool = False
+    parts: Sequence[Part], num_ranks: int, repeats: int, share: float | None, keep_memory: bool, quiet: bool = False
 ) -> list[Row]:
     """Measures each part on local ranks, each with ``share`` processors if that is given."""
     rows = []
@@ -158,7 +162,9 @@ def measure(
         names = [own_name(f"rank{rank}") for rank in range(num_ranks)]
         groups = () if share is None else opened.enter_context(processor_shares(names, share))
         # Ranks end before their groups are removed.
-        ranks = opened.enter_context(LocalRanks(num_ranks, timeouts=_TIMEOUTS))
+        ranks = opened.enter_context(
+            LocalRanks(num_ranks, timeouts=_TIMEOUTS, environment=_KEEPING_MEMORY if keep_memory else None)
+        )
         ranks.run(prepare, groups)
         tell = opened.enter_context(steps_told("hosts", len(parts), quiet))
         for part in parts:

@@ -105,7 +105,10 @@ class Experts(nn.Module):
         if reason := strategy.overlap.out_of_reach(self.cluster):
             raise ValueError(f"strategy {strategy.name!r}: {reason}")
         self.shape, self.strategy, self.layer_index = shape, strategy, layer_index
-        self.identity = Identity(layer_index, declaration(shape, strategy, self.cluster, None if outside else seed))
+        declared = declaration(shape, strategy, self.cluster, None if outside else seed)
+        if outside is not None and form is not None:
+            declared["outside"] = outside.declared(form)
+        self.identity = Identity(layer_index, declared)
         self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
         self.outside = outside
         self.shards = shards_of(strategy, shape, self.cluster, rank, self.group, form)

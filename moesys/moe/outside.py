@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -97,6 +98,17 @@ class OutsideExperts:
                 size = (inward, *size) if self.transposed else (*size, inward)
             parts.append(Part(name, size, dim=int(name == "gate_up" and not self.transposed)))
         return ExpertForm(tuple(parts))
+
+    def declared(self, form: ExpertForm) -> dict[str, Any]:
+        """Returns what must be the same on all ranks that share experts of ``form``, as JSON values."""
+        parts = {part.name: part.shape for part in form.parts}
+        activation = None if self.activation is None else _name(self.activation)
+        return {
+            "parts": parts,
+            "transposed": self.transposed,
+            "activation": activation,
+            "weights_on": self.weights_on,
+        }
 
     def function(self, form: ExpertForm) -> ExpertFunction:
         """Returns what an expert of ``form`` computes."""
@@ -227,6 +239,15 @@ class OutsideMasters(Masters):
             if not _each(kept):
                 return f"no tensor of {part.name!r} on this rank; use fewer ranks in a group, or stack experts"
         return ""
+
+
+def _name(function: Any) -> str:
+    """Returns the name of a function, or of the class of a callable object, as far as it is the same on all ranks."""
+    if isinstance(function, partial):
+        options = {name: each for name, each in function.keywords.items() if isinstance(each, int | float | str)}
+        return f"{_name(function.func)} {options}"
+    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    return name
 
 
 def _each(kept: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -270,6 +271,54 @@ def test_a_few_steps_balance_a_skewed_router() -> None:
         by_sign(x_TH)
         ms.update_router_bias(by_sign, rate=0.001)
     assert imbalance(by_sign, x_TH) > 2
+
+
+class Gate(nn.Module):
+    """Another library's router, whose logits come first."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 16, generator=torch.Generator().manual_seed(seed)))
+        self.register_buffer("e_score_correction_bias", torch.zeros(6))
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE = x_TH @ self.weight.T
+        score_TE = logits_TE.sigmoid()
+        expert_TK = (score_TE + self.e_score_correction_bias).topk(2, dim=1).indices
+        return logits_TE, score_TE.gather(1, expert_TK), expert_TK
+
+
+class Block(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.gate, self.experts = Gate(seed), ms.Experts(SHAPE, EP, layer_index=seed)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        _, weight_TK, expert_TK = self.gate(x_TH)
+        y_TH: Tensor = x_TH + self.experts(x_TH, expert_TK, weight_TK)
+        return y_TH
+
+
+def keep_sigmoids(_: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    kept = operation is torch.ops.aten.sigmoid.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("how", ["kept", "selective"])
+def test_another_librarys_router_is_seen_once_and_changes_no_gradient(how: str) -> None:
+    def trained(*, counted: bool) -> tuple[Tensor, list[Tensor]]:
+        model = nn.Sequential(Block(0), Block(1))
+        histograms = ms.QuantileBalancer(model, scoring_func="sigmoid")._histograms.values() if counted else ()
+        x_TH = tokens(0, 0, 0).requires_grad_()
+        contexts = partial(create_selective_checkpoint_contexts, keep_sigmoids)
+        y_TH = model(x_TH) if how == "kept" else checkpoint(model, x_TH, use_reentrant=False, context_fn=contexts)
+        y_TH.square().sum().backward()
+        assert x_TH.grad is not None
+        return x_TH.grad, [each.counted for each in histograms]
+
+    gradient, counted = trained(counted=True)
+    assert torch.equal(gradient, trained(counted=False)[0])
+    assert [each.sum() for each in counted] == [6 * 20, 6 * 20]
 
 
 def test_a_step_without_tokens_leaves_biases_as_they_are() -> None:
