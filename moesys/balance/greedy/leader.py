@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from moesys.balance.flow.flow_split import split_costs
 from moesys.balance.flow.step_cost import prices_of, with_experts
-from moesys.balance.greedy.greedy import KINDS, Greedy, Recipe, _Planner
 from moesys.balance.greedy.robust_cost import NO_LIMIT
+from moesys.balance.greedy.search import KINDS, LayoutSearch, Recipe, SearchOptions
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.predictors import measured_drift
 from moesys.balance.topology import link_domains_of
@@ -49,9 +49,9 @@ Layouts = npt.NDArray[np.int16]
 class _Memory:
     """What is remembered from plan to plan.
 
-    seconds_C: what the candidates would have cost so far, [C]. drift: of loads as far apart as a plan and its use. recipes: of the searches.
-    found: their layouts. pending: the candidates' layouts that were planned after a micro-batch, int16 [C, R, S], for
-    micro-batches that were not judged; judged: the newest one that was.
+    seconds_C: what the candidates would have cost so far, [C]. drift: of loads as far apart as a plan and its use.
+    recipes: of the searches. found: their layouts. pending: the candidates' layouts that were planned after a
+    micro-batch, int16 [C, R, S], for micro-batches that were not judged; judged: the newest one that was.
     """
 
     num_plans: int = 0
@@ -102,14 +102,14 @@ class _Memory:
         return cls(num_plans, judged, drift, num_drifts, seconds_C, recipes, found, pending)
 
 
-def follow_leader(problem: PlanningProblem, config: Greedy) -> tuple[ExpertLayout, bytes]:
+def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[ExpertLayout, bytes]:
     """Returns the layout of the best candidate, and what is to be remembered. ``problem`` has ``recent`` micro-batches,
     a model and a sharding.
     """
     shape_RS = (len(problem.slots_R), max(problem.slots_R))
     memory = _Memory.of(problem.memory, shape_RS)
     _judge(problem, memory)
-    layouts_CRS = _layouts(problem, config, memory)
+    layouts_CRS = _layouts(problem, options, memory)
     newest = problem.recent[-1].micro_batch
     memory.pending.append((newest, layouts_CRS))
     memory.num_plans += 1
@@ -152,22 +152,22 @@ def _seconds(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -
     return np.array([known[layout_RS.tobytes()] for layout_RS in layouts_CRS])
 
 
-def _layouts(problem: PlanningProblem, config: Greedy, memory: _Memory) -> Layouts:
+def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) -> Layouts:
     """Returns the layouts of all candidates, int16 [C, R, S]; searches in turn, and all at first."""
     loads = [batch.load.tokens_RE for batch in problem.recent]
     mean = replace(problem, load=LoadMatrix(np.sum(loads, axis=0)), units_per_token=len(loads))
     problems = [replace(each, layout=None, recent=(), memory=b"") for each in (problem, mean)]
     most = max(problem.slots_R)
-    planners: dict[tuple[bool, int], _Planner] = {}
+    searches: dict[tuple[bool, int], LayoutSearch] = {}
     known: dict[tuple[bool, Recipe], Layouts | None] = {}
 
     def built(on_mean: bool, recipe: Recipe) -> Layouts | None:
         if (on_mean, recipe) not in known:
-            if (on_mean, recipe.slots) not in planners:
+            if (on_mean, recipe.slots) not in searches:
                 slots_R = tuple(min(recipe.slots, each) for each in problem.slots_R)
                 narrow = replace(problems[on_mean], slots_R=slots_R)
-                planners[on_mean, recipe.slots] = _Planner(narrow, config, 0.0, robust=False)
-            layout = planners[on_mean, recipe.slots].rebuilt(recipe)
+                searches[on_mean, recipe.slots] = LayoutSearch(narrow, options, robust=False)
+            layout = searches[on_mean, recipe.slots].rebuilt(recipe)
             known[on_mean, recipe] = None if layout is None else _padded(layout, most)
         return known[on_mean, recipe]
 
@@ -178,7 +178,7 @@ def _layouts(problem: PlanningProblem, config: Greedy, memory: _Memory) -> Layou
         turn = memory.num_plans % period == index * period // len(SEARCHES)
         again = None if first or turn else built(on_mean, memory.recipes[index])
         if again is None:
-            one = _Planner(problems[on_mean], config, min(memory.drift, 1.0) if drifts else 0.0)
+            one = LayoutSearch(problems[on_mean], replace(options, drift=memory.drift if drifts else 0.0))
             draft, recipe = one.best_in_seconds(one.numbers.empty())
             again = _padded(one.numbers.named(draft.expert_RS), most)
             memory.recipes[index : index + 1] = [recipe]
