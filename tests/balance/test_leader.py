@@ -77,11 +77,11 @@ def test_the_candidate_of_the_fewest_seconds_plans(monkeypatch: pytest.MonkeyPat
     layouts = leader._layouts
     monkeypatch.setattr(leader, "_layouts", lambda *given: planned.append(layouts(*given)) or planned[-1])
     for number, (problem, layout, _) in enumerate(problems(tokens_SRE, strategy(), lag)):
-        seconds_C = np.zeros(leader.NUM_CANDIDATES)
+        cost_C = np.zeros(leader.NUM_CANDIDATES)
         for at in range(lag, number + 1):
-            seconds_C *= leader.KEPT_SECONDS
-            seconds_C += leader._seconds(problem, LoadMatrix(tokens_SRE[at]), planned[at - lag])
-        assert np.array_equal(layout.expert_RS, planned[-1][np.argmin(seconds_C)])
+            judged_C = leader._costs(problem, LoadMatrix(tokens_SRE[at]), planned[at - lag])
+            cost_C = cost_C * (1 - 1 / leader.FADING) + judged_C / judged_C.mean()
+        assert np.array_equal(layout.expert_RS, planned[-1][np.argmin(cost_C.round(4))])
 
 
 def test_a_load_that_comes_back_is_learnt() -> None:
