@@ -249,15 +249,21 @@ class TitanSteps:
         self.trainer.train_step(self._data)
 
     def results(self) -> dict[str, Tensor]:
-        """Returns the loss and whole gradients of the second of two passes; in the first one layouts settle."""
+        """Returns the loss, and of each whole gradient the part that this rank compares, of the second of two passes;
+        in the first one layouts settle.
+        """
+        num_ranks = dist.get_world_size()
         for _ in range(2):
             self.trainer.optimizers.zero_grad()
             inputs, labels = next(self._data)
-            num_tokens = torch.tensor(labels.numel() * dist.get_world_size())
+            num_tokens = torch.tensor(labels.numel() * num_ranks)
             loss = self.trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=num_tokens)
-        grads = {of: whole(p.grad) for of, p in self.model.named_parameters() if p.grad is not None}
+        found = {"loss": loss.detach()}
+        for name, parameter in self.model.named_parameters():
+            # Every n-th element, as long runs of elements may be those of tokens that are not in the data.
+            found[name] = whole(parameter.grad).flatten()[dist.get_rank() :: num_ranks].clone()
         self.trainer.optimizers.zero_grad()
-        return {"loss": loss.detach(), **grads}
+        return found
 
     def max_over_mean(self) -> float | None:
         return max_over_mean_of(self.model)

@@ -208,6 +208,7 @@ class Experts(nn.Module):
         if tape.mode == "replay":
             return tape.next_call(self.layer_index)
         tape.calls.append(call := self._plan(expert_TK, mask_T, dtype, flags))
+        call.runs_again = True
         return call
 
     def _plan(self, expert_TK: Tensor, mask_T: Tensor | None, dtype: torch.dtype, flags: int) -> LayerCall:

@@ -103,12 +103,7 @@ class OutsideExperts:
         """Returns what must be the same on all ranks that share experts of ``form``, as JSON values."""
         parts = {part.name: part.shape for part in form.parts}
         activation = None if self.activation is None else _name(self.activation)
-        return {
-            "parts": parts,
-            "transposed": self.transposed,
-            "activation": activation,
-            "weights_on": self.weights_on,
-        }
+        return {"parts": parts, "transposed": self.transposed, "activation": activation, "weights_on": self.weights_on}
 
     def function(self, form: ExpertForm) -> ExpertFunction:
         """Returns what an expert of ``form`` computes."""
@@ -156,9 +151,8 @@ class OutsideMasters(Masters):
     def __init__(self, outside: OutsideExperts, shards: ExpertShards) -> None:
         self._outside, self._shards = outside, shards
         self._checked_mesh: DeviceMesh | None = None
-        # This says whether the parts that were read last were computed from parameters.
         self._computed = False
-        # This is where they were then; None before the first forward.
+        # This is where parts were in the newest forward; None before the first.
         self._device: torch.device | None = None
         with torch.no_grad():
             read = outside.read()
@@ -166,6 +160,10 @@ class OutsideMasters(Masters):
         # How many tensors each part has; None where it is one of all experts.
         self._counts = [None if isinstance(each, Tensor) else len(each) for each in kept]
         self._tensors(read, made=True)
+
+    @property
+    def computed(self) -> bool:
+        return self._computed
 
     @property
     def may_delay(self) -> bool:
