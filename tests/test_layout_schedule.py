@@ -21,6 +21,7 @@ from moesys.balance.layout_schedule import (
     SolvedPlan,
 )
 from moesys.balance.planners import plan_layout
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 
@@ -122,15 +123,13 @@ def test_moves_cost_tokens_over_a_plans_life_in_the_unit_of_the_load(
 ) -> None:
     asked: list[int] = []
 
-    def note(
-        load: LoadMatrix, cluster: ms.ClusterSpec, config: Greedy, *_: object, previous: object, **__: object
-    ) -> object:
+    def note(problem: PlanningProblem, config: Greedy) -> tuple[ExpertLayout | None, bytes]:
         asked.append(config.move_tokens)
-        return previous
+        return problem.layout, b""
 
     strategy = FSEP.replace(balance=ms.Greedy(move_tokens=100), predictor=predictor, replan_every=replan_every)
     requests = requests_of(strategy)
-    monkeypatch.setattr("moesys.balance.layout_schedule.plan_layout", note)
+    monkeypatch.setattr("moesys.balance.layout_schedule.planned", note)
     for request in requests:
         request.solve()
     assert asked[:3] == move_tokens
@@ -139,11 +138,11 @@ def test_moves_cost_tokens_over_a_plans_life_in_the_unit_of_the_load(
 def test_only_a_plan_that_one_rank_makes_for_all_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     deadlines: list[float | None] = []
 
-    def note(load: LoadMatrix, cluster: ms.ClusterSpec, config: Greedy, *_: object, **options: object) -> ExpertLayout:
+    def note(problem: PlanningProblem, config: Greedy) -> tuple[ExpertLayout, bytes]:
         deadlines.append(config.deadline_ms)
-        return plan_layout(load, cluster, ms.Static(), 3)
+        return ms.Static().layout(problem), b""
 
-    monkeypatch.setattr("moesys.balance.layout_schedule.plan_layout", note)
+    monkeypatch.setattr("moesys.balance.layout_schedule.planned", note)
     [request, *_] = requests_of(FSEP.replace(balance=ms.Greedy(deadline_ms=5.0)))
     assert set(deadlines) == {None}
     deadlines.clear()
@@ -155,10 +154,23 @@ def test_only_a_plan_that_one_rank_makes_for_all_has_a_deadline(monkeypatch: pyt
 # --- resuming
 
 
-@pytest.mark.parametrize("predictor", [ms.Last(), ms.WindowMean(steps=3), ms.Ema(), ms.Adaptive()], ids=repr)
+@pytest.mark.parametrize(
+    ("predictor", "balance"),
+    [
+        (ms.Last(), ms.Eplb()),
+        (ms.WindowMean(steps=3), ms.Eplb()),
+        (ms.Ema(), ms.Eplb()),
+        (ms.Adaptive(), ms.Eplb()),
+        (ms.Last(), ms.Greedy()),
+        (ms.Adaptive(), ms.Greedy()),
+    ],
+    ids=repr,
+)
 @pytest.mark.parametrize("stop", [0, 1, 6])
-def test_a_schedule_that_was_stopped_goes_on_as_if_it_were_not(predictor: ms.Last, stop: int) -> None:
-    strategy = FSEP.replace(predictor=predictor, lag=2, balance=ms.Eplb())
+def test_a_schedule_that_was_stopped_goes_on_as_if_it_were_not(
+    predictor: ms.Last, balance: ms.Balance, stop: int
+) -> None:
+    strategy = FSEP.replace(predictor=predictor, lag=2, balance=balance)
     straight, stopped, resumed = (LayoutSchedule(0, strategy, MODEL, CLUSTER) for _ in range(3))
     walk(stopped, 0, stop)
     resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict(0.0))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from moesys.balance.flex_moe import FlexMoe
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import plan_layer
@@ -24,14 +25,15 @@ LOADS = [LoadMatrix(tokens_RE) for tokens_RE in TOKENS_SLRE[:, 0]]
 
 
 def test_each_layout_is_planned_on_the_load_before_it():
-    layout = plan_layout(LoadMatrix(np.ones((4, 8), dtype=int)), CLUSTER, Greedy(), 3, model=MODEL)
-    for number, one in enumerate(replay_layer(FSEP, MODEL, CLUSTER, TOKENS_SLRE[:, 0])):
+    strategy = FSEP.replace(balance=FlexMoe())  # begins from the layout in force
+    layout = plan_layout(LoadMatrix(np.ones((4, 8), dtype=int)), CLUSTER, FlexMoe(), 3, model=MODEL)
+    for number, one in enumerate(replay_layer(strategy, MODEL, CLUSTER, TOKENS_SLRE[:, 0])):
         if number:
-            layout = plan_layout(LOADS[number - 1], CLUSTER, Greedy(), 3, model=MODEL, previous=layout, strategy=FSEP)
+            layout = plan_layout(LOADS[number - 1], CLUSTER, FlexMoe(), 3, model=MODEL, previous=layout)
         assert one.micro_batch == number
         assert one.load == LOADS[number]
         assert np.array_equal(one.layout.expert_RS, layout.expert_RS)
-        assert str(one.plan) == str(plan_layer(FSEP, MODEL, CLUSTER, LOADS[number], layout=layout, turn=number))
+        assert str(one.plan) == str(plan_layer(strategy, MODEL, CLUSTER, LOADS[number], layout=layout, turn=number))
 
 
 def test_a_plan_comes_into_force_lag_after_the_load_that_it_was_asked_for_after():

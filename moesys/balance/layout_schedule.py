@@ -12,16 +12,19 @@ is a function of those counts (``plan.plan_layer``).
 from __future__ import annotations
 
 import time
+import zlib
+from base64 import b64encode
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-from pydantic import NonNegativeInt, TypeAdapter
+from pydantic import Base64Bytes, NonNegativeInt, TypeAdapter
 
 from moesys.balance.homes import Homes
-from moesys.balance.planners import plan_layout, warm_up
+from moesys.balance.planners import plan_layout, planned, warm_up
+from moesys.balance.planning_problem import PastBatch, PlanningProblem
 from moesys.balance.predictors import LoadHistory
 from moesys.config import Balance, ClusterSpec, ModelShape, Oracle, Strategy
 from moesys.config.base import in_words
@@ -33,7 +36,8 @@ from moesys.load import IntArray, LoadMatrix
 class PlanRequest:
     """Everything a layout is a function of. ``layer`` only says which of a model's layers asked.
 
-    ``load`` counts 1/``units_per_token`` tokens of one micro-batch.
+    ``load`` counts 1/``units_per_token`` tokens of one micro-batch. ``before``: the plan that was requested before,
+    which is made before this one, and whose memory the planner finds.
     """
 
     layer: int
@@ -44,22 +48,26 @@ class PlanRequest:
     slots_R: tuple[int, ...]
     previous: ExpertLayout
     units_per_token: int = 1
+    recent: tuple[PastBatch, ...] = ()
+    before: PlanTicket | None = None
 
-    def solve(self, alike: bool = False) -> ExpertLayout:
-        """Returns the layout. With ``alike`` there is no deadline, so that every rank that asks gets the same; without
+    def solve(self, alike: bool = False) -> SolvedPlan:
+        """Returns the plan. With ``alike`` there is no deadline, so that every rank that asks gets the same; without
         it, one rank must ask for all.
         """
         balance = self.strategy.balance.with_moves_priced(self.units_per_token, self.strategy.replan_every)
-        return plan_layout(
+        problem = PlanningProblem.of_layout(
             self.load,
             self.cluster,
-            balance.without_clock() if alike else balance,
             self.slots_R,
-            model=self.model,
-            previous=self.previous,
-            strategy=self.strategy,
-            units_per_token=self.units_per_token,
+            self.model,
+            self.previous,
+            self.strategy,
+            self.units_per_token,
+            self.recent,
+            b"" if self.before is None else self.before.memory(),
         )
+        return SolvedPlan(*planned(problem, balance.without_clock() if alike else balance))
 
 
 class PlanTicket(Protocol):
@@ -71,6 +79,9 @@ class PlanTicket(Protocol):
     def layout(self) -> ExpertLayout:
         """Returns the plan, once it is ready."""
 
+    def memory(self) -> bytes:
+        """Returns what the planner remembers; of a plan that was not made, nothing."""
+
     def cancel(self) -> None:
         """Says that nobody will use the plan, so that it need not be made."""
 
@@ -80,12 +91,16 @@ class SolvedPlan:
     """A plan that is there: what a layer without a runtime plans for itself, on every rank alike."""
 
     solution: ExpertLayout
+    remembered: bytes = b""
 
     def ready(self, timeout_s: float) -> bool:
         return True
 
     def layout(self) -> ExpertLayout:
         return self.solution
+
+    def memory(self) -> bytes:
+        return self.remembered
 
     def cancel(self) -> None:
         """Ignores the call, because the plan is made already."""
@@ -107,6 +122,9 @@ class MissedPlan:
     def layout(self) -> ExpertLayout:
         raise RuntimeError("the plan was dropped before it was made, so there is no layout; ask ready() first")
 
+    def memory(self) -> bytes:
+        return b""
+
     def cancel(self) -> None:
         """Ignores the call, because the plan is dropped already."""
 
@@ -119,7 +137,7 @@ class InlinePlanner:
     """Plans at once, in the computing thread; a pure function, so all ranks get the same."""
 
     def submit(self, request: PlanRequest) -> PlanTicket:
-        return SolvedPlan(request.solve(alike=True))
+        return request.solve(alike=True)
 
 
 @dataclass(frozen=True)
@@ -133,13 +151,18 @@ class PlanEvent:
 
 @dataclass(frozen=True)
 class _State:
-    """The fields of ``LayoutSchedule.state_dict``. pending: the micro-batches that plans are due for; None is late."""
+    """The fields of ``LayoutSchedule.state_dict``. pending: the micro-batches that plans are due for; None is late.
+    recent: number, load (int64, little-endian, compressed) and layout of each past micro-batch, for planners. memory:
+    what the planner remembers of its newest plan.
+    """
 
     micro_batch: NonNegativeInt
     layout: list[list[int]]
     history: dict[str, Any] | None
     pending: list[tuple[NonNegativeInt, list[list[int]] | None]]
     homes: list[int] | None = None
+    recent: list[tuple[NonNegativeInt, Base64Bytes, list[list[int]]]] = field(default_factory=list)
+    memory: Base64Bytes = b""
 
 
 _STATE = TypeAdapter(_State)
@@ -182,8 +205,13 @@ class LayoutSchedule:
         self._tokens_SRE, self._known_from = (tokens_SRE if foresees else None), 0
         self._history = None if foresees else LoadHistory(strategy.predictor)
         self._pending: deque[tuple[int, PlanTicket]] = deque()
-        # Loads that the history has not seen, and for which micro-batch a plan is still to be asked for.
-        self._unread: list[Callable[[], LoadMatrix]] = []
+        # The plan that was requested last.
+        self._newest: PlanTicket | None = None
+        # What the planner is told of the newest micro-batches that the history has seen.
+        self._recent: deque[PastBatch] = deque(maxlen=strategy.balance.recent_batches)
+        # Micro-batches that the history has not seen: number, layout, load.
+        self._unread: list[tuple[int, ExpertLayout, Callable[[], LoadMatrix]]] = []
+        # The micro-batch for which a plan is still to be asked for.
         self._asked_for: int | None = None
 
     @property
@@ -235,13 +263,13 @@ class LayoutSchedule:
         """Notes a micro-batch with its settled layout, whose ``load`` can be read once it has been launched; the
         caller then calls ``request``.
         """
-        due = self.micro_batch + self.strategy.lag
+        micro_batch, due = self.micro_batch, self.micro_batch + self.strategy.lag
         self.advance()
         if not self.follows_history:
             return
         self.require_known_loads()
         if self._history is not None:
-            self._unread.append(load)
+            self._unread.append((micro_batch, self.layout, load))
         if self.micro_batch % self.strategy.replan_every == 0:
             self._asked_for = due
 
@@ -278,6 +306,8 @@ class LayoutSchedule:
 
     def _begin_layouts_anew(self, why: str) -> None:
         self._drop_pending()
+        self._recent.clear()
+        self._newest = None
         self.layout = self._first_layout()
         self.tell(why)
         if self._history is None or self._history.has_loads:
@@ -289,6 +319,7 @@ class LayoutSchedule:
         source makes no more plans.
         """
         self._pending = deque((due, _made(ticket)) for due, ticket in self._pending)
+        self._newest = _made(self._newest) if self._newest else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state for copies and pickles. Reads all loads first, because their readers cannot be pickled."""
@@ -322,14 +353,19 @@ class LayoutSchedule:
             slots_R=self.slots_R,
             previous=self.layout,
             units_per_token=units_per_token,
+            recent=tuple(self._recent),
+            before=self._newest,
         )
-        self._pending.append((due, self.source.submit(request)))
+        self._newest = self.source.submit(request)
+        self._pending.append((due, self._newest))
 
     def _read(self) -> None:
         """Adds the loads that the history has not seen. Waits for the device that counted them."""
-        for load in self._unread:
+        for micro_batch, layout, load in self._unread:
             assert self._history is not None
-            self._history.observe(self.homes.load_by_id(load()))
+            numbered = load()
+            self._history.observe(self.homes.load_by_id(numbered))
+            self._recent.append(PastBatch(micro_batch, numbered, layout))
         self._unread.clear()
 
     def state_dict(self, timeout_s: float) -> dict[str, Any]:
@@ -348,6 +384,10 @@ class LayoutSchedule:
             "history": None if self._history is None else self._history.state_dict(),
             "pending": pending,
             "homes": self._moved_homes,
+            "memory": b64encode(self._newest.memory() if self._newest else b"").decode(),
+            "recent": [
+                (batch.micro_batch, _packed(batch.load), batch.layout.expert_RS.tolist()) for batch in self._recent
+            ],
         }
 
     @property
@@ -365,7 +405,15 @@ class LayoutSchedule:
             rows: list[Any] = [found.layout, *(plan for _, plan in found.pending)]
             layout, *plans = (None if each is None else ExpertLayout(each, self.num_experts) for each in rows)
             assert layout is not None
-        except ValueError as error:
+            recent = [
+                PastBatch(
+                    number,
+                    _unpacked(tokens, len(held), self.num_experts),
+                    ExpertLayout(np.array(held), self.num_experts),
+                )
+                for number, tokens, held in found.recent
+            ]
+        except (ValueError, zlib.error) as error:
             raise self._damage(in_words(error)) from None
         expert_RS = layout.expert_RS
         self.micro_batch = found.micro_batch
@@ -373,6 +421,8 @@ class LayoutSchedule:
             return
         self._drop_pending()
         self._unread.clear()
+        self._recent.clear()
+        self._newest = None
         if self._history is not None:
             self._history = LoadHistory(self.strategy.predictor)
         if expert_RS.shape != self.layout.expert_RS.shape or ((expert_RS >= 0).sum(axis=1) > self.slots_R).any():
@@ -381,6 +431,8 @@ class LayoutSchedule:
             return
         if any(plan is not None and plan.expert_RS.shape != expert_RS.shape for plan in plans):
             raise self._damage(f"pending has a plan of another shape than its layout, {expert_RS.shape}")
+        if any(batch.layout.expert_RS.shape != expert_RS.shape for batch in recent):
+            raise self._damage(f"recent has a layout of another shape than the one in force, {expert_RS.shape}")
         if (loads := (found.history or {}).get("shape")) not in (None, [len(expert_RS), self.num_experts]):
             raise self._damage(f"history is of loads of shape {loads}, and its layout of {len(expert_RS)} ranks")
         if self._history is not None and found.history is not None:
@@ -392,6 +444,8 @@ class LayoutSchedule:
             self._begin_layouts_anew("history is of other homes: layouts begun anew")
             return
         self.layout = layout
+        self._recent.extend(recent)
+        self._newest = SolvedPlan(layout, found.memory)
         for (due, _), plan in zip(found.pending, plans, strict=True):
             self._pending.append((due, MissedPlan() if plan is None else SolvedPlan(plan)))
 
@@ -408,8 +462,17 @@ class LayoutSchedule:
         return plan_layout(uniform, self.cluster, balance, self.slots_R, model=self.model)
 
 
+def _packed(load: LoadMatrix) -> str:
+    """Returns a load as text of about a byte a count."""
+    return b64encode(zlib.compress(load.tokens_RE.astype("<i8").tobytes(), level=1)).decode()
+
+
+def _unpacked(data: bytes, num_ranks: int, num_experts: int) -> LoadMatrix:
+    return LoadMatrix(np.frombuffer(zlib.decompress(data), "<i8").reshape(num_ranks, num_experts))
+
+
 def _made(ticket: PlanTicket) -> PlanTicket:
     try:
-        return SolvedPlan(ticket.layout()) if ticket.ready(0.0) else MissedPlan()
+        return SolvedPlan(ticket.layout(), ticket.memory()) if ticket.ready(0.0) else MissedPlan()
     except Exception as error:
         return MissedPlan(error)

@@ -50,8 +50,15 @@ def plan_layout(
     problem = PlanningProblem.of_layout(load, cluster, slots_per_rank, model, previous, strategy, units_per_token)
     if not isinstance(config, Balance):
         config = Balance.model_validate(config)
-    layout: ExpertLayout = config.layout(problem) if config.kind in Balance.table else checked_layout(problem, config)
-    return layout
+    return planned(problem, config)[0]
+
+
+def planned(problem: PlanningProblem, config: Balance) -> tuple[ExpertLayout, bytes]:
+    """Returns the layout that ``config`` chooses, and what it is to find in ``problem.memory`` the next time."""
+    if config.kind not in Balance.table:
+        return checked_layout(problem, config), b""
+    plan: tuple[ExpertLayout, bytes] = config.plan(problem)
+    return plan
 
 
 def plan_layouts(

@@ -14,6 +14,15 @@ from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 
 
+@dataclass(frozen=True, eq=False)
+class PastBatch:
+    """A micro-batch that the layer has run: its number, its load, and the layout that was in force."""
+
+    micro_batch: int
+    load: LoadMatrix
+    layout: ExpertLayout
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class PlanningProblem(Display):
     """One layer's load, and where its experts and tokens may go.
@@ -27,7 +36,11 @@ class PlanningProblem(Display):
     - ``turn``: the number of the micro-batch, which rotates the tokens that do not divide evenly;
     - ``sharding``: how experts come to their slots, None where that costs nothing or is not known;
     - ``overlap``: how rows travel, None where that is not known;
-    - ``units_per_token``: counts of ``load`` that are one token of a micro-batch.
+    - ``units_per_token``: counts of ``load`` that are one token of a micro-batch;
+    - ``recent``: the newest micro-batches before the plan, oldest first, as many as the planner's
+      ``recent_batches``; empty where there is no history;
+    - ``lag``: a plan is used this many micro-batches after the newest of ``recent``;
+    - ``memory``: what the planner returned beside its plan before (``Balance.plan``), empty at first.
 
     ``plan_layout`` and ``split_tokens`` make it by ``of_layout`` and ``of_split``, which check that its parts belong
     together; planners and splits trust it.
@@ -42,6 +55,9 @@ class PlanningProblem(Display):
     sharding: Sharding | None = None
     overlap: Overlap | None = None
     units_per_token: int = 1
+    recent: tuple[PastBatch, ...] = ()
+    lag: int = 1
+    memory: bytes = b""
 
     def _facts(self) -> str:
         return f"{self.load._facts()}, {sum(self.slots_R):,} slots, turn {self.turn}"
@@ -60,6 +76,8 @@ class PlanningProblem(Display):
         previous: ExpertLayout | None = None,
         strategy: Strategy | None = None,
         units_per_token: int = 1,
+        recent: Sequence[PastBatch] = (),
+        memory: bytes = b"",
     ) -> PlanningProblem:
         """Makes the problem of choosing a layout; ``slots_per_rank`` is one number for all ranks or one a rank, and
         experts and rows travel as ``strategy`` has it.
@@ -72,8 +90,25 @@ class PlanningProblem(Display):
         slots_R = _checked_slots(load, cluster, slots_per_rank)
         if previous is not None:
             _check_previous(previous, load, slots_R)
-        problem = cls(load, cluster, slots_R, previous, model, units_per_token=units_per_token)
-        return problem if strategy is None else replace(problem, sharding=strategy.sharding, overlap=strategy.overlap)
+        past = tuple(recent)
+        if any(batch.load.tokens_RE.shape != load.tokens_RE.shape for batch in past):
+            raise ValueError(
+                f"recent has loads of {sorted({batch.load.tokens_RE.shape for batch in past})} (ranks, experts) but "
+                f"the plan is for {load.tokens_RE.shape}; give micro-batches of one cluster and model"
+            )
+        problem = cls(
+            load,
+            cluster,
+            slots_R,
+            previous,
+            model,
+            units_per_token=units_per_token,
+            recent=past,
+            memory=memory,
+        )
+        if strategy is None:
+            return problem
+        return replace(problem, sharding=strategy.sharding, overlap=strategy.overlap, lag=strategy.lag)
 
     @classmethod
     def of_split(

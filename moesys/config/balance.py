@@ -24,6 +24,8 @@ class Balance(Member):
     table: ClassVar[dict[str, tuple[str, str]]] = BALANCES
     # True if the planner also decides who computes how many tokens of which source, so that ``Quotas`` can follow it.
     has_quotas: ClassVar[bool] = False
+    # How many of the newest micro-batches a planner is told of (``PlanningProblem.recent``).
+    recent_batches: ClassVar[int] = 0
     # True if inner loops are compiled when the planner first runs.
     is_compiled: ClassVar[bool] = False
 
@@ -35,6 +37,11 @@ class Balance(Member):
         It is a pure function of ``problem`` and its own fields, on whichever rank it is called.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method layout(problem)")
+
+    # Any: a ``PlanningProblem`` in, an ``ExpertLayout`` and bytes out.
+    def plan(self, problem: Any) -> Any:
+        """Returns ``layout(problem)``, and what the planner is to find in ``problem.memory`` when it plans next."""
+        return self.layout(problem), b""
 
     def token_plan(self, problem: Any) -> Any:
         """Returns a ``TokenPlan`` over a layout of its own, where the planner ``has_quotas``."""

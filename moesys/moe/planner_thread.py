@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesys.balance.layout_schedule import PlanRequest
+from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
 from moesys.layout import ExpertLayout
 from moesys.overlap.comm.background import BackgroundThread
 from moesys.overlap.comm.channel import Channel
@@ -33,13 +33,13 @@ class ThreadTicket:
 
     def __init__(self) -> None:
         self._done = threading.Event()
-        self._layout: ExpertLayout | None = None
+        self._plan: SolvedPlan | None = None
         self._error: Exception | None = None
         self.cancelled = False
 
-    def fulfil(self, layout: ExpertLayout | None, error: Exception | None = None) -> None:
+    def fulfil(self, plan: SolvedPlan | None, error: Exception | None = None) -> None:
         """Sets the plan, or the error of the planner, or neither if the plan is no longer wanted."""
-        self._layout, self._error = layout, error
+        self._plan, self._error = plan, error
         self._done.set()
 
     def cancel(self) -> None:
@@ -50,11 +50,14 @@ class ThreadTicket:
             return False
         if self._error is not None:
             raise self._error
-        return self._layout is not None
+        return self._plan is not None
 
     def layout(self) -> ExpertLayout:
-        assert self._layout is not None, "a ticket was asked for its layout before it was ready"
-        return self._layout
+        assert self._plan is not None, "a ticket was asked for its layout before it was ready"
+        return self._plan.layout()
+
+    def memory(self) -> bytes:
+        return b"" if self._plan is None else self._plan.memory()
 
 
 class PlannerThread:
@@ -106,7 +109,7 @@ class PlannerThread:
     def _unwanted(self, ticket: ThreadTicket) -> bool:
         return ticket.cancelled or self._closing.is_set()
 
-    def _agree(self, request: PlanRequest, ticket: ThreadTicket) -> ExpertLayout | None:
+    def _agree(self, request: PlanRequest, ticket: ThreadTicket) -> SolvedPlan | None:
         """Returns the leader's plan, on every rank, or raises its failure, on every rank; None if the leader finds the
         plan unwanted.
 
@@ -115,18 +118,19 @@ class PlannerThread:
         if self._channel.group is None:
             return None if self._unwanted(ticket) else request.solve()
         leader = request.layer % self._channel.num_ranks
-        layout: ExpertLayout | None = None
+        plan: SolvedPlan | None = None
         message = b""
         if self._channel.rank == leader and not self._unwanted(ticket):
             try:
-                layout = request.solve()
+                plan = request.solve()
             except Exception as error:
                 # One line says it, where only one is shown.
                 message = f"{type(error).__name__}: {error}\n{traceback.format_exc()}".encode()
-        shape = layout.expert_RS.shape if layout is not None else (0, 0)
-        header = torch.tensor([*shape, len(message)], dtype=torch.int64)
+        shape = plan.layout().expert_RS.shape if plan is not None else (0, 0)
+        memory = plan.memory() if plan is not None else b""
+        header = torch.tensor([*shape, len(message), len(memory)], dtype=torch.int64)
         self._broadcast(header, leader, request.layer)
-        num_ranks, num_slots, message_bytes = header.tolist()
+        num_ranks, num_slots, message_bytes, memory_bytes = header.tolist()
         leader_name = self._members[leader]
         if message_bytes:
             text = _bytes_tensor(message or bytes(message_bytes))
@@ -138,9 +142,13 @@ class PlannerThread:
             return None
         histories_R = self._gather(_bytes_tensor(history_digest(request)), request.layer)
         expert_RS = torch.zeros(num_ranks, num_slots, dtype=torch.int64)
-        if layout is not None:
-            expert_RS = torch.from_numpy(layout.expert_RS.copy())
+        if plan is not None:
+            expert_RS = torch.from_numpy(plan.layout().expert_RS.copy())
         self._broadcast(expert_RS, leader, request.layer)
+        if memory_bytes:
+            remembered = _bytes_tensor(memory or bytes(memory_bytes))
+            self._broadcast(remembered, leader, request.layer)
+            memory = remembered.numpy().tobytes()
         # Every rank compares all of them, so that none waits in the next micro-batch for one that raised.
         for rank, history in zip(self._members, histories_R, strict=True):
             if not torch.equal(history, histories_R[leader]):
@@ -148,7 +156,7 @@ class PlannerThread:
                     f"rank {rank} and rank {leader_name} saw different loads of layer {request.layer}; every rank must "
                     "run the same micro-batches in the same order"
                 )
-        return ExpertLayout(expert_RS.numpy(), request.load.num_experts)
+        return SolvedPlan(ExpertLayout(expert_RS.numpy(), request.load.num_experts), memory)
 
     def _broadcast(self, tensor: Tensor, leader: int, layer: int) -> None:
         # The group itself, which outlives ``dist.destroy_process_group``.

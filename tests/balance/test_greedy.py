@@ -12,8 +12,9 @@ from scipy.optimize import linear_sum_assignment
 from moesys.balance.eplb import Eplb
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
-from moesys.balance.greedy.greedy import Greedy, _Planner
+from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.greedy.numbering import num_moves, relabelled, relabelled_inside
+from moesys.balance.greedy.search import LayoutSearch
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.static import Static
@@ -269,7 +270,7 @@ def test_more_effort_never_costs_more():
         ]
     )
     planners = [
-        _Planner(PlanningProblem.of_layout(load, ClusterSpec(ranks_per_node=4), 3), Greedy(effort=effort))
+        LayoutSearch(PlanningProblem.of_layout(load, ClusterSpec(ranks_per_node=4), 3), Greedy(effort=effort)._options)
         for effort in (1, 2, 3, 6)
     ]
     costs = [planner.best(planner.numbers.empty()).cost for planner in planners]

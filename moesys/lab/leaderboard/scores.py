@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
-from moesys.balance.predictors import measured_drift
 from moesys.balance.replay import replay_layer
 from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, ModelShape, Strategy
 from moesys.config.base import in_words
@@ -68,27 +65,19 @@ class PlannerScores:
 
 
 class TimedPlanner:
-    """A plan source that plans at once. It sets ``Greedy``'s drift to the difference between the newest load and the
-    one ``lag`` micro-batches earlier.
+    """A plan source that plans at once. ``all_ms`` has the time of each plan except the first, which warms up."""
 
-    ``all_ms`` has the time of each plan except the first, which warms up.
-    """
-
-    def __init__(self, lag: int) -> None:
+    def __init__(self) -> None:
         self.all_ms: list[float] = []
-        self._loads: deque[LoadMatrix] = deque(maxlen=lag + 1)
+        self._warm = False
 
     def submit(self, request: PlanRequest) -> SolvedPlan:
         begin_s = time.perf_counter()
-        self._loads.append(request.load)
-        balance, is_first = request.strategy.balance, len(self._loads) == 1
-        if isinstance(balance, Greedy) and not is_first:
-            informed = balance.replace(drift=measured_drift(self._loads[0], request.load))
-            request = replace(request, strategy=request.strategy.replace(balance=informed))
-        layout = request.solve()
-        if not is_first:
+        plan = request.solve()
+        if self._warm:
             self.all_ms.append(1e3 * (time.perf_counter() - begin_s))
-        return SolvedPlan(layout)
+        self._warm = True
+        return plan
 
 
 def score(
@@ -130,7 +119,7 @@ class _Meter:
 
     def planned(self, strategy: Strategy) -> tuple[list[ExpertLayout], list[float]]:
         """Returns each micro-batch's layout, planned on history, and the milliseconds of each plan."""
-        planner = TimedPlanner(strategy.lag)
+        planner = TimedPlanner()
         walk = replay_layer(strategy, self._model, self._cluster, self._tokens_SRE, planner=planner)
         return [one.layout for one in walk], planner.all_ms or [0.0]
 

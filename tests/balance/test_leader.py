@@ -1,0 +1,116 @@
+"""The leader: which candidate plans, judged by what candidates would have cost on the micro-batches before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.greedy import leader
+from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.laer import Laer
+from moesys.balance.plan import StepPlan, plan_layer
+from moesys.balance.planners import plan_layout
+from moesys.balance.planning_problem import PastBatch, PlanningProblem
+from moesys.config import Ep, Fsep, ModelShape, Sharding, Strategy, presets
+from moesys.config.workload import Generated
+from moesys.layout import ExpertLayout
+from moesys.load import IntArray, LoadMatrix
+from moesys.simulator.step_program import simulate
+from moesys.traces import generate
+
+MODEL = ModelShape(hidden_size=2048, intermediate_size=768, num_experts=32, top_k=4)
+CLUSTER = presets.h100(2)
+SLOTS = 3
+
+
+def loads(seed: int, steps: int, drift: float, skew: float = 1.5) -> IntArray:
+    workload = Generated(warmup=0, steps=steps, tokens_per_rank=2048, num_layers=1, drift=drift, skew=skew)
+    return generate(workload, CLUSTER.num_ranks, MODEL.num_experts, MODEL.top_k, seed).tokens_SLRE[:, 0]
+
+
+def strategy(sharding: Sharding | None = None) -> Strategy:
+    sharding = sharding or Fsep(slots_per_rank=SLOTS)
+    return Strategy(name="x", sharding=sharding, balance=Greedy(), split=FlowSplit(max_inter_node="seconds"))
+
+
+def problems(tokens_SRE: IntArray, of: Strategy, lag: int = 1) -> Iterator[tuple[PlanningProblem, ExpertLayout, bytes]]:
+    """Walks through loads as training does; yields each problem, its plan and what was remembered."""
+    recent: deque[PastBatch] = deque(maxlen=Greedy.recent_batches)
+    memory, layout = b"", plan_layout(LoadMatrix(np.ones_like(tokens_SRE[0])), CLUSTER, "static", SLOTS)
+    for number, tokens_RE in enumerate(tokens_SRE):
+        load = LoadMatrix(tokens_RE)
+        recent.append(PastBatch(number, load, layout))
+        problem = PlanningProblem.of_layout(load, CLUSTER, SLOTS, MODEL, layout, of, 1, tuple(recent), memory)
+        problem = replace(problem, lag=lag)
+        layout, memory = Greedy().plan(problem)
+        yield problem, layout, memory
+
+
+def seconds(tokens_RE: IntArray, layout: ExpertLayout, of: Strategy) -> float:
+    plan = plan_layer(of, MODEL, CLUSTER, LoadMatrix(tokens_RE), layout=layout)
+    return simulate(StepPlan(of, MODEL, CLUSTER, (plan,))).length_us / 1e6
+
+
+@pytest.mark.parametrize("sharding", [Fsep(slots_per_rank=SLOTS), Ep(slots_per_rank=SLOTS)], ids=["fsep", "lent"])
+@pytest.mark.parametrize("drift", [0.0, 0.5])
+def test_equal_problems_have_equal_plans_that_keep_to_the_slots(sharding: Sharding, drift: float) -> None:
+    of = strategy(sharding)
+    for problem, layout, memory in problems(loads(0, 12, drift), of):
+        again = PlanningProblem.of_layout(
+            LoadMatrix(problem.load.tokens_RE.copy()), CLUSTER, SLOTS, MODEL, problem.layout, of, 1,
+            tuple(replace(batch) for batch in problem.recent), bytes(bytearray(problem.memory)),
+        )  # fmt: skip
+        assert Greedy().plan(again) == (layout, memory)
+        assert layout.expert_RS.shape == (CLUSTER.num_ranks, SLOTS)
+        assert not layout.num_duplicates
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_the_candidate_of_the_fewest_seconds_plans(monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
+    """What candidates cost is added up here once more, from the layouts that they had planned."""
+    tokens_SRE, planned = loads(1, 14, 0.4), []
+    layouts = leader._layouts
+    monkeypatch.setattr(leader, "_layouts", lambda *given: planned.append(layouts(*given)) or planned[-1])
+    for number, (problem, layout, _) in enumerate(problems(tokens_SRE, strategy(), lag)):
+        cost_C = np.zeros(leader.NUM_CANDIDATES)
+        for at in range(lag, number + 1):
+            judged_C = leader._costs(problem, LoadMatrix(tokens_SRE[at]), planned[at - lag])
+            cost_C = cost_C * (1 - 1 / leader.FADING) + judged_C / judged_C.mean()
+        assert np.array_equal(layout.expert_RS, planned[-1][np.argmin(cost_C.round(4))])
+
+
+def test_a_load_that_comes_back_is_learnt() -> None:
+    """Two loads in turn: the load before is never the next one, and the mean of both is."""
+    pair = [loads(seed, 1, 0.0, skew=2.0)[0] for seed in (3, 4)]
+    tokens_SRE = np.stack([pair[number % 2] for number in range(16)])
+    of = strategy(Fsep(slots_per_rank=SLOTS, prefetch_layers=1, delay_reshard=True))
+    ours = naive = 0.0
+    for number, (problem, layout, _) in enumerate(problems(tokens_SRE[:-1], of)):
+        if number >= 4:
+            ours += seconds(tokens_SRE[number + 1], layout, of)
+            naive += seconds(tokens_SRE[number + 1], Greedy().layout(replace(problem, layout=None)), of)
+    assert ours < 0.9 * naive
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.5])
+def test_it_is_no_slower_than_laer(drift: float) -> None:
+    of, ours, theirs = strategy(), 0.0, 0.0
+    for seed in range(2):
+        tokens_SRE = loads(seed, 16, drift)
+        for number, (problem, layout, _) in enumerate(problems(tokens_SRE[:-1], of)):
+            if number >= 3:
+                ours += seconds(tokens_SRE[number + 1], layout, of)
+                theirs += seconds(tokens_SRE[number + 1], Laer().layout(problem), of)
+    assert ours < theirs
+
+
+def test_what_is_remembered_of_other_slots_is_forgotten() -> None:
+    *_, (problem, _, memory) = problems(loads(2, 6, 0.2), strategy())
+    wider = replace(problem, slots_R=(SLOTS + 1,) * CLUSTER.num_ranks, layout=None, memory=memory)
+    assert Greedy().plan(wider) == Greedy().plan(replace(wider, memory=b""))
+    assert Greedy().plan(replace(problem, memory=memory)) != Greedy().plan(replace(problem, memory=b""))
