@@ -45,22 +45,22 @@ PACKAGES = {
     "moesys, entry points": ("__init__", "__main__"),
 }
 BUDGETS = {
-    "moesys/config": Budget(2_283, 17),
-    "moesys, ground files": Budget(2_226, 16),
+    "moesys/config": Budget(2_305, 17),
+    "moesys, ground files": Budget(2_287, 16),
     "moesys/kernels": Budget(4_886, 45),
-    "moesys/balance": Budget(5_201, 38),
+    "moesys/balance": Budget(5_469, 40),
     "moesys/overlap": Budget(2_829, 18),
-    "moesys/moe": Budget(3_855, 22),
-    "moesys/simulator": Budget(3_381, 22),
-    "moesys/tuner": Budget(1_143, 8),
-    "moesys, hosts": Budget(2_288, 15),
-    "moesys/lab": Budget(9_241, 59),
+    "moesys/moe": Budget(4_066, 22),
+    "moesys/simulator": Budget(3_379, 22),
+    "moesys/tuner": Budget(1_142, 8),
+    "moesys, hosts": Budget(2_289, 15),
+    "moesys/lab": Budget(9_410, 59),
     "moesys, entry points": Budget(252, 2),
-    "benchmarks": Budget(4_398, 38),
+    "benchmarks": Budget(4_794, 40),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(44_090, 312),
+    "tests": Budget(44_971, 316),
 }
-TOTAL = Budget(37_585, 262)
+TOTAL = Budget(38_314, 264)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

@@ -65,17 +65,18 @@ def replayed(tmp_path: Path, tokens_SLRE, *strategies: Strategy) -> Experiment:
 
 
 def test_every_count_is_that_of_the_plans_own_entries():
-    step = explain(FSEP, declared(FSEP), micro_batch=3)
+    strategy = FSEP.replace(balance=Eplb())
+    step = explain(strategy, declared(strategy), micro_batch=3)
     trace = generate(DRAWN, 4, 6, 2, seed=0)
     for layer, found in enumerate(step.layers):
-        model = declared(FSEP).model
-        layout = plan_layout(LoadMatrix(np.ones((4, 6), dtype=int)), CLUSTER, FSEP.balance, 3, model=model)
+        model = declared(strategy).model
+        layout = plan_layout(LoadMatrix(np.ones((4, 6), dtype=int)), CLUSTER, Eplb(), 3, model=model)
         for tokens_RE in trace.tokens_SLRE[:3, layer]:
             load = LoadMatrix(tokens_RE)
-            known = {"model": model, "previous": layout, "strategy": FSEP}
-            layout = plan_layout(load, CLUSTER, FSEP.balance, 3, **known)
+            known = {"model": model, "previous": layout, "strategy": strategy}
+            layout = plan_layout(load, CLUSTER, Eplb(), 3, **known)
         load = LoadMatrix(trace.tokens_SLRE[3, layer])
-        plan = split_tokens(load, layout, CLUSTER, FSEP.split, turn=3)
+        plan = split_tokens(load, layout, CLUSTER, strategy.split, turn=3)
         even = split_tokens(load, layout, CLUSTER, EvenSplit(), turn=3)
 
         places = {"rank": 0, "node": 0, "other": 0}
