@@ -399,8 +399,8 @@ def _benchmark_layer(folder: Path, num_experts: int, text: str) -> tuple[dict[st
     head = {name: _number(manifest, name) for name in names}
     if (head["schema_version"], head["num_experts"]) != (1, num_experts):
         raise ValueError(
-            f"it has schema_version={head['schema_version']} and num_experts={head['num_experts']}, and this reads "
-            f"version 1 with num_experts={num_experts}"
+            f"it is of version {head['schema_version']} with {head['num_experts']} experts, and this reads version 1 "
+            f"with num_experts={num_experts}"
         )
     ids_TK, rank_T = (_saved_tensor(folder, manifest, name) for name in ("expert_ids", "source_rank"))
     if ids_TK.ndim != 2 or rank_T.shape != ids_TK.shape[:1] or not np.isin(rank_T, np.arange(head["world_size"])).all():

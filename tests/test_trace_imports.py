@@ -88,8 +88,8 @@ def test_traces_of_megatron_s_token_imbalance_benchmark_are_counted(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 2}, "schema_version=2 and num_experts=4, and this reads version 1"),
-        ({"num_experts": 8}, "num_experts=8, and this reads version 1 with num_experts=4"),
+        ({"schema_version": 2}, "it is of version 2 with 4 experts, and this reads version 1"),
+        ({"num_experts": 8}, "of version 1 with 8 experts, and this reads version 1 with num_experts=4"),
         ({"world_size": 1}, "source_rank does not give each of 2 tokens one of 1 ranks"),
         ({"tensors": {}}, "has no expert_ids"),
     ],
