@@ -129,7 +129,8 @@ def bench_hosts(
         f"The model is the first {layers} of 8 layers of torchtitan's qwen3 debug model: hidden size 256, "
         f"{NUM_EXPERTS} experts of width 768, top-8.",
         f"{THEIRS}: its own experts and all-to-all, with torch's grouped products in float32 instead of bfloat16.",
-        f"glibc {'keeps' if keep_memory else 'returns'} large pieces of memory that are freed (--keep-memory).",
+        f"glibc {'keeps' if keep_memory else 'returns'} large pieces of memory that are freed "
+        f"({'--keep-memory' if keep_memory else '--no-keep-memory'}).",
         f"{THEIRS} / this, {EP} / this: above 1, this is faster; median [p20, p80], paired.",
         "Routing is replayed: 'balanced' gives each expert the same number of tokens; 'skewed' draws the n-th expert "
         f"with a probability proportional to 1 / n^{ZIPF}, in another order in each layer.",
