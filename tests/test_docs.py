@@ -102,7 +102,7 @@ def test_a_training_that_a_page_shows_learns(ranks: LocalRanks, tmp_path: Path) 
 
 def test_the_space_of_the_tuning_page_is_one() -> None:
     (declared,) = [block.text for block in blocks_of("simulate") if block.title == "space.toml"]
-    assert ms.Space.from_toml(declared).num_combinations == 720
+    assert ms.Space.from_toml(declared).num_combinations == 936
 
 
 def test_the_page_of_declarations_holds(ranks: LocalRanks, tmp_path: Path) -> None:
