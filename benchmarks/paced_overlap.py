@@ -1,8 +1,8 @@
 """The command ``overlap``: forward and backward on local ranks over links of a declared pace.
 
-Links are paced such that communication takes a fixed share of the sequential step. There are two parts: one layer whose
-tokens are sent in chunks, and three layers whose expert weights are gathered ahead. ``--part mega`` times MegaKernels
-on a GPU instead (``benchmarks/mega``).
+Links are paced such that communication takes a fixed share of the sequential step. There are three parts: one layer
+whose tokens are sent in chunks, three layers whose expert weights are gathered ahead, and three whose experts are lent
+ahead. ``--part mega`` times MegaKernels on a GPU instead (``benchmarks/mega``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.harness.contest import EqualBits, Outcome, of_all_ranks
 from benchmarks.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
 from benchmarks.harness.options import Repeats, chosen
 from benchmarks.harness.paced_link import PacedLink
-from moesys.config import Fsep, ModelShape, Strategy
+from moesys.config import Ep, Fsep, ModelShape, Strategy
 from moesys.config.overlap import Pipelined
 from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
@@ -80,6 +80,20 @@ PARTS = (
             _FSEP.replace(name="prefetch, delay, pipelined 4", sharding=_BEHIND, overlap=Pipelined(chunks=4)),
         ),
     ),
+    Part(
+        "copies",
+        num_layers=3,
+        num_tokens=512,
+        shape=_SHAPE,
+        strategies=tuple(
+            Strategy(name=name, sharding=Ep(slots_per_rank=5, **ahead))
+            for name, ahead in (
+                ("lent on demand", {}),
+                ("lent ahead", {"prefetch_layers": 1}),
+                ("lent ahead, delay", {"prefetch_layers": 1, "delay_reshard": True}),
+            )
+        ),
+    ),
 )
 
 
@@ -131,7 +145,7 @@ class Row:
 
 def bench_overlap(
     part: Annotated[
-        str, typer.Option(metavar="NAME", help="chunks, experts, all, or mega: MegaKernels on a GPU.")
+        str, typer.Option(metavar="NAME", help="chunks, experts, copies, all, or mega: MegaKernels on a GPU.")
     ] = "all",
     tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Tokens per rank, instead of the part's own.")
@@ -223,7 +237,7 @@ def measure_on_rank(part: Part, repeats: int) -> tuple[Pace, Mapping[str, Outcom
     """Chooses the pace of the links and measures all strategies of ``part``; all ranks call it at once."""
     pace = _chosen_pace(part)
     with _paced_links(pace.gb_per_s) as links:
-        steps = {strategy.name: _steps(part, strategy, links) for strategy in part.strategies}
+        steps = {strategy.name: paced_steps(part, strategy, links) for strategy in part.strategies}
         return pace, hold_steps(steps, EqualBits(), lambda of: of.exposed_ms(repeats), repeats)
 
 
@@ -238,14 +252,16 @@ def _paced_links(gb_per_s: float) -> Iterator[tuple[PacedLink, PacedLink]]:
         yield tokens, experts
 
 
-def _steps(part: Part, strategy: Strategy, links: tuple[PacedLink, PacedLink]) -> LayerSteps:
+def paced_steps(part: Part, strategy: Strategy, links: tuple[PacedLink, PacedLink]) -> LayerSteps:
     """Returns the steps of one strategy, on the input and the output gradient that all strategies share."""
     generator = rank_generator()
     x_TH, dy_TH = (torch.randn(part.num_tokens, part.shape.hidden_size, generator=generator) for _ in range(2))
     layers = [MoELayer(part.shape, strategy, layer_index=index) for index in range(part.num_layers)]
+    steps = LayerSteps(ResidualLayers(layers, partial(nn.RMSNorm, part.shape.hidden_size)), x_TH, dy_TH)
     for layer in layers:
+        # Linked layers have channels of their own for experts.
         layer.experts.token_channel.link, layer.experts.store.channel.link = links
-    return LayerSteps(ResidualLayers(layers, partial(nn.RMSNorm, part.shape.hidden_size)), x_TH, dy_TH)
+    return steps
 
 
 def _chosen_pace(part: Part) -> Pace:
@@ -259,7 +275,7 @@ def _chosen_pace(part: Part) -> Pace:
     agreed = torch.zeros(3, dtype=torch.float64)
     for paced in (False, True):
         with _paced_links(gb_per_s) as links:
-            steps = _steps(part, part.strategies[0], links)
+            steps = paced_steps(part, part.strategies[0], links)
             steps.prepare()
             steps.step()
             steps_ms = repeated_ms(steps.step, _PACING_REPEATS, before=steps.prepare)

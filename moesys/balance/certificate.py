@@ -370,7 +370,8 @@ def plan_seconds(
     """
     layout, load, domain_R = plan.layout, plan.load, link_domains_of(cluster)
     prices = prices_of(model, cluster, load.total, overlap, units_per_token)
-    prices, gradients = with_experts(prices, layout, model, cluster, sharding, units_per_token)
+    mean_tokens = load.total / units_per_token / max(1, int((layout.filled_R > 0).sum()))
+    prices, gradients = with_experts(prices, layout, model, cluster, sharding, units_per_token, mean_tokens=mean_tokens)
     supply_DE, _ = tokens_by_node(load.tokens_RE, domain_R)
     table = list_replicas(layout.expert_RS, layout.num_experts)
     tokens_P = np.ascontiguousarray(plan.tokens_RER.sum(axis=0)[table.expert_P, table.rank_P])

@@ -73,12 +73,11 @@ class FetchPrices(NamedTuple):
     on_node: float
 
 
-def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding, *, late: bool = True) -> FetchPrices:
-    """Returns what late copies are weighed by, or, if not ``late``, copies of a layout from history."""
+def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> FetchPrices:
+    """Returns what late copies are weighed by."""
     b = model.bytes_per_element
-    ahead = sharding.prefetch_layers > 0
-    restores = (late or not ahead) + (sharding.reshard_after_forward and not ahead)
-    element_bytes = b * restores + (0 if sharding.delay_reshard else GRADIENT_BYTES)
+    again = sharding.reshard_after_forward and not sharding.prefetch_layers
+    element_bytes = b + b * again + (0 if sharding.delay_reshard else GRADIENT_BYTES)
     expert_bytes, intra = model.expert_parameters * element_bytes, cluster.intra_node_gb_per_s * 1e9
     inter = cluster.inter_node_gb_per_s * 1e9
     token = row_product_seconds(model, cluster)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import moesys as ms
 from moesys import cost
+from moesys.balance.certificate import plan_seconds
 from moesys.balance.flow.step_cost import Prices, prices_of, row_seconds, split_cost, with_experts
 from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.greedy.builders import spread
@@ -21,7 +22,7 @@ from moesys.balance.topology import blocks_of_nodes, link_domains_of, tokens_by_
 from moesys.config import presets
 from moesys.layout import EMPTY
 from moesys.row_traffic import row_traffic
-from moesys.simulator.step_program import simulate
+from moesys.simulator.step_program import run_step, simulate
 from moesys.traces import generate
 
 WIDE = ms.ModelShape(hidden_size=64, intermediate_size=8, num_experts=1, top_k=1, dtype="bfloat16")
@@ -225,9 +226,33 @@ def test_drifted_loads_have_as_many_tokens_and_the_drift_that_was_asked_for():
         assert measured_drift(before, ms.LoadMatrix(tokens_RE)) == pytest.approx(0.3, abs=0.12)
 
 
-@pytest.mark.parametrize("kind", [ms.Fsep, ms.Ep])
-def test_ranks_leave_slots_empty_where_experts_are_dear(kind):
-    sharding = kind(slots_per_rank=3, prefetch_layers=1, delay_reshard=True)
+def simulated_and_judged(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> tuple[float, float]:
+    """Seconds of a layer of Mixtral among equal ones."""
+    model = presets.MIXTRAL_8X7B
+    how = ms.Generated(skew=1.0, num_layers=1, tokens_per_rank=8192, warmup=0, steps=1)
+    load = ms.LoadMatrix(generate(how, cluster.num_ranks, 8, 2, seed=0).tokens_SLRE[0, 0])
+    plan = plan_layer(strategy, model, cluster, load).tokens
+    few, many = (run_step(strategy, model, cluster, [[plan] * layers]).length_seconds for layers in (2, 6))
+    return (many - few) / 4, plan_seconds(plan, cluster, model, strategy.sharding, strategy.overlap)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("slots", [2, 4])
+def test_copies_that_travel_ahead_are_judged_as_they_are_simulated(nodes, slots):
+    """Inside a node they are hidden; between nodes they take longer than the products that they travel behind."""
+    cluster, seconds = presets.h100(nodes), {}
+    for ahead in (False, True):
+        sharding = ms.Ep(slots_per_rank=slots, prefetch_layers=int(ahead), delay_reshard=ahead)
+        lent = ms.Strategy(name="lent", sharding=sharding, balance=ms.Eplb(), split=ms.FlowSplit())
+        seconds[ahead], judged_s = simulated_and_judged(lent, cluster)
+        assert judged_s == pytest.approx(seconds[ahead], rel=0.06)
+    assert seconds[True] < seconds[False]
+    chosen_s, _ = simulated_and_judged(lent.replace(balance=ms.Greedy()), cluster)
+    assert chosen_s <= seconds[True] * 1.01
+
+
+def test_ranks_leave_slots_empty_where_experts_are_dear():
+    sharding = ms.Fsep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True)
     hidden = ms.Strategy(name="hidden", sharding=sharding)
     cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, inter_node_gb_per_s=0.1)
     load = ms.LoadMatrix(np.random.default_rng(0).integers(1, 50, (4, 4)))

@@ -18,15 +18,17 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.compiled import borrowing, compiled
-from moesys.config import ClusterSpec, ModelShape, Overlap, Sharding
+from moesys.config import ClusterSpec, Ep, ModelShape, Overlap, Sharding
 from moesys.cost import (
     FloatArray,
+    expert_seconds,
     link_seconds,
     memory_seconds,
     reshard_seconds,
     restore_bytes,
     restores_per_step,
     row_product_seconds,
+    transfer_seconds,
 )
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
@@ -109,23 +111,43 @@ def with_experts(
     sharding: Sharding,
     units_per_token: int = 1,
     scale: int = 0,
+    mean_tokens: float = 0.0,
 ) -> tuple[Prices, int]:
-    """Returns ``prices`` beside the experts of ``layout`` on their way, and what gradients cost on theirs, where counts
-    are of ``units_per_token`` a token, shifted by ``scale`` bits.
+    """Returns ``prices`` beside the experts of ``layout`` on their way, and what else they and their gradients cost,
+    where counts are of ``units_per_token`` a token, shifted by ``scale`` bits. ``mean_tokens``: of the mean rank.
 
-    What travels behind other work, prefetched or delayed, is taken to be hidden.
+    What travels behind other work, prefetched or delayed, is taken to be hidden, but for copies that owners lend, which
+    load few links with much: what exceeds the products of a layer's mean rank is waited for, and these are slower
+    meanwhile (``copy_share``).
     """
     R, experts_2C = cluster.num_ranks, np.zeros(prices.experts_2C.shape)
-    for bytes_RR in () if sharding.prefetch_layers else restore_bytes(layout, model, cluster, sharding):
+    restores, waited_s = restore_bytes(layout, model, cluster, sharding), 0.0
+    if sharding.prefetch_layers:
+        behind_s = expert_seconds(mean_tokens, model, cluster, backward=False)
+        restore_s = sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in restores)
+        waited_s += _exposed(restore_s, behind_s, cluster, sharding)
+        restores = ()
+    for bytes_RR in restores:
         inside_2R, nics_2C = np.split(link_seconds(bytes_RR, cluster), [2 * R])
         inside_C = np.zeros(cluster.num_nodes)
         np.maximum.at(inside_C, prices.nics_R, inside_2R.reshape(2, R).max(axis=0))
         experts_2C += np.stack([nics_2C.reshape(2, -1).max(axis=0), inside_C])
-    gradients_s = 0.0 if sharding.delay_reshard else reshard_seconds(layout, model, cluster, sharding)
+    reshard_s = reshard_seconds(layout, model, cluster, sharding)
+    if sharding.delay_reshard:
+        behind_s = expert_seconds(mean_tokens, model, cluster, backward=True)
+        reshard_s = _exposed(reshard_s, behind_s, cluster, sharding)
+    waited_s += reshard_s
     passes = np.array([restores_per_step(sharding)])
     in_units_2C = _rounded(experts_2C / prices.unit_s) * units_per_token >> scale
     with_them = prices._replace(experts_2C=in_units_2C, passes=passes)
-    return with_them, int(gradients_s / prices.unit_s) * units_per_token >> scale
+    return with_them, int(waited_s / prices.unit_s) * units_per_token >> scale
+
+
+def _exposed(travel_s: float, behind_s: float, cluster: ClusterSpec, sharding: Sharding) -> float:
+    """Returns the seconds more that products of ``behind_s`` take with messages of ``travel_s`` beside them."""
+    if not isinstance(sharding, Ep):
+        return 0.0
+    return max(travel_s - behind_s, cluster.copy_share * min(travel_s, behind_s))
 
 
 @compiled

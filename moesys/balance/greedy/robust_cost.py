@@ -173,8 +173,12 @@ class StepJudge:
         seconds_R = sum(pass_seconds(rows_RE, self.model, cluster, of) for of in passes)
         of_flops = row_product_seconds(self.model, cluster)
         beyond = np.max(seconds_R) - of_flops * rows_RE.sum(axis=1).max()
-        mean = (self.numbers.mean << self.numbers.scale) / self.problem.units_per_token
-        return int(beyond / (row_seconds(self.model, cluster) * mean) * MILLION)
+        return int(beyond / (row_seconds(self.model, cluster) * self._mean_tokens) * MILLION)
+
+    @property
+    def _mean_tokens(self) -> float:
+        """The tokens of the mean rank."""
+        return (self.numbers.mean << self.numbers.scale) / self.problem.units_per_token
 
     @cached_property
     def later_KRE(self) -> IntArray:
@@ -203,5 +207,6 @@ class StepJudge:
         key = ((expert_RS != EMPTY).sum(axis=1) if flat else expert_RS).tobytes()
         if key not in self._known:
             layout, units, scale = self.numbers.named(expert_RS), self.problem.units_per_token, self.numbers.scale
-            self._known[key] = with_experts(self._prices, layout, self.model, cluster, sharding, units, scale)
+            how = (layout, self.model, cluster, sharding, units, scale, self._mean_tokens)
+            self._known[key] = with_experts(self._prices, *how)
         return self._known[key]
