@@ -7,7 +7,7 @@ WORKERS ?= 2
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 BIN := .venv/bin
 
-.PHONY: demo test test-all hosts lint aot docs
+.PHONY: demo test test-all hosts newest lint aot docs
 
 demo: .venv/installed
 	$(BIN)/python -m moesys demo
@@ -35,6 +35,10 @@ aot: .venv/installed .venv/oldest-triton
 
 # Other trainers, which tests train with.
 hosts: .venv/hosts
+
+# What breaks with the newest releases of other trainers. Only one of them: make newest HOST=trl
+newest: hosts
+	$(BIN)/python tests/newest_hosts.py $(HOST:%=--host %) -- -n $(WORKERS) --dist loadfile
 
 # Into site/; pages that name what is not there end it.
 docs: .venv/docs-installed

@@ -144,6 +144,17 @@ PAGES = {
         "Transformers' own all_to_all is timed beside them.\n\nExit code 1: a gradient differs.",
         ("python -m benchmarks models --model olmoe --routing skewed --sequences 2",),
     ),
+    "hosts": CommandPage(
+        "benchmarks.hosts:bench_hosts",
+        COMPUTING,
+        "Train torchtitan's model on ranks, by strategy.",
+        "torchtitan's own experts, in its own trainer, are timed beside them; `make hosts` installs torchtitan.\n\n"
+        "Exit code 1: a gradient differs.",
+        (
+            "python -m benchmarks hosts --out found",
+            "python -m benchmarks hosts --routing skewed --ranks 4 --share 0.5",
+        ),
+    ),
     "simulate": CommandPage(
         "benchmarks.simulator_speed:bench_simulate",
         COMPUTING,

@@ -49,7 +49,7 @@ _NAMES = {
     "moesys.moe.metrics": "LayerMetrics",
     "moesys.moe.outside": "OutsideExperts",
     "moesys.moe.router": "global_aux_loss router_loss",
-    "moesys.moe.router_bias": "move_router_bias update_router_bias",
+    "moesys.moe.router_bias": "QuantileBalancer move_router_bias update_router_bias",
     "moesys.moe.runtime": "MoERuntime PlanningState link",
     "moesys.moe.watch": "Watch",
     "moesys.simulator.critical_path": "PathPart",

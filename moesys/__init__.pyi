@@ -90,6 +90,7 @@ from moesys.moe.metrics import LayerMetrics as LayerMetrics
 from moesys.moe.outside import OutsideExperts as OutsideExperts
 from moesys.moe.router import global_aux_loss as global_aux_loss
 from moesys.moe.router import router_loss as router_loss
+from moesys.moe.router_bias import QuantileBalancer as QuantileBalancer
 from moesys.moe.router_bias import move_router_bias as move_router_bias
 from moesys.moe.router_bias import update_router_bias as update_router_bias
 from moesys.moe.runtime import MoERuntime as MoERuntime
@@ -176,6 +177,7 @@ __all__ = [
     "PlanningProblem",
     "PlanningState",
     "Proportional",
+    "QuantileBalancer",
     "Quotas",
     "RankMismatchError",
     "Replay",

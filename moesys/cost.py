@@ -207,7 +207,7 @@ def dispatch_bytes(plan: TokenPlan, model: ModelShape) -> FloatArray:
 
 def restores_per_step(sharding: Sharding) -> int:
     """Returns how often a layer restores its experts in a micro-batch: twice if it releases them after forward."""
-    return 2 if isinstance(sharding, Fsep) and sharding.reshard_after_forward else 1
+    return 2 if sharding.reshard_after_forward else 1
 
 
 def restore_bytes(

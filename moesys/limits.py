@@ -78,7 +78,7 @@ def _slot_bytes(strategy: Strategy, model: ModelShape, num_ranks: int, num_layer
     masters.
     """
     sharding, layers_at_once = strategy.sharding, num_layers
-    if isinstance(sharding, Fsep) and sharding.reshard_after_forward:
+    if sharding.reshard_after_forward:
         layers_at_once = min(num_layers, 1 + sharding.prefetch_layers)
     if isinstance(sharding, Ep) and model.dtype == "float32":
         slots = max(0, slots - -(-model.num_experts // num_ranks))
@@ -92,8 +92,7 @@ def _layers_of_gradients(strategy: Strategy, num_ranks: int) -> int:
     sharding = strategy.sharding
     if num_ranks == 1 or (isinstance(sharding, Ep) and not sharding.lends):
         return 0
-    delayed = isinstance(sharding, Fsep) and sharding.delay_reshard
-    return 1 + delayed
+    return 1 + sharding.delay_reshard
 
 
 def pulls_again(strategy: Strategy) -> bool:

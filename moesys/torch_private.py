@@ -116,7 +116,7 @@ def will_execute(node: Any) -> bool:
 
     Needs ``torch._C._will_engine_execute_node``, which raises RuntimeError for leaves under ``torch.autograd.grad``.
     Without it the first backward raises AttributeError. Answering False instead would be right, but never delay a
-    gradient: ``Fsep(delay_reshard=True)`` would gain nothing.
+    gradient: ``delay_reshard=True`` would gain nothing.
     """
     try:
         return torch._C._will_engine_execute_node(node)
@@ -163,7 +163,7 @@ def after_this_backward(callback: Callable[[], None]) -> None:
     """Calls ``callback`` when the backward that runs is through, before ``backward()`` returns.
 
     Needs ``Variable._execution_engine.queue_callback``, which torch's own FSDP and DDP use. Without it backward raises
-    AttributeError where gradients are delayed; ``Fsep(delay_reshard=False)`` does not need it.
+    AttributeError where gradients are delayed; ``delay_reshard=False`` does not need it.
     """
     Variable._execution_engine.queue_callback(callback)
 

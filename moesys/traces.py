@@ -266,6 +266,7 @@ def generate(workload: Generated, num_ranks: int, num_experts: int, top_k: int, 
         raise ValueError(f"seed={seed} is negative; use 0 or more")
     S = workload.warmup + workload.steps * workload.micro_batches
     tokens_SLRE = np.empty((S, workload.num_layers, num_ranks, num_experts), dtype=np.int64)
+    tokens_R = np.full(num_ranks, workload.tokens_per_rank)
     for layer in range(workload.num_layers):
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, layer))))
         shared = _drifting(rng, workload.drift, (1, num_experts))
@@ -274,7 +275,7 @@ def generate(workload: Generated, num_ranks: int, num_experts: int, top_k: int, 
             log_RE = _log_popularity(workload, next(shared)) + workload.spread * next(own)
             if workload.concentration is not None:
                 log_RE = _strayed(rng, log_RE, workload.concentration)
-            tokens_SLRE[step, layer] = _draw(rng, log_RE, workload.tokens_per_rank, top_k)
+            tokens_SLRE[step, layer] = draw_counts(rng, log_RE, tokens_R, top_k)
     meta = {"workload": workload.to_json(indent=None), "seed": str(seed)}
     return Trace(tokens_SLRE, top_k, workload.distribution, meta)
 
@@ -305,10 +306,12 @@ def _strayed(rng: np.random.Generator, log_RE: FloatArray, concentration: float)
     return np.log(np.maximum(rng.standard_gamma(concentration * share_RE), np.finfo(np.float64).tiny))
 
 
-def _draw(rng: np.random.Generator, log_RE: FloatArray, num_tokens: int, top_k: int) -> IntArray:
-    """Returns counts [R, E] that sum to T·K per rank, none above T."""
+def draw_counts(rng: np.random.Generator, log_RE: FloatArray, tokens_R: IntArray, top_k: int) -> IntArray:
+    """Draws the tokens of each expert, int64 [R, E], from logarithms of popularity: they sum to T·K for a rank of T
+    tokens, and none is above T, because a token's experts are distinct.
+    """
     tokens_RE = np.zeros(log_RE.shape, dtype=np.int64)
-    missing_R = np.full(len(log_RE), num_tokens * top_k)
+    missing_R = top_k * tokens_R
     open_RE = np.ones(log_RE.shape, dtype=bool)
     while missing_R.any():
         short = np.flatnonzero(missing_R)
@@ -316,9 +319,9 @@ def _draw(rng: np.random.Generator, log_RE: FloatArray, num_tokens: int, top_k: 
         share_NE = np.exp(weight_NE - weight_NE.max(axis=1, keepdims=True))
         share_NE /= share_NE.sum(axis=1, keepdims=True)
         tokens_RE[short] += rng.multinomial(missing_R[short], share_NE)
-        tokens_RE = np.minimum(tokens_RE, num_tokens)
-        missing_R = num_tokens * top_k - tokens_RE.sum(axis=1)
-        open_RE = tokens_RE < num_tokens
+        tokens_RE = np.minimum(tokens_RE, tokens_R[:, None])
+        missing_R = top_k * tokens_R - tokens_RE.sum(axis=1)
+        open_RE = tokens_RE < tokens_R[:, None]
     return tokens_RE
 
 

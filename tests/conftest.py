@@ -29,8 +29,8 @@ pytest.register_assert_rewrite("hf_cases")
 
 # Tests that use ranks have a fixture that gives them; these files start ranks, workers or other programs themselves.
 PROCESSES = (
-    *("balance/test_agreement", "benchmarks/shaped/", "benchmarks/test_bench_models", "experiments/test_experiments"),
-    *("golden/test_golden", "gpu/test_gpu_plugin", "gpu/test_planted_faults_of_ranks"),
+    *("balance/test_agreement", "benchmarks/shaped/", "benchmarks/test_bench_hosts", "benchmarks/test_bench_models"),
+    *("experiments/test_experiments", "golden/test_golden", "gpu/test_gpu_plugin", "gpu/test_planted_faults_of_ranks"),
     *("faults/", "kernels/test_aot", "kernels/test_oldest_triton"),
     *("lab/calibrate/test_calibrate", "lab/commands/test_demo", "lab/ranks/", "lab/runs/test_bisect"),
     *("lab/runs/test_ends", "lab/runs/test_kill", "lab/runs/test_record_routing", "lab/runs/test_runner"),

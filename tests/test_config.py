@@ -60,15 +60,16 @@ EP = Strategy(name="ep")
 slots = st.integers(0, 9) | st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
 gigabytes = st.floats(0, 1e3) | st.lists(st.floats(0, 1e3), min_size=1, max_size=4).map(tuple)
 holds = st.builds(dict, slots_per_rank=slots) | st.builds(dict, slot_gb_per_rank=gigabytes)
+travelling = {"prefetch_layers": st.integers(0, 3), "delay_reshard": st.booleans()}
 fseps = st.builds(
     lambda held, **fields: Fsep(**held, **fields),
     holds,
-    prefetch_layers=st.integers(0, 3),
-    delay_reshard=st.booleans(),
+    **travelling,
     reshard_after_forward=st.booleans(),
     restore=st.sampled_from(["flat", "hierarchical"]),
     reshard=st.sampled_from(["flat", "hierarchical"]),
 )
+eps = st.builds(lambda held, **fields: Ep(**held, **fields), holds, **travelling)
 within = st.sampled_from(["cluster", "node", "domain"])
 balances = st.one_of(
     st.builds(Static),
@@ -117,7 +118,7 @@ freely = {
     "lag": st.integers(1, 99),
 }
 strategies = st.one_of(
-    st.builds(Strategy, sharding=fseps | st.builds(lambda held: Ep(**held), holds), balance=balances, **freely),
+    st.builds(Strategy, sharding=fseps | eps, balance=balances, **freely),
     st.builds(Strategy, sharding=st.just(Ep()), balance=st.just(Static()), **freely),
 )
 clusters = st.builds(
@@ -427,6 +428,21 @@ def test_replace_changes_what_it_names_and_checks_the_whole():
             lambda: Ep(lend="hierarchical"),
             "lend='hierarchical' says how copies travel, but without slots_per_rank or slot_gb_per_rank nothing is "
             "lent; give one of them, or lend='flat'",
+        ),
+        (
+            lambda: Ep(prefetch_layers=1),
+            "prefetch_layers=1 says how copies travel, but without slots_per_rank or slot_gb_per_rank nothing is "
+            "lent; give one of them, or prefetch_layers=0",
+        ),
+        (
+            lambda: Ep(delay_reshard=True),
+            "delay_reshard=True says how copies travel, but without slots_per_rank or slot_gb_per_rank nothing is "
+            "lent; give one of them, or delay_reshard=False",
+        ),
+        (
+            lambda: EP.replace(sharding=Ep(slots_per_rank=2, prefetch_layers=1), balance=Eplb(), lag=0),
+            "prefetch_layers=1 sends copies before their layer runs, but lag=0 chooses them on the counts; "
+            "use prefetch_layers=0, or lag=1",
         ),
         (
             lambda: Fsep(slots_per_rank=2, slot_gb_per_rank=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import Any, get_args
 
@@ -151,4 +152,8 @@ def test_a_default_written_out_has_the_same_fingerprint():
 
 def test_fingerprints_stay_what_they_are():
     """Recorded runs are found by this; if it must change, FINGERPRINT_SCHEMA counts up."""
+    # Before lent experts could travel ahead.
+    lent = Ep(slots_per_rank=2)
+    assert lent.fingerprint() == "3112d8d9ee04a57765dd1e8ce0a7d0fb74e7a98c12007adb469021a2a48fa15a"
+    assert json.loads(lent.to_json()).keys() == {"kind", "slots_per_rank", "slot_gb_per_rank", "lend"}
     assert Pipelined(chunks=2).fingerprint() == ("4feed17e3f2cf818dd715d3a9504811cf56888365fd192ea070a93a2912a0d3e")

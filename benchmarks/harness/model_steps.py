@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moesys.balance.flow.flow_split import FlowSplit
@@ -55,9 +55,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def strategies(num_ranks: int) -> list[Strategy]:
-    """Returns the strategies that are compared: with and without balance, with and without overlap."""
-    spare = E // num_ranks + 2
+def strategies(num_ranks: int, num_slots: int | None = None) -> list[Strategy]:
+    """Returns the strategies that are compared: with and without balance, with and without overlap.
+
+    num_slots: those of a rank where there is balance; by default for two more than its own of the ``E`` experts.
+    """
+    spare = E // num_ranks + 2 if num_slots is None else num_slots
     balanced: dict[str, Any] = {"balance": Greedy(), "split": FlowSplit()}
     ep = Strategy(name="ep")
     lent = Strategy(name="lent ep", sharding=Ep(slots_per_rank=spare), **balanced)
@@ -99,16 +102,16 @@ def tokens_of(sequences: int) -> Tensor:
     return torch.randint(VOCABULARY, (sequences, LENGTH), generator=generator)
 
 
-def routing_of(routing: str, num_layers: int, num_tokens: int) -> Tensor:
+def routing_of(routing: str, num_layers: int, num_tokens: int, num_experts: int = E, top_k: int = K) -> Tensor:
     """Returns this rank's experts [L, T, K]."""
     if routing == "balanced":
-        return (torch.arange(num_tokens * K) % E).view(1, num_tokens, K).expand(num_layers, -1, -1)
-    popularity_E = torch.arange(1, E + 1).double() ** -ZIPF
+        return (torch.arange(num_tokens * top_k) % num_experts).view(1, num_tokens, top_k).expand(num_layers, -1, -1)
+    popularity_E = torch.arange(1, num_experts + 1).double() ** -ZIPF
     layers = []
     for layer in range(num_layers):
-        order_E = torch.randperm(E, generator=torch.Generator().manual_seed(layer))
+        order_E = torch.randperm(num_experts, generator=torch.Generator().manual_seed(layer))
         generator = torch.Generator().manual_seed(1000 * layer + dist.get_rank())
-        drawn = torch.multinomial(popularity_E.expand(num_tokens, E), K, generator=generator)
+        drawn = torch.multinomial(popularity_E.expand(num_tokens, num_experts), top_k, generator=generator)
         layers.append(order_E[drawn])
     return torch.stack(layers)
 
@@ -142,19 +145,29 @@ class ModelSteps:
         self.backward()
         self.optimizer.zero_grad()
         loss = self.backward()
-        grads = {of: _whole(p.grad) for of, p in self.model.named_parameters() if p.grad is not None}
+        grads = {of: whole(p.grad) for of, p in self.model.named_parameters() if p.grad is not None}
         self.optimizer.zero_grad()
         return {"loss": loss, **grads}
 
     def plans(self) -> list[LayerPlan]:
         """Returns the last plan of each layer with experts; empty if the experts are transformers' own."""
-        return [plan for experts in experts_of(self.model) if (plan := experts.last_plan) is not None]
+        return plans_of(self.model)
 
     def max_over_mean(self) -> float | None:
-        """Returns the tokens of the busiest rank over the mean, averaged over layers."""
-        plans = self.plans()
-        return statistics.mean(plan.tokens.max_over_mean for plan in plans) if plans else None
+        return max_over_mean_of(self.model)
 
 
-def _whole(grad: Tensor) -> Tensor:
+def plans_of(model: nn.Module) -> list[LayerPlan]:
+    """Returns the last plan of each layer with experts of moesys."""
+    return [plan for experts in experts_of(model) if (plan := experts.last_plan) is not None]
+
+
+def max_over_mean_of(model: nn.Module) -> float | None:
+    """Returns the tokens of the busiest rank over the mean, averaged over layers; None for experts of others."""
+    plans = plans_of(model)
+    return statistics.mean(plan.tokens.max_over_mean for plan in plans) if plans else None
+
+
+def whole(grad: Tensor) -> Tensor:
+    """Returns a copy of a gradient, gathered if ranks have shards of it."""
     return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()

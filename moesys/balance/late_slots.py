@@ -19,7 +19,7 @@ from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import link_domains_of, nodes_of, tokens_by_node
 from moesys.compiled import borrowing, compiled
-from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Sharding
+from moesys.config import ClusterSpec, Ep, ModelShape, Sharding
 from moesys.cost import GRADIENT_BYTES, FloatArray, row_product_seconds
 from moesys.layout import EMPTY, ExpertLayout, owner_of_experts
 from moesys.load import LoadMatrix
@@ -73,13 +73,12 @@ class FetchPrices(NamedTuple):
     on_node: float
 
 
-def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> FetchPrices:
-    """Returns what late copies are weighed by."""
+def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding, *, late: bool = True) -> FetchPrices:
+    """Returns what late copies are weighed by, or, if not ``late``, copies of a layout from history."""
     b = model.bytes_per_element
-    element_bytes = b + GRADIENT_BYTES
-    if isinstance(sharding, Fsep):
-        again = sharding.reshard_after_forward and not sharding.prefetch_layers
-        element_bytes = b + b * again + (0 if sharding.delay_reshard else GRADIENT_BYTES)
+    ahead = sharding.prefetch_layers > 0
+    restores = (late or not ahead) + (sharding.reshard_after_forward and not ahead)
+    element_bytes = b * restores + (0 if sharding.delay_reshard else GRADIENT_BYTES)
     expert_bytes, intra = model.expert_parameters * element_bytes, cluster.intra_node_gb_per_s * 1e9
     inter = cluster.inter_node_gb_per_s * 1e9
     token = row_product_seconds(model, cluster)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from moesys.config.base import Declared, KindUnion
 
 SlotCount = Annotated[int, Field(ge=0, strict=True)]
 SlotGigabytes = Annotated[float, Field(ge=0, le=1e9)]
+PrefetchLayers = Annotated[
+    int, Field(ge=0, description="following layers whose experts are gathered ahead (linked layers)")
+]
+DelayReshard = Annotated[bool, Field(description="send gradients during the next layer's backward (linked layers)")]
 
 
 def one_per_rank(name: str, given: Any, num_ranks: int, of: str = "the cluster") -> tuple[Any, ...]:
@@ -28,7 +32,9 @@ class Ep(Declared):
 
     With ``slots_per_rank``, or memory for them in ``slot_gb_per_rank``, an owner lends copies of its experts to other
     ranks for the length of a micro-batch, so that layout planners can replicate them; masters and optimizer state stay
-    with the owner.
+    with the owner. ``prefetch_layers`` and ``delay_reshard`` send copies and their gradients behind other layers, as in
+    ``Fsep``; copies that are chosen on the current counts (``late_slots``) are sent when these are known. Copies are
+    kept for backward: sending them twice would cost more than the memory is worth.
     """
 
     kind: Literal["ep"] = "ep"
@@ -40,14 +46,20 @@ class Ep(Declared):
     lend: Literal["flat", "hierarchical"] = Field(
         "flat", description="a copy to every holder, or one per node, which returns one sum (a numerics class)"
     )
+    prefetch_layers: PrefetchLayers = 0
+    delay_reshard: DelayReshard = False
+
+    reshard_after_forward: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.lend == "hierarchical" and not self.lends:
-            raise ValueError(
-                "lend='hierarchical' says how copies travel, but without slots_per_rank or slot_gb_per_rank nothing is "
-                "lent; give one of them, or lend='flat'"
-            )
+        for name in ("lend", "prefetch_layers", "delay_reshard"):
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default and not self.lends:
+                raise ValueError(
+                    f"{name}={value!r} says how copies travel, but without slots_per_rank or slot_gb_per_rank nothing "
+                    f"is lent; give one of them, or {name}={default!r}"
+                )
         if self.slots_per_rank is not None and self.slot_gb_per_rank is not None:
             raise ValueError(
                 f"slots_per_rank={self.slots_per_rank} and slot_gb_per_rank={self.slot_gb_per_rank} both say how many "
@@ -55,10 +67,24 @@ class Ep(Declared):
             )
         return self
 
+    def _identity(self) -> dict[str, Any]:
+        return _without_added(super()._identity())
+
+    @model_serializer(mode="wrap")
+    def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return _without_added(write(self))
+
     @property
     def lends(self) -> bool:
         """Whether other ranks than its owner may hold an expert."""
         return self.slots_per_rank is not None or self.slot_gb_per_rank is not None
+
+
+def _without_added(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of ``Ep`` without those that an earlier release did not have, where they have their defaults:
+    what it has recorded keeps its fingerprint and its text.
+    """
+    return {name: value for name, value in fields.items() if value or name not in ("prefetch_layers", "delay_reshard")}
 
 
 class Fsep(Declared):
@@ -76,10 +102,8 @@ class Fsep(Declared):
     slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
         None, description="memory for experts in their compute dtype, 1e9 bytes per rank, instead of slots_per_rank"
     )
-    prefetch_layers: int = Field(
-        0, ge=0, description="following layers whose experts are gathered ahead (linked layers)"
-    )
-    delay_reshard: bool = Field(False, description="send gradients during the next layer's backward (linked layers)")
+    prefetch_layers: PrefetchLayers = 0
+    delay_reshard: DelayReshard = False
     reshard_after_forward: bool = True
     """Frees experts after forward and gathers them again in backward; False keeps them."""
     restore: Literal["flat", "hierarchical"] = Field(

@@ -151,6 +151,11 @@ class Strategy(Declared):
             )
         if reason := self.balance.unfit_for_lag_0():
             raise ValueError(reason)
+        if isinstance(self.sharding, Ep) and (ahead := self.sharding.prefetch_layers):
+            raise ValueError(
+                f"prefetch_layers={ahead} sends copies before their layer runs, but lag=0 chooses them on the counts; "
+                "use prefetch_layers=0, or lag=1"
+            )
 
     def _check_late_slots(self) -> None:
         late, slots = self.late_slots, self.sharding.slots_per_rank

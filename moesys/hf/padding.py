@@ -26,10 +26,10 @@ FOLLOWED = "moesys_padding_followed"
 
 
 class _Call:
-    """A call of a model that runs, with its arguments, inside of the call ``outer``."""
+    """A call of a model that runs, with its arguments."""
 
-    def __init__(self, given: dict[str, Any], outer: _Call | None) -> None:
-        self._given, self.outer = given, outer
+    def __init__(self, given: dict[str, Any]) -> None:
+        self._given = given
 
     @cached_property
     def mask_T(self) -> Tensor | None:
@@ -48,10 +48,12 @@ def real_tokens(x_TH: Tensor) -> Tensor | None:
     [T]; None for all, or if no padding is known.
     """
     call, tape = _call.get(), running_tape()
-    if tape is not None and call is not None:
-        tape.mask_T = call.mask_T
-    noted = tape if call is None else call
-    mask_T = None if noted is None else noted.mask_T
+    if tape is not None and tape.mode == "replay":
+        mask_T = tape.mask_T
+    else:
+        mask_T = None if call is None else call.mask_T
+        if tape is not None:
+            tape.mask_T = mask_T
     # Other tokens than those of the call, such as one modality's.
     return None if mask_T is None or len(mask_T) != len(x_TH) else mask_T.to(x_TH.device)
 
@@ -85,13 +87,13 @@ register_module_module_registration_hook(_follow_new)
 def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs
     kept = {name: given.get(name) for name in ("attention_mask", "input_ids", "inputs_embeds")}
-    _call.set(_Call(kept, _call.get()))
+    # A call that Ctrl-C ended has not come to ``_end``, so nothing is kept of the one before.
+    _call.set(_Call(kept))
 
 
 @torch.compiler.disable
 def _end(*_: object) -> None:
-    if (call := _call.get()) is not None:
-        _call.set(call.outer)
+    _call.set(None)
 
 
 def _mask_in(given: dict[str, Any]) -> Tensor | None:

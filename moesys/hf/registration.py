@@ -43,6 +43,7 @@ def register(strategy: Strategy | None = None) -> str:
 
     As ``experts_implementation="moesys"`` it computes the experts of one rank. Models choose it when they are made (an
     argument of ``from_pretrained`` and ``from_config``), or later by ``model.set_experts_implementation("moesys")``.
+    Padding is known to models that were made after the first call.
 
     With a ``strategy``, ``DistributedConfig(ep_implementation="moesys", ...)`` runs models under it: those that are
     made from now on, until another strategy is registered.

@@ -62,7 +62,7 @@ def replay_routing(model: nn.Module, expert_LTK: Ids | Sequence[Ids]) -> Iterato
 
     Raises TypeError for another dtype; ValueError for another shape, an id outside of [0, E), an expert twice for one
     token, -1 for a token that is not padding, a router that is not known, and at the end for micro-batches that were
-    not run.
+    not run. What a router refuses while it runs is an error on all ranks that share the experts.
     """
     with replayed(routers_of(model), experts_of(model), expert_LTK):
         yield
@@ -120,7 +120,8 @@ def _hook(router: nn.Module, weights_at: WeightsAt, choose: Callable[[Tensor], T
         if (told_TK := choose(shown_TK)) is shown_TK:
             return output
         expert_TK = torch.where(told_TK < 0, live_TK, told_TK)
-        return logits_TE, weights_at(router, logits_TE, expert_TK), expert_TK
+        # An id -1 of a real token, which experts refuse, stays.
+        return logits_TE, weights_at(router, logits_TE, expert_TK), torch.where(shown_TK < 0, expert_TK, told_TK)
 
     return ForwardHook(router, change)
 

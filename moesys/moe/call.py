@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
 from moesys.kernels.launch import on_its_device
+from moesys.moe.masters import Expert
 from moesys.moe.planners import BatchPlan
 from moesys.moe.store import Cross, ExpertStore, Finish, Restore, RestoredExperts
 from moesys.overlap.executor import Home, SavedTensors
@@ -71,6 +72,9 @@ class LayerCall:
         self.replayed, self.output_read = False, True
         store.dtype = dtype
         self._restore = store.take_prefetched(self._pass_number, self.layout, generation)
+        # Activation checkpointing runs its forward again. Until then, only experts that were lent are kept, by slot.
+        self.runs_again = False
+        self._lent: dict[int, Expert] | None = None
 
     def without_padding(self, rows_T: Tensor) -> Tensor:
         """Returns the rows of the real tokens."""
@@ -86,13 +90,15 @@ class LayerCall:
         """Returns the experts of this call, on their way or here; starts bringing them if nobody has. ``masters``:
         those of autograd, where they were read already.
         """
+        if self._lent is not None and masters is not None:
+            self._restore, self._lent = self.store.rejoin(self.layout, self.dtype, masters, self._lent), None
         if self._restore is None:
             self._restore = self.store.start_restore(self.layout, self.dtype, self.generation, masters)
         return self._restore
 
     def restore_ahead(self) -> None:
         """Starts bringing the experts of this call for its backward, where masters are at hand."""
-        if self.store.masters.at_hand:
+        if self.store.masters.at_hand and self._lent is None:
             self.restore()
 
     def wait_for_experts(self) -> RestoredExperts:
@@ -106,6 +112,16 @@ class LayerCall:
         experts = restore.wait()
         experts.keep_casts, experts.kept = self.expects_backward and not store.reshard_after_forward, store.casts
         return experts
+
+    def end_forward(self) -> None:
+        """Frees the experts that backward does not need, or has again by then."""
+        store, experts = self.store, self.restore().wait()
+        experts.drop_copies()
+        if store.reshard_after_forward:
+            self.release()
+        elif self.runs_again and store.masters.computed and (own := store.shards.own_rows(self.layout.held_by_rank)):
+            self._lent = {slot: each for slot, each in enumerate(experts.masters) if slot not in own}
+            self.release()
 
     def release(self) -> None:
         """Frees the experts, which may be restored again."""
@@ -174,7 +190,7 @@ class RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_TK: Tensor, call: LayerCall, link: Link, *masters: Tensor) -> Tensor:
         with torch.autocast(x_TH.device.type, enabled=False):
-            restore = call.restore(masters)
+            call.restore(masters)
             inputs = call.without_padding(x_TH), call.without_padding(weight_TK), call.wait_for_experts
             if call.replayed:
                 y_NH, saved = call.run.recompute(*inputs, read=call.output_read)
@@ -189,9 +205,7 @@ class RoutedExperts(torch.autograd.Function):
         ctx.save_for_backward(weight_TK, saved.arrivals_MH, saved.h_P2I, *masters)
         # What a recomputation restores, the backward right behind it uses.
         if not call.replayed:
-            restore.wait().drop_copies()
-            if call.store.reshard_after_forward:
-                call.release()
+            call.end_forward()
         return y_TH
 
     @staticmethod

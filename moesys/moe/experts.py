@@ -106,7 +106,10 @@ class Experts(nn.Module):
         if reason := strategy.overlap.out_of_reach(self.cluster):
             raise ValueError(f"strategy {strategy.name!r}: {reason}")
         self.shape, self.strategy, self.layer_index = shape, strategy, layer_index
-        self.identity = Identity(layer_index, declaration(shape, strategy, self.cluster, None if outside else seed))
+        declared = declaration(shape, strategy, self.cluster, None if outside else seed)
+        if outside is not None and form is not None:
+            declared["outside"] = outside.declared(form)
+        self.identity = Identity(layer_index, declared)
         self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
         self.outside = outside
         self.shards = shards_of(strategy, shape, self.cluster, rank, self.group, form)
@@ -149,6 +152,8 @@ class Experts(nn.Module):
         self._executors: dict[ExpertCompute, Executor] = {}
         # Of who watches this layer.
         self.load_log: LoadLog | None = None
+        # Counts the scores by which a router chose, from its choices and the mask (``QuantileBalancer``).
+        self.count_scores: Callable[[Tensor, Tensor | None], None] | None = None
         # Optimizers whose state moves with the experts.
         self.followers: WeakSet[Optimizer] = WeakSet()
         # Whether state dicts have experts in the model's order whatever their homes (``moe.home_moves``).
@@ -185,10 +190,13 @@ class Experts(nn.Module):
                 call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
             y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters)
             self._count(call)
-            if self.load_log is not None and self.training and torch.is_grad_enabled() and not call.replayed:
+            first_pass = self.training and torch.is_grad_enabled() and not call.replayed
+            if self.load_log is not None and first_pass:
                 micro_batch = self.schedule.micro_batch - 1
                 x_NH, weight_NK = map(call.without_padding, inputs[:2])
                 self.load_log.check(self.layer_index, micro_batch, x_NH, weight_NK, masters, y_TH)
+            if self.count_scores is not None and first_pass:
+                self.count_scores(expert_TK, mask_T)
             return y_TH.to(x_TH.dtype)
 
     def _replayed_or_planned(
@@ -201,6 +209,7 @@ class Experts(nn.Module):
         if tape.mode == "replay":
             return tape.next_call(self.layer_index)
         tape.calls.append(call := self._plan(expert_TK, mask_T, dtype, flags))
+        call.runs_again = True
         return call
 
     def _plan(self, expert_TK: Tensor, mask_T: Tensor | None, dtype: torch.dtype, flags: int) -> LayerCall:
@@ -324,6 +333,7 @@ class Experts(nn.Module):
     def move_homes(self, homes: Homes) -> None:
         """Takes masters to lie in the order of ``homes`` from now on. ``moe.home_moves`` brings them there."""
         self.store.casts.drop()
+        self.store.drop_prefetched()
         self._number_E = torch.from_numpy(homes.number_E).to(self.store.masters.device) if homes.moved else None
         self.schedule.move_homes(homes)
 
@@ -421,7 +431,7 @@ class Experts(nn.Module):
         # A plan that has not been read yet may be on a device.
         _ = self.last_plan
         connected = {"token_channel", "store", "planner", "link", "context", "load_log", "followers"}
-        connected |= {"_executors", "_computes"}
+        connected |= {"_executors", "_computes", "count_scores"}
         return {name: value for name, value in self.__dict__.items() if name not in connected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -469,6 +479,21 @@ def experts_beside(model: nn.Module, paths: Iterable[str], without: str) -> list
     return beside
 
 
+def ranks_of_routers(layer: Experts, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Returns ``group``, by default the ranks that share the experts of ``layer``; None for one rank alone.
+
+    Raises ValueError where these are fewer ranks than the job has and no ``group`` is given.
+    """
+    own = layer.group
+    if group is None and own is not None and dist.get_world_size(own) < dist.get_world_size():
+        raise ValueError(
+            f"the experts' group has {dist.get_world_size(own)} of {dist.get_world_size()} ranks, and other ranks may "
+            "have copies of its routers; give group=, all ranks whose routers are copies, for example "
+            "dist.group.WORLD, or the layers' own group where no other rank has one"
+        )
+    return own if group is None else group
+
+
 def counts_of_batch(layers: Sequence[Experts], group: dist.ProcessGroup | None, call: str) -> list[Tensor]:
     """Returns the choices of each layer's experts in the training passes since the last ``take_counts``, int64 [E],
     over all ranks of ``group``, by default of the layers' own. A collective of ``group`` if it is given. ``call``: the
@@ -476,15 +501,11 @@ def counts_of_batch(layers: Sequence[Experts], group: dist.ProcessGroup | None, 
 
     Raises ValueError where the experts' group is smaller than the job and no ``group`` is given.
     """
-    own = layers[0].group if layers else None
-    if group is None and own is not None and dist.get_world_size(own) < dist.get_world_size():
-        raise ValueError(
-            f"the experts' group has {dist.get_world_size(own)} of {dist.get_world_size()} ranks, and other ranks may "
-            "have copies of its routers; give group=, all ranks whose routers are copies, for example "
-            "dist.group.WORLD, or the layers' own group where no other rank has one"
-        )
+    if layers:
+        ranks_of_routers(layers[0], group)
     if group is None or not layers:
         return [layer.counted_E for layer in layers]
+    own = layers[0].group
     device = layers[0].store.masters.device
     flat = torch.cat([layer.counted_E.to(device) for layer in layers])
     # All ranks of an expert group have its counts, and the first of them in ``group`` adds them for all.

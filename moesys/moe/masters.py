@@ -140,6 +140,11 @@ class Masters(ABC):
         return True
 
     @property
+    def computed(self) -> bool:
+        """True if what ``differentiable`` has returned last is computed from parameters."""
+        return False
+
+    @property
     def may_delay(self) -> bool:
         """True if ``accumulate_gradient`` is possible."""
         return True

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moesys.config import Fsep, ModelShape, Strategy
+from moesys.config import ModelShape, Strategy
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.arguments import check_order
 from moesys.moe.masters import ExpertForm, Master, Masters, Part, local_part
@@ -52,7 +53,7 @@ class OutsideExperts:
     weights_on: what the keeper multiplies by routing weights: outputs of experts, or activations, with the bias of
         ``down``, which is the same function.
     add_gradients: adds gradients, in the form of what ``read`` gives, to those parameters' own when backward is past
-        the layer, as ``Fsep(delay_reshard=True)`` asks for; None where nobody can, as with computed parts.
+        the layer, as ``delay_reshard=True`` asks for; None where nobody can, as with computed parts.
 
     Raises ValueError, where ``Experts`` are made or parts are read, for parts that do not fit.
     """
@@ -98,6 +99,12 @@ class OutsideExperts:
             parts.append(Part(name, size, dim=int(name == "gate_up" and not self.transposed)))
         return ExpertForm(tuple(parts))
 
+    def declared(self, form: ExpertForm) -> dict[str, Any]:
+        """Returns what must be the same on all ranks that share experts of ``form``, as JSON values."""
+        parts = {part.name: part.shape for part in form.parts}
+        activation = None if self.activation is None else _name(self.activation)
+        return {"parts": parts, "transposed": self.transposed, "activation": activation, "weights_on": self.weights_on}
+
     def function(self, form: ExpertForm) -> ExpertFunction:
         """Returns what an expert of ``form`` computes."""
         names = {part.name for part in form.parts}
@@ -109,7 +116,6 @@ class OutsideExperts:
 
     def check(self, strategy: Strategy, function: ExpertFunction) -> None:
         """Raises ValueError where these experts, which compute ``function``, cannot run under ``strategy``."""
-        sharding = strategy.sharding
         if self.weights_on not in ("outputs", "activations"):
             raise ValueError(
                 f"weights_on={self.weights_on!r}: routing weights that multiply the inputs of experts make another "
@@ -125,7 +131,7 @@ class OutsideExperts:
                 f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__}, whose kernels compute "
                 f"SwiGLU without biases by matrices [out, in], and these experts have {what}; {way}"
             )
-        if isinstance(sharding, Fsep) and sharding.delay_reshard and self.add_gradients is None:
+        if strategy.sharding.delay_reshard and self.add_gradients is None:
             raise ValueError(
                 f"strategy {strategy.name!r} has delay_reshard=True, and who keeps these parameters takes no gradient "
                 "later than from backward; use delay_reshard=False, or give OutsideExperts(add_gradients=...)"
@@ -145,8 +151,9 @@ class OutsideMasters(Masters):
     def __init__(self, outside: OutsideExperts, shards: ExpertShards) -> None:
         self._outside, self._shards = outside, shards
         self._checked_mesh: DeviceMesh | None = None
-        # This says whether the parts that were read last were computed from parameters.
         self._computed = False
+        # This is where parts were in the newest forward; None before the first.
+        self._device: torch.device | None = None
         with torch.no_grad():
             read = outside.read()
         kept = [read[part.name] for part in shards.form.parts]
@@ -155,12 +162,16 @@ class OutsideMasters(Masters):
         self._tensors(read, made=True)
 
     @property
+    def computed(self) -> bool:
+        return self._computed
+
+    @property
     def may_delay(self) -> bool:
         return self._outside.add_gradients is not None
 
     def differentiable(self) -> tuple[Tensor, ...]:
         tensors = self._tensors(self._outside.read())
-        self._computed = any(tensor.grad_fn is not None for tensor in tensors)
+        self._computed, self._device = any(tensor.grad_fn is not None for tensor in tensors), tensors[0].device
         return tuple(map(local_part, tensors))
 
     def by_part(self, masters: Sequence[Tensor]) -> tuple[Master, ...]:
@@ -172,7 +183,8 @@ class OutsideMasters(Masters):
 
     @property
     def device(self) -> torch.device:
-        return _each(self._outside.read()["down"])[0].device
+        # Parts that are computed would be computed for it.
+        return self._device or _each(self._outside.read()["down"])[0].device
 
     @property
     def at_hand(self) -> bool:
@@ -225,6 +237,15 @@ class OutsideMasters(Masters):
             if not _each(kept):
                 return f"no tensor of {part.name!r} on this rank; use fewer ranks in a group, or stack experts"
         return ""
+
+
+def _name(function: Any) -> str:
+    """Returns the name of a function, or of the class of a callable object, as far as it is the same on all ranks."""
+    if isinstance(function, partial):
+        options = {name: each for name, each in function.keywords.items() if isinstance(each, int | float | str)}
+        return f"{_name(function.func)} {options}"
+    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    return name
 
 
 def _each(kept: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:

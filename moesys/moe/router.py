@@ -261,7 +261,8 @@ def _tokens_of(expert_TK: Tensor, num_experts: int) -> Tensor:
     # An integer sum is the same in any order, and unlike bincount it does not wait for the device.
     expert = expert_TK.flatten()
     tokens_E = torch.zeros(num_experts, dtype=torch.int64, device=expert.device)
-    return tokens_E.scatter_add_(0, expert, torch.ones_like(expert))
+    # Experts refuse other ids, on all ranks.
+    return tokens_E.scatter_add_(0, expert.clamp(0, num_experts - 1), torch.ones_like(expert))
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:

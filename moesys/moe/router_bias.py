@@ -1,23 +1,35 @@
 """Correction biases of routers, which balance experts without a loss: how they move after each optimizer step.
 
-A bias is added to the scores by which a router chooses, and not to the weights that it gives. E experts.
+A bias is added to the scores by which a router chooses, and not to the weights that it gives. T tokens, E experts, K
+top-k, B bins.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from moesys.collectives import guarded
 from moesys.moe.arguments import require_module
-from moesys.moe.experts import counts_of_batch, experts_beside, experts_of
+from moesys.moe.experts import Experts, counts_of_batch, experts_beside, experts_of, ranks_of_routers
 from moesys.moe.router import Router
+from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
 
-# The names of biases in moesys' routers and in those of transformers.
+# The names of biases in moesys' routers and in those of transformers, and of the routers beside or around them.
 BIASES = ("e_score_correction_bias", "expert_bias")
+ROUTERS = ("gate", "router")
+# The bins of a histogram of ``QuantileBalancer``, for each expert.
+BINS = 1000
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softmax": partial(torch.softmax, dim=-1)}
+# Scores that a router rounds to 16 bits may put experts in another order than exact ones, if they are as near as this.
+ROUNDING = 0.01
 
 
 def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None, *, rate: float | None = None) -> None:
@@ -40,25 +52,17 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None,
     """
     require_module(model)
     moves: dict[str, tuple[Tensor, float]] = {}
-    for path, bias_E in chain(model.named_buffers(), model.named_parameters()):
-        owner, _, name = path.rpartition(".")
-        # A bias that requires gradients is its optimizer's.
-        if name in BIASES and not bias_E.requires_grad:
-            router = model.get_submodule(owner)
-            own_rate = router.shape.router_bias_update_rate if isinstance(router, Router) else None
-            if (used := own_rate if rate is None else rate) is None:
-                raise ValueError(
-                    f"{path} is the bias of a router that declares no rate; give rate=, for example 0.001 as "
-                    "DeepSeek-V3 has it, or 0 to leave biases as they are"
-                )
-            if used:
-                moves[path] = bias_E, used
-    layers = experts_beside(
-        model,
-        moves,
-        "{} belongs to experts that do not count their tokens; run the model under ms.parallelize, which one rank can "
-        "too, or call ms.move_router_bias(bias_E, tokens_E, rate) with counts of your own",
-    )
+    for path, bias_E in _biases(model).items():
+        router = model.get_submodule(path.rpartition(".")[0])
+        own_rate = router.shape.router_bias_update_rate if isinstance(router, Router) else None
+        if (used := own_rate if rate is None else rate) is None:
+            raise ValueError(
+                f"{path} is the bias of a router that declares no rate; give rate=, for example 0.001 as "
+                "DeepSeek-V3 has it, or 0 to leave biases as they are"
+            )
+        if used:
+            moves[path] = bias_E, used
+    layers = _experts_beside(model, moves)
     tokens_LE = counts_of_batch(layers, group, "update_router_bias()")
     for (bias_E, _), tokens_E in zip(moves.values(), tokens_LE, strict=True):
         _check(bias_E, tokens_E)
@@ -83,10 +87,198 @@ def move_router_bias(bias_E: Tensor, tokens_E: Tensor, rate: float) -> None:
     # E x (mean - tokens), which has the same sign and is exact in integers.
     tokens_E = tokens_E.long()
     shortfall_E = tokens_E.sum() - tokens_E * tokens_E.numel()
-    step_E = (rate * shortfall_E.sign().to(bias_E.device, bias_E.dtype)).view(bias_E.shape)
+    bias_E += _laid_out(rate * shortfall_E.sign().to(bias_E.dtype), bias_E)
+
+
+class QuantileBalancer:
+    """Sets every router's correction bias, after an optimizer step, to that with which each expert would have been
+    chosen by K / E of the step's tokens: ``balancer = ms.QuantileBalancer(model)``, ``balancer.update()``.
+
+    A token whose (K+1)-th best score + bias is α chooses an expert of score s from a bias of α - s on. An expert's new
+    bias is the K / E quantile of α - s over the tokens, minus the mean over experts (Kimi K3's quantile balancing,
+    section 2.3.3 and appendix D of its report): there is no rate, and a few steps balance skewed scores. The quantile
+    is read from a histogram of 1000 bins from min(bias) - 1 to max(bias) + 1 for each expert. Tokens are counted in
+    integers as for ``update_router_bias``, whose place ``update`` takes. Histograms are not saved: save between steps.
+
+    Args:
+        model: as in ``update_router_bias``.
+        group: all ranks that have a copy of the routers, as in ``update_router_bias``.
+        scoring_func: how routers of other libraries make scores of their logits, which come first in their output.
+
+    Raises ValueError for a model without biases; for a router of another library without ``scoring_func``, whose name
+    is neither "gate" nor "router", or whose experts do not count; for a router that chooses all experts, is limited to
+    groups of experts (``topk_group``), or is balanced already; for a bias that ``move_router_bias`` refuses; and for a
+    ``group`` that is missing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        *,
+        scoring_func: Literal["sigmoid", "softmax"] | None = None,
+    ) -> None:
+        require_module(model)
+        if not (biases := _biases(model)):
+            raise ValueError(
+                f"{type(model).__name__} has no correction bias that could be moved; declare "
+                'ModelShape(scoring_func="sigmoid"), or balance its routers by ms.router_loss or ms.global_aux_loss'
+            )
+        layers = _experts_beside(model, biases)
+        self._model, self._ranks = model, ranks_of_routers(layers[0], group)
+        routers = [_router(model, path, scoring_func) for path in biases]
+        for (path, bias_E), layer, router in zip(biases.items(), layers, routers, strict=True):
+            _check(bias_E, layer.counted_E)
+            # The first name is moesys', the second transformers'.
+            limits = getattr(router, "shape", router)
+            groups = getattr(limits, "n_group", getattr(limits, "num_group", 1))
+            if layer.shape.top_k == layer.shape.num_experts or getattr(limits, "topk_group", groups) < groups:
+                raise ValueError(
+                    f"{path} is of a router that chooses all {layer.shape.num_experts} experts, or among some of "
+                    f"{groups} groups, which quantiles do not balance; use ms.update_router_bias"
+                )
+            if layer.count_scores is not None:
+                raise ValueError(f"{path} has a QuantileBalancer already, and two would count apart; use that one")
+        self._histograms = {
+            path: _Histogram(model, path, layer, router, scoring_func)
+            for path, layer, router in zip(biases, layers, routers, strict=True)
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Sets the biases, and ends the step's counts as ``update_router_bias`` does. A collective.
+
+        Raises ValueError where routers chose others than the K best by score + bias, before any bias is set.
+        """
+        histograms, biases = self._histograms.values(), _biases(self._model)
+        flat = torch.cat([each.counted for each in histograms])
+        if self._ranks is not None:
+            reduce = partial(dist.all_reduce, flat, group=self._ranks)
+            guarded("QuantileBalancer.update()", self._ranks, reduce, device_type=flat.device.type)
+        counted = flat.split([len(each.counted) for each in histograms])
+        found = torch.stack([torch.stack([each[:BINS].sum(), each[-1]]) for each in counted]).tolist()
+        for path, (tokens, astray) in zip(self._histograms, found, strict=True):
+            if astray:
+                raise ValueError(
+                    f"{path}: {astray} of {tokens} tokens have others than the experts of the highest score + bias, as "
+                    "under replay or with another scoring_func; use ms.update_router_bias, which only needs counts"
+                )
+        for (path, each), counts, (tokens, _) in zip(self._histograms.items(), counted, found, strict=True):
+            if tokens:
+                bias_E = biases[path]
+                bias_E.copy_(_laid_out(each.quantiles(counts), bias_E))
+            each.counted.zero_()
+        for experts in experts_of(self._model):
+            experts.take_counts()
+
+
+class _Histogram:
+    """Counts, for each expert of a router, of the biases from which on the tokens of a step choose it, int32 [E x B];
+    and of the tokens whose experts were not the best, behind them.
+    """
+
+    def __init__(self, model: nn.Module, path: str, layer: Experts, router: nn.Module, scoring: Any) -> None:
+        self._top_k = layer.shape.top_k
+        # The scores and the bias of the router's newest pass, until its experts run.
+        self._seen: tuple[Tensor, Tensor] | None = None
+        # The beginning of the first bin, and the width of bins.
+        self._bins = torch.zeros(()), torch.zeros(())
+        self.counted = torch.zeros(layer.shape.num_experts * BINS + 1, dtype=torch.int32)
+        owner, _, name = path.rpartition(".")
+        module, see = model.get_submodule(owner), self._see
+        if isinstance(router, Router):
+            router.chooser.register_forward_pre_hook(lambda _, given: see(Tensor.detach, given[0], given[1]))
+        else:
+            # First, as FSDP's hook takes a bias that is a parameter away.
+            scores = SCORES[scoring]
+            router.register_forward_hook(lambda *given: see(scores, given[2][0], getattr(module, name)), prepend=True)
+        layer.count_scores = self._count
+
+    @torch.compiler.disable
+    @unseen_by_selective_checkpoints
+    def _see(self, scores: Callable[[Tensor], Tensor], given_TE: Tensor, bias_E: Tensor) -> None:
+        if torch.is_grad_enabled() and current_backward() == NO_BACKWARD:
+            self._seen = scores(given_TE.detach()), bias_E.detach().flatten().to(torch.float32, copy=True)
+
+    @torch.no_grad()
+    def _count(self, expert_TK: Tensor, mask_T: Tensor | None) -> None:
+        assert self._seen is not None
+        (score_TE, bias_E), self._seen = self._seen, None
+        if len(score_TE) != len(expert_TK):
+            raise ValueError(
+                f"a router gives scores of {len(score_TE)} tokens, of which its experts have {len(expert_TK)} on this "
+                "rank, as under tensor parallelism, where QuantileBalancer cannot count; use ms.update_router_bias"
+            )
+        choice_TE = score_TE + bias_E
+        cutoff_T1 = choice_TE.topk(self._top_k + 1, dim=1).values[:, -1:]
+        # They hold all biases for scores in [0, 1].
+        low = bias_E.min() - 1
+        self._bins = low, width = low, (bias_E.max() + 1 - low) / BINS
+        bin_TE = ((cutoff_T1 - score_TE - low) / width).long().clamp_(0, BINS - 1)
+        bin_TE += torch.arange(0, BINS * bin_TE.shape[1], BINS, device=bin_TE.device)
+        real_T1 = torch.ones_like(cutoff_T1, dtype=torch.int32) if mask_T is None else mask_T[:, None].int()
+        # Padding has the expert -1.
+        chosen_TK = expert_TK.long().clamp(min=0)
+        astray_T1 = choice_TE.gather(1, chosen_TK).amin(dim=1, keepdim=True) < cutoff_T1 - ROUNDING
+        self.counted = self.counted.to(bin_TE.device)
+        self.counted.scatter_add_(0, bin_TE.flatten(), real_T1.expand_as(bin_TE).flatten())
+        self.counted[-1] += (astray_T1 * real_T1).sum()
+
+    def quantiles(self, counted: Tensor) -> Tensor:
+        """Returns the biases, float64 [E], from the counts of all ranks."""
+        count_EB = counted[:-1].view(-1, BINS).long()
+        up_to_EB = count_EB.cumsum(dim=1)
+        E, choices = len(count_EB), up_to_EB[0, -1] * self._top_k
+        bin_E1 = (up_to_EB * E < choices).sum(dim=1, keepdim=True)
+        count_E1 = count_EB.gather(1, bin_E1)
+        before_E1 = up_to_EB.gather(1, bin_E1) - count_E1
+        low, width = (each.double() for each in self._bins)
+        quantile_E1 = low + width * (bin_E1 + (choices.double() / E - before_E1) / count_E1)
+        return (quantile_E1 - quantile_E1.mean()).flatten()
+
+
+def _router(model: nn.Module, path: str, scoring_func: str | None) -> nn.Module:
+    """Returns the router that chooses by the bias at ``path``: the bias' owner, or around it, or a child."""
+    modules, owner = dict(model.named_modules()), path.rpartition(".")[0]
+    if isinstance(modules[owner], Router):
+        return modules[owner]
+    names = (owner, owner.rpartition(".")[0], *(f"{owner}.{child}" for child in ROUTERS))
+    found = [modules[name] for name in names if name in modules and name.rpartition(".")[2] in ROUTERS]
+    if not found:
+        raise ValueError(
+            f"{path} has no router beside it that is named {' or '.join(ROUTERS)}; use ms.update_router_bias, which "
+            "only needs counts"
+        )
+    if scoring_func is None or scoring_func not in SCORES:
+        raise ValueError(
+            f"{path} is the bias of another library's router, and scoring_func={scoring_func!r} does not say what it "
+            'is added to; give scoring_func="sigmoid", as DeepSeek-V3 and GLM-4 have it, or "softmax", as Ernie 4.5'
+        )
+    return found[0]
+
+
+def _biases(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the correction biases in ``model`` by their paths."""
+    tensors = chain(model.named_buffers(), model.named_parameters())
+    # A bias that requires gradients is its optimizer's.
+    return {path: each for path, each in tensors if path.rpartition(".")[2] in BIASES and not each.requires_grad}
+
+
+def _experts_beside(model: nn.Module, paths: Iterable[str]) -> list[Experts]:
+    return experts_beside(
+        model,
+        paths,
+        "{} belongs to experts that do not count their tokens; run the model under ms.parallelize, which one rank can "
+        "too, or call ms.move_router_bias(bias_E, tokens_E, rate) with counts of your own",
+    )
+
+
+def _laid_out(value_E: Tensor, bias_E: Tensor) -> Tensor:
+    """Returns the values in dtype, shape and sharding of a bias."""
+    value_E = value_E.to(bias_E.device, bias_E.dtype).view(bias_E.shape)
     if isinstance(bias_E, DTensor):
-        step_E = distribute_tensor(step_E, bias_E.device_mesh, bias_E.placements, src_data_rank=None)
-    bias_E += step_E
+        return distribute_tensor(value_E, bias_E.device_mesh, bias_E.placements, src_data_rank=None)
+    return value_E
 
 
 def _check(bias_E: Tensor, tokens_E: Tensor) -> None:

@@ -205,16 +205,21 @@ def replayed(
     foreseeing = _foreseeing(routers, experts)
     for layer, each in foreseeing:
         each.foresee([ids[layer] for ids in micro_batches])
-    hooks = _Hooks()
+    hooks = _Hooks(shared=any(each.shards.num_ranks > 1 for each in experts))
     tellers = [_Teller(name, [ids[layer] for ids in micro_batches], hooks) for layer, name in enumerate(names)]
     hooks.handles += [router.hook(teller) for router, teller in zip(routers, tellers, strict=True)]
     try:
         yield
+    except ValueError:
+        if hooks.refusal is None:
+            raise
     finally:
         hooks.new_passes = False
         hooks.release()
         for _, each in foreseeing:
             each.schedule.foresee(None)
+    if hooks.refusal is not None:
+        raise hooks.refusal
     for teller in tellers:
         teller.check_end()
 
@@ -233,11 +238,15 @@ def _foreseeing(routers: Sequence[ReplayableRouter], experts: Sequence[Experts])
 class _Hooks:
     """Hooks on routers, which stay until no context and no tape holds them: backward may come after the context, and
     then what it recomputes needs them.
+
+    shared: whether other ranks wait in the experts behind the routers. refusal: the error of this rank's ids, where all
+    these ranks are to raise one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool) -> None:
         self.handles: list[ForwardHook] = []
-        self.new_passes = True
+        self.new_passes, self.shared = True, shared
+        self.refusal: ValueError | None = None
         self._holders = 1
 
     def hold_for(self, tape: Tape) -> None:
@@ -266,8 +275,15 @@ class _Teller:
             return live_TK if micro_batch is None else self._told(micro_batch, live_TK)
         if not self._hooks.new_passes:
             return live_TK
-        told_TK = self._told(self._next_at, live_TK)
-        self._check_padding(live_TK)
+        try:
+            told_TK = self._told(self._next_at, live_TK)
+            self._check_padding(live_TK)
+        except ValueError as error:
+            if not self._hooks.shared:
+                raise
+            # Experts that get ids of none raise an error on all ranks that share them.
+            self._hooks.refusal = error
+            return torch.full_like(live_TK, -1)
         if tape is not None:
             tape.choices.append((self, self._next_at))
             self._hooks.hold_for(tape)

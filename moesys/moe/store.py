@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from moesys.balance.layout_schedule import LayoutSchedule
-from moesys.config import Fsep, LayoutInvariant, ModelShape, Sharding
+from moesys.config import LayoutInvariant, ModelShape, Sharding
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
@@ -228,6 +228,20 @@ class ExpertShards(ABC):
     def padded_parameters(self) -> int:
         """Columns of a slot-gradient buffer: P, or R·s."""
 
+    def own_rows(self, held: HeldByRank) -> dict[int, int]:
+        """Returns the masters' rows of the experts that this rank holds and owns, by slot; none where an expert is put
+        together from the slices of all ranks.
+        """
+        return {}
+
+    def joined(self, masters: Sequence[Master], held: HeldByRank, lent: Mapping[int, Expert]) -> Brought:
+        """Returns the experts that this rank holds: its own, and by slot those that were ``lent``."""
+        row_of = self.own_rows(held)
+        if [*row_of.values()] == [*range(len(masters[0]))] and not lent:
+            return self.all_of(masters)
+        slots = range(len(row_of) + len(lent))
+        return [lent[slot] if slot in lent else self.one_of(masters, row_of[slot]) for slot in slots]
+
     def all_of(self, masters: Sequence[Master]) -> Brought:
         """Returns all experts of masters that are whole."""
         if self.flat and isinstance(masters[0], Tensor):
@@ -368,11 +382,8 @@ class ExpertStore:
         self.layer_index, self.shards, self.masters = layer_index, shards, masters
         self.schedule, self.channel = schedule, channel
         self.casts = KeptCasts(masters.state)
-        # EP keeps what it lent until backward: sending it twice would cost more than the memory is worth.
-        self.reshard_after_forward, self.prefetch_layers, self.delay_reshard = False, 0, False
-        if isinstance(sharding, Fsep):
-            self.reshard_after_forward = sharding.reshard_after_forward
-            self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
+        self.reshard_after_forward = sharding.reshard_after_forward
+        self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
         # What the layer computes in: its last call's dtype; None before the first.
         self.dtype: torch.dtype | None = None
         self._prefetched: tuple[tuple[ExpertLayout, int, torch.dtype | None], Restore] | None = None
@@ -385,6 +396,14 @@ class ExpertStore:
         """
         local = self.masters.local() if masters is None else self.masters.by_part(masters)
         return self._start(local, layout.held_by_rank, dtype, generation, "")
+
+    def rejoin(
+        self, layout: ExpertLayout, dtype: torch.dtype, masters: Sequence[Tensor], lent: Mapping[int, Expert]
+    ) -> Restore:
+        """Returns the experts of ``layout``, of which those that were ``lent`` are here, by slot, without messages."""
+        local = self.masters.by_part(masters)
+        brought = self.shards.joined(local, layout.held_by_rank, lent)
+        return self.shards.restored(dtype, device_of(local), lambda: brought)
 
     def _start_late(self, early: Restore, layout: ExpertLayout, dtype: torch.dtype, generation: int) -> Restore:
         """Starts bringing what ``layout`` has more than the settled one, whose experts are ``early``. A collective,

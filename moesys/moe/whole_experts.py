@@ -144,14 +144,15 @@ class WholeExperts(ExpertShards):
         def finish() -> Brought:
             for transfer in transfers:
                 transfer.wait()
-            if held[self.rank] == tuple(self.owned()):
-                return self.all_of(masters)
-            return [
-                self.form.weights(received[place[e]]) if e in place else self.one_of(masters, e - first)
-                for e in held[self.rank]
-            ]
+            slots = enumerate(held[self.rank])
+            lent = {slot: self.form.weights(received[place[e]]) for slot, e in slots if e in place}
+            return self.joined(masters, held, lent)
 
         return self.restored(dtype, device, finish, spread)
+
+    def own_rows(self, held: HeldByRank) -> dict[int, int]:
+        owned = self.owned()
+        return {slot: e - owned.start for slot, e in enumerate(held[self.rank]) if e in owned}
 
     def _own_alone(self, held: HeldByRank) -> bool:
         return all(experts == tuple(self._owned_by(rank)) for rank, experts in enumerate(held))

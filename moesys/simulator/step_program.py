@@ -116,10 +116,8 @@ class _Step:
         self.strategy, self.model, self.cluster, self.rest = strategy, model, cluster, rest
         self.num_chunks = strategy.overlap.chunks
         sharding = strategy.sharding
-        self.prefetch_layers, self.delay_reshard, self.reshard_after_forward = 0, False, False
-        if isinstance(sharding, Fsep):
-            self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
-            self.reshard_after_forward = sharding.reshard_after_forward
+        self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
+        self.reshard_after_forward = sharding.reshard_after_forward
         overlap = strategy.overlap
         # With MegaKernels copy engines move sharded experts, and kernels send everything else.
         pulled = overlap.reaches_memory and isinstance(sharding, Fsep) and sharding.flat

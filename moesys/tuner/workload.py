@@ -192,12 +192,11 @@ class Setting:
             # Every expert has one holder, and all splits send its rows there.
             changes["split"] = EvenSplit()
         one_node = self.cluster.num_nodes == 1 or max(self.cluster.node_sizes) == 1
-        if isinstance(sharding, Ep) and one_node:
-            changes["sharding"] = sharding.replace(lend="flat")
-        if isinstance(sharding, Fsep):
-            flat = {"restore": "flat", "reshard": "flat"} if one_node else {}
-            ahead = min(sharding.prefetch_layers, self.num_layers - 1)
-            changes["sharding"] = sharding.replace(prefetch_layers=ahead, **flat)
+        flat: dict[str, Any] = {}
+        if one_node:
+            flat = {"lend": "flat"} if isinstance(sharding, Ep) else {"restore": "flat", "reshard": "flat"}
+        ahead = min(sharding.prefetch_layers, self.num_layers - 1)
+        changes["sharding"] = sharding.replace(prefetch_layers=ahead, **flat)
         if self.cluster.num_nodes == 1 and not overlap.reaches_memory:
             # No row crosses to another node.
             changes["overlap"] = overlap.replace(node_dispatch="direct", combine="ordered")

@@ -38,7 +38,8 @@ def token_seconds(model, cluster):
 @given(data=st.data(), instance=instances(), late=st.integers(1, 3), gb_per_s=st.sampled_from([1e-3, 1.0, 50.0, 1e6]))
 def test_what_late_slots_hold_and_what_they_cost(data, instance, late, gb_per_s):
     load, slots_R = instance.load, instance.slots
-    sharding = data.draw(st.sampled_from([AHEAD, Ep(slots_per_rank=1)]))
+    lent = Ep(slots_per_rank=1)
+    sharding = data.draw(st.sampled_from([AHEAD, lent, lent.replace(prefetch_layers=1, delay_reshard=True)]))
     # One node: all that is weighed is the busiest rank and the busiest link.
     cluster = ClusterSpec(ranks_per_node=load.num_ranks, intra_node_gb_per_s=gb_per_s, expert_tflops=1)
     model = shape(load.num_experts)
@@ -55,7 +56,7 @@ def test_what_late_slots_hold_and_what_they_cost(data, instance, late, gb_per_s)
 
     price = token_seconds(model, cluster)
     fetch = [transfer_seconds(each, cluster) for each in restore_bytes(filled, model, cluster, sharding, here=layout)]
-    gradients = 1 + 2 if isinstance(sharding, Ep) else 1
+    gradients = 1 if sharding.delay_reshard else 1 + 2
     gain = price * (min_max_load(now, layout) - min_max_load(now, filled))
     assert gain >= gradients * sum(fetch) * (1 - 1e-9)
     if (late_RL != EMPTY).any():

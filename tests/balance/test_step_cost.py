@@ -225,8 +225,9 @@ def test_drifted_loads_have_as_many_tokens_and_the_drift_that_was_asked_for():
         assert measured_drift(before, ms.LoadMatrix(tokens_RE)) == pytest.approx(0.3, abs=0.12)
 
 
-def test_ranks_leave_slots_empty_where_experts_are_dear():
-    sharding = ms.Fsep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True)
+@pytest.mark.parametrize("kind", [ms.Fsep, ms.Ep])
+def test_ranks_leave_slots_empty_where_experts_are_dear(kind):
+    sharding = kind(slots_per_rank=3, prefetch_layers=1, delay_reshard=True)
     hidden = ms.Strategy(name="hidden", sharding=sharding)
     cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, inter_node_gb_per_s=0.1)
     load = ms.LoadMatrix(np.random.default_rng(0).integers(1, 50, (4, 4)))

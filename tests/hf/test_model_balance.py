@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.experts import experts_of
+from moesys.moe.router_bias import BINS
 
 RATE, STEPS, MICRO_BATCHES = 0.05, 2, 3
 
@@ -59,6 +61,11 @@ def on_ranks(family: str, groups: tuple[int, int] | None) -> Found:
     mesh = None if groups is None else init_device_mesh("cpu", groups, mesh_dim_names=("dp", "ep"))
     ms.parallelize(model, ms.Strategy(name="ep") if groups else lent(2), mesh)
     model.activation_checkpointing_enable({"use_reentrant": False})
+    if family == "deepseek_v3":
+        with pytest.raises(
+            ValueError, match="all 8 experts, or among some of 4 groups, which quantiles do not balance"
+        ):
+            ms.QuantileBalancer(model, dist.group.WORLD, scoring_func="sigmoid")
     found = []
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
@@ -108,6 +115,74 @@ def test_counts_and_biases_are_those_of_one_process_with_the_whole_batch(
             assert all(map(torch.equal, biases, whole_biases))
 
 
+def balanced_by_quantiles(family: str, scoring_func: Any, groups: tuple[int, int] | None) -> list[dict[str, list[Any]]]:
+    """What routers gave to real tokens in the passes of each step, their histograms, and biases before and after."""
+    model, group = made(family), None
+    gates = [module for name, module in model.named_modules() if name.endswith(".gate")]
+    if family == "ernie":
+        # FSDP shards such routers, with their biases, by themselves.
+        model.bfloat16()
+        for gate in gates:
+            gate.float()
+    mesh = None if groups is None else init_device_mesh("cpu", groups, mesh_dim_names=("dp", "ep"))
+    ms.parallelize(model, ms.Strategy(name="ep") if groups else lent(2), mesh)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    if groups:
+        group = dist.group.WORLD
+        with pytest.raises(ValueError, match="the experts' group has 1 of 2 ranks"):
+            ms.QuantileBalancer(model, scoring_func=scoring_func)
+    with pytest.raises(ValueError, match=r"gate.*_bias is the bias of another library's router, and scoring_func=None"):
+        ms.QuantileBalancer(model, group)
+    balancer = ms.QuantileBalancer(model, group, scoring_func=scoring_func)
+    logits: list[Tensor] = []
+    for gate in gates:
+        gate.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0].detach()))
+    found = []
+    for step in range(STEPS):
+        before, given = [whole(bias).clone() for bias in biases_of(model)], []
+        for micro_batch in range(MICRO_BATCHES):
+            ids = ids_of(step, micro_batch, dist.get_rank())
+            mask = torch.ones_like(ids)
+            mask[0, micro_batch + 3 :] = 0
+            logits.clear()
+            loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+            given.append([scores(each, scoring_func)[mask.flatten().bool()].numpy() for each in logits])
+            loss.backward()
+            evaluate(model, ids)
+        counted = [each.counted[:-1].view(-1, BINS).numpy().copy() for each in balancer._histograms.values()]
+        balancer.update()
+        after = [whole(bias).clone() for bias in biases_of(model)]
+        found.append({"scores": given, "counted": counted, "before": before, "after": after})
+    return found
+
+
+def scores(logits_TE: Tensor, scoring_func: str) -> Tensor:
+    return logits_TE.sigmoid() if scoring_func == "sigmoid" else logits_TE.softmax(dim=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "scoring_func", "groups"), [("glm4_moe", "sigmoid", (2, 1)), ("ernie", "softmax", None)]
+)
+def test_biases_are_quantiles_over_the_whole_batch(
+    ranks: LocalRanks, family: str, scoring_func: str, groups: tuple[int, int] | None
+) -> None:
+    of_ranks = ranks.run(balanced_by_quantiles, family, scoring_func, groups, num_ranks=2)
+    num_layers = len(of_ranks[0][0]["before"])
+    for step, layer in np.ndindex(STEPS, num_layers):
+        before_E = whole(of_ranks[0][step]["before"][layer]).numpy().flatten()
+        score_TE = np.concatenate([given[layer] for of_rank in of_ranks for given in of_rank[step]["scores"]])
+        required_TE = np.sort(score_TE + before_E, axis=1)[:, [-3]] - score_TE
+        low, width = before_E.min() - 1, (before_E.max() - before_E.min() + 2) / BINS
+        bin_TE = ((required_TE - low) / ((before_E.max() + 1 - low) / np.float32(BINS))).astype(np.int64)
+        counted_EB = sum(of_rank[step]["counted"][layer] for of_rank in of_ranks)
+        assert np.array_equal(counted_EB, [np.bincount(bin_T, minlength=BINS) for bin_T in bin_TE.T])
+        quantile_E = np.quantile(required_TE.astype(np.float64), 2 / 8, axis=0, method="inverted_cdf")
+        for of_rank in of_ranks:
+            after_E = of_rank[step]["after"][layer].double().numpy().flatten()
+            assert np.abs(after_E - (quantile_E - quantile_E.mean())).max() < 2 * width
+            assert np.array_equal(after_E, of_ranks[0][step]["after"][layer].double().numpy().flatten())
+
+
 def global_loss(family: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean over ranks of a loss over the global batch, and its gradients, which FSDP makes means too."""
     model = drawn(family)
@@ -141,6 +216,8 @@ def test_models_whose_biases_cannot_move_are_refused() -> None:
         ms.update_router_bias(model)
     with pytest.raises(ValueError, match=r"gate.e_score_correction_bias belongs to experts that do not count"):
         ms.update_router_bias(model, rate=RATE)
+    with pytest.raises(ValueError, match=r"gate.e_score_correction_bias belongs to experts that do not count"):
+        ms.QuantileBalancer(model, scoring_func="sigmoid")
     ms.update_router_bias(model, rate=0.0)
     with pytest.raises(ValueError, match="router_logits has 1 layers, and the model has 0 of experts that count"):
         ms.global_aux_loss(model, [torch.zeros(3, 8)])

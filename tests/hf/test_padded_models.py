@@ -216,6 +216,24 @@ def test_a_padded_batch_that_ranks_share_is_cut_over_them(ranks: LocalRanks, tmp
         assert_as_alone(found, wanted)
 
 
+def message_without_padding() -> str:
+    """Returns the error of ids that have padding where a real token of rank 1 is."""
+    model, rank = drawn("qwen3_moe", E), dist.get_rank()
+    ms.parallelize(model, ms.Strategy(name="ep"))
+    ids = torch.arange(K).repeat(L, S, 1)
+    if rank:
+        ids[1, 2] = -1
+    with pytest.raises(ValueError, match="expert_") as error, ms.replay_routing(model, ids):
+        model(input_ids=torch.arange(S)[None])
+    return str(error.value)
+
+
+def test_padding_in_the_place_of_a_real_token_is_an_error_on_all_ranks(ranks: LocalRanks) -> None:
+    others, own = ranks.run(message_without_padding, num_ranks=2, timeout_s=60.0)
+    assert own.startswith("expert_LTK has -1 for token 2 in micro-batch 0, which model.layers.1.mlp.gate routes")
+    assert others.startswith("expert_TK of rank 1 has the id -1, and the 8 experts of layer 1")
+
+
 def experts_inputs(model: Any, **arguments: Any) -> Tensor | None:
     """The mask that the experts of a call see."""
     seen: list[Tensor | None] = []
@@ -255,6 +273,31 @@ def test_an_error_in_a_model_ends_its_call() -> None:
     mask = torch.arange(S)[None] > 3
     with pytest.raises(IndexError):
         model(input_ids=torch.full((1, S), VOCABULARY), attention_mask=mask)
+    assert real_tokens(torch.zeros(S, 1)) is None
+
+
+def test_a_call_that_ctrl_c_ended_has_no_mask_in_later_ones() -> None:
+    model = drawn("qwen3_moe", E, experts_implementation="moesys")
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    ids, mask = torch.arange(S)[None], torch.arange(S)[None] > 3
+
+    def gradient(interrupted: bool) -> Tensor:
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        if interrupted:
+            hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(input_ids=ids, attention_mask=mask)
+            hook.remove()
+        loss.backward()
+        return model.model.layers[0].mlp.experts.down_proj.grad
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    wanted = gradient(interrupted=False)
+    assert torch.equal(gradient(interrupted=True), wanted)
+    model(input_ids=ids)
     assert real_tokens(torch.zeros(S, 1)) is None
 
 

@@ -260,11 +260,12 @@ def trained_with_late_gradients(strategies: list[ms.Strategy], sizes: tuple[int,
 
 
 @pytest.mark.parametrize("sizes", [pytest.param((4,), marks=pytest.mark.slow), (2, 2)], ids=["one group", "two groups"])
-def test_delayed_gradients_have_the_same_bits(ranks: LocalRanks, sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("strategy", [FSEP, LENT], ids=lambda strategy: strategy.name)
+def test_delayed_gradients_have_the_same_bits(ranks: LocalRanks, strategy: ms.Strategy, sizes: tuple[int, ...]) -> None:
     """FSDP is past a layer when its gradients come home; replicas of its group are added up then."""
     # Greedy plans other layouts where gradients are delayed, and so other sums over replicas.
-    at_once = FSEP.replace(balance=ms.Eplb())
-    delayed = at_once.replace(sharding=FSEP.sharding.replace(delay_reshard=True))
+    at_once = strategy.replace(balance=ms.Eplb())
+    delayed = at_once.replace(sharding=strategy.sharding.replace(prefetch_layers=1, delay_reshard=True))
     for prompt, late in ranks.run(trained_with_late_gradients, [at_once, delayed], sizes, timeout_s=150.0):
         # Two layers, four steps; the first waits for none.
         assert prompt["late"] == 0

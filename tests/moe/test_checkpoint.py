@@ -265,13 +265,19 @@ def straight_and_resumed(path: Path, strategy: ms.Strategy, linked: bool) -> tup
             True,
             marks=pytest.mark.slow,
         ),
+        (
+            EP.replace(
+                sharding=ms.Ep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True), balance=ms.Eplb(), lag=2
+            ),
+            True,
+        ),
         pytest.param(
             EP.replace(sharding=ms.Ep(slots_per_rank=3, lend="hierarchical"), balance=ms.Eplb()),
             True,
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["alone", "linked", "a plan on its way", "ep with replicas", "ep lent by node"],
+    ids=["alone", "linked", "a plan on its way", "ep with replicas", "ep ahead", "ep lent by node"],
 )
 def test_a_resumed_run_has_the_same_bits(
     ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy, linked: bool

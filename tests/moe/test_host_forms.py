@@ -271,9 +271,9 @@ def test_two_ranks_compute_what_the_library_defines(ranks: LocalRanks, name: str
 # --- gradients that are kept elsewhere ----------------------------------------------------------------------------
 
 
-def main_gradients(late: bool) -> tuple[list[Tensor], int]:
+def main_gradients(strategy: ms.Strategy, late: bool) -> tuple[list[Tensor], int]:
     """What Megatron adds up beside parameters, in float32, by its hook or when gradients come late; how many did."""
-    kept, strategy = FORMS["Megatron, one tensor per expert, biases"], FSEP
+    kept = FORMS["Megatron, one tensor per expert, biases"]
     leaves = [as_kept(kept, drawn(kept), strategy, dist.get_rank(), dist.get_world_size()) for _ in range(2)]
     num_late = 0
 
@@ -297,7 +297,7 @@ def main_gradients(late: bool) -> tuple[list[Tensor], int]:
     for leaf in parameters:
         leaf.main_grad = torch.zeros_like(leaf)
         leaf.register_post_accumulate_grad_hook(hook)
-    strategy = strategy.replace(sharding=strategy.sharding.replace(delay_reshard=late))
+    strategy = strategy.replace(sharding=strategy.sharding.replace(prefetch_layers=int(late), delay_reshard=late))
     layers = nn.ModuleList(
         ms.Experts(SHAPE, strategy, layer_index=index, outside=held(of_layer)) for index, of_layer in enumerate(leaves)
     )
@@ -311,12 +311,15 @@ def main_gradients(late: bool) -> tuple[list[Tensor], int]:
     return [leaf.main_grad.detach() for leaf in parameters], num_late
 
 
-def both_main_gradients() -> list[tuple[list[Tensor], int]]:
-    return [main_gradients(late) for late in (False, True)]
+def both_main_gradients(strategy: ms.Strategy) -> list[tuple[list[Tensor], int]]:
+    return [main_gradients(strategy, late) for late in (False, True)]
 
 
-def test_gradients_are_added_where_megatron_keeps_them(ranks: LocalRanks) -> None:
-    for (at_once, none_late), (late, num_late) in ranks.run(both_main_gradients, num_ranks=2, timeout_s=120):
+@pytest.mark.parametrize("strategy", [FSEP, LENT], ids=lambda strategy: strategy.name)
+def test_gradients_are_added_where_megatron_keeps_them(ranks: LocalRanks, strategy: ms.Strategy) -> None:
+    # Greedy plans other layouts where experts travel ahead, and so other sums over replicas.
+    results = ranks.run(both_main_gradients, strategy.replace(balance=ms.Eplb()), num_ranks=2, timeout_s=120)
+    for (at_once, none_late), (late, num_late) in results:
         assert none_late == 0
         assert num_late > 0
         for one, other in zip(at_once, late, strict=True):

@@ -83,16 +83,19 @@ def step(strategy: ms.Strategy) -> tuple[Timeline, list[Any], dict[tuple[str, st
     return timeline, layouts, received
 
 
-@pytest.mark.parametrize("sharding", ["fsep", "ep", "lag 0"])
+@pytest.mark.parametrize("sharding", ["fsep", "ep", "ep, ahead", "lag 0"])
 def test_restored_bytes_and_spans(ranks: LocalRanks, sharding: str) -> None:
-    strategy = BEHIND if sharding != "ep" else CHOOSING["ep"]
+    lent = CHOOSING["ep"]
+    strategy = {"ep": lent, "ep, ahead": lent.replace(sharding=lent.sharding.replace(prefetch_layers=1))}.get(
+        sharding, BEHIND
+    )
     strategy = strategy.replace(lag=0, late_slots=0) if sharding == "lag 0" else strategy
     R, parameters = CLUSTER.num_ranks, SHAPE.expert_parameters
     for rank, (timeline, layouts, received) in enumerate(ranks.run(step, strategy)):
         layout = ms.ExpertLayout(layouts[1], SHAPE.num_experts)
         held = set(layout.experts_of(rank))
         assert layout.num_duplicates == 0
-        if sharding == "ep":
+        if isinstance(strategy.sharding, ms.Ep):
             borrowed = [expert for expert in held if expert // 2 != rank]
             assert sum(received.values()) == 4 * parameters * len(borrowed)
         else:
@@ -101,5 +104,5 @@ def test_restored_bytes_and_spans(ranks: LocalRanks, sharding: str) -> None:
         if strategy.late_slots:
             assert (layout.expert_RS[:, -strategy.late_slots :] >= 0).any()
         # What comes ahead comes in a message of its own; what nobody brings ahead comes together with late ones.
-        late = ["layer 1 late"] if sharding == "fsep" else []
+        late = ["layer 1 late"] if sharding in ("fsep", "ep, ahead") else []
         assert restores == ["layer 0", "layer 1", *late]

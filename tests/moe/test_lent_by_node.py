@@ -90,22 +90,23 @@ def test_holders_take_turns_at_passing_on() -> None:
 
 
 @pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_chunks_links_and_recomputation_change_no_bit(ranks: LocalRanks, late: int) -> None:
+def test_chunks_links_recomputation_and_travelling_ahead_change_no_bit(ranks: LocalRanks, late: int) -> None:
     planned = {"balance": ms.Eplb(), "split": ms.FlowSplit(), "late_slots": late}
+    lent = ms.Ep(slots_per_rank=4, lend="hierarchical")
     flat, *by_node = (
         ranks.run(
             train,
             SHAPE,
-            ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=4, lend=lend), overlap=overlap, **planned),
+            ms.Strategy(name="lent", sharding=sharding, overlap=overlap, **planned),
             *how,
             CLUSTERS["nodes of 1 and 3"],
             1,
             timeout_s=240,
         )
-        for lend, overlap, *how in (
-            ("flat", ms.Sequential(), False, False),
-            ("hierarchical", ms.Sequential(), False, False),
-            ("hierarchical", ms.Pipelined(chunks=3), True, True),
+        for sharding, overlap, *how in (
+            (lent.replace(lend="flat"), ms.Sequential(), False, False),
+            (lent, ms.Sequential(), False, False),
+            (lent.replace(prefetch_layers=1, delay_reshard=True), ms.Pipelined(chunks=3), True, True),
         )
     )
     for rank, (first, other) in enumerate(zip(*by_node, strict=True)):

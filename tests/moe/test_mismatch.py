@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
@@ -26,6 +28,11 @@ FSEP = ms.Strategy(
     split=ms.FlowSplit(),
 )
 INVARIANT = EP.replace(name="invariant", reduction=ms.LayoutInvariant(token_block=32))
+
+
+def clamped(h_N2I: Tensor, limit: float) -> Tensor:
+    gate_NI, up_NI = h_N2I.chunk(2, dim=-1)
+    return functional.silu(gate_NI.clamp(max=limit)) * up_NI
 
 
 def tokens(rank: int) -> Tensor:
@@ -166,6 +173,42 @@ def test_each_field_that_differs_is_named(ranks: LocalRanks) -> None:
         for name, (_, words) in CHANGES.items():
             assert "ranks declare layer 0 differently: rank 0: " in said[name]
             assert all(word in said[name] for word in words), said[name]
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "parts": {"parts": ("gate", "up", "down")},
+    "transposed": {"transposed": True},
+    "activation": {"activation": functional.gelu},
+    "activation.limit": {"activation": partial(clamped, limit=2.0)},
+    "weights_on": {"weights_on": "activations"},
+}
+
+
+def kept_in_other_forms() -> dict[str, str]:
+    """All forms have equally many elements, so that they could travel."""
+    H, I = SHAPE.hidden_size, SHAPE.intermediate_size
+    sizes = {"gate_up": (2 * I, H), "gate": (I, H), "up": (I, H), "down": (H, I)}
+    inputs = tokens(0)[:3], torch.tensor([[0, 1], [2, 3], [4, 5]]), torch.ones(3, 2)
+    said = {}
+    for name, of_rank_1 in FORMS.items():
+        usual = {"activation": partial(clamped, limit=1.0)} if name == "activation.limit" else {}
+        options = dict(of_rank_1) if dist.get_rank() else usual
+        parts = {part: torch.randn(3, *sizes[part]) for part in options.pop("parts", ("gate_up", "down"))}
+        if options.get("transposed"):
+            parts = {part: tensor.mT for part, tensor in parts.items()}
+        experts = ms.Experts(SHAPE, EP, outside=ms.OutsideExperts(partial(dict, parts), **options))
+        said[name] = refused(partial(experts, *inputs))
+    return said
+
+
+def test_experts_that_ranks_keep_in_other_forms(ranks: LocalRanks) -> None:
+    for said in ranks.run(kept_in_other_forms, num_ranks=2, timeout_s=60.0):
+        assert all("ranks declare layer 0 differently: rank 0: " in each for each in said.values())
+        assert "outside.parts.gate_up=[16, 16]" in said["parts"]
+        assert "outside.transposed=False; rank 1: " in said["transposed"]
+        assert "outside.activation=None; rank 1: outside.activation='gelu'" in said["activation"]
+        assert "outside.activation=\"clamped {'limit': 1.0}\"; rank 1: " in said["activation.limit"]
+        assert "outside.weights_on='outputs'; rank 1: outside.weights_on='activations'" in said["weights_on"]
 
 
 def linked_differently() -> list[str]:

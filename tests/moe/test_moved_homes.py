@@ -303,6 +303,26 @@ def test_who_trains_moved_experts_must_be_known(ranks: LocalRanks) -> None:
         assert "call ms.move_homes(model, homes, optimizer) again" in message
 
 
+def moved_between_layers() -> tuple[Tensor, Tensor]:
+    """The second layer's output, whose copies are on their way when homes move, and what it was before."""
+    ahead = LENT.replace(sharding=ms.Ep(slots_per_rank=4, prefetch_layers=1), balance=ms.Static())
+    model, _ = build(ahead)
+    runtime = ms.link(model)
+    tokens = tokens_of(0, SHAPE.hidden_size)
+    with torch.no_grad():
+        before = [moe(tokens) for moe in model.moe][1]
+        model.moe[0](tokens)
+        ms.move_homes(model, homes())
+        after = model.moe[1](tokens)
+    runtime.close()
+    return before, after
+
+
+def test_copies_that_were_sent_ahead_are_not_used_at_other_homes(ranks: LocalRanks) -> None:
+    for before, after in ranks.run(moved_between_layers, num_ranks=2):
+        assert torch.equal(after, before)
+
+
 def test_one_rank_has_all_homes() -> None:
     model, optimizer = build()
     ms.move_homes(model, [np.zeros(6, int)] * 2, optimizer)

@@ -12,6 +12,8 @@ from harness import summed, whole
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -266,13 +268,70 @@ def test_outside_masters_are_read_where_they_lie() -> None:
 
 
 def test_computed_masters_are_not_read_ahead() -> None:
-    """Backward would have those of another moment than its forward."""
+    """Backward would have those of another moment than its forward. Nor are they computed to see where they are."""
     factor = nn.Parameter(torch.ones(()))
     gate_up, down = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
-    outside = OutsideExperts(lambda: {"gate_up": gate_up * factor, "down": down * factor})
-    experts = ms.Experts(SHAPE, ms.Strategy(name="ep"), outside=outside)
+    times_read = []
+
+    def read() -> dict[str, Tensor]:
+        times_read.append(len(times_read))
+        return {"gate_up": gate_up * factor, "down": down * factor}
+
+    experts = ms.Experts(SHAPE, ms.Strategy(name="ep"), outside=OutsideExperts(read))
     experts(torch.randn(3, H), torch.zeros(3, K, dtype=torch.int64) + torch.arange(K), torch.ones(3, K))
+    times_read.clear()
     assert not experts.store.masters.at_hand
+    assert experts.store.masters.device == gate_up.device
+    assert not times_read
+
+
+def computed(strategy: ms.Strategy, checkpointed: bool) -> tuple[list[Tensor], int]:
+    """Outputs and gradients of experts that are computed from a factor, and how many experts are kept for backward
+    besides those that were lent.
+    """
+    parts = {"gate_up": torch.randn(E, 2 * I, H), "down": torch.randn(E, H, I)}
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    local = {name: distribute_tensor(part, mesh, [Shard(0)]).to_local() for name, part in parts.items()}
+    factor, kept = nn.Parameter(torch.full((), 0.3)), []
+
+    def read() -> dict[str, Tensor]:
+        now = {name: part * factor for name, part in local.items()}
+        kept.extend(StorageWeakRef(part.untyped_storage()) for part in now.values())
+        return now
+
+    experts = ms.Experts(SHAPE, strategy, mesh, outside=OutsideExperts(read))
+    experts.schedule.source = ShufflingPlanner()
+    found, alive = [], 0
+    for number in range(3):
+        x_TH, expert_TK, weight_TK, dy_TH = batch(number)
+        x_TH.requires_grad_()
+        if checkpointed:
+            y_TH = checkpoint(experts, x_TH, expert_TK, weight_TK, use_reentrant=False)
+        else:
+            y_TH = experts(x_TH, expert_TK, weight_TK)
+        alive += sum(not each.expired() for each in kept)
+        y_TH.backward(dy_TH)
+        found += [y_TH.detach(), x_TH.grad, factor.grad.clone()]
+    return found, alive
+
+
+def both_computed(strategy: ms.Strategy) -> list[tuple[list[Tensor], int]]:
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        found.append(computed(strategy, checkpointed))
+    return found
+
+
+@pytest.mark.parametrize("strategy", [ms.Strategy(name="ep"), EP], ids=["ep", "lent"])
+def test_computed_masters_are_not_kept_where_a_checkpoint_computes_them_again(
+    ranks: LocalRanks, strategy: ms.Strategy
+) -> None:
+    for (wanted, kept), (found, kept_by_checkpoint) in ranks.run(both_computed, strategy, num_ranks=2):
+        assert kept
+        assert not kept_by_checkpoint
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("listed", [False, True])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.experts import experts_of
+from moesys.moe.router_bias import BINS
 
 SHAPE = ms.ModelShape(
     hidden_size=16, intermediate_size=12, num_experts=6, top_k=2, scoring_func="sigmoid", router_bias_update_rate=0.05
@@ -148,3 +151,197 @@ def test_a_bias_that_would_move_wrongly_is_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         ms.move_router_bias(bias_E, tokens_E, 0.1)
+
+
+# --- the quantile rule ---
+
+INVARIANT = EP.replace(reduction=ms.LayoutInvariant())
+# Tokens of each rank and micro-batch, in blocks of ``LayoutInvariant``.
+BLOCKS = ((64, 32), (32, 0), (32, 96))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ms.MoELayer(SHAPE, INVARIANT, layer_index=layer, seed=2) for layer in range(2))
+
+    def forward(self, x_TH: Tensor, mask_T: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_TH = x_TH + layer(x_TH, mask_T)
+        return x_TH
+
+
+def padded(step: int, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + rank)
+    common = torch.randn(16, generator=torch.Generator().manual_seed(step))
+    x_TH = torch.randn(BLOCKS[micro_batch][rank], 16, generator=generator) + common
+    return x_TH, torch.rand(len(x_TH), generator=generator) < 0.8
+
+
+def balanced_by_quantiles(batches_SM: list[list[tuple[Tensor, Tensor]]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Histograms of each step over all ranks, and biases after it, with what ``balanced`` does beside."""
+    model = Blocks()
+    balancer, found = ms.QuantileBalancer(model), []
+    for batches in batches_SM:
+        for x_TH, mask_T in batches:
+            checkpoint(model, x_TH.requires_grad_(), mask_T, use_reentrant=False).square().sum().backward()
+            with torch.no_grad():
+                model(x_TH, mask_T)
+            model.eval()(x_TH, mask_T).sum().backward()
+            model.train()
+        counted = [each.counted.clone() for each in balancer._histograms.values()]
+        for each in counted if dist.is_initialized() else ():
+            dist.all_reduce(each)
+        balancer.update()
+        assert all(layer.counted_E.count_nonzero() == 0 for layer in experts_of(model))
+        found.append((counted, [layer.router.e_score_correction_bias.clone() for layer in model.layers]))
+    return found
+
+
+def balanced_by_quantiles_on_ranks() -> list[tuple[list[Tensor], list[Tensor]]]:
+    rank = dist.get_rank()
+    return balanced_by_quantiles(
+        [[padded(step, batch, rank) for batch in range(MICRO_BATCHES)] for step in range(STEPS)]
+    )
+
+
+def test_histograms_and_biases_are_those_of_one_process_with_the_whole_batch(ranks: LocalRanks) -> None:
+    whole_S = []
+    for step in range(STEPS):
+        parts = [padded(step, batch, rank) for batch in range(MICRO_BATCHES) for rank in range(2)]
+        whole_S.append((torch.cat([x_TH for x_TH, _ in parts]), torch.cat([mask_T for _, mask_T in parts])))
+    expected = balanced_by_quantiles([[whole] for whole in whole_S])
+    for (counted, _), (_, mask_T) in zip(expected, whole_S, strict=True):
+        for each in counted:
+            assert each[:-1].view(6, BINS).sum(dim=1).tolist() == [mask_T.sum()] * 6
+    for of_rank in ranks.run(balanced_by_quantiles_on_ranks, num_ranks=2):
+        for found, whole in zip(of_rank, expected, strict=True):
+            assert all(map(torch.equal, found[0], whole[0]))
+            assert all(map(torch.equal, found[1], whole[1]))
+
+
+def skewed_layer() -> tuple[ms.MoELayer, Tensor]:
+    """A layer whose router prefers experts by far, and tokens."""
+    shape = SHAPE.replace(num_experts=16, top_k=3)
+    layer = ms.MoELayer(shape, EP, seed=2)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        layer.router.weight.copy_(0.3 * torch.randn(16, 16, generator=generator))
+        layer.router.weight[:, 0] = torch.linspace(-1.5, 1.5, 16)
+    x_TH = torch.randn(2000, 16, generator=generator)
+    x_TH[:, 0] = 1
+    return layer, x_TH
+
+
+def test_biases_are_quantiles_of_the_definition() -> None:
+    layer, x_TH = skewed_layer()
+    bias_E = layer.router.e_score_correction_bias
+    bias_E.copy_(torch.linspace(-0.2, 0.3, 16).square())
+    before_E = bias_E.double().numpy()
+    balancer = ms.QuantileBalancer(layer)
+    logits_TE = x_TH.double() @ layer.router.weight.detach().double().T
+    layer(x_TH)
+    balancer.update()
+    score_TE = 1 / (1 + np.exp(-logits_TE.numpy()))
+    cutoff_T = np.sort(score_TE + before_E, axis=1)[:, -4]
+    required_TE = cutoff_T[:, None] - score_TE
+    expected_E = np.quantile(required_TE, 3 / 16, axis=0, method="inverted_cdf")
+    expected_E -= expected_E.mean()
+    bin_width = (np.ptp(before_E) + 2) / BINS
+    # One is the bin of the quantile, and as much the mean.
+    assert np.abs(bias_E.numpy() - expected_E).max() < 2 * bin_width
+    assert abs(bias_E.mean().item()) < 1e-6
+
+
+def imbalance(layer: ms.MoELayer, x_TH: Tensor) -> float:
+    tokens_E = layer.router(x_TH).expert_TK.flatten().bincount(minlength=16)
+    return (tokens_E.max() / tokens_E.double().mean()).item()
+
+
+def test_a_few_steps_balance_a_skewed_router() -> None:
+    layer, x_TH = skewed_layer()
+    balancer = ms.QuantileBalancer(layer)
+    assert imbalance(layer, x_TH) > 2.5
+    for _ in range(4):
+        layer(x_TH)
+        balancer.update()
+    assert imbalance(layer, x_TH) < 1.15
+    by_sign, _ = skewed_layer()
+    for _ in range(4):
+        by_sign(x_TH)
+        ms.update_router_bias(by_sign, rate=0.001)
+    assert imbalance(by_sign, x_TH) > 2
+
+
+class Gate(nn.Module):
+    """Another library's router, whose logits come first."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 16, generator=torch.Generator().manual_seed(seed)))
+        self.register_buffer("e_score_correction_bias", torch.zeros(6))
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE = x_TH @ self.weight.T
+        score_TE = logits_TE.sigmoid()
+        expert_TK = (score_TE + self.e_score_correction_bias).topk(2, dim=1).indices
+        return logits_TE, score_TE.gather(1, expert_TK), expert_TK
+
+
+class Block(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.gate, self.experts = Gate(seed), ms.Experts(SHAPE, EP, layer_index=seed)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        _, weight_TK, expert_TK = self.gate(x_TH)
+        y_TH: Tensor = x_TH + self.experts(x_TH, expert_TK, weight_TK)
+        return y_TH
+
+
+def keep_sigmoids(_: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    kept = operation is torch.ops.aten.sigmoid.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("how", ["kept", "selective"])
+def test_another_librarys_router_is_seen_once_and_changes_no_gradient(how: str) -> None:
+    def trained(*, counted: bool) -> tuple[Tensor, list[Tensor]]:
+        model = nn.Sequential(Block(0), Block(1))
+        histograms = ms.QuantileBalancer(model, scoring_func="sigmoid")._histograms.values() if counted else ()
+        x_TH = tokens(0, 0, 0).requires_grad_()
+        contexts = partial(create_selective_checkpoint_contexts, keep_sigmoids)
+        y_TH = model(x_TH) if how == "kept" else checkpoint(model, x_TH, use_reentrant=False, context_fn=contexts)
+        y_TH.square().sum().backward()
+        assert x_TH.grad is not None
+        return x_TH.grad, [each.counted for each in histograms]
+
+    gradient, counted = trained(counted=True)
+    assert torch.equal(gradient, trained(counted=False)[0])
+    assert [each.sum() for each in counted] == [6 * 20, 6 * 20]
+
+
+def test_a_step_without_tokens_leaves_biases_as_they_are() -> None:
+    layer, x_TH = skewed_layer()
+    bias_E = layer.router.e_score_correction_bias.copy_(torch.linspace(0, 1, 16))
+    balancer = ms.QuantileBalancer(layer)
+    layer(x_TH[:0])
+    balancer.update()
+    assert torch.equal(bias_E, torch.linspace(0, 1, 16))
+
+
+def test_routers_that_quantiles_cannot_balance_are_refused() -> None:
+    with pytest.raises(ValueError, match="MoELayer has no correction bias"):
+        ms.QuantileBalancer(model_of(loss_shape("softmax"))[0])
+    for limits in ({"top_k": 6}, {"n_group": 3, "topk_group": 1}):
+        with pytest.raises(ValueError, match=r"router.e_score_correction_bias is of a router that chooses all 6 exp"):
+            ms.QuantileBalancer(ms.MoELayer(SHAPE.replace(**limits), EP))
+    layer, x_TH = skewed_layer()
+    balancer = ms.QuantileBalancer(layer)
+    with pytest.raises(ValueError, match=r"router.e_score_correction_bias has a QuantileBalancer already"):
+        ms.QuantileBalancer(layer)
+    with ms.replay_routing(layer, torch.tensor([0, 1, 2]).expand(1, 2000, 3)):
+        layer(x_TH)
+    with pytest.raises(ValueError, match=r"\d+ of 2000 tokens have others than the experts of the highest"):
+        balancer.update()
+    assert layer.router.e_score_correction_bias.count_nonzero() == 0

@@ -291,6 +291,33 @@ def test_ranks_with_different_tokens_replay_their_own(ranks: LocalRanks) -> None
     assert all(torch.equal(a, b) for a, b in zip(by_rank[0]["counted"], wanted_LE, strict=True))
 
 
+def message_of_replay(fault: str) -> str:
+    """Returns the error of ids of which those of rank 1 alone cannot be replayed. Then ranks go on together."""
+    rank, model = dist.get_rank(), stack(SHAPES["sigmoid in groups"], FSEP)
+    ids = other_experts(rank)
+    if rank == 1 and fault == "padding":
+        ids[0, 4] = -1
+    elif rank == 1:
+        ids = ids[:, 1:]
+    with pytest.raises(ValueError, match="expert_") as error, ms.replay_routing(model, ids):
+        model(tokens(rank))
+    model(tokens(rank)).sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("padding", "has -1 for token 4 in micro-batch 0"),
+        ("tokens", "has 18 tokens in micro-batch 0, but moe.0.router"),
+    ],
+)
+def test_ids_that_one_rank_cannot_replay_are_an_error_on_all(ranks: LocalRanks, fault: str, message: str) -> None:
+    others, own = ranks.run(message_of_replay, fault, num_ranks=2, timeout_s=60.0)
+    assert own.startswith(f"expert_LTK {message}")
+    assert others.startswith("expert_TK of rank 1 has the id -1, and the 8 experts of layer 0 have ids from 0 to 7")
+
+
 # --- what is taken, what is refused ---
 
 

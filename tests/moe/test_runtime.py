@@ -35,6 +35,10 @@ FSEP = ms.Strategy(
 )
 Checkpointed = Callable[[nn.Module, Tensor], Tensor]
 BEHIND = FSEP.replace(sharding=ms.Fsep(slots_per_rank=3, prefetch_layers=2, delay_reshard=True))
+LENT = FSEP.replace(name="lent", sharding=ms.Ep(slots_per_rank=4))
+LENT_BEHIND = LENT.replace(sharding=LENT.sharding.replace(prefetch_layers=2, delay_reshard=True))
+# What travels behind other layers is sliced over all ranks, or lent by its owner.
+whose = pytest.mark.parametrize("behind", [BEHIND, LENT_BEHIND], ids=["fsep", "lent"])
 
 
 def tokens_of(batch: int) -> Tensor:
@@ -42,20 +46,19 @@ def tokens_of(batch: int) -> Tensor:
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_linking_changes_no_bit(ranks: LocalRanks, num_ranks: int) -> None:
+@whose
+def test_linking_changes_no_bit(ranks: LocalRanks, behind: ms.Strategy, num_ranks: int) -> None:
     # As many steps: layouts change after the second one.
-    steps = num_ranks
-    plain = ranks.run(train, SHAPE, FSEP, False, False, None, steps, num_ranks=num_ranks)
+    steps, on_demand = num_ranks, LENT if behind is LENT_BEHIND else FSEP
+    plain = ranks.run(train, SHAPE, on_demand, False, False, None, steps, num_ranks=num_ranks)
     variants = {
-        "linked": (FSEP, True, False),
-        "prefetch, delay, recomputed": (BEHIND, True, True),
-        "kept after forward": (
-            BEHIND.replace(sharding=BEHIND.sharding.replace(reshard_after_forward=False)),
-            True,
-            False,
-        ),
-        "pipelined": (BEHIND.replace(overlap=ms.Pipelined(chunks=2)), True, True),
+        "linked": (on_demand, True, False),
+        "prefetch, delay, recomputed": (behind, True, True),
+        "pipelined": (behind.replace(overlap=ms.Pipelined(chunks=2)), True, True),
     }
+    if behind is BEHIND:
+        kept = behind.sharding.replace(reshard_after_forward=False)
+        variants["kept after forward"] = (behind.replace(sharding=kept), True, False)
     for name, arguments in variants.items():
         found = ranks.run(train, SHAPE, *arguments, None, steps, num_ranks=num_ranks)
         for before, after in zip(plain, found, strict=True):
@@ -83,7 +86,11 @@ def two_micro_batches(strategy: ms.Strategy, linked: bool, checkpointed: bool) -
     return {"gradients": gradients_of(model), "dx": [x.grad for x in inputs], "layouts": layouts}
 
 
-@pytest.mark.parametrize("strategy", [FSEP, BEHIND, ms.Strategy(name="ep")], ids=["fsep", "behind", "ep"])
+@pytest.mark.parametrize(
+    "strategy",
+    [FSEP, BEHIND, LENT_BEHIND, ms.Strategy(name="ep")],
+    ids=["fsep", "behind", "lent behind", "ep"],
+)
 def test_recomputation_in_reverse_order_changes_no_bit(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     plain = ranks.run(two_micro_batches, strategy, False, False, num_ranks=3)
     for linked in (False, True):
@@ -93,7 +100,7 @@ def test_recomputation_in_reverse_order_changes_no_bit(ranks: LocalRanks, strate
             assert all(torch.equal(a, b) for a, b in zip(before["dx"], after["dx"], strict=True))
             for name, gradient in before["gradients"].items():
                 assert torch.equal(after["gradients"][name], gradient), (name, linked)
-    if strategy.name == "fsep":
+    if strategy.name != "ep":
         assert plain[0]["layouts"][0] != plain[0]["layouts"][1]
 
 
@@ -139,9 +146,9 @@ def test_evaluation_leaves_history_alone() -> None:
     assert layer.experts.schedule.micro_batch == 0
 
 
-def broken_off_pass(linked: bool) -> dict[str, Any]:
+def broken_off_pass(behind: ms.Strategy, linked: bool) -> dict[str, Any]:
     """A pass that ends after the first layer, when the second one's experts are on their way; then an ordinary step."""
-    model = Stack(SHAPE, BEHIND.replace(balance=ms.Static()), num_layers=2)
+    model = Stack(SHAPE, behind.replace(balance=ms.Static()), num_layers=2)
     runtime = ms.link(model) if linked else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(tokens_of(0)).square().sum().backward()
@@ -155,17 +162,18 @@ def broken_off_pass(linked: bool) -> dict[str, Any]:
     return {"loss": loss.item(), "gradients": gradients_of(model)}
 
 
-def test_experts_left_from_a_broken_pass_are_not_used(ranks: LocalRanks) -> None:
+@whose
+def test_experts_left_from_a_broken_pass_are_not_used(ranks: LocalRanks, behind: ms.Strategy) -> None:
     for before, after in zip(
-        *(ranks.run(broken_off_pass, linked, num_ranks=2) for linked in (False, True)), strict=True
+        *(ranks.run(broken_off_pass, behind, linked, num_ranks=2) for linked in (False, True)), strict=True
     ):
         assert before["loss"] == after["loss"]
         assert all(torch.equal(after["gradients"][name], gradient) for name, gradient in before["gradients"].items())
 
 
-def failing_backward() -> dict[str, Any]:
+def failing_backward(behind: ms.Strategy) -> dict[str, Any]:
     """A backward that raises half-way, with a gradient waiting to set off; then an ordinary step."""
-    model = Stack(SHAPE, BEHIND.replace(balance=ms.Static()), num_layers=3)
+    model = Stack(SHAPE, behind.replace(balance=ms.Static()), num_layers=3)
     runtime = ms.link(model)
     x = tokens_of(0)
     y = model(x)
@@ -185,15 +193,16 @@ def failing_backward() -> dict[str, Any]:
     return gradients_of(model)
 
 
-def clean_backward() -> dict[str, Any]:
-    model = Stack(SHAPE, BEHIND.replace(balance=ms.Static()), num_layers=3)
+def clean_backward(behind: ms.Strategy) -> dict[str, Any]:
+    model = Stack(SHAPE, behind.replace(balance=ms.Static()), num_layers=3)
     model(tokens_of(0)).sum().backward()
     return gradients_of(model)
 
 
-def test_gradients_left_from_a_failed_backward_are_dropped(ranks: LocalRanks) -> None:
+@whose
+def test_gradients_left_from_a_failed_backward_are_dropped(ranks: LocalRanks, behind: ms.Strategy) -> None:
     for clean, after in zip(
-        ranks.run(clean_backward, num_ranks=2), ranks.run(failing_backward, num_ranks=2), strict=True
+        ranks.run(clean_backward, behind, num_ranks=2), ranks.run(failing_backward, behind, num_ranks=2), strict=True
     ):
         assert clean.keys() == after.keys()
         assert all(torch.equal(after[name], gradient) for name, gradient in clean.items())
@@ -338,9 +347,9 @@ def test_skipped_layers_find_fresh_experts(ranks: LocalRanks, keep: bool) -> Non
         assert all(torch.equal(after["gradients"][name], gradient) for name, gradient in before["gradients"].items())
 
 
-def shared_layer(linked: bool) -> dict[str, Tensor]:
+def shared_layer(behind: ms.Strategy, linked: bool) -> dict[str, Tensor]:
     """One layer used twice in a pass, gradients of three micro-batches accumulated."""
-    model = Stack(SHAPE, BEHIND.replace(balance=ms.Static()), num_layers=2)
+    model = Stack(SHAPE, behind.replace(balance=ms.Static()), num_layers=2)
     runtime = ms.link(model) if linked else None
     for batch in range(3):
         x = model(tokens_of(batch))
@@ -350,8 +359,11 @@ def shared_layer(linked: bool) -> dict[str, Tensor]:
     return gradients_of(model)
 
 
-def test_a_layer_used_twice_adds_its_gradients_as_autograd_does(ranks: LocalRanks) -> None:
-    for before, after in zip(*(ranks.run(shared_layer, linked, num_ranks=2) for linked in (False, True)), strict=True):
+@whose
+def test_a_layer_used_twice_adds_its_gradients_as_autograd_does(ranks: LocalRanks, behind: ms.Strategy) -> None:
+    for before, after in zip(
+        *(ranks.run(shared_layer, behind, linked, num_ranks=2) for linked in (False, True)), strict=True
+    ):
         assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
 
 

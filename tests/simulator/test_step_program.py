@@ -26,6 +26,7 @@ FREE = FOUR.replace(intra_node_gb_per_s=1e300, inter_node_gb_per_s=1e300)
 
 EP = ms.Strategy(name="ep")
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=2))
+LENT = ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=2), split=ms.FlowSplit())
 
 
 def simulate_step(
@@ -83,6 +84,8 @@ ON_DEMAND = (
     ms.Fsep(slots_per_rank=4, reshard_after_forward=False),
 )
 AHEAD = (
+    ms.Ep(slots_per_rank=4, prefetch_layers=1),
+    ms.Ep(slots_per_rank=4, lend="hierarchical", prefetch_layers=2, delay_reshard=True),
     ms.Fsep(slots_per_rank=4, prefetch_layers=1),
     ms.Fsep(slots_per_rank=4, prefetch_layers=2, delay_reshard=True),
     ms.Fsep(slots_per_rank=4, prefetch_layers=1, delay_reshard=True, restore="hierarchical", reshard="hierarchical"),
@@ -142,12 +145,16 @@ def test_two_chunks_hide_all_but_the_ends(gb_per_s):
 
 
 HOME = np.diag([4000] * 4)
+# Ranks hold the experts 0 and 1 or 2 and 3, and choose one of these.
+HELD = HOME[[0, 2, 1, 3]]
 
 
-def local_step(**options: Any) -> tuple[float, float, float, float]:
+def local_step(lent: bool = False, **options: Any) -> tuple[float, float, float, float]:
     """Microseconds of three layers whose tokens stay where they are, and of a restore, a reshard, forward experts."""
-    strategy = fsep(slots_per_rank=1, **options)
-    layers = plans(strategy, FOUR, HOME, HOME, HOME)
+    strategy = (
+        fsep(slots_per_rank=1, **options) if not lent else LENT.replace(sharding=LENT.sharding.replace(**options))
+    )
+    layers = plans(strategy, FOUR, *[HELD if lent else HOME] * 3)
     restore = restore_seconds(layers[0].layout, MODEL, FOUR, strategy.sharding)
     reshard = cost.reshard_seconds(layers[0].layout, MODEL, FOUR, strategy.sharding)
     forward = cost.expert_seconds(4000.0, MODEL, FOUR, backward=False)
@@ -170,6 +177,17 @@ def test_experts_that_are_kept_are_restored_once():
 def test_prefetch_leaves_the_first_restore_of_each_direction_exposed():
     length, restore, reshard, forward = local_step(prefetch_layers=1)
     assert length == pytest.approx(2 * restore + 3 * (3 * forward + reshard))
+
+
+def test_copies_ahead_leave_the_first_layers_exposed_and_delayed_gradients_the_last():
+    """They are kept for backward, so that only forward waits for some."""
+    length, restore, reshard, forward = local_step(lent=True)
+    assert 0 < restore < reshard
+    assert length == pytest.approx(3 * (restore + 3 * forward + reshard))
+    length, *_ = local_step(lent=True, prefetch_layers=1)
+    assert length == pytest.approx(restore + 3 * (3 * forward + reshard))
+    length, *_ = local_step(lent=True, prefetch_layers=1, delay_reshard=True)
+    assert length == pytest.approx(restore + 3 * 3 * forward + reshard)
 
 
 def test_late_experts_are_exposed_beside_those_that_came_ahead():
@@ -337,6 +355,9 @@ def test_an_empty_timeline_has_no_exposed_time():
 # --- the program is that of the layers ---
 
 
+LENT_AHEAD = ms.Ep(slots_per_rank=4, lend="hierarchical", prefetch_layers=1, delay_reshard=True)
+
+
 def issued_by_layers(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> list[tuple[str, str]]:
     """Lane and detail of every all-to-all of a step, as a linked model of three layers issues them on one rank."""
     layers = torch.nn.ModuleList(ms.MoELayer(MODEL, strategy, cluster=cluster, layer_index=index) for index in range(3))
@@ -372,13 +393,14 @@ def issued_by_layers(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> list[tup
     [
         EP,
         chunked(fsep(prefetch_layers=1, delay_reshard=True), 2),
-        chunked(fsep().replace(sharding=ms.Ep(slots_per_rank=4, lend="hierarchical"), balance=ms.Static()), 2),
+        chunked(LENT.replace(sharding=LENT_AHEAD), 2),
         chunked(fsep(prefetch_layers=1, delay_reshard=True, restore="hierarchical", reshard="hierarchical"), 2),
         fsep(prefetch_layers=1).replace(lag=0),
         *(
             pytest.param(strategy, marks=pytest.mark.slow)
             for strategy in (
                 chunked(EP, 3),
+                chunked(LENT.replace(sharding=LENT_AHEAD.replace(prefetch_layers=0, delay_reshard=False)), 2),
                 fsep(),
                 fsep(prefetch_layers=2, restore="hierarchical"),
                 fsep(reshard="hierarchical"),
@@ -387,8 +409,8 @@ def issued_by_layers(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> list[tup
         ),
     ],
     ids=[
-        *("ep", "fsep-ahead-2", "lent by node", "home-ahead-2", "lag-0"),
-        *("ep-3", "fsep", "hierarchical-ahead", "home", "kept"),
+        *("ep", "fsep-ahead-2", "lent-ahead-2", "home-ahead-2", "lag-0"),
+        *("ep-3", "lent by node", "fsep", "hierarchical-ahead", "home", "kept"),
     ],
 )
 def test_all_to_alls_are_issued_in_the_order_of_the_layers(ranks: LocalRanks, monkeypatch, strategy):

@@ -267,6 +267,7 @@ def test_bounds_are_below_what_is_simulated(data):
                 Fsep(slots_per_rank=2, reshard_after_forward=False),
                 Fsep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True),
                 Fsep(slots_per_rank=4, restore="hierarchical"),
+                Ep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True),
             ]
         )
     )

@@ -13,7 +13,7 @@ from tuner_cases import CLUSTERS, EP, MODEL, SPACE, changed, memory_of
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
-from moesys.config import ClusterSpec, Fsep, Last, Strategy, WindowMean
+from moesys.config import ClusterSpec, Ep, Fsep, Last, Strategy, WindowMean
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.tuner.space import PARTS, Space, default_space
 from moesys.tuner.workload import Setting
@@ -135,6 +135,9 @@ def test_what_changes_nothing_is_said_in_one_way():
     once = wordy.replace(overlap=Pipelined(chunks=2, node_dispatch="once", combine="per_node"))
     assert one_node.plainest(once).overlap == Pipelined(chunks=2), "there is no node to cross to"
     assert SETTING.plainest(once).overlap == once.overlap
+    lent = wordy.replace(sharding=Ep(slots_per_rank=3, prefetch_layers=7, lend="hierarchical"))
+    assert SETTING.plainest(lent).sharding == lent.sharding.replace(prefetch_layers=1)
+    assert one_node.plainest(lent).sharding == Ep(slots_per_rank=3, prefetch_layers=1)
     kept = wordy.replace(sharding=Fsep(slots_per_rank=3), balance=Greedy())
     assert SETTING.plainest(kept).fingerprint() == kept.fingerprint()
 

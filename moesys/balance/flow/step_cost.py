@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.compiled import borrowing, compiled
-from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
+from moesys.config import ClusterSpec, ModelShape, Overlap, Sharding
 from moesys.cost import (
     FloatArray,
     link_seconds,
@@ -116,15 +116,12 @@ def with_experts(
     What travels behind other work, prefetched or delayed, is taken to be hidden.
     """
     R, experts_2C = cluster.num_ranks, np.zeros(prices.experts_2C.shape)
-    prefetched, delayed = False, False
-    if isinstance(sharding, Fsep):
-        prefetched, delayed = sharding.prefetch_layers > 0, sharding.delay_reshard
-    for bytes_RR in () if prefetched else restore_bytes(layout, model, cluster, sharding):
+    for bytes_RR in () if sharding.prefetch_layers else restore_bytes(layout, model, cluster, sharding):
         inside_2R, nics_2C = np.split(link_seconds(bytes_RR, cluster), [2 * R])
         inside_C = np.zeros(cluster.num_nodes)
         np.maximum.at(inside_C, prices.nics_R, inside_2R.reshape(2, R).max(axis=0))
         experts_2C += np.stack([nics_2C.reshape(2, -1).max(axis=0), inside_C])
-    gradients_s = 0.0 if delayed else reshard_seconds(layout, model, cluster, sharding)
+    gradients_s = 0.0 if sharding.delay_reshard else reshard_seconds(layout, model, cluster, sharding)
     passes = np.array([restores_per_step(sharding)])
     in_units_2C = _rounded(experts_2C / prices.unit_s) * units_per_token >> scale
     with_them = prices._replace(experts_2C=in_units_2C, passes=passes)

@@ -294,7 +294,7 @@ class _Planner:
         problem = self.problem
         assert problem.model is not None
         assert problem.sharding is not None
-        prices = fetch_prices(problem.model, problem.cluster, problem.sharding)
+        prices = fetch_prices(problem.model, problem.cluster, problem.sharding, late=False)
         units = problem.units_per_token / (1 << self.numbers.scale)
         return prices._replace(on_rank=prices.on_rank * units, on_node=prices.on_node * units)
 

@@ -26,7 +26,19 @@ from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.tables import CommandOutput, publish
 
 # The options that the page shows, in this order.
-_SHOWN = ("seeds", "quick", "planner", "trace", "traces_only", "model", "cluster", "slots", "lag", "predictor")
+_SHOWN = (
+    "seeds",
+    "quick",
+    "planner",
+    "workload",
+    "trace",
+    "traces_only",
+    "model",
+    "cluster",
+    "slots",
+    "lag",
+    "predictor",
+)
 
 
 @refusing()
@@ -48,6 +60,13 @@ def leaderboard_command(
         typer.Option(
             metavar="PLANNER",
             help="Planner of yours, such as my_planners:Heaviest, or a kind with fields as JSON; may be repeated.",
+        ),
+    ] = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Workload of the table in docs/planners.md, or all (default: the first eight); may be repeated.",
         ),
     ] = None,
     trace: Annotated[
@@ -106,6 +125,7 @@ def leaderboard_command(
         [recorded_in(path) for path in trace or ()],
         models=_models(model) if model else {},
         clusters={cluster: cluster_of(cluster)} if cluster else {},
+        workloads=workload or (),
         quick=quick,
         traces_only=traces_only,
         warm_up=warm_up,
@@ -114,8 +134,8 @@ def leaderboard_command(
     found = results(scored_in, groups, seeds, out, quiet=quiet)
     report = write_pages(out, scored_in, groups, found, _introduction(_command(ctx), seeds, lag, warm_up), added)
     if quick and not traces_only:
-        where = " and ".join(one.name for one in scored_in[-2:])
-        note = f"--quick checks that planners run and is no ranking: it has only two generated workloads ({where})."
+        where = "; ".join(one.name for one in scored_in)
+        note = f"--quick checks that planners run and is no ranking: it has few settings ({where})."
         report = replace(report, notes=[note, *report.notes])
     output = CommandOutput(None, as_json, quiet, wide)
     publish(report, output)
@@ -161,6 +181,12 @@ def _introduction(command: str, seeds: int, lag: int, warm_up: int) -> list[str]
         "Crossing: routed tokens that leave their NVLink domain. Copies: replicas that a plan brings to ranks that did "
         "not hold them; on current counts, experts that are lent. Restored: experts that are sent in a forward, all "
         "ranks. Memory: an upper bound for a layer's experts and rows on the rank that holds most. Planning: measured, "
-        "the median after a first plan; of a layout, and on current counts of the split too.",
+        "the median after a first plan; of a layout, and on current counts of the split too; planning % divides it by "
+        "the simulated time of the layer.",
+        "Regret: the time of a pair divided by that of the fastest pair of the workload among those that can plan in "
+        "all its settings, minus 1; in the ranking, that of the workload in which it is largest. Forced balance: the "
+        "time of plain `Ep` if every expert got as many tokens of every rank, divided by that of the pair, without "
+        "settings that have fewer experts than ranks. It can be above 100 %, because copies of experts inside a node "
+        "save traffic that plain `Ep` has.",
         f"Planning was measured on {machine_line(1, ('numpy', 'numba', 'ortools'))}.",
     ]

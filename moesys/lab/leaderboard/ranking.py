@@ -65,6 +65,8 @@ class RankedPlanner:
     planner: Annotated[str, Column("planner + split", align="left", wraps=True, kept=True)]
     ratio: Annotated[PairedRatio | None, Column("time / first [95 %]", _marked, kept=True)]
     by_workload: Annotated[Mapping[str, float], Column("{}", ".3f")]
+    regret: Annotated[float | None, Column("regret %", ".1f", 100)]
+    forced_balance: Annotated[float | None, Column("forced balance %", ".1f", 100)]
     layer_ms: Annotated[float | None, Column("a layer, ms", ".2f")]
     max_over_mean: Annotated[float | None, Column("max/mean", ".3f")]
     crossing: Annotated[float | None, Column("crossing %", ".1f", 100)]
@@ -72,6 +74,7 @@ class RankedPlanner:
     restored_gb: Annotated[float | None, Column("restored GB", ".2f")]
     memory_gb: Annotated[float | None, Column("memory GB", ".2f")]
     planning_ms: Annotated[float | None, Column("planning ms", ".2f")]
+    planning_share: Annotated[float | None, Column("planning %", ".2f", 100)]
     cannot: Annotated[str | None, Column("cannot plan in", wraps=True)]
     same: tuple[str, ...] = ()
 
@@ -99,6 +102,7 @@ def ranking(results: Sequence[PlannerResult]) -> list[RankedPlanner]:
         if not any(result.scores.cannot for result in of_planner)
     }
     first = min(able, key=lambda planner: statistics.fmean(_logs(able[planner]).values()), default=None)
+    best_ms = {name: ms for name, (_, ms) in _fastest_by_workload(results).items()}
     ranked = []
     for planner, *same in _grouped(list(by_planner), lambda name: _all_scores(by_planner[name])).values():
         of_planner = by_planner[planner]
@@ -106,18 +110,19 @@ def ranking(results: Sequence[PlannerResult]) -> list[RankedPlanner]:
         refused = [result for result in of_planner if result.scores.cannot]
         count = len({result.setting for result in refused})
         ratios = {where: ms / able[first][where] for where, ms in _by_sample(ran).items()} if first else {}
-        by_workload = _grouped(list(ratios), lambda where: where[0][0])
+        own_ms = _by_workload(able.get(planner, {}))
         names = ("max_over_mean", "crossing", "copies", "restored_gb", "memory_gb")
         ranked.append(
             RankedPlanner(
                 place=None,
                 planner=planner,
                 ratio=_over_samples_ratio(ratios) if planner in able else None,
-                by_workload={
-                    name: statistics.geometric_mean(ratios[where] for where in of) for name, of in by_workload.items()
-                },
+                by_workload=_by_workload(ratios),
+                regret=max(ms / best_ms[name] for name, ms in own_ms.items()) - 1 if own_ms else None,
+                forced_balance=_forced_balance(ran),
                 layer_ms=None if refused else statistics.geometric_mean(map(_ms, ran)),
                 planning_ms=_over_samples(statistics.median, ran, "planning_ms"),
+                planning_share=_planning_share(ran),
                 cannot=f"{count} of {num_settings} settings: {refused[0].scores.cannot}" if refused else None,
                 same=tuple(same),
                 **{name: _over_samples(statistics.fmean, ran, name) for name in names},
@@ -163,6 +168,28 @@ def _all_scores(results: Sequence[PlannerResult]) -> str:
     return repr(of)
 
 
+@dataclass(frozen=True)
+class WorkloadRegret:
+    """The fastest pair of a workload among those that can plan in all its settings, and other pairs' regret over it."""
+
+    workload: Annotated[str, Column("workload")]
+    best: Annotated[str, Column("fastest planner + split", wraps=True)]
+    forced_balance: Annotated[float | None, Column("forced balance %", ".1f", 100)]
+    regret: Annotated[Mapping[str, float], Column("regret % of {}", ".1f", 100)]
+
+
+def regrets(results: Sequence[PlannerResult], pairs: Sequence[str]) -> list[WorkloadRegret]:
+    """Returns the fastest pair of each workload of one group, and the regret of ``pairs`` where they can plan."""
+    found = []
+    for workload, (best, best_ms) in _fastest_by_workload(results).items():
+        here = _grouped([one for one in results if one.workload == workload], lambda one: one.planner)
+        able = {name: here[name] for name in pairs if name in here}
+        able = {name: of for name, of in able.items() if not any(one.scores.cannot for one in of)}
+        regret = {name: _by_workload(_by_sample(of))[workload] / best_ms - 1 for name, of in able.items()}
+        found.append(WorkloadRegret(workload, best, _forced_balance(here[best]), regret))
+    return found
+
+
 def lost_settings(results: Sequence[PlannerResult], pair: str) -> list[LostSetting]:
     """Returns the settings of one group in which ``pair`` can plan and is not the fastest, the slowest first."""
     lost = []
@@ -180,6 +207,37 @@ def lost_settings(results: Sequence[PlannerResult], pair: str) -> list[LostSetti
         if mean_ms[best] < mean_ms[pair] and ratio is not None:
             lost.append(LostSetting(*setting, of_setting[0].slots, best, mean_ms[best], mean_ms[pair], ratio))
     return sorted(lost, key=lambda one: -one.slowdown.estimate)
+
+
+def _fastest_by_workload(results: Sequence[PlannerResult]) -> dict[str, tuple[str, float]]:
+    """Returns, by workload, the fastest pair among those that can plan in all its settings, and its milliseconds."""
+    fastest = {}
+    for workload, here in _grouped(results, lambda one: one.workload).items():
+        ms_of = {
+            planner: _by_workload(_by_sample(of))[workload]
+            for planner, of in _grouped(here, lambda one: one.planner).items()
+            if not any(one.scores.cannot for one in of)
+        }
+        if ms_of:
+            fastest[workload] = min(ms_of.items(), key=lambda one: one[1])
+    return fastest
+
+
+def _by_workload(values: BySample) -> dict[str, float]:
+    """Returns the geometric mean over settings and samples of each workload."""
+    by_workload = _grouped(list(values), lambda where: where[0][0])
+    return {name: statistics.geometric_mean(values[where] for where in of) for name, of in by_workload.items()}
+
+
+def _forced_balance(results: Sequence[PlannerResult]) -> float | None:
+    forced = [one for one in results if one.scores.forced_ms]
+    shares = {(one.setting, one.sample): statistics.fmean(one.scores.forced_ms) / _ms(one) for one in forced}
+    return exp(statistics.fmean(_logs(shares).values())) if shares else None
+
+
+def _planning_share(results: Sequence[PlannerResult]) -> float | None:
+    shares = [statistics.median(one.scores.planning_ms) / _ms(one) for one in results]
+    return statistics.fmean(shares) if shares else None
 
 
 def _by_sample(results: Sequence[PlannerResult]) -> BySample:
@@ -251,7 +309,10 @@ def _tables_and_figure(
     same = [f"The same in every score: {one.planner} = {' = '.join(one.same)}." for one in ranked if one.same]
     sheets = [Sheet(f"SIMULATED: {group.name}", ranked, [winner(ranked), f"{group.about}.", *same])]
     names = [OURS.name, *(name for member in added if (name := _best_pair(group, ranked, member)))]
-    for name in dict.fromkeys(names):
+    names = list(dict.fromkeys(names))
+    if by_workload := regrets(found, names):
+        sheets.append(Sheet(f"{group.name}: by workload", by_workload))
+    for name in names:
         if lost := lost_settings(found, name):
             sheets.append(Sheet(f"{group.name}: {name} is not the fastest in {len(lost)} of {num_settings}", lost))
     ratios = {f"{one.place}. {one.planner}": one.ratio for one in ranked if one.ratio}

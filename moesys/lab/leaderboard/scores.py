@@ -21,7 +21,7 @@ from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.balance.predictors import measured_drift
 from moesys.balance.replay import replay_layer
-from moesys.config import BYTES_PER_GB, Strategy
+from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, ModelShape, Strategy
 from moesys.config.base import in_words
 from moesys.cost import restore_bytes
 from moesys.display import counted
@@ -33,7 +33,7 @@ from moesys.lab.runs.environment import source_digest
 from moesys.lab.show.progress import steps_told
 from moesys.layout import ExpertLayout
 from moesys.limits import rank_memory
-from moesys.load import LoadMatrix
+from moesys.load import LoadMatrix, balanced_tokens
 from moesys.simulator.step_program import simulate
 
 FILE = "results.jsonl"
@@ -51,7 +51,8 @@ class PlannerScores:
     layer_ms: forward and backward of a layer, simulated. max_over_mean: tokens of the busiest rank over the mean.
     crossing: share of the routed tokens that leave their domain. copies: replicas that a plan brings to ranks that did
     not hold them; with ``Ep``, experts that are lent. restored_gb: all ranks in a forward. memory_gb: an upper bound
-    for the rank that holds most. planning_ms: of a layout, measured; with ``lag=0``, the split included. cannot: the
+    for the rank that holds most. planning_ms: of a layout, measured; with ``lag=0``, the split included. forced_ms: as
+    ``layer_ms``, of plain ``Ep`` on the same tokens in forced balance; none if a rank would own no expert. cannot: the
     reason why there are no scores.
     """
 
@@ -62,6 +63,7 @@ class PlannerScores:
     restored_gb: list[float] = field(default_factory=list)
     memory_gb: list[float] = field(default_factory=list)
     planning_ms: list[float] = field(default_factory=list)
+    forced_ms: list[float] = field(default_factory=list)
     cannot: str = ""
 
 
@@ -163,8 +165,7 @@ class _Meter:
         model, cluster = self._model, self._cluster
         key = plan.load.tokens_RE.tobytes() + plan.layout.expert_RS.tobytes() + plan.tokens.entries.tobytes()
         if key not in self._layer_ms:
-            step = StepPlan(strategy, model, cluster, (plan,) * NUM_LAYERS)
-            self._layer_ms[key] = float(simulate(step).length_us) / 1e3 / NUM_LAYERS
+            self._layer_ms[key] = _simulated_ms(strategy, model, cluster, plan)
         restored = restore_bytes(plan.layout, model, cluster, strategy.sharding)
         scores.layer_ms.append(self._layer_ms[key])
         scores.max_over_mean.append(float(plan.tokens.max_over_mean))
@@ -175,6 +176,21 @@ class _Meter:
         held = strategy.replace(sharding=strategy.sharding.replace(slots_per_rank=filled), late_slots=0)
         most_tokens = -(-int(plan.tokens.tokens_R.max()) // model.top_k)
         scores.memory_gb.append(rank_memory(held, model, cluster, 1, most_tokens).gb)
+        if cluster.num_ranks <= model.num_experts:
+            scores.forced_ms.append(forced_balance_ms(model, cluster, plan.load.total))
+
+
+@cache
+def forced_balance_ms(model: ModelShape, cluster: ClusterSpec, num_routed: int) -> float:
+    """Returns the simulated time of a layer with plain ``Ep`` if each expert got as many tokens of each rank."""
+    load = LoadMatrix(balanced_tokens(num_routed, cluster.num_ranks, model.num_experts))
+    strategy = Strategy(name="forced balance", sharding=Ep())
+    return _simulated_ms(strategy, model, cluster, plan_layer(strategy, model, cluster, load))
+
+
+def _simulated_ms(strategy: Strategy, model: ModelShape, cluster: ClusterSpec, plan: LayerPlan) -> float:
+    step = StepPlan(strategy, model, cluster, (plan,) * NUM_LAYERS)
+    return float(simulate(step).length_us) / 1e3 / NUM_LAYERS
 
 
 # --- results that are kept ---

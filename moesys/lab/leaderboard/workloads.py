@@ -15,8 +15,10 @@ import numpy as np
 
 from moesys.config import ClusterSpec, ModelShape, presets
 from moesys.config.workload import Generated
-from moesys.load import IntArray
-from moesys.traces import Trace, generate, load_trace
+from moesys.kinds import did_you_mean
+from moesys.layout import owner_of_experts
+from moesys.load import IntArray, balanced_tokens
+from moesys.traces import FloatArray, Trace, draw_counts, generate, load_trace
 
 WARM_UP, SCORED = 3, 3
 TOKENS_PER_RANK = 8192
@@ -29,6 +31,7 @@ MODELS = {
     "e16k4": presets.LAER_E16K4,
 }
 CLUSTERS = {
+    "8 H100": presets.h100(1),
     "2 x 8 H100": presets.h100(2),
     "4 x 8 H100": presets.h100(4),
     "4 x 8 H100, NICs of a tenth": presets.h100(4).replace(inter_node_gb_per_s=36.0),
@@ -45,6 +48,10 @@ _GENERATED_ON = (
 # 72 ranks take as long as all other settings together, so only the first workload runs on them.
 _ON_A_RACK = ("DeepSeek-V3", "72 GB200, a rack")
 _QUICK = ("skewed", "bursts")
+# One NVLink domain, for which UltraEP publishes its share of forced balance, and two.
+_FURTHER_ON = (("Qwen3-30B-A3B", "8 H100"), ("Qwen3-30B-A3B", "2 x 8 H100"))
+_BY_DEFAULT = ("deepseek-v3, recorded", "olmoe, recorded", "qwen3-moe, recorded")
+ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,8 @@ class GeneratedRouting:
     """Routing that is drawn, a pure function of the sample; ``about`` is a sentence for the page.
 
     The s-th micro-batch is that of the draw ``turns[s]``; a longer warm-up goes through the turns again. With
-    ``by_node``, all ranks of a node want the same.
+    ``by_node``, all ranks of a node want the same. With ``prompts``, each micro-batch has so many prompts, each of a
+    draw that is chosen at random and for as many ranks as another, one after the other.
     """
 
     name: str
@@ -60,6 +68,7 @@ class GeneratedRouting:
     draws: tuple[Generated, ...]
     turns: tuple[int, ...] = (0,) * (WARM_UP + SCORED)
     by_node: bool = False
+    prompts: int = 0
 
     def tokens_SRE(self, model: ModelShape, cluster: ClusterSpec, sample: int, warm_up: int = WARM_UP) -> IntArray:
         sources, first = cluster.num_nodes if self.by_node else cluster.num_ranks, sample * len(self.draws)
@@ -67,9 +76,71 @@ class GeneratedRouting:
         traces = [
             generate(draw, sources, model.num_experts, model.top_k, seed) for seed, draw in enumerate(draws, first)
         ]
-        turns = [self.turns[(step - warm_up + WARM_UP) % len(self.turns)] for step in range(warm_up + SCORED)]
-        tokens_SRE = np.stack([traces[turn].tokens_SLRE[step, 0] for step, turn in enumerate(turns)])
+        step_S, source_R = np.arange(warm_up + SCORED), np.arange(sources)
+        turn_SR = np.array(self.turns)[(step_S - warm_up + WARM_UP) % len(self.turns), None]
+        if prompts := min(self.prompts, sources):
+            rng = np.random.default_rng(sample)
+            turn_SR = rng.integers(len(draws), size=(len(step_S), prompts))[:, source_R * prompts // sources]
+        tokens_DSRE = np.stack([trace.tokens_SLRE[:, 0] for trace in traces])
+        tokens_SRE = tokens_DSRE[turn_SR, step_S[:, None], source_R]
         return tokens_SRE[:, list(cluster.node_of_rank)] if self.by_node else tokens_SRE
+
+
+@dataclass(frozen=True)
+class ImbalanceRouting:
+    """A workload of the token-imbalance benchmark for Megatron-LM, a pure function of the sample (NVIDIA/Megatron-LM,
+    pull request 7488, benchmarks/moe/token_imbalance, September 2026). ``name`` begins with its number, W0 to W7.
+
+    There, three of four tokens choose their top-k in a hot set of a quarter of the experts, and the others among all,
+    so that a hot expert has 3.25 of the mean load. Here counts are drawn from the popularity of experts that this
+    makes. ``docs/planners.md`` says what the description leaves open.
+    """
+
+    name: str
+    about: str
+
+    def tokens_SRE(self, model: ModelShape, cluster: ClusterSpec, sample: int, warm_up: int = WARM_UP) -> IntArray:
+        R, number = cluster.num_ranks, int(self.name[1])
+        if number == 0:
+            balanced_RE = balanced_tokens(R * TOKENS_PER_RANK * model.top_k, R, model.num_experts)
+            return np.tile(balanced_RE, (warm_up + SCORED, 1, 1))
+        drawn = []
+        for turn in range(warm_up + SCORED):
+            rng = np.random.default_rng((sample, number, turn))
+            tokens_R = _ragged(rng, R) if number == 4 else np.full(R, TOKENS_PER_RANK)
+            with np.errstate(divide="ignore"):
+                log_E = np.log(self.popularity_E(model, R, sample, turn - warm_up + WARM_UP))
+            drawn.append(draw_counts(rng, np.tile(log_E, (R, 1)), tokens_R, model.top_k))
+        return np.stack(drawn)
+
+    def popularity_E(self, model: ModelShape, num_ranks: int, sample: int, step: int) -> FloatArray:
+        """Returns the popularity of experts, 1 in the mean; the first scored micro-batch is step ``WARM_UP``."""
+        E, K = model.num_experts, model.top_k
+        width, share = max(K, E // 4), 0.75
+        match self.name[:2]:
+            case "W1":
+                hot = np.random.default_rng(sample).permutation(E)[:width]
+            case "W2":
+                hot = np.flatnonzero(owner_of_experts(E, num_ranks) == 0)
+            case "W3":
+                hot = np.arange(width) * E // width
+            case "W5":
+                return np.where(np.arange(E) < min(E // 2, E - K), 0.0, 2.0)
+            case "W6":
+                hot = (np.arange(width) + step // 3 * width) % E
+            case "W7" if step % 4 == 3:
+                hot, share = np.arange(width), 0.5
+            case _:
+                return np.ones(E)
+        heat = share * E / width + 1 - share
+        cold = max(1 - share, (E - heat * len(hot)) / max(E - len(hot), 1))
+        return np.where(np.isin(np.arange(E), hot), heat, cold)
+
+
+def _ragged(rng: np.random.Generator, num_ranks: int) -> IntArray:
+    """Draws the tokens of each rank, from a half to one and a half of the mean, which is ``TOKENS_PER_RANK``."""
+    end_R = np.cumsum(rng.uniform(0.5, 1.5, num_ranks))
+    return np.diff(np.floor(end_R / end_R[-1] * num_ranks * TOKENS_PER_RANK).astype(np.int64), prepend=0)
 
 
 @dataclass(frozen=True)
@@ -102,6 +173,9 @@ class RecordedRouting:
             )
         first = window * SCORED
         return trace.scaled(TOKENS_PER_RANK).tokens_SLRE[first : first + warm_up + SCORED, layer, :R]
+
+
+Routing = GeneratedRouting | ImbalanceRouting | RecordedRouting
 
 
 def packaged_recordings() -> tuple[RecordedRouting, ...]:
@@ -144,13 +218,35 @@ GENERATED = (
         turns=(0, 0, 1, 1, 2, 2),
     ),
 )
+# Workloads that are scored only where they are chosen, because all together take as long again.
+FURTHER = (
+    ImbalanceRouting("W0 balanced", "every expert has the same tokens of every rank"),
+    ImbalanceRouting("W1 hot expert set", "a quarter of the experts is hot, always the same and anywhere"),
+    ImbalanceRouting("W2 hot rank", "the experts of the first rank are as hot as those of W1"),
+    ImbalanceRouting("W3 spread hot experts", "a quarter of the experts is as hot as in W1, every fourth one"),
+    ImbalanceRouting(
+        "W4 ragged sources", "experts are equally popular; ranks have a half to one and a half of the mean"
+    ),
+    ImbalanceRouting("W5 experts without load", "the first half of the experts, and so of the ranks, has no tokens"),
+    ImbalanceRouting(
+        "W6 rotating hot spot", "a quarter of the experts in a row is hot, in turn for three micro-batches"
+    ),
+    ImbalanceRouting("W7 burst", "even, but a quarter of the experts is hot in every fourth micro-batch"),
+    GeneratedRouting(
+        "samples of few prompts",
+        "as in reinforcement learning: every micro-batch has samples of 16 new prompts, each in one of 8 domains with "
+        "its own hot experts",
+        tuple(_draw(skew=1.2, drift=0.02, concentration=300.0) for _ in range(8)),
+        prompts=16,
+    ),
+)
 
 
 @dataclass(frozen=True)
 class RoutingSetting:
     """Routing for a model on a cluster. Planners see ``warm_up`` micro-batches before the first scored one."""
 
-    routing: GeneratedRouting | RecordedRouting
+    routing: Routing
     model_name: str
     model: ModelShape
     cluster_name: str
@@ -170,6 +266,7 @@ def settings(
     *,
     models: Mapping[str, ModelShape],
     clusters: Mapping[str, ClusterSpec],
+    workloads: Sequence[str] = (),
     quick: bool = False,
     traces_only: bool = False,
     warm_up: int = WARM_UP,
@@ -177,16 +274,20 @@ def settings(
     """Returns the settings of a leaderboard.
 
     ``given`` are traces besides the leaderboard's own workloads, or with ``traces_only`` in their place. ``models`` and
-    ``clusters``, by name, replace the leaderboard's own unless they are empty. ``quick`` takes two generated workloads
-    in one setting each.
+    ``clusters``, by name, replace the leaderboard's own unless they are empty. ``workloads``: names of some of the own
+    ones, or ``ALL``, instead of those that are scored by default. ``quick`` takes generated ones in one setting each,
+    by default two of them.
 
-    Raises ValueError for a trace whose number of experts or top-k fits no model, and for two traces of one name.
+    Raises ValueError for a trace whose number of experts or top-k fits no model, for two traces of one name, and for
+    the name of no workload.
     """
     names = [one.name for one in given]
     if len(set(names)) < len(names):
         raise ValueError(f"trace: {', '.join(names)} have a name in common, which tables need; rename a file")
     if traces_only and not given:
         raise ValueError("traces_only leaves out all workloads but traces, and no trace is given; add --trace FILE")
+    if traces_only and workloads:
+        raise ValueError(f"traces_only leaves out the workloads {', '.join(workloads)}; use one of both options")
     fitting, on = models or MODELS, clusters or {name: CLUSTERS[name] for name in _RECORDED_ON}
     for one in given:
         if not any(map(one.fits, fitting.values())):
@@ -196,18 +297,34 @@ def settings(
                 "give the model that it was recorded from as --model"
             )
     own = not (models or clusters)
-    pairs = _GENERATED_ON if own else [(model, cluster) for model in fitting for cluster in on]
-    recorded = [*(() if quick or traces_only else packaged_recordings()), *given]
-    places: list[tuple[GeneratedRouting | RecordedRouting, str, str]] = [
+    chosen = [] if traces_only else _chosen(workloads, quick)
+    recorded = [*(one for one in chosen if isinstance(one, RecordedRouting)), *given]
+    places: list[tuple[Routing, str, str]] = [
         (one, name, place) for one in recorded for name in fitting if one.fits(fitting[name]) for place in on
     ]
-    if quick and not traces_only:
-        places += [(one, *pairs[0]) for one in GENERATED if one.name in _QUICK]
-    elif not traces_only:
-        places += [(one, *pair) for one in GENERATED for pair in pairs]
-        places += [(GENERATED[0], *_ON_A_RACK)] if own else []
+    for routing in chosen:
+        if not isinstance(routing, RecordedRouting):
+            pairs = [(model, cluster) for model in fitting for cluster in on]
+            if own:
+                pairs = list(_FURTHER_ON if routing in FURTHER else _GENERATED_ON)
+                pairs += [_ON_A_RACK] if routing is GENERATED[0] else []
+            places += [(routing, *pair) for pair in pairs[: 1 if quick else None]]
     by_name = CLUSTERS | dict(on)
     return [
         RoutingSetting(routing, model, fitting[model], cluster, by_name[cluster], warm_up)
         for routing, model, cluster in places
     ]
+
+
+def _chosen(workloads: Sequence[str], quick: bool) -> list[Routing]:
+    """Returns the workloads of these names, or without any those that are scored by default."""
+    known: list[Routing] = [*packaged_recordings(), *GENERATED, *FURTHER]
+    everything = {one.name: one for one in known}
+    if ALL in workloads:
+        return known
+    for name in workloads:
+        if name not in everything:
+            close = did_you_mean(name, everything)
+            raise ValueError(f"workload={name!r} is neither {ALL} nor one of {'; '.join(everything)}{close}")
+    by_default = _QUICK if quick else (*_BY_DEFAULT, *(one.name for one in GENERATED))
+    return [one for one in known if one.name in (workloads or by_default)]

@@ -272,9 +272,10 @@ def _schedule_words(strategy: Strategy, num_nodes: int) -> list[str]:
     elif strategy.late_slots:
         late = counted(strategy.late_slots, "late slot")
         words.append(f"{late} of each rank filled on the counts, where that pays")
+    ahead = f"{counted(sharding.prefetch_layers, 'layer')} ahead, behind those of this one"
     if isinstance(sharding, Fsep):
         words.append(
-            f"experts restored {counted(sharding.prefetch_layers, 'layer')} ahead, behind those of this one"
+            f"experts restored {ahead}"
             if sharding.prefetch_layers
             else "experts restored when they are needed, none ahead"
         )
@@ -285,7 +286,10 @@ def _schedule_words(strategy: Strategy, num_nodes: int) -> list[str]:
         )
     elif sharding.lends:
         by_node = ", a copy a node that is passed on there; gradients return so" * (sharding.lend == "hierarchical")
-        words.append(f"experts lent by their owners, when they are needed{by_node}")
+        when = ahead if sharding.prefetch_layers else "when they are needed"
+        words.append(f"experts lent by their owners, {when}{by_node}")
+        if sharding.delay_reshard:
+            words.append("gradients of copies returned behind the next backward")
     else:
         words.append("experts stay on their owners")
     return words

@@ -35,6 +35,7 @@ from moesys.lab.leaderboard import workloads
 from moesys.lab.leaderboard.planners import GROUPS, PlannerGroup, PlannerPair, named_planner
 from moesys.lab.leaderboard.scores import PlannerScores, result_journal, score
 from moesys.lab.leaderboard.workloads import (
+    FURTHER,
     GENERATED,
     SCORED,
     WARM_UP,
@@ -86,6 +87,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(workloads, "MODELS", {"small": MODEL})
     patch.setattr(workloads, "CLUSTERS", {"2 x 2": CLUSTER, "2 x 8 H100": CLUSTER, "4 x 8 H100": CLUSTER})
     patch.setattr(workloads, "_GENERATED_ON", (("small", "2 x 2"),))
+    patch.setattr(workloads, "_FURTHER_ON", (("small", "2 x 2"),))
     patch.setattr(leaderboard, "GROUPS", SMALL)
 
 
@@ -339,6 +341,25 @@ def test_lent_experts_are_counted() -> None:
         assert gb == pytest.approx(copies * 2 * MODEL.expert_parameters / 1e9)
 
 
+@pytest.mark.parametrize(("name", "busiest"), [("W0", 1), ("W2", 3.25), ("W3", 1), ("W5", 2)])
+def test_forced_balance_by_hand(name: str, busiest: float) -> None:
+    """Plain experts on links without cost: a layer takes as long as its busiest rank, here ``busiest`` of the mean."""
+    model = ModelShape(hidden_size=4096, intermediate_size=16384, num_experts=32, top_k=4, dtype="bfloat16")
+    cluster = ClusterSpec(ranks_per_node=4, intra_node_gb_per_s=1e9, intra_node_us=0)
+    [routing] = [one for one in FURTHER if one.name.startswith(name)]
+    setting = RoutingSetting(routing, "large", model, "4", cluster)
+    plain = PlannerGroup("plain", "without copies", (PlannerPair(Static(), EvenSplit()),), lag=0, slots_per_rank=8)
+    [(_, scores)] = score(setting, plain, plain.pairs, 0)
+    shares = np.array(scores.forced_ms) / scores.layer_ms
+    assert shares == pytest.approx(1 / busiest, rel=1e-6 if name == "W0" else 0.05)
+
+
+def test_fewer_experts_than_ranks_have_no_forced_balance() -> None:
+    setting = replace(SETTING, cluster=ClusterSpec(num_nodes=2, ranks_per_node=8))
+    [(_, scores)] = score(setting, SMALL[0], (PlannerPair(Static(), EvenSplit()),), 0)
+    assert (scores.forced_ms, len(scores.layer_ms)) == ([], SCORED)
+
+
 def test_a_planner_that_loses_an_expert_cannot(tmp_path: Path) -> None:
     (tmp_path / "losing.py").write_text(OWN)
     entry = PlannerPair(named_planner(f"{tmp_path / 'losing.py'}:Loses"), FlowSplit())
@@ -417,6 +438,22 @@ def test_a_trace_of_one_s_own_is_a_workload(tmp_path: Path) -> None:
     )
 
 
+def test_workloads_are_chosen_by_name(tmp_path: Path) -> None:
+    chosen = ["W2 hot rank", "samples of few prompts"]
+    options = [word for name in chosen for word in ("--workload", name)]
+    run("--quick", "--seeds", "1", "--out", str(tmp_path / "out"), *options)
+    assert {line["workload"] for line in lines_of(tmp_path / "out")} == set(chosen)
+    page = markdown(tmp_path / "out")
+    assert "--workload 'W2 hot rank'" in page
+    section = page.split("## history: by workload\n")[1].split("\n## ")[0]
+    assert re.search(r"^\| W2 hot rank \| static \+ \w+ \| \d+\.\d \|$", section, re.MULTILINE)
+    with pytest.raises(ValueError, match=r"workload='W2 hot' is neither all nor one of .*; did you mean 'W2 hot rank'"):
+        settings(models={}, clusters={}, workloads=["W2 hot"])
+    given = RecordedRouting("ours, given", "", generate(Generated(num_layers=1, warmup=0, steps=6), 4, 8, 2, 0))
+    with pytest.raises(ValueError, match="traces_only leaves out the workloads W2 hot rank; use one of both options"):
+        settings([given], models={}, clusters={}, workloads=["W2 hot rank"], traces_only=True)
+
+
 def test_a_trace_is_replayed_alone_under_other_conditions(tmp_path: Path) -> None:
     """A trace of another shape, on a given model and cluster, with a lag, slots and a predictor."""
     drawn = Generated(num_layers=1, tokens_per_rank=64, warmup=0, steps=9, drift=0.5)
@@ -462,6 +499,8 @@ def test_all_kinds_of_planners_and_splits_take_part(monkeypatch: pytest.MonkeyPa
         *(one.name for one in packaged_recordings()),
         *(drawn.name for drawn in GENERATED),
     }
+    everywhere = settings(models={}, clusters={}, workloads=["all"])
+    assert {drawn.name for drawn in (*GENERATED, *FURTHER)} < {setting.routing.name for setting in everywhere}
     for group in GROUPS:
         assert len({pair.name for pair in group.pairs}) == len(group.pairs)
         for setting in everywhere:

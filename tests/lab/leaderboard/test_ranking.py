@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from moesys.lab.leaderboard.ranking import failures, is_unclear, lost_settings, ranking, winner
+from moesys.lab.leaderboard.ranking import failures, is_unclear, lost_settings, ranking, regrets, winner
 from moesys.lab.leaderboard.scores import PlannerResult, PlannerScores
 
 
@@ -73,3 +73,26 @@ def test_pairs_with_the_same_scores_are_one_row_and_the_winner_is_named() -> Non
     assert winner([first, second]) == (
         "The fastest is a; the next of 2 results is b, at 2.000 [2.000, 2.000] times its time."
     )
+
+
+def test_shares_and_regrets_by_hand() -> None:
+    """a wins in w and b in v. c has w's least time, but cannot plan in all its settings."""
+    ms_of = {"a": ([4.0, 4.0], [9.0]), "b": ([5.0, 5.0], [6.0]), "c": ([1.0, 0.0], [6.6])}
+    found = []
+    for planner, (in_w, in_v) in ms_of.items():
+        for workload, of in (("w", in_w), ("v", in_v)):
+            for cluster, ms in enumerate(of):
+                one = result(planner, workload, str(cluster), 0, ms, "no." * (not ms))
+                # Two of four micro-batches take twice as long as in forced balance; plans take a fifth of their time.
+                scores = replace(one.scores, layer_ms=[ms / 2, 3 * ms / 2], planning_ms=[ms / 5], forced_ms=[2.0, 4.0])
+                found.append(replace(one, scores=scores) if ms else one)
+    first, second, third = ranking(found)
+    assert [one.planner for one in (first, second, third)] == ["b", "a", "c"]
+    assert [first.regret, second.regret, third.regret] == [pytest.approx(5 / 4 - 1), pytest.approx(9 / 6 - 1), None]
+    assert first.forced_balance == pytest.approx(((3 / 5) * (3 / 6)) ** 0.5)
+    assert second.forced_balance == pytest.approx(((3 / 4) * (3 / 9)) ** 0.5)
+    assert first.planning_share == pytest.approx(1 / 5)
+    in_w, in_v = regrets(found, ["a", "c", "d"])
+    assert (in_w.workload, in_w.best, in_w.forced_balance) == ("w", "a", pytest.approx(3 / 4))
+    assert in_w.regret == {"a": 0}
+    assert (in_v.best, in_v.regret) == ("b", {"a": pytest.approx(0.5), "c": pytest.approx(0.1)})

@@ -14,7 +14,7 @@ from benchmarks import record_routing as recording
 from moesys.balance.predictors import measured_drift
 from moesys.config import ClusterSpec, ModelShape
 from moesys.lab.leaderboard import workloads
-from moesys.lab.leaderboard.workloads import GENERATED, SCORED, WARM_UP, RecordedRouting, packaged_recordings
+from moesys.lab.leaderboard.workloads import FURTHER, GENERATED, SCORED, WARM_UP, RecordedRouting, packaged_recordings
 from moesys.lab.train.text import load_text
 from moesys.load import LoadMatrix
 from moesys.traces import Trace
@@ -50,6 +50,68 @@ def test_workloads_are_what_they_are_called() -> None:
     loads = [LoadMatrix(tokens_RE) for tokens_RE in by_name["prompts by domain"]]
     drifts = [measured_drift(*pair) for pair in pairwise(loads)]
     assert max(drifts[0::2]) < 0.2 < min(drifts[1::2])
+
+
+def test_published_workloads_of_token_imbalance_are_what_they_are_called() -> None:
+    """On 4 ranks, for which figures are published: hot experts 3.25 of the mean, those of a burst 2.5."""
+    model = MODEL.replace(num_experts=64, top_k=8)
+    by_number = {drawn.name[:2]: drawn.tokens_SRE(model, CLUSTER, 3) for drawn in FURTHER if drawn.name[0] == "W"}
+    assert list(by_number) == [f"W{number}" for number in range(8)]
+    for number, tokens_SRE in by_number.items():
+        assert (tokens_SRE.sum(axis=(1, 2)) == 4 * 8192 * 8).all()
+        assert (tokens_SRE.sum(axis=2) == 8192 * 8).all() == (number != "W4")
+        assert (8 * tokens_SRE.max(axis=2) <= tokens_SRE.sum(axis=2)).all()
+    mean = 4 * 8192 * 8 / 64
+    heat_SE = {number: tokens_SRE.sum(axis=1) / mean for number, tokens_SRE in by_number.items()}
+    # Experts 0 to 15 live on the first rank, and so on.
+    heat_SR = {number: of.reshape(-1, 4, 16).mean(axis=2) for number, of in heat_SE.items()}
+    hot = {number: [set(np.flatnonzero(heat_E > 1.5).tolist()) for heat_E in of] for number, of in heat_SE.items()}
+    assert (by_number["W0"] == 1024).all()
+    assert hot["W1"] == [hot["W1"][0]] * 6
+    assert len(hot["W1"][0]) == 16
+    assert heat_SR["W1"].max() < 2.5
+    assert hot["W2"] == [set(range(16))] * 6
+    assert heat_SR["W2"][:, 0] == pytest.approx(3.25, abs=0.05)
+    assert hot["W3"] == [set(range(0, 64, 4))] * 6
+    assert heat_SR["W3"] == pytest.approx(1, abs=0.05)
+    for number in ("W1", "W2", "W3", "W6"):
+        assert np.sort(heat_SE[number])[:, 48:] == pytest.approx(3.25, abs=0.2)
+    tokens_SR = by_number["W4"].sum(axis=2) / 8
+    assert np.ptp(tokens_SR, axis=1).min() > 0.2 * 8192
+    assert heat_SE["W4"] == pytest.approx(1, abs=0.1)
+    assert (by_number["W5"][:, :, :32] == 0).all()
+    assert heat_SR["W5"] == pytest.approx(np.array([[0, 0, 2, 2]] * 6), abs=0.05)
+    assert hot["W6"] == [set(range(16))] * 3 + [set(range(16, 32))] * 3
+    assert [heat_E.max() > 1.5 for heat_E in heat_SE["W7"]] == [False, False, False, True, False, False]
+    assert heat_SE["W7"][3, :16] == pytest.approx(2.5, abs=0.2)
+
+
+@pytest.mark.parametrize("drawn", FURTHER, ids=lambda drawn: drawn.name)
+def test_further_workloads_are_pure_and_keep_what_is_scored_in_turn(drawn: Any) -> None:
+    first, again, other = (drawn.tokens_SRE(MODEL, CLUSTER, sample) for sample in (0, 0, 1))
+    assert (first == again).all()
+    assert (first != other).any() == (drawn.name != "W0 balanced")
+    longer = drawn.tokens_SRE(MODEL, CLUSTER, 0, warm_up=12)
+    assert longer.shape == (12 + SCORED, 4, 8)
+    if drawn.name[:2] in ("W5", "W6", "W7"):
+        assert longer[12:].sum(axis=1) == pytest.approx(first[WARM_UP:].sum(axis=1), rel=0.15)
+
+
+def test_a_prompt_has_samples_on_a_block_of_ranks_and_other_experts_in_the_next_micro_batch() -> None:
+    model, cluster = MODEL.replace(num_experts=64, top_k=8), ClusterSpec(num_nodes=4, ranks_per_node=8)
+    tokens_SRE = FURTHER[-1].tokens_SRE(model, cluster, 0)
+    assert (tokens_SRE.sum(axis=2) == 8192 * 8).all()
+
+    def alike(one_E: Any, other_E: Any) -> float:
+        return float(np.corrcoef(one_E, other_E)[0, 1])
+
+    same = [alike(of[2 * prompt], of[2 * prompt + 1]) for of in tokens_SRE for prompt in range(16)]
+    others = [alike(of[2 * prompt + 1], of[2 * prompt + 2]) for of in tokens_SRE for prompt in range(15)]
+    later = [alike(of[rank], then[rank]) for of, then in pairwise(tokens_SRE) for rank in range(32)]
+    assert np.median(same) > 0.8
+    # One of 8 domains follows itself.
+    assert np.mean(np.array(others) < 0.6) > 0.7
+    assert np.mean(np.array(later) < 0.6) > 0.7
 
 
 def test_packaged_recordings_are_real_routing() -> None:

@@ -35,7 +35,7 @@ from moesys.__main__ import COMMANDS, app
 from moesys.lab.calibrate.measurement import Figure, Timing
 from moesys.lab.commands import doctor
 from moesys.lab.commands.bisect import _words as bisect_words
-from moesys.lab.leaderboard.ranking import LostSetting, RankedPlanner
+from moesys.lab.leaderboard.ranking import LostSetting, RankedPlanner, WorkloadRegret
 from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.statistics import PairedRatio
 from moesys.lab.runs.stopwatch import Quantiles
@@ -251,9 +251,10 @@ FED = {
     ],
     "calibrate, passes": [Timing("experts, backward", "4 x 1024 rows, 2048 to 4096", True, SPREAD, 12.3, 10**12)],
     "leaderboard": [
-        RankedPlanner(place, PLANNER, RATIO, {f"workload {n}": 1.23 for n in range(6)}, *[1.23] * 7, cannot)
+        RankedPlanner(place, PLANNER, RATIO, {f"workload {n}": 1.23 for n in range(6)}, *[1.23] * 10, cannot)
         for place, cannot in ((1, None), (None, "2 of 9 settings: the planner takes no more than 64 experts"))
     ],
+    "by workload": [WorkloadRegret("W6 rotating hot spot", PLANNER, 0.943, {PLANNER: 0.0123})],
     "lost": [LostSetting("recorded", "qwen3-30b-a3b", "h100:4", 3, PLANNER, 1.23, 2.34, RATIO)],
 }
 

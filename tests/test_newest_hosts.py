@@ -1,0 +1,94 @@
+"""The script that tests moesys with the newest releases of trainers tells what broke from what did not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from zipfile import ZipFile
+
+import newest_hosts
+import pytest
+
+TESTS = """
+import fakehost
+import pytest
+
+
+def test_of_either_release() -> None:
+    assert fakehost.__file__.startswith({folder!r})
+
+
+@pytest.mark.parametrize("name", ["old"])
+def test_of_the_old_release(name: str) -> None:
+    fakehost.old()
+"""
+SOURCE = "def new() -> None: ..."
+
+
+def main(folder: Path, *arguments: str) -> int:
+    return newest_hosts.main(["--folder", str(folder / "newest"), *arguments])
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_fakehost.py").write_text(TESTS.format(folder=str(tmp_path / "newest" / "fakehost")))
+    found = {"fakehost": (str(tmp_path / "test_fakehost.py"),), "greedyhost": ()}
+    monkeypatch.setattr(newest_hosts, "HOSTS", found)
+
+
+def test_what_broke_is_told_from_what_did_not(
+    hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def install(host: str, newest: str, folder: Path) -> None:
+        if host == "greedyhost":
+            raise ValueError("it wants torch 99")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{host}.py").write_text(SOURCE)
+
+    monkeypatch.setattr(newest_hosts, "install", install)
+    monkeypatch.setattr(newest_hosts, "newest_release", lambda host: "2.0")
+    assert main(tmp_path) == 1
+    assert capfd.readouterr().out.partition("\nhost ")[2].splitlines()[1:] == [
+        "fakehost    none    2.0     1 passed, 1 failed",
+        "greedyhost  none    2.0     not installed",
+        "",
+        "fakehost 2.0: 1 passed, 1 failed",
+        "  test_fakehost.py::test_of_the_old_release[old]",
+        "      AttributeError: module 'fakehost' has no attribute 'old'",
+        "",
+        "greedyhost 2.0: not installed",
+        "  pip",
+        "      it wants torch 99",
+    ]
+    assert main(tmp_path, "--host", "fakehost", "--", "-k", "either") == 0
+    assert "1 passed, 0 failed" in capfd.readouterr().out
+    # Of no tests, none can pass.
+    assert main(tmp_path, "--host", "fakehost", "--", "-k", "other") == 1
+
+
+def wheel(folder: Path, name: str, source: str, needs: str = "") -> None:
+    """Writes a release 2.0 of a package that is one module."""
+    needs = f"Requires-Dist: {needs}\n" if needs else ""
+    files = {
+        f"{name}.py": source,
+        f"{name}-2.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n{needs}",
+        f"{name}-2.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{name}-2.0.dist-info/RECORD": "",
+    }
+    with ZipFile(folder / f"{name}-2.0-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+
+
+@pytest.mark.slow
+def test_releases_are_installed_where_this_torch_will_do(
+    hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    wheel(tmp_path, "fakehost", SOURCE, needs="torch>=2")
+    wheel(tmp_path, "greedyhost", "", needs="torch>=99")
+    assert main(tmp_path) == 1
+    told = capfd.readouterr().out.partition("\nhost ")[2].splitlines()
+    assert told[1].split() == ["fakehost", "none", "2.0", "1", "passed,", "1", "failed"]
+    assert told[2].split() == ["greedyhost", "none", "2.0", "not", "installed"]
+    assert "conflicting dependencies" in told[-1]
