@@ -4,6 +4,7 @@ transformers' own expert parallelism.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import statistics
@@ -15,15 +16,15 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.harness import plain_steps
+from benchmarks.harness import memory_steps
 from benchmarks.harness.contest import Case, Contestant, Near, Outcome, hold, of_all_ranks
-from benchmarks.harness.live_tensors import live_at_peak
+from benchmarks.harness.memory_steps import RankMemory
 from benchmarks.harness.model_steps import (
     HIDDEN,
     LENGTH,
@@ -35,27 +36,21 @@ from benchmarks.harness.model_steps import (
     new_model,
     strategies,
     tokens_of,
-    type_of,
 )
 from benchmarks.harness.options import Repeats, chosen
-from benchmarks.harness.plain_steps import resident_peak_mib
-from moesys.balance.planners import warm_up
 from moesys.config import Strategy
 from moesys.hf.registration import register
 from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
-from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, machine_line
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
 
 THEIRS = "all_to_all"
-# The same in processes that do not import moesys.
-PLAIN = "all_to_all, no moesys"
 # After this many steps the peak of memory no longer grows.
 MEMORY_STEPS = 6
 # The peaks of processes that do the same differ by some per cent, so the median of this many is taken.
-MEMORY_PROCESSES = 5
+MEMORY_PROCESSES = 3
 _MIB = 2**20
 _RANKS_TIMEOUT_S = 1800.0
 
@@ -97,20 +92,6 @@ class Row:
     @property
     def speed(self) -> Annotated[Quantiles | None, Column(f"{THEIRS} / this", after="step_ms")]:
         return Quantiles.of_ratios(self.theirs_ms, self.samples_ms) if self.samples_ms and self.theirs_ms else None
-
-
-class RankMemory(NamedTuple):
-    """The memory of a rank. libraries_mib: what its process holds before there is a model. live: the bytes of tensors
-    at their peak, by part (``live_at_peak``), if they were followed.
-    """
-
-    peak_mib: float
-    libraries_mib: float
-    live: Mapping[str, int] = {}
-
-    @property
-    def live_mib(self) -> float:
-        return sum(self.live.values()) / _MIB
 
 
 @dataclass(frozen=True)
@@ -179,7 +160,7 @@ def bench_models(
 
 _MEMORY_NOTES = (
     f"peak: resident memory over {MEMORY_STEPS} steps of the rank with most, median of {MEMORY_PROCESSES} groups of "
-    f"processes that train nothing else. {PLAIN}: processes that do not import moesys.",
+    f"processes that train nothing else. Those of {THEIRS} do not import moesys.",
     "live: tensors that live at the same time in a step, on the rank with most of them. slots: experts that are "
     "brought to a rank, and gradients of experts; exchange: rows between ranks; fsdp: gathered parameters, and "
     "gradients on their way; backward: what autograd's own functions make, also those of transformers' own experts.",
@@ -215,18 +196,11 @@ def measure(
 
 
 def _memory(part: Part, folder: Path, num_ranks: int) -> list[MemoryRow]:
-    """Returns the memory of each contestant, each time in processes of its own."""
-    found: dict[str, list[list[RankMemory]]] = {PLAIN: []}
-    for name, strategy in _contestants(num_ranks).items():
-        found[name] = []
-        for number in range(MEMORY_PROCESSES):
-            with LocalRanks(num_ranks) as ranks:
-                given = (part, folder, strategy, number == 0)
-                found[name].append(ranks.run(memory_on_rank, *given, timeout_s=_RANKS_TIMEOUT_S))
-    found[PLAIN] = [_run_plain(part, folder, num_ranks) for _ in range(MEMORY_PROCESSES)]
+    """Returns the memory of each contestant."""
     rows = []
-    for name, groups in found.items():
-        with_most = max(found[THEIRS if name == PLAIN else name][0], key=lambda rank: rank.live_mib)
+    for name, strategy in _contestants(num_ranks).items():
+        groups = [_run_apart(part, folder, strategy, num_ranks, number == 0) for number in range(MEMORY_PROCESSES)]
+        with_most = max(groups[0], key=lambda rank: rank.live_mib)
         live = {of: num_bytes / _MIB for of, num_bytes in sorted(with_most.live.items())}
         libraries_mib, peak_mib = (
             statistics.median(max(getattr(rank, field) for rank in group) for group in groups)
@@ -236,25 +210,23 @@ def _memory(part: Part, folder: Path, num_ranks: int) -> list[MemoryRow]:
     return rows
 
 
-def _run_plain(part: Part, folder: Path, num_ranks: int) -> list[RankMemory]:
-    """Returns the memory of ranks that do not import moesys."""
-    command = [sys.executable, "-m", plain_steps.__name__, str(folder)]
+def _run_apart(part: Part, folder: Path, strategy: Strategy | None, num_ranks: int, follows: bool) -> list[RankMemory]:
+    """Returns the memory of ranks that are programs of their own; forked ones share pages with others."""
+    declared = None if strategy is None else strategy.model_dump(mode="json")
+    common = {"folder": str(folder), "steps": MEMORY_STEPS, "follows": follows, "strategy": declared}
     with tempfile.TemporaryDirectory() as store:
-        processes = [
-            subprocess.Popen(
-                [*command, str(_inputs_file(part, folder, rank)), str(MEMORY_STEPS), str(Path(store, "ranks"))],
-                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(num_ranks)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(num_ranks)
-        ]
+        processes = []
+        for rank in range(num_ranks):
+            of_rank = {"inputs": str(_inputs_file(part, folder, rank)), "store": str(Path(store, "ranks"))}
+            command = [sys.executable, "-m", memory_steps.__name__, json.dumps(common | of_rank)]
+            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+            processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
         outputs = [process.communicate(timeout=_RANKS_TIMEOUT_S)[0] for process in processes]
-    found = [output.split() for output in outputs]
-    return [RankMemory(float(peak_mib), float(libraries_mib)) for peak_mib, libraries_mib in found]
+    return [RankMemory(**json.loads(output)) for output in outputs]
 
 
 def _inputs_file(part: Part, folder: Path, rank: int) -> Path:
+    """Returns the file with a rank's tokens and routing, which programs of their own read."""
     return folder.with_name(f"{folder.name}-{part.routing}-{rank}.pt")
 
 
@@ -274,25 +246,9 @@ def measure_on_rank(part: Part, folder: Path, repeats: int) -> Mapping[str, Outc
     return hold(Case(setups, Near(TOLERANCE, THEIRS), before=dist.barrier), repeats)
 
 
-def memory_on_rank(part: Part, folder: Path, strategy: Strategy | None, follows: bool) -> RankMemory:
-    """Returns the memory of this process over a few steps of one contestant; all ranks call it at once. ``follows``:
-    whether the tensors of another step are followed. Writes the inputs of the steps down, for ``plain_steps``.
-    """
-    if strategy is not None and strategy.balance.is_compiled:
-        warm_up()
-    type_of(part.model)
-    libraries_mib = resident_peak_mib()
-    steps = _steps(part, folder, strategy)
-    for _ in range(MEMORY_STEPS):
-        steps.step()
-    peak_mib = resident_peak_mib()
-    torch.save((steps.tokens_BC, steps.expert_LTK), _inputs_file(part, folder, dist.get_rank()))
-    live = live_at_peak(steps.model, steps.optimizer, steps.step) if follows else {}
-    return RankMemory(peak_mib, libraries_mib, live)
-
-
 def _contestant(part: Part, folder: Path, strategy: Strategy | None) -> Contestant:
     steps = _steps(part, folder, strategy)
+    torch.save((steps.tokens_BC, steps.expert_LTK), _inputs_file(part, folder, dist.get_rank()))
     return Contestant(steps.results, {"step": steps.step}, steps.max_over_mean)
 
 

@@ -82,18 +82,12 @@ def config_of(model: str, hidden_size: int = HIDDEN) -> Any:
     return getattr(transformers, f"{family}Config")(**options, **common)
 
 
-def type_of(model: str) -> Any:
-    """Returns transformers' class of a model in ``MODELS``, and imports it."""
-    transformers: Any = importlib.import_module("transformers")
-    return getattr(transformers, f"{MODELS[model][0]}ForCausalLM")
-
-
 def new_model(model: str, hidden_size: int = HIDDEN) -> Any:
     """Returns a model in ``MODELS``, always with the same weights."""
-    kind = type_of(model)
-    importlib.import_module("transformers").utils.logging.disable_progress_bar()
+    transformers: Any = importlib.import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    return kind(config_of(model, hidden_size))
+    return getattr(transformers, f"{MODELS[model][0]}ForCausalLM")(config_of(model, hidden_size))
 
 
 def tokens_of(sequences: int) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -46,9 +48,9 @@ def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(
     assert rows["lent ep"]["max_over_mean"] < 1.1
     memory = {row["name"]: row for row in found["memory"]}
     if "--memory" in options:
-        assert list(memory) == [whole_models.PLAIN, *rows]
+        assert list(memory) == list(rows)
         assert memory["ep"]["peak_mib"] > memory["ep"]["live_mib"] + memory["ep"]["libraries_mib"]
-        assert memory[whole_models.PLAIN]["libraries_mib"] < memory[whole_models.THEIRS]["libraries_mib"]
+        assert memory[whole_models.THEIRS]["libraries_mib"] < memory["ep"]["libraries_mib"]
         assert {"slots", "exchange", "experts", "parameters"} <= memory["fsep"]["live"].keys()
 
 
@@ -73,10 +75,11 @@ def test_no_more_tensors_live_than_under_all_to_all_and_in_slots(ranks: LocalRan
     model = model_steps.new_model(part.model)
     model.save_pretrained(tmp_path / "model")
     num_layers, expert_mib = model.config.num_hidden_layers, 3 * model_steps.HIDDEN * 512 * 4 / 2**20
-    found = ranks.run(live_of_rank, part, tmp_path / "model", num_ranks=2, timeout_s=200.0)
+    found = ranks.run(live_of_rank, part, tmp_path / "model", num_ranks=2, timeout_s=280.0)
     live_mib = {name: max(each[name] for each in found) for name in found[0]}
+    # A rank computes the same tokens under both.
+    assert all(each["ep"] <= each[whole_models.THEIRS] for each in found), found
     most_mib = {
-        "ep": 0.0,
         # Two slots beyond a rank's own experts keep what is lent from forward to backward.
         "lent ep": 2 * num_layers * expert_mib,
         "lent ep, pipelined": 2 * num_layers * expert_mib,
@@ -99,6 +102,13 @@ def test_bytes_that_live_at_the_same_time_are_counted() -> None:
     live = live_at_peak(model, optimizer, partial(add_over, rows))
     # What was added is freed when rows are joined.
     assert live == {"parameters": 40_000, "other": 20_000 + 60_000}
+
+
+def test_the_peak_of_a_program_leaves_out_that_of_the_one_that_started_it() -> None:
+    held = torch.ones(2**27)
+    code = "from benchmarks.harness.memory_steps import resident_peak_mib; print(resident_peak_mib())"
+    found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert 10 < float(found.stdout) < held.nbytes / 2**20
 
 
 def test_names_that_are_not_known_are_refused() -> None:
