@@ -46,8 +46,8 @@ def resident_peak_mib() -> float:
 
 def main(*, folder: str, inputs: str, store: str, steps: int, follows: bool, strategy: dict[str, Any] | None) -> None:
     """Trains the model in ``folder`` on the tokens and under the routing in the file ``inputs``, under ``strategy`` or
-    transformers' own all_to_all. Ranks meet in the file ``store``. ``follows``: whether the tensors of a step behind
-    the last are followed.
+    transformers' own all_to_all. Ranks meet in the file ``store``. ``follows``: whether the tensors of one more
+    step are followed.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
