@@ -4,9 +4,11 @@ transformers' own expert parallelism.
 
 from __future__ import annotations
 
+import json
 import logging
-import resource
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,7 +22,9 @@ import torch
 import torch.distributed as dist
 import typer
 
+from benchmarks.harness import memory_steps
 from benchmarks.harness.contest import Case, Contestant, Near, Outcome, hold, of_all_ranks
+from benchmarks.harness.memory_steps import RankMemory
 from benchmarks.harness.model_steps import (
     HIDDEN,
     LENGTH,
@@ -34,11 +38,9 @@ from benchmarks.harness.model_steps import (
     tokens_of,
 )
 from benchmarks.harness.options import Repeats, chosen
-from moesys.balance.planners import warm_up
 from moesys.config import Strategy
 from moesys.hf.registration import register
 from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
-from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, machine_line
 from moesys.lab.show.progress import steps_told
@@ -47,6 +49,9 @@ from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
 THEIRS = "all_to_all"
 # After this many steps the peak of memory no longer grows.
 MEMORY_STEPS = 6
+# The peaks of processes that do the same differ by some per cent, so the median of this many is taken.
+MEMORY_PROCESSES = 3
+_MIB = 2**20
 _RANKS_TIMEOUT_S = 1800.0
 
 
@@ -66,7 +71,8 @@ class Row:
 
     samples_ms: the slowest rank's step (forward, backward and optimizer) by repetition; empty if a gradient was wrong.
     theirs_ms: the same of transformers' own expert parallelism. max_over_mean: tokens of the busiest rank over the
-    mean, averaged over layers. peak_mib: the largest resident memory of a rank's process, if it was measured.
+    mean, averaged over layers. live_mib: the bytes of tensors that live at the same time on the rank with most, and
+    peak_mib: the largest resident memory of a rank's process, if they were measured.
     """
 
     part: Annotated[str, Column("model")]
@@ -75,6 +81,7 @@ class Row:
     samples_ms: list[float]
     theirs_ms: list[float]
     max_over_mean: Annotated[float | None, Column("max/mean", ".2f")]
+    live_mib: Annotated[float | None, Column("live MiB", ",.1f")]
     peak_mib: Annotated[float | None, Column("peak MiB", ",.0f")]
     wrong: Annotated[str, Column("wrong", wraps=True)]
 
@@ -85,6 +92,27 @@ class Row:
     @property
     def speed(self) -> Annotated[Quantiles | None, Column(f"{THEIRS} / this", after="step_ms")]:
         return Quantiles.of_ratios(self.theirs_ms, self.samples_ms) if self.samples_ms and self.theirs_ms else None
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """The peak memory of a rank by part, in MiB. kept: what is resident beside libraries and live tensors."""
+
+    part: Annotated[str, Column("model")]
+    routing: Annotated[str, Column("routing")]
+    name: Annotated[str, Column("experts")]
+    live: Mapping[str, float]
+    live_mib: Annotated[float, Column("live", ",.1f")]
+    libraries_mib: Annotated[float, Column("libraries", ",.0f")]
+    peak_mib: Annotated[float, Column("peak", ",.0f")]
+
+    @property
+    def kept_mib(self) -> Annotated[float, Column("allocators", ",.0f", after="libraries_mib")]:
+        return self.peak_mib - self.libraries_mib - self.live_mib
+
+    @property
+    def parts(self) -> Annotated[str, Column("live tensors by part", after="name", wraps=True)]:
+        return ", ".join(f"{part} {mib:,.1f}" for part, mib in self.live.items() if mib >= 0.05)
 
 
 def bench_models(
@@ -98,7 +126,7 @@ def bench_models(
         int, typer.Option(min=2, metavar="N", help="Number of local ranks of one thread; a divisor of 8.")
     ] = 2,
     repeats: Repeats = 9,
-    memory: Annotated[bool, typer.Option("--memory", help="Also measure the peak memory of a rank.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Also measure memory; takes minutes.")] = False,
     out: OutFolder = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -107,7 +135,9 @@ def bench_models(
     """Trains transformers' models under strategies and under its own all_to_all."""
     with refusing():
         models, ways = chosen("model", model, MODELS), chosen("routing", routing, ROUTINGS)
-    rows = measure([Part(of, way, sequences, hidden) for of in models for way in ways], ranks, repeats, memory, quiet)
+    rows, memory_rows = measure(
+        [Part(of, way, sequences, hidden) for of in models for way in ways], ranks, repeats, memory, quiet
+    )
     machine = f"{machine_line(1, ('torch', 'transformers'))}; {ranks} ranks of one thread"
     notes = [
         machine,
@@ -118,21 +148,33 @@ def bench_models(
         f"with a probability proportional to 1 / n^{ZIPF}, in another order in each layer.",
         f"A speed is shown only if the loss and all gradients equal transformers' own within {TOLERANCE:g}.",
     ]
-    if memory:
-        notes.append(
-            f"peak MiB: resident memory of the largest rank over {MEMORY_STEPS} steps, in processes that train nothing "
-            "else. moesys and the machine code of its planners are loaded in all of them."
-        )
     title = "MEASURED: a training step of transformers' models, ms (median)"
-    data = {"machine": machine, "num_ranks": ranks, "rows": rows}
-    sheet = Sheet(title, rows, notes, "part")
-    publish(Report("models", title, "measured", [sheet], data=data), CommandOutput(out, as_json, quiet, wide))
+    data = {"machine": machine, "num_ranks": ranks, "rows": rows, "memory": memory_rows}
+    sheets = [
+        Sheet(title, rows, notes, "part", without=() if memory else ("live_mib", "peak_mib")),
+        Sheet("MEASURED: the peak memory of a rank by part, MiB", memory_rows, _MEMORY_NOTES, "part"),
+    ]
+    publish(Report("models", title, "measured", sheets, data=data), CommandOutput(out, as_json, quiet, wide))
     raise typer.Exit(int(any(row.wrong for row in rows)))
 
 
-def measure(parts: Sequence[Part], num_ranks: int, repeats: int, memory: bool, quiet: bool = False) -> list[Row]:
+_MEMORY_NOTES = (
+    f"peak: resident memory over {MEMORY_STEPS} steps of the rank with most, median of {MEMORY_PROCESSES} groups of "
+    f"processes that train nothing else. Those of {THEIRS} do not import moesys.",
+    "live: tensors that live at the same time in a step, on the rank with most of them. slots: experts that are "
+    "brought to a rank, and gradients of experts; exchange: rows between ranks; fsdp: gathered parameters, and "
+    "gradients on their way; backward: what autograd's own functions make, also those of transformers' own experts.",
+    "libraries: resident before there is a model, with the machine code of planners where a strategy uses them. "
+    "allocators: the rest, freed memory that malloc and pools of pages keep among it.",
+)
+
+
+def measure(
+    parts: Sequence[Part], num_ranks: int, repeats: int, memory: bool, quiet: bool = False
+) -> tuple[list[Row], list[MemoryRow]]:
     """Measures each part on local ranks, or on those that torchrun started."""
-    rows = []
+    rows: list[Row] = []
+    memory_rows: list[MemoryRow] = []
     ranks, _ = start_ranks(num_ranks)
     with tempfile.TemporaryDirectory() as folder, closing(ranks), steps_told("models", len(parts), quiet) as tell:
         for part in parts:
@@ -142,21 +184,50 @@ def measure(parts: Sequence[Part], num_ranks: int, repeats: int, memory: bool, q
                 new_model(part.model, part.hidden_size).save_pretrained(path)
             outcomes = of_all_ranks(ranks.run(measure_on_rank, part, path, repeats, timeout_s=_RANKS_TIMEOUT_S))
             theirs_ms = outcomes[THEIRS].samples_ms.get("step", [])
-            peaks_mib = _peaks_mib(part, path, num_ranks) if memory else {}
+            of_part = {row.name: row for row in _memory(part, path, num_ranks)} if memory else {}
+            memory_rows.extend(of_part.values())
             for name, outcome in outcomes.items():
                 samples_ms, max_over_mean = outcome.samples_ms.get("step", []), (outcome.metrics or [None])[0]
-                numbers = (samples_ms, theirs_ms, max_over_mean, peaks_mib.get(name))
+                found = of_part.get(name)
+                live_mib, peak_mib = (None, None) if found is None else (found.live_mib, found.peak_mib)
+                numbers = (samples_ms, theirs_ms, max_over_mean, live_mib, peak_mib)
                 rows.append(Row(part.model, part.routing, name, *numbers, outcome.wrong))
+    return rows, memory_rows
+
+
+def _memory(part: Part, folder: Path, num_ranks: int) -> list[MemoryRow]:
+    """Returns the memory of each contestant."""
+    rows = []
+    for name, strategy in _contestants(num_ranks).items():
+        groups = [_run_apart(part, folder, strategy, num_ranks, number == 0) for number in range(MEMORY_PROCESSES)]
+        with_most = max(groups[0], key=lambda rank: rank.live_mib)
+        live = {of: num_bytes / _MIB for of, num_bytes in sorted(with_most.live.items())}
+        libraries_mib, peak_mib = (
+            statistics.median(max(getattr(rank, field) for rank in group) for group in groups)
+            for field in ("libraries_mib", "peak_mib")
+        )
+        rows.append(MemoryRow(part.model, part.routing, name, live, with_most.live_mib, libraries_mib, peak_mib))
     return rows
 
 
-def _peaks_mib(part: Part, folder: Path, num_ranks: int) -> dict[str, float]:
-    """Returns the peak of the largest rank by contestant; each runs in processes of its own."""
-    peaks_mib = {}
-    for name, strategy in _contestants(num_ranks).items():
-        with LocalRanks(num_ranks) as ranks:
-            peaks_mib[name] = max(ranks.run(peak_mib, part, folder, strategy, timeout_s=_RANKS_TIMEOUT_S))
-    return peaks_mib
+def _run_apart(part: Part, folder: Path, strategy: Strategy | None, num_ranks: int, follows: bool) -> list[RankMemory]:
+    """Returns the memory of ranks that are programs of their own; forked ones share pages with others."""
+    declared = None if strategy is None else strategy.model_dump(mode="json")
+    common = {"folder": str(folder), "steps": MEMORY_STEPS, "follows": follows, "strategy": declared}
+    with tempfile.TemporaryDirectory() as store:
+        processes = []
+        for rank in range(num_ranks):
+            of_rank = {"inputs": str(_inputs_file(part, folder, rank)), "store": str(Path(store, "ranks"))}
+            command = [sys.executable, "-m", memory_steps.__name__, json.dumps(common | of_rank)]
+            environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+            processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        outputs = [process.communicate(timeout=_RANKS_TIMEOUT_S)[0] for process in processes]
+    return [RankMemory(**json.loads(output)) for output in outputs]
+
+
+def _inputs_file(part: Part, folder: Path, rank: int) -> Path:
+    """Returns the file with a rank's tokens and routing, which programs of their own read."""
+    return folder.with_name(f"{folder.name}-{part.routing}-{rank}.pt")
 
 
 def _contestants(num_ranks: int) -> dict[str, Strategy | None]:
@@ -175,19 +246,13 @@ def measure_on_rank(part: Part, folder: Path, repeats: int) -> Mapping[str, Outc
     return hold(Case(setups, Near(TOLERANCE, THEIRS), before=dist.barrier), repeats)
 
 
-def peak_mib(part: Part, folder: Path, strategy: Strategy | None) -> float:
-    """Returns the peak memory of this process in MiB after a few steps of one contestant; all ranks call it at once.
-
-    Planners are loaded for all contestants, because their machine code takes the same memory for models of any size.
-    """
-    warm_up()
-    step = _contestant(part, folder, strategy).works["step"]
-    for _ in range(MEMORY_STEPS):
-        step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-
-
 def _contestant(part: Part, folder: Path, strategy: Strategy | None) -> Contestant:
+    steps = _steps(part, folder, strategy)
+    torch.save((steps.tokens_BC, steps.expert_LTK), _inputs_file(part, folder, dist.get_rank()))
+    return Contestant(steps.results, {"step": steps.step}, steps.max_over_mean)
+
+
+def _steps(part: Part, folder: Path, strategy: Strategy | None) -> ModelSteps:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
     from transformers.utils.logging import disable_progress_bar
@@ -199,5 +264,4 @@ def _contestant(part: Part, folder: Path, strategy: Strategy | None) -> Contesta
     model = AutoModelForCausalLM.from_pretrained(
         folder, distributed_config=sizes, experts_implementation="grouped_mm", dtype=torch.float32
     )
-    steps = ModelSteps(model, tokens_of(part.sequences), part.routing)
-    return Contestant(steps.results, {"step": steps.step}, steps.max_over_mean)
+    return ModelSteps(model, tokens_of(part.sequences), part.routing)

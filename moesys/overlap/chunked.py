@@ -41,7 +41,7 @@ from moesys.overlap.executor import (
     SavedTensors,
     WaitForExperts,
 )
-from moesys.overlap.routes import Routes, build_routes
+from moesys.overlap.routes import ChunkRoutes, Routes, build_routes
 from moesys.schedule import Direction, Schedule, Stage, schedule_of
 
 Counts = tuple[int, ...]
@@ -192,6 +192,7 @@ class ChunkedRun:
                 case "experts":
                     with self._span("experts", f"forward {stage.chunk}"):
                         y_PH = forward_pass.experts(chunk)
+                    self._clear_behind_last(chunk, routes, scratch)
                 case "pre_activations":
                     with self._span("experts", f"recomputation {stage.chunk}"):
                         forward_pass.first_product(chunk)
@@ -236,6 +237,7 @@ class ChunkedRun:
                 case "experts":
                     with self._span("experts", f"backward {stage.chunk}"):
                         dx_PH, dweight_M[slice(*chunk.arrivals)] = backward_pass.experts(chunk)
+                    self._clear_behind_last(chunk, routes, scratch)
                 case "combine":
                     self._combine(messages, stage, dx_PH, scratch, weighted=False)
                 case "sum":
@@ -268,6 +270,11 @@ class ChunkedRun:
     def _cross_nodes(self, messages: Any, stage: Stage, scratch: Scratch, weight_TK: Tensor | None) -> None:
         """Runs a stage that exists only where tokens cross to a node once; ``weight_TK`` is given in forward."""
         raise AssertionError(f"no stage of tokens in chunks: {stage}")
+
+    def _clear_behind_last(self, chunk: ChunkRoutes, routes: Routes, scratch: Scratch) -> None:
+        """Frees buffers once no further chunk is computed, so that rows on their way home can lie in their memory."""
+        if chunk is routes.chunks[-1]:
+            scratch.clear()
 
     def _span(self, kind: str, detail: str) -> AbstractContextManager[None]:
         return self.channel.recorder.span("compute", kind, detail)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from benchmarks import whole_models
 from benchmarks.__main__ import app
 from benchmarks.harness import model_steps
 from benchmarks.harness.contest import Near
+from benchmarks.harness.live_tensors import live_at_peak
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.moe.experts import experts_of
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -24,19 +31,84 @@ def run(*arguments: str) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("--hidden", "64"), ("--memory",)])
 def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(
-    tmp_path: Path, options: tuple[str, ...]
+    tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(whole_models, "MEMORY_PROCESSES", 1)
     out = tmp_path / "models.json"
     only = ("--model", "qwen3-moe", "--routing", "skewed", "--sequences", "1")
     code, output = run(*only, "--repeats", "1", "--out", str(tmp_path), *options)
     assert code == 0, output
     assert ("peak MiB" in output) == ("--memory" in options)
     assert "MEASURED" in output
-    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    found = json.loads(out.read_text())
+    rows = {row["name"]: row for row in found["rows"]}
     assert list(rows) == [whole_models.THEIRS, *(strategy.name for strategy in model_steps.strategies(2))]
     assert all(len(row["samples_ms"]) == 1 and not row["wrong"] for row in rows.values())
     assert rows["ep"]["max_over_mean"] > 1.2
     assert rows["lent ep"]["max_over_mean"] < 1.1
+    memory = {row["name"]: row for row in found["memory"]}
+    if "--memory" in options:
+        assert list(memory) == list(rows)
+        assert memory["ep"]["peak_mib"] > memory["ep"]["live_mib"] + memory["ep"]["libraries_mib"]
+        assert memory[whole_models.THEIRS]["libraries_mib"] < memory["ep"]["libraries_mib"]
+        assert {"slots", "exchange", "experts", "parameters"} <= memory["fsep"]["live"].keys()
+
+
+def live_of_rank(part: whole_models.Part, folder: Path) -> dict[str, float]:
+    """The most bytes of tensors that live at the same time on this rank, by contestant, in MiB."""
+    found = {}
+    for name, strategy in whole_models._contestants(dist.get_world_size()).items():
+        steps = whole_models._steps(part, folder, strategy)
+        # Layouts settle.
+        for _ in range(2):
+            steps.step()
+        found[name] = sum(live_at_peak(steps.model, steps.optimizer, steps.step).values()) / 2**20
+        pools = {id(pool) for each in experts_of(steps.model) for pool in (each.shards.memory, each.context.memory)}
+        assert len(pools) == (strategy is not None)
+    return found
+
+
+@pytest.mark.slow
+def test_no_more_tensors_live_than_under_all_to_all_and_in_slots(ranks: LocalRanks, tmp_path: Path) -> None:
+    """Layers of one model use the same pages in turn, and rows go home in the memory of what was computed."""
+    part = whole_models.Part("qwen3-moe", "skewed", sequences=4)
+    model = model_steps.new_model(part.model)
+    model.save_pretrained(tmp_path / "model")
+    num_layers, expert_mib = model.config.num_hidden_layers, 3 * model_steps.HIDDEN * 512 * 4 / 2**20
+    found = ranks.run(live_of_rank, part, tmp_path / "model", num_ranks=2, timeout_s=280.0)
+    live_mib = {name: max(each[name] for each in found) for name in found[0]}
+    # A rank computes the same tokens under both.
+    assert all(each["ep"] <= each[whole_models.THEIRS] for each in found), found
+    most_mib = {
+        # Two slots beyond a rank's own experts keep what is lent from forward to backward.
+        "lent ep": 2 * num_layers * expert_mib,
+        "lent ep, pipelined": 2 * num_layers * expert_mib,
+        # Six slots, of one layer at a time.
+        "fsep": 6 * expert_mib,
+    }
+    for name, slots_mib in most_mib.items():
+        assert live_mib[name] <= live_mib[whole_models.THEIRS] + slots_mib, live_mib
+
+
+def add_over(rows: torch.Tensor) -> None:
+    rows + rows
+    torch.cat([rows, rows, rows])
+
+
+def test_bytes_that_live_at_the_same_time_are_counted() -> None:
+    model = torch.nn.Linear(1000, 10, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.5)
+    rows = torch.zeros(5000)
+    live = live_at_peak(model, optimizer, partial(add_over, rows))
+    # What was added is freed when rows are joined.
+    assert live == {"parameters": 40_000, "other": 20_000 + 60_000}
+
+
+def test_the_peak_of_a_program_leaves_out_that_of_the_one_that_started_it() -> None:
+    held = torch.ones(2**27)
+    code = "from benchmarks.harness.memory_steps import resident_peak_mib; print(resident_peak_mib())"
+    found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert 10 < float(found.stdout) < held.nbytes / 2**20
 
 
 def test_names_that_are_not_known_are_refused() -> None:

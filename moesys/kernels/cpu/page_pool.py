@@ -100,6 +100,10 @@ class Scratch:
             self._buffers[name] = self.memory.empty((size,), dtype, self._device)
         return self._buffers[name][:size].view(shape)
 
+    def clear(self) -> None:
+        """Gives the memory of all buffers back; later ones get it anew."""
+        self._buffers.clear()
+
     def cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns ``tensor`` in ``dtype``; a cast one lasts until the next of that name."""
         return tensor if tensor.dtype == dtype else self(name, tuple(tensor.shape), dtype).copy_(tensor)
