@@ -318,3 +318,74 @@ def test_an_oracle_foresees_in_the_models_ids() -> None:
     schedule.foresee(TOKENS_SRE[:1])
     schedule.commit(agreed=True)
     assert schedule.layout == planned(TOKENS_SRE[0])
+
+
+# --- what Greedy remembers
+
+
+GREEDY = FSEP.replace(balance=ms.Greedy(), lag=2)
+
+
+@pytest.mark.parametrize(
+    ("before", "cluster"),
+    [
+        (GREEDY.replace(sharding=ms.Ep(slots_per_rank=3)), CLUSTER),
+        (GREEDY, CLUSTER.replace(num_nodes=4, ranks_per_node=1)),
+        (GREEDY.replace(predictor=ms.Adaptive()), CLUSTER.replace(num_nodes=1, ranks_per_node=4)),
+    ],
+    ids=["sharding", "nodes", "predictor"],
+)
+def test_what_was_remembered_elsewhere_is_forgotten(before: ms.Strategy, cluster: ms.ClusterSpec) -> None:
+    stopped, resumed, fresh = (
+        LayoutSchedule(0, before, MODEL, cluster),
+        *(LayoutSchedule(0, GREEDY, MODEL, CLUSTER) for _ in "12"),
+    )
+    walk(stopped, 0, 5)
+    state = json.loads(json.dumps(stopped.state_dict(0.0)))
+    resumed.load_state_dict(state)
+    fresh.load_state_dict(state | {"memory": ""})
+    assert walk(resumed, 5, 12) == walk(fresh, 5, 12)
+
+
+def test_a_damaged_memory_is_found_when_it_is_loaded() -> None:
+    stopped, resumed = LayoutSchedule(0, GREEDY, MODEL, CLUSTER), LayoutSchedule(0, GREEDY, MODEL, CLUSTER)
+    walk(stopped, 0, 5)
+    state = stopped.state_dict(0.0)
+    with pytest.raises(ValueError, match=r"the state of layer 0 is damaged: .*; load another checkpoint"):
+        resumed.load_state_dict(state | {"memory": state["memory"][:200]})
+
+
+def test_an_oracle_is_told_of_no_batches_before_a_resume() -> None:
+    stopped = LayoutSchedule(0, GREEDY, MODEL, CLUSTER)
+    walk(stopped, 0, 5)
+    resumed, fresh = (
+        LayoutSchedule(0, GREEDY.replace(predictor=ms.Oracle()), MODEL, CLUSTER, TOKENS_SRE) for _ in range(2)
+    )
+    resumed.load_state_dict(stopped.state_dict(0.0))
+    resumed.foresee(TOKENS_SRE[5:])
+    walk(resumed, 5, 9)
+    assert all(not request.recent for request in [*kept_requests(resumed, 9, 12), *kept_requests(fresh, 0, 3)])
+
+
+def kept_requests(schedule: LayoutSchedule, first: int, last: int) -> list[PlanRequest]:
+    schedule.source = kept = Kept()
+    walk(schedule, first, last)
+    return kept.requests
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_ranks_plan_alike_after_a_plan_that_only_some_of_them_have(lag: int) -> None:
+    """A rank that has the late plan remembers no more than one that lacks it."""
+    has, lacks = (LayoutSchedule(0, GREEDY.replace(lag=lag), MODEL, CLUSTER) for _ in range(2))
+    for schedule in (has, lacks):
+        walk(schedule, 0, 5)
+    lacks._newest = MissedPlan()
+    lacks._pending[-1] = (lacks._pending[-1][0], MissedPlan())
+    for now in range(5, 12):
+        agreed = all(each.ready(0.0) for each in (has, lacks))
+        for schedule in (has, lacks):
+            schedule.commit(agreed)
+        if now > 5 + lag:
+            assert has.layout == lacks.layout
+        for schedule in (has, lacks):
+            schedule.observe(LoadMatrix(TOKENS_SRE[now]))

@@ -153,7 +153,7 @@ class PlanEvent:
 class _State:
     """The fields of ``LayoutSchedule.state_dict``. pending: the micro-batches that plans are due for; None is late.
     recent: number, load (int64, little-endian, compressed) and layout of each past micro-batch, for planners. memory:
-    what the planner remembers of its newest plan.
+    what the planner remembers of its newest plan, compressed.
     """
 
     micro_batch: NonNegativeInt
@@ -236,6 +236,7 @@ class LayoutSchedule:
         """Applies the outcome of the vote, the same on all ranks: uses the newest plan that is due, or drops what is
         due.
         """
+        late = self.due and not agreed
         while self.due:
             due, ticket = self._pending.popleft()
             if agreed:
@@ -243,6 +244,12 @@ class LayoutSchedule:
             else:
                 ticket.cancel()
                 self.tell(f"plan due at {due} came too late: layout kept")
+        if late:
+            # Ranks that have the late plan remember what others do not know, and plans that each rank made for itself
+            # may follow from it.
+            self._newest = None
+            if isinstance(self.source, InlinePlanner):
+                self._drop_pending()
 
     def advance(self) -> None:
         """Passes over a micro-batch whose load is for no plan, because one rank has all experts under every layout."""
@@ -384,9 +391,14 @@ class LayoutSchedule:
             "history": None if self._history is None else self._history.state_dict(),
             "pending": pending,
             "homes": self._moved_homes,
-            "memory": b64encode(self._newest.memory() if self._newest else b"").decode(),
+            "memory": _text(self._newest.memory() if self._newest else b""),
             "recent": [
-                (batch.micro_batch, _packed(batch.load), batch.layout.expert_RS.tolist()) for batch in self._recent
+                (
+                    batch.micro_batch,
+                    _text(batch.load.tokens_RE.astype("<i8").tobytes()),
+                    batch.layout.expert_RS.tolist(),
+                )
+                for batch in self._recent
             ],
         }
 
@@ -413,6 +425,7 @@ class LayoutSchedule:
                 )
                 for number, tokens, held in found.recent
             ]
+            memory = zlib.decompress(found.memory) if found.memory else b""
         except (ValueError, zlib.error) as error:
             raise self._damage(in_words(error)) from None
         expert_RS = layout.expert_RS
@@ -431,6 +444,8 @@ class LayoutSchedule:
             return
         if any(plan is not None and plan.expert_RS.shape != expert_RS.shape for plan in plans):
             raise self._damage(f"pending has a plan of another shape than its layout, {expert_RS.shape}")
+        # Slots can differ by rank from those that a plan was made for.
+        plans = [None if plan is None or (plan.filled_R > self.slots_R).any() else plan for plan in plans]
         if any(batch.layout.expert_RS.shape != expert_RS.shape for batch in recent):
             raise self._damage(f"recent has a layout of another shape than the one in force, {expert_RS.shape}")
         if (loads := (found.history or {}).get("shape")) not in (None, [len(expert_RS), self.num_experts]):
@@ -444,8 +459,9 @@ class LayoutSchedule:
             self._begin_layouts_anew("history is of other homes: layouts begun anew")
             return
         self.layout = layout
-        self._recent.extend(recent)
-        self._newest = SolvedPlan(layout, found.memory)
+        if self._history is not None:
+            self._recent.extend(recent)
+            self._newest = SolvedPlan(layout, memory)
         for (due, _), plan in zip(found.pending, plans, strict=True):
             self._pending.append((due, MissedPlan() if plan is None else SolvedPlan(plan)))
 
@@ -462,9 +478,9 @@ class LayoutSchedule:
         return plan_layout(uniform, self.cluster, balance, self.slots_R, model=self.model)
 
 
-def _packed(load: LoadMatrix) -> str:
-    """Returns a load as text of about a byte a count."""
-    return b64encode(zlib.compress(load.tokens_RE.astype("<i8").tobytes(), level=1)).decode()
+def _text(data: bytes) -> str:
+    """Returns bytes, compressed and with a checksum, as text; a load has about a byte a count."""
+    return b64encode(zlib.compress(data, level=1)).decode()
 
 
 def _unpacked(data: bytes, num_ranks: int, num_experts: int) -> LoadMatrix:

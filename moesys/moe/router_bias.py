@@ -166,7 +166,7 @@ class QuantileBalancer:
         for (path, each), counts, (tokens, _) in zip(self._histograms.items(), counted, found, strict=True):
             if tokens:
                 bias_E = biases[path]
-                bias_E.copy_(_laid_out(each.quantiles(counts), bias_E))
+                bias_E.copy_(_laid_out(each.quantiles(counts, bias_E), bias_E))
             each.counted.zero_()
         for experts in experts_of(self._model):
             experts.take_counts()
@@ -178,11 +178,9 @@ class _Histogram:
     """
 
     def __init__(self, model: nn.Module, path: str, layer: Experts, router: nn.Module, scoring: Any) -> None:
-        self._top_k = layer.shape.top_k
+        self._top_k, self._path = layer.shape.top_k, path
         # The scores and the bias of the router's newest pass, until its experts run.
         self._seen: tuple[Tensor, Tensor] | None = None
-        # The beginning of the first bin, and the width of bins.
-        self._bins = torch.zeros(()), torch.zeros(())
         self.counted = torch.zeros(layer.shape.num_experts * BINS + 1, dtype=torch.int32)
         owner, _, name = path.rpartition(".")
         module, see = model.get_submodule(owner), self._see
@@ -202,7 +200,11 @@ class _Histogram:
 
     @torch.no_grad()
     def _count(self, expert_TK: Tensor, mask_T: Tensor | None) -> None:
-        assert self._seen is not None
+        if self._seen is None:
+            raise ValueError(
+                f"{self._path}: experts train on choices of a router that ran without gradients, whose scores are not "
+                "counted; use ms.update_router_bias, which only needs counts"
+            )
         (score_TE, bias_E), self._seen = self._seen, None
         if len(score_TE) != len(expert_TK):
             raise ValueError(
@@ -211,9 +213,7 @@ class _Histogram:
             )
         choice_TE = score_TE + bias_E
         cutoff_T1 = choice_TE.topk(self._top_k + 1, dim=1).values[:, -1:]
-        # They hold all biases for scores in [0, 1].
-        low = bias_E.min() - 1
-        self._bins = low, width = low, (bias_E.max() + 1 - low) / BINS
+        low, width = _bins(bias_E)
         bin_TE = ((cutoff_T1 - score_TE - low) / width).long().clamp_(0, BINS - 1)
         bin_TE += torch.arange(0, BINS * bin_TE.shape[1], BINS, device=bin_TE.device)
         real_T1 = torch.ones_like(cutoff_T1, dtype=torch.int32) if mask_T is None else mask_T[:, None].int()
@@ -224,17 +224,24 @@ class _Histogram:
         self.counted.scatter_add_(0, bin_TE.flatten(), real_T1.expand_as(bin_TE).flatten())
         self.counted[-1] += (astray_T1 * real_T1).sum()
 
-    def quantiles(self, counted: Tensor) -> Tensor:
-        """Returns the biases, float64 [E], from the counts of all ranks."""
+    def quantiles(self, counted: Tensor, bias_E: Tensor) -> Tensor:
+        """Returns the biases, float64 [E], from the counts of all ranks, which were made beside ``bias_E``."""
         count_EB = counted[:-1].view(-1, BINS).long()
         up_to_EB = count_EB.cumsum(dim=1)
         E, choices = len(count_EB), up_to_EB[0, -1] * self._top_k
         bin_E1 = (up_to_EB * E < choices).sum(dim=1, keepdim=True)
         count_E1 = count_EB.gather(1, bin_E1)
         before_E1 = up_to_EB.gather(1, bin_E1) - count_E1
-        low, width = (each.double() for each in self._bins)
+        whole_E = bias_E.full_tensor() if isinstance(bias_E, DTensor) else bias_E
+        low, width = (each.double().to(counted.device) for each in _bins(whole_E.float()))
         quantile_E1 = low + width * (bin_E1 + (choices.double() / E - before_E1) / count_E1)
         return (quantile_E1 - quantile_E1.mean()).flatten()
+
+
+def _bins(bias_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the beginning of the first bin and the width of bins, which hold all biases for scores in [0, 1]."""
+    low = bias_E.min() - 1
+    return low, (bias_E.max() + 1 - low) / BINS
 
 
 def _router(model: nn.Module, path: str, scoring_func: str | None) -> nn.Module:

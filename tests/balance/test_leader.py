@@ -79,7 +79,7 @@ def test_the_candidate_of_the_fewest_seconds_plans(monkeypatch: pytest.MonkeyPat
     for number, (problem, layout, _) in enumerate(problems(tokens_SRE, strategy(), lag)):
         cost_C = np.zeros(leader.NUM_CANDIDATES)
         for at in range(lag, number + 1):
-            judged_C = leader._costs(problem, LoadMatrix(tokens_SRE[at]), planned[at - lag])
+            judged_C = np.array(leader._costs(problem, LoadMatrix(tokens_SRE[at]), planned[at - lag]))
             cost_C = cost_C * (1 - 1 / leader.FADING) + judged_C / judged_C.mean()
         assert np.array_equal(layout.expert_RS, planned[-1][np.argmin(cost_C.round(4))])
 
@@ -114,3 +114,11 @@ def test_what_is_remembered_of_other_slots_is_forgotten() -> None:
     wider = replace(problem, slots_R=(SLOTS + 1,) * CLUSTER.num_ranks, layout=None, memory=memory)
     assert Greedy().plan(wider) == Greedy().plan(replace(wider, memory=b""))
     assert Greedy().plan(replace(problem, memory=memory)) != Greedy().plan(replace(problem, memory=b""))
+
+
+def test_costs_of_very_large_loads_do_not_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best candidate stays the best where costs times a million pass 64 bits."""
+    costs = leader._costs
+    chosen = [layout for _, layout, _ in problems(loads(5, 6, 0.3), strategy())]
+    monkeypatch.setattr(leader, "_costs", lambda *given: [cost << 20 for cost in costs(*given)])
+    assert [layout for _, layout, _ in problems(loads(5, 6, 0.3), strategy())] == chosen

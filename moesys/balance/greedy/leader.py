@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field, replace
+from functools import cache
+from hashlib import sha256
 from typing import Any, Self
 
 import numpy as np
@@ -43,7 +45,7 @@ SPREADS = tuple((kind, on_mean) for kind in ("spread", "spread evenly") for on_m
 # In this order, which decides at a tie: rebuilt by the recipe of a search, spread, and as a search has found it.
 NUM_CANDIDATES = 2 * len(SEARCHES) + len(SPREADS)
 
-Layouts = npt.NDArray[np.int16]
+Layouts = npt.NDArray[np.int32]
 
 
 @dataclass
@@ -52,7 +54,7 @@ class _Memory:
 
     cost_C: what the candidates would have cost so far, in millionths of their mean, [C]. drift: of loads as far apart
     as a plan and its use. recipes: of the searches. found: their layouts. pending: the candidates' layouts that were
-    planned after a micro-batch, int16 [C, R, S], for micro-batches that were not judged; judged: the newest one that
+    planned after a micro-batch, int32 [C, R, S], for micro-batches that were not judged; judged: the newest one that
     was.
     """
 
@@ -65,11 +67,12 @@ class _Memory:
     found: list[Layouts] = field(default_factory=list)
     pending: list[tuple[int, Layouts]] = field(default_factory=list)
 
-    _HEAD = struct.Struct("<qqddqqq")
+    _HEAD = struct.Struct("<32sqqddqqq")
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self, of: bytes) -> bytes:
+        """Returns what ``read`` reads again, for problems of the digest ``of``."""
         R, S = self.found[0].shape
-        head = self._HEAD.pack(self.num_plans, self.judged, self.drift, self.num_drifts, R, S, len(self.pending))
+        head = self._HEAD.pack(of, self.num_plans, self.judged, self.drift, self.num_drifts, R, S, len(self.pending))
         parts = [
             head,
             self.cost_C.tobytes(),
@@ -81,13 +84,11 @@ class _Memory:
         return b"".join(parts)
 
     @classmethod
-    def of(cls, data: bytes, shape_RS: tuple[int, int]) -> Self:
-        """Returns what ``data`` says; a new memory if there is none, or one of other ranks or slots."""
-        if not data:
+    def read(cls, data: bytes, of: bytes) -> Self:
+        """Returns what ``data`` says; a new memory if it says nothing, or that of problems of another digest."""
+        if data[: len(of)] != of:
             return cls()
-        num_plans, judged, drift, num_drifts, R, S, num_pending = cls._HEAD.unpack_from(data)
-        if shape_RS != (R, S):
-            return cls()
+        _, num_plans, judged, drift, num_drifts, R, S, num_pending = cls._HEAD.unpack_from(data)
         at = cls._HEAD.size
 
         def take(dtype: type[np.generic], *shape: int) -> npt.NDArray[Any]:
@@ -99,8 +100,8 @@ class _Memory:
 
         cost_C = take(np.int64, NUM_CANDIDATES).copy()
         recipes = [Recipe(KINDS[kind], slots) for kind, slots in take(np.int64, len(SEARCHES), 2).tolist()]
-        found = [take(np.int16, R, S) for _ in SEARCHES]
-        pending = [(int(take(np.int64, 1)[0]), take(np.int16, NUM_CANDIDATES, R, S)) for _ in range(num_pending)]
+        found = [take(np.int32, R, S) for _ in SEARCHES]
+        pending = [(int(take(np.int64, 1)[0]), take(np.int32, NUM_CANDIDATES, R, S)) for _ in range(num_pending)]
         return cls(num_plans, judged, drift, num_drifts, cost_C, recipes, found, pending)
 
 
@@ -108,15 +109,23 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
     """Returns the layout of the best candidate, and what is to be remembered. ``problem`` has ``recent`` micro-batches,
     a model and a sharding.
     """
-    shape_RS = (len(problem.slots_R), max(problem.slots_R))
-    memory = _Memory.of(problem.memory, shape_RS)
+    of = _digest(
+        problem.load.num_experts, problem.slots_R, problem.cluster, problem.model, problem.sharding, problem.overlap
+    )
+    memory = _Memory.read(problem.memory, of)
     _judge(problem, memory)
     layouts_CRS = _layouts(problem, options, memory)
     newest = problem.recent[-1].micro_batch
     memory.pending.append((newest, layouts_CRS))
     memory.num_plans += 1
     chosen = int(np.argmin(memory.cost_C))
-    return ExpertLayout(layouts_CRS[chosen].astype(np.int64), problem.load.num_experts), memory.to_bytes()
+    return ExpertLayout(layouts_CRS[chosen].astype(np.int64), problem.load.num_experts), memory.to_bytes(of)
+
+
+@cache
+def _digest(*of: object) -> bytes:
+    """Returns 32 bytes that differ where a memory would not fit, or where candidates have changed."""
+    return sha256(repr((KINDS, SEARCHES, SPREADS, of)).encode()).digest()
 
 
 def _judge(problem: PlanningProblem, memory: _Memory) -> None:
@@ -129,16 +138,19 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
             pending.pop(0)
         if pending and pending[0][0] + problem.lag <= batch.micro_batch:
             cost_C = _costs(problem, batch.load, pending[0][1])
-            memory.cost_C = memory.cost_C - memory.cost_C // FADING + cost_C * MILLION // (cost_C.sum() // len(cost_C))
+            mean = max(sum(cost_C) // len(cost_C), 1)
+            # Python's integers: the products pass 64 bits.
+            memory.cost_C = memory.cost_C - memory.cost_C // FADING + np.array([c * MILLION // mean for c in cost_C])
         if index >= problem.lag:
-            drift = measured_drift(recent[index - problem.lag].load, batch.load)
+            # Rounded, so that the last bit of a logarithm does not choose a layout.
+            drift = round(measured_drift(recent[index - problem.lag].load, batch.load), 6)
             memory.num_drifts = memory.num_drifts * KEPT_DRIFT + 1
             memory.drift += (drift - memory.drift) / memory.num_drifts
         memory.judged = batch.micro_batch
 
 
-def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> IntArray:
-    """Returns what a step with each layout costs, int64 [C], on a load of one micro-batch; in units of seconds that are
+def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> list[int]:
+    """Returns what a step with each layout costs, on a load of one micro-batch; in units of seconds that are
     the same for all.
     """
     model, cluster, sharding = problem.model, problem.cluster, problem.sharding
@@ -155,11 +167,11 @@ def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> 
             beside, gradients = with_experts(prices, layout, model, cluster, sharding, mean_tokens=mean_tokens)
             rows = split_costs(load.tokens_RE[None], layout.expert_RS, node_R, beside, NO_LIMIT)
             known[key] = int(rows) + gradients
-    return np.array([known[layout_RS.tobytes()] for layout_RS in layouts_CRS])
+    return [known[layout_RS.tobytes()] for layout_RS in layouts_CRS]
 
 
 def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) -> Layouts:
-    """Returns the layouts of all candidates, int16 [C, R, S]; searches in turn, and all at first."""
+    """Returns the layouts of all candidates, int32 [C, R, S]; searches in turn, and all at first."""
     loads = [batch.load.tokens_RE for batch in problem.recent]
     mean = replace(problem, load=LoadMatrix(np.sum(loads, axis=0)), units_per_token=len(loads))
     problems = [replace(each, layout=None, recent=(), memory=b"") for each in (problem, mean)]
@@ -196,6 +208,6 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
 
 
 def _padded(layout: ExpertLayout, slots: int) -> Layouts:
-    padded_RS = np.full((layout.num_ranks, slots), EMPTY, dtype=np.int16)
+    padded_RS = np.full((layout.num_ranks, slots), EMPTY, dtype=np.int32)
     padded_RS[:, : layout.num_slots] = layout.expert_RS
     return padded_RS
