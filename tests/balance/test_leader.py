@@ -76,12 +76,14 @@ def test_the_candidate_of_the_fewest_seconds_plans(monkeypatch: pytest.MonkeyPat
     tokens_SRE, planned = loads(1, 14, 0.4), []
     layouts = leader._layouts
     monkeypatch.setattr(leader, "_layouts", lambda *given: planned.append(layouts(*given)) or planned[-1])
-    for number, (problem, layout, _) in enumerate(problems(tokens_SRE, strategy(), lag)):
+    for number, (problem, layout, memory) in enumerate(problems(tokens_SRE, strategy(), lag)):
         cost_C = np.zeros(leader.NUM_CANDIDATES)
         for at in range(lag, number + 1):
             judged_C = np.array(leader._costs(problem, LoadMatrix(tokens_SRE[at]), planned[at - lag]))
             cost_C = cost_C * (1 - 1 / leader.FADING) + judged_C / judged_C.mean()
-        assert np.array_equal(layout.expert_RS, planned[-1][np.argmin(cost_C.round(4))])
+        remembered = leader._Memory.read(memory, memory[:32]).cost_C
+        assert remembered / 1e6 == pytest.approx(cost_C, abs=1e-4)
+        assert np.array_equal(layout.expert_RS, planned[-1][np.argmin(remembered)])
 
 
 def test_a_load_that_comes_back_is_learnt() -> None:
