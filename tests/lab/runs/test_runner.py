@@ -119,6 +119,7 @@ def test_only_retry_failed_runs_failed_trials_again_and_the_last_record_counts(t
         return plan_layout(load, cluster, Static(), *rest, **options)
 
     monkeypatch.setattr("moesys.balance.layout_schedule.plan_layout", mended)
+    monkeypatch.setattr("moesys.balance.layout_schedule.planned", lambda problem, _: Static().plan(problem))
     listener = Listener()
     retried = run(partly_failing(seeds=(0,)), tmp_path, retry_failed=True, progress=listener)
     assert listener.told[0] == "1 recorded, 1 left"

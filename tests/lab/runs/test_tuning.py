@@ -272,8 +272,8 @@ def test_a_space_of_one_point_is_that_point_and_says_so_beside_every_field(tmp_p
     result = tune(simulation(strategies=(EP,)), Space(), out=tmp_path)
     text = (result.path / "tuned.toml").read_text()
     assert Strategy.from_toml(text).fingerprint() == EP.fingerprint()
-    assert "[sharding]\n# sharding.slots_per_rank is none: no other value goes with the rest\n" in text
-    assert text.count("no other value goes with the rest") == len(result.tuned.choices) == 12
+    assert "[sharding]\n# sharding.delay_reshard is none: no other value goes with the rest\n" in text
+    assert text.count("no other value goes with the rest") == len(result.tuned.choices) == 14
 
 
 def test_mega_kernels_are_simulated_with_the_others(tmp_path):
