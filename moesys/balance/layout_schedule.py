@@ -16,7 +16,7 @@ import zlib
 from base64 import b64encode
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,9 +64,9 @@ class PlanRequest:
             self.previous,
             self.strategy,
             self.units_per_token,
-            self.recent,
-            b"" if self.before is None else self.before.memory(),
         )
+        memory = b"" if self.before is None else self.before.memory()
+        problem = replace(problem, recent=self.recent, memory=memory)
         return SolvedPlan(*planned(problem, balance.without_clock() if alike else balance))
 
 
@@ -207,7 +207,7 @@ class LayoutSchedule:
         self._pending: deque[tuple[int, PlanTicket]] = deque()
         # The plan that was requested last.
         self._newest: PlanTicket | None = None
-        # What the planner is told of the newest micro-batches that the history has seen.
+        # The planner is told of these micro-batches, the newest that the history has seen.
         self._recent: deque[PastBatch] = deque(maxlen=strategy.balance.recent_batches)
         # Micro-batches that the history has not seen: number, layout, load.
         self._unread: list[tuple[int, ExpertLayout, Callable[[], LoadMatrix]]] = []

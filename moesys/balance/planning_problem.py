@@ -76,8 +76,6 @@ class PlanningProblem(Display):
         previous: ExpertLayout | None = None,
         strategy: Strategy | None = None,
         units_per_token: int = 1,
-        recent: Sequence[PastBatch] = (),
-        memory: bytes = b"",
     ) -> PlanningProblem:
         """Makes the problem of choosing a layout; ``slots_per_rank`` is one number for all ranks or one a rank, and
         experts and rows travel as ``strategy`` has it.
@@ -90,22 +88,7 @@ class PlanningProblem(Display):
         slots_R = _checked_slots(load, cluster, slots_per_rank)
         if previous is not None:
             _check_previous(previous, load, slots_R)
-        past = tuple(recent)
-        if any(batch.load.tokens_RE.shape != load.tokens_RE.shape for batch in past):
-            raise ValueError(
-                f"recent has loads of {sorted({batch.load.tokens_RE.shape for batch in past})} (ranks, experts) but "
-                f"the plan is for {load.tokens_RE.shape}; give micro-batches of one cluster and model"
-            )
-        problem = cls(
-            load,
-            cluster,
-            slots_R,
-            previous,
-            model,
-            units_per_token=units_per_token,
-            recent=past,
-            memory=memory,
-        )
+        problem = cls(load, cluster, slots_R, previous, model, units_per_token=units_per_token)
         if strategy is None:
             return problem
         return replace(problem, sharding=strategy.sharding, overlap=strategy.overlap, lag=strategy.lag)

@@ -45,8 +45,8 @@ def problems(tokens_SRE: IntArray, of: Strategy, lag: int = 1) -> Iterator[tuple
     for number, tokens_RE in enumerate(tokens_SRE):
         load = LoadMatrix(tokens_RE)
         recent.append(PastBatch(number, load, layout))
-        problem = PlanningProblem.of_layout(load, CLUSTER, SLOTS, MODEL, layout, of, 1, tuple(recent), memory)
-        problem = replace(problem, lag=lag)
+        problem = PlanningProblem.of_layout(load, CLUSTER, SLOTS, MODEL, layout, of)
+        problem = replace(problem, recent=tuple(recent), memory=memory, lag=lag)
         layout, memory = Greedy().plan(problem)
         yield problem, layout, memory
 
@@ -61,10 +61,9 @@ def seconds(tokens_RE: IntArray, layout: ExpertLayout, of: Strategy) -> float:
 def test_equal_problems_have_equal_plans_that_keep_to_the_slots(sharding: Sharding, drift: float) -> None:
     of = strategy(sharding)
     for problem, layout, memory in problems(loads(0, 12, drift), of):
-        again = PlanningProblem.of_layout(
-            LoadMatrix(problem.load.tokens_RE.copy()), CLUSTER, SLOTS, MODEL, problem.layout, of, 1,
-            tuple(replace(batch) for batch in problem.recent), bytes(bytearray(problem.memory)),
-        )  # fmt: skip
+        load, recent = LoadMatrix(problem.load.tokens_RE.copy()), tuple(replace(batch) for batch in problem.recent)
+        again = PlanningProblem.of_layout(load, CLUSTER, SLOTS, MODEL, problem.layout, of)
+        again = replace(again, recent=recent, memory=bytes(bytearray(problem.memory)))
         assert Greedy().plan(again) == (layout, memory)
         assert layout.expert_RS.shape == (CLUSTER.num_ranks, SLOTS)
         assert not layout.num_duplicates

@@ -40,7 +40,7 @@ FIRST_PLANS, PLANS_BETWEEN_SEARCHES, SLOTS_PER_PLAN = 4, 4, 32
 
 # Searching candidates: whether loads are taken to drift, and whether the mean of the newest loads is planned for.
 SEARCHES = tuple((drifts, on_mean) for drifts in (True, False) for on_mean in (False, True))
-# Those that spread replicas: how, and on which load.
+# Spreading candidates differ in how they spread replicas, and in the same loads.
 SPREADS = tuple((kind, on_mean) for kind in ("spread", "spread evenly") for on_mean in (False, True))
 # In this order, which decides at a tie: rebuilt by the recipe of a search, spread, and as a search has found it.
 NUM_CANDIDATES = 2 * len(SEARCHES) + len(SPREADS)
@@ -50,7 +50,7 @@ Layouts = npt.NDArray[np.int32]
 
 @dataclass
 class _Memory:
-    """What is remembered from plan to plan.
+    """This is what the leader remembers from plan to plan.
 
     cost_C: what the candidates would have cost so far, in millionths of their mean, [C]. drift: of loads as far apart
     as a plan and its use. recipes: of the searches. found: their layouts. pending: the candidates' layouts that were

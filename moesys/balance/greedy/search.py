@@ -41,11 +41,11 @@ SLICE = 8
 # A token between nodes counts as a quarter of one more on the busiest rank. On LAER-MoE's A100 nodes, 8192 bytes over
 # an eighth of 89 GB/s take half as long as the 1.48 us of computing a token, and about half of that can be hidden.
 INTER_NODE_SHARE = 4
-# What a layout that moves every replica must gain at least, in millionths of the mean; one that moves fewer, less.
+# A layout that moves every replica must gain at least so many millionths of the mean; one that moves fewer needs less.
 LEAST_GAIN = 40_000
 # An imbalance at which layouts that keep less to nodes are not looked for, in millionths of the mean.
 GOOD_ENOUGH = 200
-# Of layouts that are judged by the cost of a step: how many are improved.
+# So many of the layouts that are judged by the cost of a step are improved.
 MOST_IMPROVED = 2
 # Parts of a rank's mean that a place on a node is for, where nodes choose their experts: the smaller, the more nodes
 # have an expert, and the better loads can drift.
@@ -53,7 +53,7 @@ PARTS, PARTS_OF_MUCH_DRIFT = (1, 2, 4), (2, 4, 8)
 ALL_PARTS = tuple(sorted({*PARTS, *PARTS_OF_MUCH_DRIFT}))
 # Nodes that hold all experts between them, where a token crosses to each once: a block that splits keep rows to.
 GROUPS = (2, 4, 8)
-# What builds layouts for the fewest seconds (``Builders``).
+# These builders make layouts for the fewest seconds (``Builders``).
 KINDS = (
     *("spread", "spread evenly", "whole", "at home", "copies that pay"),
     *(f"node first, {parts}" for parts in ALL_PARTS),
@@ -79,7 +79,7 @@ class SearchOptions:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether experts have their places by ``replicas_within`` or ``min_replicas``."""
+        """This is true if experts have their places by ``replicas_within`` or ``min_replicas``."""
         return self.replicas_within != "cluster" or self.min_replicas > 1
 
 
@@ -104,7 +104,7 @@ class Draft:
 
     @cached_property
     def imbalance(self) -> int:
-        """What the best split leaves above the mean, in its millionths: of the load and the average scenario."""
+        """This is what the best split leaves above the mean on the load and on the average scenario, in millionths."""
         weight_K = self.search.scenarios.weight_K
         order_K, cost_K = np.arange(len(weight_K)), np.zeros(len(weight_K), dtype=np.int64)
         robust_cost(self.search.scenarios, self.expert_RS, order_K, NO_LIMIT, cost_K)
