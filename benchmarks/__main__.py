@@ -169,6 +169,14 @@ PAGES = {
         "Which planner is best is the question of moesys leaderboard.",
         ("python -m benchmarks planner-scale --seeds 1 --out found",),
     ),
+    "planners": CommandPage(
+        "benchmarks.planners:bench_planners",
+        COMPUTING,
+        "Compare Greedy with fixed planners on drawn loads.",
+        "300 sequences of 32 micro-batches are judged by the cost model. A run that was stopped goes on with what its "
+        "folder has, by default planners; where only Greedy has changed, fixed planners are not scored again.",
+        ("python -m benchmarks planners --sequences 60 --out found",),
+    ),
     "record-routing": CommandPage(
         bench_record_routing,
         COMPUTING,
