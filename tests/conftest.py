@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from moesys.kernels.cpu.page_pool import PagePool
-from moesys.lab.ranks import process
+from moesys.lab.ranks import pool, process
 from moesys.lab.ranks.pool import LocalRanks
 
 # before any kernel is imported: there is no GPU here
@@ -33,7 +33,7 @@ PROCESSES = (
     *("experiments/test_experiments", "golden/test_golden", "gpu/test_gpu_plugin", "gpu/test_planted_faults_of_ranks"),
     *("faults/", "kernels/test_aot", "kernels/test_oldest_triton"),
     *("lab/calibrate/test_calibrate", "lab/commands/test_demo", "lab/ranks/", "lab/runs/test_bisect"),
-    *("lab/runs/test_ends", "lab/runs/test_kill", "lab/runs/test_record_routing", "lab/runs/test_runner"),
+    *("lab/runs/test_ends", "lab/runs/test_record_routing", "lab/runs/test_runner"),
     *("lab/runs/test_slurm", "lab/runs/test_tuning", "lab/runs/test_watched_run", "lab/runs/test_workers"),
     *("test_files_of_ranks", "test_notebook", "test_read_only", "test_wheel", "tuner/test_worker_processes"),
 )
@@ -105,8 +105,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[LocalRanks]:
     """Four local ranks for all tests. They start with the first run, so tests without them do not pay."""
-    with LocalRanks(4, setup=set_up_rank) as pool:
-        yield pool
+    with LocalRanks(4, setup=set_up_rank) as found:
+        yield found
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -131,6 +131,8 @@ def _preloaded_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "_PRELOAD", (*process._PRELOAD, *needed))
+        # How long work takes says how busy the machine is, too. Tests of workers start them at once.
+        patch.setattr(pool, "ALONE_S", 3600.0)
         # where the server of ranks finds what is beside this file
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         yield

@@ -402,6 +402,7 @@ def run_command(*arguments: str) -> Result:
 def _tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(GRIDS, "cpu", TINY)
+    monkeypatch.setattr(Effort.__init__, "__defaults__", (QUICK.repeats, QUICK.window_s))
 
 
 @pytest.mark.usefixtures("_tiny")

@@ -121,32 +121,33 @@ def test_draws_of_a_single_trace_are_its_steps(tmp_path):
 def test_what_would_not_run_is_marked_and_says_why(tmp_path):
     fused = EP.replace(name="fused", overlap=MegaKernel())
     file = written(tmp_path, declared(strategies=(fused, EP, FSEP), cluster=CLUSTER.replace(memory_gb=1e-4)))
-    code, output = run(file)
+    code, output = run(file, "--draws", 1)
     assert code == 0
     # Ratios are to the first that would run.
     assert "would not run" in next(line for line in output.splitlines() if line.startswith("  fused"))
     assert cells(output, "ep")[2] == "1.00"
     words = " ".join(output.split())
     assert "fused would not run: overlap=MegaKernel() reaches the ranks of one domain" in words
-    code, output = run(file, "--model-layers", 5000)
+    code, output = run(file, "--draws", 1, "--model-layers", 5000)
     assert "ep would not run: a rank holds" in " ".join(output.split())
     assert "of 5000 layers, and has 0.0001." in " ".join(output.split())
 
 
 def test_strategies_layers_and_clusters_are_chosen(tmp_path):
     file = written(tmp_path, declared())
-    code, output = run(file, "--strategy", "fsep", "--layers", 3, "--cluster", "3x2")
+    chosen = ("--strategy", "fsep", "--layers", 3, "--draws", 1, "--cluster")
+    code, output = run(file, *chosen, "3x2")
     assert code == 0
     assert "one step of 3 layers on 6 ranks of 3 nodes" in output
     assert list(rows(output)) == ["fsep"]
     # The speeds are the experiment's, so that a file that says the same gives the same.
     (tmp_path / "six.json").write_text(CLUSTER.replace(num_nodes=3).to_json())
-    assert run(file, "--strategy", "fsep", "--layers", 3, "--cluster", tmp_path / "six.json") == (code, output)
+    assert run(file, *chosen, tmp_path / "six.json") == (code, output)
 
 
 def test_a_training_is_simulated_with_drawn_routing(tmp_path):
     workload = Training(num_layers=3, context=16, batch=2, micro_batches=2, warmup=1, steps=4, recompute=True)
-    code, output = run(written(tmp_path, declared(workload=workload)), "--step", 3)
+    code, output = run(written(tmp_path, declared(workload=workload)), "--step", 3, "--draws", 1)
     assert code == 0
     assert "one step of 3 layers on 4 ranks" in output
 
@@ -177,7 +178,8 @@ def test_traces_and_charts_are_written(tmp_path):
 
 def test_files_of_strategies_whose_names_look_alike_are_numbered(tmp_path):
     alike = tuple(FSEP.replace(name=name, lag=lag) for lag, name in enumerate(("a/b", "a_b-2", "a_b"), start=1))
-    code, output = run(written(tmp_path, declared(strategies=alike)), "--layers", 1, "--out", tmp_path / "found")
+    file = written(tmp_path, declared(strategies=alike))
+    code, output = run(file, "--layers", 1, "--draws", 1, "--out", tmp_path / "found")
     assert code == 0
     names = {path.name for path in (tmp_path / "found").iterdir()}
     traces = {f"{stem}.trace.json" for stem in ("a_b", "a_b-2", "a_b-3")}
@@ -223,7 +225,7 @@ def test_a_reader_who_has_enough_is_no_error_and_a_full_disk_is_one(tmp_path, mo
         number = errno.EPIPE
         assert moesys(name, file) == 1
         assert not capsys.readouterr().err
-    assert moesys("simulate", file, "--strategy", "ep", "--out", tmp_path / "found") == 1
+    assert moesys("simulate", file, "--strategy", "ep", "--draws", 1, "--out", tmp_path / "found") == 1
     assert len(list((tmp_path / "found").iterdir())) == 3
 
 

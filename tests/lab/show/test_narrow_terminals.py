@@ -194,8 +194,10 @@ def as_program(width: int, *command: str, cwd: Path) -> str:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("command", "row"),
-    [(CASES["compare"][0], INTERVAL), (CASES["simulate --model"][0], "fits")],
-    ids=("compare", "model"),
+    [
+        pytest.param(CASES["compare"][0], INTERVAL, id="compare"),
+        pytest.param(CASES["simulate --model"][0], "fits", id="model", marks=pytest.mark.slow),
+    ],
 )
 def test_a_program_on_a_terminal_cuts_no_word(command, row, folder, printed):
     words = words_to_run(command, folder)

@@ -1,26 +1,39 @@
-"""Damaged and forged inputs, made from valid ones; and the limits under which they are read.
+"""How readers are tried on damaged and forged inputs: each returns what the input says, or raises an error that names
+the file, the line or the field. None raises anything else, computes for long, or takes much memory.
 
-All is drawn from a ``random.Random``, so that a seed gives the same input again.
+A reader is a function that makes valid inputs with moesys in a folder, and returns the function that tries one changed
+input. MOESYS_SWEEP=1 tries 5,000 of each. A fault names its seed, with which ``fault_of`` tries it again.
+
+
+Inputs are made from valid ones by a ``random.Random``, so that a seed gives the same input again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
 import math
 import os
+import random
 import re
 import resource
 import signal
 import struct
-from collections.abc import Iterator
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from types import FrameType
 from typing import Any
 
+import numpy as np
+import pytest
 import tomli_w
+import typer
 
 # Texts that stand in a file as they are, where a value was.
 RAW = (
@@ -163,6 +176,46 @@ def json_or_toml(draw: Random, tree: Any, stem: Path) -> Path:
     return path
 
 
+def other_counts(draw: Random, array: Any) -> Any:
+    """Returns an array with another dtype, shape or value, or as it is."""
+    array = array.astype(np.int64)
+    match draw.randrange(14):
+        case 0:
+            return array.astype(draw.choice((np.float64, np.bool_, np.uint8, np.uint64, np.int8, "m8[s]", "c16", "S5")))
+        case 1:
+            return array.reshape(draw.choice(((-1,), (*array.shape, 1), (1, *array.shape)))).squeeze()
+        case 2:
+            return array[..., :0] if draw.random() < 0.5 else array[:0]
+        case 3:
+            array.flat[draw.randrange(array.size)] = draw.choice((-1, 0, 10**6, 2**62, 2**63 - 1, -(2**63)))
+        case 4:
+            return array.astype(np.float64) + draw.choice((0.5, np.nan, np.inf))
+        case 5:
+            return array.astype(np.uint64) + np.uint64(draw.choice((2**63, 2**64 - 200)))
+        case 6:
+            return np.asfortranarray(array).astype(draw.choice((">i8", ">u2", "<i4")))
+        case 7:
+            return array.swapaxes(0, -1)
+    return array
+
+
+def npy(draw: Random, array: Any) -> bytes:
+    """Returns an array as .npy, whose head may be a lie."""
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, np.asanyarray(array), allow_pickle=False)
+    data = buffer.getvalue()
+    if draw.random() < 0.15:
+        head = 10 + int.from_bytes(data[8:10], "little")
+        wrong = mangled(draw, data[10:head])[: head - 10].ljust(head - 10)
+        if draw.random() < 0.5:
+            shape = draw.choice(
+                ("(99999999999,)", "(1, 1, 9999999, 99999999)", "(-1,)", "(0,)", "((((1,),),),)", "(2.5,)")
+            )
+            wrong = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}}}".encode().ljust(head - 10)
+        data = data[:10] + wrong + data[head:]
+    return data
+
+
 # --- limits -------------------------------------------------------------------------------------------------------
 
 
@@ -171,24 +224,17 @@ class HangError(BaseException):
 
 
 @contextmanager
-def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Lets this process take so many more bytes; beyond them it gets MemoryError."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (taken + num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises HangError when the block has computed for so many seconds; other programs do not count."""
+def limits(num_bytes: int = 3 << 30, seconds: float = 10.0) -> Iterator[None]:
+    """Lets this process take so many more bytes, beyond which it gets MemoryError, and raises HangError when the block
+    has computed for so many seconds; other programs do not count.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise HangError(f"it computed for {seconds} s")
 
+    memory = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (taken + num_bytes, memory[1]))
     before = signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
@@ -196,6 +242,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+        resource.setrlimit(resource.RLIMIT_AS, memory)
 
 
 @contextmanager
@@ -208,3 +255,98 @@ def refused(*names: str, kinds: tuple[type[Exception], ...] = (ValueError, OSErr
     except kinds as error:
         if not any(name in str(error) for name in names):
             raise AssertionError(f"names no file or field: {error!r:.300}") from error
+
+
+# --- readers -------------------------------------------------------------------------------------------------------
+
+Attempt = Callable[[Random], None]
+Reader = Callable[[Path], Attempt]
+SWEEPS = os.environ.get("MOESYS_SWEEP") == "1"
+BATCHES = [range(first, first + 250) for first in range(0, 5000, 250)] if SWEEPS else [range(12)]
+
+
+def every_reader(*readers: Reader) -> pytest.MarkDecorator:
+    """Returns the mark of a test that tries all readers on all seeds."""
+    cases = [
+        pytest.param(reader, seeds, id=f"{reader.__name__}-{seeds.start}") for reader in readers for seeds in BATCHES
+    ]
+    return pytest.mark.parametrize(("reader", "seeds"), cases)
+
+
+def faults(reader: Reader, seeds: range, folder: Path) -> str:
+    """Returns what is wrong with how a reader takes the inputs of the seeds; "" if nothing is."""
+    attempt = reader(folder)
+    found = [fault for seed in seeds if (fault := fault_of(attempt, reader.__name__, seed))]
+    return f"{len(found)} of {len(seeds)}:\n" + "\n".join(found) if found else ""
+
+
+def fault_of(attempt: Attempt, name: str, seed: int) -> str:
+    """Returns what is wrong with how a reader takes the input of a seed; "" if nothing is."""
+    try:
+        with limits():
+            attempt(random.Random(f"{name} {seed}"))
+    except (Exception, HangError) as error:
+        root = str(Path(__file__).parents[2])
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(root)]
+        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+        return f"{name}, seed {seed}: {where} {type(error).__name__}: {str(error)[:300]!r}"
+    return ""
+
+
+def same(read: Any, said: Any) -> bool:
+    """Returns whether what was read is what an input said: numbers may be written as text, and defaults left out."""
+    if isinstance(said, dict) and isinstance(read, dict):
+        return all(name in read and same(read[name], value) for name, value in said.items())
+    if isinstance(said, list | tuple) and isinstance(read, list | tuple):
+        return len(read) == len(said) and all(map(same, read, said))
+    if isinstance(said, str) and isinstance(read, bool | int | float):
+        return str(read).lower() == said.strip().lower() or float(said) == read
+    if isinstance(said, int) and isinstance(read, float):
+        return float(said) == read
+    if isinstance(said, float) and read in ("NaN", "Infinity", "-Infinity"):
+        return same(float(read), said)
+    # JSON has no nan, and null stands for it.
+    return read == said or (read != read and (said is None or said != said))
+
+
+def known(said: Any, read: Any) -> Any:
+    """Returns what an input said, without fields that its reader does not have."""
+    both = isinstance(said, dict) and isinstance(read, dict)
+    return {name: known(value, read[name]) for name, value in said.items() if name in read} if both else said
+
+
+def json_said(data: bytes) -> Any:
+    """Returns what JSON says by Python's own reader."""
+    return json.loads(data.decode("utf-8", "surrogatepass"))
+
+
+def printed_by(command: Callable[..., Any], *arguments: Any) -> str:
+    """Returns what a command prints. Raises ValueError with it where the command refuses its input."""
+    told = io.StringIO()
+    code = 0
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told), warnings.catch_warnings():
+        # Of characters that a font does not have.
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            command(*arguments)
+        except typer.Exit as end:
+            code = end.exit_code
+        except SystemExit as end:
+            code = int(end.code or 0)
+    text = told.getvalue()
+    assert not [each for each in text if each != "\n" and not each.isprintable()], f"it prints {text!r:.300}"
+    if code == 2:
+        raise ValueError(text)
+    assert code in (0, 1)
+    return text
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+LIE = npy(Random(0), np.zeros(1, np.int64)).replace(b"(1,), }         ", b"(99999999999,), }")
+
+
+def written(folder: Path, name: str, text: str | bytes | list[Any] | dict[str, Any]) -> Path:
+    path = folder / name
+    text = text if isinstance(text, str | bytes) else json.dumps(text)
+    path.write_bytes(text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text)
+    return path
