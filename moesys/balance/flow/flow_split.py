@@ -293,12 +293,13 @@ def split_costs(tokens_KRE, expert_RS, node_R, prices, most):  # type: ignore[no
     total = np.int64(0)
     for load in range(tokens_KRE.shape[0]):
         demand, table, groups = _prepare(tokens_KRE[load], expert_RS, node_R)
-        tokens_P, _ = _assign(demand, table, groups, np.int64(0), demand.tokens_E.sum())
-        cost, links = split_cost(demand.tokens_RE, demand.supply_NE, node_R, table, tokens_P, prices)
-        lowest = min_max_flow(demand.tokens_E, table, new_flow(table))
+        tokens_RE, supply_NE, tokens_E, _ = demand
+        assigned = local_first(tokens_RE, supply_NE, tokens_E, node_R, table, groups, np.int64(0))
+        cost, links = split_cost(tokens_RE, supply_NE, node_R, table, assigned.tokens_P, prices)
+        lowest = min_max_flow(tokens_E, table, new_flow(table))
         if lowest * prices.row[0] + links < cost:
-            tokens_P, _ = _assign(demand, table, groups, np.int64(0), lowest)
-            cost = min(cost, split_cost(demand.tokens_RE, demand.supply_NE, node_R, table, tokens_P, prices)[0])
+            min_cost_push(table, groups, assigned, lowest)
+            cost = min(cost, split_cost(tokens_RE, supply_NE, node_R, table, assigned.tokens_P, prices)[0])
         total += cost
         if total > most:
             break

@@ -172,14 +172,24 @@ def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: 
         more = here - supply_NE[node_R[rank], expert]
         if more > 0:
             in_R[rank] += np.int64(more / here * tokens_P[replica])
-    sent_R = -kept_R
+    first_N = np.zeros(supply_NE.shape[0] + 1, np.int64)
     for rank in range(num_ranks):
-        node = node_R[rank]
+        first_N[node_R[rank] + 1] = rank + 1
         for expert in range(num_experts):
-            tokens, supply = tokens_RE[rank, expert], supply_NE[node, expert]
-            sent_R[rank] += tokens
-            if here_NE[node, expert] < supply:
-                out_R[rank] += np.int64((supply - here_NE[node, expert]) / supply * tokens)
+            out_R[rank] += tokens_RE[rank, expert]
+    sent_R = out_R - kept_R
+    # All tokens of an expert leave a node that has none of its tokens; so only others are looked at, once a node.
+    last_N = np.full(supply_NE.shape[0], -1)
+    for replica in range(tokens_P.size):
+        node, expert = node_R[table.rank_P[replica]], np.int64(table.expert_P[replica])
+        here, supply = here_NE[node, expert], supply_NE[node, expert]
+        if here == 0 or last_N[node] == expert:
+            continue
+        last_N[node] = expert
+        for rank in range(first_N[node], first_N[node + 1]):
+            tokens = tokens_RE[rank, expert]
+            leaving = np.int64((supply - here) / supply * tokens) if here < supply else np.int64(0)
+            out_R[rank] -= tokens - leaving
     num_nics = prices.experts_2C.shape[1]
     out_C, in_C = np.zeros(num_nics, np.int64), np.zeros(num_nics, np.int64)
     inside_C, busiest_C = np.zeros(num_nics, np.int64), np.zeros(num_nics, np.int64)

@@ -7,14 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.balance.greedy.construction import (
-    ConstructionProblem,
-    build_best,
     build_each_node,
+    build_part,
     part_of_experts,
     spread_replicas,
 )
 from moesys.balance.greedy.numbering import Numbers
-from moesys.balance.greedy.robust_cost import draw_scenarios
 from moesys.balance.late_slots import FetchPrices, late_experts
 from moesys.compiled import borrowing, compiled
 from moesys.layout import EMPTY
@@ -158,6 +156,30 @@ def _put(rank, expert, share, state):  # type: ignore[no-untyped-def]
     placed_NE[node_R[rank], expert] += 1
 
 
+@compiled
+def build_nodes(ranks, supply_NE, slots_N, parts, group, scenarios_each, before_RS, expert_RS):  # type: ignore[no-untyped-def]
+    """Fills ``expert_RS`` node by node with the experts that nodes choose of all, each ``group`` of nodes for itself;
+    returns nodes' places for experts, int64 [N, E], and whether a node's ranks were filled or there are none, bool [N].
+    """
+    slots_R, node_R, rank_A = ranks
+    num_nodes, drawn = slots_N.size, (scenarios_each, scenarios_each)
+    node_A, built_N, places_NE = node_R[rank_A], np.ones(num_nodes, np.bool_), np.zeros(supply_NE.shape, np.int64)
+    ranks_N = np.bincount(node_A, minlength=num_nodes)
+    for first in range(0, num_nodes, group):
+        end = min(first + group, num_nodes)
+        places_NE[first:end], tokens_NE = deal_to_nodes(
+            supply_NE[first:end], slots_N[first:end], ranks_N[first:end], parts
+        )
+        for node in range(first, end):
+            if ranks_N[node]:
+                tokens_E, expert_D = tokens_NE[node - first], np.flatnonzero(places_NE[node])
+                heaviest_D, rank_B = expert_D[np.argsort(-tokens_E[expert_D], kind="mergesort")], rank_A[node_A == node]
+                built_N[node] = build_part(
+                    slots_R, node_R, rank_B, tokens_E, supply_NE, heaviest_D, drawn, before_RS, expert_RS
+                )
+    return places_NE, built_N
+
+
 # A node that takes an expert alone may so have at most so many tenths of its share: the rest levels nodes.
 FILLED_TENTHS = 9
 
@@ -216,11 +238,11 @@ def _needed(tokens_E, mean, num_slots):  # type: ignore[no-untyped-def]
 @compiled
 def _take_own(supply_NE, tokens_E, ranks_N, mean, place, lacking_E, places_NE, free_N):  # type: ignore[no-untyped-def]
     num_nodes, num_experts = supply_NE.shape
-    worth_P, place_P = _places_by_worth(supply_NE, place)
+    place_P2 = _places_by_worth(supply_NE, place)
     owner_E, alone_N = np.full(num_experts, -1), np.zeros(num_nodes, np.int64)
     num_ranks, num_free, num_lacking = ranks_N.sum(), free_N.sum(), lacking_E.sum()
-    for index in np.argsort(-worth_P, kind="mergesort"):
-        node, expert = place_P[index] // num_experts, place_P[index] % num_experts
+    for index in range(place_P2.shape[0]):
+        node, expert = place_P2[index, 0], place_P2[index, 1]
         still_lacking = num_lacking - (lacking_E[expert] > 0)
         reserved = max(still_lacking * ranks_N[node] // num_ranks, 0)
         if free_N[node] - 1 < reserved or num_free - 1 < still_lacking or places_NE[node, expert] == ranks_N[node]:
@@ -242,19 +264,24 @@ def _take_own(supply_NE, tokens_E, ranks_N, mean, place, lacking_E, places_NE, f
 
 @compiled
 def _places_by_worth(supply_NE, mean):  # type: ignore[no-untyped-def]
-    """Returns what each place would keep, int64 [P], and its node and expert as node · E + expert, int64 [P]."""
+    """Returns the node and expert of each place, int64 [P, 2]: those that would keep the most tokens first."""
     num_nodes, num_experts = supply_NE.shape
     num_places = (-(-supply_NE // mean)).sum()
-    worth_P, place_P = np.empty(num_places, np.int64), np.empty(num_places, np.int64)
-    place = 0
+    key_P, place_P2, bits = np.empty(num_places, np.int64), np.empty((num_places, 2), np.int64), 0
+    while num_places >> bits:
+        bits += 1
+    place = num_places
     for node in range(num_nodes):
         for expert in range(num_experts):
             left = supply_NE[node, expert]
             while left > 0:
-                worth_P[place], place_P[place] = min(left, mean), node * num_experts + expert
+                place -= 1
+                place_P2[place, 0], place_P2[place, 1] = node, expert
+                # the place's number in its lowest bits: numbers are sorted faster than what points to them
+                key_P[place] = min(left, mean) << bits | place
                 left -= mean
-                place += 1
-    return worth_P, place_P
+    key_P.sort()
+    return place_P2[key_P[::-1] & ((1 << bits) - 1)]
 
 
 @borrowing
@@ -388,21 +415,16 @@ class Builders:
         """Returns a layout whose nodes have the experts that their own ranks want most, of all that each ``group`` of
         nodes has between them; None where one of these cannot hold every expert.
         """
-        n, expert_RS = self.numbers, self.numbers.empty()
+        n, expert_RS, each = self.numbers, self.numbers.empty(), self.scenarios_each
         node_A = n.node_R[n.rank_A]
-        ranks_N = np.bincount(node_A, minlength=n.num_nodes)
-        slots_N = np.zeros_like(ranks_N)
-        np.add.at(slots_N, node_A, n.slots_R[n.rank_A])
-        for first in range(0, n.num_nodes, group):
-            of_group = slice(first, first + group)
-            if slots_N[of_group].sum() < len(n.tokens_E):
-                return None
-            places_NE, tokens_NE = deal_to_nodes(n.supply_NE[of_group], slots_N[of_group], ranks_N[of_group], parts)
-            for node in range(len(places_NE)):
-                rank_A, expert_D = n.rank_A[node_A == first + node], np.flatnonzero(places_NE[node])
-                if len(rank_A):
-                    heaviest_first_D = expert_D[np.argsort(-tokens_NE[node, expert_D], kind="stable")]
-                    self._build(expert_RS, rank_A, tokens_NE[node], heaviest_first_D)
+        slots_N = np.bincount(n.node_R, n.slots_R, n.num_nodes).astype(np.int64)
+        if (np.add.reduceat(slots_N, np.arange(0, n.num_nodes, group)) < len(n.tokens_E)).any():
+            return None
+        places_NE, built_N = build_nodes(
+            (n.slots_R, n.node_R, n.rank_A), n.supply_NE, slots_N, parts, group, each, self.before_RS, expert_RS
+        )
+        for node in np.flatnonzero(~built_N).tolist():
+            self._spread(expert_RS, n.rank_A[node_A == node], np.flatnonzero(places_NE[node]))
         return BuiltLayout(expert_RS, n.node_R)
 
     def by_parts(self) -> BuiltLayout:
@@ -421,14 +443,9 @@ class Builders:
 
     def _build(self, expert_RS: IntArray, rank_A: IntArray, tokens_E: IntArray, expert_D: IntArray) -> None:
         """Fills the rows of ``rank_A`` with the experts ``expert_D``, balanced for ``tokens_E``."""
-        n = self.numbers
-        slots_R = np.zeros_like(n.slots_R)
-        slots_R[rank_A] = np.minimum(n.slots_R[rank_A], len(expert_D))
-        problem = ConstructionProblem(slots_R, n.node_R, rank_A, tokens_E, n.supply_NE, expert_D, self.before_RS)
-        found_RS, scenarios = n.empty(), draw_scenarios(tokens_E, self.scenarios_each, self.scenarios_each)
-        if build_best(problem, scenarios, found_RS):
-            expert_RS[rank_A] = found_RS[rank_A]
-        else:
+        n, drawn = self.numbers, (self.scenarios_each, self.scenarios_each)
+        parts = n.slots_R, n.node_R, rank_A
+        if not build_part(*parts, tokens_E, n.supply_NE, expert_D, drawn, self.before_RS, expert_RS):
             self._spread(expert_RS, rank_A, expert_D)
 
     def _spread(self, expert_RS: IntArray, rank_A: IntArray, expert_D: IntArray) -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.greedy.robust_cost import NO_LIMIT, draw_scenarios, robust_cost
+from moesys.balance.greedy.robust_cost import NO_LIMIT, Scenarios, draw_scenarios, robust_cost
 from moesys.balance.topology import experts_with_room
 from moesys.compiled import borrowing, compiled
 from moesys.layout import EMPTY
@@ -75,18 +75,49 @@ def build_each_node(slots_R, node_R, rank_A, supply_NE, scenarios_each, before_R
     node's layout cannot be built.
     """
     for node in range(supply_NE.shape[0]):
-        tokens_E = supply_NE[node]
+        tokens_E, ranks = supply_NE[node], rank_A[node_R[rank_A] == node]
         expert_E = np.argsort(-tokens_E, kind="mergesort")
-        of_node_R = rank_A[node_R[rank_A] == node]
-        own_slots_R = np.zeros_like(slots_R)
-        own_slots_R[of_node_R] = slots_R[of_node_R]
-        problem = ConstructionProblem(own_slots_R, node_R, of_node_R, tokens_E, supply_NE, expert_E, before_RS)
         # a node's own loads vary more than those of all
-        scenarios = draw_scenarios(tokens_E, scenarios_each, 3 * scenarios_each)
-        found_RS = np.full(expert_RS.shape, EMPTY)
-        if not build_best(problem, scenarios, found_RS):
+        drawn = (scenarios_each, 3 * scenarios_each)
+        if not build_part(slots_R, node_R, ranks, tokens_E, supply_NE, expert_E, drawn, before_RS, expert_RS):
             return False
-        expert_RS[of_node_R] = found_RS[of_node_R]
+    return True
+
+
+@compiled
+def build_part(slots_R, node_R, rank_A, tokens_E, supply_NE, expert_D, drawn, before_RS, expert_RS):  # type: ignore[no-untyped-def]
+    """Fills the rows of ``rank_A`` in ``expert_RS`` [R, S] with the experts ``expert_D``, heaviest first, balanced for
+    ``tokens_E`` and for so many later loads that drift and that jump (``drawn``); False where no layout can be built.
+
+    Only these ranks and experts, numbered in the same order, are looked at, so that time does not depend on others.
+    """
+    part_R, part_E, num_slots = np.sort(rank_A), np.sort(expert_D), expert_RS.shape[1]
+    first_node, last_node = node_R[part_R[0]], node_R[part_R[-1]]
+    new_R, new_E = np.empty(node_R.size, np.int64), np.full(tokens_E.size, EMPTY)
+    new_R[part_R], new_E[part_E] = np.arange(part_R.size), np.arange(part_E.size)
+    before_PS = np.full((part_R.size, num_slots), EMPTY)
+    for place in range(part_R.size):
+        for slot in range(num_slots):
+            if before_RS[part_R[place], slot] != EMPTY:
+                before_PS[place, slot] = new_E[before_RS[part_R[place], slot]]
+    problem = ConstructionProblem(
+        np.minimum(slots_R[part_R], part_E.size),
+        node_R[part_R] - first_node,
+        new_R[rank_A],
+        tokens_E[part_E],
+        np.ascontiguousarray(supply_NE[first_node : last_node + 1][:, part_E]),
+        new_E[expert_D],
+        before_PS,
+    )
+    scenarios = draw_scenarios(tokens_E, drawn[0], drawn[1])
+    tokens_KD = np.ascontiguousarray(scenarios.tokens_KE[:, part_E])
+    found_PS = np.full((part_R.size, num_slots), EMPTY)
+    if not build_best(problem, Scenarios(tokens_KD, scenarios.weight_K), found_PS):
+        return False
+    for place in range(part_R.size):
+        for slot in range(num_slots):
+            expert = found_PS[place, slot]
+            expert_RS[part_R[place], slot] = EMPTY if expert == EMPTY else part_E[expert]
     return True
 
 

@@ -40,7 +40,9 @@ class Numbers:
         self.slots_R = usable_R[self.rank_R]
         supply_NE, tokens_E = tokens_by_node(load.tokens_RE, self.node_R)
         self.scale = max(0, int(tokens_E.sum()).bit_length() - MOST_TOKENS.bit_length())
-        self.expert_E = np.lexsort((*-supply_NE, -tokens_E))
+        self.expert_E = np.argsort(-tokens_E, kind="stable")
+        if (np.diff(tokens_E[self.expert_E]) == 0).any():
+            self.expert_E = np.lexsort((*-supply_NE, -tokens_E))
         # rows of it are read, and compiled loops are compiled anew for another order of memory
         self.supply_NE = np.ascontiguousarray(supply_NE[:, self.expert_E]) >> self.scale
         self.tokens_E = self.supply_NE.sum(axis=0)
