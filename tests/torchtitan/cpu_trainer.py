@@ -206,6 +206,16 @@ def message_for_packed_experts() -> str:
     return "no error"
 
 
+def message_for_quantiles() -> str:
+    import moesys as ms
+
+    try:
+        ms.QuantileBalancer(_small_qwen3({}).layers[0].moe.build())
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -23,6 +23,7 @@ from titan_runs import (
     Run,
     Trained,
     message_for_packed_experts,
+    message_for_quantiles,
     messages,
     ours,
     same_outputs_of_flat_tokens,
@@ -99,6 +100,11 @@ def test_tokens_may_be_flat(titan: LocalRanks) -> None:
 def test_an_unknown_layout_of_parameters_is_refused(titan: LocalRanks) -> None:
     (message,) = titan.run(message_for_packed_experts, num_ranks=1)
     assert "cpu_trainer.PackedExperts keeps experts in a layout that moesys does not know; it runs those of" in message
+
+
+def test_quantiles_are_not_for_torchtitans_routers(titan: LocalRanks) -> None:
+    (message,) = titan.run(message_for_quantiles, num_ranks=1)
+    assert "MoE has routers of torchtitan, which QuantileBalancer does not balance: torchtitan's optimizers" in message
 
 
 @pytest.mark.slow

@@ -92,6 +92,12 @@ def message_for_packed_experts() -> str:
     return cpu_trainer.message_for_packed_experts()
 
 
+def message_for_quantiles() -> str:
+    import cpu_trainer
+
+    return cpu_trainer.message_for_quantiles()
+
+
 def train_in(folder: str, run: Run) -> Trained:
     """Trains in ``folder``, of which Python imports modules too."""
     sys.path.insert(0, folder)
