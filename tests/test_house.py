@@ -50,7 +50,7 @@ BUDGETS = {
     "moesys/kernels": Budget(4_888, 45),
     "moesys/balance": Budget(5_539, 40),
     "moesys/overlap": Budget(2_834, 18),
-    "moesys/moe": Budget(4_072, 22),
+    "moesys/moe": Budget(4_104, 22),
     "moesys/simulator": Budget(3_379, 22),
     "moesys/tuner": Budget(1_142, 8),
     "moesys, hosts": Budget(2_289, 15),
@@ -58,9 +58,9 @@ BUDGETS = {
     "moesys, entry points": Budget(252, 2),
     "benchmarks": Budget(5_314, 43),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(45_280, 317),
+    "tests": Budget(45_459, 317),
 }
-TOTAL = Budget(38_397, 264)
+TOTAL = Budget(38_429, 264)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

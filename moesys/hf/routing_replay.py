@@ -62,7 +62,7 @@ def replay_routing(model: nn.Module, expert_LTK: Ids | Sequence[Ids]) -> Iterato
 
     Raises TypeError for another dtype; ValueError for another shape, an id outside of [0, E), an expert twice for one
     token, -1 for a token that is not padding, a router that is not known, and at the end for micro-batches that were
-    not run. What a router refuses while it runs is an error on all ranks that share the experts.
+    not run. Where ranks share the experts, ids that one of them refuses are an error on all, in the first forward.
     """
     with replayed(routers_of(model), experts_of(model), expert_LTK):
         yield

@@ -71,6 +71,8 @@ class LayerCall:
         # A recomputation runs this call's forward again, and something behind it may read what comes of it.
         self.replayed, self.output_read = False, True
         store.dtype = dtype
+        # Whether its forward has read experts that are computed, which may have other values later.
+        self._computed = store.masters.computed
         self._restore = store.take_prefetched(self._pass_number, self.layout, generation)
         # Activation checkpointing runs its forward again. Until then, only experts that were lent are kept, by slot.
         self.runs_again = False
@@ -97,8 +99,8 @@ class LayerCall:
         return self._restore
 
     def restore_ahead(self) -> None:
-        """Starts bringing the experts of this call for its backward, where masters are at hand."""
-        if self.store.masters.at_hand and self._lent is None:
+        """Starts bringing the experts of this call for its backward, where its forward's masters are at hand."""
+        if not self._computed and self._lent is None and self.store.masters.at_hand:
             self.restore()
 
     def wait_for_experts(self) -> RestoredExperts:
@@ -119,7 +121,7 @@ class LayerCall:
         experts.drop_copies()
         if store.reshard_after_forward:
             self.release()
-        elif self.runs_again and store.masters.computed and (own := store.shards.own_rows(self.layout.held_by_rank)):
+        elif self.runs_again and self._computed and (own := store.shards.own_rows(self.layout.held_by_rank)):
             self._lent = {slot: each for slot, each in enumerate(experts.masters) if slot not in own}
             self.release()
 

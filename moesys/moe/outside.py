@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -171,7 +171,7 @@ class OutsideMasters(Masters):
 
     def differentiable(self) -> tuple[Tensor, ...]:
         tensors = self._tensors(self._outside.read())
-        self._computed, self._device = any(tensor.grad_fn is not None for tensor in tensors), tensors[0].device
+        self._computed, self._device = _are_computed(tensors), tensors[0].device
         return tuple(map(local_part, tensors))
 
     def by_part(self, masters: Sequence[Tensor]) -> tuple[Master, ...]:
@@ -189,7 +189,11 @@ class OutsideMasters(Masters):
     @property
     def at_hand(self) -> bool:
         # What is computed may have another value later, so backward uses what its forward has read.
-        return not self._computed and not self._misfit(self._outside.read(), made=False)
+        if self._computed:
+            return False
+        read = self._outside.read()
+        tensors = [tensor for kept in read.values() for tensor in _each(kept)]
+        return not _are_computed(tensors) and not self._misfit(read, made=False)
 
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
         assert self._outside.add_gradients is not None
@@ -237,6 +241,11 @@ class OutsideMasters(Masters):
             if not _each(kept):
                 return f"no tensor of {part.name!r} on this rank; use fewer ranks in a group, or stack experts"
         return ""
+
+
+def _are_computed(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether tensors may be computed anew whenever they are read, with or without gradients."""
+    return not all(isinstance(tensor, nn.Parameter) for tensor in tensors)
 
 
 def _name(function: Any) -> str:

@@ -99,16 +99,17 @@ class QuantileBalancer:
     section 2.3.3 and appendix D of its report): there is no rate, and a few steps balance skewed scores. The quantile
     is read from a histogram of 1000 bins from min(bias) - 1 to max(bias) + 1 for each expert. Tokens are counted in
     integers as for ``update_router_bias``, whose place ``update`` takes. Histograms are not saved: save between steps.
+    Copies of the model, and what is unpickled, have no balancer.
 
     Args:
         model: as in ``update_router_bias``.
         group: all ranks that have a copy of the routers, as in ``update_router_bias``.
         scoring_func: how routers of other libraries make scores of their logits, which come first in their output.
 
-    Raises ValueError for a model without biases; for a router of another library without ``scoring_func``, whose name
-    is neither "gate" nor "router", or whose experts do not count; for a router that chooses all experts, is limited to
-    groups of experts (``topk_group``), or is balanced already; for a bias that ``move_router_bias`` refuses; and for a
-    ``group`` that is missing.
+    Raises ValueError for a model without biases or of torchtitan, which moves them itself; for a router of another
+    library without ``scoring_func``, whose name is neither "gate" nor "router", or whose experts do not count; for a
+    router that chooses all experts, is limited to groups of experts (``topk_group``), or is balanced already; for a
+    bias that ``move_router_bias`` refuses; and for a ``group`` that is missing.
     """
 
     def __init__(
@@ -119,6 +120,12 @@ class QuantileBalancer:
         scoring_func: Literal["sigmoid", "softmax"] | None = None,
     ) -> None:
         require_module(model)
+        if any(type(each).__module__.startswith("torchtitan.") for each in model.modules()):
+            raise ValueError(
+                f"{type(model).__name__} has routers of torchtitan, which QuantileBalancer does not balance: "
+                "torchtitan's optimizers move expert_bias_E after every step; set load_balance_coeff, which is their "
+                "rate, in the model's configuration"
+            )
         if not (biases := _biases(model)):
             raise ValueError(
                 f"{type(model).__name__} has no correction bias that could be moved; declare "
@@ -172,6 +179,20 @@ class QuantileBalancer:
             experts.take_counts()
 
 
+class _Hook:
+    """A hook of a router, which does nothing in copies of the router: they have no balancer."""
+
+    def __init__(self, see: Callable[..., None] | None = None) -> None:
+        self._see = see
+
+    def __call__(self, *given: Any) -> None:
+        if self._see is not None:
+            self._see(*given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
+
+
 class _Histogram:
     """Counts, for each expert of a router, of the biases from which on the tokens of a step choose it, int32 [E x B];
     and of the tokens whose experts were not the best, behind them.
@@ -185,11 +206,12 @@ class _Histogram:
         owner, _, name = path.rpartition(".")
         module, see = model.get_submodule(owner), self._see
         if isinstance(router, Router):
-            router.chooser.register_forward_pre_hook(lambda _, given: see(Tensor.detach, given[0], given[1]))
+            router.chooser.register_forward_pre_hook(_Hook(lambda _, given: see(Tensor.detach, given[0], given[1])))
         else:
             # First, as FSDP's hook takes a bias that is a parameter away.
             scores = SCORES[scoring]
-            router.register_forward_hook(lambda *given: see(scores, given[2][0], getattr(module, name)), prepend=True)
+            hook = _Hook(lambda *given: see(scores, given[2][0], getattr(module, name)))
+            router.register_forward_hook(hook, prepend=True)
         layer.count_scores = self._count
 
     @torch.compiler.disable

@@ -198,14 +198,23 @@ def replayed(
     """Makes routers choose ``expert_LTK`` [L, T, K], a list with one tensor per micro-batch, or a single tensor for a
     single micro-batch. ``experts`` whose planner foresees loads (``Oracle``) learn theirs.
 
-    Raises TypeError and ValueError for ids that cannot be replayed, and at the end if there were too many.
+    Raises TypeError and ValueError for ids that cannot be replayed, and at the end if there were too many. Where ranks
+    share the experts, all of them raise an error, in the first forward.
     """
-    names = [router.name for router in routers]
-    micro_batches = checked(expert_LTK, names, [router.num_experts for router in routers], routers[0].top_k)
+    names, top_k = [router.name for router in routers], routers[0].top_k
+    hooks = _Hooks(shared=any(each.shards.num_ranks > 1 for each in experts))
+    try:
+        micro_batches = checked(expert_LTK, names, [router.num_experts for router in routers], top_k)
+    except (TypeError, ValueError) as error:
+        if not hooks.shared:
+            raise
+        # Other ranks go on to the experts, and foresee as many micro-batches.
+        hooks.refusal = error
+        count = 1 if isinstance(expert_LTK, Tensor | np.ndarray) else len(expert_LTK)
+        micro_batches = [torch.empty(len(names), 0, top_k, dtype=torch.int64)] * count
     foreseeing = _foreseeing(routers, experts)
     for layer, each in foreseeing:
         each.foresee([ids[layer] for ids in micro_batches])
-    hooks = _Hooks(shared=any(each.shards.num_ranks > 1 for each in experts))
     tellers = [_Teller(name, [ids[layer] for ids in micro_batches], hooks) for layer, name in enumerate(names)]
     hooks.handles += [router.hook(teller) for router, teller in zip(routers, tellers, strict=True)]
     try:
@@ -246,7 +255,7 @@ class _Hooks:
     def __init__(self, *, shared: bool) -> None:
         self.handles: list[ForwardHook] = []
         self.new_passes, self.shared = True, shared
-        self.refusal: ValueError | None = None
+        self.refusal: TypeError | ValueError | None = None
         self._holders = 1
 
     def hold_for(self, tape: Tape) -> None:
@@ -276,9 +285,11 @@ class _Teller:
         if not self._hooks.new_passes:
             return live_TK
         try:
+            if self._hooks.refusal is not None:
+                raise self._hooks.refusal
             told_TK = self._told(self._next_at, live_TK)
             self._check_padding(live_TK)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             if not self._hooks.shared:
                 raise
             # Experts that get ids of none raise an error on all ranks that share them.

@@ -452,11 +452,12 @@ class ExpertStore:
             self._prefetched = (layout, pass_number, self.dtype), self.start_restore(layout, self.dtype, generation)
 
     def take_prefetched(self, pass_number: int, layout: ExpertLayout, generation: int) -> Restore | None:
-        """Returns the experts of ``layout`` if those settled were brought ahead for this pass, and forgets them. Late
-        ones set off now: a collective, where there are some.
+        """Returns the experts of ``layout`` if those settled were brought ahead for this pass, which has not computed
+        others since, and forgets them. Late ones set off now: a collective, where there are some.
         """
         restored = None
-        if self._prefetched is not None and self.dtype is not None and self._is_prefetched(pass_number):
+        usable = self._is_prefetched(pass_number) and not self.masters.computed
+        if usable and self._prefetched is not None and self.dtype is not None:
             restored = self._start_late(self._prefetched[1], layout, self.dtype, generation)
         self.drop_prefetched()
         return restored

@@ -14,9 +14,12 @@ import torch
 import torch.distributed as dist
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.moe.masters import local_part
 from moesys.moe.outside import OutsideExperts, Parts
 
 H, F, E, K = 24, 16, 6, 2
@@ -179,8 +182,14 @@ def here(kept: Form, name: str, whole: Tensor, strategy: ms.Strategy, rank: int,
     return whole if dim is None else whole.chunk(num_ranks, dim=1 + dim)[rank]
 
 
-def as_kept(kept: Form, tensors: dict[str, Tensor], strategy: ms.Strategy, rank: int, num_ranks: int) -> Kept:
-    """This rank's leaves."""
+def as_kept(
+    kept: Form, tensors: dict[str, Tensor], strategy: ms.Strategy, rank: int, num_ranks: int, mesh: Any = None
+) -> Kept:
+    """This rank's leaves. ``mesh``: of the ranks over which they are sharded as DTensors, if they are."""
+    if mesh is not None:
+        dim = 0 if isinstance(strategy.sharding, ms.Ep) else 1
+        whole = {name: of.float() for name, of in tensors.items()}
+        return {name: nn.Parameter(distribute_tensor(of, mesh, [Shard(dim)])) for name, of in whole.items()}
     parts = {name: here(kept, name, of, strategy, rank, num_ranks).float().clone() for name, of in tensors.items()}
     if not kept.listed:
         return {name: nn.Parameter(part.contiguous()) for name, part in parts.items()}
@@ -189,18 +198,19 @@ def as_kept(kept: Form, tensors: dict[str, Tensor], strategy: ms.Strategy, rank:
 
 def gradients(leaves: Kept) -> dict[str, Tensor]:
     return {
-        name: torch.stack([each.grad for each in leaf]) if isinstance(leaf, list) else leaf.grad
+        name: torch.stack([each.grad for each in leaf]) if isinstance(leaf, list) else local_part(leaf.grad)
         for name, leaf in leaves.items()
     }
 
 
-def run(name: str, strategy: ms.Strategy) -> dict[str, Tensor]:
+def run(name: str, strategy: ms.Strategy, distributed: bool = False) -> dict[str, Tensor]:
     """Outputs and all gradients of this rank."""
     kept, alone = FORMS[name], not dist.is_initialized()
     rank, R = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-    leaves = as_kept(kept, drawn(kept), strategy, rank, R)
+    mesh = init_device_mesh("cpu", (R,), mesh_dim_names=("ep",)) if distributed else None
+    leaves = as_kept(kept, drawn(kept), strategy, rank, R, mesh)
     outside = OutsideExperts(lambda: kept.read(leaves), **kept.options)
-    experts = ms.Experts(SHAPE, strategy, outside=outside)
+    experts = ms.Experts(SHAPE, strategy, mesh, outside=outside)
     if strategy.balance == ms.Greedy():
         experts.schedule.source = ShufflingPlanner()
     found: dict[str, Tensor] = {}
@@ -234,8 +244,10 @@ def expected(name: str, rank: int, num_ranks: int, strategy: ms.Strategy) -> dic
     return found | {each: here(kept, each, of.grad, strategy, rank, num_ranks) for each, of in tensors.items()}
 
 
-def all_of(name: str, strategies: Sequence[ms.Strategy]) -> list[list[dict[str, Tensor]]]:
-    return [[run(name, strategy.replace(overlap=overlap)) for overlap in OVERLAPS] for strategy in strategies]
+def all_of(name: str, strategies: Sequence[ms.Strategy], distributed: bool = False) -> list[list[dict[str, Tensor]]]:
+    return [
+        [run(name, strategy.replace(overlap=overlap), distributed) for overlap in OVERLAPS] for strategy in strategies
+    ]
 
 
 def assert_right(name: str, by_rank: list[Any], strategies: Sequence[ms.Strategy]) -> None:
@@ -266,6 +278,11 @@ def test_one_rank_computes_what_the_library_defines(name: str) -> None:
 def test_two_ranks_compute_what_the_library_defines(ranks: LocalRanks, name: str) -> None:
     strategies = EP, LENT, FSEP
     assert_right(name, ranks.run(all_of, name, strategies, num_ranks=2, timeout_s=120), strategies)
+
+
+def test_three_parts_may_be_dtensors(ranks: LocalRanks) -> None:
+    name, strategies = "torchtitan and AutoEP", (EP, LENT, FSEP)
+    assert_right(name, ranks.run(all_of, name, strategies, True, num_ranks=2, timeout_s=120), strategies)
 
 
 # --- gradients that are kept elsewhere ----------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -328,6 +331,20 @@ def test_a_step_without_tokens_leaves_biases_as_they_are() -> None:
     layer(x_TH[:0])
     balancer.update()
     assert torch.equal(bias_E, torch.linspace(0, 1, 16))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_no_balancer_and_counts_nothing(copied: Callable[[nn.Module], nn.Module]) -> None:
+    layer, x_TH = skewed_layer()
+    balancer = ms.QuantileBalancer(layer)
+    other = copied(layer)
+    other(x_TH)
+    ms.QuantileBalancer(other)
+    (histogram,) = balancer._histograms.values()
+    assert histogram._seen is None
+    assert histogram.counted.sum() == 0
+    layer(x_TH)
+    assert histogram.counted[:BINS].sum() == len(x_TH)
 
 
 def test_routers_that_quantiles_cannot_balance_are_refused() -> None:

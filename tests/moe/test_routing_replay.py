@@ -291,30 +291,51 @@ def test_ranks_with_different_tokens_replay_their_own(ranks: LocalRanks) -> None
     assert all(torch.equal(a, b) for a, b in zip(by_rank[0]["counted"], wanted_LE, strict=True))
 
 
-def message_of_replay(fault: str) -> str:
+def message_of_replay(fault: str, strategy: ms.Strategy) -> str:
     """Returns the error of ids of which those of rank 1 alone cannot be replayed. Then ranks go on together."""
-    rank, model = dist.get_rank(), stack(SHAPES["sigmoid in groups"], FSEP)
+    rank, model = dist.get_rank(), stack(SHAPES["sigmoid in groups"], strategy)
     ids = other_experts(rank)
-    if rank == 1 and fault == "padding":
-        ids[0, 4] = -1
-    elif rank == 1:
-        ids = ids[:, 1:]
-    with pytest.raises(ValueError, match="expert_") as error, ms.replay_routing(model, ids):
+    if rank == 1:
+        ids = FAULTS[fault](ids)
+    with pytest.raises((TypeError, ValueError), match="expert_") as error, ms.replay_routing(model, [ids]):
         model(tokens(rank))
-    model(tokens(rank)).sum().backward()
+    with ms.replay_routing(model, other_experts(rank)):
+        model(tokens(rank)).sum().backward()
     return str(error.value)
 
 
+def replaced(ids: Tensor, place: Any, value: int | Tensor) -> Tensor:
+    ids[place] = value
+    return ids
+
+
+FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "padding": lambda ids: replaced(ids, (0, 4), -1),
+    "tokens": lambda ids: ids[:, 1:],
+    "outside": lambda ids: replaced(ids, (1, 4, 2), E),
+    "twice": lambda ids: replaced(ids, (1, 4), torch.tensor([0, 1, 0])),
+    "layers": lambda ids: ids[:1],
+    "dtype": lambda ids: ids.float(),
+}
+
+
+@pytest.mark.parametrize("predictor", [ms.Last(), ms.Oracle()], ids=lambda predictor: predictor.kind)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("padding", "has -1 for token 4 in micro-batch 0"),
-        ("tokens", "has 18 tokens in micro-batch 0, but moe.0.router"),
+        ("padding", " has -1 for token 4 in micro-batch 0"),
+        ("tokens", " has 18 tokens in micro-batch 0, but moe.0.router"),
+        ("outside", "[0][1, 4] has 8; moe.1.router has experts 0 to 7"),
+        ("twice", "[0][1, 4] has expert 0 twice, in [0, 1, 0]"),
+        ("layers", "[0] has shape (1, 19, 3); wanted [L, T, K]"),
+        ("dtype", "[0] has dtype torch.float32"),
     ],
 )
-def test_ids_that_one_rank_cannot_replay_are_an_error_on_all(ranks: LocalRanks, fault: str, message: str) -> None:
-    others, own = ranks.run(message_of_replay, fault, num_ranks=2, timeout_s=60.0)
-    assert own.startswith(f"expert_LTK {message}")
+def test_ids_that_one_rank_cannot_replay_are_an_error_on_all(
+    ranks: LocalRanks, fault: str, message: str, predictor: ms.Last | ms.Oracle
+) -> None:
+    others, own = ranks.run(message_of_replay, fault, FSEP.replace(predictor=predictor), num_ranks=2, timeout_s=60.0)
+    assert own.startswith(f"expert_LTK{message}")
     assert others.startswith("expert_TK of rank 1 has the id -1, and the 8 experts of layer 0 have ids from 0 to 7")
 
 

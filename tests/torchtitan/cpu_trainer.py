@@ -10,9 +10,11 @@ import importlib
 import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,12 +35,28 @@ from benchmarks.harness.cpu_torchtitan import (
 import torchtitan.distributed.utils as distributed  # isort: skip
 import torchtitan.trainer  # isort: skip
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.config import ConfigManager
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.config.override import OverrideConfig, derive, parse_cli_imports
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.moe import GroupedExperts, MoE
 
 from moesys.moe.experts import experts_of
+
+
+@contextlib.contextmanager
+def experts_in_float64() -> Iterator[None]:
+    """Makes torchtitan's experts compute in float64, which torch's grouped product does not take."""
+
+    def grouped_mm(_: Any, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        rows = A[: offs[-1]].tensor_split(offs[:-1].cpu().long())
+        return torch.cat([*map(torch.matmul, rows, B_t), A[offs[-1] :].new_zeros(len(A) - offs[-1], B_t.shape[-1])])
+
+    with patch.object(Tensor, "bfloat16", Tensor.double), patch.object(GroupedExperts, "_grouped_mm", grouped_mm):
+        yield
+
+
+# What torchtitan's experts, which turn all that they multiply into bfloat16, compute in, by the dtype of a run.
+EXPERTS_IN = {"bfloat16": contextlib.nullcontext, "float32": experts_in_float32, "float64": experts_in_float64}
 
 
 def config_of(run: Run) -> Any:
@@ -62,7 +80,11 @@ def config_of(run: Run) -> Any:
     on_cpu(config, run.sequences, 16)
     config.optimizer = default_adamw(lr=3e-3, eps=run.eps)
     training = config.training
-    training.steps = run.steps
+    training.steps, training.mixed_precision_param = run.steps, run.dtype
+    if run.dtype == "float64":
+        # torchtitan has no name for it.
+        TORCH_DTYPE_MAP["float64"] = torch.float64
+        training.mixed_precision_reduce = "float64"
     training.global_batch_size = run.accumulate * training.local_batch_size * dist.get_world_size()
     config.checkpoint.interval = 3
     config.dump_folder = run.folder or "."
@@ -124,9 +146,8 @@ def train(run: Run) -> Trained:
     torchtitan.trainer.dist_utils.clip_grad_norm_, trainer.metrics_processor.log = clip_and_keep, log_and_keep
     # Rank 0 would wait 2 s for the others.
     torchtitan.trainer.time = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
-    half = trainer.config.training.mixed_precision_param == "bfloat16"
     try:
-        with contextlib.nullcontext() if half else experts_in_float32():
+        with EXPERTS_IN[run.dtype]():
             trainer.train()
     finally:
         torchtitan.trainer.dist_utils.clip_grad_norm_ = clip
@@ -180,6 +201,16 @@ def message_for_packed_experts() -> str:
     config.inner_experts = derive(config.inner_experts, PackedExperts.Config)
     try:
         experts(config, strategy={"name": "ep"})
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def message_for_quantiles() -> str:
+    import moesys as ms
+
+    try:
+        ms.QuantileBalancer(_small_qwen3({}).layers[0].moe.build())
     except ValueError as error:
         return str(error)
     return "no error"

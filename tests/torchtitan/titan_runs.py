@@ -39,8 +39,9 @@ class Run:
 
     overrides: as on the command line; none are torchtitan's own experts. model: the name of its folder in
     ``torchtitan.models``. sizes: of its layers, where they differ from the small ones. settings: of torchtitan's
-    configuration, by path. eps: of Adam. folder: where checkpoints are, or None without. forced: other runs by rank,
-    whose choices of experts take the place of the router's. command: torchtitan's, instead of a configuration of ours.
+    configuration, by path. dtype: of products. eps: of Adam. folder: where checkpoints are, or None without. forced:
+    other runs by rank, whose choices of experts take the place of the router's. command: torchtitan's, instead of a
+    configuration of ours.
     """
 
     overrides: tuple[str, ...] = ()
@@ -48,6 +49,7 @@ class Run:
     steps: int = 6
     accumulate: int = 1
     sequences: int = 2
+    dtype: str = "float32"
     eps: float = 1e-8
     folder: str | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
@@ -88,6 +90,12 @@ def message_for_packed_experts() -> str:
     import cpu_trainer
 
     return cpu_trainer.message_for_packed_experts()
+
+
+def message_for_quantiles() -> str:
+    import cpu_trainer
+
+    return cpu_trainer.message_for_quantiles()
 
 
 def train_in(folder: str, run: Run) -> Trained:
