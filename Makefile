@@ -4,21 +4,32 @@ PYTHON ?= python3
 # Files of tests that run at once: many wait for ranks, so that two fill two cores. mypy has as many processes.
 WORKERS ?= 2
 # Files in their order, as those of many tests first would leave long ones of a single test for the end.
-PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 --ignore $(GOLDEN)
+GOLDEN := tests/golden/test_golden.py
 BIN := .venv/bin
+# Dozens of processes import moesys and its tests: byte code is kept, also where the environment says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all hosts newest lint aot docs
+.PHONY: demo test test-all golden collected hosts newest lint aot docs
 
 demo: .venv/installed
 	$(BIN)/python -m moesys demo
 
-# The first command compiles the loops of planners and simulators, which ranks and workers would otherwise compile side by side.
-test: lint hosts .venv/oldest-triton
-	$(BIN)/pytest -q -n $(WORKERS) tests/golden/test_golden.py
-	$(PYTEST) --ignore tests/golden/test_golden.py
+# First, side by side, what would leave cores idle one after the other.
+test: .venv/installed
+	$(MAKE) -j lint hosts golden collected .venv/oldest-triton
+	$(PYTEST)
+
+# Compiles the loops of planners and simulators, which ranks and workers would otherwise compile side by side.
+golden: .venv/installed
+	$(BIN)/pytest --timeout 1200 $(GOLDEN)
+
+# Makes byte code of tests, as each worker would otherwise. What cannot be collected, the tests themselves say.
+collected: hosts
+	-$(BIN)/pytest --collect-only -qq >/dev/null
 
 # Slow cases too, and with MOESYS_SWEEP more of what is drawn. GPU checks are a run of their own: pytest -m gpu tests/gpu.
-test-all: lint hosts aot
+test-all: lint hosts golden aot
 	MOESYS_SWEEP=1 $(PYTEST) -m "not gpu"
 
 lint: .venv/installed
@@ -44,12 +55,13 @@ newest: hosts
 docs: .venv/docs-installed
 	$(BIN)/mkdocs build --strict
 
-# torch first: the range in pyproject.toml would choose a CUDA build of several gigabytes.
+# torch first: the range in pyproject.toml would choose a CUDA build of several gigabytes. All cores make byte code, of
+# seven million lines; pip would with one. Some files are for other Pythons.
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install '$(TORCH)'
-	$(BIN)/pip install -e '.[test]'
-	$(BIN)/python -c 'from moesys.balance.planners import warm_up; warm_up()'
+	$(BIN)/pip install --no-compile '$(TORCH)'
+	$(BIN)/pip install --no-compile -e '.[test]'
+	-$(BIN)/python -m compileall -qq -j 0 .venv/lib
 	touch $@
 
 # The oldest Triton that moesys runs on, torch 2.11's: it stands aside, and is only asked to compile.

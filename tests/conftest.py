@@ -138,6 +138,15 @@ def _preloaded_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def refusal(fn: Callable[..., object], *arguments: Any) -> str:
+    """Returns what a rank is told where all are refused: ranks that raised would end, and others start, in seconds."""
+    try:
+        fn(*arguments)
+    except ValueError as error:
+        return str(error)
+    return "it was not refused"
+
+
 def set_up_rank() -> None:
     fill_new_memory()
     quicken_interpreter()

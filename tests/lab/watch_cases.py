@@ -1,12 +1,17 @@
-"""Folders of watched trainings, written line by line as ``Watch`` does."""
+"""Folders of watched trainings, written line by line as ``Watch`` does; and what holds for every page."""
 
 from __future__ import annotations
 
+import re
+import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Sequence
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from moesys.lab.show import pages
 from moesys.step_lines import EventLine, LayerLine, StepLine, step_file, step_journal
 
 NUM_EXPERTS = 4
@@ -63,3 +68,33 @@ def write_lines(folder: Path, lines: Iterable[StepLine], rank: int = 0) -> Path:
     for line in lines:
         journal.append(line, sync=False)
     return journal.path
+
+
+class WellFormed(HTMLParser):
+    """Raises where a tag is closed that is not open; what is left open stays in ``open``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def assert_whole_and_alone(page: str) -> None:
+    """Well-formed, and nothing in it comes from elsewhere."""
+    parser = WellFormed()
+    parser.feed(re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL))
+    parser.close()
+    assert parser.open == []
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ET.fromstring(svg)
+    # The names of XML's vocabularies are no addresses, and figures refer only to their own parts and pixels.
+    text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page).replace(pages._SORT, "")
+    assert not re.search(r"https?:|\bsrc=|@import|<script|\bnan\b|\binf\b", text)
+    assert all(of.startswith(("#", "data:image/png;base64,")) for of in re.findall(r'href="([^"]*)"', text))
+    assert all(of.startswith("#") for of in re.findall(r"url\(([^)]*)\)", text))

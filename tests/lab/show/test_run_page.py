@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from lab_cases import EP, FSEP, FSEP_WIDE, experiment, moesys, records
-from test_watch_page import HINT, assert_whole_and_alone, section
-from watch_cases import write_run
+from test_watch_page import HINT, section
+from watch_cases import assert_whole_and_alone, write_run
 
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated

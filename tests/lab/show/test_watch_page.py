@@ -7,10 +7,8 @@ import math
 import re
 import shutil
 import subprocess
-import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
-from watch_cases import layer_line, step_line, write_lines, write_run
+from watch_cases import assert_whole_and_alone, layer_line, step_line, write_lines, write_run
 
 from moesys.__main__ import app
 from moesys.lab.runs.watched_run import read_watched_run
@@ -42,36 +40,6 @@ def section(page: str, title: str) -> str:
 
 def page_of(folder: Path) -> str:
     return watch_page(read_watched_run(folder))
-
-
-class WellFormed(HTMLParser):
-    """Raises where a tag is closed that is not open; what is left open stays in ``open``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: Any) -> None:
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def assert_whole_and_alone(page: str) -> None:
-    """Well-formed, and nothing in it comes from elsewhere."""
-    parser = WellFormed()
-    parser.feed(re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL))
-    parser.close()
-    assert parser.open == []
-    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
-        ET.fromstring(svg)
-    # The names of XML's vocabularies are no addresses, and figures refer only to their own parts and pixels.
-    text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page).replace(pages._SORT, "")
-    assert not re.search(r"https?:|\bsrc=|@import|<script|\bnan\b|\binf\b", text)
-    assert all(of.startswith(("#", "data:image/png;base64,")) for of in re.findall(r'href="([^"]*)"', text))
-    assert all(of.startswith("#") for of in re.findall(r"url\(([^)]*)\)", text))
 
 
 @pytest.fixture
