@@ -175,7 +175,8 @@ class DrawnSequence:
         step_S, rng = np.arange(micro_batches), np.random.default_rng((self.seed, self.index, 1))
         draws, turn_S = [draw], np.zeros_like(step_S)
         if routing == "bursts":
-            draws, turn_S = [draw, draw.replace(skew=self.burst_skew)], rng.random(micro_batches) < BURST_SHARE
+            draws = [draw, draw.replace(skew=self.burst_skew)]
+            turn_S = (rng.random(micro_batches) < BURST_SHARE).astype(np.int64)
         elif routing == "domains":
             draws, turn_S = [draw] * DOMAINS, step_S // self.domain_batches % DOMAINS
         seeds = rng.integers(2**32, size=len(draws)).tolist()
@@ -183,7 +184,7 @@ class DrawnSequence:
             generate(one, sources, model.num_experts, model.top_k, seed) for one, seed in zip(draws, seeds, strict=True)
         ]
         tokens_DSRE = np.stack([trace.tokens_SLRE[:, 0] for trace in traces])
-        tokens_SRE: IntArray = tokens_DSRE[turn_S.astype(int), step_S]
+        tokens_SRE: IntArray = tokens_DSRE[turn_S, step_S]
         return tokens_SRE[:, list(cluster.node_of_rank)] if by_node else tokens_SRE
 
 
@@ -285,11 +286,11 @@ class SequenceRatio:
     planning_ms: dict[str, float]
 
     @property
-    def number(self) -> Annotated[int, Column("sequence", kept=True)]:
+    def number(self) -> Annotated[int, Column("sequence", after="sequence", kept=True)]:
         return self.sequence.index
 
     @property
-    def settings(self) -> Annotated[str, Column("settings", wraps=True, kept=True)]:
+    def settings(self) -> Annotated[str, Column("settings", after="number", wraps=True, kept=True)]:
         return self.sequence.words
 
 
@@ -306,9 +307,9 @@ class RatioSummary:
     worst_bar: Annotated[float, Column("bar", ".2f")]
     slower: Annotated[float, Column(f"above {SLOWER} %", ".1f", 100, kept=True)]
     slower_bar: Annotated[float, Column("bar", ".0f", 100)]
-    oracle: Annotated[float, Column("oracle's median", ".3f")]
-    greedy_ms: Annotated[float, Column("a plan of greedy, ms", ".2f")]
-    laer_ms: Annotated[float, Column("of laer, ms", ".2f")]
+    oracle: Annotated[float, Column("oracle", ".3f")]
+    greedy_ms: Annotated[float, Column("greedy's plan, ms", ".2f")]
+    laer_ms: Annotated[float, Column("laer's, ms", ".2f")]
 
 
 def all_scores(
@@ -388,8 +389,8 @@ def bench_planners(
         f"{NOT_SCORED} are not scored. With drift: also bursts, and domains in turn.",
         "Ratio: the seconds of Greedy over those of the best of Static, LAER, EPLB and FlexMoE, each with the best of "
         "three predictors in hindsight, with the same slots, lag and sharding.",
-        "Oracle: Greedy without history that plans on the load that it will serve.",
-        f"A plan: of one layer, processor time, measured on {machine_line(1, ('numpy', 'numba'))}.",
+        "Oracle: the median of Greedy without history that plans on the load that it will serve.",
+        f"Plan: of one layer, processor time, measured on {machine_line(1, ('numpy', 'numba'))}.",
     ]
     sheets = [
         Sheet(title, [summary(found, moves) for moves in sorted({one.sequence.moves for one in found})], notes),
