@@ -59,7 +59,7 @@ class UltraEp(QuotaPlanner):
         rows = (
             row
             for expert in range(load.num_experts)
-            for row in _by_source(expert, load.tokens_RE[:, expert].tolist(), quota_RE[:, expert].tolist())
+            for row in _by_source(expert, load.tokens_RE[:, expert], quota_RE[:, expert])
         )
         return borrowed_plan(problem, quota_RE, rows)
 
@@ -131,17 +131,13 @@ class _Domain:
         return moves
 
 
-def _by_source(expert: int, tokens_R: list[int], quota_R: list[int]) -> Iterator[Row]:
-    kept_R = [min(tokens, quota) for tokens, quota in zip(tokens_R, quota_R, strict=True)]
-    room_R = [quota - kept for quota, kept in zip(quota_R, kept_R, strict=True)]
-    total = sum(room_R)
-    for source, (tokens, kept) in enumerate(zip(tokens_R, kept_R, strict=True)):
-        yield source, expert, source, kept
-        rest = tokens - kept
-        if not rest:
-            continue
-        shares = [divmod(rest * room, total) for room in room_R]
-        left = rest - sum(floor for floor, _ in shares)
-        largest = sorted(range(len(shares)), key=lambda rank: -shares[rank][1])[:left]
-        for rank, (floor, _) in enumerate(shares):
-            yield source, expert, rank, floor + (rank in largest)
+def _by_source(expert: int, tokens_R: IntArray, quota_R: IntArray) -> Iterator[Row]:
+    kept_R = np.minimum(tokens_R, quota_R)
+    rest_R, room_R = tokens_R - kept_R, quota_R - kept_R
+    sent_RR, remainder_RR = np.divmod(rest_R[:, None] * room_R, max(int(room_R.sum()), 1))
+    largest_first_RR = np.argsort(-remainder_RR, axis=1, kind="stable")
+    left_R = rest_R - sent_RR.sum(axis=1)
+    sent_RR += np.argsort(largest_first_RR, axis=1) < left_R[:, None]
+    np.fill_diagonal(sent_RR, sent_RR.diagonal() + kept_R)
+    for source, rank in np.argwhere(sent_RR).tolist():
+        yield source, expert, rank, int(sent_RR[source, rank])

@@ -16,7 +16,7 @@ import typer
 
 from moesys.config import Balance, ModelShape, ModelSpec, Split
 from moesys.config.layer_spec import MoeMlp
-from moesys.lab.commands.options import CLUSTER_HELP, AsJson, Quiet, Wide, model_names_known, refusing
+from moesys.lab.commands.options import CLUSTER_HELP, AsJson, Jobs, Quiet, Wide, model_names_known, refusing
 from moesys.lab.leaderboard.planners import GROUPS, PlannerGroup, named_planner
 from moesys.lab.leaderboard.ranking import HTML_PAGE, PAGE, RATIO_NOTE, write_pages
 from moesys.lab.leaderboard.scores import FILE, PlannerResult, results
@@ -66,7 +66,7 @@ def leaderboard_command(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Workload of the table in docs/planners.md, or all (default: the first eight); may be repeated.",
+            help="Workload of the table in docs/planners.md (default: all of them); may be repeated.",
         ),
     ] = None,
     trace: Annotated[
@@ -110,6 +110,7 @@ def leaderboard_command(
             help="Check that planners run, in two settings (Mixtral-8x7B on 2 x 8 H100 by default). It is no ranking.",
         ),
     ] = False,
+    jobs: Jobs = None,
 ) -> int:
     """Scores the planners of which ``out`` has no results, writes the pages there and prints the rankings.
 
@@ -131,7 +132,7 @@ def leaderboard_command(
         warm_up=warm_up,
     )
     out.mkdir(parents=True, exist_ok=True)
-    found = results(scored_in, groups, seeds, out, quiet=quiet)
+    found = results(scored_in, groups, seeds, out, jobs=jobs, quiet=quiet)
     report = write_pages(out, scored_in, groups, found, _introduction(_command(ctx), seeds, lag, warm_up), added)
     if quick and not traces_only:
         where = "; ".join(one.name for one in scored_in)
@@ -171,9 +172,9 @@ def _introduction(command: str, seeds: int, lag: int, warm_up: int) -> list[str]
     return [
         f"`{command}`; `docs/planners.md` has the rules.",
         f"Forward and backward of a layer without overlap (`Sequential`), {TOKENS_PER_RANK:,} tokens per rank, "
-        f"simulated; {seeds} seeds. Planners see {warm_up} micro-batches and are scored on the next "
-        f"{SCORED}. All planners of a group have the same slots, lag, predictor and sharding. Layouts from history are "
-        f"planned on micro-batches up to the one that is {lag} before the scored one.",
+        f"simulated; {seeds} seeds. Planners see {warm_up} micro-batches and are scored on up to {SCORED} after them. "
+        "All planners of a group have the same slots, lag, predictor and sharding. Layouts from history are planned on "
+        f"micro-batches up to the one that is {lag} before the scored one.",
         f"{RATIO_NOTE[0].upper()}{RATIO_NOTE[1:]}",
         "Ratios are geometric means over the settings of a workload, then over workloads. The 95 % interval is "
         "Student's over seeds, which are draws, or layers and parts of a recording. A planner that cannot handle some "

@@ -1,7 +1,7 @@
 """Scores planners in one setting: simulated seconds, balance and more on micro-batches that the planners have not seen.
 
 Layouts follow from history as in training, micro-batch by micro-batch; with ``lag=0`` they are planned on the counts.
-Results are kept as one line of JSON per planner, setting and seed, so that a crash loses one at most.
+Results are kept as one line of JSON per planner, setting and seed, and a crash loses those that are being scored.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import as_completed
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
@@ -27,6 +29,7 @@ from moesys.journal import Journal
 from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
 from moesys.lab.leaderboard.workloads import SCORED, RoutingSetting
 from moesys.lab.runs.environment import source_digest
+from moesys.lab.runs.places import num_workers, simulating_workers
 from moesys.lab.show.progress import steps_told
 from moesys.layout import ExpertLayout, owner_of_experts
 from moesys.limits import rank_memory
@@ -212,35 +215,70 @@ def results(
     num_samples: int,
     folder: Path,
     *,
+    jobs: int | None = 1,
     quiet: bool = False,
 ) -> list[PlannerResult]:
-    """Returns the results of all planners in all settings, and scores those that ``folder`` has no line of. It goes
-    sample by sample, so that an unfinished leaderboard has all settings.
+    """Returns the results of all planners in all settings, and scores those that ``folder`` has no line of, on ``jobs``
+    processes. It goes sample by sample, so that an unfinished leaderboard has all settings.
 
     Raises ValueError, before anything is scored, for a sample that a trace does not have, and if another process
     writes into the folder.
     """
     with FolderLock(folder) as lock:
         journal = replace(result_journal(folder), lock=lock)
-        known, found = {result.key: result for result in journal.read()}, []
+        known = {result.key: result for result in journal.read()}
         if known and not quiet:
             print(f"{folder} has {counted(len(known), 'result')} already, which are not scored again.", file=sys.stderr)
-        rounds = [(one, sample, _digest(one, sample)) for sample in range(num_samples) for one in settings]
-        with steps_told("leaderboard", len(rounds), quiet) as tell:
-            for setting, sample, routing in rounds:
-                tell(f"{setting.name}, seed {sample}")
-                names = setting.routing.name, setting.model_name, setting.cluster_name
+        wanted: list[str] = []
+        tasks: list[_Task] = []
+        for sample in range(num_samples):
+            for setting in settings:
+                routing = _digest(setting, sample)
                 for group in groups:
-                    slots = group.slots(setting.model, setting.cluster)
                     keys = {pair: _key(setting, group, pair, routing) for pair in group.pairs}
-                    for balance in dict.fromkeys(pair.balance for pair in group.pairs):
-                        missing = [pair for pair in keys if pair.balance == balance and keys[pair] not in known]
-                        for pair, scores in score(setting, group, missing, sample) if missing else ():
-                            result = PlannerResult(keys[pair], group.name, *names, slots, pair.name, sample, scores)
-                            journal.append(result)
-                            known[result.key] = result
-                    found += [known[key] for key in keys.values()]
-    return found
+                    wanted += keys.values()
+                    missing = [pair for pair, key in keys.items() if key not in known]
+                    for balance in dict.fromkeys(pair.balance for pair in missing):
+                        its = {pair: keys[pair] for pair in missing if pair.balance == balance}
+                        tasks.append(_Task(setting, group, sample, its))
+        with steps_told("leaderboard", len(tasks), quiet) as tell, closing(_scored_tasks(tasks, jobs)) as scored:
+            for task, found in scored:
+                tell(f"{task.setting.name}, seed {task.sample}, {found[0].planner.split(' + ')[0]}")
+                for result in found:
+                    journal.append(result)
+                    known[result.key] = result
+    return [known[key] for key in wanted]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What one process scores at a time: pairs of a group that share their layout planner, each with its key."""
+
+    setting: RoutingSetting
+    group: PlannerGroup
+    sample: int
+    keys: dict[PlannerPair, str]
+
+    def results(self) -> list[PlannerResult]:
+        setting, group, sample = self.setting, self.group, self.sample
+        names = setting.routing.name, setting.model_name, setting.cluster_name
+        slots = group.slots(setting.model, setting.cluster)
+        return [
+            PlannerResult(self.keys[pair], group.name, *names, slots, pair.name, sample, scores)
+            for pair, scores in score(setting, group, list(self.keys), sample)
+        ]
+
+
+def _scored_tasks(tasks: Sequence[_Task], jobs: int | None) -> Iterator[tuple[_Task, list[PlannerResult]]]:
+    """Yields each task with its results. Workers take over after the first seconds, and yield those that are done."""
+    workers, left = simulating_workers(num_workers(jobs), lambda: None), list(tasks)
+    with closing(workers):
+        while left and (workers.num_workers == 1 or not workers.are_due):
+            task = left.pop(0)
+            yield task, task.results()
+        answers = {workers.submit(_Task.results, task): task for task in left}
+        for answer in as_completed(answers):
+            yield answers[answer], answer.result()
 
 
 def result_journal(folder: Path) -> Journal[PlannerResult]:

@@ -20,7 +20,7 @@ from moesys.layout import owner_of_experts
 from moesys.load import IntArray, balanced_tokens
 from moesys.traces import FloatArray, Trace, draw_counts, generate, load_trace
 
-WARM_UP, SCORED = 3, 3
+WARM_UP, SCORED = 4, 28
 TOKENS_PER_RANK = 8192
 
 MODELS = {
@@ -37,7 +37,7 @@ CLUSTERS = {
     "4 x 8 H100, NICs of a tenth": presets.h100(4).replace(inter_node_gb_per_s=36.0),
     "72 GB200, a rack": presets.gb200(18),
 }
-_RECORDED_ON = ("2 x 8 H100", "4 x 8 H100")
+_RECORDED_ON = ("2 x 8 H100",)
 _GENERATED_ON = (
     ("Mixtral-8x7B", "2 x 8 H100"),
     ("Qwen3-30B-A3B", "2 x 8 H100"),
@@ -50,23 +50,21 @@ _ON_A_RACK = ("DeepSeek-V3", "72 GB200, a rack")
 _QUICK = ("skewed", "bursts")
 # One NVLink domain, for which UltraEP publishes its share of forced balance, and two.
 _FURTHER_ON = (("Qwen3-30B-A3B", "8 H100"), ("Qwen3-30B-A3B", "2 x 8 H100"))
-_BY_DEFAULT = ("deepseek-v3, recorded", "olmoe, recorded", "qwen3-moe, recorded")
-ALL = "all"
 
 
 @dataclass(frozen=True)
 class GeneratedRouting:
     """Routing that is drawn, a pure function of the sample; ``about`` is a sentence for the page.
 
-    The s-th micro-batch is that of the draw ``turns[s]``; a longer warm-up goes through the turns again. With
-    ``by_node``, all ranks of a node want the same. With ``prompts``, each micro-batch has so many prompts, each of a
-    draw that is chosen at random and for as many ranks as another, one after the other.
+    Micro-batches take the draws ``turns`` in turn; a longer warm-up takes earlier turns. With ``by_node``, all ranks of
+    a node want the same. With ``prompts``, each micro-batch has so many prompts, each for as many ranks as another, one
+    after the other, and each of one of the ``turns``, chosen at random.
     """
 
     name: str
     about: str
     draws: tuple[Generated, ...]
-    turns: tuple[int, ...] = (0,) * (WARM_UP + SCORED)
+    turns: tuple[int, ...] = (0,)
     by_node: bool = False
     prompts: int = 0
 
@@ -77,12 +75,12 @@ class GeneratedRouting:
             generate(draw, sources, model.num_experts, model.top_k, seed) for seed, draw in enumerate(draws, first)
         ]
         step_S, source_R = np.arange(warm_up + SCORED), np.arange(sources)
-        turn_SR = np.array(self.turns)[(step_S - warm_up + WARM_UP) % len(self.turns), None]
+        turn_SR = (step_S[:, None] - warm_up + WARM_UP) % len(self.turns)
         if prompts := min(self.prompts, sources):
             rng = np.random.default_rng(sample)
-            turn_SR = rng.integers(len(draws), size=(len(step_S), prompts))[:, source_R * prompts // sources]
+            turn_SR = rng.integers(len(self.turns), size=(len(step_S), prompts))[:, source_R * prompts // sources]
         tokens_DSRE = np.stack([trace.tokens_SLRE[:, 0] for trace in traces])
-        tokens_SRE = tokens_DSRE[turn_SR, step_S[:, None], source_R]
+        tokens_SRE = tokens_DSRE[np.array(self.turns)[turn_SR], step_S[:, None], source_R]
         return tokens_SRE[:, list(cluster.node_of_rank)] if self.by_node else tokens_SRE
 
 
@@ -145,10 +143,11 @@ def _ragged(rng: np.random.Generator, num_ranks: int) -> IntArray:
 
 @dataclass(frozen=True)
 class RecordedRouting:
-    """A trace, scaled to as many tokens per rank as generated routing has. A sample is a layer; further samples are
-    later micro-batches.
+    """A trace, scaled to as many tokens per rank as generated routing has.
 
-    A cluster with fewer ranks than the trace gets the first of them; for one with more ranks the trace is folded.
+    For a cluster with more ranks than the trace has, the trace is folded. For one with fewer, it has several groups of
+    as many ranks. A sample is a layer of a group, and further samples are later micro-batches. A short trace has fewer
+    than ``SCORED`` micro-batches to score.
     """
 
     name: str
@@ -163,16 +162,20 @@ class RecordedRouting:
         R, trace = cluster.num_ranks, self.trace
         if trace.num_ranks < R:
             trace = trace.fold(R)
-        window, layer = divmod(sample, trace.num_layers)
+        groups = trace.num_ranks // R
+        num_scored = min(SCORED, max(trace.num_micro_batches - warm_up, 1))
         # Parts of a layer have no scored micro-batch in common.
-        if window >= (trace.num_micro_batches - warm_up) // SCORED:
+        num_windows = max(trace.num_micro_batches - warm_up, 0) // num_scored
+        if sample >= (most := num_windows * groups * trace.num_layers):
             raise ValueError(
-                f"seeds={sample + 1} is more than {self.name} has on {R} ranks: {trace.num_layers} layers of "
-                f"{trace.num_micro_batches} micro-batches, and a seed takes {SCORED} of a layer after {warm_up}; use "
-                "fewer seeds"
+                f"seeds={sample + 1} is more than the {most} that {self.name} has on {R} ranks: {trace.num_layers} "
+                f"layers of {trace.num_micro_batches} micro-batches and {groups * R} ranks, and a seed takes up to "
+                f"{SCORED} after {warm_up}; use fewer seeds, or record more micro-batches"
             )
-        first = window * SCORED
-        return trace.scaled(TOKENS_PER_RANK).tokens_SLRE[first : first + warm_up + SCORED, layer, :R]
+        window, sample = divmod(sample, groups * trace.num_layers)
+        group, layer = divmod(sample, trace.num_layers)
+        first, ranks = window * SCORED, slice(group * R, group * R + R)
+        return trace.scaled(TOKENS_PER_RANK).tokens_SLRE[first : first + warm_up + num_scored, layer, ranks]
 
 
 Routing = GeneratedRouting | ImbalanceRouting | RecordedRouting
@@ -207,9 +210,10 @@ GENERATED = (
     GeneratedRouting("node-local", "every node has its own hot experts", (_draw(skew=0.5, spread=1.0),), by_node=True),
     GeneratedRouting(
         "bursts",
-        "nearly even, but in two of six micro-batches other experts are suddenly hot",
+        "nearly even, but in a third of the micro-batches, at random, other experts are suddenly hot",
         (_draw(skew=0.4), _draw(skew=1.5)),
-        turns=(0, 1, 0, 0, 1, 0),
+        turns=(0, 0, 1),
+        prompts=1,
     ),
     GeneratedRouting(
         "prompts by domain",
@@ -219,7 +223,7 @@ GENERATED = (
         turns=(0, 0, 1, 1, 2, 2),
     ),
 )
-# Workloads that are scored only where they are chosen, so that the default takes no longer.
+# Workloads of single parts of imbalance, and of short prompts, which two settings show.
 FURTHER = (
     ImbalanceRouting("W0 balanced", "every expert has the same tokens of every rank"),
     ImbalanceRouting("W1 hot expert set", "a quarter of the experts is hot, always the same and anywhere"),
@@ -238,6 +242,7 @@ FURTHER = (
         "as in reinforcement learning: every micro-batch has samples of 16 new prompts, each in one of 8 domains with "
         "its own hot experts",
         tuple(_draw(skew=1.2, drift=0.02, concentration=300.0) for _ in range(8)),
+        turns=tuple(range(8)),
         prompts=16,
     ),
 )
@@ -276,8 +281,7 @@ def settings(
 
     ``given`` are traces besides the leaderboard's own workloads, or with ``traces_only`` in their place. ``models`` and
     ``clusters``, by name, replace the leaderboard's own unless they are empty. ``workloads``: names of some of the own
-    ones, or ``ALL``, instead of those that are scored by default. ``quick`` takes generated ones in one setting each,
-    by default two of them.
+    ones, instead of all. ``quick`` takes generated ones in one setting each, by default two of them.
 
     Raises ValueError for a trace whose number of experts or top-k fits no model, for two traces of one name, and for
     the name of no workload.
@@ -318,14 +322,12 @@ def settings(
 
 
 def _chosen(workloads: Sequence[str], quick: bool) -> list[Routing]:
-    """Returns the workloads of these names, or without any those that are scored by default."""
+    """Returns the workloads of these names, or without any all of them."""
     known: list[Routing] = [*packaged_recordings(), *GENERATED, *FURTHER]
     everything = {one.name: one for one in known}
-    if ALL in workloads:
-        return known
     for name in workloads:
         if name not in everything:
             close = did_you_mean(name, everything)
-            raise ValueError(f"workload={name!r} is neither {ALL} nor one of {'; '.join(everything)}{close}")
-    by_default = _QUICK if quick else (*_BY_DEFAULT, *(one.name for one in GENERATED))
-    return [one for one in known if one.name in (workloads or by_default)]
+            raise ValueError(f"workload={name!r} is none of {'; '.join(everything)}{close}")
+    chosen = workloads or (_QUICK if quick else everything)
+    return [one for one in known if one.name in chosen]

@@ -21,7 +21,14 @@ from runner_cases import EP, FAILING, FSEP, simulation, training
 from test_tuning import SPACE, written
 from worker_planners import Dying, Waiting
 
+from moesys.balance.even_split import EvenSplit
+from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.laer import Laer
+from moesys.config import ClusterSpec, ModelShape
 from moesys.config.experiment import Experiment
+from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
+from moesys.lab.leaderboard.scores import results
+from moesys.lab.leaderboard.workloads import GENERATED, RoutingSetting
 from moesys.lab.ranks.pool import WorkerDiedError, Workers
 from moesys.lab.runs.places import SimulatedTrials
 from moesys.lab.runs.records import RunFolder
@@ -284,3 +291,22 @@ def test_a_limit_of_minutes_ends_what_workers_do(tmp_path):
     tuned = tune(simulation(strategies=(EP, slow)), SPACE, bounds, out=tmp_path).tuned
     assert tuned.not_seen
     assert tuned.search.baseline is not None
+
+
+def test_workers_score_a_leaderboard_as_one_process_does(tmp_path):
+    model = ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2)
+    setting = RoutingSetting(GENERATED[1], "small", model, "2 x 2", ClusterSpec(num_nodes=2, ranks_per_node=2))
+    planners = (Waiting(seconds=0.0), Laer())
+    group = PlannerGroup("on history", "", tuple(PlannerPair(one, EvenSplit()) for one in planners))
+    groups = [
+        group,
+        replace(group, name="on counts", pairs=tuple(PlannerPair(one, FlowSplit()) for one in planners), lag=0),
+    ]
+    found = []
+    for jobs in (1, 2):
+        (folder := tmp_path / str(jobs)).mkdir()
+        of = results([setting], groups, 2, folder, jobs=jobs, quiet=True)
+        found.append([replace(one, scores=replace(one.scores, planning_ms=[])) for one in of])
+        assert len((folder / "results.jsonl").read_bytes().splitlines()) == len(of) == 8
+    assert found[0] == found[1]
+    assert all(not one.scores.cannot for one in found[0])
