@@ -18,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, update_wrapper
 from hashlib import sha256
@@ -100,7 +101,23 @@ def _package_of(folder: Path) -> _Package:
 
 
 class _NotCompiledError(Exception):
-    """There is no machine code on the disk for a function."""
+    """There is no machine code on the disk for a function, or it is not to be loaded."""
+
+
+# Whether a call of a function that numba compiles raises the error above.
+_refuses: ContextVar[bool] = ContextVar("moesys_refuses_machine_code", default=False)
+
+
+def _needs_no_code(run: Callable[[], object]) -> bool:
+    """Calls ``run``; returns False, without importing numba, at the first call of a function that numba compiles."""
+    token = _refuses.set(True)
+    try:
+        run()
+    except _NotCompiledError:
+        return False
+    finally:
+        _refuses.reset(token)
+    return True
 
 
 def _is_compiled(run: Callable[[], object]) -> bool:
@@ -132,6 +149,9 @@ def compile_or_use_python(folder: Path, run: Callable[[], object], names: str, w
     functions of the package run in Python from then on. ``names``: what is compiled, for the line that says so.
     """
     package = _package_of(folder)
+    # numba takes 49 MiB of memory, so it is imported only where something needs it.
+    if _needs_no_code(run):
+        return
     before, package.in_python = package.in_python, False
     if _is_compiled(run):
         return
@@ -176,6 +196,8 @@ class _LazyFunction:
         update_wrapper(self, function)
 
     def __call__(self, *arguments: Any) -> Any:
+        if _refuses.get():
+            raise _NotCompiledError
         if self._package.in_python:
             # Machine code wraps around without a warning.
             with np.errstate(over="ignore"):

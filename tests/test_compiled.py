@@ -155,3 +155,24 @@ def test_planners_decide_the_same_in_python_as_compiled(monkeypatch):
     compiled = plans()
     monkeypatch.setattr(_package_of(Path(moesys.__file__).with_name("balance")), "in_python", True)
     assert plans() == compiled
+
+
+@pytest.mark.ranks
+def test_numba_is_imported_only_where_something_compiled_is_called(tmp_path):
+    program = """
+import sys
+from pathlib import Path
+from moesys.compiled import compile_or_use_python, compiled
+@compiled
+def doubled(number): return 2 * number
+for run in (lambda: 1, lambda: doubled(3)):
+    compile_or_use_python(Path(__file__).parent, run, "a loop")
+    print("numba" in sys.modules)
+"""
+    path = tmp_path / "loop" / "program.py"
+    path.parent.mkdir()
+    path.write_text(program)
+    root = str(Path(moesys.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout.split()) == (0, ["False", "True"]), done.stderr

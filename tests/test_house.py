@@ -46,7 +46,7 @@ PACKAGES = {
 }
 BUDGETS = {
     "moesys/config": Budget(2_305, 17),
-    "moesys, ground files": Budget(2_287, 16),
+    "moesys, ground files": Budget(2_302, 16),
     "moesys/kernels": Budget(4_888, 45),
     "moesys/balance": Budget(5_535, 40),
     "moesys/overlap": Budget(2_834, 18),
@@ -58,9 +58,9 @@ BUDGETS = {
     "moesys, entry points": Budget(252, 2),
     "benchmarks": Budget(5_315, 43),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(45_485, 317),
+    "tests": Budget(45_504, 317),
 }
-TOTAL = Budget(38_458, 264)
+TOTAL = Budget(38_473, 264)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
