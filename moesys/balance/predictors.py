@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any, Protocol, assert_never
 
@@ -22,10 +23,15 @@ def measured_drift(before: LoadMatrix, after: LoadMatrix) -> float:
     """Returns which share of experts' popularity was drawn anew from one load to another, 0 to 1, for ``Greedy.drift``:
     what the logarithms of their tokens lack of full correlation. 0 where all experts were alike.
     """
-    before_E, after_E = (np.log1p(load.tokens_E.astype(np.float64)) for load in (before, after))
-    if min(before_E.std(), after_E.std()) == 0:
-        return 0.0
-    return float(np.clip(1 - np.corrcoef(before_E, after_E)[0, 1], 0, 1))
+    return drift_of(before.tokens_E, after.tokens_E)
+
+
+def drift_of(before_E: IntArray, after_E: IntArray) -> float:
+    """Returns the same for the tokens of all experts, int64 [E]."""
+    before, after = np.log1p(before_E), np.log1p(after_E)
+    before, after = before - before.mean(), after - after.mean()
+    deviations = math.sqrt(before @ before) * math.sqrt(after @ after)
+    return float(min(max(1 - before @ after / deviations, 0), 1)) if deviations else 0.0
 
 
 class LoadHistory:

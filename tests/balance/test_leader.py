@@ -72,17 +72,37 @@ def test_equal_problems_have_equal_plans_that_keep_to_the_slots(sharding: Shardi
 @pytest.mark.parametrize("lag", [1, 3])
 def test_the_candidate_of_the_fewest_seconds_plans(monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
     """What candidates cost is added up here once more, from the layouts that they had planned."""
-    tokens_SRE, planned = loads(1, 14, 0.4), []
+    tokens_SRE, planned = loads(1, 24, 0.4), []
     layouts = leader._layouts
     monkeypatch.setattr(leader, "_layouts", lambda *given: planned.append(layouts(*given)) or planned[-1])
     for number, (problem, layout, memory) in enumerate(problems(tokens_SRE, strategy(), lag)):
-        cost_C = np.zeros(leader.NUM_CANDIDATES)
+        mean_C, count_C = np.ones(leader.NUM_CANDIDATES), np.zeros(leader.NUM_CANDIDATES)
         for at in range(lag, number + 1):
-            judged_C = np.array(leader._costs(problem, LoadMatrix(tokens_SRE[at]), planned[at - lag]))
-            cost_C = cost_C * (1 - 1 / leader.FADING) + judged_C / judged_C.mean()
-        remembered = leader._Memory.read(memory, memory[:32]).cost_C
-        assert remembered / 1e6 == pytest.approx(cost_C, abs=1e-4)
-        assert np.array_equal(layout.expert_RS, planned[-1][np.argmin(remembered)])
+            candidates, layouts_CRS = planned[at - lag]
+            judged, costs = list(candidates), np.array(leader._costs(problem, LoadMatrix(tokens_SRE[at]), layouts_CRS))
+            count_C[judged] += 1
+            mean_C[judged] += (costs / costs.sum() * mean_C[judged].sum() - mean_C[judged]) / count_C[judged]
+        remembered = leader._Memory.read(memory, memory[:32]).mean_C
+        assert remembered / 1e6 == pytest.approx(mean_C, abs=1e-4)
+        candidates, layouts_CRS = planned[-1]
+        assert np.array_equal(layout.expert_RS, layouts_CRS[candidates.index(np.argmin(remembered))])
+    turns = [set(candidates) for candidates, _ in planned[leader.FIRST_PLANS :]]
+    rounds = leader.NUM_CANDIDATES // leader.OTHERS
+    assert set.union(*turns[:rounds]) == set(range(leader.NUM_CANDIDATES))
+    # The leader, one that searches, and those whose turn it is.
+    assert max(map(len, turns)) <= 2 + leader.OTHERS
+
+
+def test_a_load_that_stands_still_is_not_planned_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    still, moved = loads(6, 1, 0.0)[0], loads(7, 1, 0.0)[0]
+    layouts, planned, chosen = leader._layouts, [], []
+    monkeypatch.setattr(leader, "_layouts", lambda *given: planned.append(len(chosen)) or layouts(*given))
+    moves_at = leader.FIRST_PLANS + 4
+    for _, layout, _ in problems(np.stack([still] * moves_at + [moved] * 3), strategy()):
+        chosen.append(layout)
+    assert planned == [*range(leader.FIRST_PLANS), moves_at]
+    assert chosen[leader.FIRST_PLANS - 1 : moves_at] == [chosen[moves_at - 1]] * 5
+    assert chosen[moves_at] != chosen[moves_at - 1]
 
 
 def test_a_load_that_comes_back_is_learnt() -> None:
