@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any, Protocol, assert_never
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, assert_never
 
 import numpy as np
 
@@ -32,6 +33,55 @@ def drift_of(before_E: IntArray, after_E: IntArray) -> float:
     before, after = before - before.mean(), after - after.mean()
     deviations = math.sqrt(before @ before) * math.sqrt(after @ after)
     return float(min(max(1 - before @ after / deviations, 0), 1)) if deviations else 0.0
+
+
+class Forecast(NamedTuple):
+    """A load to expect, in 1/``FORECAST_UNITS`` tokens; ``noise`` is the standard deviation, around it, of the natural
+    logarithms of experts' tokens, and ``drift`` the share of their popularity that this noise draws anew, 0 to 1.
+    """
+
+    load: LoadMatrix
+    noise: float
+    drift: float
+
+
+FORECAST_UNITS = 16
+# Added to the squares of the regression for each of its points, so that it has a solution where experts are alike.
+RIDGE = 1e-3
+
+
+def forecast(loads: Sequence[LoadMatrix], lag: int) -> Forecast | None:
+    """Returns what to expect ``lag`` micro-batches after the newest of ``loads``; None where these are fewer than
+    lag + 3.
+
+    The logarithm of an expert's tokens, less the mean of all experts', is taken for a·n + b·m: n is the same of the
+    newest load before it, m the mean of all that were known then. a and b are fitted to the loads by least squares, so
+    that loads that stand still, drift towards a mean, or jump around one have a forecast. An expert's tokens come from
+    ranks as they did in the newest load and in all loads, weighted by \|a\| and \|b\|.
+    """
+    if len(loads) < lag + 3:
+        return None
+    log_SE = np.log1p([load.tokens_E for load in loads])
+    log_SE -= log_SE.mean(axis=1, keepdims=True)
+    mean_SE = log_SE.cumsum(axis=0) / np.arange(1, len(loads) + 1)[:, None]
+    known_P2 = np.stack([log_SE[1:-lag], mean_SE[1:-lag]], axis=-1).reshape(-1, 2)
+    came_P = log_SE[1 + lag :].ravel()
+    squares_22 = known_P2.T @ known_P2 + RIDGE * len(came_P) * np.eye(2)
+    # Rounded, so that the last bit of a logarithm does not choose a layout.
+    weights_2 = np.linalg.solve(squares_22, known_P2.T @ came_P).round(6)
+    noise = round(float((came_P - known_P2 @ weights_2).std()), 6)
+    share_E = np.exp(weights_2[0] * log_SE[-1] + weights_2[1] * mean_SE[-1])
+    by_rank_RE = sum(
+        abs(weight) * tokens_RE / np.maximum(tokens_RE.sum(axis=0), 1)
+        for weight, tokens_RE in zip(
+            weights_2, (loads[-1].tokens_RE, np.sum([load.tokens_RE for load in loads], axis=0)), strict=True
+        )
+    )
+    tokens_RE = by_rank_RE * share_E
+    tokens_RE *= loads[-1].total * FORECAST_UNITS / max(tokens_RE.sum(), 1e-9)
+    spread = float(log_SE[-1].std())
+    drift = 1 - math.sqrt(max(1 - (noise / spread) ** 2, 0)) if spread else 0.0
+    return Forecast(LoadMatrix(np.rint(tokens_RE).astype(np.int64)), noise, drift)
 
 
 class LoadHistory:

@@ -220,8 +220,8 @@ def test_drifted_loads_have_as_many_tokens_and_the_drift_that_was_asked_for():
     assert measured_drift(before, after) == pytest.approx(0.3, abs=0.1)
     assert measured_drift(before, before) == pytest.approx(0)
     assert measured_drift(ms.LoadMatrix(np.ones((2, 3), dtype=int)), ms.LoadMatrix([[1, 2, 3]] * 2)) == 0
-    assert (draw_drifted(before.tokens_RE, 0.0, 1)[0] == before.tokens_RE).all()
-    for tokens_RE in draw_drifted(before.tokens_RE, 0.3, 4):
+    assert (draw_drifted(before.tokens_RE, 0.0, -1.0, 1)[0] == before.tokens_RE).all()
+    for tokens_RE in draw_drifted(before.tokens_RE, 0.3, -1.0, 4):
         assert tokens_RE.sum() == pytest.approx(before.total, rel=1e-3)
         assert measured_drift(before, ms.LoadMatrix(tokens_RE)) == pytest.approx(0.3, abs=0.12)
 

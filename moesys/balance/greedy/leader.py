@@ -6,16 +6,18 @@ with it: what all of them cost together is what their means so far say, and each
 share. The candidate with the least mean plans the next layout. So how much loads move, and which past load predicts the
 next one, is measured and not assumed.
 
-Candidates spread replicas, evenly or by load, or search (``greedy``) for the cheapest layout, as if loads stood still
-or drifted as they did lately; each on the load that the predictor expects, and on the mean of the newest ones. As a
-search takes long, searches take turns: between two of its searches a candidate builds anew what its search found best,
-and another one keeps the layout that the search found.
+A candidate plans for one of three loads: that which the predictor expects, the mean of the newest ones, or their
+``forecast``, around which loads are then drawn with the noise that forecasts had. It searches (``search``) for the
+cheapest layout for its load; or it spreads replicas for the forecast, evenly or by load. As a search takes long,
+searches take turns: between two of its searches a candidate builds anew what its search found best, and another one
+keeps the layout that the search found.
 
 Planning takes little time because of what is not done at every micro-batch:
 
-- After the first plans the leader plans every time, and of all twelve candidates two in turn. So what is known of a
-  candidate is at most six micro-batches old, but no candidate is judged on an older layout than the leader.
-- A search is repeated after 4 · (12 + slots / 16) plans: 88 plans for 160 slots, 144 for 384.
+- After the first ten plans only some of the eight candidates plan: the leader, the one with the second lowest mean, and
+  one in turn. So what is known of a candidate is at most eight micro-batches old, and no candidate is judged on an
+  older layout than the leader.
+- A search is repeated after 3 · (12 + slots / 16) plans: 66 plans for 160 slots, 108 for 384.
 - Where the load has not moved since the newest plan, nothing is planned and nothing is judged.
 """
 
@@ -36,7 +38,7 @@ from moesys.balance.flow.step_cost import Prices, prices_of, with_experts
 from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT
 from moesys.balance.greedy.search import KINDS, LayoutSearch, Recipe, SearchOptions
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.predictors import drift_of
+from moesys.balance.predictors import FORECAST_UNITS, Forecast, drift_of, forecast
 from moesys.balance.topology import link_domains_of
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
 from moesys.layout import EMPTY, ExpertLayout
@@ -44,19 +46,16 @@ from moesys.load import IntArray, LoadMatrix
 
 # A candidate's mean is that of the newest micro-batches: about so many of those on which it was judged.
 MEMORY = 50
-# The share that remains, after a micro-batch, of what is known of the drift.
-KEPT_DRIFT = 0.9
-# All candidates plan in the first plans, when little is known, and then, besides the leader, so many in turn.
-FIRST_PLANS, OTHERS = 10, 2
+# All candidates plan in the first plans, when little is known.
+FIRST_PLANS = 10
 # After the first searches there are so many plans from one to the next, and one more for each so many slots.
 PLANS_BETWEEN_SEARCHES, SLOTS_PER_PLAN = 12, 16
 # A load that has drifted less than this from the one that was planned for has not moved.
 STILL = 0.003
 
-# Searching candidates: whether loads are taken to drift, and whether the mean of the newest loads is planned for.
-SEARCHES = tuple((drifts, on_mean) for drifts in (True, False) for on_mean in (False, True))
-# Spreading candidates differ in how they spread replicas, and in the same loads.
-SPREADS = tuple((kind, on_mean) for kind in ("spread", "spread evenly") for on_mean in (False, True))
+# Searching candidates plan for these loads, and spreading ones, which differ in how they do it, for the last of them.
+SEARCHES = ("predicted", "mean", "forecast")
+SPREADS = ("spread", "spread evenly")
 # In this order, which decides at a tie: rebuilt by the recipe of a search, spread, and as a search has found it.
 NUM_CANDIDATES = 2 * len(SEARCHES) + len(SPREADS)
 
@@ -76,15 +75,13 @@ class _Memory:
     """This is what the leader remembers from plan to plan.
 
     mean_C: what a micro-batch costs with each candidate, in millionths of what it costs with all of them in the mean;
-    count_C: micro-batches that say so, at most ``MEMORY``. drift: of loads as far apart as a plan and its use. recipes:
-    of the searches. found: their layouts. tokens_E: the newest load that was planned for. pending: plans for
-    micro-batches that were not judged; judged: the newest one that was.
+    count_C: micro-batches that say so, at most ``MEMORY``. recipes: of the searches. found: their layouts. tokens_E:
+    the newest load that was planned for. pending: plans for micro-batches that were not judged; judged: the newest one
+    that was.
     """
 
     num_plans: int = 0
     judged: int = -1
-    drift: float = 0.0
-    num_drifts: float = 0.0
     mean_C: IntArray = field(default_factory=lambda: np.full(NUM_CANDIDATES, MILLION))
     count_C: IntArray = field(default_factory=lambda: np.zeros(NUM_CANDIDATES, dtype=np.int64))
     recipes: list[Recipe] = field(default_factory=list)
@@ -92,15 +89,11 @@ class _Memory:
     tokens_E: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     pending: list[_Planned] = field(default_factory=list)
 
-    _HEAD = struct.Struct("<32sqqddqqqq")
+    _HEAD = struct.Struct("<32sqqqqqq")
 
     @property
     def leader(self) -> int:
         return int(np.argmin(self.mean_C))
-
-    def note_drift(self, drift: float) -> None:
-        self.num_drifts = self.num_drifts * KEPT_DRIFT + 1
-        self.drift += (drift - self.drift) / self.num_drifts
 
     def to_bytes(self, of: bytes) -> bytes:
         """Returns what ``read`` reads again, for problems of the digest ``of``."""
@@ -108,7 +101,7 @@ class _Memory:
         sizes = len(self.tokens_E), R, S, len(self.pending)
         recipes = np.array([(KINDS.index(kind), slots) for kind, slots in self.recipes])
         parts = [
-            self._HEAD.pack(of, self.num_plans, self.judged, self.drift, self.num_drifts, *sizes),
+            self._HEAD.pack(of, self.num_plans, self.judged, *sizes),
             *(array.tobytes() for array in (self.mean_C, self.count_C, recipes, self.tokens_E, *self.found)),
         ]
         for after, candidates, layouts_CRS in self.pending:
@@ -121,7 +114,7 @@ class _Memory:
         """Returns what ``data`` says; a new memory if it says nothing, or that of problems of another digest."""
         if data[: len(of)] != of:
             return cls()
-        _, num_plans, judged, drift, num_drifts, E, R, S, num_pending = cls._HEAD.unpack_from(data)
+        _, num_plans, judged, E, R, S, num_pending = cls._HEAD.unpack_from(data)
         at = cls._HEAD.size
 
         def take(dtype: type[np.generic], *shape: int) -> npt.NDArray[Any]:
@@ -138,7 +131,7 @@ class _Memory:
             after, num_planned = take(np.int64, 2).tolist()
             candidates = tuple(take(np.int64, num_planned).tolist())
             pending.append(_Planned(after, candidates, take(np.int32, num_planned, R, S)))
-        return cls(num_plans, judged, drift, num_drifts, mean_C, count_C, recipes, found, tokens_E, pending)
+        return cls(num_plans, judged, mean_C, count_C, recipes, found, tokens_E, pending)
 
 
 def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[ExpertLayout, bytes]:
@@ -167,10 +160,7 @@ def _stands_still(problem: PlanningProblem, memory: _Memory) -> bool:
     recent, planned_E = problem.recent, memory.tokens_E
     if memory.num_plans < FIRST_PLANS or drift_of(planned_E, problem.load.tokens_E) >= STILL:
         return False
-    drift = round(drift_of(recent[-1 - problem.lag :][0].load.tokens_E, recent[-1].load.tokens_E), 6)
-    if drift < STILL:
-        memory.note_drift(drift)
-    return drift < STILL
+    return drift_of(recent[-1 - problem.lag :][0].load.tokens_E, recent[-1].load.tokens_E) < STILL
 
 
 @cache
@@ -184,7 +174,7 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
     over.
     """
     recent, pending = problem.recent, memory.pending
-    for index, batch in enumerate(recent):
+    for batch in recent:
         if batch.micro_batch <= memory.judged:
             continue
         while len(pending) > 1 and pending[1].after + problem.lag <= batch.micro_batch:
@@ -197,10 +187,6 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
             memory.count_C[judged] = np.minimum(memory.count_C[judged] + 1, MEMORY)
             above = np.array([cost * expected // mean for cost in costs]) - memory.mean_C[judged]
             memory.mean_C[judged] += above // memory.count_C[judged]
-        if index >= problem.lag:
-            # Rounded, so that the last bit of a logarithm does not choose a layout.
-            before = recent[index - problem.lag].load
-            memory.note_drift(round(drift_of(before.tokens_E, batch.load.tokens_E), 6))
 
 
 def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> list[int]:
@@ -240,39 +226,39 @@ def _prices(
 def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) -> tuple[tuple[int, ...], Layouts]:
     """Returns the candidates whose turn it is, and their layouts, int32 [C, R, S]."""
     most, num_plans = max(problem.slots_R), memory.num_plans
-    problems: dict[bool, PlanningProblem] = {}
-    searches: dict[tuple[bool, int], LayoutSearch] = {}
-    known: dict[tuple[bool, Recipe], Layouts | None] = {}
-
-    def problem_of(on_mean: bool) -> PlanningProblem:
-        if on_mean not in problems:
-            one, loads = replace(problem, layout=None, recent=(), memory=b""), problem.recent
-            if on_mean:
-                mean = LoadMatrix(np.sum([batch.load.tokens_RE for batch in loads], axis=0))
-                one = replace(one, load=mean, units_per_token=len(loads))
-            problems[on_mean] = one
-        return problems[on_mean]
-
-    def built(on_mean: bool, recipe: Recipe) -> Layouts | None:
-        if (on_mean, recipe) not in known:
-            if (on_mean, recipe.slots) not in searches:
-                slots_R = tuple(min(recipe.slots, each) for each in problem.slots_R)
-                narrow = replace(problem_of(on_mean), slots_R=slots_R)
-                searches[on_mean, recipe.slots] = LayoutSearch(narrow, options, robust=False)
-            layout = searches[on_mean, recipe.slots].rebuilt(recipe)
-            known[on_mean, recipe] = None if layout is None else _padded(layout, most)
-        return known[on_mean, recipe]
+    loads = [batch.load for batch in problem.recent]
 
     @cache
-    def found(drift: float, on_mean: bool) -> tuple[Recipe, Layouts]:
-        one = LayoutSearch(problem_of(on_mean), replace(options, drift=drift))
-        draft, recipe = one.best_in_seconds(one.numbers.empty())
-        return recipe, _padded(one.numbers.named(draft.expert_RS), most)
+    def expected() -> Forecast | None:
+        return forecast(loads, problem.lag)
+
+    @cache
+    def problem_of(load: str) -> PlanningProblem:
+        one = replace(problem, layout=None, recent=(), memory=b"")
+        if load == "mean":
+            mean = LoadMatrix(np.sum([load.tokens_RE for load in loads], axis=0))
+            return replace(one, load=mean, units_per_token=len(loads))
+        if load == "forecast" and (found := expected()):
+            return replace(one, load=found.load, units_per_token=FORECAST_UNITS)
+        return one
+
+    @cache
+    def narrow_search(load: str, slots: int) -> LayoutSearch:
+        slots_R = tuple(min(slots, each) for each in problem.slots_R)
+        return LayoutSearch(replace(problem_of(load), slots_R=slots_R), options, robust=False)
+
+    @cache
+    def built(load: str, recipe: Recipe) -> Layouts | None:
+        layout = narrow_search(load, recipe.slots).rebuilt(recipe)
+        return None if layout is None else _padded(layout, most)
 
     def searched(index: int) -> Layouts:
-        drifts, on_mean = SEARCHES[index]
-        drift = memory.drift if memory.num_drifts else options.drift
-        recipe, layout = found(drift if drifts else 0.0, on_mean and len(problem.recent) > 1)
+        load, drift, noise = SEARCHES[index], 0.0, -1.0
+        if load == "forecast":
+            drift, noise = (found.drift, found.noise) if (found := expected()) else (options.drift, noise)
+        one = LayoutSearch(problem_of(load), replace(options, drift=drift), noise=noise)
+        draft, recipe = one.best_in_seconds(one.numbers.empty())
+        layout = _padded(one.numbers.named(draft.expert_RS), most)
         memory.recipes[index : index + 1], memory.found[index : index + 1] = [recipe], [layout]
         return layout
 
@@ -282,21 +268,24 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
         if candidate >= NUM_CANDIDATES - len(SEARCHES):
             return memory.found[candidate - NUM_CANDIDATES]
         if candidate < len(SEARCHES):
-            on_mean, recipe = SEARCHES[candidate][1], memory.recipes[candidate]
-        else:
-            kind, on_mean = SPREADS[candidate - len(SEARCHES)]
-            recipe = Recipe(kind, most)
-        layout = built(on_mean, recipe)
-        return searched(candidate) if layout is None else layout
+            layout = built(SEARCHES[candidate], memory.recipes[candidate])
+            return searched(candidate) if layout is None else layout
+        layout = built("forecast", Recipe(SPREADS[candidate - len(SEARCHES)], most))
+        assert layout is not None
+        return layout
 
-    period = len(SEARCHES) * (PLANS_BETWEEN_SEARCHES + sum(problem.slots_R) // SLOTS_PER_PLAN)
-    each, others = range(len(SEARCHES)), NUM_CANDIDATES if num_plans < FIRST_PLANS else OTHERS
+    each = range(len(SEARCHES))
+    period = len(each) * (PLANS_BETWEEN_SEARCHES + sum(problem.slots_R) // SLOTS_PER_PLAN)
+    # Again as soon as there is a mean, and a forecast.
     turns = [
-        index for index in each if num_plans in (0, index + 1) or num_plans % period == index * period // len(each)
+        index
+        for index in each
+        if num_plans in (0, index + 1 + problem.lag) or num_plans % period == index * period // len(each)
     ]
     fresh = {index: searched(index) for index in turns}
-    turns += [(num_plans * OTHERS + other) % NUM_CANDIDATES for other in range(others)]
-    candidates = tuple(sorted({memory.leader, *turns}))
+    best, second, *_ = np.argsort(memory.mean_C, kind="stable").tolist()
+    in_turn = range(NUM_CANDIDATES) if num_plans < FIRST_PLANS else (num_plans % NUM_CANDIDATES,)
+    candidates = tuple(sorted({best, second, *turns, *in_turn}))
     return candidates, np.stack([planned(candidate) for candidate in candidates])
 
 

@@ -65,23 +65,26 @@ def draw_scenarios(tokens_E, num_near, num_far):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def draw_drifted(tokens_RE, drift, num_loads):  # type: ignore[no-untyped-def]
+def draw_drifted(tokens_RE, drift, noise, num_loads):  # type: ignore[no-untyped-def]
     """Returns loads [K, R, E], int64, as they may be when a share ``drift`` of experts' popularity has been drawn anew,
-    as in ``moesys.traces.generate``: its logarithm comes nearer to the mean of all, and gets noise of its own.
+    as in ``moesys.traces.generate``: its logarithm comes nearer to the mean of all, and gets noise of its own. A
+    ``noise`` of at least 0 is its standard deviation, and then nothing comes nearer to the mean.
 
     Of two loads that follow one another one has the other's noise, with the other sign. All have as many tokens.
     """
     num_ranks, num_experts = tokens_RE.shape
     log_E = np.log(tokens_RE.sum(axis=0) + 1.0)
-    mean, spread = log_E.mean(), log_E.std()
+    mean, deviation = log_E.mean(), np.sqrt(drift * (2 - drift)) * log_E.std()
+    if noise >= 0:
+        drift, deviation = 0.0, noise
     tokens_KRE = np.empty((num_loads, num_ranks, num_experts), np.int64)
     factor_E = np.empty(num_experts)
     for load in range(num_loads):
         total = drifted = 0.0
         for expert in range(num_experts):
-            noise = _bell(mixed_bits(load // 2, expert)) / 147.8 * (1 - 2 * (load % 2))
+            z = _bell(mixed_bits(load // 2, expert)) / 147.8 * (1 - 2 * (load % 2))
             nearer = (1 - drift) * log_E[expert] + drift * mean
-            factor_E[expert] = np.exp(nearer + np.sqrt(drift * (2 - drift)) * spread * noise - log_E[expert])
+            factor_E[expert] = np.exp(nearer + deviation * z - log_E[expert])
             for rank in range(num_ranks):
                 total += tokens_RE[rank, expert]
                 drifted += tokens_RE[rank, expert] * factor_E[expert]
@@ -145,13 +148,14 @@ LEAST_DRIFT, MUCH_DRIFT, MANY_SLOTS = 0.005, 0.1, 512
 class StepJudge:
     """Costs are integers, in millionths of the mean rank's products. Layouts are in ``numbers``.
 
-    ``drift``: of later loads from this one.
+    ``drift``: of later loads from this one; ``noise``: as ``draw_drifted`` takes it.
     """
 
     problem: PlanningProblem
     model: ModelShape
     numbers: Numbers
     drift: float
+    noise: float
     _known: dict[bytes, tuple[Prices, int]] = field(default_factory=dict)
 
     def cost(self, expert_RS: IntArray) -> int:
@@ -185,7 +189,7 @@ class StepJudge:
         """Loads to judge by."""
         many = self.numbers.slots_R.sum() > MANY_SLOTS
         num_loads = 1 if self.drift < LEAST_DRIFT else 2 if self.drift < MUCH_DRIFT or many else 4
-        tokens_KRE: IntArray = draw_drifted(self.numbers.tokens_RE, self.drift, num_loads)
+        tokens_KRE: IntArray = draw_drifted(self.numbers.tokens_RE, self.drift, self.noise, num_loads)
         tokens_KRE.setflags(write=False)
         return tokens_KRE
 

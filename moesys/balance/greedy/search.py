@@ -136,15 +136,18 @@ class Draft:
 
 class LayoutSearch:
     """One plan's problem in its own ``numbers``, and the steps that solve it. ``robust``: builders choose what does
-    well on loads around the problem's, too, which takes longer.
+    well on loads around the problem's, too, which takes longer. ``noise``: of later loads around the problem's, if that
+    is a forecast (``draw_drifted``).
     """
 
-    def __init__(self, problem: PlanningProblem, options: SearchOptions, robust: bool = True) -> None:
+    def __init__(
+        self, problem: PlanningProblem, options: SearchOptions, robust: bool = True, noise: float = -1.0
+    ) -> None:
         self.problem, self.options = problem, options
         self.end = None if options.deadline_ms is None else time.monotonic() + options.deadline_ms / 1e3
         self.numbers = n = Numbers(problem)
         self.part_R = np.array(domains_of(problem.cluster, options.replicas_within))[n.rank_R]
-        self.judge = None if problem.model is None else StepJudge(problem, problem.model, n, options.drift)
+        self.judge = None if problem.model is None else StepJudge(problem, problem.model, n, options.drift, noise)
         num_slots = int(n.slots_R.sum())
         self.evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
         scenarios = min(max(SCENARIO_SLOTS // num_slots, FEWEST_SCENARIOS), MOST_SCENARIOS)
