@@ -57,7 +57,7 @@ def forecast(loads: Sequence[LoadMatrix], lag: int) -> Forecast | None:
     The logarithm of an expert's tokens, less the mean of all experts', is taken for a·n + b·m: n is the same of the
     newest load before it, m the mean of all that were known then. a and b are fitted to the loads by least squares, so
     that loads that stand still, drift towards a mean, or jump around one have a forecast. An expert's tokens come from
-    ranks as they did in the newest load and in all loads, weighted by \|a\| and \|b\|.
+    ranks as they did in the newest load and in all loads, weighted by the sizes of a and b.
     """
     if len(loads) < lag + 3:
         return None

@@ -72,7 +72,7 @@ def test_equal_problems_have_equal_plans_that_keep_to_the_slots(sharding: Shardi
 @pytest.mark.parametrize("lag", [1, 3])
 def test_the_candidate_of_the_fewest_seconds_plans(monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
     """What candidates cost is added up here once more, from the layouts that they had planned."""
-    tokens_SRE, planned = loads(1, 24, 0.4), []
+    tokens_SRE, planned = loads(1, 28, 0.4), []
     layouts = leader._layouts
     monkeypatch.setattr(leader, "_layouts", lambda *given: planned.append(layouts(*given)) or planned[-1])
     for number, (problem, layout, memory) in enumerate(problems(tokens_SRE, strategy(), lag)):
@@ -86,11 +86,12 @@ def test_the_candidate_of_the_fewest_seconds_plans(monkeypatch: pytest.MonkeyPat
         assert remembered / 1e6 == pytest.approx(mean_C, abs=1e-4)
         candidates, layouts_CRS = planned[-1]
         assert np.array_equal(layout.expert_RS, layouts_CRS[candidates.index(np.argmin(remembered))])
-    turns = [set(candidates) for candidates, _ in planned[leader.FIRST_PLANS :]]
-    rounds = leader.NUM_CANDIDATES // leader.OTHERS
-    assert set.union(*turns[:rounds]) == set(range(leader.NUM_CANDIDATES))
-    # The leader, one that searches, and those whose turn it is.
-    assert max(map(len, turns)) <= 2 + leader.OTHERS
+    turns = [set(candidates) for candidates, _ in planned]
+    assert all(len(turn) == leader.NUM_CANDIDATES for turn in turns[: leader.FIRST_PLANS])
+    turns = turns[leader.FIRST_PLANS :]
+    assert set.union(*turns[: leader.NUM_CANDIDATES]) == set(range(leader.NUM_CANDIDATES))
+    # The leader, the second, one in turn, and one that searches.
+    assert max(map(len, turns)) <= 4
 
 
 def test_a_load_that_stands_still_is_not_planned_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

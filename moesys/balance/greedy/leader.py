@@ -8,14 +8,15 @@ next one, is measured and not assumed.
 
 A candidate plans for one of three loads: that which the predictor expects, the mean of the newest ones, or their
 ``forecast``, around which loads are then drawn with the noise that forecasts had. It searches (``search``) for the
-cheapest layout for its load; or it spreads replicas for the forecast, evenly or by load. As a search takes long,
+cheapest layout for its load; or it spreads replicas for the forecast, evenly or by load; and one plans as ``Laer``
+does, for where a layout that fits a load closely is worth little on the next one. As a search takes long,
 searches take turns: between two of its searches a candidate builds anew what its search found best, and another one
 keeps the layout that the search found.
 
 Planning takes little time because of what is not done at every micro-batch:
 
-- After the first ten plans only some of the eight candidates plan: the leader, the one with the second lowest mean, and
-  one in turn. So what is known of a candidate is at most eight micro-batches old, and no candidate is judged on an
+- After the first ten plans only some of the nine candidates plan: the leader, the one with the second lowest mean, and
+  one in turn. So what is known of a candidate is at most nine micro-batches old, and no candidate is judged on an
   older layout than the leader.
 - A search is repeated after 3 · (12 + slots / 16) plans: 66 plans for 160 slots, 108 for 384.
 - Where the load has not moved since the newest plan, nothing is planned and nothing is judged.
@@ -37,6 +38,7 @@ from moesys.balance.flow.flow_split import split_costs
 from moesys.balance.flow.step_cost import Prices, prices_of, with_experts
 from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT
 from moesys.balance.greedy.search import KINDS, LayoutSearch, Recipe, SearchOptions
+from moesys.balance.laer import Laer
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.predictors import FORECAST_UNITS, Forecast, drift_of, forecast
 from moesys.balance.topology import link_domains_of
@@ -56,8 +58,9 @@ STILL = 0.003
 # Searching candidates plan for these loads, and spreading ones, which differ in how they do it, for the last of them.
 SEARCHES = ("predicted", "mean", "forecast")
 SPREADS = ("spread", "spread evenly")
-# In this order, which decides at a tie: rebuilt by the recipe of a search, spread, and as a search has found it.
-NUM_CANDIDATES = 2 * len(SEARCHES) + len(SPREADS)
+# In this order, which decides at a tie: rebuilt by a search's recipe, spread, LAER's, and as a search has found it.
+LAER = len(SEARCHES) + len(SPREADS)
+NUM_CANDIDATES = LAER + 1 + len(SEARCHES)
 
 Layouts = npt.NDArray[np.int32]
 
@@ -265,8 +268,10 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     def planned(candidate: int) -> Layouts:
         if candidate in fresh:
             return fresh[candidate]
-        if candidate >= NUM_CANDIDATES - len(SEARCHES):
+        if candidate > LAER:
             return memory.found[candidate - NUM_CANDIDATES]
+        if candidate == LAER:
+            return _padded(Laer().layout(problem_of("predicted")), most)
         if candidate < len(SEARCHES):
             layout = built(SEARCHES[candidate], memory.recipes[candidate])
             return searched(candidate) if layout is None else layout
