@@ -163,8 +163,7 @@ def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> 
         key = layout_RS.tobytes()
         if key not in known:
             layout = ExpertLayout(layout_RS.astype(np.int64), load.num_experts)
-            mean_tokens = load.total / int((layout.filled_R > 0).sum())
-            beside, gradients = with_experts(prices, layout, model, cluster, sharding, mean_tokens=mean_tokens)
+            beside, gradients = with_experts(prices, layout, model, cluster, sharding)
             rows = split_costs(load.tokens_RE[None], layout.expert_RS, node_R, beside, NO_LIMIT)
             known[key] = int(rows) + gradients
     return [known[layout_RS.tobytes()] for layout_RS in layouts_CRS]
