@@ -191,8 +191,9 @@ class FetchLinks(NamedTuple):
 def _late_copy_near(late_RL, expert, rank, nics_R):  # type: ignore[no-untyped-def]
     """Returns the first rank of the node that has a late copy of the expert, -1 if none has."""
     for other in range(nics_R.size):
-        if nics_R[other] == nics_R[rank] and (late_RL[other] == expert).any():
-            return other
+        for slot in range(late_RL.shape[1]):
+            if nics_R[other] == nics_R[rank] and late_RL[other, slot] == expert:
+                return other
     return -1
 
 
@@ -201,7 +202,9 @@ def _fetch(links, owner, rank, near, by_node, node_R, nics_R):  # type: ignore[n
     """Adds a copy on ``rank`` that comes from its owner, or a slice from every rank; ``by_node`` from ``near``, which
     has one, or a slice from the ranks of other nodes, where none has, and all of it in shares from those of its own.
     """
-    num_ranks, in_node = node_R.size, (nics_R == nics_R[rank]).sum()
+    num_ranks, in_node = node_R.size, 0
+    for other in range(num_ranks):
+        in_node += nics_R[other] == nics_R[rank]
     for source in range(num_ranks):
         part = 1.0 / num_ranks
         if owner != FROM_ALL:
