@@ -221,8 +221,7 @@ def layer_seconds(
 ) -> float:
     """Returns the seconds of a layer, forward and backward, as ``Greedy`` judges its candidates afterwards."""
     prices = prices_of(model, cluster, load.total, strategy.overlap)
-    mean_tokens = load.total / int((layout.filled_R > 0).sum())
-    beside, more = with_experts(prices, layout, model, cluster, strategy.sharding, mean_tokens=mean_tokens)
+    beside, more = with_experts(prices, layout, model, cluster, strategy.sharding)
     rows = split_costs(load.tokens_RE[None], layout.expert_RS, link_domains_of(cluster), beside, NO_LIMIT)
     return float(prices.unit_s) * (int(rows) + more)
 

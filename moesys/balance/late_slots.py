@@ -42,7 +42,8 @@ def fill_late_slots(
 
     What is weighed: seconds of the rank that computes longest, forward and backward, after an exact split; seconds of
     a node's link, for tokens that a copy brings to another node or home; and seconds of the busiest link that experts
-    take, now, and for backward and as gradients where these do not travel behind another layer. It is a pure function:
+    take, now, and for backward and as gradients where these do not travel behind another layer. Where experts travel
+    node by node, a second late copy in a node comes from inside. It is a pure function:
     equal arguments give equal layouts, on every rank. Copies that would only save tokens between nodes are not looked
     for: that is the business of the layout that came ahead.
 
@@ -64,13 +65,14 @@ def fill_late_slots(
 
 class FetchPrices(NamedTuple):
     """Seconds of a token more on the busiest rank, of a token more that crosses on the mean node's link, and of one
-    whole expert on the link of a rank inside its domain and on that of a node.
+    whole expert on the link of a rank inside its domain and on that of a node; and whether experts travel node by node.
     """
 
     token: float
     crossing: float
     on_rank: float
     on_node: float
+    by_node: bool
 
 
 def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> FetchPrices:
@@ -83,7 +85,8 @@ def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) ->
     token = row_product_seconds(model, cluster)
     # A row, its result, and the gradients of both.
     crossing = 4 * b * model.hidden_size / inter / cluster.num_nodes
-    return FetchPrices(token, crossing, expert_bytes / intra, expert_bytes / inter)
+    by_node = (sharding.lend if isinstance(sharding, Ep) else sharding.restore) == "hierarchical"
+    return FetchPrices(token, crossing, expert_bytes / intra, expert_bytes / inter, by_node)
 
 
 @compiled
@@ -109,9 +112,10 @@ def late_experts(tokens_RE, expert_RS, late_R, owner_E, parts_2R, prices):  # ty
         expert, rank, crossed = _find_copy(tokens_E, supply_NE, table, flow, free_R, open_R, node_R, limit, prices)
         if expert < 0:
             break
+        near = _late_copy_near(trial_RS[:, first_late:], expert, rank, nics_R) if prices.by_node else -1
         trial_RS[rank, first_late + late_R[rank] - free_R[rank]] = expert
         free_R[rank] -= 1
-        _fetch(links, owner_E[expert], rank, node_R, nics_R)
+        _fetch(links, owner_E[expert], rank, near, prices.by_node, node_R, nics_R)
         fetched = max(links.rank_2R.max() * prices.on_rank, links.node_2N.max() * prices.on_node)
         crossing += crossed * prices.crossing
         table = list_replicas(trial_RS, num_experts)
@@ -184,11 +188,31 @@ class FetchLinks(NamedTuple):
 
 
 @borrowing
-def _fetch(links, owner, rank, node_R, nics_R):  # type: ignore[no-untyped-def]
-    """Adds a copy on ``rank`` that comes from its owner, or a slice from every rank."""
-    num_ranks = node_R.size
+def _late_copy_near(late_RL, expert, rank, nics_R):  # type: ignore[no-untyped-def]
+    """Returns the first rank of the node that has a late copy of the expert, -1 if none has."""
+    for other in range(nics_R.size):
+        for slot in range(late_RL.shape[1]):
+            if nics_R[other] == nics_R[rank] and late_RL[other, slot] == expert:
+                return other
+    return -1
+
+
+@borrowing
+def _fetch(links, owner, rank, near, by_node, node_R, nics_R):  # type: ignore[no-untyped-def]
+    """Adds a copy on ``rank`` that comes from its owner, or a slice from every rank; ``by_node`` from ``near``, which
+    has one, or a slice from the ranks of other nodes, where none has, and all of it in shares from those of its own.
+    """
+    num_ranks, in_node = node_R.size, 0
+    for other in range(num_ranks):
+        in_node += nics_R[other] == nics_R[rank]
     for source in range(num_ranks):
-        part = 1.0 / num_ranks if owner == FROM_ALL else (1.0 if source == owner else 0.0)
+        part = 1.0 / num_ranks
+        if owner != FROM_ALL:
+            part = 1.0 if source == (near if near >= 0 else owner) else 0.0
+        elif by_node and nics_R[source] == nics_R[rank]:
+            part = 1.0 / in_node
+        elif near >= 0:
+            part = 0.0
         if source == rank or part == 0.0:
             continue
         if node_R[source] == node_R[rank]:

@@ -125,3 +125,19 @@ def test_a_domain_of_several_nodes_is_one_to_its_ranks(ranks_per_domain, fetched
     load, layout = LoadMatrix([[900, 0], [100, 0]]), ExpertLayout([[0], [1]], 2)
     filled = fill_late_slots(load, layout, cluster, shape(2), Ep(slots_per_rank=2), 1, (2, 2))
     assert (filled.expert_RS[:, 1:] != EMPTY).sum() == fetched
+
+
+@pytest.mark.parametrize(("sharding", "gb_per_s", "flat"), [(Ep(slots_per_rank=2), 1.67, 2), (AHEAD, 0.33, 4)])
+def test_a_second_late_copy_in_a_node_comes_from_inside(sharding, gb_per_s, flat):
+    """All tokens of node 0 are for the expert of rank 0. Copies in its node come first, and the last of those in the
+    other node only pays where one transfer between nodes brings all three.
+    """
+    by_node = {"lend": "hierarchical"} if isinstance(sharding, Ep) else {"restore": "hierarchical"}
+    links = {"inter_node_gb_per_s": gb_per_s, "intra_node_gb_per_s": 1e6}
+    cluster = ClusterSpec(num_nodes=2, ranks_per_node=3, expert_tflops=1, **links)
+    tokens_RE, model = np.zeros((6, 6), dtype=np.int64), shape(6).replace(intermediate_size=10**5)
+    tokens_RE[:3, 0] = 2000
+    layout = ExpertLayout(np.arange(6)[:, None], 6)
+    for how, copies in ((sharding, flat), (sharding.replace(**by_node), 5)):
+        filled = fill_late_slots(LoadMatrix(tokens_RE), layout, cluster, model, how, 1, (2,) * 6)
+        assert (filled.expert_RS[:, 1] == 0).tolist() == [False, *(rank <= copies for rank in range(1, 6))]

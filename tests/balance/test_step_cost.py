@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
 import numpy as np
 import pytest
 from balance_cases import Instance, instances, layouts
@@ -22,6 +26,7 @@ from moesys.balance.topology import blocks_of_nodes, link_domains_of, tokens_by_
 from moesys.config import presets
 from moesys.layout import EMPTY
 from moesys.row_traffic import row_traffic
+from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.step_program import run_step, simulate
 from moesys.traces import generate
 
@@ -138,7 +143,7 @@ def test_a_layout_for_rows_that_cross_once_takes_less_than_one_for_rows_that_all
         prices = prices_of(model, cluster, load.total, once)
         rows_s = cost_of(layer.tokens, cluster, prices) * prices.unit_s
         assert rows_s == pytest.approx(once_seconds(layer.tokens, model, cluster, once), rel=0.1)
-    assert seconds[0] < seconds[1]
+    assert seconds[0] <= seconds[1] * (1 if slots == 5 else 0.95)
 
 
 @given(data=st.data(), instance=instances(), traffic=st.sampled_from(["fast", "exact"]))
@@ -226,28 +231,135 @@ def test_drifted_loads_have_as_many_tokens_and_the_drift_that_was_asked_for():
         assert measured_drift(before, ms.LoadMatrix(tokens_RE)) == pytest.approx(0.3, abs=0.12)
 
 
-def simulated_and_judged(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> tuple[float, float]:
-    """Seconds of a layer of Mixtral among equal ones."""
-    model = presets.MIXTRAL_8X7B
-    how = ms.Generated(skew=1.0, num_layers=1, tokens_per_rank=8192, warmup=0, steps=1)
-    load = ms.LoadMatrix(generate(how, cluster.num_ranks, 8, 2, seed=0).tokens_SLRE[0, 0])
-    plan = plan_layer(strategy, model, cluster, load).tokens
-    few, many = (run_step(strategy, model, cluster, [[plan] * layers]).length_seconds for layers in (2, 6))
-    return (many - few) / 4, plan_seconds(plan, cluster, model, strategy.sharding, strategy.overlap)
+@dataclass(frozen=True)
+class Situation:
+    """A layer of a model on a cluster, how it runs, and the loads that are planned for and run."""
+
+    model: ms.ModelShape
+    cluster: ms.ClusterSpec
+    strategy: ms.Strategy
+    loads: tuple[ms.LoadMatrix, ms.LoadMatrix]
+    recompute: str = "none"
+    rest_seconds: float = 0.0
+
+    @classmethod
+    def drawn(cls, seed: int) -> Situation:
+        """Models, link domains and slow links, shardings, late slots, overlaps, recomputation and loads that change."""
+        numbers = np.random.default_rng((20261127, seed))
+
+        def one_of(*values: Any) -> Any:
+            return values[numbers.integers(len(values))]
+
+        model = one_of(presets.QWEN3_30B_A3B, presets.MIXTRAL_8X7B, presets.DEEPSEEK_V3, presets.OLMOE_1B_7B)
+        slow = {"inter_node_gb_per_s": 36.0}
+        domains = (presets.gb200(4), presets.gb200(20), presets.h100(2).replace(ranks_per_domain=4))
+        nodes = (presets.h100(1), presets.h100(2), presets.h100(4), presets.a100(4))
+        cluster = one_of(*nodes, presets.h100(2).replace(**slow), presets.h100(4).replace(**slow), *domains)
+        R, E = cluster.num_ranks, model.num_experts
+        fair = -(-E // R)
+        early = min(fair + one_of(1, 2, 3) * max(1, fair // 4), E) - 1
+        late = one_of(0, 0, 1) if early * R >= E else 0
+        ahead = {"prefetch_layers": 1, "delay_reshard": True}
+        made = {"slots_per_rank": early + 1} | one_of({}, ahead)
+        kept = {"slots_per_rank": early + 1, "reshard_after_forward": False, "prefetch_layers": one_of(0, 1)}
+        sharding = one_of(ms.Ep(**made), ms.Fsep(**made), ms.Fsep(**made), ms.Fsep(**kept))
+        once = ms.Sequential(node_dispatch="once", combine="per_node")
+        plain, few, many = ms.Sequential(), ms.Pipelined(chunks=2), ms.Pipelined(chunks=4)
+        overlap = one_of(plain, plain, few, many, once, ms.Sequential(node_dispatch="once"))
+        tokens = one_of(2048, 8192, 8192)
+        how = ms.Generated(
+            skew=one_of(0.3, 1.0, 1.4),
+            drift=one_of(0.0, 0.1, 0.4),
+            spread=one_of(0.1, 0.1, 1.0),
+            num_layers=1,
+            tokens_per_rank=tokens,
+            warmup=0,
+            steps=2,
+        )
+        before, now = map(ms.LoadMatrix, generate(how, R, E, model.top_k, seed).tokens_SLRE[:, 0])
+        strategy = ms.Strategy(name="drawn", sharding=sharding, overlap=overlap, late_slots=late)
+        rest_seconds = one_of(0.0, 0.5, 1.0) * cost.expert_seconds(float(tokens * model.top_k), model, cluster, False)
+        recompute = one_of("none", "none", "layers", "selective", "computing")
+        return cls(model, cluster, strategy, (before, now), recompute, rest_seconds)
+
+    @property
+    def kind(self) -> set[str]:
+        """What sets it apart, of which each is to be judged well."""
+        sharding, overlap = self.strategy.sharding, self.strategy.overlap
+        ahead = f"{sharding.kind}, {'ahead' if sharding.prefetch_layers else 'on demand'}"
+        return {self.recompute, ahead, f"{overlap.chunks} chunks", f"{self.strategy.late_slots} late slots"}
+
+    def simulated_and_judged(self, balance: ms.Balance, split: ms.Split) -> tuple[float, float]:
+        """Returns the seconds of a layer among equal ones, without the rest of it."""
+        strategy = self.strategy.replace(balance=balance, split=split)
+        model, cluster, (before, now) = self.model, self.cluster, self.loads
+        slots = strategy.early_slots(model, cluster)
+        layout = plan_layout(before, cluster, balance, slots, model=model, strategy=strategy)
+        plan = plan_layer(strategy, model, cluster, now, layout=layout).tokens
+        rest = RestOfStep(other_seconds=self.rest_seconds, recompute=self.recompute)
+        few, many = (run_step(strategy, model, cluster, [[plan] * n], rest).length_seconds for n in (2, 4))
+        of_rest = self.rest_seconds * (3 if self.recompute == "none" else 4)
+        judged = plan_seconds(
+            plan,
+            cluster,
+            model,
+            strategy.sharding,
+            strategy.overlap,
+            late_slots=strategy.late_slots,
+            recompute=self.recompute,
+            rest_seconds=self.rest_seconds,
+        )
+        return (many - few) / 2 - of_rest, judged
+
+
+@pytest.mark.parametrize("num_situations", [10, pytest.param(75, marks=pytest.mark.slow)])
+def test_plans_are_judged_as_they_are_simulated(num_situations):
+    """Of 40 or 300 plans the median is within 5 %, and of those of one situation that are more than 3 % apart the judge
+    prefers the faster one in 19 of 20 pairs.
+    """
+    by_seconds = ms.FlowSplit(max_inter_node="seconds")
+    planners = [(ms.Static(), ms.FlowSplit()), (ms.Laer(), ms.EvenSplit()), (ms.Eplb(), ms.FlowSplit())]
+    off, right, kinds = [], [], []
+    for seed in range(num_situations):
+        situation = Situation.drawn(seed)
+        plans = [situation.simulated_and_judged(*how) for how in (*planners, (ms.Greedy(), by_seconds))]
+        off += [abs(judged / simulated - 1) for simulated, judged in plans]
+        kinds += [situation.kind] * len(plans)
+        for (simulated, judged), (other_simulated, other_judged) in combinations(plans, 2):
+            if abs(np.log(simulated / other_simulated)) > np.log(1.03):
+                right.append((simulated < other_simulated) == (judged < other_judged))
+    assert np.median(off) <= 0.05
+    assert np.mean(right) >= 0.95
+    for kind in {each for of_plan in kinds for each in of_plan} if num_situations > 10 else ():
+        assert np.median([each for each, of_plan in zip(off, kinds, strict=True) if kind in of_plan]) <= 0.07, kind
+
+
+@pytest.mark.parametrize("sharding", [ms.Ep, ms.Fsep])
+def test_late_experts_are_judged_as_they_are_simulated(sharding):
+    """They are waited for beside rows, while the others travel behind products: 3 to 5 % of this layer."""
+    cluster = presets.h100(2).replace(inter_node_gb_per_s=100.0)
+    load = ms.LoadMatrix(np.tile([30_000, 8_000, 6_000, 4_000, 4_000, 4_000, 4_000, 4_000], (16, 1)))
+    ahead = sharding(slots_per_rank=2, prefetch_layers=1, delay_reshard=True)
+    late = ms.Strategy(name="late", sharding=ahead, late_slots=1)
+    situation = Situation(presets.MIXTRAL_8X7B, cluster, late, (load, load), rest_seconds=0.1)
+    simulated_s, judged_s = situation.simulated_and_judged(ms.Static(), ms.FlowSplit())
+    assert judged_s == pytest.approx(simulated_s, rel=0.03)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("slots", [2, 4])
 def test_copies_that_travel_ahead_are_judged_as_they_are_simulated(nodes, slots):
     """Inside a node they are hidden; between nodes they take longer than the products that they travel behind."""
-    cluster, seconds = presets.h100(nodes), {}
+    model, cluster, seconds = presets.MIXTRAL_8X7B, presets.h100(nodes), {}
+    how = ms.Generated(skew=1.0, num_layers=1, tokens_per_rank=8192, warmup=0, steps=1)
+    load = ms.LoadMatrix(generate(how, cluster.num_ranks, 8, 2, seed=0).tokens_SLRE[0, 0])
     for ahead in (False, True):
         sharding = ms.Ep(slots_per_rank=slots, prefetch_layers=int(ahead), delay_reshard=ahead)
-        lent = ms.Strategy(name="lent", sharding=sharding, balance=ms.Eplb(), split=ms.FlowSplit())
-        seconds[ahead], judged_s = simulated_and_judged(lent, cluster)
+        lent = Situation(model, cluster, ms.Strategy(name="lent", sharding=sharding), (load, load))
+        seconds[ahead], judged_s = lent.simulated_and_judged(ms.Eplb(), ms.FlowSplit())
         assert judged_s == pytest.approx(seconds[ahead], rel=0.06)
     assert seconds[True] < seconds[False]
-    chosen_s, _ = simulated_and_judged(lent.replace(balance=ms.Greedy()), cluster)
+    chosen_s, _ = lent.simulated_and_judged(ms.Greedy(), ms.FlowSplit())
     assert chosen_s <= seconds[True] * 1.01
 
 
@@ -258,11 +370,13 @@ def test_ranks_leave_slots_empty_where_experts_are_dear():
     load = ms.LoadMatrix(np.random.default_rng(0).integers(1, 50, (4, 4)))
     model = presets.MIXTRAL_8X7B.replace(num_experts=4)
     known = {"model": model}
-    full = plan_layout(load, cluster, ms.Greedy(), 3, strategy=hidden, **known)
-    assert full.filled_R.sum() == 12
+    near = cluster.replace(inter_node_gb_per_s=1e6, intra_node_gb_per_s=1e6)
+    assert plan_layout(load, near, ms.Greedy(), 3, strategy=hidden, **known).filled_R.sum() == 12
     waited_for = hidden.replace(sharding=sharding.replace(prefetch_layers=0, delay_reshard=False))
     few = plan_layout(load, cluster, ms.Greedy(), 3, strategy=waited_for, **known)
     assert few.filled_R.tolist() == [1, 1, 1, 1]
+    # So few products hide nothing on slow links.
+    assert plan_layout(load, cluster, ms.Greedy(), 3, strategy=hidden, **known).filled_R.tolist() == [1, 1, 1, 1]
     # With so many tokens that rows are dearer than experts, all slots pay.
     many = ms.LoadMatrix(load.tokens_RE * 10**7)
     assert plan_layout(many, cluster, ms.Greedy(), 3, strategy=waited_for, **known).filled_R.sum() == 12

@@ -1,9 +1,11 @@
 """What a split costs in a step, compiled: products on the busiest rank, and rows on the busiest links.
 
-A step sends every row four times, to its expert and back, forward and backward. An all-to-all takes as long as its
-busiest link; a rank computes once its own rows are there, so that of two of the four only those of its own links count.
-Experts that come meanwhile share the links with these two. Products, gathers and links are those of ``moesys.cost``,
-without latencies, tiles and memory. Integers, but for shares, which doubles cut alike on all ranks.
+A step sends every row to its expert and back, forward and backward, and again where a layer is recomputed. An
+all-to-all takes as long as its busiest link; a rank computes once its own rows are there, so that of the way to the
+experts only its own links count. Experts that come meanwhile share the links with these rows. Those that travel behind
+other work, prefetched or delayed, have the links alone while ranks compute, then share them with the results, and what
+is left is waited for. Rows of one chunk travel while another is computed. Products, gathers and links are those of
+``moesys.cost``, without latencies, tiles and memory. Integers, but for shares, which doubles cut alike on all ranks.
 
 Where tokens cross to a node once and sums come home (``row_traffic``), as many cross as are expected of K independent
 choices, by nodes, not by ranks; rows then spread inside, and sums are collected there, part by part. Rows go to near
@@ -17,18 +19,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moesys.balance.topology import link_domains_of, nodes_of
 from moesys.compiled import borrowing, compiled
-from moesys.config import ClusterSpec, Ep, ModelShape, Overlap, Sharding
+from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
+from moesys.config.workload import Recompute
 from moesys.cost import (
+    GRADIENT_BYTES,
     FloatArray,
     expert_seconds,
     link_seconds,
     memory_seconds,
+    reshard_bytes,
     reshard_seconds,
     restore_bytes,
-    restores_per_step,
     row_product_seconds,
-    transfer_seconds,
 )
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
@@ -36,27 +40,38 @@ from moesys.row_traffic import parts_of_bytes
 
 # What the dearest token costs at most, and all tokens together: a sum of several steps still fits.
 DEAREST, ALL_TOKENS = 1 << 20, 1 << 58
+# MegaKernels overlap rows with products as nearly as so many chunks do.
+MEGA_CHUNKS = 4
 
 
 class Prices(NamedTuple):
-    """Seconds of a token, in a unit of ``unit_s`` seconds; int64. C nodes with NICs of their own.
+    """Seconds of a token, in a unit of ``unit_s`` seconds; int64. C nodes with NICs of their own; three passes:
+    forward, recomputation, backward.
 
-    ``row`` [1]: computed, forward and backward; ``inside`` [1]: sent or received inside its domain by a rank, once;
-    ``nics`` [1]: sent or received by a node between domains, once; ``nics_R``: the node of each rank; ``experts_2C``:
-    of experts that come while rows are on their way there, in all, over each node's NICs and inside domains;
-    ``passes`` [1]: of two, those in which they come; ``once`` [1]: choices of a token that crosses once, 0 where every
-    row does; ``parts`` [1]: in how many it does.
+    ``row`` [1]: computed, in all; ``before_3``, ``after_3``: of that, until results leave, and after they have come
+    home; ``home_3``: whether they do; ``inside`` [1]: sent or received inside its domain by a rank, once; ``nics``
+    [1]: sent or received by a node between domains, once; ``nics_R``: the node of each rank; ``beside_32C``: of experts
+    that come while rows are on their way there, over each node's NICs and inside domains; ``behind_32C``: of what
+    travels behind the products of a pass; ``rest`` [1]: of the rest of a layer, between forward and the next layer's;
+    ``once`` [1]: choices of a token that crosses once, 0 where every row does; ``parts`` [1]: in how many it does;
+    ``chunks`` [1]: in which rows travel; ``copy_share``: of computing, lost while messages move.
     """
 
     unit_s: float
     row: IntArray
+    before_3: IntArray
+    after_3: IntArray
+    home_3: IntArray
     inside: IntArray
     nics: IntArray
     nics_R: IntArray
-    experts_2C: IntArray
-    passes: IntArray
+    beside_32C: IntArray
+    behind_32C: IntArray
+    rest: IntArray
     once: IntArray
     parts: IntArray
+    chunks: IntArray
+    copy_share: float
 
 
 def row_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
@@ -72,24 +87,54 @@ def prices_of(
     num_tokens: int,
     overlap: Overlap | None = None,
     units_per_token: float = 1,
+    recompute: Recompute = "none",
 ) -> Prices:
     """Returns the prices of a token of ``model`` on ``cluster``, for sums over ``num_tokens``, which are of
     ``units_per_token`` a token.
 
     Rows travel as ``overlap`` says; where fast links join several nodes, or a part of one, as if each went by itself.
     """
-    row_bytes, row = model.row_bytes, row_seconds(model, cluster)
+    row_bytes, gather = model.row_bytes, memory_seconds(2.0 * model.row_bytes, cluster)
+    forward, backward = (expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
+    # Pre-activations are four of the six products' flops.
+    again = {"layers": forward + gather, "selective": forward * 2 / 3}.get(recompute, 0.0)
+    in_backward = forward if recompute == "computing" else 0.0
+    before = np.array([forward + gather, again, in_backward + backward / 2 + gather])
+    row = before.sum() + backward / 2
     inside = row_bytes / (cluster.intra_node_gb_per_s * 1e9)
     nics = row_bytes / (cluster.inter_node_gb_per_s * 1e9)
     unit = max(row, inside, nics) / max(min(DEAREST, ALL_TOKENS // max(num_tokens, 1)), 1)
-    row_1, inside_1, nics_1 = _rounded(np.array([[row], [inside], [nics]]) / unit)
-    no_experts_2C = np.zeros((2, cluster.num_nodes), np.int64)
-    nics_R = np.asarray(cluster.node_of_rank)
+    before_3 = _rounded(before / unit)
+    after_1, inside_1, nics_1 = _rounded(np.array([[backward / 2], [inside], [nics]]) / unit)
+    no_experts_32C = np.zeros((3, 2, cluster.num_nodes), np.int64)
     once = np.array([model.top_k if crosses_once(overlap, cluster) else 0])
     # as if tokens were everywhere alike, and wanted experts everywhere alike
     leaving = num_tokens / units_per_token / cluster.num_ranks * (1 - 1 / cluster.num_nodes)
     parts = np.array([parts_of_bytes(leaving * row_bytes, overlap.chunks) if overlap and once[0] else 1])
-    return Prices(unit, row_1, inside_1, nics_1, nics_R, no_experts_2C, np.zeros(1, np.int64), once, parts)
+    return Prices(
+        unit_s=unit,
+        row=before_3.sum(keepdims=True) + after_1,
+        before_3=before_3,
+        after_3=np.array([0, 0, after_1[0]]),
+        home_3=np.array([1, recompute == "layers", 1]),
+        inside=inside_1,
+        nics=nics_1,
+        nics_R=np.asarray(cluster.node_of_rank),
+        beside_32C=no_experts_32C,
+        behind_32C=no_experts_32C,
+        rest=np.zeros(1, np.int64),
+        once=once,
+        parts=parts,
+        chunks=np.array([_chunks(overlap)]),
+        copy_share=cluster.copy_share,
+    )
+
+
+def _chunks(overlap: Overlap | None) -> int:
+    """Returns in how many chunks rows travel; those of MegaKernels overlap as if in several."""
+    if overlap is None:
+        return 1
+    return MEGA_CHUNKS if overlap.reaches_memory else overlap.chunks
 
 
 def crosses_once(overlap: Overlap | None, cluster: ClusterSpec) -> bool:
@@ -111,43 +156,69 @@ def with_experts(
     sharding: Sharding,
     units_per_token: int = 1,
     scale: int = 0,
-    mean_tokens: float = 0.0,
+    late_slots: int = 0,
+    rest_seconds: float = 0.0,
 ) -> tuple[Prices, int]:
-    """Returns ``prices`` beside the experts of ``layout`` on their way, and what else they and their gradients cost,
-    where counts are of ``units_per_token`` a token, shifted by ``scale`` bits. ``mean_tokens``: of the mean rank.
+    """Returns ``prices`` with the experts of ``layout`` on their way, and what gradients cost that nothing hides, where
+    counts are of ``units_per_token`` a token, shifted by ``scale`` bits.
 
-    What travels behind other work, prefetched or delayed, is taken to be hidden, but for copies that owners lend, which
-    load few links with much: what exceeds the products of a layer's mean rank is waited for, and these are slower
-    meanwhile (``copy_share``).
+    The last ``late_slots`` of a rank are filled when the counts are known: their experts come beside rows, also where
+    others are prefetched. ``rest_seconds``: of the forward of the rest of a layer, behind which experts travel.
     """
-    R, experts_2C = cluster.num_ranks, np.zeros(prices.experts_2C.shape)
-    restores, waited_s = restore_bytes(layout, model, cluster, sharding), 0.0
-    if sharding.prefetch_layers:
-        behind_s = expert_seconds(mean_tokens, model, cluster, backward=False)
-        restore_s = sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in restores)
-        waited_s += _exposed(restore_s, behind_s, cluster, sharding)
-        restores = ()
-    for bytes_RR in restores:
-        inside_2R, nics_2C = np.split(link_seconds(bytes_RR, cluster), [2 * R])
-        inside_C = np.zeros(cluster.num_nodes)
-        np.maximum.at(inside_C, prices.nics_R, inside_2R.reshape(2, R).max(axis=0))
-        experts_2C += np.stack([nics_2C.reshape(2, -1).max(axis=0), inside_C])
-    reshard_s = reshard_seconds(layout, model, cluster, sharding)
-    if sharding.delay_reshard:
-        behind_s = expert_seconds(mean_tokens, model, cluster, backward=True)
-        reshard_s = _exposed(reshard_s, behind_s, cluster, sharding)
-    waited_s += reshard_s
-    passes = np.array([restores_per_step(sharding)])
-    in_units_2C = _rounded(experts_2C / prices.unit_s) * units_per_token >> scale
-    with_them = prices._replace(experts_2C=in_units_2C, passes=passes)
+    passes, waited_s = np.zeros((2, 3, 2, cluster.num_nodes)), 0.0
+    beside_32C, behind_32C = passes
+    all_2C = _restore_seconds(layout, model, cluster, sharding)
+    (behind_32C if sharding.prefetch_layers else beside_32C)[0] = all_2C
+    if sharding.prefetch_layers and late_slots:
+        settled = layout.without_last(late_slots)
+        behind_32C[0] = _restore_seconds(settled, model, cluster, sharding)
+        beside_32C[0] = _busiest(restore_bytes(layout, model, cluster, sharding, here=settled), cluster)
+    if sharding.reshard_after_forward and sharding.prefetch_layers:
+        behind_32C[2] = all_2C
+    elif sharding.reshard_after_forward:
+        beside_32C[1 if prices.before_3[1] else 2] = all_2C
+    if not sharding.delay_reshard:
+        waited_s = reshard_seconds(layout, model, cluster, sharding)
+    elif isinstance(sharding, Fsep) and sharding.reshard == "flat":
+        behind_32C[2] += _sharded_seconds(layout, model, cluster, GRADIENT_BYTES)
+    else:
+        behind_32C[2] += _busiest(reshard_bytes(layout, model, cluster, sharding), cluster)
+    beside_32C, behind_32C = _rounded(passes / prices.unit_s) * units_per_token >> scale
+    rest = _rounded(np.array([rest_seconds / prices.unit_s])) * units_per_token >> scale
+    with_them = prices._replace(beside_32C=beside_32C, behind_32C=behind_32C, rest=rest)
     return with_them, int(waited_s / prices.unit_s) * units_per_token >> scale
 
 
-def _exposed(travel_s: float, behind_s: float, cluster: ClusterSpec, sharding: Sharding) -> float:
-    """Returns the seconds more that products of ``behind_s`` take with messages of ``travel_s`` beside them."""
-    if not isinstance(sharding, Ep):
-        return 0.0
-    return max(travel_s - behind_s, cluster.copy_share * min(travel_s, behind_s))
+def _restore_seconds(layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> FloatArray:
+    if isinstance(sharding, Fsep) and sharding.restore == "flat":
+        return _sharded_seconds(layout, model, cluster, model.bytes_per_element)
+    return _busiest(restore_bytes(layout, model, cluster, sharding), cluster)
+
+
+def _busiest(all_bytes: tuple[FloatArray, ...], cluster: ClusterSpec) -> FloatArray:
+    """Returns the seconds of each node's NICs and of its ranks' busiest link inside domains, [2, C]."""
+    seconds_2C = np.zeros((2, cluster.num_nodes))
+    for bytes_RR in all_bytes:
+        inside_2R, nics_2C = np.split(link_seconds(bytes_RR, cluster), [2 * cluster.num_ranks])
+        inside_C = np.zeros(cluster.num_nodes)
+        np.maximum.at(inside_C, np.asarray(cluster.node_of_rank), inside_2R.reshape(2, -1).max(axis=0))
+        seconds_2C += np.stack([nics_2C.reshape(2, -1).max(axis=0), inside_C])
+    return seconds_2C
+
+
+def _sharded_seconds(layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, element_bytes: int) -> FloatArray:
+    """Returns ``_busiest`` where every rank receives a slice of each of its experts from every other rank, or its
+    gradients go the same way back; without matrices of all pairs of ranks.
+    """
+    held_R = np.count_nonzero(layout.replicas_RE, axis=1)
+    node_R, domain_R = nodes_of(cluster), link_domains_of(cluster)
+    near_R, held_near_R = np.array(cluster.domain_sizes)[domain_R], np.bincount(domain_R, held_R)[domain_R]
+    outside_2C = [np.bincount(node_R, each) for each in (held_R * (len(held_R) - near_R), held_R.sum() - held_near_R)]
+    inside_C = np.zeros(cluster.num_nodes)
+    np.maximum.at(inside_C, node_R, np.maximum(held_R * (near_R - 1), held_near_R - held_R))
+    slice_bytes = element_bytes * -(-model.expert_parameters // len(held_R))
+    inter, intra = cluster.inter_node_gb_per_s * 1e9, cluster.intra_node_gb_per_s * 1e9
+    return slice_bytes * np.stack([np.maximum(*outside_2C) / inter, inside_C / intra])
 
 
 @compiled
@@ -190,7 +261,7 @@ def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: 
             tokens = tokens_RE[rank, expert]
             leaving = np.int64((supply - here) / supply * tokens) if here < supply else np.int64(0)
             out_R[rank] -= tokens - leaving
-    num_nics = prices.experts_2C.shape[1]
+    num_nics = prices.beside_32C.shape[2]
     out_C, in_C = np.zeros(num_nics, np.int64), np.zeros(num_nics, np.int64)
     inside_C, busiest_C = np.zeros(num_nics, np.int64), np.zeros(num_nics, np.int64)
     for rank in range(num_ranks):
@@ -204,18 +275,61 @@ def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: 
     if prices.once[0]:
         _cross_once(supply_NE, here_NE, in_R, prices, out_C, in_C, spread_C)
     between_C = np.maximum(out_C, in_C) * prices.nics[0]
+    home = _in_parts(between_C.max(), inside_C.max(), spread_C.max(), parts)
     cost = np.int64(0)
-    for nics in range(num_nics):
-        between, inside, spread = between_C[nics], inside_C[nics], spread_C[nics]
-        experts, experts_inside = prices.experts_2C[:, nics]
-        # Rows have half of links that experts want too.
-        rows_with_experts = _in_parts(between + min(between, experts), inside, spread, parts)
-        arrival = max(rows_with_experts, between + experts, inside + spread + experts_inside)
-        there = prices.passes[0] * arrival
-        there += (2 - prices.passes[0]) * _in_parts(between, inside, spread, parts)
-        cost = max(cost, there + busiest_C[nics] * prices.row[0])
-    cost += 2 * _in_parts(between_C.max(), inside_C.max(), spread_C.max(), parts)
+    for way in range(3):
+        if prices.before_3[way]:
+            cost += _pass_cost(way, between_C, inside_C, spread_C, busiest_C, home, prices)
     return cost, cost - busiest_C.max() * prices.row[0]
+
+
+@borrowing
+def _pass_cost(way, between_C, inside_C, spread_C, busiest_C, home, prices):  # type: ignore[no-untyped-def]
+    """Returns what forward, recomputation or backward costs; ``home``: results on their way."""
+    chunks, parts, share = prices.chunks[0], prices.parts[0], prices.copy_share
+    home = home // chunks * prices.home_3[way]
+    ready = last = left_over = np.int64(0)
+    for nics in range(between_C.size):
+        between, inside, spread = between_C[nics] // chunks, inside_C[nics] // chunks, spread_C[nics] // chunks
+        experts, experts_inside = prices.beside_32C[way, :, nics]
+        behind = max(prices.behind_32C[way, 0, nics], prices.behind_32C[way, 1, nics])
+        rows, with_experts = _in_parts(between, inside, spread, parts), between + min(between, experts)
+        # Rows have half of links that experts want too, until these are there: the first chunk's, and the next one's.
+        arrival = max(_in_parts(with_experts, inside, spread, parts), experts + min(experts, between * min(chunks, 2)))
+        arrival = max(arrival, spread + inside + min(inside, experts_inside))
+        arrival = max(arrival, spread + experts_inside + min(experts_inside, inside * min(chunks, 2)))
+        products, own_home = busiest_C[nics] * prices.before_3[way] // chunks, min(rows, home)
+        later = busiest_C[nics] * prices.after_3[way]
+        if chunks == 1:
+            products = _beside(products, behind, share)
+            ready = max(ready, arrival + products)
+            left = max(behind - products, 0)
+            shared = min(left, own_home)
+            after = _beside(later, left - shared, share)
+            last = max(last, max(home, own_home + shared) + after)
+            left = max(left - shared - after, 0)
+        else:
+            next_rows = min(max(2 * rows - max(experts, experts_inside), 0), rows)
+            window = max(_beside(products, next_rows, share), next_rows) + max(_beside(products, home, share), home)
+            window += (chunks - 2) * max(_beside(products, rows + home, share), rows + home)
+            idle = window - next_rows - (chunks - 2) * (rows + home) - home
+            ready = max(ready, arrival + window + np.int64(share * min(behind, idle)))
+            left = max(behind - idle, 0)
+            shared = min(left, own_home)
+            # Gradients of weights are computed while the last chunk's results travel.
+            after = max(_beside(later, home + left, share), home, own_home + shared)
+            last = max(last, after)
+            left = max(left - max(after - home, shared), 0)
+        if way == 0:
+            left = max(left - _beside(prices.rest[0], left, share), 0)
+        left_over = max(left_over, left)
+    return ready + last + left_over
+
+
+@borrowing
+def _beside(computing, moving, share):  # type: ignore[no-untyped-def]
+    """Returns how long ranks compute while messages move for so long."""
+    return computing + np.int64(share * min(moving, computing / (1.0 - share)))
 
 
 @borrowing

@@ -222,8 +222,7 @@ def _prices(
     alike: _Alike, model: ModelShape, cluster: ClusterSpec, sharding: Sharding, overlap: Overlap | None, total: int
 ) -> tuple[Prices, int]:
     layout = ExpertLayout(alike.expert_RS, model.num_experts)
-    prices, mean_tokens = prices_of(model, cluster, total, overlap), total / int((layout.filled_R > 0).sum())
-    return with_experts(prices, layout, model, cluster, sharding, mean_tokens=mean_tokens)
+    return with_experts(prices_of(model, cluster, total, overlap), layout, model, cluster, sharding)
 
 
 def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) -> tuple[tuple[int, ...], Layouts]:

@@ -211,6 +211,6 @@ class StepJudge:
         key = ((expert_RS != EMPTY).sum(axis=1) if flat else expert_RS).tobytes()
         if key not in self._known:
             layout, units, scale = self.numbers.named(expert_RS), self.problem.units_per_token, self.numbers.scale
-            how = (layout, self.model, cluster, sharding, units, scale, self._mean_tokens)
+            how = (layout, self.model, cluster, sharding, units, scale)
             self._known[key] = with_experts(self._prices, *how)
         return self._known[key]
