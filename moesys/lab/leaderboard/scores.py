@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -269,7 +269,7 @@ class _Task:
         ]
 
 
-def _scored_tasks(tasks: Sequence[_Task], jobs: int | None) -> Iterator[tuple[_Task, list[PlannerResult]]]:
+def _scored_tasks(tasks: Sequence[_Task], jobs: int | None) -> Generator[tuple[_Task, list[PlannerResult]], None, None]:
     """Yields each task with its results. Workers take over after the first seconds, and yield those that are done."""
     workers, left = simulating_workers(num_workers(jobs), lambda: None), list(tasks)
     with closing(workers):
