@@ -15,10 +15,10 @@ keeps the layout that the search found.
 
 Planning takes little time because of what is not done at every micro-batch:
 
-- After the first ten plans only some of the nine candidates plan: the leader, the one with the second lowest mean, and
+- After the first 16 plans only some of the nine candidates plan: the leader, the one with the second lowest mean, and
   one in turn. So what is known of a candidate is at most nine micro-batches old, and no candidate is judged on an
   older layout than the leader.
-- A search is repeated after 3 · (12 + slots / 16) plans: 66 plans for 160 slots, 108 for 384.
+- After the first plans a search is repeated after 3 · (12 + slots / 16) plans: 66 plans for 160 slots, 108 for 384.
 - Where the load has not moved since the newest plan, nothing is planned and nothing is judged.
 """
 
@@ -48,8 +48,9 @@ from moesys.load import IntArray, LoadMatrix
 
 # A candidate's mean is that of the newest micro-batches: about so many of those on which it was judged.
 MEMORY = 50
-# All candidates plan in the first plans, when little is known.
-FIRST_PLANS = 10
+# When little is known: all candidates plan in the first plans, and all search in the first ones and as many more as the
+# lag.
+FIRST_PLANS, FIRST_SEARCHES = 16, 5
 # After the first searches there are so many plans from one to the next, and one more for each so many slots.
 PLANS_BETWEEN_SEARCHES, SLOTS_PER_PLAN = 12, 16
 # A load that has drifted less than this from the one that was planned for has not moved.
@@ -280,11 +281,10 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
 
     each = range(len(SEARCHES))
     period = len(each) * (PLANS_BETWEEN_SEARCHES + sum(problem.slots_R) // SLOTS_PER_PLAN)
-    # Again as soon as there is a mean, and a forecast.
     turns = [
         index
         for index in each
-        if num_plans in (0, index + 1 + problem.lag) or num_plans % period == index * period // len(each)
+        if num_plans < FIRST_SEARCHES + problem.lag or num_plans % period == index * period // len(each)
     ]
     fresh = {index: searched(index) for index in turns}
     best, second, *_ = np.argsort(memory.mean_C, kind="stable").tolist()
