@@ -66,7 +66,7 @@ NUM_CANDIDATES = LAER + 1 + len(SEARCHES)
 Layouts = npt.NDArray[np.int32]
 
 
-class _Planned(NamedTuple):
+class _CandidateLayouts(NamedTuple):
     """What the candidates that had their turn planned after a micro-batch, int32 [C, R, S]."""
 
     after: int
@@ -91,7 +91,7 @@ class _Memory:
     recipes: list[Recipe] = field(default_factory=list)
     found: list[Layouts] = field(default_factory=list)
     tokens_E: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    pending: list[_Planned] = field(default_factory=list)
+    pending: list[_CandidateLayouts] = field(default_factory=list)
 
     _HEAD = struct.Struct("<32sqqqqqq")
 
@@ -134,7 +134,7 @@ class _Memory:
         for _ in range(num_pending):
             after, num_planned = take(np.int64, 2).tolist()
             candidates = tuple(take(np.int64, num_planned).tolist())
-            pending.append(_Planned(after, candidates, take(np.int32, num_planned, R, S)))
+            pending.append(_CandidateLayouts(after, candidates, take(np.int32, num_planned, R, S)))
         return cls(num_plans, judged, mean_C, count_C, recipes, found, tokens_E, pending)
 
 
@@ -148,7 +148,7 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
     memory, newest = _Memory.read(problem.memory, of), problem.recent[-1]
     if not _stands_still(problem, memory):
         _judge(problem, memory)
-        memory.pending.append(_Planned(newest.micro_batch, *_layouts(problem, options, memory)))
+        memory.pending.append(_CandidateLayouts(newest.micro_batch, *_layouts(problem, options, memory)))
         memory.tokens_E = problem.load.tokens_E
         memory.num_plans += 1
     memory.judged = newest.micro_batch
