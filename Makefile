@@ -66,13 +66,16 @@ docs: .venv/docs-installed
 
 # The oldest Triton that moesys runs on, torch 2.11's: it stands aside, and is only asked to compile.
 .venv/oldest-triton: .venv/installed
-	$(BIN)/pip install --no-deps --upgrade --target $@ 'triton==3.6.0'
+	rm -rf $@ $@.part
+	$(BIN)/pip install --no-deps --target $@.part 'triton==3.6.0'
+	mv $@.part $@
 	touch $@
 
 # They stand aside too, without what they depend on: some want older packages than the environment has.
 .venv/hosts: .venv/installed tests/torchtitan/requirements.txt
-	rm -rf $@
-	$(BIN)/pip install --no-deps --target $@ -r tests/torchtitan/requirements.txt
+	rm -rf $@ $@.part
+	$(BIN)/pip install --no-deps --target $@.part -r tests/torchtitan/requirements.txt
+	mv $@.part $@
 	touch $@
 
 .venv/docs-installed: .venv/installed

@@ -464,8 +464,8 @@ class _Domains:
     sources in d.
 
     ``token_s``: of a row once, 0 where tokens cross once, whose rows are counted apart (``least_once``); ``nics_D``: of
-    a node's NICs the weight, where a domain has several nodes that of the smallest; ``held_DE``: slots of owners;
-    ``by_slot``: whether each slot costs ``slot_DE``, or each expert of a domain, where experts travel node by node.
+    a node's NICs the weight, where a domain has several nodes that of the smallest; ``by_slot``: whether each slot
+    costs ``slot_DE``, or each expert of a domain, where experts travel node by node.
     """
 
     supply_DE: FloatArray
@@ -477,7 +477,6 @@ class _Domains:
     token_s: float
     once_s: float
     slot_DE: FloatArray
-    held_DE: FloatArray
     by_slot: bool
 
     @classmethod
@@ -487,12 +486,13 @@ class _Domains:
         domain_R, nics_R, sharding = link_domains_of(cluster), nodes_of(cluster), strategy.sharding
         supply_DE, tokens_E = tokens_by_node(load.tokens_RE, domain_R)
         part_C = np.bincount(nics_R) / cluster.num_ranks
-        nics, held_DE = cluster.inter_node_gb_per_s * 1e9, np.zeros(supply_DE.shape)
+        nics = cluster.inter_node_gb_per_s * 1e9
         element_s = _travelling_bytes(model, sharding) / nics
         if isinstance(sharding, Ep):
             owner_E = owner_of_experts(model.num_experts, cluster.num_ranks)
-            held_DE[domain_R[owner_E], np.arange(model.num_experts)] = 1
-            slot_DE, by_slot = (1 - held_DE) * element_s * model.expert_parameters, sharding.lend == "flat"
+            slot_DE, by_slot = np.full(supply_DE.shape, element_s * model.expert_parameters), sharding.lend == "flat"
+            # Owners have what they own, and need not keep it in a slot.
+            slot_DE[domain_R[owner_E], np.arange(model.num_experts)] = 0
         else:
             slot_DE = np.ones(supply_DE.shape) * element_s * elements_from_outside(model, cluster)[:, None]
             by_slot = sharding.flat
@@ -507,7 +507,6 @@ class _Domains:
             token_s=0.0 if once else token_s,
             once_s=token_s,
             slot_DE=slot_DE,
-            held_DE=held_DE,
             by_slot=by_slot,
         )
 
@@ -536,7 +535,7 @@ class _Domains:
             b_eq=self.tokens_E,
             bounds=np.stack(
                 [
-                    np.concatenate([np.zeros(2 * D * E), self.held_DE.ravel()]),
+                    np.zeros(3 * D * E),
                     np.concatenate([supply, np.full(D * E, np.inf), self.ranks_D.repeat(E)]),
                 ],
                 axis=1,
@@ -553,19 +552,18 @@ class _Domains:
         """Returns the least seconds with tokens that cross to a node once, and with experts.
 
         Each node by itself: K independent choices reach the fewest nodes where the choices of one node are as unequally
-        divided as can be, for the chance of being reached is concave in a node's share. So with n experts the node has
-        those that it owns and those of the others that it wants most, and other nodes have as many of the next ones as
-        they have slots.
+        divided as can be, for the chance of being reached is concave in a node's share. So with n experts the node
+        keeps no more than the tokens of the n that it wants most, they cost no less than the n cheapest, and other
+        nodes have as many of the next ones as they have slots.
         """
         E, most = self.supply_DE.shape[1], int(self.slots_D.max())
         rows_s = experts_s = 0.0
         for domain, nics in enumerate(self.nics_D):
-            supply_E, held_E = self.supply_DE[domain], self.held_DE[domain]
-            order = np.lexsort((-supply_E, -held_E))
-            sent, wanted_E = max(supply_E.sum(), 1.0), np.concatenate([[0.0], supply_E[order].cumsum()])
-            come_E = np.concatenate([[0.0], self.slot_DE[domain, order].cumsum()])
+            supply_E = np.sort(self.supply_DE[domain])[::-1]
+            sent, wanted_E = max(supply_E.sum(), 1.0), np.concatenate([[0.0], supply_E.cumsum()])
+            come_E = np.concatenate([[0.0], np.sort(self.slot_DE[domain]).cumsum()])
             best = (np.inf, 0.0)
-            for own in range(int(held_E.sum()), min(int(self.slots_D[domain]), E) + 1):
+            for own in range(min(int(self.slots_D[domain]), E) + 1):
                 ends = np.minimum(np.arange(own, E + most, most), E)
                 crossing = sent / top_k * (1 - (1 - np.diff(wanted_E[ends]) / sent) ** top_k).sum()
                 best = min(best, (4 * self.once_s * crossing, float(come_E[own])), key=sum)

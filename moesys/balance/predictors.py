@@ -24,15 +24,10 @@ def measured_drift(before: LoadMatrix, after: LoadMatrix) -> float:
     """Returns which share of experts' popularity was drawn anew from one load to another, 0 to 1, for ``Greedy.drift``:
     what the logarithms of their tokens lack of full correlation. 0 where all experts were alike.
     """
-    return drift_of(before.tokens_E, after.tokens_E)
-
-
-def drift_of(before_E: IntArray, after_E: IntArray) -> float:
-    """Returns the same for the tokens of all experts, int64 [E]."""
-    before, after = np.log1p(before_E), np.log1p(after_E)
-    before, after = before - before.mean(), after - after.mean()
-    deviations = math.sqrt(before @ before) * math.sqrt(after @ after)
-    return float(min(max(1 - before @ after / deviations, 0), 1)) if deviations else 0.0
+    before_E, after_E = (np.log1p(load.tokens_E) for load in (before, after))
+    before_E, after_E = before_E - before_E.mean(), after_E - after_E.mean()
+    deviations = math.sqrt(before_E @ before_E) * math.sqrt(after_E @ after_E)
+    return float(min(max(1 - before_E @ after_E / deviations, 0), 1)) if deviations else 0.0
 
 
 class Forecast(NamedTuple):
@@ -71,17 +66,14 @@ def forecast(loads: Sequence[LoadMatrix], lag: int) -> Forecast | None:
     weights_2 = np.linalg.solve(squares_22, known_P2.T @ came_P).round(6)
     noise = round(float((came_P - known_P2 @ weights_2).std()), 6)
     share_E = np.exp(weights_2[0] * log_SE[-1] + weights_2[1] * mean_SE[-1])
-    by_rank_RE = sum(
-        abs(weight) * tokens_RE / np.maximum(tokens_RE.sum(axis=0), 1)
-        for weight, tokens_RE in zip(
-            weights_2, (loads[-1].tokens_RE, np.sum([load.tokens_RE for load in loads], axis=0)), strict=True
-        )
-    )
-    tokens_RE = by_rank_RE * share_E
+    newest_RE, all_RE = loads[-1].tokens_RE, np.sum([load.tokens_RE for load in loads], axis=0)
+    of_newest, of_all = np.abs(weights_2) if weights_2.any() else (1.0, 0.0)
+    tokens_RE = of_newest * newest_RE / np.maximum(newest_RE.sum(axis=0), 1)
+    tokens_RE = (tokens_RE + of_all * all_RE / np.maximum(all_RE.sum(axis=0), 1)) * share_E
     tokens_RE *= loads[-1].total * FORECAST_UNITS / max(tokens_RE.sum(), 1e-9)
     spread = float(log_SE[-1].std())
-    drift = 1 - math.sqrt(max(1 - (noise / spread) ** 2, 0)) if spread else 0.0
-    return Forecast(LoadMatrix(np.rint(tokens_RE).astype(np.int64)), noise, drift)
+    drift = round(1 - math.sqrt(max(1 - (noise / spread) ** 2, 0)), 6) if spread else 0.0
+    return Forecast(LoadMatrix(np.rint(tokens_RE.round(6)).astype(np.int64)), noise, drift)
 
 
 class LoadHistory:

@@ -199,7 +199,7 @@ def replayed(
     single micro-batch. ``experts`` whose planner foresees loads (``Oracle``) learn theirs.
 
     Raises TypeError and ValueError for ids that cannot be replayed, and at the end if there were too many. Where ranks
-    share the experts, all of them raise an error, in the first forward.
+    share the experts, all of them raise an error, in the first forward in which the rank with such ids has tokens.
     """
     names, top_k = [router.name for router in routers], routers[0].top_k
     hooks = _Hooks(shared=any(each.shards.num_ranks > 1 for each in experts))
@@ -210,7 +210,7 @@ def replayed(
             raise
         # Other ranks go on to the experts, and foresee as many micro-batches.
         hooks.refusal = error
-        count = 1 if isinstance(expert_LTK, Tensor | np.ndarray) else len(expert_LTK)
+        count = len(expert_LTK) if isinstance(expert_LTK, list | tuple) else 1
         micro_batches = [torch.empty(len(names), 0, top_k, dtype=torch.int64)] * count
     foreseeing = _foreseeing(routers, experts)
     for layer, each in foreseeing:

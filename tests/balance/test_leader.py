@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +16,7 @@ from moesys.balance.laer import Laer
 from moesys.balance.plan import StepPlan, plan_layer
 from moesys.balance.planners import plan_layout
 from moesys.balance.planning_problem import PastBatch, PlanningProblem
+from moesys.balance.predictors import FORECAST_UNITS, forecast
 from moesys.config import Ep, Fsep, ModelShape, Sharding, Strategy, presets
 from moesys.config.workload import Generated
 from moesys.layout import ExpertLayout
@@ -94,8 +95,20 @@ def test_the_candidate_of_the_fewest_seconds_plans(monkeypatch: pytest.MonkeyPat
     assert max(map(len, turns)) <= 4
 
 
-def test_a_load_that_stands_still_is_not_planned_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    still, moved = loads(6, 1, 0.0)[0], loads(7, 1, 0.0)[0]
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda load_RE: (load_RE, loads(7, 1, 0.0)[0]),
+        lambda load_RE: (load_RE, np.roll(load_RE, CLUSTER.num_ranks // 2, axis=0) * np.arange(1, 17)[:, None]),
+        lambda load_RE: (load_RE, load_RE**2),
+        lambda load_RE: (np.full_like(load_RE, 100), load_RE),
+    ],
+    ids=["popularity", "sources", "skew", "from even"],
+)
+def test_a_load_that_stands_still_is_not_planned_for_again(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[IntArray], tuple[IntArray, IntArray]]
+) -> None:
+    still, moved = change(loads(6, 1, 0.0)[0])
     layouts, planned, chosen = leader._layouts, [], []
     monkeypatch.setattr(leader, "_layouts", lambda *given: planned.append(len(chosen)) or layouts(*given))
     moves_at = leader.FIRST_PLANS + 4
@@ -144,3 +157,38 @@ def test_costs_of_very_large_loads_do_not_wrap(monkeypatch: pytest.MonkeyPatch) 
     chosen = [layout for _, layout, _ in problems(loads(5, 6, 0.3), strategy())]
     monkeypatch.setattr(leader, "_costs", lambda *given: [cost << 20 for cost in costs(*given)])
     assert [layout for _, layout, _ in problems(loads(5, 6, 0.3), strategy())] == chosen
+
+
+def test_empty_micro_batches_and_even_ones_say_nothing() -> None:
+    even = np.full((1, CLUSTER.num_ranks, MODEL.num_experts), 64)
+    expected = forecast([LoadMatrix(even[0])] * 8, lag=1)
+    assert expected is not None
+    assert (expected.load.tokens_RE == even[0] * FORECAST_UNITS).all()
+    for problem, _, memory in problems(np.zeros_like(np.repeat(even, 6, axis=0)), strategy()):
+        assert (leader._Memory.read(memory, memory[:32]).mean_C == 1_000_000).all(), problem
+
+
+def test_a_forecast_finds_how_loads_move() -> None:
+    """The logarithms of two loads in turn, of one that drifts, and of one that stays have known forecasts."""
+    log_SE = np.random.default_rng(0).normal(0, 1, (9, 64)) + 8
+    in_turn = [LoadMatrix(np.exp(log_SE[number % 2])[None].astype(int)) for number in range(8)]
+    stays = [LoadMatrix(np.exp(log_SE[0])[None].astype(int))] * 8
+    drifts = [log_SE[0] - 8]
+    for fresh_E in log_SE[1:] - 8:
+        drifts.append(0.7 * drifts[-1] + np.sqrt(1 - 0.7**2) * fresh_E)
+    drift = [LoadMatrix(np.exp(each_E + 8)[None].astype(int)) for each_E in drifts]
+
+    def error(past: list[LoadMatrix], came: LoadMatrix) -> tuple[float, float, float]:
+        """Deviations of the forecast and of the newest load from the load that came, in logarithms; and the noise."""
+        found = forecast(past, lag=1)
+        assert found is not None
+        logs = [np.log1p(each.tokens_E) for each in (found.load, past[-1], came)]
+        predicted, newest, truth = (log_E - log_E.mean() for log_E in logs)
+        return float((predicted - truth).std()), float((newest - truth).std()), found.noise
+
+    assert error(stays[:7], stays[7])[0] < 0.02
+    forecast_error, newest_error, _ = error(in_turn[:7], in_turn[7])
+    assert forecast_error < 0.8 * newest_error
+    forecast_error, newest_error, noise = error(drift[:8], drift[8])
+    assert forecast_error < 0.95 * newest_error
+    assert noise == pytest.approx(np.sqrt(1 - 0.7**2), rel=0.15)

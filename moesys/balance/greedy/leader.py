@@ -40,8 +40,8 @@ from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT
 from moesys.balance.greedy.search import KINDS, LayoutSearch, Recipe, SearchOptions
 from moesys.balance.laer import Laer
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.predictors import FORECAST_UNITS, Forecast, drift_of, forecast
-from moesys.balance.topology import link_domains_of
+from moesys.balance.predictors import FORECAST_UNITS, Forecast, forecast
+from moesys.balance.topology import link_domains_of, tokens_by_node
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray, LoadMatrix
@@ -53,8 +53,8 @@ MEMORY = 50
 FIRST_PLANS, FIRST_SEARCHES = 16, 5
 # After the first searches there are so many plans from one to the next, and one more for each so many slots.
 PLANS_BETWEEN_SEARCHES, SLOTS_PER_PLAN = 12, 16
-# A load that has drifted less than this from the one that was planned for has not moved.
-STILL = 0.003
+# A load of which a smaller share of tokens has moved than this, since it was planned for, stands still.
+STILL = 0.015
 
 # Searching candidates plan for these loads, and spreading ones, which differ in how they do it, for the last of them.
 SEARCHES = ("predicted", "mean", "forecast")
@@ -79,9 +79,9 @@ class _Memory:
     """This is what the leader remembers from plan to plan.
 
     mean_C: what a micro-batch costs with each candidate, in millionths of what it costs with all of them in the mean;
-    count_C: micro-batches that say so, at most ``MEMORY``. recipes: of the searches. found: their layouts. tokens_E:
-    the newest load that was planned for. pending: plans for micro-batches that were not judged; judged: the newest one
-    that was.
+    count_C: micro-batches that say so, at most ``MEMORY``. recipes: of the searches. found: their layouts. tokens_DE:
+    the newest load that was planned for, by link domains. pending: plans for micro-batches that were not judged;
+    judged: the newest one that was.
     """
 
     num_plans: int = 0
@@ -90,10 +90,10 @@ class _Memory:
     count_C: IntArray = field(default_factory=lambda: np.zeros(NUM_CANDIDATES, dtype=np.int64))
     recipes: list[Recipe] = field(default_factory=list)
     found: list[Layouts] = field(default_factory=list)
-    tokens_E: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    tokens_DE: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     pending: list[_CandidateLayouts] = field(default_factory=list)
 
-    _HEAD = struct.Struct("<32sqqqqqq")
+    _HEAD = struct.Struct("<32sqqqqqqq")
 
     @property
     def leader(self) -> int:
@@ -102,11 +102,11 @@ class _Memory:
     def to_bytes(self, of: bytes) -> bytes:
         """Returns what ``read`` reads again, for problems of the digest ``of``."""
         R, S = self.found[0].shape
-        sizes = len(self.tokens_E), R, S, len(self.pending)
+        sizes = *self.tokens_DE.shape, R, S, len(self.pending)
         recipes = np.array([(KINDS.index(kind), slots) for kind, slots in self.recipes])
         parts = [
             self._HEAD.pack(of, self.num_plans, self.judged, *sizes),
-            *(array.tobytes() for array in (self.mean_C, self.count_C, recipes, self.tokens_E, *self.found)),
+            *(array.tobytes() for array in (self.mean_C, self.count_C, recipes, self.tokens_DE, *self.found)),
         ]
         for after, candidates, layouts_CRS in self.pending:
             head = struct.pack(f"<{2 + len(candidates)}q", after, len(candidates), *candidates)
@@ -118,7 +118,7 @@ class _Memory:
         """Returns what ``data`` says; a new memory if it says nothing, or that of problems of another digest."""
         if data[: len(of)] != of:
             return cls()
-        _, num_plans, judged, E, R, S, num_pending = cls._HEAD.unpack_from(data)
+        _, num_plans, judged, D, E, R, S, num_pending = cls._HEAD.unpack_from(data)
         at = cls._HEAD.size
 
         def take(dtype: type[np.generic], *shape: int) -> npt.NDArray[Any]:
@@ -130,12 +130,12 @@ class _Memory:
 
         mean_C, count_C = (take(np.int64, NUM_CANDIDATES).copy() for _ in range(2))
         recipes = [Recipe(KINDS[kind], slots) for kind, slots in take(np.int64, len(SEARCHES), 2).tolist()]
-        tokens_E, found, pending = take(np.int64, E), [take(np.int32, R, S) for _ in SEARCHES], []
+        tokens_DE, found, pending = take(np.int64, D, E), [take(np.int32, R, S) for _ in SEARCHES], []
         for _ in range(num_pending):
             after, num_planned = take(np.int64, 2).tolist()
             candidates = tuple(take(np.int64, num_planned).tolist())
             pending.append(_CandidateLayouts(after, candidates, take(np.int32, num_planned, R, S)))
-        return cls(num_plans, judged, mean_C, count_C, recipes, found, tokens_E, pending)
+        return cls(num_plans, judged, mean_C, count_C, recipes, found, tokens_DE, pending)
 
 
 def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[ExpertLayout, bytes]:
@@ -146,10 +146,11 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
         problem.load.num_experts, problem.slots_R, problem.cluster, problem.model, problem.sharding, problem.overlap
     )
     memory, newest = _Memory.read(problem.memory, of), problem.recent[-1]
-    if not _stands_still(problem, memory):
+    tokens_DE = _by_domain(problem, problem.load)
+    if not _stands_still(problem, memory, tokens_DE):
         _judge(problem, memory)
         memory.pending.append(_CandidateLayouts(newest.micro_batch, *_layouts(problem, options, memory)))
-        memory.tokens_E = problem.load.tokens_E
+        memory.tokens_DE = tokens_DE
         memory.num_plans += 1
     memory.judged = newest.micro_batch
     _, candidates, layouts_CRS = memory.pending[-1]
@@ -157,20 +158,31 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
     return ExpertLayout(chosen_RS.astype(np.int64), problem.load.num_experts), memory.to_bytes(of)
 
 
-def _stands_still(problem: PlanningProblem, memory: _Memory) -> bool:
+def _stands_still(problem: PlanningProblem, memory: _Memory, tokens_DE: IntArray) -> bool:
     """Returns whether the load is as it was when it was last planned for, so that all candidates may keep their
     layouts, and nothing is to be learnt.
     """
-    recent, planned_E = problem.recent, memory.tokens_E
-    if memory.num_plans < FIRST_PLANS or drift_of(planned_E, problem.load.tokens_E) >= STILL:
+    if memory.num_plans < FIRST_PLANS or _moved(memory.tokens_DE, tokens_DE) >= STILL:
         return False
-    return drift_of(recent[-1 - problem.lag :][0].load.tokens_E, recent[-1].load.tokens_E) < STILL
+    before, newest = problem.recent[-1 - problem.lag :][0], problem.recent[-1]
+    return _moved(_by_domain(problem, before.load), _by_domain(problem, newest.load)) < STILL
+
+
+def _by_domain(problem: PlanningProblem, load: LoadMatrix) -> IntArray:
+    """Returns the tokens of each link domain's ranks for each expert, int64 [D, E]."""
+    return tokens_by_node(load.tokens_RE, link_domains_of(problem.cluster))[0]
+
+
+def _moved(before_DE: IntArray, after_DE: IntArray) -> float:
+    """Returns which share of tokens has another domain or expert, 0 to 1."""
+    before, after = (tokens_DE / max(tokens_DE.sum(), 1) for tokens_DE in (before_DE, after_DE))
+    return float(np.abs(before - after).sum().round(6)) / 2
 
 
 @cache
 def _digest(*of: object) -> bytes:
     """Returns 32 bytes that differ where a memory would not fit, or where candidates have changed."""
-    return sha256(repr((KINDS, SEARCHES, SPREADS, of)).encode()).digest()
+    return sha256(repr((KINDS, SEARCHES, SPREADS, NUM_CANDIDATES, of)).encode()).digest()
 
 
 def _judge(problem: PlanningProblem, memory: _Memory) -> None:
@@ -179,7 +191,7 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
     """
     recent, pending = problem.recent, memory.pending
     for batch in recent:
-        if batch.micro_batch <= memory.judged:
+        if batch.micro_batch <= memory.judged or not batch.load.total:
             continue
         while len(pending) > 1 and pending[1].after + problem.lag <= batch.micro_batch:
             pending.pop(0)
@@ -204,7 +216,8 @@ def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> 
         key = layout_RS.tobytes()
         if key not in known:
             expert_RS = layout_RS.astype(np.int64)
-            alike = _Alike((expert_RS != EMPTY).sum(axis=1).tobytes() if flat else key, expert_RS)
+            replicas_RE = ExpertLayout(expert_RS, load.num_experts).replicas_RE
+            alike = _Alike(np.count_nonzero(replicas_RE, axis=1).tobytes() if flat else key, expert_RS)
             beside, gradients = _prices(alike, problem.model, problem.cluster, sharding, problem.overlap, load.total)
             known[key] = int(split_costs(load.tokens_RE[None], expert_RS, node_R, beside, NO_LIMIT)) + gradients
     return [known[layout_RS.tobytes()] for layout_RS in layouts_CRS]
@@ -212,7 +225,7 @@ def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> 
 
 @dataclass(frozen=True)
 class _Alike:
-    """Layouts whose experts are as dear to bring: of a flat restore, all with as many experts on each rank."""
+    """Layouts whose experts cost as much to bring: of a flat restore, all with as many different ones on each rank."""
 
     key: bytes
     expert_RS: IntArray = field(compare=False)
