@@ -187,25 +187,21 @@ def test_a_certificate_of_another_strategy_is_refused():
         certify_seconds(plan, cluster, WIDE.replace(num_experts=3), strategy)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(8), 9, 37, 61, 108, 121, 277])
 def test_the_bound_is_below_plans_of_lent_experts(seed):
-    """Owners need not keep what they own in a slot: neither do these layouts, which are drawn."""
+    """Owners need not keep what they own in a slot; from the seed 9 on, these plans have such owners."""
     numbers = np.random.default_rng(seed)
-    nodes, ranks, E = int(numbers.integers(2, 4)), int(numbers.integers(1, 4)), int(numbers.integers(4, 13))
-    slots = min(-(-E // (nodes * ranks)) + int(numbers.integers(0, 2)), E)
-    cluster = ms.ClusterSpec(num_nodes=nodes, ranks_per_node=ranks, inter_node_gb_per_s=20.0)
+    nodes = tuple(int(ranks) for ranks in numbers.integers(1, 4, int(numbers.integers(2, 4))))
+    R, E = sum(nodes), int(numbers.integers(4, 13))
+    slots = min(-(-E // R) + int(numbers.integers(0, 2)), E)
+    cluster = ms.ClusterSpec(num_nodes=len(nodes), ranks_per_node=nodes, inter_node_gb_per_s=20.0)
     model = ms.ModelShape(hidden_size=512, intermediate_size=1024, num_experts=E, top_k=2)
-    load = ms.LoadMatrix(numbers.poisson(300 * numbers.lognormal(0, 1.2, (nodes * ranks, E))))
-    sharding = ms.Ep(slots_per_rank=slots, lend="flat", prefetch_layers=seed % 2, delay_reshard=bool(seed % 2))
+    by_node_NE = numbers.lognormal(0, 1.5, (len(nodes), E))
+    popular_RE = by_node_NE[np.array(cluster.node_of_rank)] * numbers.lognormal(0, 0.3, (R, E))
+    load = ms.LoadMatrix(numbers.poisson(300 * popular_RE))
+    sharding = ms.Ep(slots_per_rank=slots, lend="flat", prefetch_layers=1, delay_reshard=bool(seed % 2))
     strategy = ms.Strategy(name="lent", sharding=sharding)
-    planned = [ms.plan_layout(load, cluster, ms.Greedy(), slots, model=model, strategy=strategy)]
-    for _ in range(20):
-        order_E = numbers.permutation(np.resize(np.arange(E), nodes * ranks * slots))
-        drawn_RS = order_E.reshape(nodes * ranks, slots)
-        if len(np.unique(drawn_RS)) == E and all(len(set(row_S)) == slots for row_S in drawn_RS.tolist()):
-            planned.append(ms.ExpertLayout(drawn_RS, E))
-    assert len(planned) > 1
-    for layout in planned:
-        plan = split_tokens(load, layout, cluster, ms.FlowSplit(max_inter_node="seconds"), model=model)
-        found = certify_seconds(plan, cluster, model, strategy)
-        assert found.bound_s <= found.plan_s * (1 + 1e-4)
+    layout = ms.plan_layout(load, cluster, ms.Greedy(), slots, model=model, strategy=strategy)
+    plan = split_tokens(load, layout, cluster, ms.FlowSplit(max_inter_node="seconds"), model=model)
+    found = certify_seconds(plan, cluster, model, strategy)
+    assert found.bound_s <= found.plan_s * (1 + 1e-4)
