@@ -70,6 +70,19 @@ def test_every_usable_slot_holds_another_expert_where_seconds_decide(instance):
     assert (again.replicas_RE.sum(axis=0) >= 1).all()
 
 
+@pytest.mark.parametrize("seed", [1034, 1136, 1245, 1262, 1421, 1482, 1492])
+def test_ranks_with_more_slots_than_their_node_has_experts_use_them(seed):
+    draws = np.random.default_rng(seed)
+    num_experts, nodes = int(draws.integers(2, 9)), tuple(draws.integers(1, 4, 2).tolist())
+    slots = tuple(draws.integers(0, num_experts + 1, sum(nodes)).tolist())
+    load = LoadMatrix(draws.integers(0, 400, (sum(nodes), num_experts)))
+    links = {"inter_node_gb_per_s": draws.choice([10.0, 50.0, 400.0])}
+    cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=nodes, **links)
+    shape = {"hidden_size": 2048, "intermediate_size": int(draws.choice([128, 768, 8192])), "top_k": 1}
+    model = ms.ModelShape(num_experts=num_experts, **shape)
+    assert plan_layout(load, cluster, ms.Greedy(), slots, model=model).filled_R.tolist() == list(slots)
+
+
 def drawn(model: ms.ModelShape, cluster: ms.ClusterSpec, seed: int, spread: float) -> list[LoadMatrix]:
     """A load to plan for and a later sample."""
     how = ms.Generated(drift=0.0, spread=spread, num_layers=1, tokens_per_rank=8192, warmup=0, steps=2)

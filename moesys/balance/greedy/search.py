@@ -168,7 +168,9 @@ class LayoutSearch:
     def best_in_seconds(self, before_RS: IntArray) -> tuple[Draft, Recipe]:
         """Returns the same for the fewest seconds, and how to build one like it."""
         built = {kind: build() for kind, build in self.kinds_by_drift(before_RS).items()}
-        drafts = {kind: Draft(self, *found) for kind, found in built.items() if found}
+        drafts = {
+            kind: Draft(self, self.filled(found.expert_RS), found.part_R) for kind, found in built.items() if found
+        }
         kinds = sorted(drafts, key=lambda kind: drafts[kind].cost)
         finalists = {kind: self.improved(drafts[kind], NO_LIMIT) for kind in kinds[:MOST_IMPROVED]}
         kind = min(finalists, key=lambda kind: finalists[kind].full_cost)
@@ -350,6 +352,15 @@ class LayoutSearch:
                 rows.append(relabelled(fresh.replicas_RE, before_RE, n.slots_R, cluster))
             drafts += [Draft(self, fresh.expert_RS[row_R], fresh.part_R) for row_R in rows]
         return min(drafts, key=choice)
+
+    def filled(self, expert_RS: IntArray) -> IntArray:
+        """Returns a layout with an expert in every usable slot where experts cost nothing to bring: built node by node,
+        a rank has no more than its node has.
+        """
+        usable_R = np.minimum(self.numbers.slots_R, len(self.numbers.tokens_E))
+        if self.problem.sharding is None and ((expert_RS != EMPTY).sum(axis=1) < usable_R).any():
+            return self.completed(expert_RS, self.part_R)
+        return expert_RS
 
     def completed(self, expert_RS: IntArray, part_R: IntArray) -> IntArray:
         """Returns a layout with an expert in every free slot: of the experts of the rank's part that the rank lacks,
