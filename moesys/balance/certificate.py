@@ -382,7 +382,7 @@ def plan_seconds(
     ``rest_seconds``: of the forward of the rest of the layer, behind which experts may travel; it is not counted.
     """
     layout, load, domain_R = plan.layout, plan.load, link_domains_of(cluster)
-    prices = prices_of(model, cluster, load.total, overlap, units_per_token, recompute)
+    prices = prices_of(model, cluster, load.total, overlap, units_per_token, recompute, chunked=True)
     how = (layout, model, cluster, sharding, units_per_token)
     prices, gradients = with_experts(prices, *how, late_slots=late_slots, rest_seconds=rest_seconds)
     supply_DE, _ = tokens_by_node(load.tokens_RE, domain_R)

@@ -255,7 +255,7 @@ def test_a_tensor_that_ranks_do_not_divide_is_refused(num_ranks: int, dim: int) 
 
 
 def test_outside_masters_are_read_where_they_lie() -> None:
-    gate_up, down = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    gate_up, down = (torch.nn.Parameter(torch.randn(*sizes)) for sizes in ((E, 2 * I, H), (E, H, I)))
     held = OutsideExperts(lambda: {"gate_up": gate_up, "down": down})
     for strategy in (ms.Strategy(name="ep"), FSEP.replace(sharding=ms.Fsep(slots_per_rank=E))):
         experts = ms.Experts(SHAPE, strategy, outside=held)

@@ -88,11 +88,14 @@ def prices_of(
     overlap: Overlap | None = None,
     units_per_token: float = 1,
     recompute: Recompute = "none",
+    chunked: bool = False,
 ) -> Prices:
     """Returns the prices of a token of ``model`` on ``cluster``, for sums over ``num_tokens``, which are of
     ``units_per_token`` a token.
 
     Rows travel as ``overlap`` says; where fast links join several nodes, or a part of one, as if each went by itself.
+    Only prices that are ``chunked`` depend on how many chunks it has: planners have others, so that layouts, and with
+    them the order of sums, are the same under any overlap that sends rows the same way.
     """
     row_bytes, gather = model.row_bytes, memory_seconds(2.0 * model.row_bytes, cluster)
     forward, backward = (expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
@@ -125,7 +128,7 @@ def prices_of(
         rest=np.zeros(1, np.int64),
         once=once,
         parts=parts,
-        chunks=np.array([_chunks(overlap)]),
+        chunks=np.array([_chunks(overlap) if chunked else 1]),
         copy_share=cluster.copy_share,
     )
 
