@@ -166,8 +166,9 @@ def test_places_follow_from_the_lines_alone(board: Path) -> None:
             }
             for name, *_ in ms
         }
-        best = {workload: min(of, key=of.__getitem__) for workload, of in of_workload.items()}
-        if not all(planner.startswith("mine:InTurn") for planner in best.values()):
+        mine = [planner for planner in scores if planner.startswith("mine:InTurn")]
+        # Another planner may be as fast.
+        if any(min(of.values()) < min(of[planner] for planner in mine) * (1 - 1e-9) for of in of_workload.values()):
             assert re.search(rf"## {group.name}: mine:InTurn \+ \w+ is not the fastest in [12] of 2 settings", page)
     assert num_rows > 3
 
