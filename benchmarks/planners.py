@@ -143,7 +143,7 @@ class DrawnSequence:
 
     @property
     def moves(self) -> bool:
-        """Whether the popularity of experts changes from micro-batch to micro-batch."""
+        """This is true if the popularity of experts changes from micro-batch to micro-batch."""
         return self.drift > 0 or self.routing in ("bursts", "domains")
 
     @property

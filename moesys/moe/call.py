@@ -71,7 +71,7 @@ class LayerCall:
         # A recomputation runs this call's forward again, and something behind it may read what comes of it.
         self.replayed, self.output_read = False, True
         store.dtype = dtype
-        # Whether its forward has read experts that are computed, which may have other values later.
+        # This is true if its forward has read experts that are computed, which may have other values later.
         self._computed = store.masters.computed
         self._restore = store.take_prefetched(self._pass_number, self.layout, generation)
         # Activation checkpointing runs its forward again. Until then, only experts that were lent are kept, by slot.

@@ -23,7 +23,7 @@ import signal
 import struct
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -271,6 +271,18 @@ def every_reader(*readers: Reader) -> pytest.MarkDecorator:
         pytest.param(reader, seeds, id=f"{reader.__name__}-{seeds.start}") for reader in readers for seeds in BATCHES
     ]
     return pytest.mark.parametrize(("reader", "seeds"), cases)
+
+
+def every_refusal(found: Sequence[tuple[Callable[..., object], str]]) -> pytest.MarkDecorator:
+    """Marks a test of what was once believed: what reads it, and a pattern of the message that refuses it now."""
+    return pytest.mark.parametrize(
+        ("read", "message"), found, ids=lambda value: value[:40] if isinstance(value, str) else None
+    )
+
+
+def check_refusal(read: Callable[[Path], object], message: str, folder: Path) -> None:
+    with limits(), pytest.raises(ValueError, match=message):
+        read(folder)
 
 
 def faults(reader: Reader, seeds: range, folder: Path) -> str:

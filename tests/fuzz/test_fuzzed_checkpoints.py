@@ -14,18 +14,18 @@ from typing import Any
 
 import lab_cases
 import numpy as np
-import pytest
 import torch
 from mutated_inputs import (
     DEEP,
     Attempt,
     Reader,
     altered,
+    check_refusal,
     every_reader,
+    every_refusal,
     faults,
     json_bytes,
     known,
-    limits,
     mangled,
     refused,
     same,
@@ -341,12 +341,11 @@ FOUND: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("read", "message"), FOUND, ids=lambda value: value[:40] if isinstance(value, str) else None)
+@every_refusal(FOUND)
 def test_what_was_once_believed_is_refused_by_name(
     read: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
-    with limits(), pytest.raises(ValueError, match=message):
-        read(tmp_path)
+    check_refusal(read, message, tmp_path)
 
 
 def test_a_damaged_state_of_a_trainer_is_none(tmp_path: Path) -> None:

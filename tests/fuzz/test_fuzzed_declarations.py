@@ -20,12 +20,13 @@ from mutated_inputs import (
     LIE,
     Attempt,
     Reader,
+    check_refusal,
     every_reader,
+    every_refusal,
     faults,
     json_bytes,
     json_or_toml,
     json_said,
-    limits,
     mangled,
     npy,
     other_counts,
@@ -358,12 +359,11 @@ FOUND: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("read", "message"), FOUND, ids=lambda value: value[:40] if isinstance(value, str) else None)
+@every_refusal(FOUND)
 def test_what_was_once_believed_is_refused_by_name(
     read: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
-    with limits(), pytest.raises(ValueError, match=message):
-        read(tmp_path)
+    check_refusal(read, message, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,13 @@ from mutated_inputs import (
     SWEEPS,
     Attempt,
     Reader,
+    check_refusal,
     every_reader,
+    every_refusal,
     faults,
     json_bytes,
     json_lines,
     json_said,
-    limits,
     mangled,
     npy,
     other_counts,
@@ -364,12 +365,11 @@ FOUND: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("read", "message"), FOUND, ids=lambda value: value[:40] if isinstance(value, str) else None)
+@every_refusal(FOUND)
 def test_what_was_once_believed_is_refused_by_name(
     read: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
-    with limits(), pytest.raises(ValueError, match=message):
-        read(tmp_path)
+    check_refusal(read, message, tmp_path)
 
 
 def test_control_characters_of_spans_do_not_reach_the_page(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ Layouts = npt.NDArray[np.int32]
 
 
 class _CandidateLayouts(NamedTuple):
-    """What the candidates that had their turn planned after a micro-batch, int32 [C, R, S]."""
+    """These layouts, int32 [C, R, S], were planned after a micro-batch by the candidates that had their turn."""
 
     after: int
     candidates: tuple[int, ...]
@@ -216,8 +216,8 @@ def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> 
         key = layout_RS.tobytes()
         if key not in known:
             expert_RS = layout_RS.astype(np.int64)
-            replicas_RE = ExpertLayout(expert_RS, load.num_experts).replicas_RE
-            alike = _Alike(np.count_nonzero(replicas_RE, axis=1).tobytes() if flat else key, expert_RS)
+            how = np.count_nonzero(ExpertLayout(expert_RS, load.num_experts).replicas_RE, axis=1) if flat else layout_RS
+            alike = _Alike(how.tobytes(), expert_RS)
             beside, gradients = _prices(alike, problem.model, problem.cluster, sharding, problem.overlap, load.total)
             known[key] = int(split_costs(load.tokens_RE[None], expert_RS, node_R, beside, NO_LIMIT)) + gradients
     return [known[layout_RS.tobytes()] for layout_RS in layouts_CRS]

@@ -252,7 +252,7 @@ def results(
 
 @dataclass(frozen=True)
 class _Task:
-    """What one process scores at a time: pairs of a group that share their layout planner, each with its key."""
+    """A process scores one task at a time: pairs of a group that share their layout planner, each with its key."""
 
     setting: RoutingSetting
     group: PlannerGroup
