@@ -109,12 +109,13 @@ def test_output_and_gradients_of_padding_are_zeros_on_one_rank_too() -> None:
     expert_TK = torch.tensor([[1, 3]]).repeat(10, 1).masked_fill(~mask.view(-1, 1), 99)
     y = layer(x, mask)
     assert not y[~mask].any()
-    assert torch.equal(y[mask], alone(x[mask]))
+    # A library's product over other rows may be of other bits.
+    torch.testing.assert_close(y[mask], alone(x[mask]), rtol=1e-5, atol=1e-8)
     layer.experts(x_TH, expert_TK, weight_TK, mask.flatten()).sum().backward()
     for gradient in (x_TH.grad, weight_TK.grad):
         assert (gradient.count_nonzero(dim=1) > 0).tolist() == mask.flatten().tolist()
     full = torch.ones(2, 5, dtype=torch.bool)
-    assert torch.equal(layer(x, full), layer(x))
+    torch.testing.assert_close(layer(x, full), layer(x), rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize(
