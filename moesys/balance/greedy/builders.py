@@ -67,6 +67,59 @@ def pin_homes(supply_NE, owner_E, slots_R, node_R, expert_RS):  # type: ignore[n
     return True
 
 
+# What a rank may keep above the mean where others are levelled by copies, in thousandths of the mean.
+LEVEL_PERMILLE = 5
+
+
+@compiled
+def lend_to_level(tokens_E, owner_E, slots_R, expert_RS):  # type: ignore[no-untyped-def]
+    """Fills ``expert_RS`` [R, S], empty before, with every expert on its owner, and with copies until no rank has more
+    than the mean and ``LEVEL_PERMILLE``, as far as slots go: the busiest rank lends that of its experts with the most
+    tokens left to the rank with the least to do, which takes as many as both ranks allow. Returns whether owners have
+    slots for what they own.
+    """
+    num_ranks, num_experts = slots_R.size, tokens_E.size
+    filled_R, load_R, gives_R = (
+        np.zeros(num_ranks, np.int64),
+        np.zeros(num_ranks, np.int64),
+        np.ones(num_ranks, np.bool_),
+    )
+    holds_RE, left_E = np.zeros((num_ranks, num_experts), np.bool_), tokens_E.copy()
+    for expert in range(num_experts):
+        rank = owner_E[expert]
+        if filled_R[rank] == slots_R[rank]:
+            return False
+        expert_RS[rank, filled_R[rank]] = expert
+        filled_R[rank] += 1
+        load_R[rank] += tokens_E[expert]
+        holds_RE[rank, expert] = True
+    limit = -(-tokens_E.sum() * (1000 + LEVEL_PERMILLE) // (1000 * num_ranks))
+    while True:
+        giver = taker = lent = -1
+        for rank in range(num_ranks):
+            if gives_R[rank] and load_R[rank] > limit and (giver < 0 or load_R[rank] > load_R[giver]):
+                giver = rank
+            is_open = load_R[rank] < limit and filled_R[rank] < slots_R[rank]
+            if is_open and (taker < 0 or load_R[rank] < load_R[taker]):
+                taker = rank
+        if giver < 0 or taker < 0:
+            return True
+        for expert in range(num_experts):
+            can = owner_E[expert] == giver and left_E[expert] > 0 and not holds_RE[taker, expert]
+            if can and (lent < 0 or left_E[expert] > left_E[lent]):
+                lent = expert
+        if lent < 0:
+            gives_R[giver] = False
+            continue
+        moved = min(load_R[giver] - limit, limit - load_R[taker], left_E[lent])
+        expert_RS[taker, filled_R[taker]] = lent
+        filled_R[taker] += 1
+        holds_RE[taker, lent] = True
+        load_R[giver] -= moved
+        load_R[taker] += moved
+        left_E[lent] -= moved
+
+
 # Parts of a token in which ranks are levelled.
 PARTS_BITS = 16
 
@@ -377,6 +430,14 @@ class Builders:
         """
         n, expert_RS = self.numbers, self.numbers.empty()
         found = pin_homes(n.supply_NE, n.owner_E, n.slots_R, n.node_R, expert_RS)
+        return BuiltLayout(expert_RS, self.part_R) if found else None
+
+    def levelled(self) -> BuiltLayout | None:
+        """Returns a layout with every expert on its owner, and few copies, which level ranks (``lend_to_level``); None
+        where owners have no slots for what they own.
+        """
+        n, expert_RS = self.numbers, self.numbers.empty()
+        found = lend_to_level(n.tokens_E, n.owner_E, n.slots_R, expert_RS)
         return BuiltLayout(expert_RS, self.part_R) if found else None
 
     def copies_that_pay(self, prices: FetchPrices) -> BuiltLayout | None:

@@ -47,6 +47,8 @@ LEAST_GAIN = 40_000
 GOOD_ENOUGH = 200
 # So many of the layouts that are judged by the cost of a step are improved.
 MOST_IMPROVED = 2
+# Fewer slots are tried with the best layout of those whose kinds begin so; the first is the best of all.
+NARROWED = ("", "at home", "node first")
 # Parts of a rank's mean that a place on a node is for, where nodes choose their experts: the smaller, the more nodes
 # have an expert, and the better loads can drift.
 PARTS, PARTS_OF_MUCH_DRIFT = (1, 2, 4), (2, 4, 8)
@@ -55,7 +57,7 @@ ALL_PARTS = tuple(sorted({*PARTS, *PARTS_OF_MUCH_DRIFT}))
 GROUPS = (2, 4, 8)
 # These builders make layouts for the fewest seconds (``Builders``).
 KINDS = (
-    *("spread", "spread evenly", "whole", "at home", "copies that pay"),
+    *("spread", "spread evenly", "whole", "at home", "copies that pay", "levelled"),
     *(f"node first, {parts}" for parts in ALL_PARTS),
     *(f"{group} nodes" for group in GROUPS),
     "each node",
@@ -174,10 +176,12 @@ class LayoutSearch:
         kinds = sorted(drafts, key=lambda kind: drafts[kind].cost)
         finalists = {kind: self.improved(drafts[kind], NO_LIMIT) for kind in kinds[:MOST_IMPROVED]}
         kind = min(finalists, key=lambda kind: finalists[kind].full_cost)
-        recipe = Recipe(kind, int(self.numbers.slots_R.max()))
-        if self.problem.sharding is None:
-            return finalists[kind], recipe
-        return self.with_fewer_slots(finalists[kind], recipe, kinds[0])
+        best, recipe = finalists[kind], Recipe(kind, int(self.numbers.slots_R.max()))
+        if self.problem.sharding is not None:
+            firsts = (next((kind for kind in kinds if kind.startswith(start)), kinds[0]) for start in NARROWED)
+            for kind in dict.fromkeys(firsts):
+                best, recipe = min((best, recipe), self.narrowed(drafts[kind], kind), key=lambda one: one[0].full_cost)
+        return best, recipe
 
     def built(self, before_RS: IntArray) -> Iterator[Draft]:
         """Yields layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that
@@ -206,6 +210,7 @@ class LayoutSearch:
             kinds |= {
                 "at home": builders.at_home,
                 "copies that pay": partial(builders.copies_that_pay, self.fetch_prices),
+                "levelled": builders.levelled,
             }
         if num_nodes > 1:
             kinds |= {f"node first, {parts}": partial(builders.node_first, parts, num_nodes) for parts in ALL_PARTS}
@@ -241,12 +246,12 @@ class LayoutSearch:
     def builders(self, before_RS: IntArray) -> Builders:
         return Builders(self.numbers, self.part_R, self.options.min_replicas, self.scenarios_each, before_RS)
 
-    def with_fewer_slots(self, best: Draft, recipe: Recipe, kind: str) -> tuple[Draft, Recipe]:
-        """Returns ``best``, or a layout of ``kind`` with fewer slots a rank, as long as one less costs less."""
+    def narrowed(self, best: Draft, kind: str) -> tuple[Draft, Recipe]:
+        """Returns ``best``, of ``kind``, or a layout with fewer slots a rank, as long as one less costs less."""
         n = self.numbers
-        most = int(n.slots_R.max()) - 1
-        while most and np.minimum(n.slots_R, most).sum() >= len(n.tokens_E):
-            slots_R = tuple(min(slots, most) for slots in self.problem.slots_R)
+        most = int(n.slots_R.max())
+        while most > 1 and np.minimum(n.slots_R, most - 1).sum() >= len(n.tokens_E):
+            slots_R = tuple(min(slots, most - 1) for slots in self.problem.slots_R)
             other = LayoutSearch(replace(self.problem, slots_R=slots_R), self.options)
             built = other.kinds(other.numbers.empty())[kind]()
             if built is None:
@@ -254,8 +259,8 @@ class LayoutSearch:
             draft = Draft(self, n.numbered(other.numbers.named(built.expert_RS)), built.part_R)
             if draft.full_cost >= best.full_cost:
                 break
-            best, recipe, most = draft, Recipe(kind, most), most - 1
-        return best, recipe
+            best, most = draft, most - 1
+        return best, Recipe(kind, most)
 
     # --- improving
 
