@@ -56,7 +56,7 @@ docs: .venv/docs-installed
 	$(BIN)/mkdocs build --strict
 
 # torch first: the range in pyproject.toml would choose a CUDA build of several gigabytes. All cores make byte code, of
-# four million lines; pip would with one, and of three million that are seldom imported. Some files are for other Pythons.
+# four million lines; pip would with one, and of two million more that few import. Some files are for other Pythons.
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --no-compile '$(TORCH)'
