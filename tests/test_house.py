@@ -58,7 +58,7 @@ BUDGETS = {
     "moesys, entry points": Budget(252, 2),
     "benchmarks": Budget(5_314, 43),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(45_776, 317),
+    "tests": Budget(45_834, 317),
 }
 TOTAL = Budget(38_885, 264)
 OUTSIDE = ("benchmarks", "experiments", "tests")

@@ -121,7 +121,10 @@ def said(name: str) -> str:
             return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("name", FAULTS)
+# "mega points" has the fault and the kernels of "one GPU for two", at more points.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "mega points" else name for name in FAULTS]
+)
 def test_a_planted_fault_is_found(name: str, ranks: LocalRanks) -> None:
     _, rank, says = FAULTS[name]
     assert says in ranks.run(said, name, num_ranks=2, timeout_s=200)[rank]

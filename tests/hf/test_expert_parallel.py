@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import refusal
 from hf_models import FAMILIES, drawn, fsep, lent, loaded, text, whole
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor
 
 import moesys as ms
-from moesys.lab.ranks.pool import LocalRanks, RankError
+from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.experts import experts_of
 
 EXPERTS = 8
@@ -161,7 +162,7 @@ MESHES = {
 @pytest.mark.parametrize("sizes", [*MESHES.values()][1:], ids=[*MESHES][1:])
 def test_on_every_mesh(ranks: LocalRanks, checkpoints: Any, sizes: dict[str, int], kind: Any) -> None:
     """Groups smaller than the world have layouts of their own, and gradients of replicas count once."""
-    runs = [Run(strategy, sizes, steps=2) for strategy in (None, kind(sizes["ep_size"]))]
+    runs = [Run(strategy, sizes, steps=1) for strategy in (None, kind(sizes["ep_size"]))]
     oracle, found = results(ranks, checkpoints("qwen3_moe"), runs)
     assert_agree(found, oracle)
 
@@ -377,6 +378,5 @@ def refused(folder: Path, strategy: ms.Strategy, sizes: dict[str, int]) -> None:
 def test_what_cannot_run_is_refused_on_every_rank(
     ranks: LocalRanks, checkpoints: Any, family: str, strategy: ms.Strategy, message: str
 ) -> None:
-    with pytest.raises(RankError, match="4 of 4 ranks failed") as error:
-        ranks.run(refused, checkpoints(family), strategy, FOUR, timeout_s=60.0)
-    assert message in str(error.value)
+    for told in ranks.run(refusal, refused, checkpoints(family), strategy, FOUR, timeout_s=60.0):
+        assert message in told

@@ -124,7 +124,9 @@ def overlaps(strategy: ms.Strategy) -> list[ms.Strategy]:
     return [strategy, strategy.replace(overlap=ms.Pipelined(chunks=3))]
 
 
-@pytest.mark.parametrize("strategy", [EP, lent(2), fsep(2)], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "strategy", [EP, pytest.param(lent(2), marks=pytest.mark.slow), fsep(2)], ids=["ep", "lent", "fsep"]
+)
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_lora_on_experts_trains_as_in_one_process(ranks: LocalRanks, name: str, strategy: ms.Strategy) -> None:
     for found in ranks.run(differences, name, overlaps(strategy), num_ranks=2, timeout_s=150.0):

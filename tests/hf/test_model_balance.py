@@ -102,8 +102,17 @@ def alone(family: str) -> Found:
     return found
 
 
-@pytest.mark.parametrize("groups", [None, (2, 1)], ids=["one_group", "two_groups"])
-@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow), "ernie"])
+@pytest.mark.parametrize(
+    ("family", "groups"),
+    [
+        ("deepseek_v3", (2, 1)),
+        ("ernie", None),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("deepseek_v3", None), ("ernie", (2, 1)), ("glm4_moe", None), ("glm4_moe", (2, 1)))
+        ),
+    ],
+)
 def test_counts_and_biases_are_those_of_one_process_with_the_whole_batch(
     ranks: LocalRanks, family: str, groups: tuple[int, int] | None
 ) -> None:

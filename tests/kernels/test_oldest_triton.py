@@ -34,6 +34,7 @@ print(json.dumps([triton.__version__, [row.code.name for row in rows], [row.wron
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not OLDEST.is_dir(), reason="make .venv/oldest-triton installs it")
 @pytest.mark.timeout(900)
 def test_the_oldest_triton_compiles_and_spills_nothing() -> None:

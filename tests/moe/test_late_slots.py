@@ -31,7 +31,7 @@ CHOOSING = {
     "llep": FSEP.replace(balance=ms.Llep(min_tokens=1), split=ms.Quotas(), late_slots=0, lag=0),
     "ep, lag 0": FSEP.replace(sharding=ms.Ep(slots_per_rank=3), late_slots=0, lag=0, balance=ms.Eplb()),
 }
-OVERLAPS = (ms.Sequential(), ms.Pipelined(chunks=2), ms.Pipelined(chunks=7))
+OVERLAPS = (ms.Sequential(), ms.Pipelined(chunks=7))
 TOKENS = [[37, 5, 64, 18], [0, 40, 9, 22]]
 
 

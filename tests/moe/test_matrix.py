@@ -3,8 +3,8 @@
 The plain computation uses no code of moesys: every expert computes every token, and most of that is multiplied by 0.
 It gives the output, the gradient of the tokens, and the gradients of router, experts and shared experts. Some cells run
 again in chunks, or as they did before, to the same bits. The usual run takes a part of the matrix: every pair of two
-axes is there but of strategies and shapes, of which it has nearly half. ``MOESYS_SWEEP=1`` takes all of it, and runs
-every cell again in all counts of chunks.
+axes is there but of strategies with shapes, of which it has a fifth, or with numbers of ranks, of which it has half.
+``MOESYS_SWEEP=1`` takes all of it, and runs every cell again in all counts of chunks.
 """
 
 from __future__ import annotations
@@ -177,13 +177,14 @@ def weights_of(shape: ms.ModelShape) -> dict[str, Tensor]:
 
 
 def covering() -> list[Cell]:
-    """Returns cells such that each pair of values of two axes is in one, but of strategies and shapes: of each strategy
-    and number of ranks there is one.
+    """Returns cells such that each pair of values of two axes is in one, but of strategies with shapes or numbers of
+    ranks: each strategy has one of few ranks and one of more.
     """
     cells = []
-    for (row, strategy), ranks in product(enumerate(STRATEGIES), RANKS):
-        shape = [*SHAPES][(row + 2 * ranks) % len(SHAPES)]
-        cells.append(Cell(strategy, shape, ranks, DTYPES[(row + ranks) % 2]))
+    for row, strategy in enumerate(STRATEGIES):
+        for ranks in (2, 3) if row % 2 else (1, 4):
+            shape = [*SHAPES][(row // 2 + 2 * ranks) % len(SHAPES)]
+            cells.append(Cell(strategy, shape, ranks, DTYPES[(row // 2 + ranks) % 2]))
     return cells
 
 
@@ -191,10 +192,12 @@ ALL = [Cell(*each) for each in product(STRATEGIES, SHAPES, RANKS, DTYPES)]
 CELLS = ALL if SWEEP else covering()
 
 
-def test_every_pair_but_of_strategies_and_shapes_is_in_the_quick_part() -> None:
+def test_most_pairs_are_in_the_quick_part() -> None:
     def pairs(cells: list[Cell]) -> set[tuple[Any, ...]]:
         found = [pair for cell in cells for pair in combinations(vars(cell).items(), 2)]
-        return {pair for pair in found if {name for name, _ in pair} != {"strategy", "shape"}}
+        return {
+            pair for pair in found if {name for name, _ in pair} not in ({"strategy", "shape"}, {"strategy", "ranks"})
+        }
 
     assert pairs(covering()) == pairs(ALL)
 
@@ -346,7 +349,7 @@ SATURATED = Case(
 
 
 @pytest.mark.timeout(3600)
-@settings(max_examples=400 if SWEEP else 5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400 if SWEEP else 3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=drawn_cases())
 @example(drawn=(SATURATED, 2))
 def test_in_random_cases_chunks_change_no_bit_and_nothing_is_wrong(ranks: LocalRanks, drawn: tuple[Case, int]) -> None:

@@ -89,9 +89,21 @@ def outside_both(strategy: ms.Strategy, turned: bool) -> list[list[torch.Tensor]
     ]
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["gate and up apart", "turned"])
+LENT = FSEP.replace(name="lent", sharding=ms.Ep(slots_per_rank=4))
+
+
 @pytest.mark.parametrize(
-    "strategy", [ms.Strategy(name="ep"), FSEP.replace(name="lent", sharding=ms.Ep(slots_per_rank=4)), FSEP]
+    ("strategy", "turned"),
+    [
+        (ms.Strategy(name="ep"), True),
+        (LENT, False),
+        (FSEP, True),
+        *(
+            pytest.param(strategy, turned, marks=pytest.mark.slow)
+            for strategy, turned in ((ms.Strategy(name="ep"), False), (LENT, True), (FSEP, False))
+        ),
+    ],
+    ids=lambda each: each.name if isinstance(each, ms.Strategy) else ("turned" if each else "gate and up apart"),
 )
 def test_parameters_of_other_libraries(ranks: LocalRanks, strategy: ms.Strategy, turned: bool) -> None:
     for sequential, mega in ranks.run(outside_both, strategy, turned, num_ranks=2, timeout_s=250):

@@ -237,14 +237,13 @@ def all_counted(cases: list[tuple[ms.ClusterSpec, ms.Overlap, list[int]]]) -> li
 
 
 def test_bytes_on_the_wire_are_those_of_the_formula(ranks: LocalRanks) -> None:
-    """Every cluster of several nodes, whole and in chunks, with every row home and with sums home."""
+    """Every cluster of several nodes, whole with every row home, and in chunks with sums home."""
     tokens = [37, 0, 41, 9]
     cases = [
         (cluster, ms.Pipelined(chunks=chunks, node_dispatch="once", combine=combine), tokens)
         for cluster in CLUSTERS.values()
         if cluster.num_nodes > 1
-        for chunks in (1, 3)
-        for combine in ("ordered", "per_node")
+        for chunks, combine in ((1, "ordered"), (3, "per_node"))
     ]
     for (cluster, overlap, _), *found in zip(cases, *ranks.run(all_counted, cases), strict=True):
         entries, node = found[0][0], cluster.node_of_rank

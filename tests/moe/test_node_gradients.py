@@ -144,7 +144,6 @@ def test_travel_behind_other_work_recomputation_and_chunks_change_no_bit(ranks: 
     ahead = HOME.replace(prefetch_layers=1, delay_reshard=True)
     runs = [
         (HOME, ms.Sequential(), False, False),
-        (ahead, ms.Sequential(), True, False),
         (ahead.replace(restore="hierarchical", prefetch_layers=2), ms.Pipelined(chunks=3), True, True),
         (HOME.replace(reshard_after_forward=False, delay_reshard=True), ms.Pipelined(chunks=2), True, False),
     ]

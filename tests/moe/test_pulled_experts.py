@@ -80,7 +80,7 @@ def restored_and_resharded(shape: ms.ModelShape, dtype: torch.dtype, under_way: 
 @pytest.mark.parametrize(
     ("shape", "dtype", "under_way"),
     [
-        pytest.param("uneven slices", torch.float32, 1, id="one at a time"),
+        pytest.param("uneven slices", torch.float32, 1, marks=pytest.mark.slow, id="one at a time"),
         pytest.param("uneven slices", torch.bfloat16, 3, id="more under way than a ring has room for"),
         pytest.param("a rank that owns nothing", torch.float32, 3, id="a rank that owns nothing"),
     ],

@@ -117,10 +117,12 @@ EDGES = {
 }
 
 
-# Their like runs always: ranks without experts (tests/moe/test_mega_layer.py), dropped choices, a late rank, tiles that
-# do not divide, experts that a token chooses with others, three ranks, and backward from the last.
+# Their like runs always: ranks without tokens or experts (tests/moe/test_mega_layer.py), dropped choices, a late rank,
+# tiles that do not divide, experts that a token chooses with others, three ranks, and backward from the last.
 SLOW = (
     "planned there, some dropped",
+    "one token in all",
+    "smaller than any tile",
     "fewer experts than ranks",
     "all choices dropped",
     "several tiles of columns, one late rank",

@@ -112,7 +112,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mine.py").write_text(OWN)
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
-        run("--quick", "--seeds", "2", "--out", str(folder / "out"), "--planner", f"{folder / 'mine.py'}:InTurn")
+        run("--quick", "--seeds", "1", "--out", str(folder / "out"), "--planner", f"{folder / 'mine.py'}:InTurn")
     return folder
 
 
@@ -224,7 +224,7 @@ def test_what_is_known_is_not_played_again(board: Path, played: Path, monkeypatc
     page, size = markdown(board).replace(str(played), str(board.parent)), (board / "results.jsonl").stat().st_size
     mine = f"{board.parent / 'mine.py'}:InTurn"
     monkeypatch.setattr(scoring, "score", lambda *_: pytest.fail("scored again"))
-    run("--quick", "--seeds", "2", "--out", str(board), "--planner", mine)
+    run("--quick", "--seeds", "1", "--out", str(board), "--planner", mine)
     assert markdown(board) == page
     assert (board / "results.jsonl").stat().st_size == size
 
@@ -241,7 +241,7 @@ def test_a_torn_last_line_is_played_again_and_no_other(board: Path, monkeypatch:
 
     monkeypatch.setattr(scoring, "score", counting)
     mine = f"{board.parent / 'mine.py'}:InTurn"
-    run("--quick", "--seeds", "2", "--out", str(board), "--planner", mine)
+    run("--quick", "--seeds", "1", "--out", str(board), "--planner", mine)
     assert len(scored) == 1
     again = lines_of(board)
     assert again[:-1] == whole[:-1]
