@@ -50,7 +50,7 @@ THEIRS = "all_to_all"
 # After this many steps the peak of memory no longer grows.
 MEMORY_STEPS = 6
 # The peaks of processes that do the same differ by some per cent, so the median of this many is taken.
-MEMORY_PROCESSES = 3
+MEMORY_PROCESSES = 5
 _MIB = 2**20
 _RANKS_TIMEOUT_S = 1800.0
 
@@ -96,11 +96,14 @@ class Row:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """The peak memory of a rank by part, in MiB. kept: what is resident beside libraries and live tensors."""
+    """The peak memory of a rank by part, in MiB, and the slowest rank's step in its processes. kept: what is resident
+    beside libraries and live tensors.
+    """
 
     part: Annotated[str, Column("model")]
     routing: Annotated[str, Column("routing")]
     name: Annotated[str, Column("experts")]
+    step_ms: Annotated[float, Column("step ms", ".0f")]
     live: Mapping[str, float]
     live_mib: Annotated[float, Column("live", ",.1f")]
     libraries_mib: Annotated[float, Column("libraries", ",.0f")]
@@ -160,7 +163,7 @@ def bench_models(
 
 _MEMORY_NOTES = (
     f"peak: resident memory over {MEMORY_STEPS} steps of the rank with most, median of {MEMORY_PROCESSES} groups of "
-    f"processes that train nothing else. Those of {THEIRS} do not import moesys.",
+    f"processes that train nothing else. Those of {THEIRS} do not import moesys. step: the slowest rank's, likewise.",
     "live: tensors that live at the same time in a step, on the rank with most of them. slots: experts that are "
     "brought to a rank, and gradients of experts; exchange: rows between ranks; fsdp: gathered parameters, and "
     "gradients on their way; backward: what autograd's own functions make, also those of transformers' own experts.",
@@ -202,11 +205,12 @@ def _memory(part: Part, folder: Path, num_ranks: int) -> list[MemoryRow]:
         groups = [_run_apart(part, folder, strategy, num_ranks, number == 0) for number in range(MEMORY_PROCESSES)]
         with_most = max(groups[0], key=lambda rank: rank.live_mib)
         live = {of: num_bytes / _MIB for of, num_bytes in sorted(with_most.live.items())}
-        libraries_mib, peak_mib = (
+        step_ms, libraries_mib, peak_mib = (
             statistics.median(max(getattr(rank, field) for rank in group) for group in groups)
-            for field in ("libraries_mib", "peak_mib")
+            for field in ("step_ms", "libraries_mib", "peak_mib")
         )
-        rows.append(MemoryRow(part.model, part.routing, name, live, with_most.live_mib, libraries_mib, peak_mib))
+        numbers = (with_most.live_mib, libraries_mib, peak_mib)
+        rows.append(MemoryRow(part.model, part.routing, name, step_ms, live, *numbers))
     return rows
 
 

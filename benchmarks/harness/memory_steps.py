@@ -10,7 +10,10 @@ import importlib
 import json
 import os
 import resource
+import statistics
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +25,11 @@ from benchmarks.harness.live_tensors import live_at_peak
 
 
 class RankMemory(NamedTuple):
-    """The memory of a rank. libraries_mib: what its process holds before there is a model. live: the bytes of tensors
-    at their peak, by part (``live_at_peak``), if they were followed.
+    """The memory of a rank, and the median of its steps after the first. libraries_mib: what its process holds before
+    there is a model. live: the bytes of tensors at their peak, by part (``live_at_peak``), if they were followed.
     """
 
+    step_ms: float
     peak_mib: float
     libraries_mib: float
     live: dict[str, int]
@@ -76,11 +80,14 @@ def main(*, folder: str, inputs: str, store: str, steps: int, follows: bool, str
         optimizer.step()
         optimizer.zero_grad()
 
+    ends = []
     for _ in range(steps):
         step()
+        ends.append(time.perf_counter())
+    step_ms = 1e3 * statistics.median(after - before for before, after in pairwise(ends))
     peak_mib = resident_peak_mib()
     live = live_at_peak(model, optimizer, step) if follows else {}
-    print(json.dumps(RankMemory(peak_mib, libraries_mib, dict(live))._asdict()))
+    print(json.dumps(RankMemory(step_ms, peak_mib, libraries_mib, dict(live))._asdict()))
     dist.destroy_process_group()
 
 
