@@ -152,7 +152,8 @@ class LayoutSearch:
         self.evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
         scenarios = min(max(SCENARIO_SLOTS // num_slots, FEWEST_SCENARIOS), MOST_SCENARIOS)
         self.scenarios_each = scenarios // 2 if options.effort and robust else 0
-        self.scenarios = draw_scenarios(n.tokens_E, self.scenarios_each, self.scenarios_each)
+        each, experts = self.scenarios_each, np.arange(len(n.tokens_E))
+        self.scenarios = draw_scenarios(n.tokens_E, experts, each, each)
         # jumps tell layouts apart, but a search that follows them finds less
         num_near = 1 + self.scenarios_each
         self.near = Scenarios(self.scenarios.tokens_KE[:num_near], self.scenarios.weight_K[:num_near])
