@@ -14,12 +14,13 @@ least robust cost is taken.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.greedy.robust_cost import NO_LIMIT, Scenarios, draw_scenarios, robust_cost
+from moesys.balance.greedy.robust_cost import NO_LIMIT, draw_scenarios, robust_cost
 from moesys.balance.topology import experts_with_room
 from moesys.compiled import borrowing, compiled
 from moesys.layout import EMPTY
@@ -38,9 +39,10 @@ class ConstructionProblem(NamedTuple):
     """Where experts are to be placed. R ranks, N nodes, E experts; all int64.
 
     ``slots_R``: usable slots, 0 for ranks that are left alone; ``node_R``; ``rank_A``: ranks with slots, in the order
-    that goes round the nodes; ``tokens_E``: what is to be balanced; ``supply_NE``: of it, what each node's ranks send;
-    ``expert_D``: the D experts to place, heaviest first; ``before_RS``: what ranks hold now, all EMPTY for nothing.
-    Single experts stay there as long as they leave hot ones room, and hot ones where their tokens have no longer way.
+    that goes round the nodes, where those of node n have the places ``place_A[first_N[n]:first_N[n + 1]]``;
+    ``tokens_E``: what is to be balanced; ``supply_NE``: of it, what each node's ranks send; ``expert_D``: the D experts
+    to place, heaviest first; ``before_RS``: what ranks hold now, all EMPTY for nothing. Single experts stay
+    there as long as they leave hot ones room, and hot ones where their tokens have no longer way.
     """
 
     slots_R: IntArray
@@ -50,6 +52,8 @@ class ConstructionProblem(NamedTuple):
     supply_NE: IntArray
     expert_D: IntArray
     before_RS: IntArray
+    place_A: IntArray
+    first_N: IntArray
 
 
 class PartialLayout(NamedTuple):
@@ -100,6 +104,9 @@ def build_part(slots_R, node_R, rank_A, tokens_E, supply_NE, expert_D, drawn, be
         for slot in range(num_slots):
             if before_RS[part_R[place], slot] != EMPTY:
                 before_PS[place, slot] = new_E[before_RS[part_R[place], slot]]
+    part_A = node_R[rank_A] - first_node
+    first_N = np.zeros(last_node - first_node + 2, np.int64)
+    first_N[1:] = np.bincount(part_A, minlength=first_N.size - 1).cumsum()
     problem = ConstructionProblem(
         np.minimum(slots_R[part_R], part_E.size),
         node_R[part_R] - first_node,
@@ -108,11 +115,12 @@ def build_part(slots_R, node_R, rank_A, tokens_E, supply_NE, expert_D, drawn, be
         np.ascontiguousarray(supply_NE[first_node : last_node + 1][:, part_E]),
         new_E[expert_D],
         before_PS,
+        np.argsort(part_A, kind="mergesort"),
+        first_N,
     )
-    scenarios = draw_scenarios(tokens_E, drawn[0], drawn[1])
-    tokens_KD = np.ascontiguousarray(scenarios.tokens_KE[:, part_E])
+    scenarios = draw_scenarios(tokens_E, part_E, drawn[0], drawn[1])
     found_PS = np.full((part_R.size, num_slots), EMPTY)
-    if not build_best(problem, Scenarios(tokens_KD, scenarios.weight_K), found_PS):
+    if not build_best(problem, scenarios, found_PS):
         return False
     for place in range(part_R.size):
         for slot in range(num_slots):
@@ -230,16 +238,24 @@ def _place_single(problem, num_hot, partial):  # type: ignore[no-untyped-def]
                 partial.expert_RS[rank, filled_R[rank]] = expert
                 filled_R[rank] += 1
                 room_R[rank] -= problem.tokens_E[expert]
+    heap = [
+        (-room_R[rank], place)
+        for place, rank in enumerate(problem.rank_A)
+        if filled_R[rank] + open_R[rank] < problem.slots_R[rank]
+    ]
+    heapq.heapify(heap)
     for expert in problem.expert_D[num_hot:]:
         if not single_E[expert]:
             continue
-        best = -1
-        for rank in problem.rank_A:
-            if filled_R[rank] + open_R[rank] < problem.slots_R[rank] and (best < 0 or room_R[rank] > room_R[best]):
-                best = rank
-        partial.expert_RS[best, filled_R[best]] = expert
-        filled_R[best] += 1
-        room_R[best] -= problem.tokens_E[expert]
+        place = heap[0][1]
+        rank = problem.rank_A[place]
+        partial.expert_RS[rank, filled_R[rank]] = expert
+        filled_R[rank] += 1
+        room_R[rank] -= problem.tokens_E[expert]
+        if filled_R[rank] + open_R[rank] < problem.slots_R[rank]:
+            heapq.heapreplace(heap, (-room_R[rank], place))
+        else:
+            heapq.heappop(heap)
 
 
 @compiled
@@ -281,42 +297,34 @@ def _put(problem, partial, rank, hot, tokens):  # type: ignore[no-untyped-def]
 
 
 @borrowing
-def _nearer(problem, hot, rank, best, partial):  # type: ignore[no-untyped-def]
-    """Returns whether a hot expert's tokens are nearer to a rank than to ``best``, or as near and it is there now."""
-    lacking = partial.lacking_NJ[problem.node_R[rank], hot]
-    best_lacking = partial.lacking_NJ[problem.node_R[best], hot]
-    if lacking != best_lacking:
-        return lacking > best_lacking
-    expert = problem.expert_D[hot]
-    return row_holds(problem.before_RS, rank, expert) and not row_holds(problem.before_RS, best, expert)
-
-
-@borrowing
-def _find_shared_rank(problem, hot, parent, partial):  # type: ignore[no-untyped-def]
-    """Returns the rank nearest to a hot expert's tokens that can take the expert and its parent; -1 for none."""
-    best = -1
-    for rank in problem.rank_A:
-        if partial.open_R[rank] < 2 or partial.room_R[rank] <= 0:
+def _find_rank(problem, hot, parent, partial):  # type: ignore[no-untyped-def]
+    """Returns the rank nearest to a hot expert's tokens, of these one that holds it now, of these the first in turn;
+    -1 for none. Looked at are ranks that can take the expert and its ``parent``; without one, -1, those with one slot
+    for hot experts that it can fill.
+    """
+    expert, lacking_N = problem.expert_D[hot], partial.lacking_NJ[:, hot]
+    slots, most_room = (np.int64(1), partial.rest_J[hot]) if parent < 0 else (np.int64(2), np.int64(NO_LIMIT))
+    best = best_place = np.int64(-1)
+    most, holds_now = np.int64(0), False
+    # the node that lacks most comes first, so that of most others no rank is looked at
+    for node in range(-1, lacking_N.size):
+        if node < 0:
+            for other in range(lacking_N.size):
+                node = other if node < 0 or lacking_N[other] > lacking_N[node] else node
+        if best >= 0 and lacking_N[node] < most:
             continue
-        if best >= 0 and not _nearer(problem, hot, rank, best, partial):
-            continue
-        held = row_holds(partial.expert_RS, rank, problem.expert_D[hot])
-        if not held and not row_holds(partial.expert_RS, rank, problem.expert_D[parent]):
-            best = rank
-    return best
-
-
-@borrowing
-def _find_own_rank(problem, hot, partial):  # type: ignore[no-untyped-def]
-    """Returns the rank nearest to a hot expert's tokens with one slot for hot experts that it can fill; -1 for none."""
-    best = -1
-    for rank in problem.rank_A:
-        if partial.open_R[rank] != 1 or not 0 < partial.room_R[rank] <= partial.rest_J[hot]:
-            continue
-        if best >= 0 and not _nearer(problem, hot, rank, best, partial):
-            continue
-        if not row_holds(partial.expert_RS, rank, problem.expert_D[hot]):
-            best = rank
+        for place in problem.place_A[problem.first_N[node] : problem.first_N[node + 1]]:
+            rank = problem.rank_A[place]
+            open_slots, room = partial.open_R[rank], partial.room_R[rank]
+            if open_slots < slots or (parent < 0 and open_slots > 1) or not 0 < room <= most_room:
+                continue
+            if row_holds(partial.expert_RS, rank, expert):
+                continue
+            if parent >= 0 and row_holds(partial.expert_RS, rank, problem.expert_D[parent]):
+                continue
+            here = row_holds(problem.before_RS, rank, expert)
+            if best < 0 or lacking_N[node] > most or (here, -place) > (holds_now, -best_place):
+                best, best_place, most, holds_now = rank, place, lacking_N[node], here
     return best
 
 
@@ -326,9 +334,9 @@ def _place_hot(problem, hot, parent, spare_ranks, partial):  # type: ignore[no-u
     still to spare.
     """
     rest_J, room_R = partial.rest_J, partial.room_R
-    shared = _find_shared_rank(problem, hot, parent, partial)
+    shared = _find_rank(problem, hot, parent, partial)
     while shared < 0 or rest_J[hot] * 16 > room_R[shared] * FULLEST_SHARED_RANK:
-        own = _find_own_rank(problem, hot, partial)
+        own = _find_rank(problem, hot, -1, partial)
         if own < 0:
             break
         # too much for one shared rank, and after an own one too little for a shared one that gives way
@@ -336,7 +344,7 @@ def _place_hot(problem, hot, parent, spare_ranks, partial):  # type: ignore[no-u
         if spare_ranks > 0 and shared >= 0 and rest_J[hot] <= 2 * room_R[shared] and after_own < room_R[shared] // 4:
             spare_ranks -= 1
             _share(problem, partial, shared, hot, parent, rest_J[hot] // 2)
-            shared = _find_shared_rank(problem, hot, parent, partial)
+            shared = _find_rank(problem, hot, parent, partial)
         else:
             _put(problem, partial, own, hot, room_R[own])
     if shared >= 0:

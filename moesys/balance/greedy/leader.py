@@ -215,8 +215,8 @@ def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> 
     for layout_RS in layouts_CRS:
         key = layout_RS.tobytes()
         if key not in known:
-            expert_RS = layout_RS.astype(np.int64)
-            how = np.count_nonzero(ExpertLayout(expert_RS, load.num_experts).replicas_RE, axis=1) if flat else layout_RS
+            expert_RS, sorted_RS = layout_RS.astype(np.int64), np.sort(layout_RS, axis=1)
+            how = (np.diff(sorted_RS, axis=1, prepend=EMPTY) > 0).sum(axis=1) if flat else layout_RS
             alike = _Alike(how.tobytes(), expert_RS)
             beside, gradients = _prices(alike, problem.model, problem.cluster, sharding, problem.overlap, load.total)
             known[key] = int(split_costs(load.tokens_RE[None], expert_RS, node_R, beside, NO_LIMIT)) + gradients

@@ -44,24 +44,24 @@ class Scenarios(NamedTuple):
 
 
 @compiled
-def draw_scenarios(tokens_E, num_near, num_far):  # type: ignore[no-untyped-def]
-    """Draws the load, ``num_near`` loads that drifted, and ``num_far`` that jumped; a pure function, in integers.
+def draw_scenarios(tokens_E, expert_D, num_near, num_far):  # type: ignore[no-untyped-def]
+    """Draws the load of some experts, ``num_near`` loads that drifted, and ``num_far`` that jumped; a pure function, in
+    integers.
 
     Every expert's tokens are multiplied by 1 + σ·z, at least 0, with a roughly normal z from a hash.
     """
-    num_experts = tokens_E.size
-    tokens_KE = np.empty((1 + num_near + num_far, num_experts), np.int64)
+    tokens_KD = np.empty((1 + num_near + num_far, expert_D.size), np.int64)
     weight_K = np.empty(1 + num_near + num_far, np.int64)
-    tokens_KE[0] = tokens_E
+    tokens_KD[0] = tokens_E[expert_D]
     weight_K[0] = WEIGHTS[0]
     for scenario in range(1, 1 + num_near + num_far):
         near = scenario <= num_near
         weight_K[scenario] = WEIGHTS[1] if near else WEIGHTS[2]
         percent = DRIFT_PERCENT if near else JUMP_PERCENT
-        for expert in range(num_experts):
+        for place, expert in enumerate(expert_D):
             factor = max(147_800 + _bell(mixed_bits(scenario, expert)) * percent * 10, 0)
-            tokens_KE[scenario, expert] = tokens_E[expert] * factor // 147_800
-    return Scenarios(tokens_KE, weight_K)
+            tokens_KD[scenario, place] = tokens_E[expert] * factor // 147_800
+    return Scenarios(tokens_KD, weight_K)
 
 
 @compiled

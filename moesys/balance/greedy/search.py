@@ -18,7 +18,6 @@ from moesys.balance.greedy.local_search import MoveConstraints, local_search
 from moesys.balance.greedy.numbering import Numbers, num_moves, relabelled, relabelled_inside
 from moesys.balance.greedy.robust_cost import (
     MILLION,
-    MUCH_DRIFT,
     NO_LIMIT,
     Scenarios,
     StepJudge,
@@ -51,14 +50,13 @@ MOST_IMPROVED = 2
 NARROWED = ("", "at home", "node first")
 # Parts of a rank's mean that a place on a node is for, where nodes choose their experts: the smaller, the more nodes
 # have an expert, and the better loads can drift.
-PARTS, PARTS_OF_MUCH_DRIFT = (1, 2, 4), (2, 4, 8)
-ALL_PARTS = tuple(sorted({*PARTS, *PARTS_OF_MUCH_DRIFT}))
+PARTS = (1, 2, 4)
 # Nodes that hold all experts between them, where a token crosses to each once: a block that splits keep rows to.
 GROUPS = (2, 4, 8)
 # These builders make layouts for the fewest seconds (``Builders``).
 KINDS = (
     *("spread", "spread evenly", "whole", "at home", "copies that pay", "levelled"),
-    *(f"node first, {parts}" for parts in ALL_PARTS),
+    *(f"node first, {parts}" for parts in PARTS),
     *(f"{group} nodes" for group in GROUPS),
     "each node",
 )
@@ -154,7 +152,8 @@ class LayoutSearch:
         self.evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
         scenarios = min(max(SCENARIO_SLOTS // num_slots, FEWEST_SCENARIOS), MOST_SCENARIOS)
         self.scenarios_each = scenarios // 2 if options.effort and robust else 0
-        self.scenarios = draw_scenarios(n.tokens_E, self.scenarios_each, self.scenarios_each)
+        each, experts = self.scenarios_each, np.arange(len(n.tokens_E))
+        self.scenarios = draw_scenarios(n.tokens_E, experts, each, each)
         # jumps tell layouts apart, but a search that follows them finds less
         num_near = 1 + self.scenarios_each
         self.near = Scenarios(self.scenarios.tokens_KE[:num_near], self.scenarios.weight_K[:num_near])
@@ -169,7 +168,7 @@ class LayoutSearch:
 
     def best_in_seconds(self, before_RS: IntArray) -> tuple[Draft, Recipe]:
         """Returns the same for the fewest seconds, and how to build one like it."""
-        built = {kind: build() for kind, build in self.kinds_by_drift(before_RS).items()}
+        built = {kind: build() for kind, build in self.kinds(before_RS).items()}
         drafts = {
             kind: Draft(self, self.filled(found.expert_RS), found.part_R) for kind, found in built.items() if found
         }
@@ -204,7 +203,6 @@ class LayoutSearch:
         kinds: dict[str, Callable[[], BuiltLayout | None]] = {
             "spread": partial(builders.replicas_spread, False),
             "spread evenly": partial(builders.replicas_spread, True),
-            "whole": builders.whole,
         }
         if isinstance(self.problem.sharding, Ep):
             kinds |= {
@@ -212,19 +210,15 @@ class LayoutSearch:
                 "copies that pay": partial(builders.copies_that_pay, self.fetch_prices),
                 "levelled": builders.levelled,
             }
-        if num_nodes > 1:
-            kinds |= {f"node first, {parts}": partial(builders.node_first, parts, num_nodes) for parts in ALL_PARTS}
+        if num_nodes == 1:
+            kinds["whole"] = builders.whole
+        else:
+            kinds |= {f"node first, {parts}": partial(builders.node_first, parts, num_nodes) for parts in PARTS}
             if crosses_once(self.problem.overlap, self.problem.cluster):
                 groups = [group for group in GROUPS if group < num_nodes]
                 kinds |= {f"{group} nodes": partial(builders.node_first, 1, group) for group in groups}
             kinds["each node"] = builders.each_node
         return kinds
-
-    def kinds_by_drift(self, before_RS: IntArray) -> dict[str, Callable[[], BuiltLayout | None]]:
-        """Returns those of ``kinds`` that are worth their time: places on nodes are smaller, the more loads drift."""
-        parts = PARTS if self.options.drift < MUCH_DRIFT else PARTS_OF_MUCH_DRIFT
-        left_out = {f"node first, {each}" for each in ALL_PARTS if each not in parts}
-        return {kind: build for kind, build in self.kinds(before_RS).items() if kind not in left_out}
 
     def rebuilt(self, recipe: Recipe) -> ExpertLayout | None:
         """Returns the layout that the builder of ``recipe`` makes of the problem's load, as wide as the problem's
