@@ -70,29 +70,63 @@ def test_equal_problems_have_equal_plans_that_keep_to_the_slots(sharding: Shardi
         assert not layout.num_duplicates
 
 
+@pytest.mark.parametrize("still", [1, 4], ids=["drifts", "domains in turn"])
 @pytest.mark.parametrize("lag", [1, 3])
-def test_the_candidate_of_the_fewest_seconds_plans(monkeypatch: pytest.MonkeyPatch, lag: int) -> None:
-    """What candidates cost is added up here once more, from the layouts that they had planned."""
-    tokens_SRE, planned = loads(1, 28, 0.4), []
+def test_the_candidate_of_the_fewest_seconds_plans(monkeypatch: pytest.MonkeyPatch, lag: int, still: int) -> None:
+    """What candidates cost is added up here once more, from the layouts that they had planned; also on loads that stood
+    ``still`` for some micro-batches, in which nothing was planned.
+    """
+    tokens_SRE, planned = loads(1, 36, 0.4), {}
+    if still > 1:
+        tokens_SRE = tokens_SRE[np.arange(36) // still % 3]
     layouts = leader._layouts
-    monkeypatch.setattr(leader, "_layouts", lambda *given: planned.append(layouts(*given)) or planned[-1])
-    for number, (problem, layout, memory) in enumerate(problems(tokens_SRE, strategy(), lag)):
+
+    def kept(problem: PlanningProblem, *given: object) -> object:
+        return planned.setdefault(problem.recent[-1].micro_batch, layouts(problem, *given))
+
+    monkeypatch.setattr(leader, "_layouts", kept)
+    for problem, layout, memory in problems(tokens_SRE, strategy(), lag):
         mean_C, count_C = np.ones(leader.NUM_CANDIDATES), np.zeros(leader.NUM_CANDIDATES)
-        for at in range(lag, number + 1):
-            candidates, layouts_CRS = planned[at - lag]
+        remembered = leader._Memory.read(memory, memory[:32])
+        assert remembered.judged == max(planned)
+        for at in range(lag, remembered.judged + 1):
+            candidates, layouts_CRS = planned[max(after for after in planned if after <= at - lag)]
             judged, costs = list(candidates), np.array(leader._costs(problem, LoadMatrix(tokens_SRE[at]), layouts_CRS))
             count_C[judged] += 1
             mean_C[judged] += (costs / costs.sum() * mean_C[judged].sum() - mean_C[judged]) / count_C[judged]
-        remembered = leader._Memory.read(memory, memory[:32]).mean_C
-        assert remembered / 1e6 == pytest.approx(mean_C, abs=1e-4)
-        candidates, layouts_CRS = planned[-1]
-        assert np.array_equal(layout.expert_RS, layouts_CRS[candidates.index(np.argmin(remembered))])
-    turns = [set(candidates) for candidates, _ in planned]
+        assert remembered.mean_C / 1e6 == pytest.approx(mean_C, abs=1e-4)
+        candidates, layouts_CRS = planned[max(planned)]
+        assert np.array_equal(layout.expert_RS, layouts_CRS[candidates.index(np.argmin(remembered.mean_C))])
+    assert (len(planned) < 36) == (still > 1)
+    turns = [set(candidates) for candidates, _ in planned.values()]
     assert all(len(turn) == leader.NUM_CANDIDATES for turn in turns[: leader.FIRST_PLANS])
     turns = turns[leader.FIRST_PLANS :]
-    assert set.union(*turns[: leader.NUM_CANDIDATES]) == set(range(leader.NUM_CANDIDATES))
+    if still == 1:
+        assert set.union(*turns[: leader.NUM_CANDIDATES]) == set(range(leader.NUM_CANDIDATES))
     # The leader, the second, one in turn, and one that searches.
     assert max(map(len, turns)) <= 4
+
+
+def test_a_layout_is_kept_until_another_is_cheaper_on_the_remembered_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts, planned, kept_RS, changes = leader._layouts, [], None, 0
+    monkeypatch.setattr(leader, "_layouts", lambda *given: planned.append(layouts(*given)) or planned[-1])
+    for problem, _, _ in problems(loads(1, 36, 0.4), strategy()):
+        candidates, layouts_CRS = planned[-1]
+        if leader.KEPT not in candidates:
+            continue
+        *others, now_RS = layouts_CRS
+        if kept_RS is not None:
+            known = np.stack([now_RS, kept_RS, *others])
+            costs_of_each = [leader._costs(problem, batch.load, known) for batch in problem.recent]
+            cost_C = sum(np.array(costs) / sum(costs[1:]) for costs in costs_of_each)
+            if (now_RS != kept_RS).any():
+                assert cost_C[0] < 0.99001 * cost_C[1]
+                assert cost_C[0] == pytest.approx(min(cost_C), rel=1e-4)
+                changes += 1
+            elif len(planned) <= leader.FIRST_PLANS:
+                assert 0.98999 * cost_C[1] <= min(cost_C)
+        kept_RS = now_RS
+    assert changes > 2
 
 
 @pytest.mark.parametrize(

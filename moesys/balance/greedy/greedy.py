@@ -25,7 +25,7 @@ class Greedy(Balance):
 
     kind: Literal["greedy"] = "greedy"
     is_compiled: ClassVar[bool] = True
-    recent_batches: ClassVar[int] = 8
+    recent_batches: ClassVar[int] = 16
     effort: int = Field(1, ge=0, description="multiples of the default work, in iterations and never by a clock")
     min_replicas: MinReplicas = Field(1, description="least number of replicas of every expert, on distinct ranks")
     replicas_within: ReplicasWithin = Field("cluster", description="where all replicas of an expert are")

@@ -6,20 +6,23 @@ with it: what all of them cost together is what their means so far say, and each
 share. The candidate with the least mean plans the next layout. So how much loads move, and which past load predicts the
 next one, is measured and not assumed.
 
-A candidate plans for one of three loads: that which the predictor expects, the mean of the newest ones, or their
-``forecast``, around which loads are then drawn with the noise that forecasts had. It searches (``search``) for the
-cheapest layout for its load; or it spreads replicas for the forecast, evenly or by load; and one plans as ``Laer``
-does, for where a layout that fits a load closely is worth little on the next one. As a search takes long,
-searches take turns: between two of its searches a candidate builds anew what its search found best, and another one
-keeps the layout that the search found.
+Two candidates search (``search``) for the cheapest layout: for the mean of the newest loads, and for their
+``forecast``, around which loads are then drawn with the noise that forecasts had. As a search takes long, searches take
+turns, and between two of its searches a candidate builds anew what its search found best. Two spread replicas for the
+forecast, evenly or by load; and one plans as ``Laer`` does for the load that the predictor expects, for where a layout
+that fits a load closely is worth little on the next one. The last candidate keeps a layout until, in its turn, another
+one has one that would have cost the remembered loads 1 % less.
+Where loads jump, as in bursts and domains in turn, or are mostly noise, all of them say more than any single one.
 
 Planning takes little time because of what is not done at every micro-batch:
 
-- After the first 16 plans only some of the nine candidates plan: the leader, the one with the second lowest mean, and
-  one in turn. So what is known of a candidate is at most nine micro-batches old, and no candidate is judged on an
+- After the first 16 plans only some of the six candidates plan: the leader, the one with the second lowest mean, and
+  one in turn. So what is known of a candidate is at most six micro-batches old, and no candidate is judged on an
   older layout than the leader.
-- After the first plans a search is repeated after 3 · (12 + slots / 16) plans: 66 plans for 160 slots, 108 for 384.
-- Where the load has not moved since the newest plan, nothing is planned and nothing is judged.
+- After the first plans a search is repeated after 2 · (12 + slots / 16) plans: 44 plans for 160 slots, 72 for 384.
+- Of layouts with many slots only the newest of the remembered loads decide which one is kept.
+- Where the load has not moved since the newest plan, nothing is planned; what micro-batches have cost meanwhile is
+  judged when it moves, as many of them as are remembered.
 """
 
 from __future__ import annotations
@@ -55,13 +58,17 @@ FIRST_PLANS, FIRST_SEARCHES = 16, 5
 PLANS_BETWEEN_SEARCHES, SLOTS_PER_PLAN = 12, 16
 # A load of which a smaller share of tokens has moved than this, since it was planned for, stands still.
 STILL = 0.015
+# A layout is kept unless another one would have cost so many parts of a hundred; this is judged on loads for so many
+# slots, at least two.
+KEPT_PERCENT, KEPT_SLOTS = 99, 2048
 
 # Searching candidates plan for these loads, and spreading ones, which differ in how they do it, for the last of them.
-SEARCHES = ("predicted", "mean", "forecast")
+SEARCHES = ("mean", "forecast")
 SPREADS = ("spread", "spread evenly")
-# In this order, which decides at a tie: rebuilt by a search's recipe, spread, LAER's, and as a search has found it.
+# In this order, which decides at a tie: rebuilt by a search's recipe, spread, LAER's, and kept.
 LAER = len(SEARCHES) + len(SPREADS)
-NUM_CANDIDATES = LAER + 1 + len(SEARCHES)
+KEPT = LAER + 1
+NUM_CANDIDATES = KEPT + 1
 
 Layouts = npt.NDArray[np.int32]
 
@@ -79,8 +86,8 @@ class _Memory:
     """This is what the leader remembers from plan to plan.
 
     mean_C: what a micro-batch costs with each candidate, in millionths of what it costs with all of them in the mean;
-    count_C: micro-batches that say so, at most ``MEMORY``. recipes: of the searches. found: their layouts. tokens_DE:
-    the newest load that was planned for, by link domains. pending: plans for micro-batches that were not judged;
+    count_C: micro-batches that say so, at most ``MEMORY``. recipes: of the searches. kept: a layout. tokens_DE: the
+    newest load that was planned for, by link domains. pending: plans for micro-batches that were not judged;
     judged: the newest one that was.
     """
 
@@ -89,7 +96,7 @@ class _Memory:
     mean_C: IntArray = field(default_factory=lambda: np.full(NUM_CANDIDATES, MILLION))
     count_C: IntArray = field(default_factory=lambda: np.zeros(NUM_CANDIDATES, dtype=np.int64))
     recipes: list[Recipe] = field(default_factory=list)
-    found: list[Layouts] = field(default_factory=list)
+    kept: Layouts = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
     tokens_DE: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     pending: list[_CandidateLayouts] = field(default_factory=list)
 
@@ -101,12 +108,11 @@ class _Memory:
 
     def to_bytes(self, of: bytes) -> bytes:
         """Returns what ``read`` reads again, for problems of the digest ``of``."""
-        R, S = self.found[0].shape
-        sizes = *self.tokens_DE.shape, R, S, len(self.pending)
+        sizes = *self.tokens_DE.shape, *self.kept.shape, len(self.pending)
         recipes = np.array([(KINDS.index(kind), slots) for kind, slots in self.recipes])
         parts = [
             self._HEAD.pack(of, self.num_plans, self.judged, *sizes),
-            *(array.tobytes() for array in (self.mean_C, self.count_C, recipes, self.tokens_DE, *self.found)),
+            *(array.tobytes() for array in (self.mean_C, self.count_C, recipes, self.tokens_DE, self.kept)),
         ]
         for after, candidates, layouts_CRS in self.pending:
             head = struct.pack(f"<{2 + len(candidates)}q", after, len(candidates), *candidates)
@@ -130,12 +136,12 @@ class _Memory:
 
         mean_C, count_C = (take(np.int64, NUM_CANDIDATES).copy() for _ in range(2))
         recipes = [Recipe(KINDS[kind], slots) for kind, slots in take(np.int64, len(SEARCHES), 2).tolist()]
-        tokens_DE, found, pending = take(np.int64, D, E), [take(np.int32, R, S) for _ in SEARCHES], []
+        tokens_DE, kept, pending = take(np.int64, D, E), take(np.int32, R, S), []
         for _ in range(num_pending):
             after, num_planned = take(np.int64, 2).tolist()
             candidates = tuple(take(np.int64, num_planned).tolist())
             pending.append(_CandidateLayouts(after, candidates, take(np.int32, num_planned, R, S)))
-        return cls(num_plans, judged, mean_C, count_C, recipes, found, tokens_DE, pending)
+        return cls(num_plans, judged, mean_C, count_C, recipes, kept, tokens_DE, pending)
 
 
 def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[ExpertLayout, bytes]:
@@ -152,7 +158,7 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
         memory.pending.append(_CandidateLayouts(newest.micro_batch, *_layouts(problem, options, memory)))
         memory.tokens_DE = tokens_DE
         memory.num_plans += 1
-    memory.judged = newest.micro_batch
+        memory.judged = newest.micro_batch
     _, candidates, layouts_CRS = memory.pending[-1]
     chosen_RS = layouts_CRS[candidates.index(memory.leader)]
     return ExpertLayout(chosen_RS.astype(np.int64), problem.load.num_experts), memory.to_bytes(of)
@@ -160,7 +166,7 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
 
 def _stands_still(problem: PlanningProblem, memory: _Memory, tokens_DE: IntArray) -> bool:
     """Returns whether the load is as it was when it was last planned for, so that all candidates may keep their
-    layouts, and nothing is to be learnt.
+    layouts.
     """
     if memory.num_plans < FIRST_PLANS or _moved(memory.tokens_DE, tokens_DE) >= STILL:
         return False
@@ -275,14 +281,12 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
         one = LayoutSearch(problem_of(load), replace(options, drift=drift), noise=noise)
         draft, recipe = one.best_in_seconds(one.numbers.empty())
         layout = _padded(one.numbers.named(draft.expert_RS), most)
-        memory.recipes[index : index + 1], memory.found[index : index + 1] = [recipe], [layout]
+        memory.recipes[index : index + 1] = [recipe]
         return layout
 
     def planned(candidate: int) -> Layouts:
         if candidate in fresh:
             return fresh[candidate]
-        if candidate > LAER:
-            return memory.found[candidate - NUM_CANDIDATES]
         if candidate == LAER:
             return _padded(Laer().layout(problem_of("predicted")), most)
         if candidate < len(SEARCHES):
@@ -302,8 +306,24 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     fresh = {index: searched(index) for index in turns}
     best, second, *_ = np.argsort(memory.mean_C, kind="stable").tolist()
     in_turn = range(NUM_CANDIDATES) if num_plans < FIRST_PLANS else (num_plans % NUM_CANDIDATES,)
-    candidates = tuple(sorted({best, second, *turns, *in_turn}))
-    return candidates, np.stack([planned(candidate) for candidate in candidates])
+    candidates = sorted({best, second, *turns, *in_turn})
+    layouts = [planned(candidate) for candidate in candidates if candidate != KEPT]
+    if KEPT in in_turn:
+        memory.kept = _cheapest(problem, np.stack([memory.kept, *layouts] if num_plans else layouts))
+    layouts += [memory.kept] * (KEPT in candidates)
+    return tuple(candidates), np.stack(layouts)
+
+
+def _cheapest(problem: PlanningProblem, layouts_CRS: Layouts) -> Layouts:
+    """Returns the layout that would have cost the remembered loads the least, each load as much as any other; the first
+    one if none would have cost much less.
+    """
+    shares_C = [0] * len(layouts_CRS)
+    for batch in problem.recent[-max(2, KEPT_SLOTS // sum(problem.slots_R)) :]:
+        costs = _costs(problem, batch.load, layouts_CRS)
+        shares_C = [share + cost * MILLION // max(sum(costs), 1) for share, cost in zip(shares_C, costs, strict=True)]
+    best = shares_C.index(min(shares_C))
+    return layouts_CRS[best if shares_C[best] * 100 < shares_C[0] * KEPT_PERCENT else 0]
 
 
 def _padded(layout: ExpertLayout, slots: int) -> Layouts:
