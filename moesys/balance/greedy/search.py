@@ -143,20 +143,34 @@ class LayoutSearch:
     def __init__(
         self, problem: PlanningProblem, options: SearchOptions, robust: bool = True, noise: float = -1.0
     ) -> None:
-        self.problem, self.options = problem, options
+        self.problem, self.options, self.noise = problem, options, noise
         self.end = None if options.deadline_ms is None else time.monotonic() + options.deadline_ms / 1e3
         self.numbers = n = Numbers(problem)
         self.part_R = np.array(domains_of(problem.cluster, options.replicas_within))[n.rank_R]
-        self.judge = None if problem.model is None else StepJudge(problem, problem.model, n, options.drift, noise)
         num_slots = int(n.slots_R.sum())
         self.evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
         scenarios = min(max(SCENARIO_SLOTS // num_slots, FEWEST_SCENARIOS), MOST_SCENARIOS)
         self.scenarios_each = scenarios // 2 if options.effort and robust else 0
-        each, experts = self.scenarios_each, np.arange(len(n.tokens_E))
-        self.scenarios = draw_scenarios(n.tokens_E, experts, each, each)
+
+    # Made where they are used: a search that only builds has no need of them.
+
+    @cached_property
+    def judge(self) -> StepJudge | None:
+        problem = self.problem
+        if problem.model is None:
+            return None
+        return StepJudge(problem, problem.model, self.numbers, self.options.drift, self.noise)
+
+    @cached_property
+    def scenarios(self) -> Scenarios:
+        tokens_E, each = self.numbers.tokens_E, self.scenarios_each
+        return draw_scenarios(tokens_E, np.arange(len(tokens_E)), each, each)
+
+    @cached_property
+    def near(self) -> Scenarios:
         # jumps tell layouts apart, but a search that follows them finds less
         num_near = 1 + self.scenarios_each
-        self.near = Scenarios(self.scenarios.tokens_KE[:num_near], self.scenarios.weight_K[:num_near])
+        return Scenarios(self.scenarios.tokens_KE[:num_near], self.scenarios.weight_K[:num_near])
 
     # --- building
 
