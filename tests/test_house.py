@@ -48,7 +48,7 @@ BUDGETS = {
     "moesys/config": Budget(2_305, 17),
     "moesys, ground files": Budget(2_302, 16),
     "moesys/kernels": Budget(4_888, 45),
-    "moesys/balance": Budget(5_961, 40),
+    "moesys/balance": Budget(5_971, 40),
     "moesys/overlap": Budget(2_834, 18),
     "moesys/moe": Budget(4_104, 22),
     "moesys/simulator": Budget(3_379, 22),
@@ -60,7 +60,7 @@ BUDGETS = {
     "experiments": Budget(1_396, 15),
     "tests": Budget(45_862, 317),
 }
-TOTAL = Budget(38_899, 264)
+TOTAL = Budget(38_909, 264)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

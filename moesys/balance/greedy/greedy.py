@@ -74,11 +74,12 @@ class Greedy(Balance):
         """Returns a layout on which ``FlowSplit`` reaches the mean, on this load and as nearly as can be on later ones,
         and few tokens leave their node.
 
-        Layouts are constructed (``construction``) over the whole cluster; where every node can hold every expert, node
-        by node for what its own ranks send; and, where the model is known, over nodes that first choose their experts
-        (``node_first``), and with every expert's replicas spread (``spread``). The best by its robust cost
-        (``robust_cost``) and its traffic between nodes is improved by local search (``local_search``); where the model
-        is known, that which costs a step the least (``step_cost``) on loads that ``drift`` as much as this one will.
+        Layouts are constructed (``construction``) over the whole cluster, unless it has several nodes and the model is
+        known; where every node can hold every expert, node by node for what its own ranks send; and, with the model,
+        over nodes that first choose their experts (``node_first``), and with every expert's replicas spread
+        (``spread``). The best by its robust cost (``robust_cost``) and its traffic between nodes is improved by local
+        search (``local_search``); where the model is known, that which costs a step the least (``step_cost``) on loads
+        that ``drift`` as much as this one will.
         Every usable slot is filled, no expert twice on a rank; under ``replicas_within`` every slot that an expert of
         its part can use. Where it is known what it takes to bring experts to their slots, ranks use fewer as long as
         that is less.

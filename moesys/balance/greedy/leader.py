@@ -16,9 +16,9 @@ Where loads jump, as in bursts and domains in turn, or are mostly noise, all of 
 
 Planning takes little time because of what is not done at every micro-batch:
 
-- After the first 16 plans only some of the six candidates plan: the leader, the one with the second lowest mean, and
-  one in turn. So what is known of a candidate is at most six micro-batches old, and no candidate is judged on an
-  older layout than the leader.
+- After the first 16 plans only two of the six candidates plan: the leader, and in turn the one with the second lowest
+  mean and one of all six. So what is known of a candidate is at most twelve micro-batches old, and no candidate is
+  judged on an older layout than the leader.
 - After the first plans a search is repeated after 2 · (12 + slots / 16) plans: 44 plans for 160 slots, 72 for 384.
 - Of layouts with many slots only the newest of the remembered loads decide which one is kept.
 - Where the load has not moved since the newest plan, nothing is planned; what micro-batches have cost meanwhile is
@@ -305,8 +305,9 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     ]
     fresh = {index: searched(index) for index in turns}
     best, second, *_ = np.argsort(memory.mean_C, kind="stable").tolist()
-    in_turn = range(NUM_CANDIDATES) if num_plans < FIRST_PLANS else (num_plans % NUM_CANDIDATES,)
-    candidates = sorted({best, second, *turns, *in_turn})
+    another = num_plans // 2 % NUM_CANDIDATES if num_plans % 2 else second
+    in_turn = range(NUM_CANDIDATES) if num_plans < FIRST_PLANS else (another,)
+    candidates = sorted({best, *turns, *in_turn})
     layouts = [planned(candidate) for candidate in candidates if candidate != KEPT]
     if KEPT in in_turn:
         memory.kept = _cheapest(problem, np.stack([memory.kept, *layouts] if num_plans else layouts))
