@@ -16,7 +16,8 @@ from moesys.kinds import BALANCES, OVERLAPS, SPLITS, did_you_mean
 # The public names of each module. Those of planners, splits and overlaps are in ``kinds``.
 _NAMES = {
     "moesys.balance.budget": "replica_budget",
-    "moesys.balance.certificate": "Certificate SecondsCertificate certify certify_seconds",
+    "moesys.balance.certificate": "Certificate certify",
+    "moesys.balance.seconds_certificate": "SecondsCertificate certify_seconds",
     "moesys.balance.flow.max_load": "min_max_load",
     "moesys.balance.homes": "plan_homes",
     "moesys.balance.plan": "LayerPlan StepPlan plan_layer",

@@ -15,13 +15,13 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from moesys.balance.certificate import certify_seconds
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.plan import LayerPlan, StepPlan, why_not
 from moesys.balance.planners import split_tokens
 from moesys.balance.predictors import window
 from moesys.balance.replay import Replan, ReplayBatch, replay_layer
+from moesys.balance.seconds_certificate import certify_seconds
 from moesys.config import Fsep, ModelShape, Oracle, Strategy
 from moesys.config.base import check_type
 from moesys.config.experiment import Experiment

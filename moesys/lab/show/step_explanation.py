@@ -12,7 +12,7 @@ import numpy as np
 from rich.text import Text
 from rich.tree import Tree
 
-from moesys.balance.certificate import SecondsCertificate
+from moesys.balance.seconds_certificate import SecondsCertificate
 from moesys.config import BYTES_PER_GB, ClusterSpec, Fsep, Strategy
 from moesys.display import Columns, Display, counted, listed
 from moesys.lab.runs.declarations import member_words
