@@ -392,6 +392,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_in_temporary_folders_is_removed_by_the_next(tmp_path: Path) -> None:
     """A link that somebody else made there is not followed. The address of a socket is too long below ``tmp_path``."""
     script, victim = tmp_path / "script.py", tmp_path / "victim"
