@@ -285,7 +285,7 @@ def error_of_backward(gradient: Callable[[Any, list[int]], Tensor], strategy: ms
 @pytest.mark.parametrize(
     "strategy", [fsep(2), fsep(2, prefetch_layers=1), AHEAD], ids=["fsep", "fsep ahead", "lent ahead"]
 )
-@pytest.mark.parametrize("gradient", [with_disabled, with_reference])
+@pytest.mark.parametrize("gradient", [pytest.param(with_disabled, marks=pytest.mark.slow), with_reference])
 def test_backward_has_the_experts_of_its_forward(
     ranks: LocalRanks, gradient: Callable[[Any, list[int]], Tensor], strategy: ms.Strategy
 ) -> None:

@@ -171,6 +171,7 @@ def test_a_checkpoint_of_four_ranks_loads_on_any_ranks_as_any_sharding(ranks: Lo
                     assert after["events"][0] == "history is of 4 ranks with 6 slots: begun anew"
 
 
+@pytest.mark.slow
 @alone
 def test_a_checkpoint_of_one_process_loads_on_ranks(ranks: LocalRanks, tmp_path: Path) -> None:
     saved = train_and_save(tmp_path)

@@ -35,7 +35,7 @@ from moesys.overlap.mega_executor import replicas_of, tokens_by_replica
 from moesys.overlap.routes import build_routes
 
 # The interpreter is slow.
-examples = settings(max_examples=200 if os.environ.get("MOESYS_SWEEP") == "1" else 8)
+examples = settings(max_examples=200 if os.environ.get("MOESYS_SWEEP") == "1" else 4)
 
 
 @dataclass(frozen=True)
