@@ -170,8 +170,8 @@ class Reader:
             if not self.slow:
                 # One process has taken all of its steps.
                 path = self.folder / file
-                text = re.sub(r"\brange\(\d{3}\)", "range(6)", path.read_text(encoding="utf-8"))
-                text = re.sub(r"(\w+_steps)=(\d)0\b", lambda of: f"{of[1]}={4 * int(of[2])}", text)
+                text = re.sub(r"\brange\(\d{3}\)", "range(3)", path.read_text(encoding="utf-8"))
+                text = re.sub(r"(\w+_steps)=(\d)0\b", lambda of: f"{of[1]}={2 * int(of[2])}", text)
                 path.write_text(text, encoding="utf-8")
             printed = self.ranks.run(run_on_rank, file, self.folder, num_ranks=int(num_ranks), timeout_s=250.0)
             self.printed[command] = printed[0]

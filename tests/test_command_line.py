@@ -280,6 +280,7 @@ def test_experiments_of_one_file_run_one_after_another_and_a_sweep_is_drawn():
     assert moesys("compare", *sorted(map(str, Path("runs").iterdir()))).stdout.count("SIMULATED: ") == 2
 
 
+@pytest.mark.slow
 def test_experiments_that_are_no_sweep_have_their_tables_and_no_chart():
     wide = "] + [one.replace(name='wide', model=one.model.replace(hidden_size=16))]"
     write("a.py", a_sweep(skews=(0.5,)).replace("    ]", f"    {wide}"))

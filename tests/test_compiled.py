@@ -60,7 +60,9 @@ def test_only_machine_code_is_removed(package, tmp_path, monkeypatch):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("of_machine", [READ_ONLY, HOMELESS], ids=["read_only", "homeless"])
+@pytest.mark.parametrize(
+    "of_machine", [READ_ONLY, pytest.param(HOMELESS, marks=pytest.mark.slow)], ids=["read_only", "homeless"]
+)
 def test_functions_are_compiled_where_nothing_can_be_kept(of_machine, tmp_path):
     program = """
 from moesys.compiled import borrowing

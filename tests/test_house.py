@@ -58,7 +58,7 @@ BUDGETS = {
     "moesys, entry points": Budget(253, 2),
     "benchmarks": Budget(5_323, 43),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(45_862, 317),
+    "tests": Budget(45_958, 317),
 }
 TOTAL = Budget(38_919, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")

@@ -188,6 +188,7 @@ def test_cp_sat_says_that_it_could_not_prove_the_busiest_rank():
     assert plan.bound < min_max_load(load, plan.layout)
 
 
+@pytest.mark.slow
 def test_cp_sat_keeps_domains_when_it_plans_a_few_ranks_at_a_time():
     load, cluster = zipf_load(16, 32, 0.5), ClusterSpec(num_nodes=2, ranks_per_node=8)
     config = CpSat(deterministic_time=0.3, min_replicas=2, replicas_within="node")

@@ -145,6 +145,7 @@ def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], message: str)
     assert message in " ".join(output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_it_needs_no_planner_and_no_experiment() -> None:
     """A GPU image may lack the libraries of planners."""
     absent = "import sys; sys.modules.update(dict.fromkeys(('ortools', 'numba', 'scipy', 'transformers')));"

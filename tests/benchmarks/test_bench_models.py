@@ -104,6 +104,7 @@ def test_bytes_that_live_at_the_same_time_are_counted() -> None:
     assert live == {"parameters": 40_000, "other": 20_000 + 60_000}
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_program_leaves_out_that_of_the_one_that_started_it() -> None:
     held = torch.ones(2**27)
     code = "from benchmarks.harness.memory_steps import resident_peak_mib; print(resident_peak_mib())"

@@ -42,6 +42,7 @@ def run(folder: Path, *more: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(tmp_path / "whole")
     scored: list[tuple[str, int]] = []

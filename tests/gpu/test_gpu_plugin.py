@@ -92,6 +92,7 @@ def test_the_report_names_the_first_failure_and_holds_tracebacks_and_pages(folde
     assert "printed by a check" in (folder / "logs" / "passes.rank0.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_check_that_has_no_time_left_is_skipped(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, "endings.py::test_passes", "--gpu-minutes=0")
     assert done.returncode == 0, done.stdout + done.stderr

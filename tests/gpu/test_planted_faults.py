@@ -120,8 +120,8 @@ def tiled_combine(patch: pytest.MonkeyPatch) -> None:
     ("fault", "says"),
     [
         (wrong_combine, "toy: y is off by"),
-        (restless_combine, "differ from run to run"),
-        (tiled_combine, "y, dx differ"),
+        pytest.param(restless_combine, "differ from run to run", marks=pytest.mark.slow),
+        pytest.param(tiled_combine, "y, dx differ", marks=pytest.mark.slow),
     ],
 )
 def test_experts(fault: Fault, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,7 @@ def in_two_dtypes(linked: bool) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_linking_layers_of_two_dtypes_changes_no_bit(ranks: LocalRanks) -> None:
     """The layer before brings experts ahead in its own dtype, not in that of the layer that computes with them."""
     alone, linked = (ranks.run(in_two_dtypes, each, num_ranks=2, timeout_s=60.0) for each in (False, True))

@@ -218,7 +218,11 @@ SOME = [shifted_router, some_frozen, tied_head_in_half, tied_blocks, part_in_sha
 
 @pytest.mark.parametrize(
     ("strategy", "kinds"),
-    [(lent(2), OF_EXPERTS), (fsep(2), SOME), pytest.param(fsep(2), list(KINDS), marks=pytest.mark.slow)],
+    [
+        pytest.param(lent(2), OF_EXPERTS, marks=pytest.mark.slow),
+        (fsep(2), SOME),
+        pytest.param(fsep(2), list(KINDS), marks=pytest.mark.slow),
+    ],
     ids=["lent", "fsep", "fsep, all"],
 )
 def test_dtypes_shared_and_frozen_parameters_train_as_in_one_process(

@@ -125,7 +125,9 @@ def overlaps(strategy: ms.Strategy) -> list[ms.Strategy]:
 
 
 @pytest.mark.parametrize(
-    "strategy", [EP, pytest.param(lent(2), marks=pytest.mark.slow), fsep(2)], ids=["ep", "lent", "fsep"]
+    "strategy",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in (EP, lent(2))), fsep(2)],
+    ids=["ep", "lent", "fsep"],
 )
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_lora_on_experts_trains_as_in_one_process(ranks: LocalRanks, name: str, strategy: ms.Strategy) -> None:
@@ -170,7 +172,7 @@ def ahead(name: str) -> tuple[float, list[str], int]:
     return worst(found, alone), [each for each in found if not torch.equal(found[each], wanted[each])], num_ahead
 
 
-@pytest.mark.parametrize("name", ["checkpointed", "one layer"])
+@pytest.mark.parametrize("name", ["checkpointed", pytest.param("one layer", marks=pytest.mark.slow)])
 def test_lora_and_checkpoints_train_alike_where_experts_travel_ahead(ranks: LocalRanks, name: str) -> None:
     for error, differing, num_ahead in ranks.run(ahead, name, num_ranks=2, timeout_s=150.0):
         assert error < 1e-5
@@ -283,7 +285,7 @@ def error_of_backward(gradient: Callable[[Any, list[int]], Tensor], strategy: ms
 @pytest.mark.parametrize(
     "strategy", [fsep(2), fsep(2, prefetch_layers=1), AHEAD], ids=["fsep", "fsep ahead", "lent ahead"]
 )
-@pytest.mark.parametrize("gradient", [with_disabled, with_reference])
+@pytest.mark.parametrize("gradient", [pytest.param(with_disabled, marks=pytest.mark.slow), with_reference])
 def test_backward_has_the_experts_of_its_forward(
     ranks: LocalRanks, gradient: Callable[[Any, list[int]], Tensor], strategy: ms.Strategy
 ) -> None:

@@ -170,7 +170,8 @@ def scores(logits_TE: Tensor, scoring_func: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "scoring_func", "groups"), [("glm4_moe", "sigmoid", (2, 1)), ("ernie", "softmax", None)]
+    ("family", "scoring_func", "groups"),
+    [("glm4_moe", "sigmoid", (2, 1)), pytest.param("ernie", "softmax", None, marks=pytest.mark.slow)],
 )
 def test_biases_are_quantiles_over_the_whole_batch(
     ranks: LocalRanks, family: str, scoring_func: str, groups: tuple[int, int] | None

@@ -109,6 +109,8 @@ def test_homes_change_no_bit_where_nothing_is_lent(ranks: LocalRanks, sizes: tup
         assert_same_bits(moved["state"], unmoved["state"])
 
 
+# A loaded model moves always, and layers: tests/moe/test_moved_homes.py.
+@pytest.mark.slow
 def test_lent_experts_at_planned_homes_train_as_one_process_does(ranks: LocalRanks) -> None:
     """transformers' own experts, in one process, are the oracle."""
     model = drawn("qwen3_moe", EXPERTS)

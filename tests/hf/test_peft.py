@@ -70,6 +70,7 @@ def test_adapters_beside_experts_train_as_in_one_process(ranks: LocalRanks, stra
         assert all(each < 1e-4 for each in errors), dict(zip(adapters, errors, strict=True))
 
 
+@pytest.mark.slow
 def test_adapters_in_float32_train_in_a_model_of_bfloat16(ranks: LocalRanks) -> None:
     """PEFT makes adapters in float32; copies by modules_to_save stay in bfloat16."""
     adapters = ["attention", "router", "whole modules", "experts", "experts and others"]

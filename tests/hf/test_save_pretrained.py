@@ -99,6 +99,8 @@ def test_what_ranks_save_plain_transformers_loads(
         (fsep(2, EXPERTS), REPLICAS),
         (lent(4, EXPERTS), TENSORS),
     ]
+    # The family that always runs has two of them.
+    cases = cases[1::2] if family == "qwen3_moe" else cases
     ranks.run(save_all, checkpoints(family), tmp_path, cases, timeout_s=200.0)
     for index in range(len(cases)):
         out = tmp_path / str(index)

@@ -137,6 +137,8 @@ def test_the_trainer_trains_as_with_all_to_all(
 WIDE = tuple(each.replace(sharding=each.sharding.replace(slots_per_rank=5)) for each in (LENT, FSEP))
 
 
+# Models do so always: tests/hf/test_padded_models.py.
+@pytest.mark.slow
 def test_padded_batches_of_the_trainer_train_as_their_rows_alone(ranks: LocalRanks, tmp_path: Path) -> None:
     drawn("qwen3_moe").save_pretrained(tmp_path / "model")
     given = (tmp_path / "model", tmp_path / "out", WIDE)

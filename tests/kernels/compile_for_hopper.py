@@ -1,7 +1,8 @@
 """A script, for a process in which Triton does not interpret: what tests ask of the compiler for Hopper, in one start.
 
 Writes JSON into a folder: `usual.json`, rows of ``kernels --aot``; `pinned.json`, rows of the products at
-blocks whose warps have different work; `mega.json`, rows of MegaKernels. With "sweep" at all sizes and points.
+blocks whose warps have different work, with "sweep" alone; `mega.json`, rows of MegaKernels. With "sweep" at all sizes
+and points.
 `signatures.json`: how many signatures each kernel has, after the first layer or split and after others.
 `launches.json`: what a first micro-batch of MegaKernels compiles before it publishes anything, and launches then.
 `listings.json`: assembly of small kernels between ranks, and the bytes that a thread has in flight.
@@ -49,8 +50,8 @@ SPECIALISES = not triton.__version__.startswith("3.6.")
 PRODUCTS = ("up", "down", "activation_gradient", "input_gradient")
 # One op of each kernel, of which `down` and `input_gradient` share one; `make aot` compiles all of them.
 QUICK = ("up", "down", "activation_gradient", "dW1", "route", "tiles", "combine", "counts", "split", "chunks")
-# The usual run compiles these products at pinned blocks; the sweep compiles all of them.
-PINNED_QUICK = ("up", "down")
+# One op of each MegaKernel.
+MEGA_QUICK = ("activation_gradient", "down")
 
 
 # Tokens and experts of layers: multiples of 16 and not, one and none.
@@ -74,10 +75,11 @@ def main(folder: Path, sweep: bool) -> None:
         (folder / "kernels_aot.json").rename(folder / "usual.json")
     else:
         write(folder / "usual.json", compile_size(SIZES[0], torch.bfloat16, print, QUICK))
-    if SPECIALISES:
-        write(folder / "pinned.json", compile_pinned(folder / "blocks.json", PRODUCTS if sweep else PINNED_QUICK))
-    sizes, points = (SIZES, tuple(POINTS)) if sweep else (SIZES[:1], ("fused",))
-    write(folder / "mega.json", [row for size in sizes for row in compile_mega(size, torch.bfloat16, print, points)])
+    if SPECIALISES and sweep:
+        write(folder / "pinned.json", compile_pinned(folder / "blocks.json"))
+    sizes, points, only = (SIZES, tuple(POINTS), None) if sweep else (SIZES[:1], ("fused",), MEGA_QUICK)
+    rows = [row for size in sizes for row in compile_mega(size, torch.bfloat16, print, points, only)]
+    write(folder / "mega.json", rows)
 
 
 @contextmanager
@@ -146,7 +148,7 @@ def listings() -> dict[str, tuple[str, int]]:
     return {code.name: (ptx, code.flight_bytes) for code, ptx in found}
 
 
-def compile_pinned(path: Path, ops: Sequence[str]) -> list[CompiledKernel]:
+def compile_pinned(path: Path) -> list[CompiledKernel]:
     wide, square = (
         TileConfig(128, columns, 64, warps=4, stages=stages, operands="specialised")
         for columns, stages in ((256, 4), (128, 4))
@@ -154,7 +156,7 @@ def compile_pinned(path: Path, ops: Sequence[str]) -> list[CompiledKernel]:
     path.write_text(TileConfigs(square, wide, square, wide, TileConfig(128, 256, 64, stages=4)).to_json())
     os.environ[PINNED] = str(path)
     try:
-        return compile_size(SIZES[0], torch.bfloat16, print, ops)
+        return compile_size(SIZES[0], torch.bfloat16, print, PRODUCTS)
     finally:
         del os.environ[PINNED]
 

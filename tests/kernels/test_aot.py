@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from compile_for_hopper import PINNED_QUICK, PRODUCTS, QUICK, SPECIALISES
+from compile_for_hopper import MEGA_QUICK, PRODUCTS, QUICK, SPECIALISES
 
 from moesys.kernels.experts.tile_tuner import PINNED
 
@@ -66,18 +66,16 @@ def test_no_spills_tensor_cores_and_wide_copies(compiled):
 
 @pytest.mark.timeout(2700)
 def test_mega_kernels_spill_nothing_and_move_rows_in_words_of_16_bytes(compiled):
-    """One size where both kernels are fused; with MOESYS_SWEEP all points at all sizes."""
+    """One op of each kernel at one size where both are fused; with MOESYS_SWEEP all ops and points at all sizes."""
     rows = rows_of(compiled, "mega")
     assert [(row["op"], row["wrong"]) for row in rows if row["wrong"]] == []
-    assert {row["op"].split()[-1] for row in rows} == {"up", "activation_gradient", "down", "input_gradient"}
+    assert {row["op"].split()[-1] for row in rows} == ({*PRODUCTS} if SWEEP else {*MEGA_QUICK})
     # The waits before a product leave its operands' copies in a pipeline.
     assert all(16 in row["code"]["copy_bytes"] for row in rows if row["tile"])
     assert all(row["moves_rows"] for row in rows) or SWEEP
     # Eight loads of a thread before it stores, where rows are fetched; one left a link idle most of the time.
-    assert {row["op"].split()[-1] for row in rows if row["code"]["flight_bytes"] >= 128} >= {
-        "up",
-        "activation_gradient",
-    }
+    fetching = {row["op"].split()[-1] for row in rows if row["code"]["flight_bytes"] >= 128}
+    assert fetching >= ({"up", "activation_gradient"} if SWEEP else {"activation_gradient"})
 
 
 def test_an_interpreting_process_compiles_nothing():
@@ -88,12 +86,13 @@ def test_an_interpreting_process_compiles_nothing():
 
 
 @pytest.mark.timeout(2700)
+@pytest.mark.skipif(not SWEEP, reason="MOESYS_SWEEP=1 compiles them")
 @pytest.mark.skipif(not SPECIALISES, reason="this Triton cannot specialise epilogues that split a tile")
 def test_specialised_warps_and_descriptors_are_in_the_machine_code(compiled):
     """Triton ignores a wish to specialise that it cannot fulfil; and pinned blocks are what is compiled."""
     rows = rows_of(compiled, "pinned")
     gemms = {row["op"]: row["code"] for row in rows if row["tile"]}
-    assert set(gemms) == set(PRODUCTS if SWEEP else PINNED_QUICK)
+    assert set(gemms) == set(PRODUCTS)
     for op, code in gemms.items():
         assert code["specialised"], op
         assert code["tma_loads"] > 0

@@ -171,6 +171,7 @@ def test_a_checkpoint_of_four_ranks_loads_on_any_ranks_as_any_sharding(ranks: Lo
                     assert after["events"][0] == "history is of 4 ranks with 6 slots: begun anew"
 
 
+@pytest.mark.slow
 @alone
 def test_a_checkpoint_of_one_process_loads_on_ranks(ranks: LocalRanks, tmp_path: Path) -> None:
     saved = train_and_save(tmp_path)
@@ -265,11 +266,12 @@ def straight_and_resumed(path: Path, strategy: ms.Strategy, linked: bool) -> tup
             True,
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             EP.replace(
                 sharding=ms.Ep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True), balance=ms.Eplb(), lag=2
             ),
             True,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             EP.replace(sharding=ms.Ep(slots_per_rank=3, lend="hierarchical"), balance=ms.Eplb()),
@@ -446,7 +448,7 @@ def load_groups(path: Path) -> dict[str, Tensor]:
 
 
 def test_one_optimizer_takes_sharded_and_replicated_parameters(ranks: LocalRanks, tmp_path: Path) -> None:
-    results = ranks.run(optimize, tmp_path)
+    results = ranks.run(optimize, tmp_path, num_ranks=2)
     for result in results:
         for name in ("two", "foreach"):
             assert_same(result[name], result["one"], name)

@@ -133,6 +133,7 @@ def fail_twice(victim: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_behind_an_earlier_failure(mortal_ranks: LocalRanks) -> None:
     outcomes = mortal_ranks.outcomes(fail_twice, 2, num_ranks=3, expect_dead={2})
     for outcome in outcomes[:2]:

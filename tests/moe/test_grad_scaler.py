@@ -65,7 +65,7 @@ def bits(model: nn.Module) -> list[bytes]:
 
 @pytest.mark.parametrize("clipped", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize("how", OPTIMIZERS)
-@pytest.mark.parametrize("strategy", [EP, FSEP], ids=lambda each: each.name)
+@pytest.mark.parametrize("strategy", [pytest.param(EP, marks=pytest.mark.slow), FSEP], ids=["ep", "fsep"])
 def test_a_step_is_scaled(ranks: LocalRanks, strategy: ms.Strategy, how: str, clipped: bool) -> None:
     results = ranks.run(step, strategy, how, None, clipped)
     assert [(each["changed"], each["scale"], each["unscaled"]) for each in results] == [(True, SCALE, True)] * 4

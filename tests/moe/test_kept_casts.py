@@ -114,7 +114,7 @@ def loaded_whole(layer: MoELayer) -> None:
 CHANGES = (fused, by_lists, foreign, in_place, another_storage, by_hand, loaded, loaded_whole)
 
 
-def check(changes: Sequence[Callable[[Any], None]] = CHANGES) -> bool:
+def check(changes: Sequence[Callable[[Any], None]]) -> bool:
     """Of what ``masters`` are: whether it is a ``DTensor``."""
     with pytest.MonkeyPatch.context() as patch:
         casts = Casts(patch)
@@ -148,12 +148,20 @@ def check(changes: Sequence[Callable[[Any], None]] = CHANGES) -> bool:
         return isinstance(masters(layer), DTensor)
 
 
-def test_casts_are_of_the_masters_as_they_are() -> None:
-    assert not check()
+ON_RANKS = (fused, in_place, loaded)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [[each for each in CHANGES if each not in ON_RANKS], pytest.param(ON_RANKS, marks=pytest.mark.slow)],
+    ids=["others", "as on ranks"],
+)
+def test_casts_are_of_the_masters_as_they_are(changes: Sequence[Callable[[Any], None]]) -> None:
+    assert not check(changes)
 
 
 def test_so_are_those_of_masters_over_ranks(ranks: LocalRanks) -> None:
-    assert ranks.run(check, (fused, in_place, loaded), num_ranks=1, timeout_s=200) == [True]
+    assert ranks.run(check, ON_RANKS, num_ranks=1, timeout_s=200) == [True]
 
 
 def test_nothing_is_kept_of_masters_that_no_optimizer_steps() -> None:

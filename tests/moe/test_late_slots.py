@@ -60,7 +60,7 @@ def test_linking_and_recomputing_changes_no_bit(ranks: LocalRanks, late_slots: i
         on_demand, behind = (strategy.replace(lag=0, late_slots=0) for strategy in (FSEP, BEHIND))
     plain = ranks.run(train, SHAPE, on_demand, False, False, CLUSTER, 2)
     kept = behind.replace(sharding=behind.sharding.replace(reshard_after_forward=False), overlap=ms.Pipelined(chunks=2))
-    for arguments in ((behind, True, True), (kept, True, False)):
+    for arguments in ((behind, True, True), (kept, True, False))[: 1 if late_slots else 2]:
         for before, after in zip(plain, ranks.run(train, SHAPE, *arguments, CLUSTER, 2), strict=True):
             assert_same_training(after, before, arguments)
     assert len({str(layouts) for layouts in plain[0]["layouts"]}) > 1

@@ -18,8 +18,8 @@ from moesys.moe.masters import DTYPES
 from moesys.overlap.experts_triton import TritonExperts
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
-# A sixth of those among which each mutant shows; the sweep tries more. MOESYS_LAYOUT_CASES=200:10000 are others.
-QUICK = "0:200" if SWEEP else "0:4"
+# An eighth of those among which each mutant shows; the sweep tries more. MOESYS_LAYOUT_CASES=200:10000 are others.
+QUICK = "0:200" if SWEEP else "0:3"
 FIRST, LAST = map(int, os.environ.get("MOESYS_LAYOUT_CASES", QUICK).split(":"))
 SLICE = 50
 # Cases in which a mutant shows, if it does.
@@ -45,6 +45,8 @@ def test_what_is_broken_shows(ranks: LocalRanks, mutant: str) -> None:
     assert differing(ranks, TRIED, mutant)
 
 
+# Kernels by themselves do so always: tests/kernels/experts/test_block_gradient.py.
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_no_bit_differs_on_kernels(ranks: LocalRanks) -> None:
     assert not differing(ranks, range(FIRST_ON_KERNELS, LAST_ON_KERNELS), kernels=True)

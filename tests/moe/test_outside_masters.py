@@ -392,7 +392,9 @@ def switched_ahead(strategy: ms.Strategy) -> list[tuple[list[Tensor], int]]:
     return [switched(strategy, ahead) for ahead in (0, 1)]
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(EP, marks=pytest.mark.slow), FSEP], ids=["lent", "fsep"])
+# Experts of loaded models do so always: tests/hf/test_lora_on_experts.py.
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [EP, FSEP], ids=["lent", "fsep"])
 def test_experts_that_travel_ahead_are_those_of_the_pass(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     """Whatever is computed, with or without gradients, when the layer before, an evaluation or backward runs."""
     # Greedy plans other layouts where experts travel ahead.

@@ -96,7 +96,7 @@ def differ(strategy: ms.Strategy, guard: bool, linked: bool) -> tuple[list[str],
         pytest.param(EP, True, False, marks=pytest.mark.slow),
         (FSEP, True, True),
         pytest.param(LENT, True, False, marks=pytest.mark.slow),
-        (PLANNED, False, True),
+        pytest.param(PLANNED, False, True, marks=pytest.mark.slow),
     ],
     ids=["ep", "chunks", "lent", "layouts change"],
 )

@@ -45,8 +45,11 @@ def tokens_of(batch: int) -> Tensor:
     return harness.tokens_of(batch, SHAPE.hidden_size)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-@whose
+@pytest.mark.parametrize(
+    ("behind", "num_ranks"),
+    [(BEHIND, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((BEHIND, 3), (LENT_BEHIND, 2)))],
+    ids=["fsep-2", "fsep-3", "lent-2"],
+)
 def test_linking_changes_no_bit(ranks: LocalRanks, behind: ms.Strategy, num_ranks: int) -> None:
     # As many steps: layouts change after the second one.
     steps, on_demand = num_ranks, LENT if behind is LENT_BEHIND else FSEP

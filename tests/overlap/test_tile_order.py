@@ -29,10 +29,10 @@ from moesys.simulator.mega.tiles import RASTER, WHOLE, TileSizes
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 SIZES = {"tile_rows": 16, "tile_columns": 32, "fetch_rows": 16, "sum_tokens": 16}
 POINTS = (
-    ms.MegaKernel(**SIZES, dispatch_share=0.5, combine_share=0.3, reduce_share=0.6, granularity="expert"),
     ms.MegaKernel(**SIZES | {"fetch_rows": 8}, dispatch_share=0, deduplicate=True, tile_order="slots"),
-    *((ms.MegaKernel(**SIZES, fused="none", overlap_weight_gradients=False),) if SWEEP else ()),
-)
+    ms.MegaKernel(**SIZES, dispatch_share=0.5, combine_share=0.3, reduce_share=0.6, granularity="expert"),
+    ms.MegaKernel(**SIZES, fused="none", overlap_weight_gradients=False),
+)[: None if SWEEP else 1]
 # Groups of many row tiles and of none, more tiles than a sweep has.
 CASE = Case(4, 2, 40, 24, "float32", (96, 8), 3, POINTS, seed=1)
 

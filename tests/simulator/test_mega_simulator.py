@@ -150,6 +150,7 @@ def test_coarse_blocks_agree_less_in_a_large_domain():
     assert max(errors) <= 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [True] + [False] * (NUM_DRAWN == 260))
 @pytest.mark.parametrize("model", [ms.presets.QWEN3_30B_A3B] + [ms.presets.DEEPSEEK_V3] * (NUM_DRAWN == 260))
 def test_coarse_blocks_agree_with_fine_ones_on_hundreds_of_ranks(model, backward):

@@ -392,8 +392,8 @@ def issued_by_layers(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> list[tup
     "strategy",
     [
         EP,
-        chunked(fsep(prefetch_layers=1, delay_reshard=True), 2),
-        chunked(LENT.replace(sharding=LENT_AHEAD), 2),
+        pytest.param(chunked(fsep(prefetch_layers=1, delay_reshard=True), 2), marks=pytest.mark.slow),
+        pytest.param(chunked(LENT.replace(sharding=LENT_AHEAD), 2), marks=pytest.mark.slow),
         chunked(fsep(prefetch_layers=1, delay_reshard=True, restore="hierarchical", reshard="hierarchical"), 2),
         fsep(prefetch_layers=1).replace(lag=0),
         *(

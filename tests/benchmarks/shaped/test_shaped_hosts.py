@@ -170,6 +170,7 @@ def exchange(num_bytes: int, repeats: int) -> tuple[float, float]:
     return received.double().mean().item(), min(taken_ms)
 
 
+@pytest.mark.slow
 @hosts_can_be_made
 def test_bytes_of_ranks_take_as_long_as_the_links_allow() -> None:
     num_bytes = 250_000

@@ -23,7 +23,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 # Two threads cut rows between them, which only wide matrices are worth.
-THREADS_AND_SIZES = [(1, name) for name in SIZES] + [(2, name) for name in SIZES if name.startswith("an expert's")]
+THREADS_AND_SIZES = [
+    *((1, name) for name in SIZES),
+    (2, "an expert's up projection"),
+    pytest.param(2, "an expert's down projection", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")

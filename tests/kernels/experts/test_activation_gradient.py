@@ -47,7 +47,10 @@ CASES = {
     "replicas of a matrix": Case([[t % 2, 2] for t in range(9)], [1, 1, 0], 16, 24),
     "no tokens": Case([], [0, 1], 16, 16),
 }
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, HALF, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
+)
 
 
 class Operands(NamedTuple):
@@ -128,7 +131,7 @@ def assert_right(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: t
         assert ((found[name].double() - value).abs() <= tolerance).all(), name
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_agrees_with_float64(case: Case, dtype: torch.dtype) -> None:
     given = operands(case, dtype)
@@ -138,7 +141,7 @@ def test_agrees_with_float64(case: Case, dtype: torch.dtype) -> None:
     assert (found["dweight"][given.routing.row_TK < 0] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
 @pytest.mark.parametrize("activation", [name for name in GATED if name != "swiglu"])
 def test_every_activation_agrees_with_float64(activation: str, dtype: torch.dtype) -> None:
     given = operands(CASES["a partial sum of one column"], dtype, activation)
@@ -147,7 +150,7 @@ def test_every_activation_agrees_with_float64(activation: str, dtype: torch.dtyp
     assert_right(reference(given), expected, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
 @pytest.mark.parametrize("other", OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
 def test_tiles_and_programs_change_no_bit(other: TileConfig, dtype: torch.dtype) -> None:
     given = operands(CASES["odd widths"], dtype)
@@ -155,7 +158,7 @@ def test_tiles_and_programs_change_no_bit(other: TileConfig, dtype: torch.dtype)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
 @pytest.mark.parametrize("name", ["replicas of a matrix", "odd widths", "dropped choices"])
 @pytest.mark.parametrize(
     "block",

@@ -22,7 +22,10 @@ CASES = {
     "several programs a token": (2, 2, 4, 1061, 0.3),
     "everything dropped": (5, 2, 3, 16, 1.0),
 }
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, HALF, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
+)
 
 
 def operands(T: int, K: int, G: int, H: int, dropped: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,7 +41,7 @@ def operands(T: int, K: int, G: int, H: int, dropped: float, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "sum"])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_agrees_with_float64(case: tuple, dtype: torch.dtype, weighted: bool) -> None:
     y_PH, row_TK, weight_TK = operands(*case, dtype)
@@ -67,7 +70,7 @@ def test_terms_are_added_in_the_order_of_choices() -> None:
         assert combine(y_PH, row_TK, torch.ones(1, 3), torch.float32).item() == left
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_the_sum_is_rounded_once(dtype: torch.dtype) -> None:
     """Halves of the last place, which are lost if sums are rounded on the way, and exact ties."""
     eps = torch.finfo(dtype).eps

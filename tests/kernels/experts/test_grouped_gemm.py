@@ -13,7 +13,10 @@ from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_refer
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import tile_table_reference
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, HALF, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
+)
 # Relative to the largest value of all; and to that of the row: the last place of the dtype, which covers half a place
 # of rounding and the roundings of the sum.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -91,7 +94,7 @@ def check(case: Case, out_PN: Tensor) -> None:
 
 
 @either_way
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
 @pytest.mark.parametrize("shape", EDGES.values(), ids=EDGES)
 def test_edges(shape: Shape, dtype: torch.dtype, transposed: bool) -> None:
     edge = case(shape, dtype, transposed)
@@ -99,7 +102,7 @@ def test_edges(shape: Shape, dtype: torch.dtype, transposed: bool) -> None:
 
 
 @either_way
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize(
     "shape",
     [Shape(N=40), EDGES["everything whole tiles"], EDGES["replicas"], EDGES["no row"], EDGES["dropped rows"]],
@@ -127,7 +130,7 @@ def test_what_tma_cannot_read_comes_by_pointers(
 
 
 @either_way
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
 def test_tiles_change_no_bit(dtype: torch.dtype, transposed: bool) -> None:
     """Nor does a second run."""
     some = case(Shape((37, 0, 20), L=70, N=50), dtype, transposed)

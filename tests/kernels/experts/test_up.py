@@ -15,7 +15,10 @@ from moesys.kernels.experts.tiles import tile_table_reference
 from moesys.kernels.experts.up import up, up_reference
 from moesys.kernels.routing import SortedRouting, route_reference
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, HALF, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
+)
 # Relative to the largest value of all; and to that of the row: the last place of the dtype, which covers half a place
 # of rounding and the roundings of the sum.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -121,21 +124,21 @@ def check(case: Case, h_PU: Tensor, a_PI: Tensor) -> None:
     assert_close(a_PI[:rows], activation_reference(h_PU[:rows].float(), case.activation).double())
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
 @pytest.mark.parametrize("shape", EDGES.values(), ids=EDGES)
 def test_edges(shape: Shape, dtype: torch.dtype) -> None:
     edge = case(shape, dtype)
     check(edge, *edge.up())
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
 @pytest.mark.parametrize("activation", GATED)
 def test_activations(activation: str, dtype: torch.dtype) -> None:
     any_case = case(Shape(), dtype, activation)
     check(any_case, *any_case.up())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize(
     "shape",
@@ -167,7 +170,7 @@ def test_what_tma_cannot_read_comes_by_pointers(block: TileConfig, shape: Shape,
         assert torch.equal(found[:rows], expected[:rows])
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_tiles_change_no_bit(activation: str, dtype: torch.dtype) -> None:
     """Nor does a second run."""

@@ -37,7 +37,10 @@ CASES = {
     "groups end with a step": ([[t // 16] for t in range(48)], 3, 16, 16),
     "no tokens": ([], 2, 16, 16),
 }
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, HALF, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
+)
 
 
 class Operands(NamedTuple):
@@ -83,7 +86,7 @@ def exact(given: Operands) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("gathered", ["left", "right"])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_agrees_with_float64(case: tuple, dtype: torch.dtype, gathered: Side) -> None:
     given = operands(case, dtype, gathered)
@@ -99,7 +102,7 @@ def test_agrees_with_float64(case: tuple, dtype: torch.dtype, gathered: Side) ->
     assert (out_GLR[empty_G] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@every_dtype
 @pytest.mark.parametrize("other", OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
 def test_tiles_and_programs_change_no_bit(other: TileConfig, dtype: torch.dtype) -> None:
     for gathered in ("left", "right"):
@@ -114,7 +117,7 @@ def test_the_order_of_groups_changes_no_bit(order: tuple[int, ...]) -> None:
     assert torch.equal(weight_gradient(*other, BLOCK), weight_gradient(*given, BLOCK))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_a_result_in_16_bits_is_the_float32_sum_rounded_once(dtype: torch.dtype) -> None:
     given = operands(CASES["dropped choices"], dtype, "right")
     in_float32 = weight_gradient(*given, BLOCK)

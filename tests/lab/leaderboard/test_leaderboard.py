@@ -406,6 +406,7 @@ def test_a_planner_is_named_by_its_module_too(tmp_path: Path, monkeypatch: pytes
 # --- what takes part ---
 
 
+@pytest.mark.slow
 def test_a_trace_of_one_s_own_is_a_workload(tmp_path: Path) -> None:
     drawn = Generated(num_layers=1, tokens_per_rank=64, warmup=0, steps=6)
     save_trace(generate(drawn, 4, 8, 2, 0), tmp_path / "ours.npz")

@@ -184,7 +184,9 @@ def test_a_view_does_not_bring_its_storage(ranks: LocalRanks) -> None:
 def test_groups_that_a_run_leaves_behind_have_no_threads(ranks: LocalRanks) -> None:
     before = ranks.run(threads_of_groups)
     assert ranks.run(leave_groups_in_circles, 3) == [threads + 3 for threads in before]
-    assert ranks.run(wait_for_threads_to_end, max(before)) == before
+    # Groups of earlier runs may end too.
+    after = ranks.run(wait_for_threads_to_end, max(before))
+    assert all(now <= then for now, then in zip(after, before, strict=True))
 
 
 def test_an_exception_comes_back_with_the_tracebacks_of_all_that_failed(ranks: LocalRanks) -> None:
@@ -392,6 +394,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_in_temporary_folders_is_removed_by_the_next(tmp_path: Path) -> None:
     """A link that somebody else made there is not followed. The address of a socket is too long below ``tmp_path``."""
     script, victim = tmp_path / "script.py", tmp_path / "victim"

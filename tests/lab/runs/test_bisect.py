@@ -98,7 +98,13 @@ def find_planted(fault: str, pair: tuple[ms.Strategy, ms.Strategy]) -> FirstDiff
             patch.stopall()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        fault if fault.startswith("output") or "masters" in fault else pytest.param(fault, marks=pytest.mark.slow)
+        for fault in FAULTS
+    ],
+)
 def test_a_planted_fault_of_one_bit_is_found(ranks: LocalRanks, fault: str) -> None:
     found = ranks.run(find_planted, fault, (EP, OTHER), num_ranks=2)
     assert found[0] == found[1]
@@ -112,6 +118,7 @@ def test_where_nothing_is_planted_no_bit_differs(ranks: LocalRanks) -> None:
     assert ranks.run(find_planted, "", (EP, FSEP), num_ranks=2) == [None, None]
 
 
+@pytest.mark.slow
 def test_the_command_finds_where_ordered_sums_part(tmp_path: Path) -> None:
     pair = tuple(strategy.replace(reduction=ms.Ordered()) for strategy in (EP, FSEP))
     run = ms.run(training(strategies=pair, workload=WORKLOAD), tmp_path).path

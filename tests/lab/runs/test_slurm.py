@@ -33,6 +33,8 @@ def test_simulated_trials_are_those_of_this_process(tmp_path):
     assert len(list((jobs.path / "jobs").glob("*_log.out"))) == 2
 
 
+# Jobs are submitted and cancelled always; torchrun, whose variables they have, trains in test_runner.py.
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_training_has_a_task_a_rank_and_the_losses_of_local_ranks(tmp_path):
     experiment = training(strategies=(FSEP,))

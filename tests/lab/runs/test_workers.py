@@ -293,6 +293,8 @@ def test_a_limit_of_minutes_ends_what_workers_do(tmp_path):
     assert tuned.search.baseline is not None
 
 
+# Trials of workers are those of one process always, above.
+@pytest.mark.slow
 def test_workers_score_a_leaderboard_as_one_process_does(tmp_path):
     model = ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2)
     setting = RoutingSetting(GENERATED[1], "small", model, "2 x 2", ClusterSpec(num_nodes=2, ranks_per_node=2))

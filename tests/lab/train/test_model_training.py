@@ -79,6 +79,7 @@ def test_every_strategy_learns_what_plain_transformers_learns(ranks: LocalRanks,
         assert of_strategy == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_recomputation_changes_no_bit_micro_batches_only_the_last_and_bfloat16_learns_too(ranks: LocalRanks) -> None:
     how = workload("olmoe-small", warmup=0)
     halved = how.replace(batch=1, micro_batches=2)
