@@ -1,9 +1,7 @@
 from moesys import hf as hf
 from moesys.balance.budget import replica_budget as replica_budget
 from moesys.balance.certificate import Certificate as Certificate
-from moesys.balance.certificate import SecondsCertificate as SecondsCertificate
 from moesys.balance.certificate import certify as certify
-from moesys.balance.certificate import certify_seconds as certify_seconds
 from moesys.balance.cp_sat import CpSat as CpSat
 from moesys.balance.eplb import Eplb as Eplb
 from moesys.balance.even_split import EvenSplit as EvenSplit
@@ -27,6 +25,8 @@ from moesys.balance.predictors import LoadHistory as LoadHistory
 from moesys.balance.predictors import measured_drift as measured_drift
 from moesys.balance.proportional_split import Proportional as Proportional
 from moesys.balance.quotas import Quotas as Quotas
+from moesys.balance.seconds_certificate import SecondsCertificate as SecondsCertificate
+from moesys.balance.seconds_certificate import certify_seconds as certify_seconds
 from moesys.balance.static import Static as Static
 from moesys.balance.ultra_ep import UltraEp as UltraEp
 from moesys.collectives import CollectiveError as CollectiveError

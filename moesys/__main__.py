@@ -119,7 +119,7 @@ COMMANDS = {
         "moesys.lab.commands.leaderboard:leaderboard_command",
         SIMULATE,
         "Rank all planners by the simulated time of a layer.",
-        "The planners run on recorded and generated routing. The default settings take about ten minutes on one core. "
+        "The planners run on recorded and generated routing. The default settings take about an hour on one core. "
         "A planner of yours is a class that extends ms.Balance or ms.Split (docs/planners.md).",
         (
             "moesys leaderboard --quick --planner my_planners:Heaviest",
