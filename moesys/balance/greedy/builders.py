@@ -19,6 +19,17 @@ from moesys.layout import EMPTY
 from moesys.load import IntArray
 
 
+@borrowing
+def _put_at_home(owner_E, slots_R, filled_R, expert_RS):  # type: ignore[no-untyped-def]
+    for expert in range(owner_E.size):
+        rank = owner_E[expert]
+        if filled_R[rank] == slots_R[rank]:
+            return False
+        expert_RS[rank, filled_R[rank]] = expert
+        filled_R[rank] += 1
+    return True
+
+
 @compiled
 def pin_homes(supply_NE, owner_E, slots_R, node_R, expert_RS):  # type: ignore[no-untyped-def]
     """Fills ``expert_RS`` [R, S], empty before, with every expert on its owner; free slots of a node then take the
@@ -31,13 +42,10 @@ def pin_homes(supply_NE, owner_E, slots_R, node_R, expert_RS):  # type: ignore[n
     num_nodes, num_experts = supply_NE.shape
     filled_R, load_R = np.zeros(slots_R.size, np.int64), np.zeros(slots_R.size, np.int64)
     free_N, has_NE = np.zeros(num_nodes, np.int64), np.zeros((num_nodes, num_experts), np.bool_)
+    if not _put_at_home(owner_E, slots_R, filled_R, expert_RS):
+        return False
     for expert in range(num_experts):
-        rank = owner_E[expert]
-        if filled_R[rank] == slots_R[rank]:
-            return False
-        expert_RS[rank, filled_R[rank]] = expert
-        filled_R[rank] += 1
-        has_NE[node_R[rank], expert] = True
+        has_NE[node_R[owner_E[expert]], expert] = True
     for rank in range(slots_R.size):
         free_N[node_R[rank]] += slots_R[rank] - filled_R[rank]
     lendable_N = np.full(num_nodes, -(-free_N.sum() // num_nodes))
@@ -67,7 +75,7 @@ def pin_homes(supply_NE, owner_E, slots_R, node_R, expert_RS):  # type: ignore[n
     return True
 
 
-# What a rank may keep above the mean where others are levelled by copies, in thousandths of the mean.
+# Where ranks are levelled by copies, one may keep so many thousandths of the mean above it.
 LEVEL_PERMILLE = 5
 
 
@@ -79,20 +87,14 @@ def lend_to_level(tokens_E, owner_E, slots_R, expert_RS):  # type: ignore[no-unt
     slots for what they own.
     """
     num_ranks, num_experts = slots_R.size, tokens_E.size
-    filled_R, load_R, gives_R = (
-        np.zeros(num_ranks, np.int64),
-        np.zeros(num_ranks, np.int64),
-        np.ones(num_ranks, np.bool_),
-    )
+    filled_R, load_R = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    gives_R = np.ones(num_ranks, np.bool_)
     holds_RE, left_E = np.zeros((num_ranks, num_experts), np.bool_), tokens_E.copy()
+    if not _put_at_home(owner_E, slots_R, filled_R, expert_RS):
+        return False
     for expert in range(num_experts):
-        rank = owner_E[expert]
-        if filled_R[rank] == slots_R[rank]:
-            return False
-        expert_RS[rank, filled_R[rank]] = expert
-        filled_R[rank] += 1
-        load_R[rank] += tokens_E[expert]
-        holds_RE[rank, expert] = True
+        load_R[owner_E[expert]] += tokens_E[expert]
+        holds_RE[owner_E[expert], expert] = True
     limit = -(-tokens_E.sum() * (1000 + LEVEL_PERMILLE) // (1000 * num_ranks))
     while True:
         giver = taker = lent = -1

@@ -11,8 +11,8 @@ Two candidates search (``search``) for the cheapest layout: for the mean of the 
 turns, and between two of its searches a candidate builds anew what its search found best. Two spread replicas for the
 forecast, evenly or by load; and one plans as ``Laer`` does for the load that the predictor expects, for where a layout
 that fits a load closely is worth little on the next one. The last candidate keeps a layout until, in its turn, another
-one has one that would have cost the remembered loads 1 % less.
-Where loads jump, as in bursts and domains in turn, or are mostly noise, all of them say more than any single one.
+one has one that would have cost the remembered loads 1 % less: where loads jump or are mostly noise, all remembered
+loads together predict the next one better than any single load does.
 
 Planning takes little time because of what is not done at every micro-batch:
 
