@@ -119,7 +119,7 @@ def spoil_if_given_up(heap: Heap, outputs: Sequence[Tensor]) -> None:
 class Output(NamedTuple):
     """Rows of a tensor, of ``length`` elements side by side, ``stride`` elements apart."""
 
-    values: Tensor
+    elements: Tensor
     num_rows: int
     length: int
     stride: int
@@ -131,7 +131,7 @@ def _spoil(world, outputs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         for number in tl.static_range(len(outputs)):
             output = outputs[number]
             for row in range(tl.program_id(0), output.num_rows, tl.num_programs(0)):
-                first = output.values + tl.cast(row, tl.int64) * output.stride
+                first = output.elements + tl.cast(row, tl.int64) * output.stride
                 for start in range(0, output.length, BLOCK):
                     column = start + tl.arange(0, BLOCK)
                     tl.store(first + column, float("nan"), mask=column < output.length)
