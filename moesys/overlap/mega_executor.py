@@ -416,7 +416,8 @@ class MegaKernelRun:
             for of in matrices
         ]
         held = cast(HeldExperts, SimpleNamespace(stacked=lambda: weights))
-        memory = MegaMemory(heap)
+        memory, pace = MegaMemory(heap), self.memory.pace
+        memory.pace = None if pace is None else pace.to("meta")
         dry = replace(self, expert_TK=expert_TK, plan=plan, replicas=replicas, memory=memory, recorder=None)
         weight_TK = torch.empty(expert_TK.shape, dtype=torch.float32, device="meta")
         with torch.cuda.device_of(self.expert_TK):
