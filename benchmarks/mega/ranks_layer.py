@@ -166,9 +166,12 @@ class MegaRun:
             blocks_at(point, ACTIVATION, self._x_TH.dtype, layer.device),
             point,
         )
-        self._gradients = ExpertGradients(
-            *(torch.empty_like(matrices, dtype=torch.float32) for matrices in self._held.stacked()[:2])
-        )
+        matrices = self._held.stacked()[:2]
+        # As in a model, where the gradients of an expert are one vector.
+        sizes = [of[0].numel() for of in matrices]
+        grad_SN = torch.empty(len(self._held), sum(sizes), device=layer.device)
+        of_matrices = zip(grad_SN.split(sizes, dim=1), matrices, strict=True)
+        self._gradients = ExpertGradients(*(grad.view(of.shape) for grad, of in of_matrices))
         self.results: dict[str, Tensor] = {}
 
     def stages(self, direction: str) -> Stages[None]:

@@ -23,6 +23,7 @@ T tokens of this rank, H hidden, I expert width, K top-k, N rows here.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,7 +45,7 @@ from moesys.kernels.experts.weight_gradient import OrderedGroups, WeightGradient
 from moesys.kernels.host_copies import to_device
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange, publish
 from moesys.kernels.mega.exchange import Replicas, most_flags, regions
-from moesys.kernels.mega.mega_combine import down_combine, input_gradient_combine
+from moesys.kernels.mega.mega_combine import down_combine, input_gradient_combine, routing_weight_gradients
 from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
 from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.mega.tasks import TaskTime, TaskTimes
@@ -68,6 +69,9 @@ from moesys.overlap.executor import (
     WaitForExperts,
 )
 from moesys.overlap.experts_triton import ACTIVATION, write_weight_gradients
+
+# The kernels that are compiled at a time, each of which takes seconds.
+COMPILERS = 16
 
 Result = TypeVar("Result")
 Stages = Generator[None, None, Result]
@@ -388,10 +392,9 @@ class MegaKernelRun:
                 outer = WeightGradients(dh_NU, x_NH, gradients.gate_up, dy_NH, wa_NI, gradients.down)
             fused = outer if point.overlap_weight_gradients else None
             with stage("input gradient and combine", device):
-                dx_TH, dweight_TK = input_gradient_combine(
-                    memory, rows, dh_NU, gate_up, partial_NS, fused, blocks, point
-                )
+                dx_TH = input_gradient_combine(memory, rows, dh_NU, gate_up, partial_NS, fused, blocks, point)
             yield
+            dweight_TK = routing_weight_gradients(memory, rows)
             if outer is not None and fused is None:
                 with stage("weight gradients", device):
                     in_order, first_G1 = (
@@ -404,7 +407,9 @@ class MegaKernelRun:
         return dx_TH, dweight_TK
 
     def _compile(self, x_TH: Tensor, matrices: Sequence[Tensor]) -> None:
-        """Compiles the kernels of both directions: on the meta device they do not run."""
+        """Compiles the kernels of both directions, side by side: on the meta device they do not run."""
+        import triton
+
         replicas, heap = Replicas(*(table.to("meta") for table in self.replicas)), self.memory.heap.on_meta()
         plan = torch.empty(heap.num_ranks, len(replicas.rank_P), dtype=torch.int64, device="meta")
         expert_TK, x_TH = self.expert_TK.to("meta"), x_TH.to("meta")
@@ -420,7 +425,7 @@ class MegaKernelRun:
         memory.pace = None if pace is None else pace.to("meta")
         dry = replace(self, expert_TK=expert_TK, plan=plan, replicas=replicas, memory=memory, recorder=None)
         weight_TK = torch.empty(expert_TK.shape, dtype=torch.float32, device="meta")
-        with torch.cuda.device_of(self.expert_TK):
+        with ThreadPoolExecutor(COMPILERS) as pool, triton.AsyncCompileMode(pool), torch.cuda.device_of(self.expert_TK):
             y_TH, saved = dry.forward(x_TH, weight_TK, lambda: held)
             for wanted in (ExpertGradients(*gradients), None):
                 dry.backward(y_TH, saved, lambda: held, wanted)

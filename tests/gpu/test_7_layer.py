@@ -36,7 +36,7 @@ MOST_ROWS = 4.0
 DEAD_S, REHEARSED_DEAD_S = 10.0, 2.0
 
 
-@pytest.mark.gpu(limit_s=60, after=("mega points", "collectives"))
+@pytest.mark.gpu(limit_s=180, after=("mega points", "collectives"))
 def test_layer(gpu: GpuRank) -> str:
     """A layer has Sequential's bits under every overlap, planned by hosts and by devices."""
     overlaps: tuple[Overlap, ...] = (MegaKernel(rows_cap=MOST_ROWS), planned_on_devices(gpu), Pipelined(chunks=2))
@@ -48,13 +48,13 @@ def test_layer(gpu: GpuRank) -> str:
     return f"{gpu.num_ranks} ranks: {len(overlaps)} overlaps have Sequential's bits"
 
 
-@pytest.mark.gpu(limit_s=45, after=("no waiting", "mega points"))
+@pytest.mark.gpu(limit_s=90, after=("no waiting", "mega points"))
 def test_planned_without_waiting(gpu: GpuRank) -> str:
     """A step over all ranks, planned on devices, never makes the host wait for the device."""
     return run_without_waiting(gpu, planned_on_devices(gpu))
 
 
-@pytest.mark.gpu(limit_s=60, after=("layer",))
+@pytest.mark.gpu(limit_s=120, after=("layer",))
 def test_growth(gpu: GpuRank) -> str:
     """Arenas grow between micro-batches, and no bit differs."""
     sizes = REHEARSED_GROWING if gpu.rehearsed else GROWING
@@ -64,7 +64,7 @@ def test_growth(gpu: GpuRank) -> str:
     return f"micro-batches of {tokens} tokens: Sequential's bits"
 
 
-@pytest.mark.gpu(limit_s=60, after=("mega points",), dies=True)
+@pytest.mark.gpu(limit_s=120, after=("mega points",), dies=True)
 def test_killed_rank(gpu: GpuRank) -> str:
     """When a rank is killed between two steps, all others end, and name the rank that is missing."""
     victim, timeout_s = gpu.num_ranks - 1, REHEARSED_DEAD_S if gpu.rehearsed else DEAD_S

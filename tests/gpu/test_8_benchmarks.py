@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from gpu_ranks import GpuRank
 
 pytestmark = pytest.mark.gpu(layer="measured")
@@ -21,7 +24,15 @@ PEERS = {"scattermoe": "scattermoe", "liger": "liger_kernel", "sonicmoe": "sonic
 KERNELS = ("benchmarks", "kernels", "--size", "qwen3-30b", "--routing", "uniform", "--repeats", "5", "--no-extras")
 OVERLAP = ("benchmarks", "overlap", "--part", "mega", "--repeats", "3")
 CALIBRATE = ("moesys", "calibrate", "--device", "cuda", "--repeats", "2")
-MODELS = ("benchmarks", "models", "--model", "qwen3-moe", "--routing", "skewed", "--sequences", "2", "--repeats", "3")
+# A Qwen3-MoE with the widths of Qwen3-30B-A3B, and a toy for a rehearsal.
+MODEL = {"vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32, "head_dim": 128}
+MODEL |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+TOY = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+TOY |= {"num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+BATCH, TOY_BATCH = (4, 4096), (2, 16)
+WARM_UPS, STEPS = 4, 7
+# The largest relative difference of a first loss, in bfloat16.
+LOSS_TOLERANCE = 1e-4
 LAST_LINES = 12
 
 
@@ -57,12 +68,52 @@ def test_bench_calibrate(gpu: GpuRank) -> str:
     return "cluster.toml: a ClusterSpec, for simulations of this machine"
 
 
-@pytest.mark.gpu(limit_s=90, ranks="first")
-def test_bench_models(gpu: GpuRank) -> str:
-    """The time of a step of small models, on CPU ranks of this machine."""
-    gpu.require_gpu("it trains small models on CPU ranks: python -m benchmarks models")
-    _run([*MODELS, "--out", str(gpu.folder)])
-    return "models.json: small models on CPU ranks beside transformers' own all_to_all"
+@pytest.mark.gpu(limit_s=120, ranks="first", after=("experts",))
+def test_bench_model(gpu: GpuRank) -> str:
+    """The time of a step of a transformers model with moesys' experts, beside its own grouped_mm."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    import moesys as ms
+
+    losses, medians_ms, says = [], [], []
+    for name in ("grouped_mm", ms.hf.register()):
+        first_loss, of_steps_ms = _model_steps(gpu, name)
+        losses.append(first_loss)
+        medians_ms.append(statistics.median(of_steps_ms))
+        peak_mib = 0 if gpu.rehearsed else torch.cuda.max_memory_allocated() / 2**20
+        says.append(
+            f"{name} {medians_ms[-1]:.1f} [{min(of_steps_ms):.1f}, {max(of_steps_ms):.1f}] ms, {peak_mib:.0f} MiB"
+        )
+    assert losses[1] == pytest.approx(losses[0], rel=LOSS_TOLERANCE), f"first losses are {losses}"
+    if gpu.rehearsed:
+        return "equal first losses"
+    return f"{'; '.join(says)}; {medians_ms[0] / medians_ms[1]:.2f} times as fast"
+
+
+def _model_steps(gpu: GpuRank, experts: str) -> tuple[float, list[float]]:
+    """Trains on random tokens in bfloat16. Returns the loss of the first step, and the times of those after a few."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes, batch, device = (TOY, TOY_BATCH, gpu.device) if gpu.rehearsed else (MODEL, BATCH, gpu.device)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**sizes, norm_topk_prob=True)
+    with device:
+        model = Qwen3MoeForCausalLM._from_config(config, experts_implementation=experts, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = torch.randint(0, config.vocab_size, batch, generator=torch.Generator().manual_seed(1)).to(device)
+    losses, times_ms = [], []
+    if not gpu.rehearsed:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(1 if gpu.rehearsed else WARM_UPS + STEPS):
+        begin_s = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if not gpu.rehearsed:
+            torch.cuda.synchronize()
+        times_ms.append(1e3 * (time.perf_counter() - begin_s))
+    return losses[0], times_ms[-STEPS:]
 
 
 def installed_peers() -> dict[str, Path]:

@@ -20,7 +20,7 @@ CHECKS = (
     *("device", "compile", "ops", "experts", "offsets", "other device", "no waiting", "graph"),
     *("collectives", "shared memory", "copies", "rounds on one gpu", "rounds", "one gpu for two", "mega points"),
     *("layer", "planned without waiting", "growth", "killed rank", "late ranks"),
-    *("bench kernels", "bench overlap", "bench calibrate", "bench models"),
+    *("bench kernels", "bench overlap", "bench calibrate", "bench model"),
 )
 ENDINGS = {
     "passes": ("passed", "rank 0 of 1"),

@@ -268,7 +268,6 @@ def test_a_graph_that_is_replayed_on_old_data(monkeypatch: pytest.MonkeyPatch) -
         measured.test_bench_kernels,
         measured.test_bench_overlap,
         measured.test_bench_calibrate,
-        measured.test_bench_models,
     ],
 )
 def test_a_benchmark_that_fails(check: Callable[[GpuRank], str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +287,13 @@ def test_a_benchmark_that_fails(check: Callable[[GpuRank], str], monkeypatch: py
     monkeypatch.setattr("moesys.lab.commands.options.TemporaryFile", lambda **kwargs: SimpleNamespace(close=bool))
     monkeypatch.setattr(Path, "is_dir", lambda path: path == Path("/nowhere"))
     command.make_context(name, list(options))
+
+
+def test_a_model_with_wrong_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = measured._model_steps
+    monkeypatch.setattr(measured, "_model_steps", lambda gpu, name: (steps(gpu, name)[0] + (name == "moesys"), [1.0]))
+    with pytest.raises(AssertionError, match="first losses are "):
+        measured.test_bench_model(here())
 
 
 def test_peers_are_found_where_they_are_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

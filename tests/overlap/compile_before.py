@@ -1,6 +1,7 @@
 """Which kernels a first micro-batch of MegaKernels compiles before it publishes anything, and which it launches then.
 
-For a process in which Triton does not interpret: `tests/kernels/compile_for_hopper.py` asks.
+For a process in which Triton does not interpret: `tests/kernels/compile_for_hopper.py` asks, and
+`tests/kernels/compile_all.py`, which has them compiled.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ def zeroed(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return born
 
 
-def launches() -> list[list[tuple[str, str, bool]]]:
+def launches(compiles: bool = False) -> list[list[tuple[str, str, bool]]]:
     """Returns, for each point and way in which matrices may lie, the kernel of each launch, its signature, and whether
-    it was for the compiler alone.
+    it was for the compiler alone. Nothing is compiled without ``compiles``.
     """
     seen: list[tuple[str, str, bool]] = []
     ahead: list[int] = []
@@ -73,8 +74,8 @@ def launches() -> list[list[tuple[str, str, bool]]]:
 
     def note(*, fn: Any, key: Any, **_: Any) -> bool:
         seen.append((fn.name.rpartition(".")[2], str(key), bool(ahead)))
-        # Instead of compiling.
-        return True
+        # True is instead of compiling.
+        return not compiles
 
     def noted(*args: Any) -> None:
         ahead.append(1)

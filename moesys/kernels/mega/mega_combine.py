@@ -139,15 +139,23 @@ def input_gradient_combine(
     gradients: WeightGradients | None,
     blocks: TileConfigs,
     point: MegaPoint,
-) -> tuple[Tensor, Tensor]:
-    """Returns (dx [T, H], dweight float32 [T, K]); writes ``gradients`` where there are any."""
-    heap = memory.heap
+) -> Tensor:
+    """Returns dx [T, H]; writes ``gradients`` where there are any."""
     data = _combined(memory, rows, dh_NU, gate_up, point)._replace(partial_NS=partial_NS)
     _launch(memory, rows, data, False, gradients, blocks.input_gradient, blocks.weight_gradient, point)
+    return data.out_TH
+
+
+def routing_weight_gradients(memory: MegaMemory, rows: MegaRows) -> Tensor:
+    """Returns dweight, float32 [T, K], which peers have sent when ``input_gradient_combine`` has ended.
+
+    To load a torch operator, which its first call does, can take until no kernel runs: ranks that share a process call
+    this when each of them has launched its kernels.
+    """
     T, K = rows.exchange.replica_TK.shape
-    dweight_TK = heap.own("dweight")[: T * K].view(T, K)
+    dweight_TK = memory.heap.own("dweight")[: T * K].view(T, K)
     # A dropped choice has none, and what lies in the region is another micro-batch's.
-    return data.out_TH, torch.where(rows.exchange.replica_TK >= 0, dweight_TK, 0.0)
+    return torch.where(rows.exchange.replica_TK >= 0, dweight_TK, 0.0)
 
 
 def _combined(memory: MegaMemory, rows: MegaRows, rows_NL: Tensor, matrices: Tensor, point: MegaPoint) -> CombineRows:

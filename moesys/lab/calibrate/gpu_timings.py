@@ -95,8 +95,8 @@ def _ping_pong(world, flag, peer, begins, epoch, rounds):  # type: ignore[no-unt
     mine = at(world, tl.load(world + RANK), flag, tl.int32) + lane
     theirs = at(world, peer, flag, tl.int32) + lane
     for turn in range(rounds):
-        if begins:
+        if begins != 0:
             raise_flag(theirs, epoch + turn)
         wait(mine, lane < 1, epoch + turn, peer + lane, lane - 1, lane, PUBLISH, world)
-        if not begins:
+        if begins == 0:
             raise_flag(theirs, epoch + turn)
