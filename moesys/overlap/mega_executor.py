@@ -70,8 +70,8 @@ from moesys.overlap.executor import (
 )
 from moesys.overlap.experts_triton import ACTIVATION, write_weight_gradients
 
-# The kernels that are compiled at a time, each of which takes seconds.
-COMPILERS = 16
+# The most kernels that a rank compiles at a time, each of which takes seconds.
+COMPILERS = 8
 
 Result = TypeVar("Result")
 Stages = Generator[None, None, Result]
