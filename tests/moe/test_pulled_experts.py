@@ -119,7 +119,8 @@ def step(overlap: ms.Overlap) -> list[torch.Tensor]:
     assert len({id(shards.rings) for shards in all_shards if isinstance(shards, PulledExperts)}) == pulled
     for shards in all_shards:
         if isinstance(shards, PulledExperts):
-            assert shards.rings.num_bytes == ring_bytes(shape, dist.get_world_size(), num_slots=2, gradient_bytes=4)
+            num_bytes = sum(ring._heap.layout.num_bytes for ring in shards.rings._rings.values())
+            assert num_bytes == ring_bytes(shape, dist.get_world_size(), num_slots=2, gradient_bytes=4)
     runtime.close()
     return [*outputs, x_TH.grad, *(whole(p.grad) for p in model.parameters())]
 
