@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from conftest import refusal
 from hf_models import drawn, fsep, lent, loaded, text, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -300,11 +302,7 @@ def refused_and_then_not(kind: str) -> tuple[str, dict[str, Tensor]]:
     if kind == "second layer":
         second_layer_does_not_fit(model)
     arguments = REFUSED[kind][0]() if kind in REFUSED else {"strategy": fsep(2)}
-    try:
-        ms.parallelize(model, **arguments)
-        message = "not refused"
-    except ValueError as error:
-        message = str(error)
+    message = refusal(partial(ms.parallelize, model, **arguments))
     model.model.layers[1].mlp.experts.down_proj = whole_down
     runtime = ms.parallelize(model, fsep(2))
     loss_of(model, dist.get_rank()).backward()
@@ -358,17 +356,13 @@ def planning_of_other_experts() -> str:
         planning = ms.PlanningState(model)
         texts[num_experts] = planning.state_dict()
         runtime.close()
-    try:
-        planning.load_state_dict(texts[EXPERTS])
-    except ValueError as error:
-        return str(error)
-    return "loaded"
+    return refusal(planning.load_state_dict, texts[EXPERTS])
 
 
 def test_planning_of_another_number_of_experts_is_refused_where_it_is_loaded(ranks: LocalRanks) -> None:
     """Not: at the next forward, as tensors of other sizes."""
     for message in ranks.run(planning_of_other_experts, num_ranks=2, timeout_s=60.0):
-        assert message != "loaded"
+        assert message.startswith("ValueError: ")
 
 
 def planning_of_a_second_model(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import refusal
 from hf_models import drawn, fsep, lent, text, whole
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
@@ -305,33 +306,25 @@ class OtherLora(nn.Module, LoraLayer):
 
 def refusals() -> dict[str, str]:
     found = {}
-
-    def refused(name: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-            found[name] = "nothing"
-        except ValueError as error:
-            found[name] = str(error)
-
     model = drawn("qwen3_moe")
     config = LoraConfig(target_modules=["experts"])
     config._register_custom_module({type(model.model.layers[0].mlp.experts): OtherLora})
     other = get_peft_model(model, config)
-    refused("another class", lambda: ms.parallelize(other, EP))
-    refused("late gradients", lambda: ms.parallelize(adapted(), fsep(2, delay_reshard=True)))
+    found["another class"] = refusal(ms.parallelize, other, EP)
+    found["late gradients"] = refusal(ms.parallelize, adapted(), fsep(2, delay_reshard=True))
     late = AHEAD.replace(sharding=AHEAD.sharding.replace(delay_reshard=True))
-    refused("late gradients of copies", lambda: ms.parallelize(adapted(), late))
+    found["late gradients of copies"] = refusal(ms.parallelize, adapted(), late)
     model = adapted()
     ms.parallelize(model, EP)
-    refused("merge", model.merge_adapter)
-    refused("merge and unload", model.merge_and_unload)
-    refused("unload", model.unload)
+    found["merge"] = refusal(model.merge_adapter)
+    found["merge and unload"] = refusal(model.merge_and_unload)
+    found["unload"] = refusal(model.unload)
     merged = adapted()
     merged.merge_adapter()
     ms.parallelize(merged, EP)
     loss_of(merged, dist.get_rank())
     with merged.disable_adapter():
-        refused("unmerge", lambda: loss_of(merged, dist.get_rank()))
+        found["unmerge"] = refusal(loss_of, merged, dist.get_rank())
     return found
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_parallelize
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hf_cases import assert_same_bits
 from hf_models import drawn, lent, loaded, text, under_torchrun
 from safetensors.torch import load_file
+from test_parallelize import alone, assert_as_alone, steps
 from test_resumable_trainer import trainer_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
@@ -33,24 +33,7 @@ GROUPS = (2, 2)
 
 
 def made(strategy: ms.Strategy, sizes: tuple[int, ...]) -> tuple[Any, torch.optim.Optimizer, ms.MoERuntime]:
-    model = drawn("qwen3_moe", EXPERTS)
-    runtime = ms.parallelize(
-        model, strategy, init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep")[-len(sizes) :])
-    )
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3), runtime
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
-    found = []
-    for number in numbers:
-        ids = text(100 * number + dist.get_rank())
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        dist.all_reduce(mean := loss.detach().clone())
-        found.append(mean.item() / dist.get_world_size())
-    return found
+    return test_parallelize.made(drawn("qwen3_moe", EXPERTS), strategy, sizes)
 
 
 def move(model: nn.Module, seed: int | None, *optimizers: torch.optim.Optimizer) -> None:
@@ -113,20 +96,9 @@ def test_homes_change_no_bit_where_nothing_is_lent(ranks: LocalRanks, sizes: tup
 @pytest.mark.slow
 def test_lent_experts_at_planned_homes_train_as_one_process_does(ranks: LocalRanks) -> None:
     """transformers' own experts, in one process, are the oracle."""
-    model = drawn("qwen3_moe", EXPERTS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    wanted = []
-    for number in range(4):
-        batches = [text(100 * number + rank) for rank in range(4)]
-        loss = sum(model(input_ids=ids, labels=ids).loss for ids in batches) / 4
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append(loss.item())
+    wanted = alone(drawn("qwen3_moe", EXPERTS), 4, num_steps=4)
     for found in ranks.run(trained_at_planned_homes, timeout_s=150.0):
-        assert found["steps"] == pytest.approx(wanted, rel=1e-5)
-        for name, tensor in model.named_parameters():
-            torch.testing.assert_close(found["state"][name], tensor.detach(), rtol=1e-4, atol=1e-5)
+        assert_as_alone(found, wanted)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------

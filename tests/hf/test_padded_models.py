@@ -98,12 +98,9 @@ def trained(
             loads.append([experts.last_plan.load.tokens_RE.tolist() for experts in experts_of(model)])
             real.append(mask.bool())
 
-    if replayed:
-        with ms.replay_routing(model, told):
-            run()
-    else:
-        with ms.record_routing(model) as told:
-            run()
+    with ms.replay_routing(model, told) if replayed else ms.record_routing(model) as recorded:
+        run()
+    told = told if replayed else recorded
     for output in outputs:
         output.loss.backward()
     return {
@@ -129,13 +126,9 @@ def alone(replayed: bool) -> list[dict[str, Any]]:
         for rank in range(2):
             losses, logits, router_logits, chosen = [], [], [], []
             for row, ids in zip(sequences(micro_batch, rank), other_experts(micro_batch, rank), strict=True):
-                if replayed:
-                    with ms.replay_routing(model, ids):
-                        output = model(row[None], output_router_logits=True)
-                else:
-                    with ms.record_routing(model) as recorded:
-                        output = model(row[None], output_router_logits=True)
-                    [ids] = recorded
+                with ms.replay_routing(model, ids) if replayed else ms.record_routing(model) as recorded:
+                    output = model(row[None], output_router_logits=True)
+                [ids] = [ids] if replayed else recorded
                 logits.append(output.logits[0])
                 losses.append(torch.nn.functional.cross_entropy(output.logits[0, :-1], row[1:], reduction="sum"))
                 router_logits.append(output.router_logits)

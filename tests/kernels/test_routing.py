@@ -41,6 +41,8 @@ EDGES = {
     "some dropped by the id of expert parallelism": (choices(100, 2, 0, 5), 4),
     "some dropped on either side": (choices(100, 2, -3, 7), 4),
     "all dropped": (torch.full((70, 2), 4), 4),
+    "a thousand groups": (experts(60, 8, 1000), 1000),
+    "choices that are not contiguous": (choices(4, 40, 0, 6).t(), 6),
     "a first block without any choice kept": (torch.arange(300).view(150, 2) // 150 - 1, 2),
     "ids at the ends of int32": (torch.tensor([[-(2**31), 2**31 - 1], [0, -1], [2, 1]]), 2),
 }
@@ -117,19 +119,9 @@ def test_the_same_bytes_twice() -> None:
     assert_same(route(group_TK, 13), route(group_TK, 13))
 
 
-def test_a_thousand_groups() -> None:
-    group_TK = experts(60, 8, 1000)
-    assert_same(route(group_TK, 1000), route_reference(group_TK, 1000))
-
-
 def test_ids_are_compared_before_they_are_narrowed() -> None:
     group_TK = torch.tensor([[2**32, 1], [0, 2**33 + 1], [-(2**32), -(2**63)]])
     assert route(group_TK, 2).row_TK.tolist() == [[-1, 1], [0, -1], [-1, -1]]
-
-
-def test_choices_need_not_be_contiguous() -> None:
-    group_TK = choices(4, 40, 0, 6).t()
-    assert_same(route(group_TK, 6), route_reference(group_TK, 6))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import refusal
 from harness import Stack, gradients_of
 from torch import Tensor
 
@@ -54,11 +55,7 @@ def trained(strategy: ms.Strategy, linked: bool) -> dict[str, Any]:
         with torch.no_grad(), ms.replay_routing(model.eval(), ids[:1]):
             model(tokens(rank, 0))
         model.train()
-    said = ""
-    try:
-        model(tokens(rank, 0))
-    except ValueError as error:
-        said = str(error)
+    said = refusal(model, tokens(rank, 0))
     if runtime is not None:
         runtime.close()
     return {"layouts": layouts, "gradients": gradients_of(model), "said": said}

@@ -50,21 +50,23 @@ class ThroughRoutes(TritonExperts):
     by_tables = False
 
 
+def checks_copies(frame: Any) -> bool:
+    """What goes by pinned memory on a GPU, when it is there or all of backward has been launched."""
+    is_copy = frame.f_globals.get("__name__") == "moesys.kernels.host_copies" and frame.f_back is not None
+    return is_copy and frame.f_back.f_code.co_name == "check"
+
+
 @contextmanager
-def host_never_waits() -> Iterator[None]:
-    """Raises where code of moesys does what on a GPU waits for it."""
+def host_never_waits(allowed: Callable[[Any], bool] = checks_copies) -> Iterator[None]:
+    """Raises where code of moesys does what on a GPU waits for it, in frames that are not ``allowed`` to."""
 
     def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def refused(*args: Any, **options: Any) -> Any:
             frame = sys._getframe(1)
             while frame.f_back is not None and _package(frame) == "torch":
                 frame = frame.f_back
-            # Goes by pinned memory on a GPU, when it is there or all of backward has been launched.
-            checks = frame.f_globals["__name__"] == "moesys.kernels.host_copies" and frame.f_back is not None
-            allowed = checks and frame.f_back.f_code.co_name == "check"
-            assert allowed or _package(frame) != "moesys", (
-                f"{name} in {frame.f_globals['__name__']}, line {frame.f_lineno}"
-            )
+            where = f"{frame.f_globals.get('__name__')}, line {frame.f_lineno}"
+            assert allowed(frame) or _package(frame) != "moesys", f"{name} in {where}"
             return function(*args, **options)
 
         return refused

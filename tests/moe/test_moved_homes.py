@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import refusal
 from harness import Stack, tokens_of, whole
 from test_checkpoint import EP, SHAPE
 from torch import Tensor
@@ -263,13 +264,7 @@ REFUSED = {
 
 
 def refusals(kinds: list[str]) -> list[str]:
-    """Returns this rank's errors. Ranks that raise them would end, and start again for the next one."""
-    found = []
-    for kind in kinds:
-        with pytest.raises((RuntimeError, ValueError)) as error:
-            refused(kind)
-        found.append(f"{error.typename}: {error.value}")
-    return found
+    return [refusal(refused, kind) for kind in kinds]
 
 
 def test_what_does_not_fit_is_an_error_on_every_rank_and_moves_nothing(ranks: LocalRanks) -> None:
