@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import refusal
+from conftest import assert_equal, refusal
 from hf_models import drawn, fsep, lent, loaded, text, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -106,8 +106,7 @@ def in_two_dtypes(linked: bool) -> list[Tensor]:
 def test_linking_layers_of_two_dtypes_changes_no_bit(ranks: LocalRanks) -> None:
     """The layer before brings experts ahead in its own dtype, not in that of the layer that computes with them."""
     alone, linked = (ranks.run(in_two_dtypes, each, num_ranks=2, timeout_s=60.0) for each in (False, True))
-    for one, other in zip(alone, linked, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert_equal(linked, alone)
 
 
 SHAPE = ms.ModelShape(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2)
@@ -228,8 +227,7 @@ def test_save_pretrained_after_parallelize(ranks: LocalRanks, tmp_path: Path) ->
 
     ranks.run(saved, tmp_path / "out", num_ranks=2, timeout_s=60.0)
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    for name, tensor in drawn("qwen3_moe", EXPERTS).state_dict().items():
-        assert torch.equal(after[name], tensor), name
+    assert_equal(after, drawn("qwen3_moe", EXPERTS).state_dict())
 
 
 def gemma4() -> None:
@@ -317,8 +315,7 @@ def test_a_refused_parallelize_changes_nothing(ranks: LocalRanks, kind: str) -> 
     wanted = mean_gradients(2)
     for message, found in ranks.run(refused_and_then_not, kind, num_ranks=2, timeout_s=60.0):
         assert expected in message
-        for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def slots_of_a_loaded_model(folder: Path, mixed: bool) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import refusal
+from conftest import assert_equal, refusal
 from hf_models import drawn, fsep, lent, text, whole
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
@@ -220,9 +220,8 @@ def switched(strategy: ms.Strategy, folder: Path) -> tuple[dict[str, Tensor], di
 def test_adapters_are_switched_and_saved_by_peft(ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy) -> None:
     for found, wanted, loaded in ranks.run(switched, strategy, tmp_path, num_ranks=2, timeout_s=150.0):
         assert not torch.equal(wanted["active"], wanted["second"])
-        for name, each in wanted.items():
-            torch.testing.assert_close(found[name], each, atol=1e-5, rtol=1e-5)
-            assert torch.equal(loaded[name], each)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        assert_equal(loaded, wanted)
 
 
 class ComputedShapes(TorchDispatchMode):

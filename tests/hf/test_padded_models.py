@@ -190,8 +190,7 @@ def assert_as_alone(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert found[name] == pytest.approx(wanted[name], rel=1e-5)
     torch.testing.assert_close(found["logits"], wanted["logits"], rtol=1e-4, atol=1e-5)
     assert found["gradients"].keys() == wanted["gradients"].keys()
-    for name, gradient in wanted["gradients"].items():
-        torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found["gradients"], wanted["gradients"], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import refusal
+from conftest import assert_equal, refusal
 from hf_models import drawn, fsep, lent, text
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor, nn
@@ -92,8 +92,7 @@ def alone(model: nn.Module, num_ranks: int, num_steps: int = 3) -> dict[str, Any
 def assert_as_alone(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for one, other in zip(found["steps"], wanted["steps"], strict=True):
         assert one == pytest.approx(other, rel=1e-5)
-    for name, tensor in wanted["state"].items():
-        torch.testing.assert_close(found["state"][name], tensor, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["state"], wanted["state"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +250,7 @@ def mega_and_sequential(strategy: ms.Strategy) -> list[dict[str, Tensor]]:
 )
 def test_mega_kernels_train_a_model_with_the_bits_of_sequential(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     for sequential, mega in ranks.run(mega_and_sequential, strategy, num_ranks=2, timeout_s=250.0):
-        for name, gradient in sequential.items():
-            assert torch.equal(gradient, mega[name]), name
+        assert_equal(sequential, mega)
 
 
 def trained_with_late_gradients(strategies: list[ms.Strategy], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -278,8 +276,7 @@ def test_delayed_gradients_have_the_same_bits(ranks: LocalRanks, strategy: ms.St
         assert prompt["late"] == 0
         assert late["late"] >= 4
         assert late["steps"] == prompt["steps"]
-        for name, tensor in prompt["state"].items():
-            assert torch.equal(late["state"][name], tensor), name
+        assert_equal(late["state"], prompt["state"])
 
 
 def save_and_go_on(folder: Path, strategy: ms.Strategy) -> dict[str, Any]:
@@ -317,9 +314,8 @@ def test_resumes_on_other_ranks(ranks: LocalRanks, tmp_path: Path, strategy: ms.
     assert again["steps"] == saved["steps"]
     assert again["layouts"] == saved["layouts"]
     other = ranks.run(resume, tmp_path, strategy, (3,), num_ranks=3, timeout_s=100.0)[0]
-    for name, tensor in saved["state"].items():
-        assert torch.equal(other["state"][name], tensor), name
-        assert torch.equal(other["moments"][name], again["moments"][name]), name
+    assert_equal(other["state"], saved["state"])
+    assert_equal(other["moments"], again["moments"])
 
 
 def slots_in_memory(dtype: torch.dtype, policy: MixedPrecisionPolicy | None) -> tuple[Any, ...]:

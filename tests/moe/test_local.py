@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import assert_equal
 from harness import Stack
 from torch import Tensor
 
@@ -138,8 +139,7 @@ def test_the_host_never_waits_and_no_bit_changes(
             runtime.close()
     if strategy is LAER:
         assert model.moe[0].experts.schedule.layout.num_duplicates == 2
-    for place, (found, expected) in enumerate(zip(*results, strict=True)):
-        assert torch.equal(found, expected), place
+    assert_equal(*results)
 
 
 def test_the_host_waits_where_it_plans() -> None:
@@ -159,8 +159,7 @@ def test_the_short_way_on_a_cpu_has_the_bits_of_routes(strategy: ms.Strategy, dt
             compute = layer.experts.computed_by(DTYPES[dtype], "cpu")
             layer.experts._executors[compute] = ChunkedExecutor(layer.experts.context, compute)
         results.append(train(model, [32, 0, 64], checkpointed=strategy is LAER))
-    for place, (found, expected) in enumerate(zip(*results, strict=True)):
-        assert torch.equal(found, expected), place
+    assert_equal(*results)
 
 
 def layers(strategy: ms.Strategy = EP) -> tuple[ms.MoELayer, ms.MoELayer]:

@@ -152,9 +152,7 @@ def test_lent_experts_train_as_well_at_other_homes(ranks: LocalRanks, strategy: 
     for unmoved, moved in ranks.run(several_trainings, [{}, {1: "there"}], strategy):
         for one, other in zip(moved["steps"], unmoved["steps"], strict=True):
             assert one["losses"] == pytest.approx(other["losses"], rel=1e-4)
-        for one, other in zip(moved["full"], unmoved["full"], strict=True):
-            for name, tensor in other.items():
-                torch.testing.assert_close(one[name], tensor, rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(moved["full"], unmoved["full"], rtol=1e-2, atol=1e-3)
 
 
 # --- loads, and homes planned from them -----------------------------------------------------------------------
