@@ -41,27 +41,17 @@ class RankMismatchError(RuntimeError):
 EXPLAINED = (torch.OutOfMemoryError, CollectiveError, RankMismatchError)
 
 
-def guarded(
-    what: str,
-    group: dist.ProcessGroup | None,
-    call: Callable[[], T],
-    *,
-    device_type: str = "cpu",
-    grace_s: float = FAILURE_GRACE_S,
-    without_heartbeat: Callable[[Sequence[int], float], set[int]] | None = None,
-) -> T:
+def guarded(what: str, group: dist.ProcessGroup | None, call: Callable[[], T], *, device_type: str = "cpu") -> T:
     """Returns ``call()``, which is a collective of ``group``, or waits for one. ``what`` names it in errors.
 
-    Raises ``CollectiveError`` if it fails, with the ranks that do not answer. These are the ranks that
-    ``without_heartbeat`` returns for the members of the group and ``grace_s``. Without it they are the ranks that have
-    not reported a failure of their own ``grace_s`` after the group's time-out, or after 20 s if that is shorter.
+    Raises ``CollectiveError`` if it fails, with the ranks that do not answer.
     """
     try:
         return call()
     except EXPLAINED:
         raise
     except RuntimeError as error:
-        raise failure_of(what, group, error, device_type, grace_s, without_heartbeat) from error
+        raise failure_of(what, group, error, device_type, FAILURE_GRACE_S, None) from error
 
 
 @contextmanager
@@ -112,7 +102,11 @@ def failure_of(
     without_heartbeat: Callable[[Sequence[int], float], set[int]] | None,
 ) -> CollectiveError:
     """Reports this rank's failure to the others, and finds out which of them neither report one nor are alive. Returns
-    the error to raise; arguments as those of ``guarded``.
+    the error to raise; other arguments as those of ``guarded``.
+
+    The ranks that do not answer are those that ``without_heartbeat`` returns for the members of the group and
+    ``grace_s``. Without it they are the ranks that have not reported a failure of their own ``grace_s`` after the
+    group's time-out, or after 20 s if that is shorter.
     """
     members, me = dist.get_process_group_ranks(group), dist.get_rank()
     reports: dict[int, str] = {}

@@ -95,23 +95,15 @@ def _layers_of_gradients(strategy: Strategy, num_ranks: int) -> int:
     return 1 + sharding.delay_reshard
 
 
-def pulls_again(strategy: Strategy) -> bool:
-    """Returns whether backward pulls rows of x again, and a layer keeps none."""
-    return not strategy.overlap.keep_x
-
-
 def _row_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
     """Returns the bytes of a layer's saved rows [T·K, H], if it keeps them, and of its pre-activations [T·K, 2I]."""
-    width = model.hidden_size * (not pulls_again(strategy)) + 2 * model.intermediate_size
+    width = model.hidden_size * strategy.overlap.keep_x + 2 * model.intermediate_size
     return tokens_per_rank * model.top_k * width * model.bytes_per_element
 
 
 def _shared_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
     """Returns the bytes of rows that peers reach, for all layers together: x, once more for backward, and outputs."""
-    if not strategy.overlap.reaches_memory:
-        return 0
-    rows = tokens_per_rank * (2 + model.top_k)
-    return rows * model.row_bytes
+    return tokens_per_rank * (2 + model.top_k) * model.row_bytes if strategy.overlap.reaches_memory else 0
 
 
 def out_of_memory(

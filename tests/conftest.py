@@ -171,12 +171,17 @@ def _preloaded_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def assert_equal(found: Any, wanted: Any, where: object = "") -> None:
+    """Two tensors, or dicts and sequences of them, are equal to the last bit. ``where``: what they are of."""
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, msg=lambda difference: f"{where} {difference}")
+
+
 def refusal(fn: Callable[..., object], *arguments: Any) -> str:
     """Returns what a rank is told where all are refused: ranks that raised would end, and others start, in seconds."""
     try:
         fn(*arguments)
-    except ValueError as error:
-        return str(error)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
     return "it was not refused"
 
 

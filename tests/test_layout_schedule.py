@@ -42,11 +42,11 @@ class Kept(InlinePlanner):
         return super().submit(request)
 
 
-def walk(schedule: LayoutSchedule, first: int, last: int) -> list[ExpertLayout]:
+def walk(schedule: LayoutSchedule, first: int, last: int, by_vote: bool = False) -> list[ExpertLayout]:
     """The layouts of micro-batches ``first`` to ``last`` - 1 of ``TOKENS_SRE``."""
     layouts = []
     for now in range(first, last):
-        schedule.commit(agreed=True)
+        schedule.commit(agreed=not by_vote or schedule.ready(0.0))
         layouts.append(schedule.layout)
         schedule.observe(LoadMatrix(TOKENS_SRE[now]))
     return layouts
@@ -202,18 +202,9 @@ def test_plans_that_were_not_made_are_late_in_copies_and_resumed_runs(through: o
         gone_on.load_state_dict(json.loads(json.dumps(first.state_dict(0.0))))
     for schedule in (first, gone_on):
         schedule.source = InlinePlanner()
-    assert walk_by_vote(gone_on, 2, 8) == walk_by_vote(first, 2, 8)
+    assert walk(gone_on, 2, 8, by_vote=True) == walk(first, 2, 8, by_vote=True)
     assert gone_on.events == first.events
     assert len(first.events) == (through == "state")
-
-
-def walk_by_vote(schedule: LayoutSchedule, first: int, last: int) -> list[ExpertLayout]:
-    layouts = []
-    for now in range(first, last):
-        schedule.commit(schedule.ready(0.0))
-        layouts.append(schedule.layout)
-        schedule.observe(LoadMatrix(TOKENS_SRE[now]))
-    return layouts
 
 
 def test_the_error_of_a_plan_is_raised_when_it_is_due() -> None:

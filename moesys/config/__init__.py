@@ -6,63 +6,38 @@ to and read from JSON and TOML. Nothing here imports torch, so that ``--help`` a
 R ranks, E experts, S slots per rank, K top-k, H hidden size, I expert width, P_e parameters of an expert.
 """
 
-from moesys.config.balance import Balance, MinReplicas, ReplicasWithin, Within
-from moesys.config.base import BYTES_PER_GB, Declared, DType
-from moesys.config.cluster import ClusterSpec, Microseconds
-from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
-from moesys.config.model import ModelShape
-from moesys.config.model_run import ModelRun, Parallelism
-from moesys.config.model_spec import ModelSpec
-from moesys.config.overlap import Overlap
-from moesys.config.sharding import Ep, Fsep, Sharding, SlotCount, SlotGigabytes
-from moesys.config.split import Split
-from moesys.config.strategy import (
-    Adaptive,
-    Ema,
-    Last,
-    LayoutInvariant,
-    Oracle,
-    Ordered,
-    Predictor,
-    Reduction,
-    Strategy,
-    WindowMean,
-)
-
-__all__ = [
-    "BYTES_PER_GB",
-    "Adaptive",
-    "Balance",
-    "ClusterSpec",
-    "DType",
-    "Declared",
-    "DenseMlp",
-    "Ema",
-    "Ep",
-    "Fsep",
-    "Gqa",
-    "Last",
-    "LayerSpec",
-    "LayoutInvariant",
-    "Microseconds",
-    "MinReplicas",
-    "Mla",
-    "ModelRun",
-    "ModelShape",
-    "ModelSpec",
-    "MoeMlp",
-    "Oracle",
-    "Ordered",
-    "Overlap",
-    "Parallelism",
-    "Predictor",
-    "Reduction",
-    "ReplicasWithin",
-    "Sharding",
-    "SlotCount",
-    "SlotGigabytes",
-    "Split",
-    "Strategy",
-    "WindowMean",
-    "Within",
-]
+from moesys.config.balance import Balance as Balance
+from moesys.config.balance import MinReplicas as MinReplicas
+from moesys.config.balance import ReplicasWithin as ReplicasWithin
+from moesys.config.balance import Within as Within
+from moesys.config.base import BYTES_PER_GB as BYTES_PER_GB
+from moesys.config.base import Declared as Declared
+from moesys.config.base import DType as DType
+from moesys.config.cluster import ClusterSpec as ClusterSpec
+from moesys.config.cluster import Microseconds as Microseconds
+from moesys.config.layer_spec import DenseMlp as DenseMlp
+from moesys.config.layer_spec import Gqa as Gqa
+from moesys.config.layer_spec import LayerSpec as LayerSpec
+from moesys.config.layer_spec import Mla as Mla
+from moesys.config.layer_spec import MoeMlp as MoeMlp
+from moesys.config.model import ModelShape as ModelShape
+from moesys.config.model_run import ModelRun as ModelRun
+from moesys.config.model_run import Parallelism as Parallelism
+from moesys.config.model_spec import ModelSpec as ModelSpec
+from moesys.config.overlap import Overlap as Overlap
+from moesys.config.sharding import Ep as Ep
+from moesys.config.sharding import Fsep as Fsep
+from moesys.config.sharding import Sharding as Sharding
+from moesys.config.sharding import SlotCount as SlotCount
+from moesys.config.sharding import SlotGigabytes as SlotGigabytes
+from moesys.config.split import Split as Split
+from moesys.config.strategy import Adaptive as Adaptive
+from moesys.config.strategy import Ema as Ema
+from moesys.config.strategy import Last as Last
+from moesys.config.strategy import LayoutInvariant as LayoutInvariant
+from moesys.config.strategy import Oracle as Oracle
+from moesys.config.strategy import Ordered as Ordered
+from moesys.config.strategy import Predictor as Predictor
+from moesys.config.strategy import Reduction as Reduction
+from moesys.config.strategy import Strategy as Strategy
+from moesys.config.strategy import WindowMean as WindowMean

@@ -34,6 +34,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
     revert_weight_conversion,
 )
+from transformers.modeling_utils import str_to_torch_dtype
 
 from moesys.files import read_json, resolved
 from moesys.hf.experts_module import DTYPES, ExpertsModule, is_experts
@@ -42,23 +43,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # What else lies in a folder goes along with the model: configuration, tokenizer, licence.
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp")
-DTYPE_OF = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPE_OF: dict[str, torch.dtype] = str_to_torch_dtype
 NAME_OF = {dtype: name for name, dtype in DTYPE_OF.items()}
 
 

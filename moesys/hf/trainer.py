@@ -82,13 +82,7 @@ class WatchCallback(TrainerCallback):
         if self._watch is not None:
             self._line = self._watch.measure(state.global_step)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **others: Any,
-    ) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         logs: dict[str, float] = others.get("logs") or {}
         if self._reports and self._line is not None and "loss" in logs:
             of_layers = {f"moe_{name}": value for name, value in self._line.of_all_layers().items()}

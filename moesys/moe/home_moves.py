@@ -12,7 +12,9 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -307,19 +309,17 @@ def _keep_order(module: nn.Module, experts: Experts) -> None:
     """Makes the module's state dicts have the model's order, once its homes have moved."""
     if not experts.keeps_order:
         experts.keeps_order = True
-        module.register_state_dict_post_hook(_to_ids)
-        module.register_load_state_dict_pre_hook(_to_numbers)
+        module.register_state_dict_post_hook(partial(_reorder, _TO_IDS))
+        module.register_load_state_dict_pre_hook(partial(_reorder, _TO_NUMBERS))
 
 
-def _to_ids(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    _reorder(module, state, prefix, lambda homes: homes.expert_E)
+_TO_IDS: Callable[[Homes], IntArray] = attrgetter("expert_E")
+_TO_NUMBERS: Callable[[Homes], IntArray] = attrgetter("number_E")
 
 
-def _to_numbers(module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any) -> None:
-    _reorder(module, state, prefix, lambda homes: homes.number_E)
-
-
-def _reorder(module: nn.Module, state: dict[str, Any], prefix: str, target_of: Callable[[Homes], IntArray]) -> None:
+def _reorder(
+    target_of: Callable[[Homes], IntArray], module: nn.Module, state: dict[str, Any], prefix: str, *_others: Any
+) -> None:
     [experts] = _experts_at(module)
     names = [prefix + name for name, parameter in module._parameters.items() if parameter is not None]
     if experts.homes.moved:
@@ -337,7 +337,7 @@ def _follow(homed: Sequence[tuple[nn.Module, Experts]], optimizer: Optimizer) ->
         experts.followers.add(optimizer)
 
     def reordered(
-        optimizer: Optimizer, state: dict[str, Any], target_of: Callable[[Homes], IntArray]
+        target_of: Callable[[Homes], IntArray], optimizer: Optimizer, state: dict[str, Any]
     ) -> dict[str, Any]:
         ids = chain.from_iterable(group["params"] for group in state["param_groups"])
         live = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -356,9 +356,5 @@ def _follow(homed: Sequence[tuple[nn.Module, Experts]], optimizer: Optimizer) ->
         return {**state, "state": values}
 
     if modules:
-        optimizer.register_state_dict_post_hook(
-            lambda optimizer, state: reordered(optimizer, state, lambda homes: homes.expert_E)
-        )
-        optimizer.register_load_state_dict_pre_hook(
-            lambda optimizer, state: reordered(optimizer, state, lambda homes: homes.number_E)
-        )
+        optimizer.register_state_dict_post_hook(partial(reordered, _TO_IDS))
+        optimizer.register_load_state_dict_pre_hook(partial(reordered, _TO_NUMBERS))

@@ -125,7 +125,7 @@ class PulledExperts(ShardedExperts):
                 channel.meter.wire_bytes[lane, "intra_node" if same_node else "inter_node"] += part.destination.nbytes
 
         def arrive() -> None:
-            with channel.exposed(lane):
+            with channel.meter.exposed(lane):
                 pull.wait()
             if recorder.enabled and ring.stream is None:
                 recorder.add_between(lane, lane, start, recorder.clock.now(), detail)

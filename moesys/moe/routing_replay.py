@@ -98,10 +98,7 @@ class ForwardHook:
         if not isinstance(forward, _HookedForward):
             forward = module.__dict__["forward"] = _HookedForward(module)
         forward.hooks.append(self)
-        self._change, self._forward, self._module = change, forward, module
-
-    def __call__(self, output: Any) -> Any:
-        return self._change(output)
+        self.change, self._forward, self._module = change, forward, module
 
     def remove(self) -> None:
         self._forward.hooks.remove(self)
@@ -129,7 +126,7 @@ class _HookedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._inner(*args, **kwargs)
         for hook in self.hooks.copy():
-            output = hook(output)
+            output = hook.change(output)
         return output
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -47,7 +47,6 @@ from watch_cases import write_run
 import moesys as ms
 from moesys import collectives
 from moesys.__main__ import main
-from moesys.collectives import guarded
 from moesys.hf.trainer import ResumableTrainer
 from moesys.moe.experts import experts_of
 
@@ -416,8 +415,6 @@ def serve(handle: int) -> None:
     connection = Connection(handle)
     torch.set_num_threads(1)
     collectives.FAILURE_GRACE_S = GRACE_S
-    assert guarded.__kwdefaults__ is not None
-    guarded.__kwdefaults__["grace_s"] = GRACE_S
     prepare()
     gc.freeze()
     connection.send("ready")

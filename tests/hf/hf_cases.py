@@ -52,12 +52,6 @@ def assert_no_worse(actual: dict[str, Tensor], peer: dict[str, Tensor], exact: d
             assert relative(actual[name], tensor) <= 1.5 * relative(peer[name], tensor), name
 
 
-def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor), name
-
-
 # --- experts modules ---
 
 H, I, E, K = 48, 40, 5, 2

@@ -121,6 +121,13 @@ def drawn(family: str, num_experts: int = 8, **options: Any) -> Any:
     return model.train()
 
 
+def saved_model(root: Path, num_experts: int, family: str) -> Path:
+    """A folder with a model of a family, as transformers saves it; written when it is first asked for."""
+    if not (root / family).exists():
+        drawn(family, num_experts).save_pretrained(root / family)
+    return root / family
+
+
 def text(seed: int, num_rows: int = 3) -> Tensor:
     return torch.randint(VOCABULARY, (num_rows, 20), generator=torch.Generator().manual_seed(seed))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from conftest import assert_equal, refusal
 from hf_models import drawn, fsep, lent, loaded, text, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -104,8 +106,7 @@ def in_two_dtypes(linked: bool) -> list[Tensor]:
 def test_linking_layers_of_two_dtypes_changes_no_bit(ranks: LocalRanks) -> None:
     """The layer before brings experts ahead in its own dtype, not in that of the layer that computes with them."""
     alone, linked = (ranks.run(in_two_dtypes, each, num_ranks=2, timeout_s=60.0) for each in (False, True))
-    for one, other in zip(alone, linked, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert_equal(linked, alone)
 
 
 SHAPE = ms.ModelShape(hidden_size=8, intermediate_size=4, num_experts=4, top_k=2)
@@ -226,8 +227,7 @@ def test_save_pretrained_after_parallelize(ranks: LocalRanks, tmp_path: Path) ->
 
     ranks.run(saved, tmp_path / "out", num_ranks=2, timeout_s=60.0)
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    for name, tensor in drawn("qwen3_moe", EXPERTS).state_dict().items():
-        assert torch.equal(after[name], tensor), name
+    assert_equal(after, drawn("qwen3_moe", EXPERTS).state_dict())
 
 
 def gemma4() -> None:
@@ -300,11 +300,7 @@ def refused_and_then_not(kind: str) -> tuple[str, dict[str, Tensor]]:
     if kind == "second layer":
         second_layer_does_not_fit(model)
     arguments = REFUSED[kind][0]() if kind in REFUSED else {"strategy": fsep(2)}
-    try:
-        ms.parallelize(model, **arguments)
-        message = "not refused"
-    except ValueError as error:
-        message = str(error)
+    message = refusal(partial(ms.parallelize, model, **arguments))
     model.model.layers[1].mlp.experts.down_proj = whole_down
     runtime = ms.parallelize(model, fsep(2))
     loss_of(model, dist.get_rank()).backward()
@@ -319,8 +315,7 @@ def test_a_refused_parallelize_changes_nothing(ranks: LocalRanks, kind: str) -> 
     wanted = mean_gradients(2)
     for message, found in ranks.run(refused_and_then_not, kind, num_ranks=2, timeout_s=60.0):
         assert expected in message
-        for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 def slots_of_a_loaded_model(folder: Path, mixed: bool) -> tuple[int, ...]:
@@ -358,17 +353,13 @@ def planning_of_other_experts() -> str:
         planning = ms.PlanningState(model)
         texts[num_experts] = planning.state_dict()
         runtime.close()
-    try:
-        planning.load_state_dict(texts[EXPERTS])
-    except ValueError as error:
-        return str(error)
-    return "loaded"
+    return refusal(planning.load_state_dict, texts[EXPERTS])
 
 
 def test_planning_of_another_number_of_experts_is_refused_where_it_is_loaded(ranks: LocalRanks) -> None:
     """Not: at the next forward, as tensors of other sizes."""
     for message in ranks.run(planning_of_other_experts, num_ranks=2, timeout_s=60.0):
-        assert message != "loaded"
+        assert message.startswith("ValueError: ")
 
 
 def planning_of_a_second_model(folder: Path) -> None:

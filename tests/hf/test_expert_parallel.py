@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import refusal
-from hf_models import FAMILIES, drawn, fsep, lent, loaded, text, whole
+from conftest import assert_equal, refusal
+from hf_models import FAMILIES, drawn, fsep, lent, loaded, saved_model, text, whole
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor
 
@@ -103,15 +104,8 @@ def results(ranks: LocalRanks, folder: Path, runs: list[Run]) -> list[dict[str, 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with a model of a family, as transformers saves it; written when it is first asked for."""
-    root = tmp_path_factory.mktemp("models")
-
-    def folder(family: str) -> Path:
-        if not (root / family).exists():
-            drawn(family, EXPERTS).save_pretrained(root / family)
-        return root / family
-
-    return folder
+    """``saved_model`` for a family of models."""
+    return partial(saved_model, tmp_path_factory.mktemp("models"), EXPERTS)
 
 
 def assert_agree(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = TOLERANCE) -> None:
@@ -124,10 +118,7 @@ def assert_agree(found: dict[str, Any], wanted: dict[str, Any], tolerance: float
 
 
 def assert_same_bits(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found["losses"] == wanted["losses"]
-    for kind in ("gradients", "state"):
-        for name, tensor in wanted[kind].items():
-            assert torch.equal(found[kind][name], tensor), (kind, name)
+    assert_equal(*([each[kind] for kind in ("losses", "gradients", "state")] for each in (found, wanted)))
 
 
 ALWAYS = ("qwen3_moe",)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import assert_equal, refusal
 from hf_models import drawn, fsep, lent, text, whole
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
@@ -219,9 +220,8 @@ def switched(strategy: ms.Strategy, folder: Path) -> tuple[dict[str, Tensor], di
 def test_adapters_are_switched_and_saved_by_peft(ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy) -> None:
     for found, wanted, loaded in ranks.run(switched, strategy, tmp_path, num_ranks=2, timeout_s=150.0):
         assert not torch.equal(wanted["active"], wanted["second"])
-        for name, each in wanted.items():
-            torch.testing.assert_close(found[name], each, atol=1e-5, rtol=1e-5)
-            assert torch.equal(loaded[name], each)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        assert_equal(loaded, wanted)
 
 
 class ComputedShapes(TorchDispatchMode):
@@ -305,33 +305,25 @@ class OtherLora(nn.Module, LoraLayer):
 
 def refusals() -> dict[str, str]:
     found = {}
-
-    def refused(name: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-            found[name] = "nothing"
-        except ValueError as error:
-            found[name] = str(error)
-
     model = drawn("qwen3_moe")
     config = LoraConfig(target_modules=["experts"])
     config._register_custom_module({type(model.model.layers[0].mlp.experts): OtherLora})
     other = get_peft_model(model, config)
-    refused("another class", lambda: ms.parallelize(other, EP))
-    refused("late gradients", lambda: ms.parallelize(adapted(), fsep(2, delay_reshard=True)))
+    found["another class"] = refusal(ms.parallelize, other, EP)
+    found["late gradients"] = refusal(ms.parallelize, adapted(), fsep(2, delay_reshard=True))
     late = AHEAD.replace(sharding=AHEAD.sharding.replace(delay_reshard=True))
-    refused("late gradients of copies", lambda: ms.parallelize(adapted(), late))
+    found["late gradients of copies"] = refusal(ms.parallelize, adapted(), late)
     model = adapted()
     ms.parallelize(model, EP)
-    refused("merge", model.merge_adapter)
-    refused("merge and unload", model.merge_and_unload)
-    refused("unload", model.unload)
+    found["merge"] = refusal(model.merge_adapter)
+    found["merge and unload"] = refusal(model.merge_and_unload)
+    found["unload"] = refusal(model.unload)
     merged = adapted()
     merged.merge_adapter()
     ms.parallelize(merged, EP)
     loss_of(merged, dist.get_rank())
     with merged.disable_adapter():
-        refused("unmerge", lambda: loss_of(merged, dist.get_rank()))
+        found["unmerge"] = refusal(loss_of, merged, dist.get_rank())
     return found
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_cases import OUTPUT_TOLERANCE, assert_same_bits, gradients_of, relative
+from conftest import assert_equal
+from hf_cases import OUTPUT_TOLERANCE, gradients_of, relative
 from hf_models import drawn, text
 
 GRADIENT_TOLERANCE = 1e-5
@@ -77,7 +78,7 @@ def test_checkpointing_changes_no_bit(use_reentrant: bool) -> None:
         results.append({"logits": output.logits, **gradients_of(model)})
         calls.append(len(seen))
     assert calls == [2, 4]
-    assert_same_bits(*results)
+    assert_equal(*results)
 
 
 def test_the_implementation_of_a_model_can_change() -> None:

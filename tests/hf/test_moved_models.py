@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_parallelize
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hf_cases import assert_same_bits
+from conftest import assert_equal
 from hf_models import drawn, lent, loaded, text, under_torchrun
 from safetensors.torch import load_file
+from test_parallelize import alone, assert_as_alone, steps
 from test_resumable_trainer import trainer_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
@@ -33,24 +33,7 @@ GROUPS = (2, 2)
 
 
 def made(strategy: ms.Strategy, sizes: tuple[int, ...]) -> tuple[Any, torch.optim.Optimizer, ms.MoERuntime]:
-    model = drawn("qwen3_moe", EXPERTS)
-    runtime = ms.parallelize(
-        model, strategy, init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep")[-len(sizes) :])
-    )
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3), runtime
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
-    found = []
-    for number in numbers:
-        ids = text(100 * number + dist.get_rank())
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        dist.all_reduce(mean := loss.detach().clone())
-        found.append(mean.item() / dist.get_world_size())
-    return found
+    return test_parallelize.made(drawn("qwen3_moe", EXPERTS), strategy, sizes)
 
 
 def move(model: nn.Module, seed: int | None, *optimizers: torch.optim.Optimizer) -> None:
@@ -106,27 +89,16 @@ def trained_at_planned_homes() -> dict[str, Any]:
 def test_homes_change_no_bit_where_nothing_is_lent(ranks: LocalRanks, sizes: tuple[int, ...]) -> None:
     for unmoved, moved in ranks.run(both, EP, sizes, num_ranks=math.prod(sizes), timeout_s=150.0):
         assert moved["steps"] == unmoved["steps"]
-        assert_same_bits(moved["state"], unmoved["state"])
+        assert_equal(moved["state"], unmoved["state"])
 
 
 # A loaded model moves always, and layers: tests/moe/test_moved_homes.py.
 @pytest.mark.slow
 def test_lent_experts_at_planned_homes_train_as_one_process_does(ranks: LocalRanks) -> None:
     """transformers' own experts, in one process, are the oracle."""
-    model = drawn("qwen3_moe", EXPERTS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-    wanted = []
-    for number in range(4):
-        batches = [text(100 * number + rank) for rank in range(4)]
-        loss = sum(model(input_ids=ids, labels=ids).loss for ids in batches) / 4
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        wanted.append(loss.item())
+    wanted = alone(drawn("qwen3_moe", EXPERTS), 4, num_steps=4)
     for found in ranks.run(trained_at_planned_homes, timeout_s=150.0):
-        assert found["steps"] == pytest.approx(wanted, rel=1e-5)
-        for name, tensor in model.named_parameters():
-            torch.testing.assert_close(found["state"][name], tensor.detach(), rtol=1e-4, atol=1e-5)
+        assert_as_alone(found, wanted)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -165,9 +137,9 @@ def test_resumes_at_other_homes_and_on_other_ranks(ranks: LocalRanks, tmp_path: 
     for seed in (None, 11):
         again = ranks.run(resume, tmp_path, GROUPS, seed, timeout_s=100.0)[0]
         assert again["steps"] == saved["steps"]
-        assert_same_bits(again["state"], saved["state"])
+        assert_equal(again["state"], saved["state"])
     other = ranks.run(resume, tmp_path, (3,), 11, num_ranks=3, timeout_s=100.0)[0]
-    assert_same_bits(other["state"], saved["state"])
+    assert_equal(other["state"], saved["state"])
     drawn("qwen3_moe", EXPERTS).config.save_pretrained(tmp_path / "config")
     assert convert(tmp_path / "dcp", tmp_path / "converted", tmp_path / "config", lambda *_: None) == "hub"
     plain = drawn("qwen3_moe", EXPERTS)
@@ -175,7 +147,7 @@ def test_resumes_at_other_homes_and_on_other_ranks(ranks: LocalRanks, tmp_path: 
     plain.save_pretrained(tmp_path / "plain")
     wanted = load_file(tmp_path / "plain" / "model.safetensors")
     for folder in ("converted", "ours"):
-        assert_same_bits(load_file(tmp_path / folder / "model.safetensors"), wanted)
+        assert_equal(load_file(tmp_path / folder / "model.safetensors"), wanted)
 
 
 def load_move_and_save(folder: Path, out: Path, sizes: list[dict[str, int]]) -> list[Tensor]:
@@ -210,7 +182,7 @@ def test_models_of_from_pretrained_move_and_save_what_they_loaded(ranks: LocalRa
     weights = load_file(tmp_path / "plain" / "model.safetensors")
     for index in range(len(sizes)):
         for out in (str(index), f"theirs {index}"):
-            assert_same_bits(load_file(tmp_path / out / "model.safetensors"), weights)
+            assert_equal(load_file(tmp_path / out / "model.safetensors"), weights)
 
 
 # --- a Trainer --------------------------------------------------------------------------------------------------
@@ -250,4 +222,4 @@ def test_a_trainer_resumes_at_other_homes_with_the_same_bits(ranks: LocalRanks, 
         weights.append(load_file(out / "final" / "model.safetensors"))
     assert losses[1] == losses[2] == losses[0]
     for each in weights[1:]:
-        assert_same_bits(each, weights[0])
+        assert_equal(each, weights[0])

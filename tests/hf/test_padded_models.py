@@ -98,12 +98,9 @@ def trained(
             loads.append([experts.last_plan.load.tokens_RE.tolist() for experts in experts_of(model)])
             real.append(mask.bool())
 
-    if replayed:
-        with ms.replay_routing(model, told):
-            run()
-    else:
-        with ms.record_routing(model) as told:
-            run()
+    with ms.replay_routing(model, told) if replayed else ms.record_routing(model) as recorded:
+        run()
+    told = told if replayed else recorded
     for output in outputs:
         output.loss.backward()
     return {
@@ -129,13 +126,9 @@ def alone(replayed: bool) -> list[dict[str, Any]]:
         for rank in range(2):
             losses, logits, router_logits, chosen = [], [], [], []
             for row, ids in zip(sequences(micro_batch, rank), other_experts(micro_batch, rank), strict=True):
-                if replayed:
-                    with ms.replay_routing(model, ids):
-                        output = model(row[None], output_router_logits=True)
-                else:
-                    with ms.record_routing(model) as recorded:
-                        output = model(row[None], output_router_logits=True)
-                    [ids] = recorded
+                with ms.replay_routing(model, ids) if replayed else ms.record_routing(model) as recorded:
+                    output = model(row[None], output_router_logits=True)
+                [ids] = [ids] if replayed else recorded
                 logits.append(output.logits[0])
                 losses.append(torch.nn.functional.cross_entropy(output.logits[0, :-1], row[1:], reduction="sum"))
                 router_logits.append(output.router_logits)
@@ -197,8 +190,7 @@ def assert_as_alone(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert found[name] == pytest.approx(wanted[name], rel=1e-5)
     torch.testing.assert_close(found["logits"], wanted["logits"], rtol=1e-4, atol=1e-5)
     assert found["gradients"].keys() == wanted["gradients"].keys()
-    for name, gradient in wanted["gradients"].items():
-        torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found["gradients"], wanted["gradients"], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from conftest import assert_equal, refusal
 from hf_models import drawn, fsep, lent, text
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor, nn
@@ -49,10 +50,9 @@ def steps(model: nn.Module, optimizer: Any, numbers: range) -> list[tuple[float,
 
 
 def made(
-    family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None, cluster: ms.ClusterSpec | None = None
+    model: nn.Module, strategy: ms.Strategy, sizes: tuple[int, ...] | None, cluster: ms.ClusterSpec | None = None
 ) -> tuple[Any, Any, ms.MoERuntime]:
     mesh = None if sizes is None else init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep")[-len(sizes) :])
-    model = drawn(family, EXPERTS)
     runtime = ms.parallelize(model, strategy, mesh, cluster=cluster)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3), runtime
 
@@ -68,18 +68,17 @@ def layouts(model: nn.Module) -> list[list[list[int]]]:
 def trained(
     family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None, cluster: ms.ClusterSpec | None = None
 ) -> dict[str, Any]:
-    model, optimizer, runtime = made(family, strategy, sizes, cluster)
+    model, optimizer, runtime = made(drawn(family, EXPERTS), strategy, sizes, cluster)
     found = steps(model, optimizer, range(3))
     runtime.close()
     return {"steps": found, "state": whole(model), "layouts": layouts(model)}
 
 
-def alone(family: str, num_ranks: int) -> dict[str, Any]:
+def alone(model: nn.Module, num_ranks: int, num_steps: int = 3) -> dict[str, Any]:
     """What one process makes of the batches of all ranks, with transformers' own experts and torch's clipping."""
-    model = drawn(family, EXPERTS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
     found = []
-    for number in range(3):
+    for number in range(num_steps):
         batches = [text(100 * number + rank) for rank in range(num_ranks)]
         loss = sum(model(input_ids=ids, labels=ids).loss for ids in batches) / num_ranks
         loss.backward()
@@ -93,8 +92,7 @@ def alone(family: str, num_ranks: int) -> dict[str, Any]:
 def assert_as_alone(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for one, other in zip(found["steps"], wanted["steps"], strict=True):
         assert one == pytest.approx(other, rel=1e-5)
-    for name, tensor in wanted["state"].items():
-        torch.testing.assert_close(found["state"][name], tensor, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["state"], wanted["state"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +108,7 @@ def test_trains_as_one_process_does(
     ranks: LocalRanks, family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None
 ) -> None:
     """Losses, norms over all meshes, and three clipped AdamW steps: gradients of replicas count once."""
-    wanted = alone(family, 4)
+    wanted = alone(drawn(family, EXPERTS), 4)
     assert wanted["steps"][0][1] > CLIP
     for found in ranks.run(trained, family, strategy, sizes, timeout_s=150.0):
         assert_as_alone(found, wanted)
@@ -134,7 +132,7 @@ ONCE = ms.Pipelined(chunks=2, node_dispatch="once", combine="per_node")
 def test_trains_on_two_nodes_as_one_process_does(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     """Strategies that look at nodes, or plan from the current counts."""
     nodes = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
-    wanted = alone("qwen3_moe", 4)
+    wanted = alone(drawn("qwen3_moe", EXPERTS), 4)
     for found in ranks.run(trained, "qwen3_moe", strategy, None, nodes, timeout_s=150.0):
         assert_as_alone(found, wanted)
 
@@ -143,7 +141,7 @@ def test_trains_on_two_nodes_as_one_process_does(ranks: LocalRanks, strategy: ms
 @pytest.mark.parametrize("strategy", [LENT, FSEP], ids=["lent", "fsep"])
 def test_two_groups_of_four_train_as_one_process_does(strategy: ms.Strategy) -> None:
     """Ranks of a group have one layout and each group its own, and gradients of its replicas count once."""
-    wanted = alone("qwen3_moe", 8)
+    wanted = alone(drawn("qwen3_moe", EXPERTS), 8)
     with LocalRanks(8) as ranks:
         every = ranks.run(trained, "qwen3_moe", strategy, (2, 4), timeout_s=250.0)
     first, second = every[0]["layouts"], every[4]["layouts"]
@@ -252,8 +250,7 @@ def mega_and_sequential(strategy: ms.Strategy) -> list[dict[str, Tensor]]:
 )
 def test_mega_kernels_train_a_model_with_the_bits_of_sequential(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     for sequential, mega in ranks.run(mega_and_sequential, strategy, num_ranks=2, timeout_s=250.0):
-        for name, gradient in sequential.items():
-            assert torch.equal(gradient, mega[name]), name
+        assert_equal(sequential, mega)
 
 
 def trained_with_late_gradients(strategies: list[ms.Strategy], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -279,12 +276,11 @@ def test_delayed_gradients_have_the_same_bits(ranks: LocalRanks, strategy: ms.St
         assert prompt["late"] == 0
         assert late["late"] >= 4
         assert late["steps"] == prompt["steps"]
-        for name, tensor in prompt["state"].items():
-            assert torch.equal(late["state"][name], tensor), name
+        assert_equal(late["state"], prompt["state"])
 
 
 def save_and_go_on(folder: Path, strategy: ms.Strategy) -> dict[str, Any]:
-    model, optimizer, runtime = made("qwen3_moe", strategy, (2, 2))
+    model, optimizer, runtime = made(drawn("qwen3_moe", EXPERTS), strategy, (2, 2))
     steps(model, optimizer, range(1))
     before, optimizer_before = get_state_dict(model, optimizer)
     planning = ms.PlanningState(model)
@@ -296,7 +292,7 @@ def save_and_go_on(folder: Path, strategy: ms.Strategy) -> dict[str, Any]:
 
 
 def resume(folder: Path, strategy: ms.Strategy, sizes: tuple[int, ...]) -> dict[str, Any]:
-    model, optimizer, runtime = made("qwen3_moe", strategy, sizes)
+    model, optimizer, runtime = made(drawn("qwen3_moe", EXPERTS), strategy, sizes)
     into, optimizer_into = get_state_dict(model, optimizer)
     planning = {"planning": ms.PlanningState(model)} if len(sizes) == 2 else {}
     dcp.load({"model": into, "optimizer": optimizer_into, **planning}, checkpoint_id=str(folder))
@@ -318,9 +314,8 @@ def test_resumes_on_other_ranks(ranks: LocalRanks, tmp_path: Path, strategy: ms.
     assert again["steps"] == saved["steps"]
     assert again["layouts"] == saved["layouts"]
     other = ranks.run(resume, tmp_path, strategy, (3,), num_ranks=3, timeout_s=100.0)[0]
-    for name, tensor in saved["state"].items():
-        assert torch.equal(other["state"][name], tensor), name
-        assert torch.equal(other["moments"][name], again["moments"][name]), name
+    assert_equal(other["state"], saved["state"])
+    assert_equal(other["moments"], again["moments"])
 
 
 def slots_in_memory(dtype: torch.dtype, policy: MixedPrecisionPolicy | None) -> tuple[Any, ...]:
@@ -382,13 +377,7 @@ REFUSED = {
 
 
 def refusals(kinds: list[str]) -> list[str]:
-    """Returns this rank's errors. Ranks that raise them would end, and start again for the next one."""
-    found = []
-    for kind in kinds:
-        with pytest.raises((TypeError, ValueError)) as error:
-            parallelized(kind)
-        found.append(f"{error.typename}: {error.value}")
-    return found
+    return [refusal(parallelized, kind) for kind in kinds]
 
 
 def test_what_does_not_fit_is_refused(ranks: LocalRanks) -> None:

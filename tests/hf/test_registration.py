@@ -6,7 +6,8 @@ import sys
 
 import pytest
 import torch
-from hf_cases import OUTPUT_TOLERANCE, assert_same_bits, batch, experts, mixtral_experts, relative, run
+from conftest import assert_equal
+from hf_cases import OUTPUT_TOLERANCE, batch, experts, mixtral_experts, relative, run
 from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -56,7 +57,7 @@ def test_a_compiled_model_goes_round_the_experts() -> None:
     module, tokens = experts(mixtral_experts), batch()
     expected = run(module, tokens)
     module.compile(backend="eager")
-    assert_same_bits(run(module, tokens), expected)
+    assert_equal(run(module, tokens), expected)
 
 
 def test_the_kernels_of_a_gpu_compute_the_same():

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hf_cases import assert_same_bits, gradients_of, relative
+from conftest import assert_equal
+from hf_cases import gradients_of, relative
 from hf_models import SMALL, drawn, text
 from torch import Tensor, nn
 from transformers import JambaConfig, JambaForCausalLM
@@ -99,13 +100,13 @@ def test_replaying_what_was_recorded_changes_no_bit(family: str, checkpointing: 
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     with ms.record_routing(model) as recorded:
-        assert_same_bits(train(model), plain)
+        assert_equal(train(model), plain)
     layers, top_k = len(routers(model)), routers(model)[0].top_k
     assert [(ids.shape, ids.dtype) for ids in recorded] == [
         ((layers, num_tokens, top_k), torch.uint8) for num_tokens in (60, 33)
     ]
     with ms.replay_routing(model, recorded):
-        assert_same_bits(train(model), plain)
+        assert_equal(train(model), plain)
 
 
 @every_family
@@ -160,26 +161,18 @@ def test_experts_get_what_is_replayed(family: str) -> None:
             assert not torch.equal(replayed_TK, live_TK)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow), "autocast"])
 @every_function
-def test_other_dtypes_replay_without_a_changed_bit(family: str, dtype: torch.dtype) -> None:
-    model = drawn(family, experts_implementation="moesys").to(dtype)
-    plain = train(model)
-    with ms.record_routing(model) as recorded:
-        train(model)
-    with ms.replay_routing(model, recorded):
-        assert_same_bits(train(model), plain)
-
-
-@every_function
-def test_autocast_replays_without_a_changed_bit(family: str) -> None:
+def test_other_dtypes_replay_without_a_changed_bit(family: str, dtype: torch.dtype | str) -> None:
     model = drawn(family, experts_implementation="moesys")
-    with torch.autocast("cpu", torch.bfloat16):
+    if isinstance(dtype, torch.dtype):
+        model = model.to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
         plain = train(model)
         with ms.record_routing(model) as recorded:
             train(model)
         with ms.replay_routing(model, recorded):
-            assert_same_bits(train(model), plain)
+            assert_equal(train(model), plain)
 
 
 @every_function
@@ -193,7 +186,7 @@ def test_a_recomputation_repeats_the_experts_of_its_first_pass(family: str, expe
     assert num_hooks(model) == 0
     model.activation_checkpointing_enable({"use_reentrant": False})
     with ms.replay_routing(model, ids):
-        assert_same_bits(train(model), plain)
+        assert_equal(train(model), plain)
     model.zero_grad()
     batches = text(0), text(1)[:, :11]
     with ms.replay_routing(model, ids):
@@ -203,7 +196,7 @@ def test_a_recomputation_repeats_the_experts_of_its_first_pass(family: str, expe
         losses[1].backward()
         model(input_ids=text(0))
     losses[0].backward()
-    assert_same_bits({f"loss{index}": loss for index, loss in enumerate(losses)} | gradients_of(model), plain)
+    assert_equal({f"loss{index}": loss for index, loss in enumerate(losses)} | gradients_of(model), plain)
     del losses
     gc.collect()
     assert num_hooks(model) == 0
@@ -225,12 +218,12 @@ def test_a_copy_made_inside_of_a_context_has_routers_of_its_own() -> None:
     with ms.replay_routing(model, ids), ms.record_routing(model) as recorded:
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
         for each in copies:
-            assert_same_bits(train(negated(each)), wanted)
+            assert_equal(train(negated(each)), wanted)
         model(input_ids=text(0))
     assert [torch.equal(each, ids) for each in recorded] == [True]
     for each in copies:
         with ms.record_routing(each) as chosen:
-            assert_same_bits(train(each), wanted)
+            assert_equal(train(each), wanted)
         assert len(chosen) == 2
         assert not torch.equal(chosen[0], ids)
 

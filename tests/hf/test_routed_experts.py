@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from conftest import assert_equal
 from hf_cases import (
     KINDS,
     Batch,
@@ -17,7 +18,6 @@ from hf_cases import (
     K,
     assert_agree,
     assert_no_worse,
-    assert_same_bits,
     batch,
     every_kind,
     experts,
@@ -181,7 +181,7 @@ def test_the_same_bits_every_time(kind: Callable[[], nn.Module], threads: int) -
     module, tokens = experts(kind), batch(150)
     first = run(module, tokens)
     for _ in range(3):
-        assert_same_bits(run(module, tokens), first)
+        assert_equal(run(module, tokens), first)
     with torch.inference_mode():
         assert torch.equal(module(tokens.x, tokens.index, tokens.weight), first["y"])
 
@@ -196,7 +196,7 @@ def test_blocks_change_no_bit(kind: Callable[[], nn.Module], monkeypatch: pytest
     monkeypatch.setattr(row_invariant_ops, "THREADED_ELEMENTS", 700)
     cut = run(module, tokens)
     assert_agree(cut, whole, 1e-6)
-    assert_same_bits(*({name: t for name, t in results.items() if "." not in name} for results in (cut, whole)))
+    assert_equal(*({name: t for name, t in results.items() if "." not in name} for results in (cut, whole)))
 
 
 def test_backward_leaves_what_was_saved_as_it_is() -> None:
@@ -213,10 +213,10 @@ def test_what_is_frozen_has_no_gradient_and_changes_no_other(kind: Callable[[], 
     everything = run(module, tokens)
     module.requires_grad_(False)
     frozen = run(module, tokens)
-    assert_same_bits(frozen, {name: everything[name] for name in ("y", "dx", "dweight")})
+    assert_equal(frozen, {name: everything[name] for name in ("y", "dx", "dweight")})
     module.requires_grad_(True)
     module(tokens.x, tokens.index, tokens.weight).backward(tokens.dy)
-    assert_same_bits(gradients_of(module), {name: everything[name] for name, _ in module.named_parameters()})
+    assert_equal(gradients_of(module), {name: everything[name] for name, _ in module.named_parameters()})
 
 
 # --- memory ---

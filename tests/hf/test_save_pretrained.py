@@ -14,13 +14,15 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import drawn, fsep, lent, loaded, text
+from conftest import assert_equal
+from hf_models import drawn, fsep, lent, loaded, saved_model, text
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,15 +51,8 @@ REPLICAS = {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with a model of a family, as transformers saves it; written when it is first asked for."""
-    root = tmp_path_factory.mktemp("models")
-
-    def folder(family: str) -> Path:
-        if not (root / family).exists():
-            drawn(family, EXPERTS).save_pretrained(root / family)
-        return root / family
-
-    return folder
+    """``saved_model`` for a family of models."""
+    return partial(saved_model, tmp_path_factory.mktemp("models"), EXPERTS)
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -71,9 +66,7 @@ def logits(folder: Path) -> Tensor:
 
 
 def assert_same(out: Path, folder: Path) -> None:
-    found, wanted = tensors(out), tensors(folder)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert_equal(tensors(out), tensors(folder))
     torch.testing.assert_close(logits(out), logits(folder), rtol=0, atol=1e-6)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import assert_equal
 from torch import Tensor
 
 from moesys.kernels.experts.activation_gradient import activation_gradient
@@ -114,8 +115,7 @@ def test_gradients_are_written_where_they_belong() -> None:
         results.append([y_TH, *found, *out])
         if padding:
             assert gradients[:, 3 * I * H :].isnan().all()
-    for together, with_gaps in zip(*results, strict=True):
-        assert torch.equal(together, with_gaps)
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__[3:])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import assert_equal
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -253,8 +254,7 @@ def all_of(name: str, strategies: Sequence[ms.Strategy], distributed: bool = Fal
 def assert_right(name: str, by_rank: list[Any], strategies: Sequence[ms.Strategy]) -> None:
     for strategy, *found in zip(strategies, *by_rank, strict=True):
         for sequential, pipelined in found:
-            for what, each in sequential.items():
-                assert torch.equal(each, pipelined[what]), (strategy.name, what)
+            assert_equal(sequential, pipelined, strategy.name)
         if isinstance(strategy.sharding, ms.Fsep):
             # What every rank has whole has a part of its gradient on each.
             for what in (what for what, dim in FORMS[name].cut.items() if dim is None):

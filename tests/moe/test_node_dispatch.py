@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import assert_equal
 from harness import Case, assert_same_bits, assert_same_training, gradients_of, run_cases, train
 
 import moesys as ms
@@ -68,10 +69,9 @@ def test_rows_once_a_node_change_no_bit_and_sums_a_node_have_bits_of_their_own(
             assert_same_bits(sums, what)
             tolerance = {"float32": 1e-5, "bfloat16": 3e-2}[dtype]
             for part in ("outputs", "dx"):
-                for a, b in zip(direct[part], sums[0][part], strict=True):
-                    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-            for a, b in zip(direct["gradients"].values(), sums[0]["gradients"].values(), strict=True):
-                torch.testing.assert_close(a, b, rtol=tolerance, atol=10 * tolerance)
+                torch.testing.assert_close(direct[part], sums[0][part], rtol=tolerance, atol=tolerance)
+            gradients = (each["gradients"] for each in (direct, sums[0]))
+            torch.testing.assert_close(*gradients, rtol=tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("combine", ["ordered", pytest.param("per_node", marks=pytest.mark.slow)])
@@ -169,8 +169,7 @@ def test_large_rows_cross_in_parts_and_change_neither_bits_nor_bytes(ranks: Loca
     parts = ranks.run(large_rows, ms.Sequential(node_dispatch="once", combine=combine), timeout_s=240)
     for (expected, one, expected_bytes), (found, several, found_bytes) in zip(whole, parts, strict=True):
         assert (one, several) == (1, 4)
-        assert len(found) == len(expected)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+        assert_equal(found, expected)
         assert found_bytes == expected_bytes
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import assert_equal
 from harness import Stack, gradients_of
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor
@@ -150,9 +151,7 @@ def test_travel_behind_other_work_recomputation_and_chunks_change_no_bit(ranks: 
     first, *others = [ranks.run(trained, *each) for each in runs]
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
-            assert mine["gradients"].keys() == theirs["gradients"].keys()
-            for name, gradient in mine["gradients"].items():
-                assert torch.equal(gradient, theirs["gradients"][name]), name
+            assert_equal(mine["gradients"], theirs["gradients"])
     assert [len(each["slots"]) for each in first] == [2] * 4
     cluster = CLUSTERS["nodes of 1 and 3"]
     batches = [summed_by_node([each["slots"][batch] for each in first], cluster) for batch in range(2)]

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import assert_equal
 from harness import summed, whole
 from shuffling_planner import ShufflingPlanner
+from test_host_forms import batch as batch_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,13 +33,7 @@ FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=4), **GREEDY)
 
 
 def batch(number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, choices, weights and the output's gradient; the last rank has no tokens in the first batch."""
-    rank, R = dist.get_rank(), dist.get_world_size()
-    num_tokens = 0 if number == 0 and rank == R - 1 else 9 + 5 * rank + number
-    generator = torch.Generator().manual_seed(100 * number + rank)
-    x_TH, dy_TH = (torch.randn(num_tokens, H, generator=generator) for _ in range(2))
-    expert_TK = torch.rand(num_tokens, E, generator=generator).topk(K).indices
-    return x_TH, expert_TK, torch.rand(num_tokens, K, generator=generator), dy_TH
+    return batch_of(number, dist.get_rank(), dist.get_world_size())
 
 
 def run(experts: ms.Experts, parameters: list[nn.Parameter]) -> list[Tensor]:
@@ -80,8 +76,7 @@ def own_and_outside(strategy: ms.Strategy, cluster: ms.ClusterSpec | None = None
 @pytest.mark.parametrize("strategy", [EP, FSEP], ids=["ep", "fsep"])
 def test_where_masters_are_kept_changes_no_bit(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     for own, kept_outside in ranks.run(own_and_outside, strategy, num_ranks=2):
-        for one, other in zip(own, kept_outside, strict=True):
-            assert torch.equal(one, other)
+        assert_equal(own, kept_outside)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +90,7 @@ def test_where_masters_are_kept_changes_no_bit(ranks: LocalRanks, strategy: ms.S
 def test_nor_where_experts_travel_node_by_node(ranks: LocalRanks, sharding: ms.Ep | ms.Fsep) -> None:
     nodes = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
     for own, kept_outside in ranks.run(own_and_outside, EP.replace(sharding=sharding), nodes, timeout_s=240):
-        for one, other in zip(own, kept_outside, strict=True):
-            assert torch.equal(one, other)
+        assert_equal(own, kept_outside)
 
 
 def biased(strategy: ms.Strategy) -> tuple[list[Tensor], list[Tensor]]:
@@ -122,8 +116,7 @@ def biased(strategy: ms.Strategy) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("strategy", [EP, FSEP.replace(overlap=ms.Pipelined(chunks=2))], ids=["ep", "fsep"])
 def test_biases_and_transposed_projections(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     for found, expected in ranks.run(biased, strategy, num_ranks=2):
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def misfitting() -> None:
@@ -331,8 +324,7 @@ def test_computed_masters_are_not_kept_where_a_checkpoint_computes_them_again(
     for (wanted, kept), (found, kept_by_checkpoint) in ranks.run(both_computed, strategy, num_ranks=2):
         assert kept
         assert not kept_by_checkpoint
-        for one, other in zip(found, wanted, strict=True):
-            assert torch.equal(one, other)
+        assert_equal(found, wanted)
 
 
 def switched(strategy: ms.Strategy, ahead: int) -> tuple[list[Tensor], int]:
@@ -402,8 +394,7 @@ def test_experts_that_travel_ahead_are_those_of_the_pass(ranks: LocalRanks, stra
     for (wanted, none), (found, num_ahead) in ranks.run(switched_ahead, strategy, num_ranks=2, timeout_s=120.0):
         assert none == 0
         assert num_ahead > 0
-        for one, other in zip(found, wanted, strict=True):
-            assert torch.equal(one, other)
+        assert_equal(found, wanted)
 
 
 @pytest.mark.parametrize("listed", [False, True])

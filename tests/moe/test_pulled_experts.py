@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import assert_equal
 from harness import Stack, whole
 
 import moesys as ms
@@ -87,13 +88,8 @@ def restored_and_resharded(shape: ms.ModelShape, dtype: torch.dtype, under_way: 
 )
 def test_they_are_those_that_are_sent(ranks, shape, dtype, under_way):
     for sent, pulled in ranks.run(restored_and_resharded, SHAPES[shape], dtype, under_way, num_ranks=4):
-        for one, other in zip(sent["experts"], pulled["experts"], strict=True):
-            assert len(one) == len(other)
-            for weights, same in zip(one, other, strict=True):
-                assert all(w.dtype == dtype for w in same)
-                assert all(map(torch.equal, weights, same))
-        assert all(map(torch.equal, sent["gradients"], pulled["gradients"]))
-        assert not any(gradient.isnan().any() for gradient in pulled["gradients"])
+        assert {weight.dtype for held in pulled["experts"] for weights in held for weight in weights} == {dtype}
+        assert_equal(*([each["experts"], each["gradients"]] for each in (pulled, sent)))
         restored = [{key: n for key, n in each["bytes"].items() if key[0] == "restore"} for each in (sent, pulled)]
         assert restored[0] == restored[1] != {}
 
@@ -119,7 +115,8 @@ def step(overlap: ms.Overlap) -> list[torch.Tensor]:
     assert len({id(shards.rings) for shards in all_shards if isinstance(shards, PulledExperts)}) == pulled
     for shards in all_shards:
         if isinstance(shards, PulledExperts):
-            assert shards.rings.num_bytes == ring_bytes(shape, dist.get_world_size(), num_slots=2, gradient_bytes=4)
+            num_bytes = sum(ring._heap.layout.num_bytes for ring in shards.rings._rings.values())
+            assert num_bytes == ring_bytes(shape, dist.get_world_size(), num_slots=2, gradient_bytes=4)
     runtime.close()
     return [*outputs, x_TH.grad, *(whole(p.grad) for p in model.parameters())]
 
@@ -131,7 +128,7 @@ def steps() -> list[list[torch.Tensor]]:
 @pytest.mark.slow
 def test_linked_layers_on_mega_kernels_pull_to_the_same_bits(ranks):
     for sent, pulled in ranks.run(steps, num_ranks=2):
-        assert all(map(torch.equal, sent, pulled))
+        assert_equal(pulled, sent)
 
 
 def pull_from_a_rank_that_does_not_share(timeout_s: float) -> str:

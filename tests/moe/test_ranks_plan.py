@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Stack, gradients_of
-from test_local import READS, WAITS
+from test_local import host_never_waits
 from torch import Tensor
 
 import moesys as ms
@@ -42,42 +41,22 @@ OF_LAYOUTS = ("moesys.moe.pulled_experts", "moesys.kernels.symmetric.pulls")
 COPIES = "moesys.kernels.host_copies"
 
 
-@contextmanager
-def host_never_waits() -> Iterator[None]:
-    """Raises where code of moesys does, for tokens, what on a GPU waits for it."""
-
-    def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def refused(*args: Any, **options: Any) -> Any:
-            frame = sys._getframe(1)
-            while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("torch"):
-                frame = frame.f_back
-            where = str(frame.f_globals.get("__name__"))
-            allowed = where in (*OF_LAYOUTS, COPIES) or frame.f_code.co_name in ON_THE_CPU
-            assert allowed or not where.startswith("moesys."), f"{name} in {where}, line {frame.f_lineno}"
-            return function(*args, **options)
-
-        return refused
-
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, names in ((Tensor, READS), (torch, WAITS)):
-            for name in names:
-                patch.setattr(owner, name, refusing(name, getattr(owner, name)))
-        yield
+def of_hosts(frame: Any) -> bool:
+    return frame.f_globals.get("__name__") in (*OF_LAYOUTS, COPIES) or frame.f_code.co_name in ON_THE_CPU
 
 
-def train(strategy: ms.Strategy, guard: bool, linked: bool, checkpointed: bool) -> dict[str, Any]:
-    """Micro-batches, one more than lead to a layout, through a layer, or two that are recomputed. The first makes what
-    lasts, unguarded.
+def train(
+    model: Stack, batches: Sequence[int], guard: bool, linked: bool, checkpointed: bool = False
+) -> dict[str, Any]:
+    """Returns outputs, gradients, plans and states of batches of so many tokens of this rank. ``guard``: the host must
+    not wait, once the first batch made memory.
     """
-    model = Stack(SHAPE, strategy, num_layers=1 + checkpointed)
-    for moe in model.moe:
-        moe.experts.expert_compute = TritonExperts()
     runtime = ms.link(model) if linked else None
     generator = torch.Generator().manual_seed(dist.get_rank())
     found: dict[str, Any] = {}
-    for step, tokens in enumerate((3, 8, 5)[: strategy.replan_every + 1]):
-        x = torch.randn(tokens + dist.get_rank(), SHAPE.hidden_size, generator=generator).requires_grad_()
-        with host_never_waits() if guard and step else nullcontext():
+    for step, tokens in enumerate(batches):
+        x = torch.randn(tokens, SHAPE.hidden_size, generator=generator).requires_grad_()
+        with host_never_waits(of_hosts) if guard and step else nullcontext():
             y = model(x, checkpointed)
             y.square().sum().backward()
         found |= {f"y {step}": y.detach(), f"dx {step}": x.grad}
@@ -92,18 +71,34 @@ def train(strategy: ms.Strategy, guard: bool, linked: bool, checkpointed: bool) 
     return found
 
 
-def differ(
-    strategy: ms.Strategy, other: ms.MegaKernel | ms.Sequential, guard: bool, linked: bool, checkpointed: bool
-) -> list[str]:
-    """Where plans of devices change what ``other`` finds by those of hosts."""
-    found = train(strategy, guard, linked, checkpointed)
-    expected = train(strategy.replace(overlap=other), False, linked, checkpointed)
+def different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     assert found.keys() == expected.keys()
     return [
         name
         for name, value in expected.items()
         if not (torch.equal(value, found[name]) if isinstance(value, Tensor) else value == found[name])
     ]
+
+
+def made(shape: ms.ModelShape, strategy: ms.Strategy, compute: TritonExperts, num_layers: int = 1) -> Stack:
+    model = Stack(shape, strategy, num_layers)
+    for moe in model.moe:
+        moe.experts.expert_compute = compute
+    return model
+
+
+def planned(strategy: ms.Strategy, guard: bool, linked: bool, checkpointed: bool) -> dict[str, Any]:
+    model = made(SHAPE, strategy, TritonExperts(), num_layers=1 + checkpointed)
+    batches = [tokens + dist.get_rank() for tokens in (3, 8, 5)[: strategy.replan_every + 1]]
+    return train(model, batches, guard, linked, checkpointed)
+
+
+def differ(
+    strategy: ms.Strategy, other: ms.MegaKernel | ms.Sequential, guard: bool, linked: bool, checkpointed: bool
+) -> list[str]:
+    """Where plans of devices change what ``other`` finds by those of hosts."""
+    found = planned(strategy, guard, linked, checkpointed)
+    return different(found, planned(strategy.replace(overlap=other), False, linked, checkpointed))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +119,7 @@ def test_hosts_never_wait_and_no_bit_changes(
 
 def waiting() -> str:
     with pytest.raises(AssertionError) as refused:
-        train(EP.replace(overlap=HOST), True, False, False)
+        planned(EP.replace(overlap=HOST), True, False, False)
     return str(refused.value)
 
 

@@ -4,15 +4,11 @@ changes.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from harness import Stack, gradients_of
-from test_ranks_plan import host_never_waits
+from test_ranks_plan import different, made, train
 from torch import Tensor
 
 import moesys as ms
@@ -34,27 +30,8 @@ class ByHosts(TritonExperts):
     by_tables = False  # type: ignore[assignment]
 
 
-def train(compute: TritonExperts, strategy: ms.Strategy, guard: bool, linked: bool) -> dict[str, Any]:
-    """Micro-batches, one more than lead to a layout. The first makes what lasts, unguarded."""
-    model = Stack(SHAPE, strategy, num_layers=1)
-    for moe in model.moe:
-        moe.experts.expert_compute = compute
-    runtime = ms.link(model) if linked else None
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    found: dict[str, Any] = {}
-    for step, tokens in enumerate((3, 8, 0)[: strategy.replan_every + 1]):
-        x = torch.randn(tokens, SHAPE.hidden_size, generator=generator).requires_grad_()
-        with host_never_waits() if guard and step else nullcontext():
-            y = model(x)
-            y.square().sum().backward()
-        found |= {f"y {step}": y.detach(), f"dx {step}": x.grad}
-    for index, moe in enumerate(model.moe):
-        found[f"plan {index}"] = moe.last_plan
-        found[f"state {index}"] = moe.experts.get_extra_state()
-    found |= gradients_of(model)
-    if runtime is not None:
-        runtime.close()
-    return found
+def routed(compute: TritonExperts, strategy: ms.Strategy, guard: bool, linked: bool) -> dict[str, Any]:
+    return train(made(SHAPE, strategy, compute), (3, 8, 0)[: strategy.replan_every + 1], guard, linked)
 
 
 def differ(strategy: ms.Strategy, guard: bool, linked: bool) -> tuple[list[str], list[int], int]:
@@ -77,17 +54,11 @@ def differ(strategy: ms.Strategy, guard: bool, linked: bool) -> tuple[list[str],
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moesys.overlap.device_routes.HostCopy", Counted)
-        found = train(TritonExperts(), strategy, guard, linked)
+        found = routed(TritonExperts(), strategy, guard, linked)
         number = len(told)
-        expected = train(ByHosts(), strategy, False, linked)
+        expected = routed(ByHosts(), strategy, False, linked)
     assert len(told) == number
-    assert found.keys() == expected.keys()
-    different = [
-        name
-        for name, value in expected.items()
-        if not (torch.equal(value, found[name]) if isinstance(value, Tensor) else value == found[name])
-    ]
-    return different, told, len(asked)
+    return different(found, expected), told, len(asked)
 
 
 @pytest.mark.parametrize(
@@ -107,15 +78,15 @@ def test_hosts_read_sizes_once_and_no_bit_changes(
     # Rows of each chunk to and from each of two ranks, and who wants what.
     size = 2 * chunks * 2 + 2 * SHAPE.num_experts
     forwards = strategy.replan_every + 1
-    for different, told, asked in ranks.run(differ, strategy, guard, linked, num_ranks=2, timeout_s=500):
-        assert different == []
+    for changed, told, asked in ranks.run(differ, strategy, guard, linked, num_ranks=2, timeout_s=500):
+        assert changed == []
         assert told == [size] * forwards
         assert asked == forwards
 
 
 def waiting() -> str:
     with pytest.raises(AssertionError) as refused:
-        train(ByHosts(), EP, True, False)
+        routed(ByHosts(), EP, True, False)
     return str(refused.value)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import assert_equal
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -69,10 +70,7 @@ def test_counts_and_biases_are_those_of_one_process_with_the_whole_batch(ranks: 
     ]
     expected = balanced([[whole_TH] for whole_TH in whole_S])
     assert [sum(counts[0]) for counts, _ in expected] == [2 * sum(map(sum, SIZES))] * STEPS
-    for of_rank in ranks.run(balanced_on_ranks, num_ranks=2):
-        for (counts, biases), (whole_counts, whole_biases) in zip(of_rank, expected, strict=True):
-            assert counts == whole_counts
-            assert all(map(torch.equal, biases, whole_biases))
+    assert_equal(ranks.run(balanced_on_ranks, num_ranks=2), [expected] * 2)
 
 
 def loss_shape(scoring_func: Any) -> ms.ModelShape:
@@ -217,10 +215,7 @@ def test_histograms_and_biases_are_those_of_one_process_with_the_whole_batch(ran
     for (counted, _), (_, mask_T) in zip(expected, whole_S, strict=True):
         for each in counted:
             assert each[:-1].view(6, BINS).sum(dim=1).tolist() == [mask_T.sum()] * 6
-    for of_rank in ranks.run(balanced_by_quantiles_on_ranks, num_ranks=2):
-        for found, whole in zip(of_rank, expected, strict=True):
-            assert all(map(torch.equal, found[0], whole[0]))
-            assert all(map(torch.equal, found[1], whole[1]))
+    assert_equal(ranks.run(balanced_by_quantiles_on_ranks, num_ranks=2), [expected] * 2)
 
 
 def skewed_layer() -> tuple[ms.MoELayer, Tensor]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import assert_equal
 from harness import Stack, gradients_of, summed, whole
 from torch import Tensor, nn
 from torch.nn import functional
@@ -80,12 +81,6 @@ def results(model: Stack, num_tokens: Sequence[int] = (19, 19), way: Way = plain
     return outputs | gradients_of(model)
 
 
-def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor), name
-
-
 # --- what is computed ---
 
 
@@ -148,13 +143,13 @@ def test_replaying_what_was_recorded_changes_no_bit(shape: ms.ModelShape) -> Non
     plain = results(stack(shape))
     model = stack(shape)
     with ms.record_routing(model) as recorded:
-        assert_same_bits(results(model), plain)
+        assert_equal(results(model), plain)
     assert [(ids.shape, ids.dtype) for ids in recorded] == [((L, 19, K), torch.uint8)] * 2
     model.zero_grad()
     with ms.replay_routing(model, recorded):
-        assert_same_bits(results(model), plain)
+        assert_equal(results(model), plain)
     model.zero_grad()
-    assert_same_bits(results(model), plain)
+    assert_equal(results(model), plain)
 
 
 @every_shape
@@ -195,7 +190,7 @@ def test_a_recomputation_repeats_the_experts_of_its_first_pass(way: Way) -> None
     for each in (plainly, way):
         with ms.replay_routing(model := stack(), ids):
             by_way.append(results(model, sizes, each))
-    assert_same_bits(*by_way)
+    assert_equal(*by_way)
 
 
 @every_checkpoint
@@ -211,7 +206,7 @@ def test_backward_may_come_after_the_context(way: Way) -> None:
     with ms.replay_routing(model, other_experts(1)):
         assert not torch.equal(model(tokens(0)), y)
         y.square().sum().backward()
-    assert_same_bits(gradients_of(model), plain)
+    assert_equal(gradients_of(model), plain)
     del y
     gc.collect()
     assert not any(layer.router.chooser._forward_hooks for layer in model.moe)
@@ -225,7 +220,7 @@ def test_a_graph_that_is_kept_is_recomputed_alike_again(way: Way) -> None:
     once = gradients_of(model)
     model.zero_grad()
     loss.backward()
-    assert_same_bits(gradients_of(model), once)
+    assert_equal(gradients_of(model), once)
 
 
 @every_checkpoint
@@ -238,7 +233,7 @@ def test_a_pass_from_before_is_recomputed_with_its_own_choice(way: Way) -> None:
     with ms.replay_routing(model, other_experts(0)):
         y.square().sum().backward()
         model(tokens(0))
-    assert_same_bits(gradients_of(model), plain)
+    assert_equal(gradients_of(model), plain)
 
 
 @every_checkpoint

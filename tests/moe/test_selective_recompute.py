@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import assert_equal
 from harness import whole
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -144,8 +145,7 @@ def test_a_layer_that_saves_nothing_is_computed(wide: int, teacher: bool) -> Non
         tail.zero_grad()
         (checkpoint(run, x, use_reentrant=False) if again else run(x)).square().sum().backward()
         found.append([p.grad.clone() for p in tail.parameters()])
-    for kept, recomputed in zip(*found, strict=True):
-        assert torch.equal(kept, recomputed)
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -223,8 +223,7 @@ def test_selective_checkpoints_change_no_bit(
 ) -> None:
     """Recorded: hooks on routers do in the first pass what they do not in the second."""
     kept = gradients_of_block(strategy, None, early_stop, recorded)
-    for expected, found in zip(kept, gradients_of_block(strategy, policy, early_stop, recorded), strict=True):
-        assert torch.equal(expected, found)
+    assert_equal(kept, gradients_of_block(strategy, policy, early_stop, recorded))
 
 
 class Together(AbstractContextManager[None]):
@@ -267,8 +266,7 @@ def test_selective_checkpoints_inside_each_other(outer: Any, inner: Any) -> None
         found.append([x.grad, *(each.grad for layer in layers for each in layer.parameters())])
         for layer in layers:
             layer.zero_grad()
-    for expected, again in zip(*found, strict=True):
-        assert torch.equal(expected, again)
+    assert_equal(*found)
 
 
 def test_other_dispatch_modes_see_a_layer() -> None:

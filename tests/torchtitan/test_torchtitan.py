@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import assert_equal
 from pages import blocks_of, commands_of, is_run
 from safetensors.torch import load_file
 from titan_runs import (
@@ -60,8 +61,7 @@ def same_training(found_R: list[Trained], wanted_R: list[Trained], tolerance: fl
     first gradients.
     """
     for found, wanted in zip(found_R, wanted_R, strict=True):
-        for step, (mine, other) in enumerate(zip(found.choices, wanted.choices, strict=True)):
-            assert [torch.equal(*pair) for pair in zip(mine, other, strict=True)] == [True] * len(other), step
+        assert_equal(found.choices, wanted.choices)
     found, wanted = found_R[0], wanted_R[0]
     assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
     assert found.norms == pytest.approx(wanted.norms, rel=tolerance)
@@ -73,9 +73,7 @@ def same_training(found_R: list[Trained], wanted_R: list[Trained], tolerance: fl
 
 def same_bits(found: Trained, wanted: Trained) -> None:
     assert found.losses == wanted.losses
-    assert found.parameters.keys() == wanted.parameters.keys()
-    for name, parameter in wanted.parameters.items():
-        assert torch.equal(found.parameters[name], parameter), name
+    assert_equal(found.parameters, wanted.parameters)
 
 
 def test_a_step_with_a_strategy_from_a_file_is_that_of_torchtitan(
@@ -191,13 +189,10 @@ def test_a_run_is_resumed_from_torchtitans_checkpoints_as_if_it_had_not_stopped(
     overrides, folder = (*ours(STRATEGIES[name]), "moesys.torchtitan.planning"), str(tmp_path)
     whole = titan.run(train, Run(overrides, folder=folder), num_ranks=2)
     resumed = titan.run(train, Run(overrides, folder=folder, settings={"checkpoint.load_step": 3}), num_ranks=2)
-    assert [torch.equal(*each) for each in zip(resumed[0].choices[0], whole[0].choices[3], strict=True)]
+    assert_equal(resumed[0].choices[0], whole[0].choices[3])
     assert resumed[0].losses == whole[0].losses[3:]
-    assert [[each.tolist() for each in step] for step in resumed[0].held] == [
-        [each.tolist() for each in step] for step in whole[0].held[3:]
-    ]
-    for parameter, value in whole[0].parameters.items():
-        assert torch.equal(resumed[0].parameters[parameter], value), parameter
+    assert_equal(resumed[0].held, whole[0].held[3:])
+    assert_equal(resumed[0].parameters, whole[0].parameters)
 
 
 @pytest.mark.slow

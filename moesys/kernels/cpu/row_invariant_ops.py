@@ -148,12 +148,6 @@ def swiglu(h_N2I: Tensor, out_NI: Tensor) -> None:
             out.copy_(silu)
 
 
-def swiglu_reference(h_N2I: Tensor) -> Tensor:
-    """Returns the same in plain torch."""
-    gate, up = h_N2I.float().chunk(2, dim=1)
-    return (torch.nn.functional.silu(gate) * up).to(h_N2I.dtype)
-
-
 def swiglu_backward(h_N2I: Tensor, da_NI: Tensor, weight_N: Tensor, dh_N2I: Tensor, wa_NI: Tensor) -> Tensor:
     """Computes the gradients of ``weight * swiglu(h)`` for ``da = dL/d(weighted activation)``, not yet weighted.
 
@@ -197,14 +191,3 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
         torch.mul(left, right, out=out)
     else:
         out.copy_(left.mul_(right))
-
-
-def swiglu_backward_reference(h_N2I: Tensor, da_NI: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the same by autograd: (dh, weighted activation, dweight)."""
-    h = h_N2I.detach().float().requires_grad_()
-    weight = weight_N.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        gate, up = h.chunk(2, dim=1)
-        wa = weight[:, None] * (torch.nn.functional.silu(gate) * up)
-        dh, dweight = torch.autograd.grad(wa, (h, weight), da_NI.float())
-    return dh.to(h_N2I.dtype), wa.detach().to(h_N2I.dtype), dweight

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED, slope_one, slopes, slopes_reference
+from moesys.kernels.experts.grouped_gemm import grouped_gemm_reference
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import (
     left_step,
@@ -114,21 +115,17 @@ def activation_gradient_reference(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the same in plain torch; rows behind the last group are zeros."""
-    P, U = h_PU.shape
-    I = down_EHI.shape[2]
-    dh_PU, wa_PI = h_PU.new_zeros(P, U), h_PU.new_zeros(P, I)
-    dweight_P = weight_TK.new_zeros(weight_TK.numel())
-    first = routing.first_G1.tolist()
-    for group, matrix in enumerate(matrix_G.tolist()):
-        rows = slice(first[group], first[group + 1])
-        entry = routing.entry_P[rows].long()
-        da = dy_TH[entry // weight_TK.shape[1]].float() @ down_EHI[matrix].float()
-        a, slope = slopes_reference(h_PU[rows], activation)
-        weight = weight_TK.reshape(-1)[entry, None]
-        dh_PU[rows] = (weight * da.repeat(1, U // I) * slope).to(h_PU.dtype)
-        wa_PI[rows] = (weight * a).to(h_PU.dtype)
-        dweight_P[entry] = (da * a).sum(1)
-    return dh_PU, wa_PI, dweight_P.view(weight_TK.shape)
+    rows, halves = int(routing.first_G1[-1]), h_PU.shape[1] // down_EHI.shape[2]
+    entry = routing.entry_P[:rows].long()
+    dy = dy_TH[entry // weight_TK.shape[1]].float()
+    da = grouped_gemm_reference(dy, down_EHI.float(), routing.first_G1, matrix_G, transposed=False)
+    a, slope = slopes_reference(h_PU[:rows], activation)
+    weight = weight_TK.reshape(-1)[entry, None]
+    dh_PU, wa_PI = torch.zeros_like(h_PU), h_PU.new_zeros(len(h_PU), down_EHI.shape[2])
+    dh_PU[:rows], wa_PI[:rows] = weight * da.repeat(1, halves) * slope, weight * a
+    dweight_TK = torch.zeros_like(weight_TK)
+    dweight_TK.view(-1)[entry] = (da * a).sum(1)
+    return dh_PU, wa_PI, dweight_TK
 
 
 class GradientRows(NamedTuple):

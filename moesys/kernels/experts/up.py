@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED, activate, activate_one, activation_reference
+from moesys.kernels.experts.grouped_gemm import grouped_gemm_reference
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import (
     halves_by_tma,
@@ -187,9 +188,5 @@ def up_reference(
 ) -> tuple[Tensor, Tensor]:
     """Returns the same in plain torch, in the dtype of x; rows behind the last group's are zero."""
     x_PH = x_TH[routing.entry_P.clamp_min(0).long() // top_k]
-    h_PU = x_TH.new_zeros(len(x_PH), gate_up_EUH.shape[1])
-    first = routing.first_G1.tolist()
-    for group, matrix in enumerate(matrix_G.tolist()):
-        rows = slice(first[group], first[group + 1])
-        h_PU[rows] = x_PH[rows] @ gate_up_EUH[matrix].t()
+    h_PU = grouped_gemm_reference(x_PH, gate_up_EUH, routing.first_G1, matrix_G, transposed=True)
     return h_PU, activation_reference(h_PU, activation)

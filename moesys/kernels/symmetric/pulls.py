@@ -140,10 +140,6 @@ class PullRing:
         """Returns the most bytes that a rank can share at once."""
         return self._heap.layout.regions["shared"].shape[1]
 
-    @property
-    def arena_bytes(self) -> int:
-        return self._heap.layout.num_bytes
-
     def start(self, shared: Tensor, wanted: Sequence[PullPart], into: Tensor) -> Pull:
         """Starts a pull. ``shared``: contiguous; ``into``: all destinations are parts of it; it becomes NaN if the pull
         is given up. All ranks start the same pulls in the same order.
@@ -222,11 +218,6 @@ class PullRings:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rings: dict[str, PullRing] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Returns the bytes of all arenas of this rank."""
-        return sum(ring.arena_bytes for ring in self._rings.values())
 
     def ring(self, name: str, num_bytes: int, device: torch.device, timeout_s: float) -> PullRing:
         """Returns the ring ``name``, grown to ``num_bytes`` per rank if needed. Waits on a new ring time out after

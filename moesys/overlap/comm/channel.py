@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
@@ -140,7 +139,7 @@ class Transfer:
 
     def wait(self) -> None:
         if self._work is not None:
-            with self._channel.exposed(self._lane):
+            with self._channel.meter.exposed(self._lane):
                 self._channel.guard(f"{self._lane} ({self._detail})" if self._detail else self._lane, self._work.wait)
             if isinstance(self._work, Messages):
                 self._kept.discard(self._work)
@@ -325,7 +324,7 @@ class Channel:
 
     def _all_gather(self, values_N: Tensor, lane: str, what: str) -> Tensor:
         gathered_RN = values_N.new_empty(self.num_ranks, len(values_N))
-        with self.recorder.span(lane, lane), self.exposed(lane):
+        with self.recorder.span(lane, lane), self.meter.exposed(lane):
             self.guard(what, lambda: dist.all_gather(list(gathered_RN.unbind()), values_N, group=self.group))
         return gathered_RN
 
@@ -354,13 +353,9 @@ class Channel:
     def all_reduce(self, values: Tensor, *, lane: str) -> Tensor:
         """Returns the sum of every rank's ``values``, which it takes the place of; blocks."""
         if self.group is not None:
-            with self.recorder.span(lane, lane), self.exposed(lane):
+            with self.recorder.span(lane, lane), self.meter.exposed(lane):
                 self.guard(lane, lambda: dist.all_reduce(values, group=self.group))
         return values
-
-    def exposed(self, lane: str) -> AbstractContextManager[None]:
-        """Measures the time inside as exposed communication."""
-        return self.meter.exposed(lane)
 
     def guard(self, what: str, call: Callable[[], T]) -> T:
         """Returns ``call()``, a collective; where it fails ``CollectiveError`` names it and the ranks that are gone."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from moesys.config import BYTES_PER_GB
 from moesys.config.model_run import LayerRecompute, ModelRun
-from moesys.limits import pulls_again, rank_memory
+from moesys.limits import rank_memory
 from moesys.simulator.model.exchanges import Ring
 from moesys.simulator.model.model_cost import Operations
 from moesys.simulator.model.units import Units
@@ -70,7 +70,7 @@ def stage_memory(run: ModelRun, units: Units, chunks: Sequence[range], held: int
     gradients = run.gradient_bytes * ((dense / dense_ring if whole else dense) + owned)
     optimizer = of_dense * dense / (dense_ring if sharded else 1) + of_experts * owned / (expert_ring if sharded else 1)
     share = run.micro_batch / (parallel.tp * parallel.cp)
-    again = pulls_again(run.strategy)
+    again = not run.strategy.overlap.keep_x
     kept = sum(_saved(each, parallel.recompute, row_factor, again) for each in layers) * share / len(chunks)
     working = 0.0
     if parallel.recompute != "none" or parallel.overlap_micro_batches:

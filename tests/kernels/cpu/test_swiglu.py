@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.cpu import row_invariant_ops
-from moesys.kernels.cpu.row_invariant_ops import swiglu, swiglu_backward, swiglu_backward_reference, swiglu_reference
+from moesys.kernels.cpu.row_invariant_ops import swiglu, swiglu_backward
 
 # Each case says which edge it is: (rows, width).
 SIZES = {
@@ -56,17 +56,14 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(("N", "I"), SIZES.values(), ids=SIZES)
-def test_agrees_with_float64_and_with_the_reference(N: int, I: int, dtype: torch.dtype) -> None:
+def test_agrees_with_float64(N: int, I: int, dtype: torch.dtype) -> None:
     h_N2I, da_NI, weight_N = operands(N, I, dtype)
     expected = float64(h_N2I, da_NI, weight_N)
     actual = {"a": forward(h_N2I), **backward(h_N2I, da_NI, weight_N)}
-    dh, wa, dweight = swiglu_backward_reference(h_N2I, da_NI, weight_N)
-    reference = {"a": swiglu_reference(h_N2I), "dh": dh, "wa": wa, "dweight": dweight}
     for name, value in expected.items():
         tolerance = TOLERANCE[torch.float32 if name == "dweight" else dtype]
-        assert actual[name].dtype == reference[name].dtype
+        assert actual[name].dtype == (torch.float32 if name == "dweight" else dtype)
         assert relative(actual[name], value) <= tolerance, name
-        assert relative(reference[name], value) <= tolerance, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from test_grouped_gemm import every_dtype
 from torch import Tensor
 
 from moesys.kernels.experts.activation_gradient import activation_gradient, activation_gradient_reference
@@ -47,10 +48,6 @@ CASES = {
     "replicas of a matrix": Case([[t % 2, 2] for t in range(9)], [1, 1, 0], 16, 24),
     "no tokens": Case([], [0, 1], 16, 16),
 }
-HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
-every_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, HALF, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
-)
 
 
 class Operands(NamedTuple):

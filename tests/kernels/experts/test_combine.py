@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_grouped_gemm import HALF, every_dtype
 from torch import Tensor
 
 from moesys.kernels.experts import token_rows
@@ -22,10 +23,6 @@ CASES = {
     "several programs a token": (2, 2, 4, 1061, 0.3),
     "everything dropped": (5, 2, 3, 16, 1.0),
 }
-HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
-every_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, HALF, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
-)
 
 
 def operands(T: int, K: int, G: int, H: int, dropped: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

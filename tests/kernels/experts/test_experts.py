@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from conftest import assert_equal
 from torch.utils.checkpoint import checkpoint
 
 from moesys.kernels.experts.activations import GATED, activation_reference
@@ -88,8 +89,7 @@ def test_no_tokens():
 def test_a_compiled_graph_without_breaks_has_the_same_bits():
     inputs = arguments()
     compiled = torch.compile(moe_experts, fullgraph=True, backend="aot_eager")
-    for found, expected in zip(with_gradients(compiled, inputs), with_gradients(moe_experts, inputs), strict=True):
-        assert torch.equal(found, expected)
+    assert_equal(with_gradients(compiled, inputs), with_gradients(moe_experts, inputs))
 
 
 def test_recomputation_has_the_same_bits():
@@ -98,8 +98,7 @@ def test_recomputation_has_the_same_bits():
     def recomputed(*tensors):
         return checkpoint(moe_experts, *tensors, use_reentrant=False)
 
-    for found, expected in zip(with_gradients(recomputed, inputs), with_gradients(moe_experts, inputs), strict=True):
-        assert torch.equal(found, expected)
+    assert_equal(with_gradients(recomputed, inputs), with_gradients(moe_experts, inputs))
 
 
 # torch 2.15 looks at the gradients of its own copies
@@ -157,8 +156,7 @@ def test_tiles_and_programs_change_no_bit(rows, columns, programs):
         TileConfig(rows, columns, 16, raster=2, programs=programs),
         TileConfig(rows, 16, 16, raster=3, programs=programs),
     )
-    for found, expected in zip(other, usual, strict=True):
-        assert torch.equal(found, expected)
+    assert_equal(other, usual)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
+from test_grouped_gemm import BLOCK, HALF, OTHER_BLOCKS, assert_close, by_tma, every_dtype
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED, activation_reference
@@ -14,17 +14,6 @@ from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import tile_table_reference
 from moesys.kernels.experts.up import up, up_reference
 from moesys.kernels.routing import SortedRouting, route_reference
-
-HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
-every_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, HALF, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
-)
-# Relative to the largest value of all; and to that of the row: the last place of the dtype, which covers half a place
-# of rounding and the roundings of the sum.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-BLOCK = TileConfig(rows=16, columns=16, contraction=32, raster=2)
-BY_TMA = {"tma": replace(BLOCK, operands="tma"), "specialised": replace(BLOCK, operands="specialised", warps=4)}
-by_tma = pytest.mark.parametrize("block", BY_TMA.values(), ids=BY_TMA)
 
 
 class Shape(NamedTuple):
@@ -102,15 +91,6 @@ def case(shape: Shape, dtype: torch.dtype, activation: str = "swiglu") -> Case:
     return Case(x_TH, gate_up_EUH, route_reference(group_TK, G), matrix_G, K, activation)
 
 
-def assert_close(actual: Tensor, exact: Tensor) -> None:
-    """Within ``TOLERANCE``; NaN, with which outputs are born, is not."""
-    if exact.numel() == 0:
-        return
-    error, size = (actual.double() - exact).abs(), exact.abs()
-    scale = size.max() if actual.dtype == torch.float32 else size.amax(dim=1, keepdim=True)
-    assert (error <= TOLERANCE[actual.dtype] * scale).all()
-
-
 def check(case: Case, h_PU: Tensor, a_PI: Tensor) -> None:
     rows = case.rows()
     reference = up_reference(
@@ -177,12 +157,7 @@ def test_tiles_change_no_bit(activation: str, dtype: torch.dtype) -> None:
     some = case(Shape(T=37, choices="some dropped"), dtype, activation)
     rows = some.rows()
     expected = some.up()
-    for block in (
-        BLOCK,
-        TileConfig(rows=32, columns=16, contraction=32, raster=1, programs=1),
-        TileConfig(rows=16, columns=32, contraction=32, raster=8, programs=7),
-        TileConfig(rows=64, columns=64, contraction=32, raster=3, programs=2, stages=5, warps=4),
-    ):
+    for block in OTHER_BLOCKS:
         for actual, first in zip(some.up(block), expected, strict=True):
             assert torch.equal(actual[:rows], first[:rows]), block
 

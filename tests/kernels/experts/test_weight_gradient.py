@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 import pytest
 import torch
+from test_grouped_gemm import HALF, every_dtype
 from torch import Tensor
 
 from moesys.kernels.experts.tile_config import TileConfig
@@ -37,10 +38,6 @@ CASES = {
     "groups end with a step": ([[t // 16] for t in range(48)], 3, 16, 16),
     "no tokens": ([], 2, 16, 16),
 }
-HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
-every_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, HALF, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
-)
 
 
 class Operands(NamedTuple):

@@ -214,7 +214,7 @@ import moesys.lab.train.loop
 
 # How long the other one waits for the reason.
 collectives._MOST_PATIENCE_S = 0.0
-collectives.guarded.__kwdefaults__["grace_s"] = 1.0
+collectives.FAILURE_GRACE_S = 1.0
 measured = places.run_measured
 
 def fails_on_rank_1(*arguments):
