@@ -122,7 +122,7 @@ def step(overlap: ms.Overlap) -> list[torch.Tensor]:
 
 
 def steps() -> list[list[torch.Tensor]]:
-    return [step(ms.Sequential()), step(ms.MegaKernel())]
+    return [step(ms.Sequential()), step(ms.MegaKernel(rows_cap=2.0))]
 
 
 @pytest.mark.slow
