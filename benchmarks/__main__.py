@@ -8,8 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from benchmarks.harness.options import Repeats
 from moesys.lab.commands.options import (
     AsJson,
@@ -17,11 +15,15 @@ from moesys.lab.commands.options import (
     OutFolder,
     Quiet,
     Wide,
+    argument,
     command_line,
+    flag,
     folder_to_write,
+    option,
     refusing,
 )
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
+from moesys.lab.show.tables import AS_TABLES, CommandOutput
 
 COMPUTING, LINKS = "Computing, measured here", "Links, measured here"
 
@@ -29,31 +31,21 @@ COMPUTING, LINKS = "Computing, measured here", "Links, measured here"
 @refusing()
 def bench_planner_scale(
     peer_eplb: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Time this checkout of deepseek-ai/EPLB as well.", exists=True, file_okay=False
-        ),
+        Path | None, option("DIR", "Time this checkout of deepseek-ai/EPLB as well.", exists=True, file_okay=False)
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Number of generated loads of each case.")] = 3,
+    seeds: Annotated[int, option("N", "Number of generated loads of each case.", min=1)] = 3,
     repeats: Repeats = 9,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    output: CommandOutput = AS_TABLES,
 ) -> int:
     """Times planners and splits."""
     from benchmarks import planner_scale
-    from moesys.lab.show.tables import CommandOutput
 
-    output = CommandOutput(out, as_json, quiet, wide)
     return planner_scale.main(num_seeds=seeds, repeats=repeats, peer=peer_eplb, output=output)
 
 
 @refusing()
 def bench_record_routing(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of the traces; it is created.", callback=folder_to_write)
-    ],
+    folder: Annotated[Path, argument("DIR", "Folder of the traces; it is created.", callback=folder_to_write)],
     quiet: Quiet = False,
 ) -> int:
     """Trains small models and records their routing."""
@@ -65,10 +57,7 @@ def bench_record_routing(
 @refusing()
 def bench_calibration_check(
     file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="ClusterSpec that moesys calibrate wrote here.", exists=True, dir_okay=False
-        ),
+        Path, argument("FILE", "ClusterSpec that moesys calibrate wrote here.", exists=True, dir_okay=False)
     ],
     repeats: Repeats = 7,
     out: OutFolder = None,
@@ -77,46 +66,32 @@ def bench_calibration_check(
 ) -> int:
     """Compares measured steps with steps simulated with a calibration."""
     from benchmarks import calibration_check
-    from moesys.lab.show.tables import CommandOutput
 
     return calibration_check.main(file, repeats, CommandOutput(out, as_json, wide=wide))
 
 
 @refusing()
 def bench_shaped(
-    hosts: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Number of hosts, 2 or 4; may be repeated (default: both).")
-    ] = None,
+    hosts: Annotated[list[int] | None, option("N", "Number of hosts, 2 or 4; may be repeated (default: both).")] = None,
     case: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="overlap, split, nodes or planners; may be repeated (default: all of these). Or models, alone.",
-        ),
+        option("NAME", "overlap, split, nodes or planners; may be repeated (default: all of these). Or models, alone."),
     ] = None,
     mbit: Annotated[
-        list[float] | None,
-        typer.Option(metavar="MBIT", help="Mbit/s of each link; may be repeated (default: by case)."),
+        list[float] | None, option("MBIT", "Mbit/s of each link; may be repeated (default: by case).")
     ] = None,
-    latency_us: Annotated[
-        float | None,
-        typer.Option("--latency-us", metavar="US", help="Microseconds between hosts, one way (default: by case)."),
-    ] = None,
+    latency_us: Annotated[float | None, option("US", "Microseconds between hosts, one way (default: by case).")] = None,
     repeats: Repeats = 7,
     shares: Annotated[
-        bool, typer.Option(help="Whether each host has its own share of the processor, or hosts compete for it.")
+        bool, flag("Whether each host has its own share of the processor, or hosts compete for it.")
     ] = True,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    output: CommandOutput = AS_TABLES,
 ) -> int:
     """Measures steps between hosts with slow links."""
     from benchmarks.shaped import bench, cases
-    from moesys.lab.show.tables import CommandOutput
 
     asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case or ())
-    return bench.main(asked, repeats=repeats, shares=shares, output=CommandOutput(out, as_json, quiet, wide))
+    return bench.main(asked, repeats=repeats, shares=shares, output=output)
 
 
 PAGES = {
@@ -150,10 +125,7 @@ PAGES = {
         "Train torchtitan's model on ranks, by strategy.",
         "torchtitan's own experts, in its own trainer, are timed beside them; `make hosts` installs torchtitan.\n\n"
         "Exit code 1: a gradient differs.",
-        (
-            "python -m benchmarks hosts --out found",
-            "python -m benchmarks hosts --routing skewed --ranks 4 --share 0.5",
-        ),
+        ("python -m benchmarks hosts --out found", "python -m benchmarks hosts --routing skewed --ranks 4 --share 0.5"),
     ),
     "simulate": CommandPage(
         "benchmarks.simulator_speed:bench_simulate",

@@ -25,11 +25,11 @@ from benchmarks.harness.options import Repeats, chosen
 from benchmarks.harness.paced_link import PacedLink
 from moesys.config import Ep, Fsep, ModelShape, Strategy
 from moesys.config.overlap import Pipelined
-from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
+from moesys.lab.commands.options import option, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, machine_line, repeated_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 
 _SHAPE = ModelShape(hidden_size=512, intermediate_size=512, num_experts=8, top_k=2)
@@ -144,31 +144,19 @@ class Row:
 
 
 def bench_overlap(
-    part: Annotated[
-        str, typer.Option(metavar="NAME", help="chunks, experts, copies, all, or mega: MegaKernels on a GPU.")
-    ] = "all",
-    tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens per rank, instead of the part's own.")
-    ] = None,
+    part: Annotated[str, option("NAME", "chunks, experts, copies, all, or mega: MegaKernels on a GPU.")] = "all",
+    tokens: Annotated[int | None, option("N", "Tokens per rank, instead of the part's own.", min=1)] = None,
     repeats: Repeats = 9,
-    threads: Annotated[int, typer.Option(min=1, metavar="N", help="Threads per rank.")] = 1,
-    size: Annotated[str, typer.Option(metavar="NAME", help="Name of a layer (with --part mega).")] = "qwen3-30b",
-    dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="bfloat16, float16 or float32 (with --part mega).")
-    ] = "bfloat16",
-    gb_per_s: Annotated[
-        float, typer.Option("--gb-per-s", metavar="GB", help="Link bandwidth per rank in GB/s (with --part mega).")
-    ] = 100.0,
+    threads: Annotated[int, option("N", "Threads per rank.", min=1)] = 1,
+    size: Annotated[str, option("NAME", "Name of a layer (with --part mega).")] = "qwen3-30b",
+    dtype: Annotated[str, option("DTYPE", "bfloat16, float16 or float32 (with --part mega).")] = "bfloat16",
+    gb_per_s: Annotated[float, option("GB", "Link bandwidth per rank in GB/s (with --part mega).")] = 100.0,
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="cuda, or cpu for a rehearsal on a toy layer (with --part mega).")
+        str, option("DEVICE", "cuda, or cpu for a rehearsal on a toy layer (with --part mega).")
     ] = "cuda",
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    output: CommandOutput = AS_TABLES,
 ) -> None:
     """Compares overlapped with sequential steps over paced links."""
-    output = CommandOutput(out, as_json, quiet, wide)
     if part == "mega":
         from benchmarks.mega import mega_contest
 
@@ -178,7 +166,7 @@ def bench_overlap(
     with refusing():
         names = chosen("part", part, [known.name for known in PARTS])
     parts = [replace(known, num_tokens=tokens or known.num_tokens) for known in PARTS if known.name in names]
-    rows, paces = measure(parts, repeats, threads, quiet)
+    rows, paces = measure(parts, repeats, threads, output.quiet)
     machine = f"{machine_line(threads)}; {NUM_RANKS} ranks"
     notes = [
         machine,

@@ -186,8 +186,5 @@ def main(
     ]
     title = "MEASURED: planning times over sizes"
     sheet = Sheet(title, rows, notes, group_by="case")
-    publish(
-        Report("planner-scale", title, "measured", [sheet], data={"machine": machine, "rows": rows}),
-        output,
-    )
+    publish(Report("planner-scale", title, "measured", [sheet], data={"machine": machine, "rows": rows}), output)
     return 0

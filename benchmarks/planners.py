@@ -14,14 +14,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import typer
 
 from moesys.balance.eplb import Eplb
 from moesys.balance.flex_moe import FlexMoe
@@ -40,13 +39,13 @@ from moesys.config.workload import Generated
 from moesys.display import counted
 from moesys.files import FolderLock
 from moesys.journal import Journal
-from moesys.lab.commands.options import AsJson, Jobs, OutFolder, Quiet, Wide, refusing
+from moesys.lab.commands.options import Jobs, option, refusing
 from moesys.lab.ranks.pool import Workers
 from moesys.lab.runs.environment import source_digest
 from moesys.lab.runs.places import num_workers
 from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 from moesys.traces import generate
@@ -370,18 +369,15 @@ def summary(found: Sequence[SequenceRatio], moves: bool) -> RatioSummary:
 
 @refusing()
 def bench_planners(
-    sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Number of sequences.")] = NUM_SEQUENCES,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the sequences.")] = SEED,
+    sequences: Annotated[int, option("N", "Number of sequences.", min=1)] = NUM_SEQUENCES,
+    seed: Annotated[int, option("N", "Seed of the sequences.", min=0)] = SEED,
     jobs: Jobs = None,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    output: CommandOutput = AS_TABLES,
 ) -> None:
-    """Scores the sequences that ``out`` has no results of, writes the page there and prints the tables."""
-    folder = out or Path("planners")
+    """Scores the sequences that the folder has no results of, writes the page there and prints the tables."""
+    folder = output.folder or Path("planners")
     drawn = [DrawnSequence.draw(seed, index) for index in range(sequences)]
-    found = ratios(all_scores(drawn, folder, num_workers(jobs), MICRO_BATCHES, quiet))
+    found = ratios(all_scores(drawn, folder, num_workers(jobs), MICRO_BATCHES, output.quiet))
     title = f"SIMULATED: Greedy over the best fixed planner, {counted(sequences, 'sequence')}"
     notes = [
         f"Seed {seed}; {MICRO_BATCHES} micro-batches of {TOKENS_PER_RANK:,} tokens per rank, of which the first "
@@ -396,4 +392,4 @@ def bench_planners(
         Sheet("SIMULATED: the sequences with the largest ratios", sorted(found, key=lambda one: -one.ratio)[:10]),
     ]
     data = {"seed": seed, "summary": sheets[0].rows, "sequences": found}
-    publish(Report("planners", title, "simulated", sheets, data=data), CommandOutput(folder, as_json, quiet, wide))
+    publish(Report("planners", title, "simulated", sheets, data=data), replace(output, folder=folder))

@@ -340,9 +340,7 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaKernel, capability: int
 
     if point.overlap_weight_gradients:
         yield OpLaunch(
-            "up",
-            dispatching(blocks.up),
-            lambda: dispatch_up(memory, rows, gate_up, ACTIVATION, blocks.up, point),
+            "up", dispatching(blocks.up), lambda: dispatch_up(memory, rows, gate_up, ACTIVATION, blocks.up, point)
         )
         yield OpLaunch(
             "activation_gradient",

@@ -248,11 +248,7 @@ def report(results: Sequence[CaseResult]) -> Report:
 
 
 def main(
-    cases: Sequence[ShapedCase],
-    *,
-    repeats: int = 7,
-    shares: bool = True,
-    output: CommandOutput = AS_TABLES,
+    cases: Sequence[ShapedCase], *, repeats: int = 7, shares: bool = True, output: CommandOutput = AS_TABLES
 ) -> int:
     """Measures, writes and prints; returns the exit code: 1 if a result was wrong, 2 if hosts cannot be made here."""
     reason = f"shaped links cannot be made: {lacks}" if (lacks := lacks_hosts()) else ""

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 
 from moesys.display import counted
-from moesys.lab.commands.options import AsJson, Quiet, Wide
+from moesys.lab.commands.options import AsJson, Quiet, Wide, flag
 from moesys.lab.show.tables import Column, Sheet, print_sheet
 
 State = Literal["ok", "slow", "missing", "broken"]
@@ -69,11 +69,9 @@ def examine() -> list[Check]:
 
 
 def doctor_command(
-    gpu: Annotated[
-        bool, typer.Option("--gpu", help="Test the GPUs of this machine layer by layer, then time them.")
-    ] = False,
+    gpu: Annotated[bool, flag("Test the GPUs of this machine layer by layer, then time them.", "--gpu")] = False,
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="With --gpu: without a GPU, rehearse the checks that a CPU can run.")
+        bool, flag("With --gpu: without a GPU, rehearse the checks that a CPU can run.", "--rehearse")
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,

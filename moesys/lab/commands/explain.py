@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import typer
 
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.max_load import min_max_load
@@ -27,7 +26,7 @@ from moesys.config.base import check_type
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
-from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Settings, Wide, refusing
+from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Settings, Wide, option, refusing
 from moesys.lab.runs.declarations import declared_in, import_modules_of_user, load_experiment, strategy_in
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.lab.show.step_explanation import (
@@ -54,15 +53,10 @@ from moesys.traces import Trace
 def explain_command(
     file: ExperimentFile,
     strategy: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of a strategy, or a Strategy in .toml or .json (default: the last)."),
+        str | None, option("NAME", "Name of a strategy, or a Strategy in .toml or .json (default: the last).")
     ] = None,
-    layer: Annotated[
-        int | None, typer.Option(metavar="N", help="Layer to show in detail (default: the least balanced one).")
-    ] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Micro-batch to explain, from 0 (default: the last one).")
-    ] = None,
+    layer: Annotated[int | None, option("N", "Layer to show in detail (default: the least balanced one).")] = None,
+    micro_batch: Annotated[int | None, option("N", "Micro-batch to explain, from 0 (default: the last one).")] = None,
     as_json: AsJson = False,
     wide: Wide = False,
     model_layers: ModelLayers = None,

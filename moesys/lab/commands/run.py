@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 
 from moesys.config import Strategy
@@ -26,6 +25,8 @@ from moesys.lab.commands.options import (
     Threads,
     Wide,
     chosen_format,
+    flag,
+    option,
     refusing,
 )
 from moesys.lab.ranks.process_start import writes
@@ -46,34 +47,24 @@ def run_command(
     as_json: AsJson = False,
     quiet: Quiet = False,
     wide: Wide = False,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Use the seeds 0 to N-1 instead of the experiment's.")
-    ] = None,
+    seeds: Annotated[int | None, option("N", "Use the seeds 0 to N-1 instead of the experiment's.", min=1)] = None,
     threads: Threads = 1,
     jobs: Jobs = None,
     slurm: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OPTIONS", help="Run trials as Slurm jobs: time=2:00:00,partition=gpu, or a .toml or .json file."
-        ),
+        str | None, option("OPTIONS", "Run trials as Slurm jobs: time=2:00:00,partition=gpu, or a .toml or .json file.")
     ] = None,
-    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first trial that fails.")] = False,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed earlier.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run folder.")] = False,
+    fail_fast: Annotated[bool, flag("Stop at the first trial that fails.", "--fail-fast")] = False,
+    retry_failed: Annotated[bool, flag("Run trials again that failed earlier.", "--retry-failed")] = False,
+    fresh: Annotated[bool, flag("Start a new run folder.", "--fresh")] = False,
     record_routing: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Record the routing of a training in FILE, with {seed} and {strategy} in it."
-        ),
+        Path | None, option("FILE", "Record the routing of a training in FILE, with {seed} and {strategy} in it.")
     ] = None,
     interpret: Annotated[
-        bool, typer.Option("--interpret", help="Compute experts by GPU kernels in Triton's interpreter (slow).")
+        bool, flag("Compute experts by GPU kernels in Triton's interpreter (slow).", "--interpret")
     ] = False,
     strategy: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="Add a Strategy, .toml or .json, such as moesys tune writes; may be repeated."
-        ),
+        option("FILE", "Add a Strategy, .toml or .json, such as moesys tune writes; may be repeated."),
     ] = None,
     settings: Settings = None,
     imports: Imports = None,

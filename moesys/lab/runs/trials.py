@@ -86,10 +86,7 @@ def run_measured(
         meta={"strategy": strategy.fingerprint(), "seed": str(seed), "recorded": "timed steps of a training"},
     )
     return Measurement(
-        _samples(values),
-        [result.loss for result in results],
-        routing.tokens_SLRE.sum(axis=(0, 2)).tolist(),
-        routing,
+        _samples(values), [result.loss for result in results], routing.tokens_SLRE.sum(axis=(0, 2)).tolist(), routing
     )
 
 
