@@ -44,12 +44,8 @@ TRACE = "seed-{seed}.npz"
 MOST_RANKS = 8
 
 
-def _num_ranks() -> int:
-    """Returns the largest power of two that is no more than this machine's cores, from 2 to ``MOST_RANKS``."""
-    return max(2, min(MOST_RANKS, 1 << (available_cores().bit_length() - 1)))
-
-
-NUM_RANKS = _num_ranks()
+# The largest power of two that is no more than this machine's cores, from 2 to ``MOST_RANKS``.
+NUM_RANKS = max(2, min(MOST_RANKS, 1 << (available_cores().bit_length() - 1)))
 OWNED_EXPERTS = 2
 MODEL = {
     "intermediate_size": 2048,

@@ -217,6 +217,7 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[ReplayBatch], simu
     plan, cluster = step.layers[layer], step.cluster
     load, layout, tokens = plan.load, plan.layout, plan.tokens
     change, num_kept = _newest_change(walk)
+    late_RL = layout.expert_RS[:, layout.num_slots - step.strategy.late_slots :]
     source, _, destination, count = tokens.entries.T
     on_rank = int(count[source == destination].sum())
     between_nodes = tokens.inter_node_tokens(cluster.domain_of_rank)
@@ -228,7 +229,7 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[ReplayBatch], simu
         layer=layer,
         tokens_E=load.tokens_E.tolist(),
         experts_R=[list(layout.experts_of(rank)) for rank in range(layout.num_ranks)],
-        late_experts_R=_late_experts(layout, step.strategy.late_slots),
+        late_experts_R=[row[row != EMPTY].tolist() for row in late_RL],
         change=change,
         num_kept=num_kept,
         tokens_R=tokens.tokens_R.tolist(),
@@ -247,11 +248,6 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[ReplayBatch], simu
         critical_ms=critical_ms,
         mean_ms=mean_ms,
     )
-
-
-def _late_experts(layout: ExpertLayout, late_slots: int) -> list[list[int]]:
-    late_RL = layout.expert_RS[:, layout.num_slots - late_slots :]
-    return [row[row != EMPTY].tolist() for row in late_RL]
 
 
 # The stages that bring rows to their experts, and those that bring the results back.

@@ -22,7 +22,7 @@ from rich.console import Console
 from moesys.balance.plan import StepPlan, why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
-from moesys.config.workload import Generated, RealTraining, Replay, Workload
+from moesys.config.workload import Generated, RealTraining, Replay
 from moesys.display import counted
 from moesys.lab.commands.options import (
     CLUSTER_HELP,
@@ -38,7 +38,7 @@ from moesys.lab.commands.simulate_model import simulate_whole_model
 from moesys.lab.runs.declarations import cluster_of, import_modules_of_user, load_experiment, strategy_in
 from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.runs.trials import drawn_like, rest_of, timed_steps
+from moesys.lab.runs.trials import drawn_like, has_seeds, rest_of, timed_steps
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.figures import STYLE, TimelinePanel, draw_timelines, save, write_chrome_trace
 from moesys.lab.show.tables import AS_TABLES, Column, ColumnNote, CommandOutput, Report, Sheet, figure, publish
@@ -177,12 +177,10 @@ def _todo(
     if plan is None:
         experiment = _changed(load_experiment(file), layers, cluster)
         chosen = [strategy_in(experiment, name) for name in strategies] or list(experiment.strategies)
-        by_seed = _has_seeds(experiment.workload)
-        of_draws = _seeds if by_seed else _steps_of_a_trace
         of_trace = f"steps of the trace from {step} on, which resemble one another"
-        words = "routing of other seeds" if by_seed else of_trace
+        words = "routing of other seeds" if has_seeds(experiment.workload) else of_trace
         rest = rest_of(experiment.workload)
-        todo = [(each.name, of_draws(each, experiment, layers, step, draws), rest) for each in chosen]
+        todo = [(each.name, _drawn(each, experiment, layers, step, draws), rest) for each in chosen]
         return experiment.name, todo, words
     given = {"--strategy": bool(strategies), "--cluster": cluster is not None, "--step": step != 0}
     if unused := [option for option, there in given.items() if there]:
@@ -229,24 +227,18 @@ def _cluster(text: str | None, declared: ClusterSpec) -> ClusterSpec:
     return cluster_of(text)
 
 
-def _has_seeds(workload: Workload) -> bool:
-    return isinstance(workload, Generated) or (isinstance(workload, Replay) and "{seed}" in workload.trace)
-
-
-def _seeds(strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int) -> Iterator[Plans]:
-    """Yields the same step under the seeds of the experiment, and if routing is drawn, under other seeds after them."""
+def _drawn(strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int) -> Iterator[Plans]:
+    """Yields the same step under the seeds of the experiment, and if routing is drawn, under other seeds after them; of
+    a single trace the step and those after it, as many as there are.
+    """
     seeds = list(experiment.seeds)
+    if not has_seeds(experiment.workload):
+        yield from islice(_steps(strategy, experiment, layers, step, seeds[0]), draws)
+        return
     if isinstance(experiment.workload, Generated):
         seeds += islice((seed for seed in count() if seed not in experiment.seeds), max(0, draws - len(seeds)))
     for seed in seeds[:draws]:
         yield next(_steps(strategy, experiment, layers, step, seed))
-
-
-def _steps_of_a_trace(
-    strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int
-) -> Iterator[Plans]:
-    """Yields the step and those after it, as many as there are."""
-    return islice(_steps(strategy, experiment, layers, step, experiment.seeds[0]), draws)
 
 
 def _steps(strategy: Strategy, experiment: Experiment, layers: int | None, step: int, seed: int) -> Iterator[Plans]:

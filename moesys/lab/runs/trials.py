@@ -138,6 +138,11 @@ def timed_steps(
         tick()
 
 
+def has_seeds(workload: Workload) -> bool:
+    """Returns whether routing differs by seed, and is there before anything runs."""
+    return isinstance(workload, Generated) or (isinstance(workload, Replay) and "{seed}" in workload.trace)
+
+
 def rest_of(workload: Workload) -> RestOfStep:
     """Returns what a workload declares about a step besides its routing; for a training, only the recomputation."""
     from moesys.simulator.rest_of_step import RestOfStep
