@@ -5,94 +5,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-from benchmarks.harness.options import Repeats
-from moesys.lab.commands.options import (
-    AsJson,
-    CommandPage,
-    OutFolder,
-    Quiet,
-    Wide,
-    argument,
-    command_line,
-    flag,
-    folder_to_write,
-    option,
-    refusing,
-)
+from moesys.lab.commands.options import CommandPage, command_line
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
-from moesys.lab.show.tables import AS_TABLES, CommandOutput
 
 COMPUTING, LINKS = "Computing, measured here", "Links, measured here"
-
-
-@refusing()
-def bench_planner_scale(
-    peer_eplb: Annotated[
-        Path | None, option("DIR", "Time this checkout of deepseek-ai/EPLB as well.", exists=True, file_okay=False)
-    ] = None,
-    seeds: Annotated[int, option("N", "Number of generated loads of each case.", min=1)] = 3,
-    repeats: Repeats = 9,
-    output: CommandOutput = AS_TABLES,
-) -> int:
-    """Times planners and splits."""
-    from benchmarks import planner_scale
-
-    return planner_scale.main(num_seeds=seeds, repeats=repeats, peer=peer_eplb, output=output)
-
-
-@refusing()
-def bench_record_routing(
-    folder: Annotated[Path, argument("DIR", "Folder of the traces; it is created.", callback=folder_to_write)],
-    quiet: Quiet = False,
-) -> int:
-    """Trains small models and records their routing."""
-    from benchmarks import record_routing
-
-    return record_routing.main(folder, quiet)
-
-
-@refusing()
-def bench_calibration_check(
-    file: Annotated[
-        Path, argument("FILE", "ClusterSpec that moesys calibrate wrote here.", exists=True, dir_okay=False)
-    ],
-    repeats: Repeats = 7,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    wide: Wide = False,
-) -> int:
-    """Compares measured steps with steps simulated with a calibration."""
-    from benchmarks import calibration_check
-
-    return calibration_check.main(file, repeats, CommandOutput(out, as_json, wide=wide))
-
-
-@refusing()
-def bench_shaped(
-    hosts: Annotated[list[int] | None, option("N", "Number of hosts, 2 or 4; may be repeated (default: both).")] = None,
-    case: Annotated[
-        list[str] | None,
-        option("NAME", "overlap, split, nodes or planners; may be repeated (default: all of these). Or models, alone."),
-    ] = None,
-    mbit: Annotated[
-        list[float] | None, option("MBIT", "Mbit/s of each link; may be repeated (default: by case).")
-    ] = None,
-    latency_us: Annotated[float | None, option("US", "Microseconds between hosts, one way (default: by case).")] = None,
-    repeats: Repeats = 7,
-    shares: Annotated[
-        bool, flag("Whether each host has its own share of the processor, or hosts compete for it.")
-    ] = True,
-    output: CommandOutput = AS_TABLES,
-) -> int:
-    """Measures steps between hosts with slow links."""
-    from benchmarks.shaped import bench, cases
-
-    asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case or ())
-    return bench.main(asked, repeats=repeats, shares=shares, output=output)
-
 
 PAGES = {
     "layer": CommandPage(
@@ -135,7 +51,7 @@ PAGES = {
         ("python -m benchmarks simulate --most-ranks 128",),
     ),
     "planner-scale": CommandPage(
-        bench_planner_scale,
+        "benchmarks.planner_scale:bench_planner_scale",
         COMPUTING,
         "Time planners and splits for 8 to 1,024 ranks.",
         "Which planner is best is the question of moesys leaderboard.",
@@ -150,14 +66,14 @@ PAGES = {
         ("python -m benchmarks planners --sequences 60 --out found",),
     ),
     "record-routing": CommandPage(
-        bench_record_routing,
+        "benchmarks.record_routing:bench_record_routing",
         COMPUTING,
         "Record the routing that moesys leaderboard replays.",
         "It trains five small models, in less than half an hour on two cores.",
         ("python -m benchmarks record-routing recorded",),
     ),
     "calibration-check": CommandPage(
-        bench_calibration_check,
+        "benchmarks.calibration_check:bench_calibration_check",
         COMPUTING,
         "Compare measured steps with those of a calibration.",
         "Steps of layers and of small models on CPU ranks are measured, and simulated with the calibration.",
@@ -177,7 +93,7 @@ PAGES = {
         ),
     ),
     "shaped": CommandPage(
-        bench_shaped,
+        "benchmarks.shaped.bench:bench_shaped",
         LINKS,
         "Compare measured with simulated steps between hosts.",
         "Hosts are network namespaces of this machine with slow links, which needs Linux and root. All cases take "

@@ -18,12 +18,14 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.options import Repeats
 from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallelism, Strategy
 from moesys.config.overlap import Pipelined
+from moesys.lab.commands.options import argument, refusing
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks
-from moesys.lab.runs.stopwatch import Quantiles, interleave, machine_line, wall_ms
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.runs.stopwatch import Quantiles, interleave, machine_line, repeated_ms, wall_ms
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.moe.layer import MoELayer
 from moesys.simulator.model.simulate_model import simulate_model
@@ -84,11 +86,15 @@ class StepCheck:
         return self.simulated_ms / self.measured_ms.median - 1
 
 
-def main(file: Path, repeats: int, output: CommandOutput) -> int:
-    """Measures as many ranks as the ``ClusterSpec`` in ``file`` has, and writes and prints the comparison.
-
-    Raises ValueError if torchrun started another number of ranks.
-    """
+@refusing()
+def bench_calibration_check(
+    file: Annotated[
+        Path, argument("FILE", "ClusterSpec that moesys calibrate wrote here.", exists=True, dir_okay=False)
+    ],
+    repeats: Repeats = 7,
+    output: CommandOutput = AS_TABLES,
+) -> None:
+    """Measures as many ranks as the ``ClusterSpec`` in ``file`` has, and writes and prints the comparison."""
     text = file.read_text()
     cluster = ClusterSpec.from_json(text) if file.suffix == ".json" else ClusterSpec.from_toml(text)
     ranks, started = start_ranks(cluster.num_ranks)
@@ -106,7 +112,6 @@ def main(file: Path, repeats: int, output: CommandOutput) -> int:
         notes = [f"{machine_line(1)}; simulated with {file.name}."]
         report = Report("calibration-check", "Calibration check", "measured", sheets, notes, data=data)
         publish(report, output)
-    return 0
 
 
 def check_layers(ranks: Ranks, cluster: ClusterSpec, repeats: int) -> list[StepCheck]:
@@ -165,26 +170,19 @@ def model_steps(case: ModelCase, repeats: int) -> list[float]:
     """Times steps of a model on this rank, ms; its routers choose evenly, as the simulator expects."""
     import transformers
 
+    from benchmarks.harness.model_steps import ModelSteps
     from moesys.hf.parallelize import parallelize
-    from moesys.hf.routing_replay import replay_routing, routers_of
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**case.config)
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     runtime = parallelize(model, EP)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens_BC = torch.randint(VOCABULARY, (case.sequences, case.seq_len), generator=_generator())
-    expert_TK = (torch.arange(tokens_BC.numel() * TOP_K) % EXPERTS).view(-1, TOP_K)
-    expert_LTK = expert_TK.expand(len(routers_of(model)), -1, -1)
-
-    def step() -> None:
-        with replay_routing(model, expert_LTK):
-            model(input_ids=tokens_BC, labels=tokens_BC).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    samples_ms = interleave({"step": partial(wall_ms, step)}, repeats, before=dist.barrier)["step"]
+    steps = ModelSteps(model, tokens_BC, "balanced")
+    # As calibrations measure it.
+    steps.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    samples_ms = repeated_ms(steps.step, repeats, before=dist.barrier)
     runtime.close()
     return samples_ms
 

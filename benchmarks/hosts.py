@@ -201,7 +201,7 @@ def measure_on_rank(part: Part, folder: str, repeats: int) -> Mapping[str, Outco
 
 def _contestant(part: Part, folder: str, strategy: Strategy | None) -> Contestant:
     steps = TitanSteps(part, folder, strategy)
-    return Contestant(steps.results, {"step": steps.step}, steps.max_over_mean)
+    return Contestant(steps.results, {"step": steps.step}, partial(max_over_mean_of, steps.model))
 
 
 class TitanSteps:
@@ -260,9 +260,6 @@ class TitanSteps:
             found[name] = whole(parameter.grad).flatten()[dist.get_rank() :: num_ranks].clone()
         self.trainer.optimizers.zero_grad()
         return found
-
-    def max_over_mean(self) -> float | None:
-        return max_over_mean_of(self.model)
 
 
 def _replay(expert_BLK: Tensor, router: Any, _: Any, output: Any) -> Any:

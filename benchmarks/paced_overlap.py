@@ -57,43 +57,23 @@ class Part:
     strategies: tuple[Strategy, ...]
 
 
+_CHUNKED = (_EP, *(_EP.replace(name=f"pipelined {each}", overlap=Pipelined(chunks=each)) for each in (2, 4, 8)))
+_GATHERED = (
+    _FSEP,
+    _FSEP.replace(name="prefetch", sharding=_PREFETCH),
+    _FSEP.replace(name="prefetch, delay", sharding=_BEHIND),
+    _FSEP.replace(name="prefetch, delay, pipelined 4", sharding=_BEHIND, overlap=Pipelined(chunks=4)),
+)
+_LENT = Ep(slots_per_rank=5)
+_COPIED = (
+    Strategy(name="lent on demand", sharding=_LENT),
+    Strategy(name="lent ahead", sharding=_LENT.replace(prefetch_layers=1)),
+    Strategy(name="lent ahead, delay", sharding=_LENT.replace(prefetch_layers=1, delay_reshard=True)),
+)
 PARTS = (
-    Part(
-        "chunks",
-        num_layers=1,
-        num_tokens=1024,
-        shape=_SHAPE,
-        strategies=(
-            _EP,
-            *(_EP.replace(name=f"pipelined {chunks}", overlap=Pipelined(chunks=chunks)) for chunks in (2, 4, 8)),
-        ),
-    ),
-    Part(
-        "experts",
-        num_layers=3,
-        num_tokens=512,
-        shape=_SHAPE,
-        strategies=(
-            _FSEP,
-            _FSEP.replace(name="prefetch", sharding=_PREFETCH),
-            _FSEP.replace(name="prefetch, delay", sharding=_BEHIND),
-            _FSEP.replace(name="prefetch, delay, pipelined 4", sharding=_BEHIND, overlap=Pipelined(chunks=4)),
-        ),
-    ),
-    Part(
-        "copies",
-        num_layers=3,
-        num_tokens=512,
-        shape=_SHAPE,
-        strategies=tuple(
-            Strategy(name=name, sharding=Ep(slots_per_rank=5, **ahead))
-            for name, ahead in (
-                ("lent on demand", {}),
-                ("lent ahead", {"prefetch_layers": 1}),
-                ("lent ahead, delay", {"prefetch_layers": 1, "delay_reshard": True}),
-            )
-        ),
-    ),
+    Part("chunks", num_layers=1, num_tokens=1024, shape=_SHAPE, strategies=_CHUNKED),
+    Part("experts", num_layers=3, num_tokens=512, shape=_SHAPE, strategies=_GATHERED),
+    Part("copies", num_layers=3, num_tokens=512, shape=_SHAPE, strategies=_COPIED),
 )
 
 
@@ -269,7 +249,9 @@ def _chosen_pace(part: Part) -> Pace:
             steps_ms = repeated_ms(steps.step, _PACING_REPEATS, before=steps.prepare)
             waits_ms = steps.blocked_ms(_PACING_REPEATS)
             computes_ms = [step_ms - waited_ms for step_ms, waited_ms in zip(steps_ms, waits_ms, strict=True)]
-            agreed[:] = torch.tensor([min(computes_ms), min(waits_ms), steps.received_bytes / 1e6])
+            # Received from other ranks since the last ``prepare``.
+            num_bytes = sum(sum(layer.experts.meter.wire_bytes.values()) for layer in steps.layers)
+            agreed[:] = torch.tensor([min(computes_ms), min(waits_ms), num_bytes / 1e6])
             dist.all_reduce(agreed, dist.ReduceOp.MAX)
             steps.close()
         compute_ms, waited_ms, received_mb = agreed.tolist()

@@ -28,7 +28,6 @@ from moesys.balance.flow.flow_split import FlowSplit, split_costs
 from moesys.balance.flow.step_cost import prices_of, with_experts
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
-from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
 from moesys.balance.planners import warm_up
 from moesys.balance.replay import replay_layer
 from moesys.balance.static import Static
@@ -40,6 +39,7 @@ from moesys.display import counted
 from moesys.files import FolderLock
 from moesys.journal import Journal
 from moesys.lab.commands.options import Jobs, option, refusing
+from moesys.lab.leaderboard.scores import TimedPlanner
 from moesys.lab.ranks.pool import Workers
 from moesys.lab.runs.environment import source_digest
 from moesys.lab.runs.places import num_workers
@@ -202,19 +202,6 @@ class SequenceScores:
     planning_ms: dict[str, float]
 
 
-class TimedPlanner:
-    """A plan source that plans at once and keeps the processor time of each plan."""
-
-    def __init__(self) -> None:
-        self.all_ms: list[float] = []
-
-    def submit(self, request: PlanRequest) -> SolvedPlan:
-        begin_s = time.process_time()
-        plan = request.solve(alike=True)
-        self.all_ms.append(1e3 * (time.process_time() - begin_s))
-        return plan
-
-
 def layer_seconds(
     strategy: Strategy, model: ModelShape, cluster: ClusterSpec, load: LoadMatrix, layout: ExpertLayout
 ) -> float:
@@ -246,7 +233,7 @@ def score(part: str, sequence: DrawnSequence, micro_batches: int = MICRO_BATCHES
     model, cluster = sequence.shape
     tokens_SRE, seconds, planning_ms = sequence.tokens_SRE(micro_batches), {}, {}
     for name, strategy in strategies_of(sequence, part).items():
-        planner = TimedPlanner()
+        planner = TimedPlanner(time.process_time, alike=True)
         walk = list(replay_layer(strategy, model, cluster, tokens_SRE, planner=planner))[NOT_SCORED:]
         if name != TIMED:
             seconds[name] = sum(layer_seconds(strategy, model, cluster, one.load, one.layout) for one in walk)

@@ -33,6 +33,7 @@ from benchmarks.harness.model_steps import (
     TOLERANCE,
     ZIPF,
     ModelSteps,
+    max_over_mean_of,
     new_model,
     strategies,
     tokens_of,
@@ -246,7 +247,7 @@ def measure_on_rank(part: Part, folder: Path, repeats: int) -> Mapping[str, Outc
 def _contestant(part: Part, folder: Path, strategy: Strategy | None) -> Contestant:
     steps = _steps(part, folder, strategy)
     torch.save((steps.tokens_BC, steps.expert_LTK), _inputs_file(part, folder, dist.get_rank()))
-    return Contestant(steps.results, {"step": steps.step}, steps.max_over_mean)
+    return Contestant(steps.results, {"step": steps.step}, partial(max_over_mean_of, steps.model))
 
 
 def _steps(part: Part, folder: Path, strategy: Strategy | None) -> ModelSteps:

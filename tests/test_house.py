@@ -51,16 +51,16 @@ BUDGETS = {
     "moesys/balance": Budget(5_980, 41),
     "moesys/overlap": Budget(2_837, 18),
     "moesys/moe": Budget(4_104, 22),
-    "moesys/simulator": Budget(3_364, 22),
+    "moesys/simulator": Budget(3_356, 22),
     "moesys/tuner": Budget(1_142, 8),
     "moesys, hosts": Budget(2_289, 15),
-    "moesys/lab": Budget(9_364, 59),
+    "moesys/lab": Budget(9_284, 59),
     "moesys, entry points": Budget(253, 2),
-    "benchmarks": Budget(5_231, 43),
+    "benchmarks": Budget(5_104, 43),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(46_072, 318),
+    "tests": Budget(46_075, 318),
 }
-TOTAL = Budget(38_829, 265)
+TOTAL = Budget(38_741, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

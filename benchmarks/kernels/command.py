@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -46,8 +45,8 @@ def bench_kernels(
         by_name = {known.name: known for known in SIZES}
         with refusing():
             sizes = [by_name[name] for name in chosen("size", size, by_name)]
-        if tune:
-            raise typer.Exit(tune_tiles(sizes, output))
+            if tune:
+                return tune_tiles(sizes, output)
         from benchmarks.kernels.aot import main
 
         raise typer.Exit(main(sizes, mega, arch, output))
@@ -75,25 +74,21 @@ def tile_words(block: TileConfig) -> str:
     return f"{tile}, {block.warps} warps, {block.stages} stages, {block.operands}"
 
 
-def tune_tiles(sizes: Sequence[Size], output: CommandOutput = AS_TABLES) -> int:
-    """Finds, keeps and prints the fastest tiles on this GPU; returns 2 without a GPU, or if they cannot be kept."""
+def tune_tiles(sizes: Sequence[Size], output: CommandOutput = AS_TABLES) -> None:
+    """Finds, keeps and prints the fastest tiles on this GPU. Raises ValueError without one, and OSError if tiles cannot
+    be kept.
+    """
     if not torch.cuda.is_available():
-        print("tuning times kernels on a GPU, and this machine has none that torch can use", file=sys.stderr)
-        return 2
+        raise ValueError("tuning times kernels on a GPU, and this machine has none that torch can use")
     gpu, rows = Gpu.of(torch.device("cuda")), []
-    try:
-        with steps_told("tuning", len(OPS) * len(sizes), output.quiet) as tell:
-            for size in sizes:
-                shape, found = tune_size(size, tell)
-                untuned = blocks_for(shape, gpu.multiprocessors, gpu.capability)
-                rows += [TunedOp(size.name, op, getattr(found, op), getattr(untuned, op)) for op in OPS]
-    except OSError as error:
-        print(error, file=sys.stderr)
-        return 2
+    with steps_told("tuning", len(OPS) * len(sizes), output.quiet) as tell:
+        for size in sizes:
+            shape, found = tune_size(size, tell)
+            untuned = blocks_for(shape, gpu.multiprocessors, gpu.capability)
+            rows += [TunedOp(size.name, op, getattr(found, op), getattr(untuned, op)) for op in OPS]
     title = f"TUNED: {gpu.name}"
     sheet = Sheet(title, rows, [f"kept in {cache_file(gpu)}"])
     publish(Report("kernels tune", title, "measured", [sheet]), output)
-    return 0
 
 
 def tune_size(size: Size, tell: Callable[[str], None]) -> tuple[ShapeClass, TileConfigs]:
