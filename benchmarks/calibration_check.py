@@ -18,14 +18,15 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.model_steps import VOCABULARY, E, K, ModelSteps
 from benchmarks.harness.options import Repeats
 from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallelism, Strategy
 from moesys.config.overlap import Pipelined
-from moesys.lab.commands.options import argument, refusing
+from moesys.lab.commands.options import AsJson, OutFolder, Wide, argument, refusing
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, interleave, machine_line, repeated_ms, wall_ms
-from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.moe.layer import MoELayer
 from moesys.simulator.model.simulate_model import simulate_model
@@ -36,7 +37,7 @@ EP = Strategy(name="sequential")
 STRATEGIES = (EP, EP.replace(name="pipelined 4", overlap=Pipelined(chunks=4)))
 # H, I and tokens per rank.
 LAYERS = ((384, 768, 256), (384, 768, 1024), (768, 384, 512))
-VOCABULARY, EXPERTS, TOP_K, HEAD_DIM = 512, 8, 2, 64
+HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class ModelCase:
             "num_key_value_heads": self.num_heads // 2,
             "head_dim": HEAD_DIM,
             "moe_intermediate_size": self.intermediate_size,
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": TOP_K,
+            "num_experts": E,
+            "num_experts_per_tok": K,
             "norm_topk_prob": True,
             "max_position_embeddings": self.seq_len,
         }
@@ -92,7 +93,9 @@ def bench_calibration_check(
         Path, argument("FILE", "ClusterSpec that moesys calibrate wrote here.", exists=True, dir_okay=False)
     ],
     repeats: Repeats = 7,
-    output: CommandOutput = AS_TABLES,
+    out: OutFolder = None,
+    as_json: AsJson = False,
+    wide: Wide = False,
 ) -> None:
     """Measures as many ranks as the ``ClusterSpec`` in ``file`` has, and writes and prints the comparison."""
     text = file.read_text()
@@ -111,14 +114,14 @@ def bench_calibration_check(
         data = {"machine": machine_line(1), "cluster": cluster, "layers": layers, "models": models}
         notes = [f"{machine_line(1)}; simulated with {file.name}."]
         report = Report("calibration-check", "Calibration check", "measured", sheets, notes, data=data)
-        publish(report, output)
+        publish(report, CommandOutput(out, as_json, wide=wide))
 
 
 def check_layers(ranks: Ranks, cluster: ClusterSpec, repeats: int) -> list[StepCheck]:
     """Compares each layer under ``STRATEGIES``; the simulator gets the tokens that the routers sent."""
     checks = []
     for hidden, width, num_tokens in LAYERS:
-        shape = ModelShape(hidden_size=hidden, intermediate_size=width, num_experts=EXPERTS, top_k=TOP_K)
+        shape = ModelShape(hidden_size=hidden, intermediate_size=width, num_experts=E, top_k=K)
         by_rank = ranks.run(layer_steps, shape, num_tokens, cluster, repeats, timeout_s=TIMEOUT_S)
         for strategy in STRATEGIES:
             measured_ms = _slowest([of_rank[strategy.name][0] for of_rank in by_rank])
@@ -170,7 +173,6 @@ def model_steps(case: ModelCase, repeats: int) -> list[float]:
     """Times steps of a model on this rank, ms; its routers choose evenly, as the simulator expects."""
     import transformers
 
-    from benchmarks.harness.model_steps import ModelSteps
     from moesys.hf.parallelize import parallelize
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -56,9 +56,9 @@ BUDGETS = {
     "moesys, hosts": Budget(2_289, 15),
     "moesys/lab": Budget(9_284, 59),
     "moesys, entry points": Budget(253, 2),
-    "benchmarks": Budget(5_104, 43),
+    "benchmarks": Budget(5_106, 43),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(46_075, 318),
+    "tests": Budget(46_076, 318),
 }
 TOTAL = Budget(38_741, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")
