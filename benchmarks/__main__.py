@@ -5,119 +5,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from benchmarks.harness.options import Repeats
-from moesys.lab.commands.options import (
-    AsJson,
-    CommandPage,
-    OutFolder,
-    Quiet,
-    Wide,
-    command_line,
-    folder_to_write,
-    refusing,
-)
+from moesys.lab.commands.options import CommandPage, command_line
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
 COMPUTING, LINKS = "Computing, measured here", "Links, measured here"
-
-
-@refusing()
-def bench_planner_scale(
-    peer_eplb: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Time this checkout of deepseek-ai/EPLB as well.", exists=True, file_okay=False
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Number of generated loads of each case.")] = 3,
-    repeats: Repeats = 9,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
-) -> int:
-    """Times planners and splits."""
-    from benchmarks import planner_scale
-    from moesys.lab.show.tables import CommandOutput
-
-    output = CommandOutput(out, as_json, quiet, wide)
-    return planner_scale.main(num_seeds=seeds, repeats=repeats, peer=peer_eplb, output=output)
-
-
-@refusing()
-def bench_record_routing(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of the traces; it is created.", callback=folder_to_write)
-    ],
-    quiet: Quiet = False,
-) -> int:
-    """Trains small models and records their routing."""
-    from benchmarks import record_routing
-
-    return record_routing.main(folder, quiet)
-
-
-@refusing()
-def bench_calibration_check(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="ClusterSpec that moesys calibrate wrote here.", exists=True, dir_okay=False
-        ),
-    ],
-    repeats: Repeats = 7,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    wide: Wide = False,
-) -> int:
-    """Compares measured steps with steps simulated with a calibration."""
-    from benchmarks import calibration_check
-    from moesys.lab.show.tables import CommandOutput
-
-    return calibration_check.main(file, repeats, CommandOutput(out, as_json, wide=wide))
-
-
-@refusing()
-def bench_shaped(
-    hosts: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Number of hosts, 2 or 4; may be repeated (default: both).")
-    ] = None,
-    case: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="overlap, split, nodes or planners; may be repeated (default: all of these). Or models, alone.",
-        ),
-    ] = None,
-    mbit: Annotated[
-        list[float] | None,
-        typer.Option(metavar="MBIT", help="Mbit/s of each link; may be repeated (default: by case)."),
-    ] = None,
-    latency_us: Annotated[
-        float | None,
-        typer.Option("--latency-us", metavar="US", help="Microseconds between hosts, one way (default: by case)."),
-    ] = None,
-    repeats: Repeats = 7,
-    shares: Annotated[
-        bool, typer.Option(help="Whether each host has its own share of the processor, or hosts compete for it.")
-    ] = True,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
-) -> int:
-    """Measures steps between hosts with slow links."""
-    from benchmarks.shaped import bench, cases
-    from moesys.lab.show.tables import CommandOutput
-
-    asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case or ())
-    return bench.main(asked, repeats=repeats, shares=shares, output=CommandOutput(out, as_json, quiet, wide))
-
 
 PAGES = {
     "layer": CommandPage(
@@ -150,10 +41,7 @@ PAGES = {
         "Train torchtitan's model on ranks, by strategy.",
         "torchtitan's own experts, in its own trainer, are timed beside them; `make hosts` installs torchtitan.\n\n"
         "Exit code 1: a gradient differs.",
-        (
-            "python -m benchmarks hosts --out found",
-            "python -m benchmarks hosts --routing skewed --ranks 4 --share 0.5",
-        ),
+        ("python -m benchmarks hosts --out found", "python -m benchmarks hosts --routing skewed --ranks 4 --share 0.5"),
     ),
     "simulate": CommandPage(
         "benchmarks.simulator_speed:bench_simulate",
@@ -163,7 +51,7 @@ PAGES = {
         ("python -m benchmarks simulate --most-ranks 128",),
     ),
     "planner-scale": CommandPage(
-        bench_planner_scale,
+        "benchmarks.planner_scale:bench_planner_scale",
         COMPUTING,
         "Time planners and splits for 8 to 1,024 ranks.",
         "Which planner is best is the question of moesys leaderboard.",
@@ -178,14 +66,14 @@ PAGES = {
         ("python -m benchmarks planners --sequences 60 --out found",),
     ),
     "record-routing": CommandPage(
-        bench_record_routing,
+        "benchmarks.record_routing:bench_record_routing",
         COMPUTING,
         "Record the routing that moesys leaderboard replays.",
         "It trains five small models, in less than half an hour on two cores.",
         ("python -m benchmarks record-routing recorded",),
     ),
     "calibration-check": CommandPage(
-        bench_calibration_check,
+        "benchmarks.calibration_check:bench_calibration_check",
         COMPUTING,
         "Compare measured steps with those of a calibration.",
         "Steps of layers and of small models on CPU ranks are measured, and simulated with the calibration.",
@@ -205,7 +93,7 @@ PAGES = {
         ),
     ),
     "shaped": CommandPage(
-        bench_shaped,
+        "benchmarks.shaped.bench:bench_shaped",
         LINKS,
         "Compare measured with simulated steps between hosts.",
         "Hosts are network namespaces of this machine with slow links, which needs Linux and root. All cases take "

@@ -18,11 +18,14 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness.model_steps import VOCABULARY, E, K, ModelSteps
+from benchmarks.harness.options import Repeats
 from moesys.config import ClusterSpec, ModelRun, ModelShape, ModelSpec, Parallelism, Strategy
 from moesys.config.overlap import Pipelined
+from moesys.lab.commands.options import AsJson, OutFolder, Wide, argument, refusing
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks
-from moesys.lab.runs.stopwatch import Quantiles, interleave, machine_line, wall_ms
+from moesys.lab.runs.stopwatch import Quantiles, interleave, machine_line, repeated_ms, wall_ms
 from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.moe.layer import MoELayer
@@ -34,7 +37,7 @@ EP = Strategy(name="sequential")
 STRATEGIES = (EP, EP.replace(name="pipelined 4", overlap=Pipelined(chunks=4)))
 # H, I and tokens per rank.
 LAYERS = ((384, 768, 256), (384, 768, 1024), (768, 384, 512))
-VOCABULARY, EXPERTS, TOP_K, HEAD_DIM = 512, 8, 2, 64
+HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class ModelCase:
             "num_key_value_heads": self.num_heads // 2,
             "head_dim": HEAD_DIM,
             "moe_intermediate_size": self.intermediate_size,
-            "num_experts": EXPERTS,
-            "num_experts_per_tok": TOP_K,
+            "num_experts": E,
+            "num_experts_per_tok": K,
             "norm_topk_prob": True,
             "max_position_embeddings": self.seq_len,
         }
@@ -84,11 +87,17 @@ class StepCheck:
         return self.simulated_ms / self.measured_ms.median - 1
 
 
-def main(file: Path, repeats: int, output: CommandOutput) -> int:
-    """Measures as many ranks as the ``ClusterSpec`` in ``file`` has, and writes and prints the comparison.
-
-    Raises ValueError if torchrun started another number of ranks.
-    """
+@refusing()
+def bench_calibration_check(
+    file: Annotated[
+        Path, argument("FILE", "ClusterSpec that moesys calibrate wrote here.", exists=True, dir_okay=False)
+    ],
+    repeats: Repeats = 7,
+    out: OutFolder = None,
+    as_json: AsJson = False,
+    wide: Wide = False,
+) -> None:
+    """Measures as many ranks as the ``ClusterSpec`` in ``file`` has, and writes and prints the comparison."""
     text = file.read_text()
     cluster = ClusterSpec.from_json(text) if file.suffix == ".json" else ClusterSpec.from_toml(text)
     ranks, started = start_ranks(cluster.num_ranks)
@@ -105,15 +114,14 @@ def main(file: Path, repeats: int, output: CommandOutput) -> int:
         data = {"machine": machine_line(1), "cluster": cluster, "layers": layers, "models": models}
         notes = [f"{machine_line(1)}; simulated with {file.name}."]
         report = Report("calibration-check", "Calibration check", "measured", sheets, notes, data=data)
-        publish(report, output)
-    return 0
+        publish(report, CommandOutput(out, as_json, wide=wide))
 
 
 def check_layers(ranks: Ranks, cluster: ClusterSpec, repeats: int) -> list[StepCheck]:
     """Compares each layer under ``STRATEGIES``; the simulator gets the tokens that the routers sent."""
     checks = []
     for hidden, width, num_tokens in LAYERS:
-        shape = ModelShape(hidden_size=hidden, intermediate_size=width, num_experts=EXPERTS, top_k=TOP_K)
+        shape = ModelShape(hidden_size=hidden, intermediate_size=width, num_experts=E, top_k=K)
         by_rank = ranks.run(layer_steps, shape, num_tokens, cluster, repeats, timeout_s=TIMEOUT_S)
         for strategy in STRATEGIES:
             measured_ms = _slowest([of_rank[strategy.name][0] for of_rank in by_rank])
@@ -166,25 +174,17 @@ def model_steps(case: ModelCase, repeats: int) -> list[float]:
     import transformers
 
     from moesys.hf.parallelize import parallelize
-    from moesys.hf.routing_replay import replay_routing, routers_of
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**case.config)
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     runtime = parallelize(model, EP)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens_BC = torch.randint(VOCABULARY, (case.sequences, case.seq_len), generator=_generator())
-    expert_TK = (torch.arange(tokens_BC.numel() * TOP_K) % EXPERTS).view(-1, TOP_K)
-    expert_LTK = expert_TK.expand(len(routers_of(model)), -1, -1)
-
-    def step() -> None:
-        with replay_routing(model, expert_LTK):
-            model(input_ids=tokens_BC, labels=tokens_BC).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    samples_ms = interleave({"step": partial(wall_ms, step)}, repeats, before=dist.barrier)["step"]
+    steps = ModelSteps(model, tokens_BC, "balanced")
+    # As calibrations measure it.
+    steps.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    samples_ms = repeated_ms(steps.step, repeats, before=dist.barrier)
     runtime.close()
     return samples_ms
 

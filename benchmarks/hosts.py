@@ -41,11 +41,11 @@ from benchmarks.harness.model_steps import (
 from benchmarks.harness.options import Repeats, chosen
 from benchmarks.shaped.processor_shares import join, lacks_shares, own_name, processor_shares
 from moesys.config import Strategy
-from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
+from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.stopwatch import Quantiles, machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 THEIRS, EP = "torchtitan", "ep"
 NUM_EXPERTS = 64
@@ -98,28 +98,22 @@ class Row:
 
 
 def bench_hosts(
-    routing: Annotated[str, typer.Option(metavar="NAME", help="balanced, skewed or all.")] = "all",
-    sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences of 256 tokens per rank.")] = 8,
-    layers: Annotated[int, typer.Option(min=1, max=8, metavar="N", help="Layers of the model.")] = 2,
-    ranks: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Number of local ranks of one thread; a divisor of 64.")
-    ] = 2,
+    routing: Annotated[str, option("NAME", "balanced, skewed or all.")] = "all",
+    sequences: Annotated[int, option("N", "Sequences of 256 tokens per rank.", min=1)] = 8,
+    layers: Annotated[int, option("N", "Layers of the model.", min=1, max=8)] = 2,
+    ranks: Annotated[int, option("N", "Number of local ranks of one thread; a divisor of 64.", min=2)] = 2,
     share: Annotated[
-        float | None,
-        typer.Option(min=0.05, max=1.0, metavar="CPUS", help="Processors of a rank (Linux, root); default: no limit."),
+        float | None, option("CPUS", "Processors of a rank (Linux, root); default: no limit.", min=0.05, max=1.0)
     ] = None,
-    keep_memory: Annotated[bool, typer.Option(help="Whether glibc keeps memory that ranks free.")] = True,
+    keep_memory: Annotated[bool, flag("Whether glibc keeps memory that ranks free.")] = True,
     repeats: Repeats = 9,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    output: CommandOutput = AS_TABLES,
 ) -> None:
     """Trains torchtitan's model with its own experts and under strategies."""
     with refusing():
         parts = [Part(way, sequences, layers) for way in chosen("routing", routing, ROUTINGS)]
         _check_machine(ranks, share)
-    rows = measure(parts, ranks, repeats, share, keep_memory, quiet)
+    rows = measure(parts, ranks, repeats, share, keep_memory, output.quiet)
     limit = "" if share is None else f", each with {share:g} processors"
     machine = f"{machine_line(1, ('torch', THEIRS))}; {ranks} ranks of one thread{limit}"
     notes = [
@@ -139,7 +133,7 @@ def bench_hosts(
     title = "MEASURED: a training step in torchtitan, ms (median)"
     data = {"machine": machine, "num_ranks": ranks, "share": share, "rows": rows}
     report = Report("hosts", title, "measured", [Sheet(title, rows, notes, "routing")], data=data)
-    publish(report, CommandOutput(out, as_json, quiet, wide))
+    publish(report, output)
     raise typer.Exit(int(any(row.wrong for row in rows)))
 
 
@@ -207,7 +201,7 @@ def measure_on_rank(part: Part, folder: str, repeats: int) -> Mapping[str, Outco
 
 def _contestant(part: Part, folder: str, strategy: Strategy | None) -> Contestant:
     steps = TitanSteps(part, folder, strategy)
-    return Contestant(steps.results, {"step": steps.step}, steps.max_over_mean)
+    return Contestant(steps.results, {"step": steps.step}, partial(max_over_mean_of, steps.model))
 
 
 class TitanSteps:
@@ -266,9 +260,6 @@ class TitanSteps:
             found[name] = whole(parameter.grad).flatten()[dist.get_rank() :: num_ranks].clone()
         self.trainer.optimizers.zero_grad()
         return found
-
-    def max_over_mean(self) -> float | None:
-        return max_over_mean_of(self.model)
 
 
 def _replay(expert_BLK: Tensor, router: Any, _: Any, output: Any) -> Any:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from benchmarks.harness.contest import Case, Contestant, Near, hold
 from benchmarks.harness.options import Repeats, chosen
 from moesys.config import LayoutInvariant, ModelShape, Ordered, Strategy
-from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
+from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.runs.stopwatch import Quantiles, Work, machine_line, processor_ms, wall_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import DTYPES
 
@@ -118,29 +118,19 @@ class Row:
 
 
 def bench_layer(
-    shape: Annotated[str, typer.Option(metavar="NAMES", help="Names of layers, separated by commas, or all.")] = "all",
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, bfloat16 or all.")] = "all",
-    tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Number of tokens, instead of the layer's own.")
-    ] = None,
+    shape: Annotated[str, option("NAMES", "Names of layers, separated by commas, or all.")] = "all",
+    dtype: Annotated[str, option("DTYPE", "float32, bfloat16 or all.")] = "all",
+    tokens: Annotated[int | None, option("N", "Number of tokens, instead of the layer's own.", min=1)] = None,
     repeats: Repeats = 9,
-    threads: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Number of threads (default: torch's).")
-    ] = None,
-    reduction: Annotated[
-        bool, typer.Option("--reduction", help="Compare LayoutInvariant with Ordered instead.")
-    ] = False,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    threads: Annotated[int | None, option("N", "Number of threads (default: torch's).", min=1)] = None,
+    reduction: Annotated[bool, flag("Compare LayoutInvariant with Ordered instead.", "--reduction")] = False,
+    output: CommandOutput = AS_TABLES,
 ) -> None:
     """Compares one rank of MoELayer with transformers' MoE blocks."""
     with refusing():
         cases = select(shape, dtype, tokens)
     threads = threads or torch.get_num_threads()
-    output = CommandOutput(out, as_json, quiet, wide)
-    rows = measure(cases, repeats=repeats, threads=threads, reduction=reduction, quiet=quiet)
+    rows = measure(cases, repeats=repeats, threads=threads, reduction=reduction, quiet=output.quiet)
     publish((reduction_report if reduction else report)(rows, repeats, threads), output)
     raise typer.Exit(int(any(row.wrong for row in rows)))
 

@@ -25,11 +25,11 @@ from benchmarks.harness.options import Repeats, chosen
 from benchmarks.harness.paced_link import PacedLink
 from moesys.config import Ep, Fsep, ModelShape, Strategy
 from moesys.config.overlap import Pipelined
-from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
+from moesys.lab.commands.options import option, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, machine_line, repeated_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 
 _SHAPE = ModelShape(hidden_size=512, intermediate_size=512, num_experts=8, top_k=2)
@@ -57,43 +57,23 @@ class Part:
     strategies: tuple[Strategy, ...]
 
 
+_CHUNKED = (_EP, *(_EP.replace(name=f"pipelined {each}", overlap=Pipelined(chunks=each)) for each in (2, 4, 8)))
+_GATHERED = (
+    _FSEP,
+    _FSEP.replace(name="prefetch", sharding=_PREFETCH),
+    _FSEP.replace(name="prefetch, delay", sharding=_BEHIND),
+    _FSEP.replace(name="prefetch, delay, pipelined 4", sharding=_BEHIND, overlap=Pipelined(chunks=4)),
+)
+_LENT = Ep(slots_per_rank=5)
+_COPIED = (
+    Strategy(name="lent on demand", sharding=_LENT),
+    Strategy(name="lent ahead", sharding=_LENT.replace(prefetch_layers=1)),
+    Strategy(name="lent ahead, delay", sharding=_LENT.replace(prefetch_layers=1, delay_reshard=True)),
+)
 PARTS = (
-    Part(
-        "chunks",
-        num_layers=1,
-        num_tokens=1024,
-        shape=_SHAPE,
-        strategies=(
-            _EP,
-            *(_EP.replace(name=f"pipelined {chunks}", overlap=Pipelined(chunks=chunks)) for chunks in (2, 4, 8)),
-        ),
-    ),
-    Part(
-        "experts",
-        num_layers=3,
-        num_tokens=512,
-        shape=_SHAPE,
-        strategies=(
-            _FSEP,
-            _FSEP.replace(name="prefetch", sharding=_PREFETCH),
-            _FSEP.replace(name="prefetch, delay", sharding=_BEHIND),
-            _FSEP.replace(name="prefetch, delay, pipelined 4", sharding=_BEHIND, overlap=Pipelined(chunks=4)),
-        ),
-    ),
-    Part(
-        "copies",
-        num_layers=3,
-        num_tokens=512,
-        shape=_SHAPE,
-        strategies=tuple(
-            Strategy(name=name, sharding=Ep(slots_per_rank=5, **ahead))
-            for name, ahead in (
-                ("lent on demand", {}),
-                ("lent ahead", {"prefetch_layers": 1}),
-                ("lent ahead, delay", {"prefetch_layers": 1, "delay_reshard": True}),
-            )
-        ),
-    ),
+    Part("chunks", num_layers=1, num_tokens=1024, shape=_SHAPE, strategies=_CHUNKED),
+    Part("experts", num_layers=3, num_tokens=512, shape=_SHAPE, strategies=_GATHERED),
+    Part("copies", num_layers=3, num_tokens=512, shape=_SHAPE, strategies=_COPIED),
 )
 
 
@@ -144,31 +124,19 @@ class Row:
 
 
 def bench_overlap(
-    part: Annotated[
-        str, typer.Option(metavar="NAME", help="chunks, experts, copies, all, or mega: MegaKernels on a GPU.")
-    ] = "all",
-    tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Tokens per rank, instead of the part's own.")
-    ] = None,
+    part: Annotated[str, option("NAME", "chunks, experts, copies, all, or mega: MegaKernels on a GPU.")] = "all",
+    tokens: Annotated[int | None, option("N", "Tokens per rank, instead of the part's own.", min=1)] = None,
     repeats: Repeats = 9,
-    threads: Annotated[int, typer.Option(min=1, metavar="N", help="Threads per rank.")] = 1,
-    size: Annotated[str, typer.Option(metavar="NAME", help="Name of a layer (with --part mega).")] = "qwen3-30b",
-    dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="bfloat16, float16 or float32 (with --part mega).")
-    ] = "bfloat16",
-    gb_per_s: Annotated[
-        float, typer.Option("--gb-per-s", metavar="GB", help="Link bandwidth per rank in GB/s (with --part mega).")
-    ] = 100.0,
+    threads: Annotated[int, option("N", "Threads per rank.", min=1)] = 1,
+    size: Annotated[str, option("NAME", "Name of a layer (with --part mega).")] = "qwen3-30b",
+    dtype: Annotated[str, option("DTYPE", "bfloat16, float16 or float32 (with --part mega).")] = "bfloat16",
+    gb_per_s: Annotated[float, option("GB", "Link bandwidth per rank in GB/s (with --part mega).")] = 100.0,
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="cuda, or cpu for a rehearsal on a toy layer (with --part mega).")
+        str, option("DEVICE", "cuda, or cpu for a rehearsal on a toy layer (with --part mega).")
     ] = "cuda",
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    output: CommandOutput = AS_TABLES,
 ) -> None:
     """Compares overlapped with sequential steps over paced links."""
-    output = CommandOutput(out, as_json, quiet, wide)
     if part == "mega":
         from benchmarks.mega import mega_contest
 
@@ -178,7 +146,7 @@ def bench_overlap(
     with refusing():
         names = chosen("part", part, [known.name for known in PARTS])
     parts = [replace(known, num_tokens=tokens or known.num_tokens) for known in PARTS if known.name in names]
-    rows, paces = measure(parts, repeats, threads, quiet)
+    rows, paces = measure(parts, repeats, threads, output.quiet)
     machine = f"{machine_line(threads)}; {NUM_RANKS} ranks"
     notes = [
         machine,
@@ -281,7 +249,9 @@ def _chosen_pace(part: Part) -> Pace:
             steps_ms = repeated_ms(steps.step, _PACING_REPEATS, before=steps.prepare)
             waits_ms = steps.blocked_ms(_PACING_REPEATS)
             computes_ms = [step_ms - waited_ms for step_ms, waited_ms in zip(steps_ms, waits_ms, strict=True)]
-            agreed[:] = torch.tensor([min(computes_ms), min(waits_ms), steps.received_bytes / 1e6])
+            # Received from other ranks since the last ``prepare``.
+            num_bytes = sum(sum(layer.experts.meter.wire_bytes.values()) for layer in steps.layers)
+            agreed[:] = torch.tensor([min(computes_ms), min(waits_ms), num_bytes / 1e6])
             dist.all_reduce(agreed, dist.ReduceOp.MAX)
             steps.close()
         compute_ms, waited_ms, received_mb = agreed.tolist()

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
+from benchmarks.harness.options import Repeats
 from moesys.balance.eplb import Eplb
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
@@ -23,6 +24,7 @@ from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
 from moesys.balance.planners import plan_layouts, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
+from moesys.lab.commands.options import option, refusing
 from moesys.lab.runs.stopwatch import machine_line, repeated_ms
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
@@ -159,35 +161,32 @@ def measure(
     )
 
 
-def main(
-    *,
-    cases: Sequence[SizeCase] = CASES,
-    num_seeds: int = 3,
-    repeats: int = 9,
-    peer: Path | None = None,
+@refusing()
+def bench_planner_scale(
+    peer_eplb: Annotated[
+        Path | None, option("DIR", "Time this checkout of deepseek-ai/EPLB as well.", exists=True, file_okay=False)
+    ] = None,
+    seeds: Annotated[int, option("N", "Number of generated loads of each case.", min=1)] = 3,
+    repeats: Repeats = 9,
     output: CommandOutput = AS_TABLES,
-) -> int:
-    """Measures, writes and prints; returns the exit code. Raises ValueError for a peer that does not exist."""
-    rebalance = load_peer(peer) if peer else None
-    runs = [(case, planner) for case in cases for planner in PLANNERS]
+) -> None:
+    """Measures, writes and prints."""
+    rebalance = load_peer(peer_eplb) if peer_eplb else None
+    runs = [(case, planner) for case in CASES for planner in PLANNERS]
     if rebalance:
-        runs += [(case, PEER) for case in cases if case.num_ranks <= MOST_PEER_RANKS]
+        runs += [(case, PEER) for case in CASES if case.num_ranks <= MOST_PEER_RANKS]
     rows = []
     with steps_told("planner-scale", len(runs), output.quiet) as tell:
-        for case, planner in sorted(runs, key=lambda run: cases.index(run[0])):
+        for case, planner in sorted(runs, key=lambda run: CASES.index(run[0])):
             tell(f"{case.name}, {planner}")
-            rows.append(measure(case, planner, num_seeds, repeats, rebalance if planner == PEER else None))
+            rows.append(measure(case, planner, seeds, repeats, rebalance if planner == PEER else None))
     machine = machine_line(THREADS, ("numpy", "numba", "ortools", "torch"))
     notes = [
-        f"{machine}; {TOKENS_PER_RANK:,} tokens per rank, top-{TOP_K}, nodes of 8 ranks; {num_seeds} seeds",
+        f"{machine}; {TOKENS_PER_RANK:,} tokens per rank, top-{TOP_K}, nodes of 8 ranks; {seeds} seeds",
         f"ms: medians of {repeats} calls per seed, after one of warm-up; layout: all layers; split: one layer.",
         "gap: the busiest rank's tokens over the min-cut bound of the layout.",
         "even: over the replicas on the source's node, if it has any; EPLB's: over all replicas alike.",
     ]
     title = "MEASURED: planning times over sizes"
     sheet = Sheet(title, rows, notes, group_by="case")
-    publish(
-        Report("planner-scale", title, "measured", [sheet], data={"machine": machine, "rows": rows}),
-        output,
-    )
-    return 0
+    publish(Report("planner-scale", title, "measured", [sheet], data={"machine": machine, "rows": rows}), output)

@@ -14,14 +14,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import as_completed
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import typer
 
 from moesys.balance.eplb import Eplb
 from moesys.balance.flex_moe import FlexMoe
@@ -29,7 +28,6 @@ from moesys.balance.flow.flow_split import FlowSplit, split_costs
 from moesys.balance.flow.step_cost import prices_of, with_experts
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
-from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
 from moesys.balance.planners import warm_up
 from moesys.balance.replay import replay_layer
 from moesys.balance.static import Static
@@ -40,13 +38,14 @@ from moesys.config.workload import Generated
 from moesys.display import counted
 from moesys.files import FolderLock
 from moesys.journal import Journal
-from moesys.lab.commands.options import AsJson, Jobs, OutFolder, Quiet, Wide, refusing
+from moesys.lab.commands.options import Jobs, option, refusing
+from moesys.lab.leaderboard.scores import TimedPlanner
 from moesys.lab.ranks.pool import Workers
 from moesys.lab.runs.environment import source_digest
 from moesys.lab.runs.places import num_workers
 from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 from moesys.traces import generate
@@ -203,19 +202,6 @@ class SequenceScores:
     planning_ms: dict[str, float]
 
 
-class TimedPlanner:
-    """A plan source that plans at once and keeps the processor time of each plan."""
-
-    def __init__(self) -> None:
-        self.all_ms: list[float] = []
-
-    def submit(self, request: PlanRequest) -> SolvedPlan:
-        begin_s = time.process_time()
-        plan = request.solve(alike=True)
-        self.all_ms.append(1e3 * (time.process_time() - begin_s))
-        return plan
-
-
 def layer_seconds(
     strategy: Strategy, model: ModelShape, cluster: ClusterSpec, load: LoadMatrix, layout: ExpertLayout
 ) -> float:
@@ -247,7 +233,7 @@ def score(part: str, sequence: DrawnSequence, micro_batches: int = MICRO_BATCHES
     model, cluster = sequence.shape
     tokens_SRE, seconds, planning_ms = sequence.tokens_SRE(micro_batches), {}, {}
     for name, strategy in strategies_of(sequence, part).items():
-        planner = TimedPlanner()
+        planner = TimedPlanner(time.process_time, alike=True)
         walk = list(replay_layer(strategy, model, cluster, tokens_SRE, planner=planner))[NOT_SCORED:]
         if name != TIMED:
             seconds[name] = sum(layer_seconds(strategy, model, cluster, one.load, one.layout) for one in walk)
@@ -370,18 +356,15 @@ def summary(found: Sequence[SequenceRatio], moves: bool) -> RatioSummary:
 
 @refusing()
 def bench_planners(
-    sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Number of sequences.")] = NUM_SEQUENCES,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the sequences.")] = SEED,
+    sequences: Annotated[int, option("N", "Number of sequences.", min=1)] = NUM_SEQUENCES,
+    seed: Annotated[int, option("N", "Seed of the sequences.", min=0)] = SEED,
     jobs: Jobs = None,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    output: CommandOutput = AS_TABLES,
 ) -> None:
-    """Scores the sequences that ``out`` has no results of, writes the page there and prints the tables."""
-    folder = out or Path("planners")
+    """Scores the sequences that the folder has no results of, writes the page there and prints the tables."""
+    folder = output.folder or Path("planners")
     drawn = [DrawnSequence.draw(seed, index) for index in range(sequences)]
-    found = ratios(all_scores(drawn, folder, num_workers(jobs), MICRO_BATCHES, quiet))
+    found = ratios(all_scores(drawn, folder, num_workers(jobs), MICRO_BATCHES, output.quiet))
     title = f"SIMULATED: Greedy over the best fixed planner, {counted(sequences, 'sequence')}"
     notes = [
         f"Seed {seed}; {MICRO_BATCHES} micro-batches of {TOKENS_PER_RANK:,} tokens per rank, of which the first "
@@ -396,4 +379,4 @@ def bench_planners(
         Sheet("SIMULATED: the sequences with the largest ratios", sorted(found, key=lambda one: -one.ratio)[:10]),
     ]
     data = {"seed": seed, "summary": sheets[0].rows, "sequences": found}
-    publish(Report("planners", title, "simulated", sheets, data=data), CommandOutput(folder, as_json, quiet, wide))
+    publish(Report("planners", title, "simulated", sheets, data=data), replace(output, folder=folder))

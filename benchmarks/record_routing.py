@@ -15,16 +15,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
 from moesys.balance.predictors import measured_drift
 from moesys.config.hub import read_config
 from moesys.hf.routing_replay import record_routing
+from moesys.lab.commands.options import Quiet, argument, folder_to_write, refusing
 from moesys.lab.show.progress import steps_told
 from moesys.lab.train.text import Text, load_text
 from moesys.load import IntArray, LoadMatrix
@@ -92,6 +92,9 @@ RECIPES = (
 
 def record(recipe: Recipe, text: Text, quiet: bool = False) -> Trace:
     """Trains from drawn weights, and counts the routers' choices before each of the recipe's steps."""
+    # Not at the top: the help of the command needs no transformers.
+    import transformers
+
     fields = read_config(recipe.base) | recipe.changes
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(SEED)
@@ -177,8 +180,12 @@ def set_quantiles(bias_E: Tensor, score_TE: Tensor, top_k: int) -> None:
     bias_E.copy_(quantile_E - quantile_E.mean())
 
 
-def main(folder: Path, quiet: bool = False) -> int:
-    """Records all recipes, writes their traces into ``folder`` and prints facts; returns the exit code."""
+@refusing()
+def bench_record_routing(
+    folder: Annotated[Path, argument("DIR", "Folder of the traces; it is created.", callback=folder_to_write)],
+    quiet: Quiet = False,
+) -> None:
+    """Records all recipes, writes their traces into ``folder`` and prints facts."""
     text = load_text()
     folder.mkdir(parents=True, exist_ok=True)
     for recipe in RECIPES:
@@ -186,4 +193,3 @@ def main(folder: Path, quiet: bool = False) -> int:
         save_trace(trace, folder / f"{recipe.name}.npz")
         print(*facts(trace), sep="\n")
     print(f"Written to {folder}: {', '.join(f'{recipe.name}.npz' for recipe in RECIPES)}")
-    return 0

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-import typer
-
 from benchmarks.harness.options import Repeats, chosen
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
@@ -21,10 +19,10 @@ from moesys.balance.plan import StepPlan, plan_layer
 from moesys.config import Fsep, Overlap, Strategy, presets
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.config.workload import Generated
-from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
+from moesys.lab.commands.options import option, refusing
 from moesys.lab.runs.stopwatch import machine_line, wall_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, figure, publish
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulation
 from moesys.traces import generate
@@ -58,22 +56,17 @@ class Timing:
 
 
 def bench_simulate(
-    overlap: Annotated[
-        str, typer.Option(metavar="NAME", help="sequential, pipelined, mega_kernel or all.")
-    ] = "sequential",
-    most_ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Leave out larger clusters.")] = 1024,
+    overlap: Annotated[str, option("NAME", "sequential, pipelined, mega_kernel or all.")] = "sequential",
+    most_ranks: Annotated[int, option("N", "Leave out larger clusters.", min=1)] = 1024,
     repeats: Repeats = 3,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    output: CommandOutput = AS_TABLES,
 ) -> None:
     """Times the simulator."""
     with refusing():
         names = chosen("overlap", overlap, OVERLAPS)
     asked = [(name, *size) for size in SIZES if size[1] <= most_ranks for name in names]
     timings = []
-    with steps_told("simulate", len(asked), quiet) as tell:
+    with steps_told("simulate", len(asked), output.quiet) as tell:
         for name, layers, ranks in asked:
             tell(f"{name}, {layers} layers on {ranks} ranks")
             timings.append(time_step(name, layers, ranks, repeats))
@@ -81,7 +74,7 @@ def bench_simulate(
     title = "MEASURED: time of the simulator"
     sheet = Sheet(title, timings, [f"Medians of {repeats} repetitions, without planning. {machine}"])
     data = {"machine": machine, "rows": timings}
-    publish(Report("simulate", title, "measured", [sheet], data=data), CommandOutput(out, as_json, quiet, wide))
+    publish(Report("simulate", title, "measured", [sheet], data=data), output)
 
 
 def time_step(name: str, layers: int, ranks: int, repeats: int) -> Timing:

@@ -33,6 +33,7 @@ from benchmarks.harness.model_steps import (
     TOLERANCE,
     ZIPF,
     ModelSteps,
+    max_over_mean_of,
     new_model,
     strategies,
     tokens_of,
@@ -40,11 +41,11 @@ from benchmarks.harness.model_steps import (
 from benchmarks.harness.options import Repeats, chosen
 from moesys.config import Strategy
 from moesys.hf.registration import register
-from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
+from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 THEIRS = "all_to_all"
 # After this many steps the peak of memory no longer grows.
@@ -119,27 +120,20 @@ class MemoryRow:
 
 
 def bench_models(
-    model: Annotated[
-        str, typer.Option(metavar="NAMES", help="olmoe, qwen3-moe, deepseek-v3, separated by commas, or all.")
-    ] = "all",
-    routing: Annotated[str, typer.Option(metavar="NAME", help="balanced, skewed or all.")] = "all",
-    sequences: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences of 256 tokens per rank.")] = 8,
-    hidden: Annotated[int, typer.Option(min=64, metavar="N", help="Hidden size; experts are twice as wide.")] = HIDDEN,
-    ranks: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Number of local ranks of one thread; a divisor of 8.")
-    ] = 2,
+    model: Annotated[str, option("NAMES", "olmoe, qwen3-moe, deepseek-v3, separated by commas, or all.")] = "all",
+    routing: Annotated[str, option("NAME", "balanced, skewed or all.")] = "all",
+    sequences: Annotated[int, option("N", "Sequences of 256 tokens per rank.", min=1)] = 8,
+    hidden: Annotated[int, option("N", "Hidden size; experts are twice as wide.", min=64)] = HIDDEN,
+    ranks: Annotated[int, option("N", "Number of local ranks of one thread; a divisor of 8.", min=2)] = 2,
     repeats: Repeats = 9,
-    memory: Annotated[bool, typer.Option("--memory", help="Also measure memory; takes minutes.")] = False,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    memory: Annotated[bool, flag("Also measure memory; takes minutes.", "--memory")] = False,
+    output: CommandOutput = AS_TABLES,
 ) -> None:
     """Trains transformers' models under strategies and under its own all_to_all."""
     with refusing():
         models, ways = chosen("model", model, MODELS), chosen("routing", routing, ROUTINGS)
     rows, memory_rows = measure(
-        [Part(of, way, sequences, hidden) for of in models for way in ways], ranks, repeats, memory, quiet
+        [Part(of, way, sequences, hidden) for of in models for way in ways], ranks, repeats, memory, output.quiet
     )
     machine = f"{machine_line(1, ('torch', 'transformers'))}; {ranks} ranks of one thread"
     notes = [
@@ -157,7 +151,7 @@ def bench_models(
         Sheet(title, rows, notes, "part", without=() if memory else ("live_mib", "peak_mib")),
         Sheet("MEASURED: the peak memory of a rank by part, MiB", memory_rows, _MEMORY_NOTES, "part"),
     ]
-    publish(Report("models", title, "measured", sheets, data=data), CommandOutput(out, as_json, quiet, wide))
+    publish(Report("models", title, "measured", sheets, data=data), output)
     raise typer.Exit(int(any(row.wrong for row in rows)))
 
 
@@ -253,7 +247,7 @@ def measure_on_rank(part: Part, folder: Path, repeats: int) -> Mapping[str, Outc
 def _contestant(part: Part, folder: Path, strategy: Strategy | None) -> Contestant:
     steps = _steps(part, folder, strategy)
     torch.save((steps.tokens_BC, steps.expert_LTK), _inputs_file(part, folder, dist.get_rank()))
-    return Contestant(steps.results, {"step": steps.step}, steps.max_over_mean)
+    return Contestant(steps.results, {"step": steps.step}, partial(max_over_mean_of, steps.model))
 
 
 def _steps(part: Part, folder: Path, strategy: Strategy | None) -> ModelSteps:

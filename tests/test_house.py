@@ -51,16 +51,16 @@ BUDGETS = {
     "moesys/balance": Budget(5_980, 41),
     "moesys/overlap": Budget(2_834, 18),
     "moesys/moe": Budget(4_100, 22),
-    "moesys/simulator": Budget(3_379, 22),
+    "moesys/simulator": Budget(3_356, 22),
     "moesys/tuner": Budget(1_142, 8),
     "moesys, hosts": Budget(2_268, 15),
-    "moesys/lab": Budget(9_443, 59),
+    "moesys/lab": Budget(9_284, 59),
     "moesys, entry points": Budget(253, 2),
-    "benchmarks": Budget(5_325, 43),
+    "benchmarks": Budget(5_106, 43),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(45_803, 318),
+    "tests": Budget(45_808, 318),
 }
-TOTAL = Budget(38_827, 265)
+TOTAL = Budget(38_645, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

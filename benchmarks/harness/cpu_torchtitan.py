@@ -8,12 +8,12 @@ B sequences, L their length, N heads, H their width.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -107,15 +107,9 @@ def varlen(config: Any) -> Any:
     return derive(config, CpuAttention.Config)
 
 
-@contextlib.contextmanager
-def experts_in_float32() -> Iterator[None]:
+def experts_in_float32() -> AbstractContextManager[object]:
     """Makes torchtitan's experts compute in float32: they turn all that they multiply into bfloat16 by one method."""
-    kept = Tensor.bfloat16
-    Tensor.bfloat16 = Tensor.float  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Tensor.bfloat16 = kept  # type: ignore[method-assign]
+    return patch.object(Tensor, "bfloat16", Tensor.float)
 
 
 class Bytes(BaseTokenizer):

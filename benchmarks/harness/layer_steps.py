@@ -81,11 +81,6 @@ class LayerSteps:
             results[name] = (grad.to_local() if hasattr(grad, "to_local") else grad).clone()
         return results
 
-    @property
-    def received_bytes(self) -> int:
-        """The bytes received from other ranks since ``prepare``."""
-        return sum(sum(layer.experts.meter.wire_bytes.values()) for layer in self.layers)
-
     def blocked_ms(self, repeats: int) -> list[float]:
         """Returns the time that each of the last ``repeats`` steps waited for communication."""
         return [sum(exposed_ms.values()) for exposed_ms in self._exposed_ms[-repeats:]]

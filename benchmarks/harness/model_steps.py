@@ -143,13 +143,6 @@ class ModelSteps:
         self.optimizer.zero_grad()
         return {"loss": loss, **grads}
 
-    def plans(self) -> list[LayerPlan]:
-        """Returns the last plan of each layer with experts; empty if the experts are transformers' own."""
-        return plans_of(self.model)
-
-    def max_over_mean(self) -> float | None:
-        return max_over_mean_of(self.model)
-
 
 def plans_of(model: nn.Module) -> list[LayerPlan]:
     """Returns the last plan of each layer with experts of moesys."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Annotated
 
-import typer
+from moesys.lab.commands.options import option
 
-Repeats = Annotated[int, typer.Option(min=1, metavar="N", help="Number of timed repetitions.")]
+Repeats = Annotated[int, option("N", "Number of timed repetitions.", min=1)]
 
 
 def chosen(what: str, words: str, known: Collection[str]) -> list[str]:

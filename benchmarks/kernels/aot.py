@@ -23,14 +23,13 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks.kernels.ahead_of_time import HOPPER, MOST_SHARED_BYTES, MachineCode, compiling
 from benchmarks.kernels.drawn_layer import Size
+from benchmarks.kernels.gemm_timer import META, Operands
 from moesys.config.overlap import MegaKernel
-from moesys.kernels.experts.activation_gradient import SUM_COLUMNS, activation_gradient
-from moesys.kernels.experts.grouped_gemm import grouped_gemm
+from moesys.kernels.experts.activation_gradient import SUM_COLUMNS
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
-from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import RowGroups, Tiles, groups_by_size, tile_table
+from moesys.kernels.experts.tile_tuner import OPS, blocks_of
+from moesys.kernels.experts.tiles import Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.token_rows import combine
-from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import (
     OrderedGroups,
     RowBlocks,
@@ -43,7 +42,7 @@ from moesys.kernels.mega.exchange import Exchange, Flags, Replicas, TileSequence
 from moesys.kernels.mega.mega_combine import down_combine, input_gradient_combine
 from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
 from moesys.kernels.mega.point import FLIGHT_BYTES, blocks_at, fuses
-from moesys.kernels.routing import SortedRouting, route
+from moesys.kernels.routing import route
 from moesys.kernels.split.baselines import even_split, even_tables, proportional_split, proportional_tables
 from moesys.kernels.split.chunks import OwnReplicas, arrived_rows, cut, sent_rows
 from moesys.kernels.split.flow import split
@@ -58,7 +57,7 @@ COPY_BYTES = 16
 WORD_BYTES = 4
 ACTIVATION = "swiglu"
 # The numbers of steps that ``compile_size`` and ``compile_mega`` announce.
-NUM_OPS, NUM_MEGA_OPS = 18, 13
+NUM_OPS, NUM_MEGA_OPS = 17, 13
 # The ranks of a MegaKernel, and its points whose code differs; shares and orders of tiles are numbers.
 NUM_RANKS = 8
 POINTS: Mapping[str, MegaKernel] = MappingProxyType(
@@ -200,31 +199,16 @@ def compile_size(
 
     ``only``: the names of the ops to compile; None for all.
     """
-    T, H, I, E, K = size[1:]
-    P = T * K
-
+    _, T, H, I, E, K = size
     meta = partial(torch.empty, dtype=dtype, device="meta")
-    routing = SortedRouting(*(meta(*shape, dtype=torch.int32) for shape in ((P,), (T, K), (E + 1,))))
-    matrix_G = meta(E, dtype=torch.int32)
-    gate_up, down_proj, x, a = meta(E, 2 * I, H), meta(E, H, I), meta(T, H), meta(P, I)
-    blocks = blocks_of(ShapeClass.of(x, down_proj, P, ACTIVATION), x.device, target.arch)
-    h, weight = meta(P, 2 * I), meta(T, K, dtype=torch.float32)
-
-    def tiles(block: TileConfig) -> Tiles:
-        most = -(-P // block.rows) + E
-        group_M, row_M, count_1 = (meta(n, dtype=torch.int32) for n in (most, most, 1))
-        return Tiles(group_M, row_M, count_1, block.rows)
-
+    shape = ShapeClass.of(meta(T, H), meta(E, H, I), T * K, ACTIVATION)
+    operands, blocks = Operands(shape, META), blocks_of(shape, META, target.arch)
+    x, a, h, weight = operands.x_TH, operands.a_PI, operands.h_PU, operands.weight_TK
+    routing, y = operands.routing, meta(operands.num_rows, H)
     entries, first = routing.entry_P, routing.first_G1
-    groups = OrderedGroups(entries, first, meta(E, dtype=torch.int32))
+    groups = OrderedGroups(entries, first, operands.order_E)
     row_blocks = RowBlocks(256, meta(E, dtype=torch.float64))
-    up_, down_, back, into, outer = (
-        blocks.up,
-        blocks.down,
-        blocks.activation_gradient,
-        blocks.input_gradient,
-        blocks.weight_gradient,
-    )
+    outer = blocks.weight_gradient
     tables, tokens_RE = tables_of_64_ranks(E), meta(64, E, dtype=torch.int64)
     ops: dict[str, tuple[TileConfig | None, Callable[[], object]]] = {
         "counts": (None, lambda: exchange_counts(first)),
@@ -232,27 +216,18 @@ def compile_size(
         "shares": (None, lambda: split_by_shares(tokens_RE, tables)),
         "chunks": (None, lambda: cut_into_chunks(tables, entries, K)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
-        "tiles": (None, lambda: tile_table(first, P, up_.rows)),
+        "tiles": (None, lambda: tile_table(first, len(y), blocks.up.rows)),
         "groups": (None, lambda: groups_by_size(first)),
-        "up": (up_, lambda: up(x, gate_up, routing, tiles(up_), matrix_G, K, ACTIVATION, up_)),
-        "down": (down_, lambda: grouped_gemm(a, down_proj, first, tiles(down_), matrix_G, down_, transposed=True)),
-        "combine": (None, lambda: combine(meta(P, H), routing.row_TK, weight, dtype)),
-        "activation_gradient": (
-            back,
-            lambda: activation_gradient(
-                x, down_proj, h, weight, routing, RowGroups(first, tiles(back), matrix_G), ACTIVATION, back
-            ),
-        ),
-        "input_gradient": (
-            into,
-            lambda: grouped_gemm(h, gate_up, first, tiles(into), matrix_G, into, transposed=False),
-        ),
-        "gather_sum": (None, lambda: combine(meta(P, H), routing.row_TK, None, dtype)),
+        "combine": (None, lambda: combine(y, routing.row_TK, weight, dtype)),
+        "gather_sum": (None, lambda: combine(y, routing.row_TK, None, dtype)),
         "dW2": (outer, lambda: weight_gradient(x, a, groups, K, "left", outer)),
         "dW1": (outer, lambda: weight_gradient(h, x, groups, K, "right", outer)),
         "dW2_blocks": (cut_to_fit(outer), lambda: weight_gradient(x, a, groups, K, "left", outer, blocks=row_blocks)),
         "dW1_blocks": (cut_to_fit(outer), lambda: weight_gradient(h, x, groups, K, "right", outer, blocks=row_blocks)),
     }
+    for op in OPS[:-1]:
+        block = getattr(blocks, op)
+        ops[op] = (block, partial(operands.launch, op, block, operands.tiles(block)))
     found = []
     for op, (block, launch) in ops.items():
         if only is not None and op not in only:
@@ -340,9 +315,7 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaKernel, capability: int
 
     if point.overlap_weight_gradients:
         yield OpLaunch(
-            "up",
-            dispatching(blocks.up),
-            lambda: dispatch_up(memory, rows, gate_up, ACTIVATION, blocks.up, point),
+            "up", dispatching(blocks.up), lambda: dispatch_up(memory, rows, gate_up, ACTIVATION, blocks.up, point)
         )
         yield OpLaunch(
             "activation_gradient",

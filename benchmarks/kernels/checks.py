@@ -113,8 +113,7 @@ def recomputed(layer: Layer) -> Verdict:
 def graph_replayed(layer: Layer, other: Layer) -> Verdict:
     """Checks a CUDA graph of forward and backward, captured on one layer's tensors and replayed on another's."""
     held = replace(
-        layer,
-        **{name: getattr(layer, name).clone() for name in ("x_TH", "dy_TH", "expert_TK", "weight_TK")},
+        layer, **{name: getattr(layer, name).clone() for name in ("x_TH", "dy_TH", "expert_TK", "weight_TK")}
     )
     run = ours_on(held)
     aside = torch.cuda.Stream()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,51 +14,39 @@ from benchmarks.kernels.drawn_layer import SIZES, Size
 from benchmarks.kernels.gemm_timer import GemmTimer
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import OPS, Gpu, blocks_for, cache_file, tune_blocks
-from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide, refusing
+from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 
 def bench_kernels(
-    aot: Annotated[bool, typer.Option("--aot", help="Compile without a GPU and read the machine code.")] = False,
-    tune: Annotated[bool, typer.Option("--tune", help="Find the fastest tiles on this GPU and keep them.")] = False,
-    mega: Annotated[bool, typer.Option(help="Compile MegaKernels too (with --aot).")] = True,
+    aot: Annotated[bool, flag("Compile without a GPU and read the machine code.", "--aot")] = False,
+    tune: Annotated[bool, flag("Find the fastest tiles on this GPU and keep them.", "--tune")] = False,
+    mega: Annotated[bool, flag("Compile MegaKernels too (with --aot).")] = True,
     arch: Annotated[
-        Literal["sm_90", "sm_100"],
-        typer.Option(metavar="ARCH", help="sm_90 (Hopper) or sm_100 (Blackwell) (with --aot)."),
+        Literal["sm_90", "sm_100"], option("ARCH", "sm_90 (Hopper) or sm_100 (Blackwell) (with --aot).")
     ] = "sm_90",
-    size: Annotated[str, typer.Option(metavar="NAMES", help="Names of layers, separated by commas, or all.")] = "all",
-    routing: Annotated[
-        str, typer.Option(metavar="NAMES", help="uniform, balanced, zipf, k-experts, router, or all.")
-    ] = "all",
-    contestants: Annotated[
-        str, typer.Option(metavar="NAMES", help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")
-    ] = "all",
+    size: Annotated[str, option("NAMES", "Names of layers, separated by commas, or all.")] = "all",
+    routing: Annotated[str, option("NAMES", "uniform, balanced, zipf, k-experts, router, or all.")] = "all",
+    contestants: Annotated[str, option("NAMES", "moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
     peer: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=DIR", help="scattermoe, liger or sonicmoe in DIR; may be repeated."),
+        list[str] | None, option("NAME=DIR", "scattermoe, liger or sonicmoe in DIR; may be repeated.")
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="bfloat16, float16 or float32.")] = "bfloat16",
-    repeats: Annotated[int, typer.Option(min=0, metavar="N", help="Number of timed repetitions; 0 only checks.")] = 15,
-    device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="cuda, or cpu for a rehearsal on a toy in the interpreter.")
-    ] = "cuda",
-    extras: Annotated[bool, typer.Option(help="Check graphs, compile, checkpoints and large offsets too.")] = True,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    dtype: Annotated[str, option("DTYPE", "bfloat16, float16 or float32.")] = "bfloat16",
+    repeats: Annotated[int, option("N", "Number of timed repetitions; 0 only checks.", min=0)] = 15,
+    device: Annotated[str, option("DEVICE", "cuda, or cpu for a rehearsal on a toy in the interpreter.")] = "cuda",
+    extras: Annotated[bool, flag("Check graphs, compile, checkpoints and large offsets too.")] = True,
+    output: CommandOutput = AS_TABLES,
 ) -> None:
     """Checks and times the kernels of one GPU and other implementations, compiles them or tunes them."""
     if aot and tune:
         raise typer.BadParameter("--aot and --tune are two commands; give one of them")
-    output = CommandOutput(out, as_json, quiet, wide)
     if aot or tune:
         by_name = {known.name: known for known in SIZES}
         with refusing():
             sizes = [by_name[name] for name in chosen("size", size, by_name)]
-        if tune:
-            raise typer.Exit(tune_tiles(sizes, output))
+            if tune:
+                return tune_tiles(sizes, output)
         from benchmarks.kernels.aot import main
 
         raise typer.Exit(main(sizes, mega, arch, output))
@@ -87,25 +74,21 @@ def tile_words(block: TileConfig) -> str:
     return f"{tile}, {block.warps} warps, {block.stages} stages, {block.operands}"
 
 
-def tune_tiles(sizes: Sequence[Size], output: CommandOutput = AS_TABLES) -> int:
-    """Finds, keeps and prints the fastest tiles on this GPU; returns 2 without a GPU, or if they cannot be kept."""
+def tune_tiles(sizes: Sequence[Size], output: CommandOutput = AS_TABLES) -> None:
+    """Finds, keeps and prints the fastest tiles on this GPU. Raises ValueError without one, and OSError if tiles cannot
+    be kept.
+    """
     if not torch.cuda.is_available():
-        print("tuning times kernels on a GPU, and this machine has none that torch can use", file=sys.stderr)
-        return 2
+        raise ValueError("tuning times kernels on a GPU, and this machine has none that torch can use")
     gpu, rows = Gpu.of(torch.device("cuda")), []
-    try:
-        with steps_told("tuning", len(OPS) * len(sizes), output.quiet) as tell:
-            for size in sizes:
-                shape, found = tune_size(size, tell)
-                untuned = blocks_for(shape, gpu.multiprocessors, gpu.capability)
-                rows += [TunedOp(size.name, op, getattr(found, op), getattr(untuned, op)) for op in OPS]
-    except OSError as error:
-        print(error, file=sys.stderr)
-        return 2
+    with steps_told("tuning", len(OPS) * len(sizes), output.quiet) as tell:
+        for size in sizes:
+            shape, found = tune_size(size, tell)
+            untuned = blocks_for(shape, gpu.multiprocessors, gpu.capability)
+            rows += [TunedOp(size.name, op, getattr(found, op), getattr(untuned, op)) for op in OPS]
     title = f"TUNED: {gpu.name}"
     sheet = Sheet(title, rows, [f"kept in {cache_file(gpu)}"])
     publish(Report("kernels tune", title, "measured", [sheet]), output)
-    return 0
 
 
 def tune_size(size: Size, tell: Callable[[str], None]) -> tuple[ShapeClass, TileConfigs]:

@@ -195,21 +195,17 @@ def relative_errors(layer: Layer, found: Results) -> dict[str, float]:
 
     y_TH, dx_TH = (torch.zeros(T, H, device=found.y.device) for _ in range(2))
     dweight_TK = torch.zeros(T, K, device=found.y.device)
+    # The choices t·K + k of each expert, in order.
+    expert_P = layer.expert_TK.flatten()
+    entries_E = expert_P.argsort(stable=True).split(torch.bincount(expert_P, minlength=E).tolist())
     with _without_tf32():
-        for expert, entry_P in enumerate(_entries(layer)):
+        for expert, entry_P in enumerate(entries_E):
             dgate_up_UH, ddown_HI = _expert(layer, expert, entry_P, y_TH, dx_TH, dweight_TK)
             compare("dgate_up", found.dgate_up[expert], dgate_up_UH)
             compare("ddown", found.ddown[expert], ddown_HI)
     for name, right in (("y", y_TH), ("dx", dx_TH), ("dweight", dweight_TK)):
         compare(name, getattr(found, name), right)
     return {name: _ratio(*pair.sqrt().tolist()) for name, pair in squares.items()}
-
-
-def _entries(layer: Layer) -> tuple[Tensor, ...]:
-    """Returns the choices t·K + k of each expert, in order."""
-    expert_P = layer.expert_TK.flatten()
-    count_E = torch.bincount(expert_P, minlength=layer.size.E)
-    return expert_P.argsort(stable=True).split(count_E.tolist())
 
 
 def _expert(

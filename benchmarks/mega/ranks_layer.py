@@ -37,31 +37,15 @@ from moesys.kernels.routing import SortedRouting, route
 from moesys.kernels.symmetric.counts import count_regions
 from moesys.kernels.symmetric.heap import Region
 from moesys.kernels.symmetric.pacing import paced_copies
+from moesys.lab.calibrate.timings import StackedExperts
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.device_split import PendingPlan, RowLimit, device_split, room_for_rows
-from moesys.overlap.executor import ExpertGradients, ExpertWeights
+from moesys.overlap.executor import ExpertGradients
 from moesys.overlap.experts_triton import ACTIVATION
 from moesys.overlap.mega_executor import MegaKernelRun, Stages, replicas_of, tokens_by_replica
 
 DIRECTIONS = ("forward", "backward")
-
-
-@dataclass(frozen=True)
-class OwnExperts:
-    """The experts of a rank, in the form that executors take."""
-
-    gate_up_SUH: Tensor
-    down_SHI: Tensor
-
-    def stacked(self) -> ExpertWeights:
-        return ExpertWeights(self.gate_up_SUH, self.down_SHI)
-
-    def __len__(self) -> int:
-        return len(self.down_SHI)
-
-    def by_slot(self) -> list[ExpertWeights]:
-        return [ExpertWeights(*matrices) for matrices in zip(self.gate_up_SUH, self.down_SHI, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -73,7 +57,7 @@ class RanksLayer:
     dy_RTH: Sequence[Tensor]
     weight_RTK: Sequence[Tensor]
     expert_RTK: Sequence[Tensor]
-    held_R: Sequence[OwnExperts]
+    held_R: Sequence[StackedExperts]
     plan: TokenPlan
 
     @property
@@ -120,7 +104,7 @@ def draw_layer(size: Size, num_ranks: int, dtype: torch.dtype, device: torch.dev
         [weight_TK.to(device) for weight_TK in weights],
         [expert_TK.to(device) for expert_TK in choices],
         [
-            OwnExperts(normal(each, 2 * I, H, scale=H**-0.5), normal(each, H, I, scale=I**-0.5))
+            StackedExperts(normal(each, 2 * I, H, scale=H**-0.5), normal(each, H, I, scale=I**-0.5))
             for _ in range(num_ranks)
         ],
         split_tokens(load, layout, ClusterSpec(ranks_per_node=num_ranks), EvenSplit()),

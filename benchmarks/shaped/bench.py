@@ -7,7 +7,6 @@ own.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -18,16 +17,18 @@ from scipy.stats import wilcoxon
 
 from benchmarks.harness.contest import Outcome, of_all_ranks
 from benchmarks.harness.model_steps import LENGTH, TOLERANCE, ZIPF
+from benchmarks.harness.options import Repeats
 from benchmarks.shaped import layers, models
 from benchmarks.shaped.calibration import Calibration, calibration, computed_ms, late_ms, link_figures, with_links
-from benchmarks.shaped.cases import ShapedCase, model_spec
-from benchmarks.shaped.hosts import lacks_hosts, linked_hosts, ranks_on
+from benchmarks.shaped.cases import ShapedCase, asked_for, model_spec
+from benchmarks.shaped.hosts import lacks_hosts, linked_hosts, ranks_on, run_commands
 from benchmarks.shaped.processor_shares import lacks_shares
 from moesys.balance.plan import LayerPlan, StepPlan
 from moesys.balance.planners import warm_up
 from moesys.config import ClusterSpec, Parallelism, Strategy
 from moesys.config.model_run import ModelRun
 from moesys.lab.calibrate.measurement import calibrate
+from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import Quantiles, machine_line
@@ -140,7 +141,7 @@ def run_cases(
                 parts = calibrate(ranks, first.cluster).cluster if first.is_model else None
                 for case in together:
                     begin(f"{case.links}, {case.name}")
-                    hosts.reshape(case.mbit_per_s)
+                    run_commands(hosts.shape_commands(case.mbit_per_s))
                     calibrated, outcomes = _measured(case, ranks, parts, repeats)
                     settings = [_setting(case, strategy, outcomes, calibrated) for strategy in case.strategies]
                     results.append(CaseResult(case.links, case, cpus, calibrated, settings))
@@ -247,20 +248,29 @@ def report(results: Sequence[CaseResult]) -> Report:
     return Report("shaped", "Slow links on one machine", "measured", sheets, notes(results), introduction, data)
 
 
-def main(
-    cases: Sequence[ShapedCase],
-    *,
-    repeats: int = 7,
-    shares: bool = True,
+@refusing()
+def bench_shaped(
+    hosts: Annotated[list[int] | None, option("N", "Number of hosts, 2 or 4; may be repeated (default: both).")] = None,
+    case: Annotated[
+        list[str] | None,
+        option("NAME", "overlap, split, nodes or planners; may be repeated (default: all of these). Or models, alone."),
+    ] = None,
+    mbit: Annotated[
+        list[float] | None, option("MBIT", "Mbit/s of each link; may be repeated (default: by case).")
+    ] = None,
+    latency_us: Annotated[float | None, option("US", "Microseconds between hosts, one way (default: by case).")] = None,
+    repeats: Repeats = 7,
+    shares: Annotated[
+        bool, flag("Whether each host has its own share of the processor, or hosts compete for it.")
+    ] = True,
     output: CommandOutput = AS_TABLES,
 ) -> int:
-    """Measures, writes and prints; returns the exit code: 1 if a result was wrong, 2 if hosts cannot be made here."""
-    reason = f"shaped links cannot be made: {lacks}" if (lacks := lacks_hosts()) else ""
-    if not reason and shares and (lacks := lacks_shares()):
-        reason = f"hosts cannot have a share of the processor: {lacks}; or use --no-shares"
-    if reason:
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
+    """Measures, writes and prints; returns the exit code: 1 if a result was wrong."""
+    cases = asked_for(hosts or (2, 4), mbit or (), latency_us, case or ())
+    if lacks := lacks_hosts():
+        raise ValueError(f"shaped links cannot be made: {lacks}")
+    if shares and (lacks := lacks_shares()):
+        raise ValueError(f"hosts cannot have a share of the processor: {lacks}; or use --no-shares")
     results = run_cases(cases, repeats, shares=shares, quiet=output.quiet)
     publish(report(results), output)
     return int(any(result.timed != result.settings for result in results))

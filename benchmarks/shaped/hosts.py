@@ -90,7 +90,7 @@ class Hosts:
         return commands
 
     def shape_commands(self, mbit_per_s: float) -> list[Command]:
-        """Returns the commands that give each link a bandwidth in each direction, headers included."""
+        """Returns the commands that give each link a bandwidth each way, headers included. Connections stay."""
         # The kernel would segment a packet that is larger than a burst in software, at the cost of the ranks.
         packet = str(max(_MTU, min(_LARGEST_PACKET, burst_bytes(mbit_per_s) // 2)))
         ends = [(name, _INTERFACE) for name in self.names] + [(self.switch, port) for port in self._ports]
@@ -102,10 +102,6 @@ class Hosts:
                 tbf_command(namespace, interface, mbit_per_s),
             )
         ]
-
-    def reshape(self, mbit_per_s: float) -> None:
-        """Gives all links another bandwidth; their connections stay."""
-        run_commands(self.shape_commands(mbit_per_s))
 
     def relay_command(self) -> Command:
         program = (sys.executable, "-I", delaying_relay.__file__, f"{self.latency_us:g}")

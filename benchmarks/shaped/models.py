@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness.contest import Case, Contestant, Near, Outcome, hold
-from benchmarks.harness.model_steps import LENGTH, TOLERANCE, ModelSteps, new_model, tokens_of
+from benchmarks.harness.model_steps import LENGTH, TOLERANCE, ModelSteps, new_model, plans_of, tokens_of
 from benchmarks.shaped.cases import ShapedCase
 from benchmarks.shaped.layers import StepMetrics
 from moesys.config import Strategy
@@ -55,7 +55,7 @@ def _ours(case: ShapedCase, strategy: Strategy) -> Contestant:
     parallelize(model, strategy, mesh, cluster=case.cluster)
     steps = _steps(case, model)
     return Contestant(
-        steps.results, {"step": steps.step}, lambda: StepMetrics([], [plan.to_json() for plan in steps.plans()])
+        steps.results, {"step": steps.step}, lambda: StepMetrics([], [plan.to_json() for plan in plans_of(model)])
     )
 
 

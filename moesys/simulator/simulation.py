@@ -209,7 +209,17 @@ class Simulation(Display):
     """A simulated step: its ``timeline`` of blocks, and what its length follows from.
 
     forward_R: seconds [R] until each rank has ended the forward of the last micro-batch. forward_waited_R,
-    forward_moved_L: the values of ``waited_R`` and ``moved_L`` at that time.
+        forward_moved_L: the values of ``waited_R`` and ``moved_L`` at that time.
+    waited_R: seconds [R] that each rank waited, by the lane of the all-to-all that it waited for, by ``SLOWER_RANKS``
+        if that had not begun, and by ``mega_kernel`` inside of MegaKernels. With ``computed_R``, and the time after a
+        rank that ends early, they add up to the step.
+    moved_L: seconds that each link would have been busy at its full rate, [2·R + 2·N] as in ``LinkLoad``, by lane.
+    spent_R: seconds [R] of each rank, by layer (None outside of layers) and by kind: computing as in ``computed_R``,
+        and waiting as in ``waited_R``. A rank that ends early waits for slower ranks in the last layer, so that the
+        seconds of every rank add up to ``length_seconds``.
+    other_domains_R: the part of ``waited_R`` for slower ranks, in seconds [R], that is for ranks of other domains
+        although all messages stay inside domains. In a real step these seconds pass in the next collective of all
+        ranks.
     """
 
     cluster: ClusterSpec
@@ -217,6 +227,10 @@ class Simulation(Display):
     forward_R: FloatArray
     forward_waited_R: dict[str, FloatArray]
     forward_moved_L: dict[str, FloatArray]
+    waited_R: dict[str, FloatArray]
+    moved_L: dict[str, FloatArray]
+    spent_R: dict[int | None, dict[str, FloatArray]]
+    other_domains_R: FloatArray
     _lanes: Lanes
 
     @property
@@ -236,34 +250,6 @@ class Simulation(Display):
             if block.lane == "compute":
                 computed_R[block.kind] = computed_R.get(block.kind, 0.0) + 1e-6 * (block.end_us_R - block.start_us_R)
         return computed_R
-
-    @property
-    def waited_R(self) -> dict[str, FloatArray]:
-        """Seconds [R] that each rank waited, by the lane of the all-to-all that it waited for, by ``SLOWER_RANKS`` if
-        that had not begun, and by ``mega_kernel`` inside of MegaKernels. With ``computed_R``, and the time after a rank
-        that ends early, they add up to the step.
-        """
-        return self._lanes.waited_R
-
-    @property
-    def spent_R(self) -> dict[int | None, dict[str, FloatArray]]:
-        """Seconds [R] of each rank, by layer (None outside of layers) and by kind: computing as in ``computed_R``, and
-        waiting as in ``waited_R``. A rank that ends early waits for slower ranks in the last layer, so that the
-        seconds of every rank add up to ``length_seconds``.
-        """
-        return self._lanes.spent_R
-
-    @property
-    def other_domains_R(self) -> FloatArray:
-        """The part of ``waited_R`` for slower ranks, in seconds [R], that is for ranks of other domains although all
-        messages stay inside domains. In a real step these seconds pass in the next collective of all ranks.
-        """
-        return self._lanes.other_domains_R
-
-    @property
-    def moved_L(self) -> dict[str, FloatArray]:
-        """Seconds that each link would have been busy at its full rate, [2·R + 2·N] as in ``LinkLoad``, by lane."""
-        return self._lanes.moved_L
 
     def _facts(self) -> str:
         exposed = f"{exposed_ms(self.timeline):,.3f} ms exposed"

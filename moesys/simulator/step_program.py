@@ -395,9 +395,11 @@ class _Step:
             self.lanes.wait(exchange.newest)
 
     def simulation(self) -> Simulation:
-        timeline = Timeline.of_blocks(self.lanes.blocks())
-        self.lanes.spend(SLOWER_RANKS, self.lanes.now_R.max() - self.lanes.now_R)
-        return Simulation(self.cluster, timeline, *self.after_forward, self.lanes)
+        of, timeline = self.lanes, Timeline.of_blocks(self.lanes.blocks())
+        of.spend(SLOWER_RANKS, of.now_R.max() - of.now_R)
+        return Simulation(
+            self.cluster, timeline, *self.after_forward, of.waited_R, of.moved_L, of.spent_R, of.other_domains_R, of
+        )
 
 
 def simulate(step_plan: StepPlan, *, other_seconds: float = 0.0, latency_seconds: float = 0.0) -> Timeline:

@@ -287,7 +287,8 @@ class Situation:
         """What sets it apart, of which each is to be judged well."""
         sharding, overlap = self.strategy.sharding, self.strategy.overlap
         ahead = f"{sharding.kind}, {'ahead' if sharding.prefetch_layers else 'on demand'}"
-        return {self.recompute, ahead, f"{overlap.chunks} chunks", f"{self.strategy.late_slots} late slots"}
+        apart = "domains that are no nodes" if self.cluster.domain_sizes != self.cluster.node_sizes else "nodes"
+        return {self.recompute, ahead, f"{overlap.chunks} chunks", f"{self.strategy.late_slots} late slots", apart}
 
     def simulated_and_judged(self, balance: ms.Balance, split: ms.Split) -> tuple[float, float]:
         """Returns the seconds of a layer among equal ones, without the rest of it."""

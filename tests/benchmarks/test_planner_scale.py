@@ -54,7 +54,7 @@ def test_a_zipf_load_has_its_exponent_in_an_order_of_its_own() -> None:
 
 
 def test_the_command_prints_a_table_and_writes_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner_scale.main, "__kwdefaults__", planner_scale.main.__kwdefaults__ | {"cases": (CASE,)})
+    monkeypatch.setattr(planner_scale, "CASES", (CASE,))
     arguments = ["planner-scale", "--seeds", "1", "--repeats", "1", "--out", str(tmp_path / "new" / "folder")]
     result = CliRunner().invoke(app, [*arguments, "--peer-eplb", str(fake_eplb(tmp_path))])
     assert result.exit_code == 0, result.output

@@ -279,10 +279,7 @@ Case = ExpertCase | AttentionCase | ElementwiseCase
 
 def _both_ways(forward: Callable[[], tuple[Tensor, ...]], inputs: list[Tensor], gradients: list[Tensor]) -> Calls:
     outputs, gradients = forward(), [gradient.detach() for gradient in gradients]
-    return {
-        "forward": forward,
-        "backward": lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True),
-    }
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)}
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -7,14 +7,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.text import Text
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import RealTraining
 from moesys.display import listed, printable
-from moesys.lab.commands.options import AsJson, Imports, refusing
+from moesys.lab.commands.options import AsJson, Imports, argument, option, refusing
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.declarations import import_modules_of_user, strategy_in
 from moesys.lab.runs.environment import load_environments
@@ -28,12 +27,10 @@ if TYPE_CHECKING:
 
 @refusing()
 def bisect_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder of a training, such as runs/demo-1234abcd.")],
-    a: Annotated[str, typer.Argument(metavar="A", help="Name of a strategy.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Name of another strategy, or the same name again.")],
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Seed (default: the one whose losses differ first).")
-    ] = None,
+    run: Annotated[Path, argument("RUN", "Run folder of a training, such as runs/demo-1234abcd.")],
+    a: Annotated[str, argument("A", "Name of a strategy.")],
+    b: Annotated[str, argument("B", "Name of another strategy, or the same name again.")],
+    seed: Annotated[int | None, option("N", "Seed (default: the one whose losses differ first).")] = None,
     as_json: AsJson = False,
     imports: Imports = None,
 ) -> int:

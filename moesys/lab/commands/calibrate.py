@@ -5,15 +5,13 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from moesys.files import number_set, write_whole
-from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Threads, Wide, refusing
+from moesys.lab.commands.options import Threads, option, refusing
 from moesys.lab.ranks.process_start import joins, writes
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import CommandOutput, Report, Sheet, publish, write
+from moesys.lab.show.tables import AS_TABLES, CommandOutput, Report, Sheet, publish, write
 
 if TYPE_CHECKING:
     # They import torch, which takes seconds.
@@ -26,18 +24,14 @@ CLUSTER_FILE = "cluster.toml"
 @refusing()
 def calibrate_command(
     ranks: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Number of local ranks (default: one per core, at most 8).")
+        int | None, option("N", "Number of local ranks (default: one per core, at most 8).", min=1)
     ] = None,
     device: Annotated[
-        Literal["cpu", "cuda"],
-        typer.Option(metavar="DEVICE", help="cpu, or cuda for the ranks that torchrun started, one per GPU."),
+        Literal["cpu", "cuda"], option("DEVICE", "cpu, or cuda for the ranks that torchrun started, one per GPU.")
     ] = "cpu",
     threads: Threads = 1,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Number of timed windows of each case.")] = 7,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    repeats: Annotated[int, option("N", "Number of timed windows of each case.", min=1)] = 7,
+    output: CommandOutput = AS_TABLES,
 ) -> None:
     """Measures, writes and prints. Under torchrun all ranks call it, and the first one writes and prints.
 
@@ -49,6 +43,8 @@ def calibrate_command(
     from moesys.lab.calibrate.timings import GRIDS, Effort
     from moesys.lab.ranks.torchrun_ranks import start_ranks
 
+    out = output.folder
+
     def keep(samples: dict[str, Any]) -> None:
         if out is not None and writes():
             so_far = {"machine": machine_line(threads), "finished": False, "samples_s": samples}
@@ -56,14 +52,13 @@ def calibrate_command(
             write(Report("calibrate", "", "measured", (), data=so_far), json_path=out / "calibrate.json")
 
     started, cluster = start_ranks(ranks or min(MOST_LOCAL_RANKS, available_cores()), device, threads=threads)
-    with closing(started), steps_told("calibrate", len(PARTS), quiet or not writes()) as tell:
+    with closing(started), steps_told("calibrate", len(PARTS), output.quiet or not writes()) as tell:
         grid, effort = GRIDS[device], Effort(repeats=repeats)
         found = calibrate(started, cluster, device_type=device, grid=grid, effort=effort, tell=tell, keep=keep)
     if writes():
         # First, as the reader of the printed tables may close the pipe.
         if out is not None:
             write_whole(out / CLUSTER_FILE, spec_text(found))
-        output = CommandOutput(out, as_json, quiet, wide)
         publish(report(found, threads), output)
         if out is not None:
             output.print_written([f"{CLUSTER_FILE}, for moesys simulate --cluster {out / CLUSTER_FILE}"])

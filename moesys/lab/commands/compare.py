@@ -10,13 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.files import write_whole
 from moesys.kinds import did_you_mean
-from moesys.lab.commands.options import AsJson, FormatOption, OutputFormat, Wide, chosen_format, refusing
+from moesys.lab.commands.options import (
+    AsJson,
+    FormatOption,
+    OutputFormat,
+    Wide,
+    argument,
+    chosen_format,
+    option,
+    refusing,
+)
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
 from moesys.lab.runs.records import RunFolder, setting_fingerprint
@@ -37,13 +44,12 @@ def compare(runs: Path | str | Sequence[Path | str]) -> list[Comparison]:
 
 @refusing()
 def compare_command(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, such as runs/demo-1234abcd.")],
+    folders: Annotated[list[Path], argument("RUN", "Run folders, such as runs/demo-1234abcd.")],
     form: FormatOption = "table",
     as_json: AsJson = False,
     wide: Wide = False,
     metric: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Show the samples of a metric, such as router_entropy; may be repeated."),
+        list[str] | None, option("NAME", "Show the samples of a metric, such as router_entropy; may be repeated.")
     ] = None,
 ) -> int:
     """Prints a table for each model, cluster and workload among ``folders``, or one for each metric."""

@@ -6,24 +6,18 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from moesys.lab.commands.options import Quiet, refusing
+from moesys.lab.commands.options import Quiet, argument, option, refusing
 from moesys.lab.show.progress import bytes_progress
 
 
 @refusing()
 def convert_command(
     source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SOURCE", help="Folder of a model from the hub, or of a checkpoint of torch.distributed.checkpoint."
-        ),
+        Path, argument("SOURCE", "Folder of a model from the hub, or of a checkpoint of torch.distributed.checkpoint.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder that is created, in the other format.")],
+    out: Annotated[Path, argument("OUT", "Folder that is created, in the other format.")],
     config: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="config.json of the model, or its folder, if SOURCE has none."),
+        Path | None, option("FILE", "config.json of the model, or its folder, if SOURCE has none.")
     ] = None,
     quiet: Quiet = False,
 ) -> None:

@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from moesys.balance.flow.flow_split import FlowSplit
@@ -30,7 +29,7 @@ from moesys.config.overlap import Pipelined
 from moesys.config.strategy import Reduction
 from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands.compare import report
-from moesys.lab.commands.options import Quiet, RunFolders, Wide, refusing
+from moesys.lab.commands.options import Quiet, RunFolders, Wide, flag, refusing
 from moesys.lab.commands.report import print_locations
 from moesys.lab.runs.comparison import Comparison
 from moesys.lab.runs.environment import available_cores
@@ -45,12 +44,8 @@ TRACE = "seed-{seed}.npz"
 MOST_RANKS = 8
 
 
-def _num_ranks() -> int:
-    """Returns the largest power of two that is no more than this machine's cores, from 2 to ``MOST_RANKS``."""
-    return max(2, min(MOST_RANKS, 1 << (available_cores().bit_length() - 1)))
-
-
-NUM_RANKS = _num_ranks()
+# The largest power of two that is no more than this machine's cores, from 2 to ``MOST_RANKS``.
+NUM_RANKS = max(2, min(MOST_RANKS, 1 << (available_cores().bit_length() - 1)))
 OWNED_EXPERTS = 2
 MODEL = {
     "intermediate_size": 2048,
@@ -116,7 +111,7 @@ def demo_command(
     out: RunFolders = Path("runs"),
     quiet: Quiet = False,
     wide: Wide = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Train again, in new run folders.")] = False,
+    fresh: Annotated[bool, flag("Train again, in new run folders.", "--fresh")] = False,
 ) -> int:
     """Trains, compares, replays, compares and writes pages; recorded trials are not repeated. Returns the exit code."""
     # hidden, so that ``compare runs/*`` does not take it for a run folder

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +22,8 @@ import typer
 from rich.console import Console
 
 from moesys.display import counted
-from moesys.lab.commands.options import AsJson, Quiet, Wide
+from moesys.lab.commands.options import AsJson, Quiet, Wide, flag
+from moesys.lab.runs.environment import available_cores, collect_environment, cpu_name, output_of, version_of
 from moesys.lab.show.tables import Column, Sheet, print_sheet
 
 State = Literal["ok", "slow", "missing", "broken"]
@@ -69,11 +70,9 @@ def examine() -> list[Check]:
 
 
 def doctor_command(
-    gpu: Annotated[
-        bool, typer.Option("--gpu", help="Test the GPUs of this machine layer by layer, then time them.")
-    ] = False,
+    gpu: Annotated[bool, flag("Test the GPUs of this machine layer by layer, then time them.", "--gpu")] = False,
     rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="With --gpu: without a GPU, rehearse the checks that a CPU can run.")
+        bool, flag("With --gpu: without a GPU, rehearse the checks that a CPU can run.", "--rehearse")
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -144,7 +143,7 @@ def _packages() -> Iterator[Check]:
         yield Check("packages", "moesys is not installed, so nothing says which", "missing", _REINSTALL)
         return
     names = [line.split(";")[0].rstrip("0123456789.,<>=!~ ") for line in declared if "extra ==" not in line]
-    there = {name: _version(name) for name in names}
+    there = {name: version_of(name) for name in names}
     if absent := [name for name, found in there.items() if not found]:
         yield Check("packages", f"no {', '.join(absent)}", "broken", _REINSTALL)
     else:
@@ -172,7 +171,7 @@ def _gpus() -> Iterator[Check]:
         alike = [device for device in devices if device.name == name]
         yield Check("GPU", f"{len(alike)} × {name}, {alike[0].total_memory / GIB:.0f} GiB", "ok")
     if len(devices) > 1:
-        status = _output("nvidia-smi", "nvlink", "--status")
+        status = output_of("nvidia-smi", "nvlink", "--status", timeout_s=5)
         links = sum("GB/s" in line for line in status.splitlines())
         if links:
             yield Check("NVLink", f"{links} links up", "ok", "its speed: moesys calibrate, under torchrun")
@@ -181,12 +180,12 @@ def _gpus() -> Iterator[Check]:
 
 
 def _optional() -> Iterator[Check]:
-    cupy = next((name for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if _version(name)), "cupy")
+    cupy = next((name for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if version_of(name)), "cupy")
     for title, package, hint in (
         ("Triton", "triton", "for GPU kernels: CUDA builds of torch for Linux include it"),
         ("CuPy", cupy, "for CUDA copy engines: pip install 'moesys[cuda12]' or 'moesys[cuda13]'"),
     ):
-        found = _version(package)
+        found = version_of(package)
         yield _check(title, found or "not installed", found != "", "missing", hint)
 
 
@@ -226,8 +225,6 @@ def _git() -> Iterator[Check]:
     if not shutil.which("git"):
         yield Check("git", "not installed", "missing", "to record which commit results come from: install git")
         return
-    from moesys.lab.runs.environment import collect_environment
-
     environment, _ = collect_environment()
     if environment.git_commit:
         changes = " with uncommitted changes" if environment.git_dirty else ""
@@ -240,8 +237,6 @@ def _git() -> Iterator[Check]:
 
 
 def _cpu() -> Iterator[Check]:
-    from moesys.lab.runs.environment import available_cores, cpu_name
-
     cores = available_cores()
     found = f"{cpu_name()}, {counted(cores, 'core')}"
     yield Check("CPU", found, "ok", f"for timings, start at most {counted(cores, 'rank')} of one thread")
@@ -332,18 +327,3 @@ _CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "bfloat16": _half_precision,
     "numerics": _numerics_class,
 }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def _output(*command: str) -> str:
-    """Returns what a command prints within five seconds; nothing if it is not installed."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=5).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

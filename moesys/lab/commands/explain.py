@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import typer
 
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.max_load import min_max_load
@@ -27,7 +26,7 @@ from moesys.config.base import check_type
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, RealTraining, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
-from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Settings, Wide, refusing
+from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Settings, Wide, option, refusing
 from moesys.lab.runs.declarations import declared_in, import_modules_of_user, load_experiment, strategy_in
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.lab.show.step_explanation import (
@@ -54,15 +53,10 @@ from moesys.traces import Trace
 def explain_command(
     file: ExperimentFile,
     strategy: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name of a strategy, or a Strategy in .toml or .json (default: the last)."),
+        str | None, option("NAME", "Name of a strategy, or a Strategy in .toml or .json (default: the last).")
     ] = None,
-    layer: Annotated[
-        int | None, typer.Option(metavar="N", help="Layer to show in detail (default: the least balanced one).")
-    ] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Micro-batch to explain, from 0 (default: the last one).")
-    ] = None,
+    layer: Annotated[int | None, option("N", "Layer to show in detail (default: the least balanced one).")] = None,
+    micro_batch: Annotated[int | None, option("N", "Micro-batch to explain, from 0 (default: the last one).")] = None,
     as_json: AsJson = False,
     wide: Wide = False,
     model_layers: ModelLayers = None,
@@ -223,6 +217,7 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[ReplayBatch], simu
     plan, cluster = step.layers[layer], step.cluster
     load, layout, tokens = plan.load, plan.layout, plan.tokens
     change, num_kept = _newest_change(walk)
+    late_RL = layout.expert_RS[:, layout.num_slots - step.strategy.late_slots :]
     source, _, destination, count = tokens.entries.T
     on_rank = int(count[source == destination].sum())
     between_nodes = tokens.inter_node_tokens(cluster.domain_of_rank)
@@ -234,7 +229,7 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[ReplayBatch], simu
         layer=layer,
         tokens_E=load.tokens_E.tolist(),
         experts_R=[list(layout.experts_of(rank)) for rank in range(layout.num_ranks)],
-        late_experts_R=_late_experts(layout, step.strategy.late_slots),
+        late_experts_R=[row[row != EMPTY].tolist() for row in late_RL],
         change=change,
         num_kept=num_kept,
         tokens_R=tokens.tokens_R.tolist(),
@@ -253,11 +248,6 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[ReplayBatch], simu
         critical_ms=critical_ms,
         mean_ms=mean_ms,
     )
-
-
-def _late_experts(layout: ExpertLayout, late_slots: int) -> list[list[int]]:
-    late_RL = layout.expert_RS[:, layout.num_slots - late_slots :]
-    return [row[row != EMPTY].tolist() for row in late_RL]
 
 
 # The stages that bring rows to their experts, and those that bring the results back.

@@ -16,7 +16,17 @@ import typer
 
 from moesys.config import Balance, ModelShape, ModelSpec, Split
 from moesys.config.layer_spec import MoeMlp
-from moesys.lab.commands.options import CLUSTER_HELP, AsJson, Jobs, Quiet, Wide, model_names_known, refusing
+from moesys.lab.commands.options import (
+    CLUSTER_HELP,
+    AsJson,
+    Jobs,
+    Quiet,
+    Wide,
+    flag,
+    model_names_known,
+    option,
+    refusing,
+)
 from moesys.lab.leaderboard.planners import GROUPS, PlannerGroup, named_planner
 from moesys.lab.leaderboard.ranking import HTML_PAGE, PAGE, RATIO_NOTE, write_pages
 from moesys.lab.leaderboard.scores import FILE, PlannerResult, results
@@ -45,69 +55,49 @@ _SHOWN = (
 def leaderboard_command(
     ctx: typer.Context,
     out: Annotated[
-        Path,
-        typer.Option(
-            *("--out", "-o"),
-            metavar="DIR",
-            help="Folder of pages and results; it is created, or a stopped run resumed.",
-        ),
+        Path, option("DIR", "Folder of pages and results; it is created, or a stopped run resumed.", *("--out", "-o"))
     ] = Path("leaderboard"),
     as_json: AsJson = False,
     quiet: Quiet = False,
     wide: Wide = False,
     planner: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PLANNER",
-            help="Planner of yours, such as my_planners:Heaviest, or a kind with fields as JSON; may be repeated.",
+        option(
+            "PLANNER", "Planner of yours, such as my_planners:Heaviest, or a kind with fields as JSON; may be repeated."
         ),
     ] = None,
     workload: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Workload of the table in docs/planners.md (default: all of them); may be repeated.",
-        ),
+        option("NAME", "Workload of the table in docs/planners.md (default: all of them); may be repeated."),
     ] = None,
-    trace: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Recorded trace to add as a workload; may be repeated.")
-    ] = None,
-    traces_only: Annotated[bool, typer.Option("--traces-only", help="Use no workloads except --trace.")] = False,
+    trace: Annotated[list[Path] | None, option("FILE", "Recorded trace to add as a workload; may be repeated.")] = None,
+    traces_only: Annotated[bool, flag("Use no workloads except --trace.", "--traces-only")] = False,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Name of a packaged model, or a config.json or its folder (default: by workload).",
+        option(
+            "MODEL",
+            "Name of a packaged model, or a config.json or its folder (default: by workload).",
             autocompletion=model_names_known,
         ),
     ] = None,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="CLUSTER", help=f"{CLUSTER_HELP[:-1]} (default: by workload).")
-    ] = None,
+    cluster: Annotated[str | None, option("CLUSTER", f"{CLUSTER_HELP[:-1]} (default: by workload).")] = None,
     slots: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Slots per rank (default: a rule for each group of planners)."),
+        int | None, option("N", "Slots per rank (default: a rule for each group of planners).", min=1)
     ] = None,
     lag: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Micro-batches from the newest load that a layout is planned on to its use."
-        ),
+        int, option("N", "Micro-batches from the newest load that a layout is planned on to its use.", min=1)
     ] = 1,
     predictor: Annotated[
-        str, typer.Option(metavar="KIND", help="Predictor of the load that layouts are planned on, as a kind or JSON.")
+        str, option("KIND", "Predictor of the load that layouts are planned on, as a kind or JSON.")
     ] = "last",
     seeds: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Draws of each workload, and parts of each recording (at most 4 if packaged)."
-        ),
+        int, option("N", "Draws of each workload, and parts of each recording (at most 4 if packaged).", min=1)
     ] = 3,
     quick: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Check that planners run, in two settings (Mixtral-8x7B on 2 x 8 H100 by default). It is no ranking.",
             "--quick",
-            help="Check that planners run, in two settings (Mixtral-8x7B on 2 x 8 H100 by default). It is no ranking.",
         ),
     ] = False,
     jobs: Jobs = None,

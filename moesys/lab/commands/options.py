@@ -6,11 +6,13 @@ Importing this module imports neither torch nor pydantic.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import EACCES, EPERM, EROFS
+from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal, NamedTuple
@@ -68,7 +70,7 @@ class CommandPage(NamedTuple):
             help="\n\n".join(filter(None, (self.summary, self.details))),
             epilog="\n".join([f"Example{'s' * (len(self.examples) > 1)}:", *(f"  {line}" for line in self.examples)]),
             context_settings=_HELP_OPTIONS,
-        )(function)
+        )(_with_output(function))
         return get_command(app)
 
 
@@ -162,6 +164,25 @@ def file_to_write(path: Path | None) -> Path | None:
     return path
 
 
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def option(metavar: str, text: str, *names: str, **more: Any) -> Any:
+    """Returns an option with a value, which its help ``text`` calls ``metavar``. ``names``: by default that of the
+    parameter.
+    """
+    return typer.Option(*names, metavar=metavar, help=text, **more)
+
+
+def flag(text: str, *names: str, **more: Any) -> Any:
+    """Returns an option without a value. ``names``: by default that of the parameter, and --no- before it."""
+    return typer.Option(*names, help=text, **more)
+
+
+def argument(metavar: str, text: str, **more: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=text, **more)
+
+
 # --- options of several commands --------------------------------------------------------------------------------------
 
 
@@ -173,45 +194,36 @@ def model_names_known(begun: str) -> list[str]:
 
 
 ExperimentFile = Annotated[
-    Path,
-    typer.Argument(metavar="FILE", help="An experiment: .py with a function that returns it, .json or .toml."),
+    Path, argument("FILE", "An experiment: .py with a function that returns it, .json or .toml.")
 ]
 Imports = Annotated[
     list[str] | None,
-    typer.Option(
-        "--import",
-        metavar="MODULE",
-        help="Module or .py file that defines planners which FILE names; may be repeated.",
-    ),
+    option("MODULE", "Module or .py file that defines planners which FILE names; may be repeated.", "--import"),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "FIELD=VALUE",
+        "Change a field of FILE, as strategies.1.overlap.chunks=2 or seeds=0,1; may be repeated.",
         "--set",
-        metavar="FIELD=VALUE",
-        help="Change a field of FILE, as strategies.1.overlap.chunks=2 or seeds=0,1; may be repeated.",
     ),
 ]
-RunFolders = Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of run folders; it is created.")]
+RunFolders = Annotated[Path, option("DIR", "Folder of run folders; it is created.", "--out", "-o")]
 MODEL_LAYERS_HELP = "Layers of the whole model, for its memory (default: the workload's)."
-ModelLayers = Annotated[int | None, typer.Option(min=1, metavar="N", help=MODEL_LAYERS_HELP)]
+ModelLayers = Annotated[int | None, option("N", MODEL_LAYERS_HELP, min=1)]
 Jobs = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Number of worker processes for simulation (default: one per core). Does not change results.",
-    ),
+    option("N", "Number of worker processes for simulation (default: one per core). Does not change results.", min=1),
 ]
 CLUSTER_HELP = "Nodes x ranks per node, as 4x8; a preset and its nodes, as h100:4; or a ClusterSpec in a file."
-Threads = Annotated[int, typer.Option(min=1, metavar="N", help="Threads per rank.")]
+Threads = Annotated[int, option("N", "Threads per rank.", min=1)]
 OutputFormat = Literal["table", "markdown", "csv", "csv-samples", "json", "latex"]
 FormatOption = Annotated[
     OutputFormat,
-    typer.Option(
+    option(
+        "FORMAT",
+        "table, markdown, csv, csv-samples, json or latex. All but table have stdout to themselves.",
         "--format",
-        metavar="FORMAT",
-        help="table, markdown, csv, csv-samples, json or latex. All but table have stdout to themselves.",
     ),
 ]
 
@@ -224,28 +236,41 @@ def chosen_format(form: OutputFormat, as_json: bool) -> OutputFormat:
 
 
 # Every command that prints results has these, and they mean the same everywhere.
-Wide = Annotated[bool, typer.Option("--wide", help="Print all columns of tables, even if the terminal breaks them.")]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the results as JSON instead of tables; nothing else goes to stdout.")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the results and errors, no progress.")]
+Wide = Annotated[bool, flag("Print all columns of tables, even if the terminal breaks them.", "--wide")]
+AsJson = Annotated[bool, flag("Print the results as JSON instead of tables; nothing else goes to stdout.", "--json")]
+Quiet = Annotated[bool, flag("Print only the results and errors, no progress.", "--quiet", "-q")]
 OutFolder = Annotated[
     Path | None,
-    typer.Option(
-        "--out",
-        "-o",
-        metavar="DIR",
-        help="Write the results into this folder; it is created.",
-        callback=folder_to_write,
-    ),
+    option("DIR", "Write the results into this folder; it is created.", "--out", "-o", callback=folder_to_write),
 ]
 OutFile = Annotated[
     Path | None,
-    typer.Option(
-        "--out",
-        "-o",
-        metavar="FILE",
-        help="Write the result to this file; its folder is created.",
-        callback=file_to_write,
-    ),
+    option("FILE", "Write the result to this file; its folder is created.", "--out", "-o", callback=file_to_write),
 ]
+
+
+# --- options of all commands that print results -----------------------------------------------------------------------
+
+_OUTPUT = {"out": (OutFolder, None), "as_json": (AsJson, False), "quiet": (Quiet, False), "wide": (Wide, False)}
+
+
+def _with_output(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a command that has the options of a ``CommandOutput`` in place of its parameter ``output``."""
+    signature = inspect.signature(function, eval_str=True)
+    if "output" not in signature.parameters:
+        return function
+
+    @wraps(function)
+    def command(**given: Any) -> Any:
+        from moesys.lab.show.tables import CommandOutput
+
+        output = CommandOutput(*map(given.pop, _OUTPUT))
+        return function(**given, output=output)
+
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        options = _OUTPUT if name == "output" else {name: (parameter.annotation, parameter.default)}
+        for each, (annotation, default) in options.items():
+            parameters.append(parameter.replace(name=each, annotation=annotation, default=default))
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return command

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 from rich.text import Text
 from rich.tree import Tree
 
@@ -20,7 +19,7 @@ from moesys.balance.planners import plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
 from moesys.display import counted
 from moesys.files import read_json, write_whole
-from moesys.lab.commands.options import CLUSTER_HELP, AsJson, OutFile, refusing
+from moesys.lab.commands.options import CLUSTER_HELP, AsJson, OutFile, option, refusing
 from moesys.lab.runs.declarations import balance_of, cluster_of, member_words, split_of
 from moesys.lab.show.tables import add_head, add_line, print_full
 from moesys.layout import ExpertLayout
@@ -34,37 +33,27 @@ LOAD_SUFFIXES = (".npz", ".npy", ".csv", ".json")
 
 @refusing()
 def plan_command(
-    load: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="Tokens of each rank for each expert, .npy, .csv or .json; or a .npz trace."),
-    ],
-    cluster: Annotated[str, typer.Option(metavar="CLUSTER", help=CLUSTER_HELP)],
-    slots: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Slots per rank (default: one more than needed).")
-    ] = None,
+    load: Annotated[Path, option("FILE", "Tokens of each rank for each expert, .npy, .csv or .json; or a .npz trace.")],
+    cluster: Annotated[str, option("CLUSTER", CLUSTER_HELP)],
+    slots: Annotated[int | None, option("N", "Slots per rank (default: one more than needed).", min=1)] = None,
     balance: Annotated[
         str,
-        typer.Option(
-            metavar="KIND",
-            help='Layout planner: greedy, {"kind": "greedy", "effort": 4}, or a class of yours, my_planners:Heaviest.',
+        option(
+            "KIND",
+            'Layout planner: greedy, {"kind": "greedy", "effort": 4}, or a class of yours, my_planners:Heaviest.',
         ),
     ] = "greedy",
     split: Annotated[
         str,
-        typer.Option(
-            metavar="KIND",
-            help='Split: flow, {"kind": "flow", "max_inter_node": 0.1}, or a class of yours, my_planners:Nearest.',
+        option(
+            "KIND", 'Split: flow, {"kind": "flow", "max_inter_node": 0.1}, or a class of yours, my_planners:Nearest.'
         ),
     ] = "flow",
-    previous: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plan that --out wrote, whose layout is in force.")
-    ] = None,
+    previous: Annotated[Path | None, option("FILE", "Plan that --out wrote, whose layout is in force.")] = None,
     out: OutFile = None,
     as_json: AsJson = False,
-    micro_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Micro-batch of the trace, from 0 (default: the last).")
-    ] = None,
-    layer: Annotated[int | None, typer.Option(metavar="N", help="Layer of the trace (default: the first).")] = None,
+    micro_batch: Annotated[int | None, option("N", "Micro-batch of the trace, from 0 (default: the last).")] = None,
+    layer: Annotated[int | None, option("N", "Layer of the trace (default: the first).")] = None,
 ) -> None:
     """Makes a plan of one layer, certifies it, writes and prints it."""
     spec, balance_config, split_config = cluster_of(cluster), balance_of(balance), split_of(split)

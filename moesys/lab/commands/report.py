@@ -8,20 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, TextIO
 
-import typer
-
-from moesys.lab.commands.options import OutFile, refusing
+from moesys.lab.commands.options import OutFile, argument, refusing
 from moesys.lab.show.run_page import page_of_run, write_index, write_page
 
 
 @refusing()
 def report_command(
     folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR",
-            help="A folder of moesys run, ms.Watch or moesys leaderboard, or a folder of several.",
-        ),
+        Path, argument("DIR", "A folder of moesys run, ms.Watch or moesys leaderboard, or a folder of several.")
     ],
     out: OutFile = None,
 ) -> None:

@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
-from moesys.config.workload import Training
+from moesys.config.workload import Training, Workload
 from moesys.lab.commands.options import (
     AsJson,
     ExperimentFile,
     FormatOption,
     Imports,
     Jobs,
-    OutputFormat,
     Quiet,
     RunFolders,
     Settings,
     Threads,
     Wide,
     chosen_format,
+    flag,
+    option,
     refusing,
 )
 from moesys.lab.ranks.process_start import writes
@@ -46,34 +46,24 @@ def run_command(
     as_json: AsJson = False,
     quiet: Quiet = False,
     wide: Wide = False,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Use the seeds 0 to N-1 instead of the experiment's.")
-    ] = None,
+    seeds: Annotated[int | None, option("N", "Use the seeds 0 to N-1 instead of the experiment's.", min=1)] = None,
     threads: Threads = 1,
     jobs: Jobs = None,
     slurm: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OPTIONS", help="Run trials as Slurm jobs: time=2:00:00,partition=gpu, or a .toml or .json file."
-        ),
+        str | None, option("OPTIONS", "Run trials as Slurm jobs: time=2:00:00,partition=gpu, or a .toml or .json file.")
     ] = None,
-    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first trial that fails.")] = False,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed earlier.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run folder.")] = False,
+    fail_fast: Annotated[bool, flag("Stop at the first trial that fails.", "--fail-fast")] = False,
+    retry_failed: Annotated[bool, flag("Run trials again that failed earlier.", "--retry-failed")] = False,
+    fresh: Annotated[bool, flag("Start a new run folder.", "--fresh")] = False,
     record_routing: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Record the routing of a training in FILE, with {seed} and {strategy} in it."
-        ),
+        Path | None, option("FILE", "Record the routing of a training in FILE, with {seed} and {strategy} in it.")
     ] = None,
     interpret: Annotated[
-        bool, typer.Option("--interpret", help="Compute experts by GPU kernels in Triton's interpreter (slow).")
+        bool, flag("Compute experts by GPU kernels in Triton's interpreter (slow).", "--interpret")
     ] = False,
     strategy: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="Add a Strategy, .toml or .json, such as moesys tune writes; may be repeated."
-        ),
+        option("FILE", "Add a Strategy, .toml or .json, such as moesys tune writes; may be repeated."),
     ] = None,
     settings: Settings = None,
     imports: Imports = None,
@@ -90,7 +80,14 @@ def run_command(
     folders: list[Path] = []
     code = 0
     where = jobs if slurm is None else _slurm(slurm, jobs)
-    for experiment in _experiments(file, form, seeds, interpret, strategy or (), settings or ()):
+    experiments = load_experiments(file, settings or ())
+    if len(experiments) > 1 and form in ("csv", "csv-samples", "json"):
+        raise ValueError(
+            f"--format={form} holds one comparison, and {file} has {len(experiments)} experiments; "
+            "leave it out here, and give their run folders to moesys compare one at a time"
+        )
+    further = [declared_in(path, Strategy) for path in strategy or ()]
+    for experiment in [_changed(one, seeds, interpret, further) for one in experiments]:
         if comparisons and not quiet:
             print(file=told)
         result = run(
@@ -132,43 +129,23 @@ def _slurm(text: str, jobs: int | None) -> Slurm:
     return slurm_of(text)
 
 
-def _experiments(
-    file: Path,
-    form: OutputFormat,
-    num_seeds: int | None,
-    interpret: bool,
-    strategies: Sequence[Path],
-    settings: Sequence[str],
-) -> list[Experiment]:
-    experiments = load_experiments(file, settings)
-    if len(experiments) > 1 and form in ("csv", "csv-samples", "json"):
-        raise ValueError(
-            f"--format={form} holds one comparison, and {file} has {len(experiments)} experiments; "
-            "leave it out here, and give their run folders to moesys compare one at a time"
-        )
-    seeds = {} if num_seeds is None else {"seeds": tuple(range(num_seeds))}
-    further = [declared_in(path, Strategy) for path in strategies]
-    workloads = [_interpreted(experiment) if interpret else experiment.workload for experiment in experiments]
-    return [
-        _with(further, experiment.replace(workload=workload, **seeds))
-        for experiment, workload in zip(experiments, workloads, strict=True)
-    ]
-
-
-def _with(further: Sequence[Strategy], experiment: Experiment) -> Experiment:
-    """Adds strategies, except for those that the experiment already has, under any name."""
-    there = {strategy.fingerprint() for strategy in experiment.strategies}
-    new = [strategy for strategy in further if strategy.fingerprint() not in there]
-    return experiment.replace(strategies=(*experiment.strategies, *new)) if new else experiment
-
-
-def _interpreted(experiment: Experiment) -> Training:
-    if not isinstance(experiment.workload, Training):
+def _changed(experiment: Experiment, num_seeds: int | None, interpret: bool, further: Sequence[Strategy]) -> Experiment:
+    """Returns the experiment with other seeds, with kernels in Triton's interpreter, and with further strategies but
+    those that it has already, under any name.
+    """
+    workload: Workload = experiment.workload
+    if interpret and not isinstance(workload, Training):
         raise ValueError(
             f"--interpret has the kernels of workload=Training(...) interpreted, and that of {experiment.name} is "
-            f"{type(experiment.workload).__name__}; leave it out"
+            f"{type(workload).__name__}; leave it out"
         )
-    return experiment.workload.replace(interpret=True)
+    there = {strategy.fingerprint() for strategy in experiment.strategies}
+    new = [strategy for strategy in further if strategy.fingerprint() not in there]
+    return experiment.replace(
+        workload=workload.replace(interpret=True) if interpret else workload,
+        seeds=experiment.seeds if num_seeds is None else tuple(range(num_seeds)),
+        strategies=(*experiment.strategies, *new),
+    )
 
 
 def _swept_field(experiments: Sequence[Experiment]) -> str | None:

@@ -22,27 +22,26 @@ from rich.console import Console
 from moesys.balance.plan import StepPlan, why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
-from moesys.config.workload import Generated, RealTraining, Replay, Workload
+from moesys.config.workload import Generated, RealTraining, Replay
 from moesys.display import counted
 from moesys.lab.commands.options import (
     CLUSTER_HELP,
     MODEL_LAYERS_HELP,
-    AsJson,
     Imports,
-    OutFolder,
-    Quiet,
-    Wide,
+    argument,
+    flag,
     model_names_known,
+    option,
     refusing,
 )
 from moesys.lab.commands.simulate_model import simulate_whole_model
 from moesys.lab.runs.declarations import cluster_of, import_modules_of_user, load_experiment, strategy_in
 from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.runs.trials import drawn_like, rest_of, timed_steps
+from moesys.lab.runs.trials import drawn_like, has_seeds, rest_of, timed_steps
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.figures import STYLE, TimelinePanel, draw_timelines, save, write_chrome_trace
-from moesys.lab.show.tables import Column, ColumnNote, CommandOutput, Report, Sheet, figure, publish
+from moesys.lab.show.tables import AS_TABLES, Column, ColumnNote, CommandOutput, Report, Sheet, figure, publish
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation, exposed_ms
@@ -51,8 +50,8 @@ from moesys.simulator.step_program import simulation
 MOST_TRACED_RANKS = 64
 MOST_DRAWN_RANKS = 4
 _FILE_PANEL, _MODEL_PANEL = "Options with FILE, an experiment or a plan", "Options with --model, a whole model"
-_file_option = partial(typer.Option, rich_help_panel=_FILE_PANEL)
-_model_option = partial(typer.Option, rich_help_panel=_MODEL_PANEL)
+_file_option = partial(option, rich_help_panel=_FILE_PANEL)
+_model_option = partial(option, rich_help_panel=_MODEL_PANEL)
 TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
 LEGEND = (
     ColumnNote(
@@ -73,68 +72,56 @@ LEGEND = (
 @refusing()
 def simulate_command(
     ctx: typer.Context,
-    file: Annotated[
-        Path | None,
-        typer.Argument(metavar="FILE", help="An experiment, .py, .json or .toml; or a StepPlan, .json."),
-    ] = None,
+    file: Annotated[Path | None, argument("FILE", "An experiment, .py, .json or .toml; or a StepPlan, .json.")] = None,
     strategy: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Strategy to simulate, may be repeated: a name in FILE (default: all); with --model ep, fsep:SLOTS, "
+        option(
+            "NAME",
+            "Strategy to simulate, may be repeated: a name in FILE (default: all); with --model ep, fsep:SLOTS, "
             "laer:SLOTS or a file (default: ep).",
         ),
     ] = None,
     cluster: Annotated[
-        str | None,
-        typer.Option(metavar="CLUSTER", help=f"{CLUSTER_HELP} With FILE, 4x8 keeps the speeds of its cluster."),
+        str | None, option("CLUSTER", f"{CLUSTER_HELP} With FILE, 4x8 keeps the speeds of its cluster.")
     ] = None,
-    draws: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of draws: seeds, or further steps of a single trace.")
-    ] = 8,
-    out: OutFolder = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    draws: Annotated[int, option("N", "Number of draws: seeds, or further steps of a single trace.", min=1)] = 8,
+    output: CommandOutput = AS_TABLES,
     layers: Annotated[
-        int | None, _file_option(min=1, metavar="N", help="Number of layers to draw, or to take from a trace.")
+        int | None, _file_option("N", "Number of layers to draw, or to take from a trace.", min=1)
     ] = None,
-    step: Annotated[
-        int, _file_option(min=0, metavar="N", help="Timed step, from 0; planners have seen the steps before it.")
-    ] = 0,
-    model_layers: Annotated[int | None, _file_option(min=1, metavar="N", help=MODEL_LAYERS_HELP)] = None,
+    step: Annotated[int, _file_option("N", "Timed step, from 0; planners have seen the steps before it.", min=0)] = 0,
+    model_layers: Annotated[int | None, _file_option("N", MODEL_LAYERS_HELP, min=1)] = None,
     imports: Imports = None,
     model: Annotated[
         str | None,
         _model_option(
-            metavar="MODEL",
-            help="Name of a packaged model, or a config.json or its folder, instead of FILE.",
+            "MODEL",
+            "Name of a packaged model, or a config.json or its folder, instead of FILE.",
             autocompletion=model_names_known,
         ),
     ] = None,
     parallel: Annotated[
-        str, _model_option(metavar="SIZES", help="Sizes of groups and more: tp=2,pp=8,vp=4,ep=32, recompute=selective.")
+        str, _model_option("SIZES", "Sizes of groups and more: tp=2,pp=8,vp=4,ep=32, recompute=selective.")
     ] = "",
-    tokens: Annotated[int, _model_option(min=1, metavar="N", help="Tokens per sequence.")] = 4096,
-    micro_batch: Annotated[int, _model_option(min=1, metavar="N", help="Sequences per micro-batch.")] = 1,
-    global_batch: Annotated[int | None, _model_option(min=1, metavar="N", help="Sequences per step.")] = None,
-    skew: Annotated[float, _model_option(min=0, metavar="X", help="Skew of the drawn routing; 0 is balanced.")] = 0.0,
-    fp8: Annotated[bool, _model_option("--fp8", help="Multiply by weights in float8.")] = False,
-    optimizer: Annotated[str, _model_option(metavar="NAME", help="adam, adam_bf16 or sgd.")] = "adam",
+    tokens: Annotated[int, _model_option("N", "Tokens per sequence.", min=1)] = 4096,
+    micro_batch: Annotated[int, _model_option("N", "Sequences per micro-batch.", min=1)] = 1,
+    global_batch: Annotated[int | None, _model_option("N", "Sequences per step.", min=1)] = None,
+    skew: Annotated[float, _model_option("X", "Skew of the drawn routing; 0 is balanced.", min=0)] = 0.0,
+    fp8: Annotated[bool, flag("Multiply by weights in float8.", "--fp8", rich_help_panel=_MODEL_PANEL)] = False,
+    optimizer: Annotated[str, _model_option("NAME", "adam, adam_bf16 or sgd.")] = "adam",
 ) -> None:
     """Simulates a step of an experiment, of a plan or of a whole model, prints the tables and writes the files."""
     if (file is None) == (model is None):
         raise typer.BadParameter("simulate either FILE or --model; give one of them")
     panel, of = (_FILE_PANEL, "FILE") if file is None else (_MODEL_PANEL, "--model")
-    for option in ctx.command.params:
-        source = ctx.get_parameter_source(option.name or "")
-        if getattr(option, "rich_help_panel", "") == panel and source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(f"{option.opts[0]} is for {of}; leave it out")
+    for each in ctx.command.params:
+        source = ctx.get_parameter_source(each.name or "")
+        if getattr(each, "rich_help_panel", "") == panel and source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"{each.opts[0]} is for {of}; leave it out")
     import_modules_of_user(imports or ())
-    output = CommandOutput(out, as_json, quiet, wide)
-    if out is not None:
+    if output.folder is not None:
         # Before all is simulated.
-        out.mkdir(parents=True, exist_ok=True)
+        output.folder.mkdir(parents=True, exist_ok=True)
     if file is not None:
         _simulate(*_todo(file, strategy or (), layers, cluster, step, draws), model_layers, output)
         return
@@ -190,12 +177,10 @@ def _todo(
     if plan is None:
         experiment = _changed(load_experiment(file), layers, cluster)
         chosen = [strategy_in(experiment, name) for name in strategies] or list(experiment.strategies)
-        by_seed = _has_seeds(experiment.workload)
-        of_draws = _seeds if by_seed else _steps_of_a_trace
         of_trace = f"steps of the trace from {step} on, which resemble one another"
-        words = "routing of other seeds" if by_seed else of_trace
+        words = "routing of other seeds" if has_seeds(experiment.workload) else of_trace
         rest = rest_of(experiment.workload)
-        todo = [(each.name, of_draws(each, experiment, layers, step, draws), rest) for each in chosen]
+        todo = [(each.name, _drawn(each, experiment, layers, step, draws), rest) for each in chosen]
         return experiment.name, todo, words
     given = {"--strategy": bool(strategies), "--cluster": cluster is not None, "--step": step != 0}
     if unused := [option for option, there in given.items() if there]:
@@ -242,24 +227,18 @@ def _cluster(text: str | None, declared: ClusterSpec) -> ClusterSpec:
     return cluster_of(text)
 
 
-def _has_seeds(workload: Workload) -> bool:
-    return isinstance(workload, Generated) or (isinstance(workload, Replay) and "{seed}" in workload.trace)
-
-
-def _seeds(strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int) -> Iterator[Plans]:
-    """Yields the same step under the seeds of the experiment, and if routing is drawn, under other seeds after them."""
+def _drawn(strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int) -> Iterator[Plans]:
+    """Yields the same step under the seeds of the experiment, and if routing is drawn, under other seeds after them; of
+    a single trace the step and those after it, as many as there are.
+    """
     seeds = list(experiment.seeds)
+    if not has_seeds(experiment.workload):
+        yield from islice(_steps(strategy, experiment, layers, step, seeds[0]), draws)
+        return
     if isinstance(experiment.workload, Generated):
         seeds += islice((seed for seed in count() if seed not in experiment.seeds), max(0, draws - len(seeds)))
     for seed in seeds[:draws]:
         yield next(_steps(strategy, experiment, layers, step, seed))
-
-
-def _steps_of_a_trace(
-    strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int
-) -> Iterator[Plans]:
-    """Yields the step and those after it, as many as there are."""
-    return islice(_steps(strategy, experiment, layers, step, experiment.seeds[0]), draws)
 
 
 def _steps(strategy: Strategy, experiment: Experiment, layers: int | None, step: int, seed: int) -> Iterator[Plans]:

@@ -170,11 +170,7 @@ def sheets(steps: Sequence[ModelStep], notes: Sequence[str] = ()) -> list[Sheet]
         PartOfStep("", part, {of.run.strategy.name: f"{of.peak.parts[part] / BYTES_PER_GB:.1f}" for of in steps})
         for part in steps[0].peak.parts
     ]
-    return [
-        Sheet(title, summary),
-        Sheet("What takes the time", where),
-        Sheet("What takes the memory", held, notes),
-    ]
+    return [Sheet(title, summary), Sheet("What takes the time", where), Sheet("What takes the memory", held, notes)]
 
 
 def notes_on(steps: Sequence[ModelStep], skew: float) -> list[str]:

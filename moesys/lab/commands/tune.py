@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 
 from moesys.lab.commands.options import (
@@ -23,6 +22,8 @@ from moesys.lab.commands.options import (
     Settings,
     Threads,
     Wide,
+    flag,
+    option,
     refusing,
 )
 from moesys.lab.ranks.process_start import writes
@@ -42,32 +43,23 @@ MOST_SHOWN = 8
 def tune_command(
     file: ExperimentFile,
     space: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Space to search, in .json or .toml (default: all that may be faster)."),
+        Path | None, option("FILE", "Space to search, in .json or .toml (default: all that may be faster).")
     ] = None,
     out: RunFolders = Path("runs"),
     as_json: AsJson = False,
     quiet: Quiet = False,
-    budget: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Number of strategies to simulate, before their neighbours.")
-    ] = 256,
+    budget: Annotated[int, option("N", "Number of strategies to simulate, before their neighbours.", min=1)] = 256,
     timed: Annotated[
-        int | None,
-        typer.Option(min=0, max=30, metavar="N", help="Number of timed trials (default: 30 for a training, else 0)."),
+        int | None, option("N", "Number of timed trials (default: 30 for a training, else 0).", min=0, max=30)
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Number of the experiment's seeds to simulate.")] = 2,
-    memory_gb: Annotated[
-        float | None,
-        typer.Option("--memory-gb", min=0, metavar="GB", help="Memory of a rank (default: that of the cluster)."),
-    ] = None,
+    seeds: Annotated[int, option("N", "Number of the experiment's seeds to simulate.", min=1)] = 2,
+    memory_gb: Annotated[float | None, option("GB", "Memory of a rank (default: that of the cluster).", min=0)] = None,
     model_layers: ModelLayers = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the search.")] = 0,
-    minutes: Annotated[
-        float | None, typer.Option(metavar="N", help="Stop after this time with the best strategy so far.")
-    ] = None,
+    seed: Annotated[int, option("N", "Seed of the search.", min=0)] = 0,
+    minutes: Annotated[float | None, option("N", "Stop after this time with the best strategy so far.")] = None,
     threads: Threads = 1,
     jobs: Jobs = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start again, and keep the old journal beside.")] = False,
+    fresh: Annotated[bool, flag("Start again, and keep the old journal beside.", "--fresh")] = False,
     settings: Settings = None,
     imports: Imports = None,
     wide: Wide = False,

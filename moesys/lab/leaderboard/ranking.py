@@ -96,11 +96,7 @@ class LostSetting:
 def ranking(results: Sequence[PlannerResult]) -> list[RankedPlanner]:
     """Returns the pairs of one group: ranked ones by place, then the others by name."""
     num_settings, by_planner = len({result.setting for result in results}), _grouped(results, lambda one: one.planner)
-    able = {
-        planner: _by_sample(of_planner)
-        for planner, of_planner in by_planner.items()
-        if not any(result.scores.cannot for result in of_planner)
-    }
+    able = {planner: _by_sample(of_planner) for planner, of_planner in _able(results).items()}
     first = min(able, key=lambda planner: statistics.fmean(_logs(able[planner]).values()), default=None)
     best_ms = {name: ms for name, (_, ms) in _fastest_by_workload(results).items()}
     ranked = []
@@ -182,11 +178,10 @@ def regrets(results: Sequence[PlannerResult], pairs: Sequence[str]) -> list[Work
     """Returns the fastest pair of each workload of one group, and the regret of ``pairs`` where they can plan."""
     found = []
     for workload, (best, best_ms) in _fastest_by_workload(results).items():
-        here = _grouped([one for one in results if one.workload == workload], lambda one: one.planner)
-        able = {name: here[name] for name in pairs if name in here}
-        able = {name: of for name, of in able.items() if not any(one.scores.cannot for one in of)}
-        regret = {name: _by_workload(_by_sample(of))[workload] / best_ms - 1 for name, of in able.items()}
-        found.append(WorkloadRegret(workload, best, _forced_balance(here[best]), regret))
+        able = _able([one for one in results if one.workload == workload])
+        own_ms = {name: _by_workload(_by_sample(able[name]))[workload] for name in pairs if name in able}
+        regret = {name: ms / best_ms - 1 for name, ms in own_ms.items()}
+        found.append(WorkloadRegret(workload, best, _forced_balance(able[best]), regret))
     return found
 
 
@@ -196,8 +191,7 @@ def lost_settings(results: Sequence[PlannerResult], pair: str) -> list[LostSetti
     for setting, of_setting in _grouped(results, lambda one: one.setting).items():
         ms_of = {
             planner: {result.sample: [_ms(result)] for result in of_planner}
-            for planner, of_planner in _grouped(of_setting, lambda one: one.planner).items()
-            if not any(result.scores.cannot for result in of_planner)
+            for planner, of_planner in _able(of_setting).items()
         }
         if pair not in ms_of:
             continue
@@ -213,14 +207,15 @@ def _fastest_by_workload(results: Sequence[PlannerResult]) -> dict[str, tuple[st
     """Returns, by workload, the fastest pair among those that can plan in all its settings, and its milliseconds."""
     fastest = {}
     for workload, here in _grouped(results, lambda one: one.workload).items():
-        ms_of = {
-            planner: _by_workload(_by_sample(of))[workload]
-            for planner, of in _grouped(here, lambda one: one.planner).items()
-            if not any(one.scores.cannot for one in of)
-        }
-        if ms_of:
+        if ms_of := {planner: _by_workload(_by_sample(of))[workload] for planner, of in _able(here).items()}:
             fastest[workload] = min(ms_of.items(), key=lambda one: one[1])
     return fastest
+
+
+def _able(results: Sequence[PlannerResult]) -> dict[str, list[PlannerResult]]:
+    """Returns the results of each pair that can plan in all their settings."""
+    by_planner = _grouped(results, lambda one: one.planner)
+    return {planner: of for planner, of in by_planner.items() if not any(one.scores.cannot for one in of)}
 
 
 def _by_workload(values: BySample) -> dict[str, float]:
@@ -346,11 +341,10 @@ class WorkloadRow:
 
 
 def _workloads(scored_in: Sequence[RoutingSetting]) -> list[WorkloadRow]:
-    about = {one.routing.name: one.routing.about for one in scored_in}
-    where: dict[str, list[str]] = {name: [] for name in about}
-    for one in scored_in:
-        where[one.routing.name].append(f"{one.model_name} on {one.cluster_name}")
-    return [WorkloadRow(name, about[name], "; ".join(where[name])) for name in about]
+    return [
+        WorkloadRow(name, of[0].routing.about, "; ".join(f"{one.model_name} on {one.cluster_name}" for one in of))
+        for name, of in _grouped(scored_in, lambda one: one.routing.name).items()
+    ]
 
 
 def _html(introduction: Sequence[str], workloads: Sheet, parts: Sequence[tuple[list[Sheet], str]]) -> str:

@@ -138,13 +138,9 @@ class LocalRanks:
         for name, value in (("num_ranks", num_ranks), ("threads", threads)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        self.num_ranks = num_ranks
-        self._threads = threads
-        self._timeouts = timeouts
-        self._setup = setup
+        self.num_ranks, self._threads, self._timeouts = num_ranks, threads, timeouts
+        self._setup, self._preload, self._backend = setup, tuple(preload), backend
         self._environment = dict(environment or {})
-        self._preload = tuple(preload)
-        self._backend = backend
         self._num_runs = 0
         self._store: dist.TCPStore | None = None
         self._processes: dict[int, ChildProcess] = {}
@@ -230,7 +226,8 @@ class LocalRanks:
         """Ends all processes and threads; a later run would start new ones."""
         with self._one_run:
             for process in self._processes.values():
-                process.dismiss()
+                # The process, which has no job, then ends by itself.
+                process.jobs.close()
             deadline_s = time.monotonic() + _EXIT_S
             for process in self._processes.values():
                 process.process.join(max(0.0, deadline_s - time.monotonic()))
@@ -249,7 +246,8 @@ class LocalRanks:
             self._store = _local_store()
         ensure_server(self._environment, self._preload)
         for rank in range(num_ranks):
-            if rank in self._processes and self._processes[rank].is_dead():
+            # Of a process that has no job, only the end of its pipe can be read.
+            if rank in self._processes and self._processes[rank].jobs.poll():
                 self._processes.pop(rank).discard()
             if rank not in self._processes:
                 timeout = timedelta(seconds=self._timeouts.collective_s)

@@ -185,14 +185,6 @@ class ChildProcess:
         with contextlib.suppress(OSError):
             self.jobs.send(None)
 
-    def is_dead(self) -> bool:
-        """Returns whether the process, which has no job, has ended: then only the end of its pipe can be read."""
-        return self.jobs.poll()
-
-    def dismiss(self) -> None:
-        """Lets the process, which has no job, end by itself."""
-        self.jobs.close()
-
     def discard(self) -> None:
         """Kills the process, stopped or not, and frees its pipes."""
         self.process.kill()

@@ -42,16 +42,14 @@ def threads_of(threads: int) -> dict[str, str]:
 @contextmanager
 def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets variables for a process started inside: libraries read them when they load, not later."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextmanager

@@ -13,9 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from moesys.config.base import in_words
 from moesys.display import counted
 from moesys.files import write_whole
 from moesys.lab.ranks.process_start import LOOPBACK
@@ -73,9 +70,6 @@ class Environment:
         return ", ".join(parts)
 
 
-_ENVIRONMENT = TypeAdapter(Environment)
-
-
 def collect_environment(torch_threads: int | None = None) -> tuple[Environment, str]:
     """Returns the environment of this process, and the text of the uncommitted changes. ``torch_threads``: by default
     torch's own number.
@@ -85,12 +79,12 @@ def collect_environment(torch_threads: int | None = None) -> tuple[Environment, 
 
     commit, diff = _git_state(Path(__file__).parents[2])
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else ""
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else ""
     environment = Environment(
         git_commit=commit,
         git_diff=f"changes-{sha256(diff.encode()).hexdigest()[:8]}.diff" if diff else "",
         python=platform.python_version(),
-        packages={package: found for package in _PACKAGES if (found := _version(package))},
+        packages={package: found for package in _PACKAGES if (found := version_of(package))},
         platform=platform.platform(),
         cpu=cpu_name(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
@@ -136,10 +130,15 @@ def save_environment(environment: Environment, diff: str, folder: Path) -> str:
 
 def load_environments(folder: Path) -> dict[str, Environment]:
     """Returns the environments of a run folder, by id. Raises ValueError for a file that is none."""
-    environments = {}
+    # Not at the top: an image for GPUs may lack it.
+    from pydantic import TypeAdapter, ValidationError
+
+    from moesys.config.base import in_words
+
+    environments, adapter = {}, TypeAdapter(Environment)
     for file in sorted(folder.glob("environment-*.json")):
         try:
-            environments[file.stem.removeprefix("environment-")] = _ENVIRONMENT.validate_json(file.read_bytes())
+            environments[file.stem.removeprefix("environment-")] = adapter.validate_json(file.read_bytes())
         except ValidationError as error:
             raise ValueError(f"{file} describes no environment: {in_words(error)}") from None
     return environments
@@ -178,7 +177,8 @@ def _words(value: Any) -> str:
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """Returns the version of an installed package, "" of others."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -191,19 +191,19 @@ def _git_state(package: Path) -> tuple[str, str]:
     Two empty texts where git does not know the package: one installed into an environment inside somebody's checkout
     is not of that checkout.
     """
-    if not _output("git", "-C", str(package), "ls-files", "__init__.py"):
+    if not output_of("git", "-C", str(package), "ls-files", "__init__.py"):
         return "", ""
-    root = _output("git", "-C", str(package), "rev-parse", "--show-toplevel").strip()
-    commit = _output("git", "-C", root, "rev-parse", "HEAD").strip()
-    added = _output("git", "-C", root, "ls-files", "--others", "--exclude-standard", "--", "*.py").splitlines()
+    root = output_of("git", "-C", str(package), "rev-parse", "--show-toplevel").strip()
+    commit = output_of("git", "-C", root, "rev-parse", "HEAD").strip()
+    added = output_of("git", "-C", root, "ls-files", "--others", "--exclude-standard", "--", "*.py").splitlines()
     diff = ("git", "-C", root, "diff", "--no-ext-diff", "--no-color")
-    diffs = [_output(*diff, "HEAD"), *(_output(*diff, "--no-index", "--", os.devnull, file) for file in added)]
+    diffs = [output_of(*diff, "HEAD"), *(output_of(*diff, "--no-index", "--", os.devnull, file) for file in added)]
     return commit, "".join(diffs)
 
 
-def _output(*command: str) -> str:
-    """Returns what a command prints, whatever its exit code; "" if it is not installed."""
+def output_of(*command: str, timeout_s: float | None = None) -> str:
+    """Returns what a command prints, whatever its exit code; "" if it is not installed or does not end in time."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout
-    except OSError:
+        return subprocess.run(command, capture_output=True, errors="replace", check=False, timeout=timeout_s).stdout
+    except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -317,9 +317,6 @@ class SimulatedTrials(Place):
         self._jobs = jobs
         self._workers: Workers | None = None
 
-    def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
-        return simulated(trial, experiment, tick)
-
     def run_all(
         self, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
     ) -> Iterator[TrialResult]:
@@ -345,7 +342,8 @@ class SimulatedTrials(Place):
         self, workers: Workers, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
     ) -> Iterator[TrialResult]:
         for trial in trials:
-            answer = workers.submit(_simulated_result, trial, experiment, observer.tick_of(trial))
+            work = partial(simulated, trial, experiment, observer.tick_of(trial))
+            answer = workers.submit(result_of, trial, work)
             self._pending.append(PendingTrial(trial, answer.done, partial(_answered, trial, answer)))
         yield from self._in_order(observer)
 
@@ -375,11 +373,6 @@ def simulated(trial: Trial, experiment: Experiment, tick: Callable[[], None]) ->
         raise
     except Exception as error:
         raise TrialError(first_line(error), traceback.format_exc()) from None
-
-
-def _simulated_result(trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> TrialResult:
-    """Runs a trial in a worker."""
-    return result_of(trial, partial(simulated, trial, experiment, tick))
 
 
 def _answered(trial: Trial, answer: Future[TrialResult]) -> TrialResult:

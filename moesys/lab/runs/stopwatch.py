@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from moesys.display import counted
+from moesys.lab.runs.environment import available_cores, cpu_name
 
 Name = TypeVar("Name", bound=Hashable)
 Work = Callable[[], object]
@@ -53,20 +54,15 @@ class Quantiles:
         return format(self)
 
 
-def wall_ms(work: Work) -> float:
-    """Returns milliseconds by the host's clock."""
-    start = time.perf_counter()
+def wall_ms(work: Work, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Returns milliseconds by the host's clock, or by another one."""
+    start_s = clock()
     work()
-    return (time.perf_counter() - start) * 1e3
+    return (clock() - start_s) * 1e3
 
 
-def processor_ms(work: Work) -> float:
-    """Returns milliseconds of processor time of this process, all threads: neither what others do nor
-    waiting counts.
-    """
-    start = time.process_time()
-    work()
-    return (time.process_time() - start) * 1e3
+# Processor time of this process, all threads: neither what others do nor waiting counts.
+processor_ms = partial(wall_ms, clock=time.process_time)
 
 
 def interleave(
@@ -100,9 +96,6 @@ def repeated_ms(work: Work, repeats: int, before: Callable[[], object] = lambda:
 
 def machine_line(threads: int, packages: Sequence[str] = ("torch",)) -> str:
     """Returns the processor, cores, threads and versions that numbers were measured with, in one line."""
-    # Not at the top: it needs pydantic, which the image of a machine with a GPU may lack.
-    from moesys.lab.runs.environment import available_cores, cpu_name
-
     versions = [f"{package} {version(package)}" for package in packages]
     python = f"Python {platform.python_version()}"
     return ", ".join([cpu_name(), counted(available_cores(), "core"), counted(threads, "thread"), python, *versions])

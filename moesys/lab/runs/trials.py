@@ -86,10 +86,7 @@ def run_measured(
         meta={"strategy": strategy.fingerprint(), "seed": str(seed), "recorded": "timed steps of a training"},
     )
     return Measurement(
-        _samples(values),
-        [result.loss for result in results],
-        routing.tokens_SLRE.sum(axis=(0, 2)).tolist(),
-        routing,
+        _samples(values), [result.loss for result in results], routing.tokens_SLRE.sum(axis=(0, 2)).tolist(), routing
     )
 
 
@@ -139,6 +136,11 @@ def timed_steps(
             yield tuple(step)
             step = []
         tick()
+
+
+def has_seeds(workload: Workload) -> bool:
+    """Returns whether routing differs by seed, and is there before anything runs."""
+    return isinstance(workload, Generated) or (isinstance(workload, Replay) and "{seed}" in workload.trace)
 
 
 def rest_of(workload: Workload) -> RestOfStep:

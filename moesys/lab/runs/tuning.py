@@ -22,7 +22,7 @@ from moesys.files import FolderLock, write_whole
 from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
 from moesys.lab.runs.places import Place, TrialError, no_tick, num_workers, place_for, simulating_workers
 from moesys.lab.runs.records import numbered, setting_fingerprint
-from moesys.lab.runs.trials import Measurement, rest_of, routing_of, timed_steps
+from moesys.lab.runs.trials import Measurement, has_seeds, rest_of, routing_of, timed_steps
 from moesys.simulator.step_program import simulation
 from moesys.traces import save_trace
 from moesys.tuner.costs import Observer, Session
@@ -116,7 +116,7 @@ def tune(
                     bounds=bounds,
                     mega_kernels=not trains,
                     clock=Clock(ranks.step_ms, timed) if timed else None,
-                    draw_seeds=_draw_seeds(experiment),
+                    draw_seeds=experiment.seeds[:_MOST_DRAWS] if has_seeds(experiment.workload) else (),
                 )
                 result = folder.keep(tuned)
         except KeyboardInterrupt:
@@ -179,13 +179,6 @@ def _follow(place: Place, experiment: Experiment) -> TuneResult:
         except TrialError:
             # The writer hears of it too, and decides.
             continue
-
-
-def _draw_seeds(experiment: Experiment) -> tuple[int, ...]:
-    """Returns the seeds whose routing differs and is there before anything runs."""
-    workload = experiment.workload
-    drawn = isinstance(workload, Generated) or (isinstance(workload, Replay) and "{seed}" in workload.trace)
-    return experiment.seeds[:_MOST_DRAWS] if drawn else ()
 
 
 class _Ranks:

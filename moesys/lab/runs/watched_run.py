@@ -91,7 +91,7 @@ def read_watched_run(folder: Path) -> WatchedRun:
         tokens_E = lines.tokens_E() | tokens_E
         wanted = set(steps_S[num_ranks_S > rank].tolist())
         events |= {event: None for line, event in lines.events if lines.kept_N[line] and event.step in wanted}
-    by_layer = [columns[layer] for layer in sorted(columns)]
+    by_layer = [columns[layer].by_name() for layer in sorted(columns)]
     return WatchedRun(
         folder=folder,
         num_ranks=int(num_ranks_S[-1]),
@@ -100,14 +100,7 @@ def read_watched_run(folder: Path) -> WatchedRun:
         time_s_S=np.array(first.times_s)[first.kept_N],
         step_ms_S=np.array(first.steps_ms)[first.kept_N],
         numbers=first.numbers_S(),
-        load_p50_SL=_beside([column.loads_4S[0] for column in by_layer], steps_S),
-        load_p95_SL=_beside([column.loads_4S[1] for column in by_layer], steps_S),
-        load_max_SL=_beside([column.loads_4S[2] for column in by_layer], steps_S),
-        experts_without_tokens_SL=_beside([column.loads_4S[3] for column in by_layer], steps_S),
-        exposed_ms_SL=_beside([column.mean_S(0) for column in by_layer], steps_S),
-        worst_exposed_ms_SL=_beside([column.worst_exposed_ms_S for column in by_layer], steps_S),
-        plan_ms_SL=_beside([column.mean_S(1) for column in by_layer], steps_S),
-        restored_mib_SL=_beside([column.sum_S(2) for column in by_layer], steps_S),
+        **{f"{name}_SL": _beside([of[name] for of in by_layer], steps_S) for name in (*_FIELDS, "worst_exposed_ms")},
         tokens_E=dict(sorted(tokens_E.items())),
         events=tuple(sorted(events, key=lambda event: event.step)),
         timeline=read_spans(folder),
@@ -123,24 +116,26 @@ class _LayerColumns:
     """The numbers of one layer over steps, while ranks are combined."""
 
     def __init__(self, num_steps: int) -> None:
-        self.loads_4S = np.full((4, num_steps), np.nan)
-        self.worst_exposed_ms_S = np.full(num_steps, np.nan)
+        self._loads_4S = np.full((4, num_steps), np.nan)
+        self._worst_exposed_ms_S = np.full(num_steps, np.nan)
         self._sums_3S = np.zeros((3, num_steps))
         self._num_ranks_S = np.zeros(num_steps)
 
     def add(self, fields_NF: FloatArray, position_N: IntArray) -> None:
         """Adds the lines of a rank, each of another step."""
-        there = self.loads_4S[:, position_N]
-        self.loads_4S[:, position_N] = np.where(np.isnan(there), fields_NF[:, :4].T, there)
-        self.worst_exposed_ms_S[position_N] = np.fmax(self.worst_exposed_ms_S[position_N], fields_NF[:, 4])
+        there = self._loads_4S[:, position_N]
+        self._loads_4S[:, position_N] = np.where(np.isnan(there), fields_NF[:, :4].T, there)
+        self._worst_exposed_ms_S[position_N] = np.fmax(self._worst_exposed_ms_S[position_N], fields_NF[:, 4])
         self._sums_3S[:, position_N] += fields_NF[:, 4:].T
         self._num_ranks_S[position_N] += 1
 
-    def sum_S(self, field: int) -> FloatArray:
-        return np.where(self._num_ranks_S > 0, self._sums_3S[field], np.nan)
-
-    def mean_S(self, field: int) -> FloatArray:
-        return self.sum_S(field) / np.maximum(self._num_ranks_S, 1)
+    def by_name(self) -> dict[str, FloatArray]:
+        """Returns the columns [S] of ``_FIELDS``, and that of the rank that waits longest."""
+        exposed_S, plan_S, restored_S = np.where(self._num_ranks_S > 0, self._sums_3S, np.nan)
+        num_ranks_S = np.maximum(self._num_ranks_S, 1)
+        of_ranks = (exposed_S / num_ranks_S, plan_S / num_ranks_S, restored_S)
+        columns = dict(zip(_FIELDS, (*self._loads_4S, *of_ranks), strict=True))
+        return columns | {"worst_exposed_ms": self._worst_exposed_ms_S}
 
 
 class _RankLines:

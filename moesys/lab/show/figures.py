@@ -481,15 +481,9 @@ def _path_events(critical_path: Sequence[PathPart], source: Source) -> Iterator[
     end_us = 0.0
     for part in critical_path:
         start_us, end_us = end_us, end_us + 1e6 * part.seconds
-        yield {
-            "ph": "X",
-            "name": part.where,
-            "cat": part.lane,
-            "pid": PATH_PROCESS,
-            "tid": 0,
-            **_times(start_us, end_us),
-            "args": {"kind": part.kind, "detail": part.detail, "share": round(part.share, 6)},
-        }
+        place = {"name": part.where, "cat": part.lane, "pid": PATH_PROCESS, "tid": 0}
+        details = {"kind": part.kind, "detail": part.detail, "share": round(part.share, 6)}
+        yield {"ph": "X", **place, **_times(start_us, end_us), "args": details}
 
 
 def _events(timeline: Timeline) -> list[dict[str, Any]]:
@@ -502,17 +496,9 @@ def _events(timeline: Timeline) -> list[dict[str, Any]]:
     for rank, lane in sorted({(span.rank, span.lane) for span in timeline.spans}):
         events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lanes[lane], "args": {"name": lane}})
     for span in timeline.spans:
-        events.append(
-            {
-                "ph": "X",
-                "name": span.kind,
-                "cat": span.lane,
-                "pid": span.rank,
-                "tid": lanes[span.lane],
-                **_times(span.start_us - zero_us, span.end_us - zero_us),
-                "args": {"detail": span.detail},
-            }
-        )
+        place = {"name": span.kind, "cat": span.lane, "pid": span.rank, "tid": lanes[span.lane]}
+        times = _times(span.start_us - zero_us, span.end_us - zero_us)
+        events.append({"ph": "X", **place, **times, "args": {"detail": span.detail}})
     return events
 
 

@@ -306,12 +306,7 @@ class Blocks:
         return [Launch.plain(self.all_ranks, name, kind, combines) for kind in (first, work)]
 
 
-def queues_of_blocks(
-    work: TaskSeconds,
-    cluster: ClusterSpec,
-    plan: TokenPlan,
-    coarse: Coarseness,
-) -> Queues:
+def queues_of_blocks(work: TaskSeconds, cluster: ClusterSpec, plan: TokenPlan, coarse: Coarseness) -> Queues:
     """Returns the queues of the blocks of all ranks."""
     blocks = Blocks(work, cluster, plan, coarse)
     # A rank that has pushed all results tells the ranks that they belong to.

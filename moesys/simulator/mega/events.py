@@ -130,12 +130,7 @@ _GATE = np.dtype(
 
 
 def run_all(
-    runs: Runs,
-    gates: Gates,
-    launches: Launches,
-    machine: Machine,
-    published_R: FloatArray,
-    start_R: FloatArray,
+    runs: Runs, gates: Gates, launches: Launches, machine: Machine, published_R: FloatArray, start_R: FloatArray
 ) -> Times:
     """Runs all launches on ``machine``. Ranks have published at ``published_R`` and launch first at ``start_R``.
 
@@ -216,8 +211,7 @@ def run_all(
         machine,
     )
     times = Times(
-        *(run_rows[name] for name in ("ready", "end", "waited")),
-        *(launch_rows[name] for name in ("begin", "end")),
+        *(run_rows[name] for name in ("ready", "end", "waited")), *(launch_rows[name] for name in ("begin", "end"))
     )
     if np.isnan(times.end_L).any():
         raise RuntimeError(f"{np.isnan(times.end_L).sum()} launches never end: their queues are not topological")

@@ -236,10 +236,6 @@ class Mixture:
         unit = np.searchsorted(end_F, cuts[:-1], "right")
         rank_of_run = first[0][unit]
         order = np.lexsort(
-            (
-                np.r_[np.ones(len(unit)), np.zeros(len(piece))],
-                np.r_[cuts[:-1], before],
-                np.r_[rank_of_run, rank],
-            )
+            (np.r_[np.ones(len(unit)), np.zeros(len(piece))], np.r_[cuts[:-1], before], np.r_[rank_of_run, rank])
         )
         return Mixture(cuts[:-1], cuts[1:], unit, piece_of, piece, order)

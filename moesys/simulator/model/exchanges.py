@@ -89,10 +89,6 @@ class Ring:
         stage = run.groups.stage
         return cls(2, place_pairs(run.cluster.num_ranks - stage, stage, run.cluster))
 
-    def seconds(self, num_bytes: float, cluster: ClusterSpec) -> float:
-        """Returns the seconds of one all-gather, or one reduce-scatter, of so many bytes per group."""
-        return max(self.busy_seconds(num_bytes, cluster))
-
     def load(self, num_bytes: float, group: ClusterSpec, whole: ClusterSpec) -> LinkLoad:
         """Returns the load of such an exchange on the links of an expert ``group``, which is part of ``whole``."""
         R, N = group.num_ranks, group.num_nodes
@@ -102,8 +98,9 @@ class Ring:
         )
 
     def busy_seconds(self, num_bytes: float, cluster: ClusterSpec) -> tuple[float, float]:
-        """Returns the seconds of a rank's link inside its domain, and of a node's NICs, in either direction; 0 if
-        unused. All groups of a node share its NICs, also those of other expert groups.
+        """Returns the seconds of one all-gather, or one reduce-scatter, of so many bytes per group: of a rank's link
+        inside its domain, and of a node's NICs, in either direction; 0 if unused. All groups of a node share its NICs,
+        also those of other expert groups.
         """
         passed = num_bytes * (self.size - 1) / self.size
         inside = passed / (cluster.intra_node_gb_per_s * 1e9) if self.placement.inside else 0.0

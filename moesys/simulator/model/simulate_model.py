@@ -308,4 +308,4 @@ class EndOfStep:
         held = self.units.embedding.parameters / parallel.tp
         if parallel.dense == "full":
             held /= Ring.of_dense(run).size
-        return 2 * Ring.of_ends(run).seconds(held * run.gradient_bytes, run.cluster)
+        return 2 * max(Ring.of_ends(run).busy_seconds(held * run.gradient_bytes, run.cluster))

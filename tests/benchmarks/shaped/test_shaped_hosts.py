@@ -177,7 +177,7 @@ def test_bytes_of_ranks_take_as_long_as_the_links_allow() -> None:
     with linked_hosts(2, 100) as pair, ranks_on(pair) as ranks:
         slow = ranks.run(exchange, num_bytes, 2)
         before = sent_bytes(pair)
-        pair.reshape(1000)
+        hosts.run_commands(pair.shape_commands(1000))
         fast = ranks.run(exchange, num_bytes, 5)
         sent = [after - earlier for earlier, after in zip(before, sent_bytes(pair), strict=True)]
     assert [mean for mean, _ in (*slow, *fast)] == [0.5] * 4

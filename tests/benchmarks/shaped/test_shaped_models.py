@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
@@ -83,10 +84,12 @@ def test_where_no_hosts_can_be_made_the_command_says_why(
 ) -> None:
     monkeypatch.setattr(bench, "lacks_hosts", lambda: "")
     monkeypatch.setattr(bench, "lacks_shares", lambda: "no groups")
-    assert bench.main([CASE]) == 2
+    with pytest.raises(typer.Exit):
+        bench.bench_shaped()
     assert "hosts cannot have a share of the processor: no groups; or use --no-shares" in capsys.readouterr().err
     monkeypatch.setattr(bench, "lacks_hosts", lambda: "no such kernel")
-    assert bench.main([CASE]) == 2
+    with pytest.raises(typer.Exit):
+        bench.bench_shaped()
     assert "shaped links cannot be made: no such kernel" in capsys.readouterr().err
 
 

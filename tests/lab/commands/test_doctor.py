@@ -61,7 +61,7 @@ def test_gpus_are_counted_by_kind(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Device())
-    monkeypatch.setattr(doctor, "_output", lambda *command: "GPU 0\n\t Link 0: 25 GB/s\n\t Link 1: 25 GB/s\n")
+    monkeypatch.setattr(doctor, "output_of", lambda *_, timeout_s: "GPU 0\n\t Link 0: 25 GB/s\n\t Link 1: 25 GB/s\n")
     nvlink = Check("NVLink", "2 links up", "ok", "its speed: moesys calibrate, under torchrun")
     assert list(doctor._gpus()) == [Check("GPU", "2 × A100, 80 GiB", "ok"), nvlink]
 
@@ -73,7 +73,7 @@ def test_a_package_that_is_missing_is_named_and_breaks(monkeypatch):
 
 
 def test_an_optional_package_that_is_missing_breaks_nothing(monkeypatch):
-    monkeypatch.setattr(doctor, "_version", lambda package: "")
+    monkeypatch.setattr(doctor, "version_of", lambda package: "")
     assert {check.name: check.state for check in doctor._optional()} == dict.fromkeys(("Triton", "CuPy"), "missing")
 
 
