@@ -287,8 +287,7 @@ class Situation:
         """What sets it apart, of which each is to be judged well."""
         sharding, overlap = self.strategy.sharding, self.strategy.overlap
         ahead = f"{sharding.kind}, {'ahead' if sharding.prefetch_layers else 'on demand'}"
-        apart = "domains that are no nodes" if self.cluster.domain_sizes != self.cluster.node_sizes else "nodes"
-        return {self.recompute, ahead, f"{overlap.chunks} chunks", f"{self.strategy.late_slots} late slots", apart}
+        return {self.recompute, ahead, f"{overlap.chunks} chunks", f"{self.strategy.late_slots} late slots"}
 
     def simulated_and_judged(self, balance: ms.Balance, split: ms.Split) -> tuple[float, float]:
         """Returns the seconds of a layer among equal ones, without the rest of it."""
@@ -315,8 +314,8 @@ class Situation:
 
 @pytest.mark.parametrize("num_situations", [10, pytest.param(75, marks=pytest.mark.slow)])
 def test_plans_are_judged_as_they_are_simulated(num_situations):
-    """Of 40 or 300 plans the median is within 5 %, and of those of one situation that are more than 3 % apart the judge
-    prefers the faster one in 19 of 20 pairs.
+    """Of 40 or 300 plans the median is within 5 % and 19 of 20 are within 15 %, and of those of one situation that are
+    more than 3 % apart the judge prefers the faster one in 19 of 20 pairs.
     """
     by_seconds = ms.FlowSplit(max_inter_node="seconds")
     planners = [(ms.Static(), ms.FlowSplit()), (ms.Laer(), ms.EvenSplit()), (ms.Eplb(), ms.FlowSplit())]
@@ -330,6 +329,7 @@ def test_plans_are_judged_as_they_are_simulated(num_situations):
             if abs(np.log(simulated / other_simulated)) > np.log(1.03):
                 right.append((simulated < other_simulated) == (judged < other_judged))
     assert np.median(off) <= 0.05
+    assert np.quantile(off, 0.95) <= 0.15
     assert np.mean(right) >= 0.95
     for kind in {each for of_plan in kinds for each in of_plan} if num_situations > 10 else ():
         assert np.median([each for each, of_plan in zip(off, kinds, strict=True) if kind in of_plan]) <= 0.07, kind
