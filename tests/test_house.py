@@ -58,7 +58,7 @@ BUDGETS = {
     "moesys, entry points": Budget(253, 2),
     "benchmarks": Budget(5_106, 43),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(45_808, 318),
+    "tests": Budget(45_810, 318),
 }
 TOTAL = Budget(38_645, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")

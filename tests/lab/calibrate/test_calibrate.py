@@ -40,6 +40,7 @@ from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.show import tables
+from moesys.lab.show.tables import CommandOutput
 
 TINY = Grid(
     dtype="float32",
@@ -447,7 +448,7 @@ def test_what_was_measured_outlives_a_crash(monkeypatch: pytest.MonkeyPatch):
     crashing = Crashing(KNOWN.replace(ranks_per_node=2))
     monkeypatch.setattr(torchrun_ranks, "start_ranks", lambda *_, **__: (crashing, crashing.cluster))
     with pytest.raises(RuntimeError, match="lost"):
-        command.calibrate_command(2, out=Path("here"))
+        command.calibrate_command(2, output=CommandOutput(Path("here")))
     written = json.loads(Path("here/calibrate.json").read_text())
     assert not written["finished"]
     assert written["samples_s"].keys() == {"basics"}
@@ -499,7 +500,7 @@ def test_what_was_measured_is_written_before_it_is_printed(monkeypatch):
     monkeypatch.setattr(torchrun_ranks, "start_ranks", lambda *_, **__: (known, known.cluster))
     monkeypatch.setattr(tables, "print_sheet", stops)
     with pytest.raises(BrokenPipeError):
-        command.calibrate_command(2, out=Path("here"))
+        command.calibrate_command(2, output=CommandOutput(Path("here")))
     assert "cluster" in json.loads(Path("here/calibrate.json").read_text())
     ClusterSpec.from_toml(Path("here/cluster.toml").read_text())
 

@@ -66,6 +66,8 @@ def test_a_job_that_dies_is_named_with_its_log(tmp_path):
     assert str(result.path / "jobs") in failed.error
 
 
+# submitit does not wait for local jobs that it has cancelled.
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
 def test_ctrl_c_keeps_what_is_finished_and_cancels_the_rest(tmp_path):
     waiting = FSEP.replace(name="waiting", balance=Waiting(seconds=100.0))
     experiment = first_in_line(EP, waiting)
