@@ -276,7 +276,8 @@ def shown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_a_browser_draws_the_page(shown: dict[str, Any]) -> None:
-    assert shown["svgs"] == 7
+    # Restored experts are the same in every step, which is a sentence.
+    assert shown["svgs"] == 6
     assert shown["wide"]
     assert min(shown["map"]) > 100
     assert shown["inside"]
