@@ -207,7 +207,7 @@ def on_random_meshes(folder: Path, num_meshes: int) -> list[str]:
     return refused
 
 
-# Those of a layer may be, always: tests/moe/test_meshes.py.
+# tests/moe/test_meshes.py always checks it for a layer.
 @pytest.mark.slow
 def test_ranks_of_a_mesh_may_be_in_any_order(ranks: LocalRanks, tmp_path: Path) -> None:
     """Every rank refuses groups that cannot be put in ascending order, such as [0, 3] and [1, 2]."""

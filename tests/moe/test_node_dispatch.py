@@ -54,7 +54,7 @@ def test_rows_once_a_node_change_no_bit_and_sums_a_node_have_bits_of_their_own(
     ranks: LocalRanks, name: str, dtype: str
 ) -> None:
     cases = []
-    # Where experts move, rows have all the ways that they have without.
+    # Rows travel in the same ways whether or not experts move, so FSEP alone covers them.
     strategies = [FSEP] if (name, dtype) in FEW else STRATEGIES
     for strategy in strategies:
         variants = [strategy, *of(strategy, node_dispatch="once")]

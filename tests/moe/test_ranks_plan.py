@@ -96,7 +96,7 @@ def planned(strategy: ms.Strategy, guard: bool, linked: bool, checkpointed: bool
 def differ(
     strategy: ms.Strategy, other: ms.MegaKernel | ms.Sequential, guard: bool, linked: bool, checkpointed: bool
 ) -> list[str]:
-    """Where plans of devices change what ``other`` finds by those of hosts."""
+    """Returns which results under plans of devices differ from those of ``other`` under plans of hosts."""
     found = planned(strategy, guard, linked, checkpointed)
     return different(found, planned(strategy.replace(overlap=other), False, linked, checkpointed))
 

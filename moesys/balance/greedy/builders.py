@@ -75,7 +75,7 @@ def pin_homes(supply_NE, owner_E, slots_R, node_R, expert_RS):  # type: ignore[n
     return True
 
 
-# Where ranks are levelled by copies, one may keep so many thousandths of the mean above it.
+# A rank may keep this many thousandths of the mean above it, where copies level ranks.
 LEVEL_PERMILLE = 5
 
 

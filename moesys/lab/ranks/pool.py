@@ -246,7 +246,7 @@ class LocalRanks:
             self._store = _local_store()
         ensure_server(self._environment, self._preload)
         for rank in range(num_ranks):
-            # Of a process that has no job, only the end of its pipe can be read.
+            # A process that has no job writes nothing, so its pipe is readable only if it has ended.
             if rank in self._processes and self._processes[rank].jobs.poll():
                 self._processes.pop(rank).discard()
             if rank not in self._processes:

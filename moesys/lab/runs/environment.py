@@ -130,7 +130,7 @@ def save_environment(environment: Environment, diff: str, folder: Path) -> str:
 
 def load_environments(folder: Path) -> dict[str, Environment]:
     """Returns the environments of a run folder, by id. Raises ValueError for a file that is none."""
-    # Not at the top: an image for GPUs may lack it.
+    # Not at the top: doctor reads versions where a package may be missing.
     from pydantic import TypeAdapter, ValidationError
 
     from moesys.config.base import in_words
