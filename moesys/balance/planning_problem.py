@@ -151,7 +151,7 @@ def _checked_slots(load: LoadMatrix, cluster: ClusterSpec, slots_per_rank: int |
         )
     one_for_all = not isinstance(slots_per_rank, Iterable)
     given = one_per_rank("slots_per_rank", slots_per_rank, cluster.num_ranks)
-    if not all(isinstance(slots, Integral) and not isinstance(slots, bool) for slots in given):
+    if not all(issubclass(kind, Integral) and kind is not bool for kind in set(map(type, given))):
         raise ValueError(f"slots_per_rank={slots_per_rank} counts slots; give integers")
     slots_R = tuple(map(int, given))
     if min(slots_R) < 0:

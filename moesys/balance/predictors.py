@@ -66,10 +66,11 @@ def forecast(loads: Sequence[LoadMatrix], lag: int) -> Forecast | None:
     weights_2 = np.linalg.solve(squares_22, known_P2.T @ came_P).round(6)
     noise = round(float((came_P - known_P2 @ weights_2).std()), 6)
     share_E = np.exp(weights_2[0] * log_SE[-1] + weights_2[1] * mean_SE[-1])
-    newest_RE, all_RE = loads[-1].tokens_RE, np.sum([load.tokens_RE for load in loads], axis=0)
+    newest_RE = loads[-1].tokens_RE
+    all_RE = newest_RE + sum(load.tokens_RE for load in loads[:-1])
     of_newest, of_all = np.abs(weights_2) if weights_2.any() else (1.0, 0.0)
-    tokens_RE = of_newest * newest_RE / np.maximum(newest_RE.sum(axis=0), 1)
-    tokens_RE = (tokens_RE + of_all * all_RE / np.maximum(all_RE.sum(axis=0), 1)) * share_E
+    tokens_RE = newest_RE * (of_newest * share_E / np.maximum(newest_RE.sum(axis=0), 1))
+    tokens_RE += all_RE * (of_all * share_E / np.maximum(all_RE.sum(axis=0), 1))
     tokens_RE *= loads[-1].total * FORECAST_UNITS / max(tokens_RE.sum(), 1e-9)
     spread = float(log_SE[-1].std())
     drift = round(1 - math.sqrt(max(1 - (noise / spread) ** 2, 0)), 6) if spread else 0.0

@@ -76,9 +76,9 @@ def test_the_candidate_of_the_fewest_seconds_plans(monkeypatch: pytest.MonkeyPat
     """What candidates cost is added up here once more, from the layouts that they had planned; also on loads that stood
     ``still`` for some micro-batches, in which nothing was planned.
     """
-    tokens_SRE, planned = loads(1, 36, 0.4), {}
+    tokens_SRE, planned = loads(1, 40, 0.4), {}
     if still > 1:
-        tokens_SRE = tokens_SRE[np.arange(36) // still % 3]
+        tokens_SRE = tokens_SRE[np.arange(40) // still % 3]
     layouts = leader._layouts
 
     def kept(problem: PlanningProblem, *given: object) -> object:
@@ -91,18 +91,20 @@ def test_the_candidate_of_the_fewest_seconds_plans(monkeypatch: pytest.MonkeyPat
         assert remembered.judged == max(planned)
         for at in range(lag, remembered.judged + 1):
             candidates, layouts_CRS = planned[max(after for after in planned if after <= at - lag)]
+            if len(candidates) == 1:
+                continue
             judged, costs = list(candidates), np.array(leader._costs(problem, LoadMatrix(tokens_SRE[at]), layouts_CRS))
             count_C[judged] += 1
             mean_C[judged] += (costs / costs.sum() * mean_C[judged].sum() - mean_C[judged]) / count_C[judged]
         assert remembered.mean_C / 1e6 == pytest.approx(mean_C, abs=1e-4)
         candidates, layouts_CRS = planned[max(planned)]
         assert np.array_equal(layout.expert_RS, layouts_CRS[candidates.index(np.argmin(remembered.mean_C))])
-    assert (len(planned) < 36) == (still > 1)
+    assert (len(planned) < 40) == (still > 1)
     turns = [set(candidates) for candidates, _ in planned.values()]
     assert all(len(turn) == leader.NUM_CANDIDATES for turn in turns[: leader.FIRST_PLANS])
     turns = turns[leader.FIRST_PLANS :]
     if still == 1:
-        assert set.union(*turns[: 2 * leader.NUM_CANDIDATES]) == set(range(leader.NUM_CANDIDATES))
+        assert set.union(*turns[:21]) == set(range(leader.NUM_CANDIDATES))
     # The leader, the second or one in turn, and one that searches.
     assert max(map(len, turns)) <= 3
 
@@ -176,6 +178,16 @@ def test_it_is_no_slower_than_laer(drift: float) -> None:
                 ours += seconds(tokens_SRE[number + 1], layout, of)
                 theirs += seconds(tokens_SRE[number + 1], Laer().layout(problem), of)
     assert ours < theirs
+
+
+@pytest.mark.parametrize(("slots", "oldest"), [(160, 21), (192, 34), (384, 89)])
+def test_loads_that_take_turns_are_judged_in_every_turn(slots: int, oldest: int) -> None:
+    turns = [leader.turn_of(number, slots) for number in range(5000)]
+    for candidate in range(leader.NUM_CANDIDATES):
+        mine = np.flatnonzero([turn == candidate for turn in turns])
+        assert np.diff(mine).max() == oldest
+        for period in range(2, 17):
+            assert len(np.unique(mine % period)) == period
 
 
 def test_what_is_remembered_of_other_slots_is_forgotten() -> None:

@@ -17,8 +17,9 @@ loads together predict the next one better than any single load does.
 Planning takes little time because of what is not done at every micro-batch:
 
 - After the first 16 plans only two of the six candidates plan: the leader, and in turn the one with the second lowest
-  mean and one of all six. So what is known of a candidate is at most twelve micro-batches old, and no candidate is
-  judged on an older layout than the leader.
+  mean or one of all six. So what is known of a candidate is at most 21 micro-batches old, and no candidate is judged on
+  an older layout than the leader. For many slots the second one of these plans now and then only: in half of the
+  plans for 192 slots, in a quarter for 384, and what is known of it may be up to 34 and 89 micro-batches old.
 - After the first plans a search is repeated after 2 · (12 + slots / 16) plans: 44 plans for 160 slots, 72 for 384.
 - Of layouts with many slots only the newest of the remembered loads decide which one is kept.
 - Where the load has not moved since the newest plan, nothing is planned; what micro-batches have cost meanwhile is
@@ -56,6 +57,10 @@ MEMORY = 50
 FIRST_PLANS, FIRST_SEARCHES = 16, 5
 # After the first searches there are so many plans from one to the next, and one more for each so many slots.
 PLANS_BETWEEN_SEARCHES, SLOTS_PER_PLAN = 12, 16
+# In one of so many plans as there are times 96 slots, another candidate than the leader plans as well.
+SLOTS_OF_TURN = 96
+# The golden section of 2^32: its multiples modulo that are spread evenly and have no short period.
+GOLDEN = 2654435769
 # A load of which a smaller share of tokens has moved than this, since it was planned for, stands still.
 STILL = 0.015
 # A layout is kept unless another one would have cost so many parts of a hundred; this is judged on loads for so many
@@ -201,7 +206,8 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
             continue
         while len(pending) > 1 and pending[1].after + problem.lag <= batch.micro_batch:
             pending.pop(0)
-        if pending and pending[0].after + problem.lag <= batch.micro_batch:
+        # A candidate alone has nobody to be compared with.
+        if pending and len(pending[0].candidates) > 1 and pending[0].after + problem.lag <= batch.micro_batch:
             judged = list(pending[0].candidates)
             costs = _costs(problem, batch.load, pending[0].layouts_CRS)
             # As a sum, those that are judged cost what their means say. Python's integers: the products pass 64 bits.
@@ -305,14 +311,24 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     ]
     fresh = {index: searched(index) for index in turns}
     best, second, *_ = np.argsort(memory.mean_C, kind="stable").tolist()
-    another = num_plans // 2 % NUM_CANDIDATES if num_plans % 2 else second
-    in_turn = range(NUM_CANDIDATES) if num_plans < FIRST_PLANS else (another,)
+    turn = turn_of(num_plans, sum(problem.slots_R))
+    others = (turn,) if turn < NUM_CANDIDATES else (second,) if turn < 2 * NUM_CANDIDATES else ()
+    in_turn = others if num_plans >= FIRST_PLANS else range(NUM_CANDIDATES)
     candidates = sorted({best, *turns, *in_turn})
     layouts = [planned(candidate) for candidate in candidates if candidate != KEPT]
     if KEPT in in_turn:
         memory.kept = _cheapest(problem, np.stack([memory.kept, *layouts] if num_plans else layouts))
     layouts += [memory.kept] * (KEPT in candidates)
     return tuple(candidates), np.stack(layouts)
+
+
+def turn_of(num_plans: int, num_slots: int) -> int:
+    """Returns the candidate whose turn it is. Of larger numbers, as many are for the one with the second lowest mean,
+    and the rest for nobody but the leader.
+
+    Turns have no period, so that where loads have one, no candidate is judged only on some of them.
+    """
+    return num_plans * GOLDEN % 2**32 * 2 * NUM_CANDIDATES * max(1, num_slots // SLOTS_OF_TURN) >> 32
 
 
 def _cheapest(problem: PlanningProblem, layouts_CRS: Layouts) -> Layouts:
