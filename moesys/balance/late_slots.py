@@ -42,10 +42,10 @@ def fill_late_slots(
 
     What is weighed: seconds of the rank that computes longest, forward and backward, after an exact split; seconds of
     a node's link, for tokens that a copy brings to another node or home; and seconds of the busiest link that experts
-    take, now, and for backward and as gradients where these do not travel behind another layer. Where experts travel
-    node by node, a second late copy in a node comes from inside. It is a pure function:
-    equal arguments give equal layouts, on every rank. Copies that would only save tokens between nodes are not looked
-    for: that is the business of the layout that came ahead.
+    take, now, for backward where they are brought again, and as gradients. Where experts travel node by node, a second
+    late copy in a node comes from inside. It is a pure function: equal arguments give equal layouts, on every rank.
+    Copies that would only save tokens between nodes are not looked for: that is the business of the layout that came
+    ahead.
 
     Raises ValueError when load, model, layout and cluster do not belong together.
     """
@@ -79,7 +79,8 @@ def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) ->
     """Returns what late copies are weighed by."""
     b = model.bytes_per_element
     again = sharding.reshard_after_forward and not sharding.prefetch_layers
-    element_bytes = b + b * again + (0 if sharding.delay_reshard else GRADIENT_BYTES)
+    # Also of gradients that travel behind another layer: its rows and theirs share the links.
+    element_bytes = b + b * again + GRADIENT_BYTES
     expert_bytes, intra = model.expert_parameters * element_bytes, cluster.intra_node_gb_per_s * 1e9
     inter = cluster.inter_node_gb_per_s * 1e9
     token = row_product_seconds(model, cluster)

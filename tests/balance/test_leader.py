@@ -12,6 +12,7 @@ import pytest
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy import leader
 from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.greedy.search import LayoutSearch
 from moesys.balance.laer import Laer
 from moesys.balance.plan import StepPlan, plan_layer
 from moesys.balance.planners import plan_layout
@@ -188,6 +189,17 @@ def test_loads_that_take_turns_are_judged_in_every_turn(slots: int, oldest: int)
         assert np.diff(mine).max() == oldest
         for period in range(2, 17):
             assert len(np.unique(mine % period)) == period
+
+
+def test_where_loads_jump_what_is_searched_for_their_mean_is_cheap_on_each() -> None:
+    tokens_SRE, of = np.concatenate([loads(seed, 1, 0.0) for seed in (0, 1)]), strategy()
+    mean = PlanningProblem.of_layout(LoadMatrix(tokens_SRE.sum(axis=0)), CLUSTER, SLOTS, MODEL, None, of)
+    judged = []
+    for later in ((), tuple(2 * tokens_SRE)):
+        search = LayoutSearch(replace(mean, units_per_token=2), Greedy(drift=0.0)._options, later=later)
+        layout = search.numbers.named(search.best_in_seconds(search.numbers.empty())[0].expert_RS)
+        judged.append(sum(seconds(tokens_RE, layout, of) for tokens_RE in tokens_SRE))
+    assert judged[1] < 0.97 * judged[0]
 
 
 def test_what_is_remembered_of_other_slots_is_forgotten() -> None:

@@ -6,13 +6,13 @@ with it: what all of them cost together is what their means so far say, and each
 share. The candidate with the least mean plans the next layout. So how much loads move, and which past load predicts the
 next one, is measured and not assumed.
 
-Two candidates search (``search``) for the cheapest layout: for the mean of the newest loads, and for their
-``forecast``, around which loads are then drawn with the noise that forecasts had. As a search takes long, searches take
-turns, and between two of its searches a candidate builds anew what its search found best. Two spread replicas for the
-forecast, evenly or by load; and one plans as ``Laer`` does for the load that the predictor expects, for where a layout
-that fits a load closely is worth little on the next one. The last candidate keeps a layout until, in its turn, another
-one has one that would have cost the remembered loads 1 % less: where loads jump or are mostly noise, all remembered
-loads together predict the next one better than any single load does.
+Two candidates search (``search``) for the cheapest layout: for the mean of the newest loads, judged by some of these,
+and for their ``forecast``, around which loads are then drawn with the noise that forecasts had. As a search takes long,
+searches take turns, and between two of its searches a candidate builds anew what its search found best. Two spread
+replicas for the forecast, evenly or by load; and one plans as ``Laer`` does for the load that the predictor expects,
+for where a layout that fits a load closely is worth little on the next one. The last candidate keeps a layout until, in
+its turn, another one has one that would have cost the remembered loads 1 % less: where loads jump or are mostly noise,
+all remembered loads together predict the next one better than any single load does.
 
 Planning takes little time because of what is not done at every micro-batch:
 
@@ -59,6 +59,8 @@ FIRST_PLANS, FIRST_SEARCHES = 16, 5
 PLANS_BETWEEN_SEARCHES, SLOTS_PER_PLAN = 12, 16
 # In one of so many plans as there are times 96 slots, another candidate than the leader plans as well.
 SLOTS_OF_TURN = 96
+# Of the remembered loads so many, evenly apart, judge what is searched for their mean.
+JUDGED_LOADS = 4
 # The golden section of 2^32: its multiples modulo that are spread evenly and have no short period.
 GOLDEN = 2654435769
 # A load of which a smaller share of tokens has moved than this, since it was planned for, stands still.
@@ -281,10 +283,13 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
         return None if layout is None else _padded(layout, most)
 
     def searched(index: int) -> Layouts:
-        load, drift, noise = SEARCHES[index], 0.0, -1.0
+        load, drift, noise, later = SEARCHES[index], 0.0, -1.0, []
         if load == "forecast":
             drift, noise = (found.drift, found.noise) if (found := expected()) else (options.drift, noise)
-        one = LayoutSearch(problem_of(load), replace(options, drift=drift), noise=noise)
+        else:
+            apart = max(1, len(loads) // JUDGED_LOADS)
+            later = [load.tokens_RE * len(loads) for load in loads[::-apart][:JUDGED_LOADS]]
+        one = LayoutSearch(problem_of(load), replace(options, drift=drift), noise=noise, later=later)
         draft, recipe = one.best_in_seconds(one.numbers.empty())
         layout = _padded(one.numbers.named(draft.expert_RS), most)
         memory.recipes[index : index + 1] = [recipe]

@@ -56,10 +56,14 @@ class Numbers:
 
     @cached_property
     def tokens_RE(self) -> IntArray:
-        tokens_RE = np.ascontiguousarray(self.load.tokens_RE[self.rank_R][:, self.expert_E]) >> self.scale
         # as a split's arrays are: for others it would be compiled anew
+        tokens_RE = self.of_load(self.load.tokens_RE)
         tokens_RE.setflags(write=False)
         return tokens_RE
+
+    def of_load(self, tokens_RE: IntArray) -> IntArray:
+        """Returns another load of the problem's units in these numbers."""
+        return np.ascontiguousarray(tokens_RE[self.rank_R][:, self.expert_E]) >> self.scale
 
     @property
     def owner_E(self) -> IntArray:

@@ -8,6 +8,7 @@ fragile; what later counts ask for is paths on which tokens can give way, and sc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -148,7 +149,8 @@ LEAST_DRIFT, MUCH_DRIFT, MANY_SLOTS = 0.005, 0.1, 512
 class StepJudge:
     """Costs are integers, in millionths of the mean rank's products. Layouts are in ``numbers``.
 
-    ``drift``: of later loads from this one; ``noise``: as ``draw_drifted`` takes it.
+    ``drift``: of later loads from this one; ``noise``: as ``draw_drifted`` takes it; ``later``: loads to judge by
+    instead of such, int64 [R, E], in the caller's numbers and the problem's units.
     """
 
     problem: PlanningProblem
@@ -156,6 +158,7 @@ class StepJudge:
     numbers: Numbers
     drift: float
     noise: float
+    later: Sequence[IntArray] = ()
     _known: dict[bytes, tuple[Prices, int]] = field(default_factory=dict)
 
     def cost(self, expert_RS: IntArray) -> int:
@@ -187,6 +190,8 @@ class StepJudge:
     @cached_property
     def later_KRE(self) -> IntArray:
         """Loads to judge by."""
+        if self.later:
+            return np.stack([self.numbers.of_load(tokens_RE) for tokens_RE in self.later])
         many = self.numbers.slots_R.sum() > MANY_SLOTS
         num_loads = 1 if self.drift < LEAST_DRIFT else 2 if self.drift < MUCH_DRIFT or many else 4
         tokens_KRE: IntArray = draw_drifted(self.numbers.tokens_RE, self.drift, self.noise, num_loads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -137,13 +137,18 @@ class Draft:
 class LayoutSearch:
     """One plan's problem in its own ``numbers``, and the steps that solve it. ``robust``: builders choose what does
     well on loads around the problem's, too, which takes longer. ``noise``: of later loads around the problem's, if that
-    is a forecast (``draw_drifted``).
+    is a forecast (``draw_drifted``). ``later``: loads to judge by instead, in the problem's units.
     """
 
     def __init__(
-        self, problem: PlanningProblem, options: SearchOptions, robust: bool = True, noise: float = -1.0
+        self,
+        problem: PlanningProblem,
+        options: SearchOptions,
+        robust: bool = True,
+        noise: float = -1.0,
+        later: Sequence[IntArray] = (),
     ) -> None:
-        self.problem, self.options, self.noise = problem, options, noise
+        self.problem, self.options, self.noise, self.later = problem, options, noise, later
         self.end = None if options.deadline_ms is None else time.monotonic() + options.deadline_ms / 1e3
         self.numbers = n = Numbers(problem)
         self.part_R = np.array(domains_of(problem.cluster, options.replicas_within))[n.rank_R]
@@ -159,7 +164,7 @@ class LayoutSearch:
         problem = self.problem
         if problem.model is None:
             return None
-        return StepJudge(problem, problem.model, self.numbers, self.options.drift, self.noise)
+        return StepJudge(problem, problem.model, self.numbers, self.options.drift, self.noise, self.later)
 
     @cached_property
     def scenarios(self) -> Scenarios:
