@@ -63,7 +63,8 @@ def rank_memory(
         slot_bytes=_slot_bytes(strategy, model, num_ranks, num_layers, slots),
         gradient_bytes=num_lent * slots * model.expert_parameters * strategy.reduction.gradient_bytes,
         row_bytes=_row_bytes(strategy, model, tokens_per_rank) * (1 if recompute else num_layers),
-        shared_bytes=_shared_bytes(strategy, model, tokens_per_rank),
+        # Rows that peers reach, for all layers together: x, once more for backward, and outputs.
+        shared_bytes=strategy.overlap.reaches_memory * tokens_per_rank * (2 + model.top_k) * model.row_bytes,
     )
 
 
@@ -99,11 +100,6 @@ def _row_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> i
     """Returns the bytes of a layer's saved rows [T·K, H], if it keeps them, and of its pre-activations [T·K, 2I]."""
     width = model.hidden_size * strategy.overlap.keep_x + 2 * model.intermediate_size
     return tokens_per_rank * model.top_k * width * model.bytes_per_element
-
-
-def _shared_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
-    """Returns the bytes of rows that peers reach, for all layers together: x, once more for backward, and outputs."""
-    return tokens_per_rank * (2 + model.top_k) * model.row_bytes if strategy.overlap.reaches_memory else 0
 
 
 def out_of_memory(

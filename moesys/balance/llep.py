@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from fractions import Fraction
 from typing import Literal
 
@@ -67,7 +66,7 @@ class Llep(QuotaPlanner):
                 give(expert, home, stays)
             rest = tokens - stays
             while rest:
-                others = _least_loaded(load_R.tolist(), (r for r in range(load.num_ranks) if r != home))
+                others = [r for r in np.argsort(load_R, kind="stable").tolist() if r != home]
                 others = [rank for rank in others if free_R[rank] or quota_RE[rank, expert]]
                 chunks = {rank: min(rest, cap - int(load_R[rank])) for rank in others}
                 takes = [rank for rank in others if chunks[rank] > 0 and chunks[rank] >= min(self.min_tokens, rest)]
@@ -80,7 +79,3 @@ class Llep(QuotaPlanner):
             for row in cut_in_order(expert, load.tokens_RE[:, expert].tolist(), parts)
         )
         return borrowed_plan(problem, quota_RE, rows)
-
-
-def _least_loaded(load_R: list[int], ranks: Iterable[int]) -> list[int]:
-    return sorted(ranks, key=lambda rank: load_R[rank])

@@ -139,7 +139,7 @@ def sources_of(model: Any, files: HubFiles, names: HubNames) -> list[Source]:
         parts = source.made(model, files.meta, 0 if source.by_expert else None)
         made |= {each: (part, source) for each, part in parts.items()}
     tied = tied_names(model)
-    optional = _patterns(model._keys_to_ignore_on_load_missing)
+    optional = re.compile("|".join(f"({each})" for each in model._keys_to_ignore_on_load_missing or ()) or r"(?!)")
     for name, wanted in state.items():
         if name not in made:
             if any(other in made for other in tied.get(name, ())) or optional.search(name):
@@ -221,8 +221,3 @@ def _field(folder: Path, config: Any, num_experts: int) -> str:
 def _way_out(right: str = "") -> str:
     again = "fetch or save the weights again"
     return f"{again}, or set {right} if they are right" if right else f"{again}, or give the config.json of theirs"
-
-
-def _patterns(patterns: Any) -> re.Pattern[str]:
-    """Returns a regular expression that matches any of ``patterns``, or nothing if there are none."""
-    return re.compile("|".join(f"({each})" for each in patterns or ()) or r"(?!)")

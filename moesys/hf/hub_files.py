@@ -127,14 +127,10 @@ def loading_dtype(model: Any, tensors: Mapping[str, Tensor]) -> torch.dtype:
         dtype_of = {name: each.dtype for name, each in made.state_dict().items()}
         for pattern, kept in made._get_dtype_plan(dtype).items():
             dtype_of |= {name: kept for name in dtype_of if re.search(pattern.replace("*", ".*"), name)}
-        if all(_holds(dtype_of.get(name, dtype), each.dtype) for name, each in tensors.items()):
+        pairs = [(dtype_of.get(name, dtype), each.dtype) for name, each in tensors.items() if each.dtype in DTYPES]
+        if all(torch.promote_types(held, of_file) == held for held, of_file in pairs):
             return dtype
     return widest
-
-
-def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Returns whether every value of dtype ``other`` is one of ``dtype``; only floating-point dtypes are compared."""
-    return other not in DTYPES or torch.promote_types(dtype, other) == dtype
 
 
 class HubNames:

@@ -286,7 +286,11 @@ def write_pages(
     ``added``: the user's planners, whose settings have tables too.
     """
     parts = [_tables_and_figure(group, [one for one in found if one.group == group.name], added) for group in groups]
-    workloads = Sheet("Workloads", _workloads(scored_in))
+    rows = [
+        WorkloadRow(name, of[0].routing.about, "; ".join(f"{one.model_name} on {one.cluster_name}" for one in of))
+        for name, of in _grouped(scored_in, lambda one: one.routing.name).items()
+    ]
+    workloads = Sheet("Workloads", rows)
     sheets = [workloads, *(sheet for tables, _ in parts for sheet in tables)]
     write(Report("leaderboard", TITLE, "simulated", sheets, introduction=introduction), page=folder / PAGE)
     write_whole(folder / HTML_PAGE, _html(introduction, workloads, parts))
@@ -338,13 +342,6 @@ class WorkloadRow:
     name: Annotated[str, Column("workload")]
     about: Annotated[str, Column("routing", align="left")]
     where: Annotated[str, Column("models and clusters", align="left")]
-
-
-def _workloads(scored_in: Sequence[RoutingSetting]) -> list[WorkloadRow]:
-    return [
-        WorkloadRow(name, of[0].routing.about, "; ".join(f"{one.model_name} on {one.cluster_name}" for one in of))
-        for name, of in _grouped(scored_in, lambda one: one.routing.name).items()
-    ]
 
 
 def _html(introduction: Sequence[str], workloads: Sheet, parts: Sequence[tuple[list[Sheet], str]]) -> str:

@@ -238,7 +238,8 @@ def compare_records(experiment: Experiment, records: Iterable[Record], source: S
 
     def tolerance(row: Row) -> float:
         # No other machine, version or number of threads is promised the same bits.
-        exact = len(seen) == 1 and _show_no_layout(row.strategy, baseline.strategy)
+        of = baseline.strategy.reduction
+        exact = len(seen) == 1 and isinstance(of, LayoutInvariant) and row.strategy.reduction == of
         return 0.0 if exact else LOSS_TOLERANCE[experiment.model.dtype]
 
     judged = [_judged(row, baseline, source, tolerance(row)) for row in plain[1:]]
@@ -307,7 +308,3 @@ def _judged(row: Row, baseline: Row, source: Source, tolerance: float) -> Row:
     agrees = agreement(baseline.losses, row.losses, tolerance) if source == "measured" else None
     may_show = source == "simulated" or (agrees is not None and agrees.holds)
     return replace(row, speedup=row.speedup_over(baseline) if may_show else None, agreement=agrees)
-
-
-def _show_no_layout(strategy: Strategy, baseline: Strategy) -> bool:
-    return isinstance(baseline.reduction, LayoutInvariant) and strategy.reduction == baseline.reduction

@@ -432,10 +432,6 @@ class SpentTime:
 def _ms_table(critical_rank: int, critical_ms: dict[str, float], mean_ms: dict[str, float]) -> WholeTable:
     by_column = {f"rank {critical_rank}, which computes longest": critical_ms, "mean over ranks": mean_ms}
     kinds = sorted({**critical_ms, **mean_ms}, key=lambda kind: -mean_ms.get(kind, 0.0))
-    return _table(
-        [SpentTime(_kind_words(kind), {name: ms.get(kind, 0.0) for name, ms in by_column.items()}) for kind in kinds]
-    )
-
-
-def _kind_words(kind: str) -> str:
-    return f"computes {kind.replace('_', ' ')}" if kind in COMPUTED_KINDS else f"waits for {kind}"
+    words = [f"computes {kind.replace('_', ' ')}" if kind in COMPUTED_KINDS else f"waits for {kind}" for kind in kinds]
+    spent = [{name: ms.get(kind, 0.0) for name, ms in by_column.items()} for kind in kinds]
+    return _table(list(map(SpentTime, words, spent)))
