@@ -107,7 +107,7 @@ def _drawn_step(run: ModelRun, units: Units, parts: Sequence[range], plans: dict
         # Exchanges that run with another micro-batch's products are not waited for.
         shares |= {name: share * (1 - min(1.0, hidden / waited)) for name, share in waits.items()}
     shares |= {name: float(np.mean([each[name] for each in behind])) for name in behind[0]}
-    shares["bubble"] = seconds - sum(shares.values())
+    shares["bubble"] = max(seconds - sum(shares.values()), 0.0)
     tokens = [plan.tokens.max_over_mean for plan in plans.values()]
     return DrawnStep(seconds, shares, float(np.mean(tokens)), pipeline, found, seconds - pipeline.seconds)
 
