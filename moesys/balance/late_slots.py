@@ -81,13 +81,12 @@ def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) ->
     again = sharding.reshard_after_forward and not sharding.prefetch_layers
     # Also of gradients that travel behind another layer: its rows and theirs share the links.
     element_bytes = b + b * again + GRADIENT_BYTES
-    expert_bytes, intra = model.expert_parameters * element_bytes, cluster.intra_node_gb_per_s * 1e9
+    num_bytes, intra = model.expert_parameters * element_bytes, cluster.intra_node_gb_per_s * 1e9
     inter = cluster.inter_node_gb_per_s * 1e9
-    token = row_product_seconds(model, cluster)
     # A row, its result, and the gradients of both.
     crossing = 4 * b * model.hidden_size / inter / cluster.num_nodes
     by_node = (sharding.lend if isinstance(sharding, Ep) else sharding.restore) == "hierarchical"
-    return FetchPrices(token, crossing, expert_bytes / intra, expert_bytes / inter, by_node)
+    return FetchPrices(row_product_seconds(model, cluster), crossing, num_bytes / intra, num_bytes / inter, by_node)
 
 
 @compiled

@@ -420,7 +420,7 @@ class LayoutSchedule:
             recent = [
                 PastBatch(
                     number,
-                    _unpacked(tokens, len(held), self.num_experts),
+                    LoadMatrix(np.frombuffer(zlib.decompress(tokens), "<i8").reshape(-1, self.num_experts)),
                     ExpertLayout(np.array(held), self.num_experts),
                 )
                 for number, tokens, held in found.recent
@@ -481,10 +481,6 @@ class LayoutSchedule:
 def _text(data: bytes) -> str:
     """Returns bytes, compressed and with a checksum, as text; a load has about a byte a count."""
     return b64encode(zlib.compress(data, level=1)).decode()
-
-
-def _unpacked(data: bytes, num_ranks: int, num_experts: int) -> LoadMatrix:
-    return LoadMatrix(np.frombuffer(zlib.decompress(data), "<i8").reshape(num_ranks, num_experts))
 
 
 def _made(ticket: PlanTicket) -> PlanTicket:

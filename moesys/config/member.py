@@ -212,7 +212,7 @@ class Member(Declared):
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         super().__pydantic_init_subclass__(**options)
-        if _is_ours(cls):
+        if cls.__module__.startswith("moesys."):
             return
         above = [base for base in cls.__mro__[1:] if issubclass(base, Member)]
         if kinds := [base for base in above if base.model_fields["kind"].default]:
@@ -325,7 +325,9 @@ class Member(Declared):
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         if "union" not in cls.__dict__:
             return handler(source)
-        as_it_is = core_schema.wrap_serializer_function_ser_schema(_as_it_is, schema=core_schema.any_schema())
+        as_it_is = core_schema.wrap_serializer_function_ser_schema(
+            lambda member, serialized: serialized(member), schema=core_schema.any_schema()
+        )
         return core_schema.with_info_plain_validator_function(cls._chosen, serialization=as_it_is)
 
     @classmethod
@@ -364,14 +366,6 @@ class Member(Declared):
             f"kind={kind!r} names a module that is not imported, and reading a name imports nothing; import {module} "
             f"first, in a command by --import {module}, or use one of {kinds}"
         )
-
-
-def _as_it_is(member: Any, serialized: SerializerFunctionWrapHandler) -> Any:
-    return serialized(member)
-
-
-def _is_ours(member: type[Member]) -> bool:
-    return member.__module__.startswith("moesys.")
 
 
 def _union_of(member: type[Member]) -> type[Member]:

@@ -172,9 +172,7 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
 
 
 def _stands_still(problem: PlanningProblem, memory: _Memory, tokens_DE: IntArray) -> bool:
-    """Returns whether the load is as it was when it was last planned for, so that all candidates may keep their
-    layouts.
-    """
+    """Returns whether the load is as when it was last planned for, so that all candidates may keep their layouts."""
     if memory.num_plans < FIRST_PLANS or _moved(memory.tokens_DE, tokens_DE) >= STILL:
         return False
     before, newest = problem.recent[-1 - problem.lag :][0], problem.recent[-1]

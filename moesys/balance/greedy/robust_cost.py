@@ -180,12 +180,8 @@ class StepJudge:
         seconds_R = sum(pass_seconds(rows_RE, self.model, cluster, of) for of in passes)
         of_flops = row_product_seconds(self.model, cluster)
         beyond = np.max(seconds_R) - of_flops * rows_RE.sum(axis=1).max()
-        return int(beyond / (row_seconds(self.model, cluster) * self._mean_tokens) * MILLION)
-
-    @property
-    def _mean_tokens(self) -> float:
-        """The tokens of the mean rank."""
-        return (self.numbers.mean << self.numbers.scale) / self.problem.units_per_token
+        mean_tokens = (self.numbers.mean << self.numbers.scale) / self.problem.units_per_token
+        return int(beyond / (row_seconds(self.model, cluster) * mean_tokens) * MILLION)
 
     @cached_property
     def later_KRE(self) -> IntArray:

@@ -174,8 +174,7 @@ class LayoutSearch:
     @cached_property
     def near(self) -> Scenarios:
         # jumps tell layouts apart, but a search that follows them finds less
-        num_near = 1 + self.scenarios_each
-        return Scenarios(self.scenarios.tokens_KE[:num_near], self.scenarios.weight_K[:num_near])
+        return Scenarios(*(each[: 1 + self.scenarios_each] for each in self.scenarios))
 
     # --- building
 
@@ -234,8 +233,7 @@ class LayoutSearch:
         else:
             kinds |= {f"node first, {parts}": partial(builders.node_first, parts, num_nodes) for parts in PARTS}
             if crosses_once(self.problem.overlap, self.problem.cluster):
-                groups = [group for group in GROUPS if group < num_nodes]
-                kinds |= {f"{group} nodes": partial(builders.node_first, 1, group) for group in groups}
+                kinds |= {f"{n} nodes": partial(builders.node_first, 1, n) for n in GROUPS if n < num_nodes}
             kinds["each node"] = builders.each_node
         return kinds
 
