@@ -197,6 +197,9 @@ def test_where_loads_jump_what_is_searched_for_their_mean_is_cheap_on_each() -> 
     judged = []
     for later in ((), tuple(2 * tokens_SRE)):
         search = LayoutSearch(replace(mean, units_per_token=2), Greedy(drift=0.0)._options, later=later)
+        assert search.judge is not None
+        # Compiled loops would be compiled once more for arrays that may be written.
+        assert not search.judge.later_KRE.flags.writeable
         layout = search.numbers.named(search.best_in_seconds(search.numbers.empty())[0].expert_RS)
         judged.append(sum(seconds(tokens_RE, layout, of) for tokens_RE in tokens_SRE))
     assert judged[1] < 0.97 * judged[0]

@@ -57,9 +57,9 @@ MEMORY = 50
 FIRST_PLANS, FIRST_SEARCHES = 16, 5
 # After the first searches there are so many plans from one to the next, and one more for each so many slots.
 PLANS_BETWEEN_SEARCHES, SLOTS_PER_PLAN = 12, 16
-# In one of so many plans as there are times 96 slots, another candidate than the leader plans as well.
+# Another candidate than the leader plans in one of slots / 96 plans only, if there are at least twice as many slots.
 SLOTS_OF_TURN = 96
-# Of the remembered loads so many, evenly apart, judge what is searched for their mean.
+# This many of the remembered loads, evenly apart, judge what is searched for their mean.
 JUDGED_LOADS = 4
 # The golden section of 2^32: its multiples modulo that are spread evenly and have no short period.
 GOLDEN = 2654435769

@@ -186,11 +186,11 @@ class StepJudge:
     @cached_property
     def later_KRE(self) -> IntArray:
         """Loads to judge by."""
-        if self.later:
-            return np.stack([self.numbers.of_load(tokens_RE) for tokens_RE in self.later])
-        many = self.numbers.slots_R.sum() > MANY_SLOTS
+        n, later = self.numbers, [self.numbers.of_load(tokens_RE) for tokens_RE in self.later]
+        many = n.slots_R.sum() > MANY_SLOTS
         num_loads = 1 if self.drift < LEAST_DRIFT else 2 if self.drift < MUCH_DRIFT or many else 4
-        tokens_KRE: IntArray = draw_drifted(self.numbers.tokens_RE, self.drift, self.noise, num_loads)
+        tokens_KRE = np.stack(later) if later else draw_drifted(n.tokens_RE, self.drift, self.noise, num_loads)
+        # compiled loops are compiled anew for arrays that may be written
         tokens_KRE.setflags(write=False)
         return tokens_KRE
 
