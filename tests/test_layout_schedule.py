@@ -338,12 +338,14 @@ def test_what_was_remembered_elsewhere_is_forgotten(before: ms.Strategy, cluster
     assert walk(resumed, 5, 12) == walk(fresh, 5, 12)
 
 
-def test_a_damaged_memory_is_found_when_it_is_loaded() -> None:
+def test_a_damaged_state_is_found_when_it_is_loaded() -> None:
     stopped, resumed = LayoutSchedule(0, GREEDY, MODEL, CLUSTER), LayoutSchedule(0, GREEDY, MODEL, CLUSTER)
     walk(stopped, 0, 5)
     state = stopped.state_dict(0.0)
-    with pytest.raises(ValueError, match=r"the state of layer 0 is damaged: .*; load another checkpoint"):
-        resumed.load_state_dict(state | {"memory": state["memory"][:200]})
+    number, tokens, held = state["recent"][0]
+    for damaged in ({"memory": state["memory"][:200]}, {"recent": [(number, tokens, held[:2])]}):
+        with pytest.raises(ValueError, match=r"the state of layer 0 is damaged: .*; load another checkpoint"):
+            resumed.load_state_dict(state | damaged)
 
 
 def test_an_oracle_is_told_of_no_batches_before_a_resume() -> None:

@@ -420,7 +420,7 @@ class LayoutSchedule:
             recent = [
                 PastBatch(
                     number,
-                    LoadMatrix(np.frombuffer(zlib.decompress(tokens), "<i8").reshape(-1, self.num_experts)),
+                    LoadMatrix(np.frombuffer(zlib.decompress(tokens), "<i8").reshape(len(held), self.num_experts)),
                     ExpertLayout(np.array(held), self.num_experts),
                 )
                 for number, tokens, held in found.recent
