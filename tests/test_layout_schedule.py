@@ -343,7 +343,7 @@ def test_a_damaged_state_is_found_when_it_is_loaded() -> None:
     walk(stopped, 0, 5)
     state = stopped.state_dict(0.0)
     number, tokens, held = state["recent"][0]
-    for damaged in ({"memory": state["memory"][:200]}, {"recent": [(number, tokens, held[:2])]}):
+    for damaged in ({"memory": state["memory"][:200]}, {"recent": [(number, tokens, [*held, held[0]])]}):
         with pytest.raises(ValueError, match=r"the state of layer 0 is damaged: .*; load another checkpoint"):
             resumed.load_state_dict(state | damaged)
 
