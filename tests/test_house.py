@@ -58,7 +58,7 @@ BUDGETS = {
     "moesys, entry points": Budget(253, 2),
     "benchmarks": Budget(5_106, 43),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(45_834, 318),
+    "tests": Budget(45_838, 318),
 }
 TOTAL = Budget(38_644, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")
