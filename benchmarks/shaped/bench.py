@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import Annotated
 
 import numpy as np
+import numpy.typing as npt
 from scipy.stats import wilcoxon
 
 from benchmarks.harness.contest import Outcome, of_all_ranks
@@ -20,7 +21,7 @@ from benchmarks.harness.model_steps import LENGTH, TOLERANCE, ZIPF
 from benchmarks.harness.options import Repeats
 from benchmarks.shaped import layers, models
 from benchmarks.shaped.calibration import Calibration, calibration, computed_ms, late_ms, link_figures, with_links
-from benchmarks.shaped.cases import ShapedCase, asked_for, model_spec
+from benchmarks.shaped.cases import NOT_TIMED, ShapedCase, asked_for, model_spec
 from benchmarks.shaped.hosts import lacks_hosts, linked_hosts, ranks_on, run_commands
 from benchmarks.shaped.processor_shares import lacks_shares
 from moesys.balance.plan import LayerPlan, StepPlan
@@ -67,6 +68,7 @@ class Setting:
         first_ms: the same for the case's baseline.
         exposed_ms: the time for which communication blocked a step, mean over ranks, median over repetitions.
         max_over_mean, inter_node_share: the load imbalance, and the share of tokens between hosts, of its plans.
+        simulated_samples_ms: by repetition where loads move; otherwise one.
     """
 
     links: Annotated[str, Column("links")]
@@ -77,7 +79,7 @@ class Setting:
     exposed_ms: Annotated[float | None, Column("blocked ms", ".0f")] = None
     max_over_mean: Annotated[float | None, Column("max/mean", ".2f")] = None
     inter_node_share: Annotated[float | None, Column("between hosts", ".0%")] = None
-    simulated_ms: Annotated[float | None, Column("simulated ms", ".0f")] = None
+    simulated_samples_ms: Sequence[float] = ()
     wrong: Annotated[str, Column("wrong", wraps=True)] = ""
 
     @property
@@ -88,6 +90,10 @@ class Setting:
     def speed_up(self) -> Annotated[Quantiles | None, Column("speed-up", after="first_ms")]:
         """The baseline's time divided by this one's, paired by repetition."""
         return Quantiles.of_ratios(self.first_ms, self.samples_ms) if self.samples_ms and self.first_ms else None
+
+    @property
+    def simulated_ms(self) -> Annotated[float | None, Column("simulated ms", ".0f", after="simulated_samples_ms")]:
+        return float(np.median(self.simulated_samples_ms)) if self.simulated_samples_ms else None
 
     @property
     def error(self) -> Annotated[float | None, Column("error", "+.0%", after="simulated_ms")]:
@@ -166,8 +172,8 @@ def _setting(case: ShapedCase, strategy: Strategy, outcomes: Mapping[str, Outcom
     place, outcome = (case.links, case.name, strategy), outcomes[strategy.name]
     if not outcome.samples_ms:
         return Setting(*place, wrong=outcome.wrong)
-    plans = [LayerPlan.from_json(text) for text in outcome.metrics[0].plans]
-    tokens = [plan.tokens for plan in plans]
+    steps = [[LayerPlan.from_json(text) for text in layers] for layers in outcome.metrics[0].plans]
+    tokens = [plan.tokens for plans in steps for plan in plans]
     leaving = sum(plan.inter_node_tokens(calibrated.cluster.node_of_rank) for plan in tokens)
     blocked_ms = [statistics.median(of_rank.blocked_ms) for of_rank in outcome.metrics if of_rank.blocked_ms]
     return Setting(
@@ -177,7 +183,7 @@ def _setting(case: ShapedCase, strategy: Strategy, outcomes: Mapping[str, Outcom
         exposed_ms=statistics.fmean(blocked_ms) if blocked_ms else None,
         max_over_mean=statistics.fmean(plan.max_over_mean for plan in tokens),
         inter_node_share=leaving / sum(plan.load.total for plan in tokens),
-        simulated_ms=1e3 * simulated_seconds(case, strategy, plans, calibrated),
+        simulated_samples_ms=[1e3 * simulated_seconds(case, strategy, plans, calibrated) for plans in steps],
     )
 
 
@@ -201,14 +207,27 @@ def ranked_pairs(results: Sequence[CaseResult]) -> tuple[int, int]:
     right = differ = 0
     for result in results:
         for one, other in combinations(result.timed, 2):
-            longer_ms = np.asarray(one.samples_ms) - np.asarray(other.samples_ms)
-            if not longer_ms.any() or wilcoxon(longer_ms).pvalue >= _SIGNIFICANT:
-                continue
-            assert one.simulated_ms is not None
-            assert other.simulated_ms is not None
-            differ += 1
-            right += bool((np.median(longer_ms) > 0) == (one.simulated_ms > other.simulated_ms))
+            longer_ms = np.subtract(one.samples_ms, other.samples_ms)
+            if _differ(longer_ms):
+                differ += 1
+                simulated_ms = np.subtract(one.simulated_samples_ms, other.simulated_samples_ms)
+                right += bool((np.median(longer_ms) > 0) == (np.median(simulated_ms) > 0))
     return right, differ
+
+
+def _differ(longer_ms: npt.NDArray[np.float64]) -> bool:
+    return bool(longer_ms.any() and wilcoxon(longer_ms).pvalue < _SIGNIFICANT)
+
+
+def against_fixed(result: CaseResult) -> str:
+    """Returns how the last strategy of a case, ``Greedy``, compares with the best of the others in hindsight."""
+    *fixed, last = result.timed
+    best = min(fixed, key=lambda setting: sum(setting.samples_ms))
+    longer_ms = np.subtract(last.samples_ms, best.samples_ms)
+    verdict = "faster" if np.median(longer_ms) < 0 else "slower"
+    verdict = verdict if _differ(longer_ms) else "not significant"
+    ratio = sum(last.samples_ms) / sum(best.samples_ms)
+    return f"{result.links}, {result.case.name}: {ratio:.3f} of {best.strategy.name} ({verdict})"
 
 
 def notes(results: Sequence[CaseResult]) -> list[str]:
@@ -230,6 +249,18 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
         f"{np.median(errors or [0]):.1%}, worst {max(errors, default=0):.1%}. Pairs of strategies of one case that "
         f"differ significantly (Wilcoxon signed-rank, paired by repetition, p < {_SIGNIFICANT}) and are simulated in "
         f"their order: {right} of {differ}.",
+        *_of_planners([result for result in results if result.case.routing and len(result.timed) > 1]),
+    ]
+
+
+def _of_planners(moving: Sequence[CaseResult]) -> list[str]:
+    """Returns the notes on loads that move."""
+    if not moving:
+        return []
+    return [
+        "Planners: a workload of the leaderboard, scaled to fewer tokens; planners plan from the micro-batches before. "
+        f"Each micro-batch is a repetition, and the first {NOT_TIMED} are not timed. Time of `Greedy` over that of the "
+        f"best fixed planner in hindsight, summed, and the same test: {'; '.join(map(against_fixed, moving))}.",
     ]
 
 

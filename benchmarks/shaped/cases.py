@@ -1,26 +1,35 @@
 """The cases of the benchmark: strategies that do the same work between the same hosts, the first of them the baseline.
 
 Four kinds time one MoE layer: whether overlap pays (``overlap``), whether an exact split pays that keeps tokens on
-their host (``split``), layouts for hosts with several ranks (``nodes``), and planners (``planners``). The fifth,
-``models``, times training steps of transformers' small models.
+their host (``split``), layouts for hosts with several ranks (``nodes``), and planners on loads that move
+(``planners``). The fifth, ``models``, times training steps of transformers' small models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 import moesys as ms
 from benchmarks.harness.model_steps import HIDDEN, LENGTH, MODELS, config_of, strategies
-from moesys.config import presets
+from moesys.config import Predictor, presets
 from moesys.config.layer_spec import MoeMlp
+from moesys.config.strategy import Ema, Last, WindowMean
+from moesys.lab.leaderboard.workloads import GENERATED
+from moesys.load import IntArray
+from moesys.traces import Trace
 
 # The latency of one of the overlap cases.
 _LATENCY_US = 1000.0
 # Steps of so many tokens per rank take far longer than the few milliseconds after which a rank sees a message.
 _OVERLAP_TOKENS, _SPLIT_TOKENS, _NODES_TOKENS = 1024, 2048, 1024
+# The workloads of the leaderboard on which planners are compared, and the micro-batches that are run before any is
+# timed: two to check results, and one of warm-up.
+ROUTINGS = ("drifting", "bursts", "prompts by domain")
+NOT_TIMED = 3
 # The bandwidth at which about half of an overlap case's step is communication, on shares of two cores.
 _HALF_MBIT = 200.0
 _SUMS = ms.Sequential(node_dispatch="once", combine="per_node")
@@ -42,6 +51,8 @@ class ShapedCase:
         num_tokens: the number of tokens of each rank, [R].
         popularity: the share of the choices that each expert has, [E]; empty for equal shares. Tokens with several
             choices are drawn, and choose popular experts less often than that.
+        routing: the workload of the leaderboard whose micro-batches are run, each once; "" for the same tokens in every
+            repetition.
     """
 
     name: str
@@ -52,6 +63,14 @@ class ShapedCase:
     strategies: tuple[ms.Strategy, ...]
     popularity: tuple[float, ...] = ()
     ranks_per_host: int = 1
+    routing: str = ""
+
+    @property
+    def tokens_SRE(self) -> IntArray:
+        """The tokens of each rank and expert in the micro-batches of ``routing``."""
+        routing = next(one for one in GENERATED if one.name == self.routing)
+        drawn_SRE = routing.tokens_SRE(self.shape, self.cluster, sample=0, warm_up=NOT_TIMED)
+        return Trace(drawn_SRE[:, None], self.shape.top_k).scaled(self.num_tokens[0]).tokens_SLRE[:, 0]
 
     @property
     def num_hosts(self) -> int:
@@ -92,8 +111,9 @@ def asked_for(
 
     Raises ValueError for hosts other than 2 or 4, for bandwidths and latencies out of range, and for unknown kinds.
     """
-    if unknown := [kind for kind in kinds if kind not in (*LAYER_CASES, "models")]:
-        raise ValueError(f"case={unknown[0]!r} is none of them; use {', '.join(LAYER_CASES)}, or models")
+    known = dict.fromkeys(name.partition(",")[0] for name in LAYER_CASES)
+    if unknown := [kind for kind in kinds if kind not in (*known, "models")]:
+        raise ValueError(f"case={unknown[0]!r} is none of them; use {', '.join(known)}, or models")
     if "models" in kinds and (others := [kind for kind in kinds if kind != "models"]):
         raise ValueError(f"case={others[0]!r} and case='models' are pages of their own; ask for one, then the other")
     if refused := [number for number in hosts if number not in (2, 4)]:
@@ -111,11 +131,9 @@ def asked_for(
             for model, own in _MODELS_MBIT.items()
             for mbit in mbit_per_s or own
         ]
-    chosen = {kind: LAYER_CASES[kind] for kind in kinds or LAYER_CASES}
-    cases = [
-        make(number, mbit, latency) for number in hosts for make, own in chosen.values() for mbit in mbit_per_s or own
-    ]
-    if "overlap" in chosen and not mbit_per_s and latency_us is None:
+    chosen = [made for name, made in LAYER_CASES.items() if name.partition(",")[0] in (kinds or known)]
+    cases = [make(number, mbit, latency) for number in hosts for make, own in chosen for mbit in mbit_per_s or own]
+    if "overlap" in (kinds or known) and not mbit_per_s and latency_us is None:
         cases += [overlap_case(number, _HALF_MBIT, _LATENCY_US) for number in hosts]
     return cases
 
@@ -174,23 +192,31 @@ def node_case(hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
         ours.replace(name="node first, once a node", overlap=ms.Sequential(node_dispatch="once")),
         ours.replace(name="node first, sums a node", overlap=_SUMS),
     )
-    return _fine_grained_case("nodes", hosts, mbit_per_s, latency_us, compared)
+    popularity = tuple(torch.randn(32, generator=torch.Generator().manual_seed(0)).exp().tolist())
+    return _fine_grained_case("nodes", hosts, mbit_per_s, latency_us, compared, popularity)
 
 
-def planner_case(hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
-    """Returns the work of ``node_case`` with direct rows, under planners that balance tokens, seconds or nothing."""
-    planners: tuple[tuple[str, ms.Balance, ms.Split], ...] = (
-        ("laer, even", ms.Laer(), ms.EvenSplit()),
-        ("laer, flow", ms.Laer(), ms.FlowSplit()),
-        ("static, even", ms.Static(), ms.EvenSplit()),
-        ("eplb, flow", ms.Eplb(), ms.FlowSplit()),
-        ("flex_moe, flow", ms.FlexMoe(), ms.FlowSplit()),
-        ("greedy, flow", ms.Greedy(drift=0), ms.FlowSplit()),
-        ("greedy, even", ms.Greedy(drift=0), ms.EvenSplit()),
+def planner_case(routing: str, hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
+    """Returns the shape of ``node_case`` with direct rows and loads that move, under fixed planners and ``Greedy``,
+    which plan from the micro-batches before, with the same split.
+    """
+    base = ms.Strategy(
+        name="static",
+        sharding=_fine_grained_slots(hosts),
+        balance=ms.Static(),
+        split=ms.FlowSplit(max_inter_node="seconds"),
     )
-    sharding = _fine_grained_slots(hosts)
-    compared = tuple(ms.Strategy(name=name, sharding=sharding, balance=b, split=split) for name, b, split in planners)
-    return _fine_grained_case("planners", hosts, mbit_per_s, latency_us, compared)
+    fixed: tuple[tuple[ms.Balance, Predictor], ...] = (
+        *((ms.Laer(), predictor) for predictor in (Last(), WindowMean(), Ema())),
+        (ms.Eplb(), Ema()),
+        (ms.FlexMoe(), Ema()),
+    )
+    compared = (
+        base,
+        *(base.replace(name=f"{one.kind}, {seen.kind}", balance=one, predictor=seen) for one, seen in fixed),
+        base.replace(name="greedy", balance=ms.Greedy()),
+    )
+    return _fine_grained_case(f"planners, {routing}", hosts, mbit_per_s, latency_us, compared, routing=routing)
 
 
 def _fine_grained_slots(hosts: int) -> ms.Fsep:
@@ -198,12 +224,17 @@ def _fine_grained_slots(hosts: int) -> ms.Fsep:
 
 
 def _fine_grained_case(
-    name: str, hosts: int, mbit_per_s: float, latency_us: float, compared: tuple[ms.Strategy, ...]
+    name: str,
+    hosts: int,
+    mbit_per_s: float,
+    latency_us: float,
+    compared: tuple[ms.Strategy, ...],
+    popularity: tuple[float, ...] = (),
+    routing: str = "",
 ) -> ShapedCase:
-    popularity = tuple(torch.randn(32, generator=torch.Generator().manual_seed(0)).exp().tolist())
     shape = ms.ModelShape(hidden_size=256, intermediate_size=64, num_experts=32, top_k=6)
     tokens = (_NODES_TOKENS,) * (2 * hosts)
-    return ShapedCase(name, mbit_per_s, latency_us, tokens, shape, compared, popularity, ranks_per_host=2)
+    return ShapedCase(name, mbit_per_s, latency_us, tokens, shape, compared, popularity, 2, routing)
 
 
 def model_case(model: str, hosts: int, mbit_per_s: float, latency_us: float, hidden_size: int = HIDDEN) -> ShapedCase:
@@ -218,10 +249,10 @@ def model_spec(model: str, hidden_size: int) -> ms.ModelSpec:
     return ms.ModelSpec.from_config(config_of(model, hidden_size).to_dict(), dtype="float32")
 
 
-# The cases of one layer by kind, each with the bandwidths at which it runs.
+# The cases of one layer, each with the bandwidths at which it runs. A kind is the first word of the name.
 LAYER_CASES: dict[str, tuple[Callable[[int, float, float], ShapedCase], tuple[float, ...]]] = {
     "overlap": (overlap_case, (100.0, _HALF_MBIT, 2000.0)),
     "split": (split_case, (2000.0,)),
     "nodes": (node_case, (200.0,)),
-    "planners": (planner_case, (200.0, 1000.0)),
+    **{f"planners, {routing}": (partial(planner_case, routing), (500.0,)) for routing in ROUTINGS},
 }

@@ -55,7 +55,7 @@ def _ours(case: ShapedCase, strategy: Strategy) -> Contestant:
     parallelize(model, strategy, mesh, cluster=case.cluster)
     steps = _steps(case, model)
     return Contestant(
-        steps.results, {"step": steps.step}, lambda: StepMetrics([], [plan.to_json() for plan in plans_of(model)])
+        steps.results, {"step": steps.step}, lambda: StepMetrics([], [[plan.to_json() for plan in plans_of(model)]])
     )
 
 

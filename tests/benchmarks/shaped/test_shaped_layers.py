@@ -11,15 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.shaped import cases
-from benchmarks.shaped.bench import CaseResult, Setting, ranked_pairs, report, run_cases
+from benchmarks.shaped.bench import CaseResult, Setting, against_fixed, ranked_pairs, report, run_cases
 from benchmarks.shaped.calibration import Calibration, LinkFigures, away_bytes, calibration
 from benchmarks.shaped.cases import ShapedCase, node_case, overlap_case, split_case
 from benchmarks.shaped.hosts import lacks_hosts
-from benchmarks.shaped.layers import CHUNKS, MOST_TOKENS, SOME_TOKENS, chosen_experts, even_case
+from benchmarks.shaped.layers import CHUNKS, MOST_TOKENS, SOME_TOKENS, chosen_experts, even_case, layer_steps
 from benchmarks.shaped.processor_shares import lacks_shares
 from moesys.config import ModelShape
 from moesys.lab.calibrate.measurement import fit_line
+from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.show.tables import Sheet, to_json, to_markdown, written_columns
+from moesys.load import LoadMatrix
 
 LACKS = lacks_hosts()
 
@@ -42,7 +44,9 @@ def test_the_cases_of_the_full_run() -> None:
     assert {case.num_hosts for case in asked} == {2, 4}
     assert {case.latency_us for case in asked} == {0, 1000}
     assert sum(len(case.strategies) for case in asked) >= 12
-    assert {case.name for case in asked} == {"overlap", "split", "nodes", "planners"}
+    moving = {f"planners, {routing}" for routing in ("drifting", "bursts", "prompts by domain")}
+    assert {case.name for case in asked} == {"overlap", "split", "nodes"} | moving
+    assert {case.name for case in cases.asked_for(kinds=("planners",))} == moving
     given_links = cases.asked_for((2,), (100.0, 500.0), 250.0, ("overlap",))
     assert [(case.mbit_per_s, case.latency_us) for case in given_links] == [(100, 250), (500, 250)]
 
@@ -111,7 +115,7 @@ def test_the_report_says_what_was_found() -> None:
     case = overlap_case(2, 400, 1000)
     times = ([100.0, 120.0, 110.0], [80.0, 90.0, 70.0])
     settings = [
-        Setting(case.links, case.name, strategy, samples, times[0], 55.0, 1.0, 0.5, simulated)
+        Setting(case.links, case.name, strategy, samples, times[0], 55.0, 1.0, 0.5, (simulated,))
         for strategy, samples, simulated in zip(case.strategies, times, (99.0, 100.0), strict=False)
     ]
     settings.append(Setting(case.links, case.name, case.strategies[2], wrong="output differs"))
@@ -130,16 +134,34 @@ def test_the_report_says_what_was_found() -> None:
 
 def test_pairs_that_differ_are_ranked() -> None:
     """Of three pairs one does not differ, and of the others one is simulated the wrong way round."""
-    case = cases.planner_case(2, 200, 0)
+    case = cases.planner_case("bursts", 2, 200, 0)
     first_ms = [100.0 + repetition for repetition in range(8)]
     samples = (first_ms, [ms + 10 for ms in first_ms], [ms + (-1) ** i for i, ms in enumerate(first_ms)])
     settings = [
-        Setting("", case.name, strategy, of_one, first_ms, 1.0, 1.0, 0.5, simulated)
+        Setting("", case.name, strategy, of_one, first_ms, 1.0, 1.0, 0.5, (simulated,))
         for strategy, of_one, simulated in zip(case.strategies, samples, (100.0, 105.0, 110.0), strict=False)
     ]
     result = CaseResult("", case, 0.45, calibrated(case, 50.0, 0.5), settings)
     assert ranked_pairs([result]) == (1, 2)
     assert "are simulated in their order: 1 of 2" in to_markdown(report([result]))
+    assert against_fixed(result) == ", planners, bursts: 1.000 of static (not significant)"
+    for last, first, verdict in ((1, 0, "1.097 of static (slower)"), (0, 1, "0.912 of laer, last (faster)")):
+        pair = replace(result, settings=[settings[first], settings[last]])
+        assert against_fixed(pair) == f", planners, bursts: {verdict}"
+        assert verdict in to_markdown(report([pair]))
+
+
+def test_simulated_pairs_are_ranked_by_repetition() -> None:
+    """In most repetitions the one is faster, though its median is not."""
+    case = cases.planner_case("bursts", 2, 200, 0)
+    one_ms, other_ms = [10.0, 10.0, 10.0, 10.0, 50.0, 50.0, 50.0], [11.0, 11.0, 11.0, 9.0, 51.0, 51.0, 51.0]
+    settings = [
+        Setting("", case.name, strategy, [ms + 9.0 * late for ms in one_ms], simulated_samples_ms=simulated_ms)
+        for late, (strategy, simulated_ms) in enumerate(zip(case.strategies, (one_ms, other_ms), strict=False))
+    ]
+    assert settings[0].simulated_ms == 10.0
+    assert settings[1].simulated_ms == 11.0
+    assert ranked_pairs([CaseResult("", case, 0.45, calibrated(case, 50.0, 0.5), settings)]) == (1, 1)
 
 
 def test_tokens_of_several_choices_choose_popular_experts_more_often_and_none_twice() -> None:
@@ -150,6 +172,45 @@ def test_tokens_of_several_choices_choose_popular_experts_more_often_and_none_tw
     in_order = torch.tensor(case.popularity).argsort()
     assert (counts_E[in_order].diff() > -150).all()
     assert counts_E.max() > 5 * counts_E.min()
+
+
+MOVING = cases.planner_case("prompts by domain", 2, 200, 0)
+
+
+def moving_steps(case: ShapedCase) -> tuple[list[LoadMatrix], torch.Tensor, list[float]]:
+    """(loads of the plans of each step, choices of the last step's tokens, blocked time) of steps on moving loads."""
+    steps = layer_steps(case, case.strategies[0])
+    for _ in case.tokens_SRE:
+        steps.prepare()
+        steps.step()
+    steps.close()
+    chosen_TK = steps.x_TH.detach()[:, : case.shape.num_experts].topk(case.shape.top_k, dim=1).indices
+    return [plan.load for plan in steps.plans], chosen_TK, steps.blocked_ms(99)
+
+
+def test_moving_loads_are_those_of_the_workload_in_turn(ranks: LocalRanks) -> None:
+    case = replace(MOVING, num_tokens=(24,) * 4)
+    tokens_SRE = case.tokens_SRE
+    assert tokens_SRE.shape == (31, 4, 32)
+    assert (tokens_SRE.sum(axis=2) == 24 * 6).all()
+    for rank, (loads, chosen_TK, blocked_ms) in enumerate(ranks.run(moving_steps, case)):
+        assert len(blocked_ms) == len(loads) == 31
+        for load, tokens_RE in zip(loads, tokens_SRE, strict=True):
+            assert (load.tokens_RE == tokens_RE).all()
+        assert (chosen_TK.sort(dim=1).values.diff(dim=1) > 0).all()
+        assert chosen_TK.flatten().bincount(minlength=32).tolist() == tokens_SRE[-1, rank].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(LACKS), reason=LACKS)
+def test_planners_on_moving_loads() -> None:
+    case = replace(MOVING, num_tokens=(32,) * 4, strategies=MOVING.strategies[::6])
+    (result,) = run_cases([case], repeats=1, shares=not lacks_shares())
+    assert [setting.strategy.name for setting in result.timed] == ["static", "greedy"]
+    for setting in result.timed:
+        assert len(setting.samples_ms) == len(setting.simulated_samples_ms) == 28
+        assert len(set(setting.simulated_samples_ms)) > 20
+    assert "planners, prompts by domain: " in against_fixed(result)
 
 
 @pytest.mark.slow
