@@ -1,5 +1,7 @@
 """Repair: few replicas, each of which lowers what ranks filled to the mean have no room for."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from balance_cases import instances
@@ -11,7 +13,7 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_flow, min_max_load, new_flow
 from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.greedy.local_search import MoveConstraints, local_search
+from moesys.balance.greedy.local_search import MoveConstraints, climbed, local_search, neighbour
 from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.greedy.robust_cost import NO_LIMIT, Scenarios
 from moesys.balance.planners import plan_layout, split_tokens
@@ -188,3 +190,65 @@ def test_moves_are_replicas_on_new_ranks():
     assert num_moves(before.replicas_RE, before.replicas_RE) == 0
     assert num_moves(before.replicas_RE, ExpertLayout([[1, 0], [0, 2]], num_experts=3).replicas_RE) == 0
     assert num_moves(before.replicas_RE, ExpertLayout([[2, 1], [0, 2]], num_experts=3).replicas_RE) == 1
+
+
+@st.composite
+def placed(draw):
+    """(layout [R, S] in which all experts have a replica, usable slots of each rank, number of experts)."""
+    slots_R = np.array(draw(st.lists(st.integers(0, 4), min_size=1, max_size=5).filter(any)))
+    num_experts = draw(st.integers(1, int(min(slots_R.sum(), 6))))
+    expert_RS = np.full((len(slots_R), 4), EMPTY)
+    for expert in range(num_experts):
+        free = [rank for rank, slots in enumerate(slots_R) if (expert_RS[rank] != EMPTY).sum() < slots]
+        rank = draw(st.sampled_from(free))
+        expert_RS[rank, (expert_RS[rank] != EMPTY).sum()] = expert
+    return expert_RS, slots_R, num_experts
+
+
+@given(placed(), st.integers(0, 10**6))
+def test_a_neighbour_differs_in_one_slot_or_an_exchange(found, draw):
+    before_RS, slots_R, num_experts = found
+    given_RS = before_RS.copy()
+    after_RS = neighbour(before_RS, slots_R, num_experts, draw)
+    assert (before_RS == given_RS).all()
+    assert (neighbour(before_RS, slots_R, num_experts, draw) == after_RS).all()
+    changed = np.argwhere(after_RS != before_RS)
+    assert len(changed) <= 2
+    if len(changed) == 2:
+        one, other = map(tuple, changed)
+        assert one[0] != other[0]
+        assert (after_RS[one], after_RS[other]) == (before_RS[other], before_RS[one])
+    for row_S, slots in zip(after_RS, slots_R, strict=True):
+        experts = row_S[row_S != EMPTY]
+        assert len(set(experts)) == len(experts)
+        assert (row_S[slots:] == EMPTY).all()
+    assert set(after_RS.ravel()) - {EMPTY} == set(range(num_experts))
+
+
+def test_every_neighbour_is_drawn_and_climbing_finds_the_cheapest_layout():
+    start_RS, slots_R = np.array([[0, EMPTY], [1, 2]]), np.array([2, 2])
+
+    def is_valid(layout):
+        rows = [[expert for expert in row if expert != EMPTY] for row in layout]
+        return {expert for row in rows for expert in row} == {0, 1, 2} and all(
+            len(set(row)) == len(row) for row in rows
+        )
+
+    def is_near(layout):
+        """This is true for one changed slot, and for the exchange of a slot between both ranks."""
+        (a, b), (c, d) = layout
+        exchanged = [((1, EMPTY), (0, 2)), ((2, EMPTY), (1, 0)), ((0, 1), (EMPTY, 2)), ((0, 2), (1, EMPTY))]
+        return sum([a != 0, b != EMPTY, c != 1, d != 2]) == 1 or layout in exchanged
+
+    rows = list(product(range(EMPTY, 3), repeat=2))
+    layouts = list(filter(is_valid, product(rows, rows)))
+    drawn = {tuple(map(tuple, neighbour(start_RS, slots_R, 3, draw).tolist())) for draw in range(400)}
+    assert drawn - {((0, EMPTY), (1, 2))} == {layout for layout in layouts if is_near(layout)}
+    weight_RS = np.array([[5, -3], [2, -1]])
+
+    def cost(expert_RS, most):
+        return int((np.asarray(expert_RS) * weight_RS).sum())
+
+    assert climbed(start_RS, slots_R, 3, cost, range(0)) is start_RS
+    least_RS = climbed(start_RS, slots_R, 3, cost, range(400))
+    assert cost(least_RS, NO_LIMIT) == min(cost(layout, NO_LIMIT) for layout in layouts)

@@ -11,8 +11,9 @@ and for their ``forecast``, around which loads are then drawn with the noise tha
 searches take turns, and between two of its searches a candidate builds anew what its search found best. Two spread
 replicas for the forecast, evenly or by load; and one plans as ``Laer`` does for the load that the predictor expects,
 for where a layout that fits a load closely is worth little on the next one. The last candidate keeps a layout until, in
-its turn, another one has one that would have cost the remembered loads 1 % less: where loads jump or are mostly noise,
-all remembered loads together predict the next one better than any single load does.
+its turn, another one has one that would have cost the remembered loads 1 % less, and then tries neighbours of it on
+these loads: where loads jump or are mostly noise, all remembered loads together predict the next one better than any
+single load does.
 
 Planning takes little time because of what is not done at every micro-batch:
 
@@ -29,6 +30,7 @@ Planning takes little time because of what is not done at every micro-batch:
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from hashlib import sha256
@@ -40,10 +42,11 @@ import numpy.typing as npt
 
 from moesys.balance.flow.flow_split import split_costs
 from moesys.balance.flow.step_cost import Prices, prices_of, with_experts
+from moesys.balance.greedy.local_search import climbed
 from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT
-from moesys.balance.greedy.search import KINDS, LayoutSearch, Recipe, SearchOptions
+from moesys.balance.greedy.search import KINDS, LayoutSearch, Recipe, SearchOptions, trials_of
 from moesys.balance.laer import Laer
-from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.planning_problem import PastBatch, PlanningProblem
 from moesys.balance.predictors import FORECAST_UNITS, Forecast, forecast
 from moesys.balance.topology import link_domains_of, tokens_by_node
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
@@ -221,18 +224,24 @@ def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> 
     """Returns what a step with each layout costs, on a load of one micro-batch; in units of seconds that are
     the same for all.
     """
-    sharding, node_R = problem.sharding, link_domains_of(problem.cluster)
-    flat = isinstance(sharding, Fsep) and sharding.flat
+    node_R = link_domains_of(problem.cluster)
     known: dict[bytes, int] = {}
     for layout_RS in layouts_CRS:
         key = layout_RS.tobytes()
         if key not in known:
-            expert_RS, sorted_RS = layout_RS.astype(np.int64), np.sort(layout_RS, axis=1)
-            how = (np.diff(sorted_RS, axis=1, prepend=EMPTY) > 0).sum(axis=1) if flat else layout_RS
-            alike = _Alike(how.tobytes(), expert_RS)
-            beside, gradients = _prices(alike, problem.model, problem.cluster, sharding, problem.overlap, load.total)
+            expert_RS = layout_RS.astype(np.int64)
+            beside, gradients = _prices_of(problem, expert_RS, load.total)
             known[key] = int(split_costs(load.tokens_RE[None], expert_RS, node_R, beside, NO_LIMIT)) + gradients
     return [known[layout_RS.tobytes()] for layout_RS in layouts_CRS]
+
+
+def _prices_of(problem: PlanningProblem, expert_RS: IntArray, total: int) -> tuple[Prices, int]:
+    """Returns the prices of ``total`` tokens beside the layout's experts, and what their gradients cost."""
+    sharding, how_RS = problem.sharding, expert_RS
+    if isinstance(sharding, Fsep) and sharding.flat:
+        how_RS = (np.diff(np.sort(expert_RS, axis=1), axis=1, prepend=EMPTY) > 0).sum(axis=1)
+    alike = _Alike(how_RS.tobytes(), expert_RS)
+    return _prices(alike, problem.model, problem.cluster, sharding, problem.overlap, total)
 
 
 @dataclass(frozen=True)
@@ -321,6 +330,7 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     layouts = [planned(candidate) for candidate in candidates if candidate != KEPT]
     if KEPT in in_turn:
         memory.kept = _cheapest(problem, np.stack([memory.kept, *layouts] if num_plans else layouts))
+        memory.kept = _climbed(problem, memory.kept, num_plans)
     layouts += [memory.kept] * (KEPT in candidates)
     return tuple(candidates), np.stack(layouts)
 
@@ -334,16 +344,42 @@ def turn_of(num_plans: int, num_slots: int) -> int:
     return num_plans * GOLDEN % 2**32 * 2 * NUM_CANDIDATES * max(1, num_slots // SLOTS_OF_TURN) >> 32
 
 
+def _climbed(problem: PlanningProblem, kept_RS: Layouts, num_plans: int) -> Layouts:
+    """Returns the layout that some tried neighbours lead to from ``kept_RS``, by what all remembered loads would have
+    cost.
+    """
+    slots_R, trials = np.array(problem.slots_R), trials_of(sum(problem.slots_R)) // 2
+    if not trials:
+        return kept_RS
+    tokens_KRE = np.stack([batch.load.tokens_RE for batch in _remembered(problem)])
+    tokens_KRE.setflags(write=False)
+    num_loads, node_R = len(tokens_KRE), link_domains_of(problem.cluster)
+    total = max(int(tokens_KRE.sum()) // num_loads, 1)
+
+    def cost(expert_RS: IntArray, most: int) -> int:
+        beside, gradients = _prices_of(problem, expert_RS, total)
+        gradients *= num_loads
+        return int(split_costs(tokens_KRE, expert_RS, node_R, beside, most - gradients)) + gradients
+
+    draws = range(num_plans * trials, (num_plans + 1) * trials)
+    return climbed(kept_RS.astype(np.int64), slots_R, problem.load.num_experts, cost, draws).astype(np.int32)
+
+
 def _cheapest(problem: PlanningProblem, layouts_CRS: Layouts) -> Layouts:
     """Returns the layout that would have cost the remembered loads the least, each load as much as any other; the first
     one if none would have cost much less.
     """
     shares_C = [0] * len(layouts_CRS)
-    for batch in problem.recent[-max(2, KEPT_SLOTS // sum(problem.slots_R)) :]:
+    for batch in _remembered(problem):
         costs = _costs(problem, batch.load, layouts_CRS)
         shares_C = [share + cost * MILLION // max(sum(costs), 1) for share, cost in zip(shares_C, costs, strict=True)]
     best = shares_C.index(min(shares_C))
     return layouts_CRS[best if shares_C[best] * 100 < shares_C[0] * KEPT_PERCENT else 0]
+
+
+def _remembered(problem: PlanningProblem) -> Sequence[PastBatch]:
+    """Returns the batches on which it is judged which layout is kept."""
+    return problem.recent[-max(2, KEPT_SLOTS // sum(problem.slots_R)) :]
 
 
 def _padded(layout: ExpertLayout, slots: int) -> Layouts:

@@ -1,4 +1,4 @@
-"""Local search: replicas are moved as long as that lowers what a layout costs; compiled.
+"""Local search: replicas are moved as long as that lowers what a layout costs; its moves are compiled.
 
 There are three kinds of moves:
 
@@ -10,11 +10,13 @@ There are three kinds of moves:
 - a *drawn move* gives an expert of the tight set to a rank outside, in exchange for one of its experts or in the place
   of a replica that has others.
 
-Swaps and drawn moves are aimed at the worst scenario and lower the robust cost (``robust_cost``).
+Swaps and drawn moves are aimed at the worst scenario and lower the robust cost (``robust_cost``). ``climbed`` draws
+*neighbours* of a layout, aimed at nothing, and keeps those that lower any cost that it is given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +26,7 @@ from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.greedy.construction import row_holds
 from moesys.balance.greedy.robust_cost import NO_LIMIT, mixed_bits, robust_cost
 from moesys.compiled import borrowing, compiled
+from moesys.layout import EMPTY
 from moesys.load import IntArray
 
 # Ranks and experts that are tried with one another for a relocation: those with most room, those with most to shed.
@@ -32,6 +35,8 @@ ROOMS, SHEDDERS = 4, 3
 NEAREST_SWAPS = 6
 # Draws for each slot of the layout: most are refused without being measured, and where nothing else is left all are.
 DRAWS_A_SLOT = 40
+# Draws of a neighbour, of which most are of none in small layouts.
+DRAWS_A_NEIGHBOUR = 16
 
 
 class MoveConstraints(NamedTuple):
@@ -366,3 +371,64 @@ def _tight_sides(tokens_E, constraints, expert_RS):  # type: ignore[no-untyped-d
     outside_R = np.flatnonzero(~flow.tight_R & (constraints.slots_R > 0))
     mean = -(-flow.load_R.sum() // max(inside_R.size + outside_R.size, 1))
     return inside_R, outside_R, flow.load_R[inside_R].sum() - inside_R.size * mean
+
+
+def climbed(
+    expert_RS: IntArray,
+    slots_R: IntArray,
+    num_experts: int,
+    cost: Callable[[IntArray, int], int],
+    draws: range,
+) -> IntArray:
+    """Returns the layout after as many trials as ``draws`` has numbers: of its neighbours, those that cost less.
+
+    cost: of a layout; it may stop at the given limit, and return anything above.
+    """
+    least = cost(expert_RS, NO_LIMIT)
+    for draw in draws:
+        trial_RS = neighbour(expert_RS, slots_R, num_experts, draw)
+        found = cost(trial_RS, least)
+        if found < least:
+            expert_RS, least = trial_RS, found
+    return expert_RS
+
+
+@compiled
+def neighbour(expert_RS, slots_R, num_experts, draw):  # type: ignore[no-untyped-def]
+    """Returns the layout with one slot changed, to another expert or to none, or with the experts of two ranks' slots
+    exchanged: by ``draw``, a pure function. Every expert keeps a replica, and no rank gets two of one. The same layout
+    where no draw finds another.
+    """
+    num_ranks = slots_R.size
+    trial_RS = expert_RS.copy()
+    replicas_E = np.zeros(num_experts, np.int64)
+    for expert in expert_RS.ravel():
+        if expert != EMPTY:
+            replicas_E[expert] += 1
+    for attempt in range(DRAWS_A_NEIGHBOUR):
+        bits = mixed_bits(draw, 2 * attempt)
+        rank = np.int64(bits % np.uint64(num_ranks))
+        bits //= np.uint64(num_ranks)
+        if not slots_R[rank]:
+            continue
+        slot = np.int64(bits % np.uint64(slots_R[rank]))
+        before = expert_RS[rank, slot]
+        bits = mixed_bits(draw, 2 * attempt + 1)
+        changes = bits % np.uint64(2) == 0
+        bits //= np.uint64(2)
+        if changes:
+            after = np.int64(bits % np.uint64(num_experts + 1)) - 1
+            if (before == EMPTY or replicas_E[before] > 1) and not row_holds(expert_RS, rank, after):
+                trial_RS[rank, slot] = after
+                break
+            continue
+        other = np.int64(bits % np.uint64(num_ranks))
+        bits //= np.uint64(num_ranks)
+        if not slots_R[other]:
+            continue
+        others = np.int64(bits % np.uint64(slots_R[other]))
+        after = expert_RS[other, others]
+        if not row_holds(expert_RS, rank, after) and not row_holds(expert_RS, other, before):
+            trial_RS[rank, slot], trial_RS[other, others] = after, before
+            break
+    return trial_RS

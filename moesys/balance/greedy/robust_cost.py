@@ -161,13 +161,14 @@ class StepJudge:
     later: Sequence[IntArray] = ()
     _known: dict[bytes, tuple[Prices, int]] = field(default_factory=dict)
 
-    def cost(self, expert_RS: IntArray) -> int:
-        """Returns what steps of later loads cost with this layout."""
+    def cost(self, expert_RS: IntArray, most: int = NO_LIMIT) -> int:
+        """Returns what steps of later loads cost with this layout; if that is ``most`` or more, anything from there."""
         prices, gradients = self._prices_with(expert_RS)
-        cost = split_costs(self.later_KRE, expert_RS, self.numbers.node_R, prices, NO_LIMIT)
         num_loads = len(self.later_KRE)
-        computed = int(prices.row[0]) * self.numbers.mean * num_loads
-        return (int(cost) + gradients * num_loads) * MILLION // max(computed, 1)
+        computed = max(int(prices.row[0]) * self.numbers.mean * num_loads, 1)
+        limit = min(most * computed // MILLION + 1 - gradients * num_loads, NO_LIMIT)
+        cost = split_costs(self.later_KRE, expert_RS, self.numbers.node_R, prices, limit)
+        return (int(cost) + gradients * num_loads) * MILLION // computed
 
     def products_beyond_rows(self, expert_RS: IntArray) -> int:
         """Returns what tiles, waves and memory add to the products of the busiest rank, on the first of the loads: it

@@ -14,7 +14,7 @@ import numpy as np
 from moesys.balance.flow.flow_split import least_crossing
 from moesys.balance.flow.step_cost import crosses_once
 from moesys.balance.greedy.builders import Builders, BuiltLayout
-from moesys.balance.greedy.local_search import MoveConstraints, local_search
+from moesys.balance.greedy.local_search import MoveConstraints, climbed, local_search
 from moesys.balance.greedy.numbering import Numbers, num_moves, relabelled, relabelled_inside
 from moesys.balance.greedy.robust_cost import (
     MILLION,
@@ -34,6 +34,9 @@ from moesys.load import IntArray
 # Work at effort 1 by the number of slots, so that small plans, which are quick, are thorough.
 SCENARIO_SLOTS, FEWEST_SCENARIOS, MOST_SCENARIOS = 1536, 6, 16
 SEARCH_SLOTS, FEWEST_EVALUATIONS, MOST_EVALUATIONS = 2048, 6, 48
+# Neighbours of the cheapest layout that are tried at effort 1, by the square of the number of slots: in a small layout
+# each takes less time and changes more.
+TRIAL_SLOTS, MOST_TRIALS = 200_000, 64
 # Evaluations between two looks at the clock, where there is a deadline.
 SLICE = 8
 
@@ -81,6 +84,11 @@ class SearchOptions:
     def is_constrained(self) -> bool:
         """This is true if experts have their places by ``replicas_within`` or ``min_replicas``."""
         return self.replicas_within != "cluster" or self.min_replicas > 1
+
+
+def trials_of(num_slots: int) -> int:
+    """Returns how many neighbours of a layout are tried: 64 of up to 55 slots, 12 of 128, none of 448 or more."""
+    return min(TRIAL_SLOTS // num_slots**2, MOST_TRIALS)
 
 
 def _cost(draft: Draft) -> int:
@@ -198,7 +206,7 @@ class LayoutSearch:
             firsts = (next((kind for kind in kinds if kind.startswith(start)), kinds[0]) for start in NARROWED)
             for kind in dict.fromkeys(firsts):
                 best, recipe = min((best, recipe), self.narrowed(drafts[kind], kind), key=lambda one: one[0].full_cost)
-        return best, recipe
+        return self.climbed(best), recipe
 
     def built(self, before_RS: IntArray) -> Iterator[Draft]:
         """Yields layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that
@@ -289,6 +297,14 @@ class LayoutSearch:
             if done:
                 break
         return best
+
+    def climbed(self, draft: Draft) -> Draft:
+        """Returns the cheapest layout of those that some tried neighbours lead to from ``draft``."""
+        judge, n = self.judge, self.numbers
+        assert judge is not None
+        trials = 0 if self.end is not None else trials_of(int(n.slots_R.sum())) * self.options.effort
+        expert_RS = climbed(draft.expert_RS, n.slots_R, len(n.tokens_E), judge.cost, range(trials))
+        return Draft(self, expert_RS, draft.part_R)
 
     def repaired(self, draft: Draft, most_moves: int) -> Draft:
         """Returns the cheaper of two: searched for what the load itself needs and then for what later ones do; and the
