@@ -144,18 +144,3 @@ def _place(  # type: ignore[no-untyped-def]
     # Each place of entry_P is written once: as some choice's row, or here.
     num_rows = tl.load(routing.first_G1 + num_groups)
     tl.store(routing.entry_P + choice, -1, mask=(choice >= num_rows) & (choice < num_choices))
-
-
-def route_reference(group_TK: Tensor, num_groups: int) -> SortedRouting:
-    """Returns ``SortedRouting`` of ``group_TK``, int32 or int64 [T, K]; what is not in 0..G-1 is dropped."""
-    group_P = group_TK.reshape(-1).long()
-    kept_P = (group_P >= 0) & (group_P < num_groups)
-    key_P = torch.where(kept_P, group_P, num_groups)
-    order_P = torch.argsort(key_P, stable=True)
-    count_G = torch.bincount(key_P, minlength=num_groups + 1)[:num_groups]
-    first_G1 = torch.cat([count_G.new_zeros(1), count_G.cumsum(0)])
-    row_P = torch.empty_like(order_P)
-    row_P[order_P] = torch.arange(len(order_P), device=order_P.device)
-    entry_P = torch.where(kept_P[order_P], order_P, -1)
-    row_TK = torch.where(kept_P, row_P, -1).view(group_TK.shape)
-    return SortedRouting(entry_P.int(), row_TK.int(), first_G1.int())

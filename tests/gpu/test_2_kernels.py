@@ -12,6 +12,16 @@ import numpy as np
 import pytest
 import torch
 from gpu_ranks import GpuRank
+from kernel_references import (
+    activation_gradient_reference,
+    combine_reference,
+    gather_rows_reference,
+    ordered_sum_reference,
+    route_reference,
+    tile_table_reference,
+    up_reference,
+    weight_gradient_reference,
+)
 from torch import Tensor
 
 from benchmarks.harness.contest import relative_difference
@@ -31,22 +41,16 @@ from moesys.balance.planners import split_tokens
 from moesys.balance.proportional_split import Proportional
 from moesys.config import ClusterSpec
 from moesys.config.split import Split
-from moesys.kernels.experts.activation_gradient import activation_gradient, activation_gradient_reference
+from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference
 from moesys.kernels.experts.tile_config import ShapeClass
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import (
-    RowGroups,
-    groups_by_size,
-    groups_by_size_reference,
-    tile_table,
-    tile_table_reference,
-)
-from moesys.kernels.experts.token_rows import combine, combine_reference, gather_rows, gather_rows_reference
-from moesys.kernels.experts.up import up, up_reference
-from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient, weight_gradient_reference
-from moesys.kernels.routing import route, route_reference
-from moesys.kernels.symmetric.ordered_sum import ordered_sum, ordered_sum_reference
+from moesys.kernels.experts.tiles import RowGroups, groups_by_size, groups_by_size_reference, tile_table
+from moesys.kernels.experts.token_rows import combine, gather_rows
+from moesys.kernels.experts.up import up
+from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+from moesys.kernels.routing import route
+from moesys.kernels.symmetric.ordered_sum import ordered_sum
 from moesys.kernels.topk import topk_by_index
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix

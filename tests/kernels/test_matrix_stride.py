@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import assert_equal
+from kernel_references import route_reference, tile_table_reference
 from torch import Tensor
 
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import Operands, TileConfig, TileConfigs
-from moesys.kernels.experts.tiles import RowGroups, groups_by_size, tile_table_reference
+from moesys.kernels.experts.tiles import RowGroups, groups_by_size
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
-from moesys.kernels.routing import route_reference
 
 T, K, E, I, H = 9, 2, 3, 24, 40
 BLOCK = TileConfig(rows=16, columns=16, contraction=16, warps=4)

@@ -7,10 +7,11 @@ import torch
 from conftest import assert_equal
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_references import route_reference
 from torch import Tensor
 
 from moesys.kernels import routing as module
-from moesys.kernels.routing import route, route_reference
+from moesys.kernels.routing import route
 
 INTEGERS = {"int32": torch.int32, "int64": torch.int64}
 

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.activations import GATED, slope_one, slopes, slopes_reference
-from moesys.kernels.experts.grouped_gemm import grouped_gemm_reference
+from moesys.kernels.experts.activations import GATED, slope_one, slopes
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import (
     left_step,
@@ -102,29 +101,6 @@ def activation_gradient(
     _add_partials[(triton.cdiv(T * K, SUM_ENTRIES),)](
         partial_PN, routing.row_TK, dweight_TK, T * K, N=num_sums, block_entries=SUM_ENTRIES
     )
-    return dh_PU, wa_PI, dweight_TK
-
-
-def activation_gradient_reference(
-    dy_TH: Tensor,
-    down_EHI: Tensor,
-    h_PU: Tensor,
-    weight_TK: Tensor,
-    routing: SortedRouting,
-    matrix_G: Tensor,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the same in plain torch; rows behind the last group are zeros."""
-    rows, halves = int(routing.first_G1[-1]), h_PU.shape[1] // down_EHI.shape[2]
-    entry = routing.entry_P[:rows].long()
-    dy = dy_TH[entry // weight_TK.shape[1]].float()
-    da = grouped_gemm_reference(dy, down_EHI.float(), routing.first_G1, matrix_G, transposed=False)
-    a, slope = slopes_reference(h_PU[:rows], activation)
-    weight = weight_TK.reshape(-1)[entry, None]
-    dh_PU, wa_PI = torch.zeros_like(h_PU), h_PU.new_zeros(len(h_PU), down_EHI.shape[2])
-    dh_PU[:rows], wa_PI[:rows] = weight * da.repeat(1, halves) * slope, weight * a
-    dweight_TK = torch.zeros_like(weight_TK)
-    dweight_TK.view(-1)[entry] = (da * a).sum(1)
     return dh_PU, wa_PI, dweight_TK
 
 

@@ -148,21 +148,6 @@ class RowTiles:
         return self._tiles[block.rows]
 
 
-def tile_table_reference(first_G1: Tensor, num_rows: int, block_rows: int) -> Tiles:
-    """Returns ``Tiles`` of groups that begin at ``first_G1`` int32 [G + 1]; ``num_rows``: P, at least
-    ``first_G1[G]``.
-    """
-    first = first_G1.tolist()
-    num_groups = len(first) - 1
-    most = -(-num_rows // block_rows) + num_groups
-    groups = sorted(range(num_groups), key=lambda group: (first[group] - first[group + 1], group))
-    tiles = [(group, row) for group in groups for row in range(first[group], first[group + 1], block_rows)]
-    padded = torch.tensor(tiles + [(-1, -1)] * (most - len(tiles)), dtype=torch.int32, device=first_G1.device)
-    count_1 = torch.tensor([len(tiles)], dtype=torch.int32, device=first_G1.device)
-    group_M, row_M = padded.view(most, 2).t().contiguous()
-    return Tiles(group_M, row_M, count_1, block_rows)
-
-
 def groups_by_size(first_G1: Tensor) -> Tensor:
     """Returns int32 [G]: the groups that begin at ``first_G1`` int32 [G + 1], largest first, of equal ones the lower.
 

@@ -53,13 +53,6 @@ def _gather_rows(  # type: ignore[no-untyped-def]
             tl.store(x_row_ptr + row.to(tl.int64) * H + column, x, mask=column < H)
 
 
-def gather_rows_reference(x_TH: Tensor, entry_P: Tensor, first_G1: Tensor, top_k: int) -> Tensor:
-    """Returns the same in plain torch; rows behind the last group's are zero."""
-    x_PH = x_TH[(entry_P // top_k).clamp_min(0).long()]
-    x_PH[int(first_G1[-1]) :] = 0
-    return x_PH
-
-
 def combine(y_PH: Tensor, row_TK: Tensor, weight_TK: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns ``out[t] = Σ_k weight[t, k] · y[row[t, k]]``, added in float32 for k = 0..K-1, rounded once to ``dtype``.
 
@@ -92,17 +85,6 @@ def combine(y_PH: Tensor, row_TK: Tensor, weight_TK: Tensor | None, dtype: torch
         enable_fp_fusion=True,
     )
     return out_TH
-
-
-def combine_reference(y_PH: Tensor, row_TK: Tensor, weight_TK: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns the same in plain torch."""
-    total_TH = torch.zeros((row_TK.shape[0], y_PH.shape[1]), device=y_PH.device)
-    for k, row_T in enumerate(row_TK.unbind(1)):
-        term_TH = y_PH[row_T.clamp_min(0)].float()
-        if weight_TK is not None:
-            term_TH = term_TH * weight_TK[:, k, None]
-        total_TH += torch.where(row_T[:, None] >= 0, term_TH, 0.0)
-    return total_TH.to(dtype)
 
 
 @kernel

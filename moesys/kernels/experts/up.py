@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.activations import GATED, activate, activate_one, activation_reference
-from moesys.kernels.experts.grouped_gemm import grouped_gemm_reference
+from moesys.kernels.experts.activations import GATED, activate, activate_one
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import (
     halves_by_tma,
@@ -181,12 +180,3 @@ def store_activations(  # type: ignore[no-untyped-def]
         tl.store(h_tile, h, mask=mask)
         a = activate_one(h.to(tl.float32), activation)
     tl.store(a_tile, rounded(a, dtype), mask=mask)
-
-
-def up_reference(
-    x_TH: Tensor, gate_up_EUH: Tensor, routing: SortedRouting, matrix_G: Tensor, top_k: int, activation: str
-) -> tuple[Tensor, Tensor]:
-    """Returns the same in plain torch, in the dtype of x; rows behind the last group's are zero."""
-    x_PH = x_TH[routing.entry_P.clamp_min(0).long() // top_k]
-    h_PU = grouped_gemm_reference(x_PH, gate_up_EUH, routing.first_G1, matrix_G, transposed=True)
-    return h_PU, activation_reference(h_PU, activation)

@@ -17,7 +17,6 @@ G groups, P rows in order of groups, T tokens, L and R the widths of both sides.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -136,53 +135,6 @@ def weight_gradient(
 def cut_to_fit(tile: TileConfig) -> TileConfig:
     """Returns the tile, or as much of it as totals leave registers for."""
     return replace(tile, rows=min(tile.rows, MOST_ROWS), columns=min(tile.columns, MOST_COLUMNS))
-
-
-def weight_gradient_reference(
-    left: Tensor,
-    right: Tensor,
-    entry_P: Tensor,
-    first_G1: Tensor,
-    top_k: int,
-    gathered: Literal["left", "right"],
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Returns the same in plain torch."""
-    left_PL, right_PR = by_rows(left, right, entry_P, top_k, gathered)
-    first = first_G1.tolist()
-    groups = [slice(*bounds) for bounds in pairwise(first)]
-    return torch.stack([left_PL[rows].float().t() @ right_PR[rows].float() for rows in groups]).to(dtype)
-
-
-def by_rows(
-    left: Tensor, right: Tensor, entry_P: Tensor, top_k: int, gathered: Literal["left", "right"]
-) -> tuple[Tensor, Tensor]:
-    """Returns both sides by rows, [P, L] and [P, R]."""
-    token_P = (entry_P // top_k).clamp_min(0)
-    return (left[token_P], right) if gathered == "left" else (left, right[token_P])
-
-
-def block_gradient_reference(
-    left: Tensor,
-    right: Tensor,
-    groups: OrderedGroups,
-    top_k: int,
-    gathered: Literal["left", "right"],
-    blocks: RowBlocks,
-) -> Tensor:
-    """Returns the same in plain torch."""
-    left_PL, right_PR = by_rows(left, right, groups.entry_P, top_k, gathered)
-    grids, totals = blocks.grid_G.tolist(), []
-    for group, (first, end) in enumerate(pairwise(groups.first_G1.tolist())):
-        total_LR = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
-        num_blocks = max((2 * (end - first) + blocks.rows) // (2 * blocks.rows), int(end > first))
-        stops = [first + blocks.rows * number for number in range(num_blocks)] + [end]
-        for row, stop in pairwise(stops):
-            rows = slice(row, stop)
-            sum_LR = (left_PL[rows].float().t() @ right_PR[rows].float()).double()
-            total_LR += sum_LR.div_(grids[group]).round_().mul_(grids[group])
-        totals.append(total_LR)
-    return torch.stack(totals)
 
 
 class OuterSizes(NamedTuple):

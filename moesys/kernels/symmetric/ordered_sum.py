@@ -53,11 +53,3 @@ def _ordered_sum(parts_ptr, order_ptr, first_ptr, out_ptr, part_stride, num_colu
         part = tl.load(order_ptr + place)
         total += tl.load(parts_ptr + part * part_stride + column, mask=inside, other=0.0)
     tl.store(out_ptr + row * num_columns + column, total, mask=inside)
-
-
-def ordered_sum_reference(parts_NP: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
-    """Returns the sums, added part by part."""
-    total = parts_NP.new_full((num_rows, parts_NP.shape[1]), -0.0)
-    for part, row in zip(parts_NP, row_N.tolist(), strict=True):
-        total[row] += part
-    return total

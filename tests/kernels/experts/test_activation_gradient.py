@@ -7,14 +7,15 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from kernel_references import activation_gradient_reference, route_reference, tile_table_reference
 from test_grouped_gemm import every_dtype
 from torch import Tensor
 
-from moesys.kernels.experts.activation_gradient import activation_gradient, activation_gradient_reference
+from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import RowGroups, tile_table_reference
-from moesys.kernels.routing import SortedRouting, route_reference
+from moesys.kernels.experts.tiles import RowGroups
+from moesys.kernels.routing import SortedRouting
 
 BLOCK = TileConfig(rows=16, columns=32, contraction=16)
 # The same bits are promised for all of these.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_references import combine_reference, route_reference
 from test_grouped_gemm import HALF, every_dtype
 from torch import Tensor
 
 from moesys.kernels.experts import token_rows
-from moesys.kernels.experts.token_rows import combine, combine_reference
-from moesys.kernels.routing import route_reference
+from moesys.kernels.experts.token_rows import combine
 
 # Each case says which edge it is: (T, K, G, H, probability that a choice is dropped).
 CASES = {

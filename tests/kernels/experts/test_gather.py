@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_references import gather_rows_reference, route_reference
 
-from moesys.kernels.experts.token_rows import gather_rows, gather_rows_reference
-from moesys.kernels.routing import route_reference
+from moesys.kernels.experts.token_rows import gather_rows
 
 # Each case says which edge it is: (group of every choice, G, H).
 CASES = {

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from kernel_references import tile_table_reference
 from torch import Tensor
 
 from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import tile_table_reference
 
 HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
 every_dtype = pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_references import ordered_sum_reference
 
-from moesys.kernels.symmetric.ordered_sum import COLUMNS, ordered_sum, ordered_sum_reference
+from moesys.kernels.symmetric.ordered_sum import COLUMNS, ordered_sum
 
 
 @pytest.mark.parametrize(
