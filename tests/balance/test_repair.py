@@ -205,13 +205,13 @@ def placed(draw):
     return expert_RS, slots_R, num_experts
 
 
-@given(placed(), st.integers(0, 10**6))
-def test_a_neighbour_differs_in_one_slot_or_an_exchange(found, draw):
+@given(placed(), st.booleans(), st.integers(0, 10**6))
+def test_a_neighbour_differs_in_one_slot_or_an_exchange(found, empties, draw):
     before_RS, slots_R, num_experts = found
     given_RS = before_RS.copy()
-    after_RS = neighbour(before_RS, slots_R, num_experts, draw)
+    after_RS = neighbour(before_RS, slots_R, num_experts, empties, draw)
     assert (before_RS == given_RS).all()
-    assert (neighbour(before_RS, slots_R, num_experts, draw) == after_RS).all()
+    assert (neighbour(before_RS, slots_R, num_experts, empties, draw) == after_RS).all()
     changed = np.argwhere(after_RS != before_RS)
     assert len(changed) <= 2
     if len(changed) == 2:
@@ -223,6 +223,7 @@ def test_a_neighbour_differs_in_one_slot_or_an_exchange(found, draw):
         assert len(set(experts)) == len(experts)
         assert (row_S[slots:] == EMPTY).all()
     assert set(after_RS.ravel()) - {EMPTY} == set(range(num_experts))
+    assert empties or (after_RS != EMPTY).sum() >= (before_RS != EMPTY).sum()
 
 
 def test_every_neighbour_is_drawn_and_climbing_finds_the_cheapest_layout():
@@ -242,7 +243,7 @@ def test_every_neighbour_is_drawn_and_climbing_finds_the_cheapest_layout():
 
     rows = list(product(range(EMPTY, 3), repeat=2))
     layouts = list(filter(is_valid, product(rows, rows)))
-    drawn = {tuple(map(tuple, neighbour(start_RS, slots_R, 3, draw).tolist())) for draw in range(400)}
+    drawn = {tuple(map(tuple, neighbour(start_RS, slots_R, 3, True, draw).tolist())) for draw in range(400)}
     assert drawn - {((0, EMPTY), (1, 2))} == {layout for layout in layouts if is_near(layout)}
     weight_RS = np.array([[5, -3], [2, -1]])
 

@@ -379,14 +379,16 @@ def climbed(
     num_experts: int,
     cost: Callable[[IntArray, int], int],
     draws: range,
+    empties: bool = True,
 ) -> IntArray:
     """Returns the layout after as many trials as ``draws`` has numbers: of its neighbours, those that cost less.
 
-    cost: of a layout; it may stop at the given limit, and return anything above.
+    cost: of a layout; it may stop at the given limit, and return anything above. empties: whether slots may be left
+    empty.
     """
     least = cost(expert_RS, NO_LIMIT)
     for draw in draws:
-        trial_RS = neighbour(expert_RS, slots_R, num_experts, draw)
+        trial_RS = neighbour(expert_RS, slots_R, num_experts, empties, draw)
         found = cost(trial_RS, least)
         if found < least:
             expert_RS, least = trial_RS, found
@@ -394,10 +396,10 @@ def climbed(
 
 
 @compiled
-def neighbour(expert_RS, slots_R, num_experts, draw):  # type: ignore[no-untyped-def]
-    """Returns the layout with one slot changed, to another expert or to none, or with the experts of two ranks' slots
-    exchanged: by ``draw``, a pure function. Every expert keeps a replica, and no rank gets two of one. The same layout
-    where no draw finds another.
+def neighbour(expert_RS, slots_R, num_experts, empties, draw):  # type: ignore[no-untyped-def]
+    """Returns the layout with one slot changed, to another expert or with ``empties`` to none, or with the experts of
+    two ranks' slots exchanged: by ``draw``, a pure function. Every expert keeps a replica, and no rank gets two of one.
+    The same layout where no draw finds another.
     """
     num_ranks = slots_R.size
     trial_RS = expert_RS.copy()
@@ -417,7 +419,7 @@ def neighbour(expert_RS, slots_R, num_experts, draw):  # type: ignore[no-untyped
         changes = bits % np.uint64(2) == 0
         bits //= np.uint64(2)
         if changes:
-            after = np.int64(bits % np.uint64(num_experts + 1)) - 1
+            after = np.int64(bits % np.uint64(num_experts + empties)) - empties
             if (before == EMPTY or replicas_E[before] > 1) and not row_holds(expert_RS, rank, after):
                 trial_RS[rank, slot] = after
                 break

@@ -303,8 +303,10 @@ class LayoutSearch:
         judge, n = self.judge, self.numbers
         assert judge is not None
         trials = 0 if self.end is not None else trials_of(int(n.slots_R.sum())) * self.options.effort
-        expert_RS = climbed(draft.expert_RS, n.slots_R, len(n.tokens_E), judge.cost, range(trials))
-        return Draft(self, expert_RS, draft.part_R)
+        # Where experts cost nothing to bring, every slot stays filled.
+        empties = self.problem.sharding is not None
+        expert_RS = climbed(draft.expert_RS, n.slots_R, len(n.tokens_E), judge.cost, range(trials), empties)
+        return min(draft, Draft(self, expert_RS, draft.part_R), key=lambda one: one.full_cost)
 
     def repaired(self, draft: Draft, most_moves: int) -> Draft:
         """Returns the cheaper of two: searched for what the load itself needs and then for what later ones do; and the
