@@ -63,8 +63,8 @@ def test_a_step_prints_every_layer():
         "layer  rank  tokens  experts",
         "    0     0       6  0 1",
         "    0     1       4  1 2",
-        "    1     0      10  0 1",
-        "    1     1      10  1 2",
+        "    1     0      10  1 2",
+        "    1     1      10  0 1",
     ]
 
 

@@ -181,7 +181,7 @@ def test_a_plan_above_rows_cap_is_refused_with_its_words():
 
 
 def test_a_start_that_does_not_fit_rules_nothing_out():
-    workload = drawn(ClusterSpec(ranks_per_node=4, expert_tflops=0.1), skew=3.0, steps=2)
+    workload = drawn(ClusterSpec(ranks_per_node=4, expert_tflops=0.1), skew=3.5, steps=2)
     sharding = Fsep(slots_per_rank=8, reshard_after_forward=False)
     wide = Strategy(name="wide", sharding=sharding, balance=Greedy(), split=FlowSplit())
     space = changed(SMALL, {"sharding.ep.slots_per_rank": (None,), "sharding.delay_reshard": (False,)})

@@ -36,7 +36,7 @@ SCENARIO_SLOTS, FEWEST_SCENARIOS, MOST_SCENARIOS = 1536, 6, 16
 SEARCH_SLOTS, FEWEST_EVALUATIONS, MOST_EVALUATIONS = 2048, 6, 48
 # Neighbours of the cheapest layout that are tried at effort 1, by the square of the number of slots: in a small layout
 # each takes less time and changes more.
-TRIAL_SLOTS, MOST_TRIALS = 200_000, 64
+TRIAL_SLOTS, FEWEST_TRIALS, MOST_TRIALS = 200_000, 4, 64
 # Evaluations between two looks at the clock, where there is a deadline.
 SLICE = 8
 
@@ -87,8 +87,9 @@ class SearchOptions:
 
 
 def trials_of(num_slots: int) -> int:
-    """Returns how many neighbours of a layout are tried: 64 of up to 55 slots, 12 of 128, none of 448 or more."""
-    return min(TRIAL_SLOTS // num_slots**2, MOST_TRIALS)
+    """Returns how many neighbours of a layout are tried: 64 of up to 55 slots, 12 of 128, none of 224 or more."""
+    trials = min(TRIAL_SLOTS // num_slots**2, MOST_TRIALS)
+    return trials if trials >= FEWEST_TRIALS else 0
 
 
 def _cost(draft: Draft) -> int:
