@@ -16,6 +16,8 @@ from kernel_references import (
     activation_gradient_reference,
     combine_reference,
     gather_rows_reference,
+    grouped_gemm_reference,
+    groups_by_size_reference,
     ordered_sum_reference,
     route_reference,
     tile_table_reference,
@@ -42,10 +44,10 @@ from moesys.balance.proportional_split import Proportional
 from moesys.config import ClusterSpec
 from moesys.config.split import Split
 from moesys.kernels.experts.activation_gradient import activation_gradient
-from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference
+from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import RowGroups, groups_by_size, groups_by_size_reference, tile_table
+from moesys.kernels.experts.tiles import RowGroups, groups_by_size, tile_table
 from moesys.kernels.experts.token_rows import combine, gather_rows
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient

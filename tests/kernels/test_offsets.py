@@ -11,11 +11,17 @@ from typing import Literal
 import pytest
 import torch
 from far_memory import give_sparse_outputs, only_outer_programs, sparse
-from kernel_references import activation_gradient_reference, combine_reference, up_reference, weight_gradient_reference
+from kernel_references import (
+    activation_gradient_reference,
+    combine_reference,
+    grouped_gemm_reference,
+    up_reference,
+    weight_gradient_reference,
+)
 from torch import Tensor
 
 from moesys.kernels.experts.activation_gradient import _add_partials, activation_gradient
-from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference
+from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, Tiles
 from moesys.kernels.experts.token_rows import combine

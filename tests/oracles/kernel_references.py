@@ -1,4 +1,4 @@
-"""What kernels compute, in plain torch.
+"""These references compute in plain torch what kernels compute.
 
 P rows, T tokens, K choices, G groups; H, I, U, E as in ``moesys.kernels.experts``.
 """
@@ -11,11 +11,48 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moesys.kernels.experts.activations import activation_reference, slopes_reference
-from moesys.kernels.experts.grouped_gemm import grouped_gemm_reference
+from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tiles import Tiles
 from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks
 from moesys.kernels.routing import SortedRouting
+
+
+def activation_reference(h: Tensor, activation: str) -> Tensor:
+    """Returns the activation of rows [..., U], computed in float32, in the dtype of ``h``: [..., I]."""
+    if GATED[activation]:
+        gate, up = h.float().chunk(2, dim=-1)
+        curve = torch.nn.functional.silu if activation == "swiglu" else torch.nn.functional.gelu
+        return (curve(gate) * up).to(h.dtype)
+    if activation == "gelu":
+        return torch.nn.functional.gelu(h.float()).to(h.dtype)
+    return torch.nn.functional.relu(h.float()).square().to(h.dtype)
+
+
+def slopes_reference(h: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Returns (activation [..., I], its slopes along every element of ``h`` [..., U]), float32, by autograd."""
+    h = h.detach().float().requires_grad_()
+    with torch.enable_grad():
+        a = activation_reference(h, activation)
+        (slope,) = torch.autograd.grad(a.sum(), h)
+    return a.detach(), slope
+
+
+def grouped_gemm_reference(
+    rows_PL: Tensor, matrices: Tensor, first_G1: Tensor, matrix_G: Tensor, *, transposed: bool
+) -> Tensor:
+    """Returns the result of ``grouped_gemm`` in the dtype of the rows; rows behind the last group's are zero."""
+    matrices_ELN = matrices.mT if transposed else matrices
+    out_PN = rows_PL.new_zeros(len(rows_PL), matrices_ELN.shape[2])
+    first = first_G1.tolist()
+    for group, matrix in enumerate(matrix_G.tolist()):
+        rows = slice(first[group], first[group + 1])
+        out_PN[rows] = rows_PL[rows] @ matrices_ELN[matrix]
+    return out_PN
+
+
+def groups_by_size_reference(first_G1: Tensor) -> Tensor:
+    """Returns the result of ``groups_by_size``."""
+    return (first_G1[1:] - first_G1[:-1]).argsort(descending=True, stable=True).int()
 
 
 def route_reference(group_TK: Tensor, num_groups: int) -> SortedRouting:

@@ -11,8 +11,7 @@ Kernels call, on float32 tensors of any shape and with ``activation`` a constexp
                 ``slope_one(h, activation)``        -> a, ∂a/∂h
 
 ``slopes`` and ``slope_one`` give the same bits of a as ``activate`` and ``activate_one``. Nothing overflows to NaN at
-finite h unless the activation itself overflows, and a NaN stays one. ``activation_reference`` and ``slopes_reference``
-are the same in plain torch, on whole rows h [..., U].
+finite h unless the activation itself overflows, and a NaN stays one.
 
 Sources: SwiGLU and GEGLU of Shazeer, arXiv:2002.05202; GELU of Hendrycks and Gimpel, arXiv:1606.08415; ReLU² of So et
 al., arXiv:2109.08668.
@@ -23,10 +22,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra import libdevice
 
 from moesys.kernels.experts.numerics import INTERPRETED
@@ -112,23 +109,3 @@ def _normal_density(x):  # type: ignore[no-untyped-def]
 def _positive(x):  # type: ignore[no-untyped-def]
     # not a maximum, which would turn NaN into zero
     return tl.where(x < 0, 0.0, x)
-
-
-def activation_reference(h: Tensor, activation: str) -> Tensor:
-    """Returns the activation of rows [..., U], computed in float32, in the dtype of ``h``: [..., I]."""
-    if GATED[activation]:
-        gate, up = h.float().chunk(2, dim=-1)
-        curve = torch.nn.functional.silu if activation == "swiglu" else torch.nn.functional.gelu
-        return (curve(gate) * up).to(h.dtype)
-    if activation == "gelu":
-        return torch.nn.functional.gelu(h.float()).to(h.dtype)
-    return torch.nn.functional.relu(h.float()).square().to(h.dtype)
-
-
-def slopes_reference(h: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Returns (activation [..., I], its slopes along every element of ``h`` [..., U]), float32, by autograd."""
-    h = h.detach().float().requires_grad_()
-    with torch.enable_grad():
-        a = activation_reference(h, activation)
-        (slope,) = torch.autograd.grad(a.sum(), h)
-    return a.detach(), slope

@@ -121,16 +121,3 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
         mask = (in_rows < num_rows)[:, None] & (column + in_columns < N)[None, :]
         out_tile = out_ptr + row.to(tl.int64) * N + column + in_rows[:, None] * N + in_columns[None, :]
         tl.store(out_tile, rounded(out, dtype), mask=mask)
-
-
-def grouped_gemm_reference(
-    rows_PL: Tensor, matrices: Tensor, first_G1: Tensor, matrix_G: Tensor, *, transposed: bool
-) -> Tensor:
-    """Returns the same in plain torch, in the dtype of the rows; rows behind the last group's are zero."""
-    matrices_ELN = matrices.mT if transposed else matrices
-    out_PN = rows_PL.new_zeros(len(rows_PL), matrices_ELN.shape[2])
-    first = first_G1.tolist()
-    for group, matrix in enumerate(matrix_G.tolist()):
-        rows = slice(first[group], first[group + 1])
-        out_PN[rows] = rows_PL[rows] @ matrices_ELN[matrix]
-    return out_PN

@@ -177,11 +177,6 @@ def _write_groups(  # type: ignore[no-untyped-def]
     tl.store(group_G + place, group, mask=group < num_groups)
 
 
-def groups_by_size_reference(first_G1: Tensor) -> Tensor:
-    """Returns the same in plain torch."""
-    return (first_G1[1:] - first_G1[:-1]).argsort(descending=True, stable=True).int()
-
-
 @triton.jit
 def rows_of_tile(groups, row_tile, block_rows: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns (first row, number of rows, matrix) of a row tile of ``RowGroups``."""

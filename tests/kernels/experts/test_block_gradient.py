@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_references import block_gradient_reference
+from kernel_references import block_gradient_reference, groups_by_size_reference
 from torch import Tensor
 
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import groups_by_size_reference
 from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, weight_gradient
 from moesys.overlap.exact_sum import add_on_grid, grid_below
 

@@ -5,9 +5,10 @@ import re
 import pytest
 import torch
 from conftest import assert_equal
+from kernel_references import activation_reference
 from torch.utils.checkpoint import checkpoint
 
-from moesys.kernels.experts.activations import GATED, activation_reference
+from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward, moe_experts
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.routing import route

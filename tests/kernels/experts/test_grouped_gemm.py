@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kernel_references import tile_table_reference
+from kernel_references import grouped_gemm_reference, tile_table_reference
 from torch import Tensor
 
-from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference
+from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import TileConfig
 
 HALF = pytest.param(torch.float16, marks=pytest.mark.slow)

@@ -13,12 +13,12 @@ import triton.language as tl
 from conftest import assert_equal
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_references import tile_table_reference
+from kernel_references import groups_by_size_reference, tile_table_reference
 from torch import Tensor
 
 from moesys.kernels.experts import tiles as module
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import groups_by_size, groups_by_size_reference, tile_of, tile_table
+from moesys.kernels.experts.tiles import groups_by_size, tile_of, tile_table
 
 # Each case says which edge it is: (rows of each group, rows behind them that belong to none, rows of a tile).
 EDGES = {

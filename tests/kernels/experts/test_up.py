@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kernel_references import route_reference, tile_table_reference, up_reference
+from kernel_references import activation_reference, route_reference, tile_table_reference, up_reference
 from test_grouped_gemm import BLOCK, HALF, OTHER_BLOCKS, assert_close, by_tma, every_dtype
 from torch import Tensor
 
-from moesys.kernels.experts.activations import GATED, activation_reference
+from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.up import up
 from moesys.kernels.routing import SortedRouting

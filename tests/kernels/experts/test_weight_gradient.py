@@ -6,12 +6,11 @@ from typing import Literal, NamedTuple
 
 import pytest
 import torch
-from kernel_references import route_reference, weight_gradient_reference
+from kernel_references import groups_by_size_reference, route_reference, weight_gradient_reference
 from test_grouped_gemm import HALF, every_dtype
 from torch import Tensor
 
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import groups_by_size_reference
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.routing import SortedRouting
 
