@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -65,7 +65,7 @@ class ShapedCase:
     ranks_per_host: int = 1
     routing: str = ""
 
-    @property
+    @cached_property
     def tokens_SRE(self) -> IntArray:
         """The tokens of each rank and expert in the micro-batches of ``routing``."""
         routing = next(one for one in GENERATED if one.name == self.routing)
@@ -114,6 +114,7 @@ def asked_for(
     known = dict.fromkeys(name.partition(",")[0] for name in LAYER_CASES)
     if unknown := [kind for kind in kinds if kind not in (*known, "models")]:
         raise ValueError(f"case={unknown[0]!r} is none of them; use {', '.join(known)}, or models")
+    asked = kinds or known
     if "models" in kinds and (others := [kind for kind in kinds if kind != "models"]):
         raise ValueError(f"case={others[0]!r} and case='models' are pages of their own; ask for one, then the other")
     if refused := [number for number in hosts if number not in (2, 4)]:
@@ -131,9 +132,9 @@ def asked_for(
             for model, own in _MODELS_MBIT.items()
             for mbit in mbit_per_s or own
         ]
-    chosen = [made for name, made in LAYER_CASES.items() if name.partition(",")[0] in (kinds or known)]
+    chosen = [made for name, made in LAYER_CASES.items() if name.partition(",")[0] in asked]
     cases = [make(number, mbit, latency) for number in hosts for make, own in chosen for mbit in mbit_per_s or own]
-    if "overlap" in (kinds or known) and not mbit_per_s and latency_us is None:
+    if "overlap" in asked and not mbit_per_s and latency_us is None:
         cases += [overlap_case(number, _HALF_MBIT, _LATENCY_US) for number in hosts]
     return cases
 

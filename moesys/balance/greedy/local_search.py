@@ -401,36 +401,25 @@ def neighbour(expert_RS, slots_R, num_experts, empties, draw):  # type: ignore[n
     two ranks' slots exchanged: by ``draw``, a pure function. Every expert keeps a replica, and no rank gets two of one.
     The same layout where no draw finds another.
     """
-    num_ranks = slots_R.size
-    trial_RS = expert_RS.copy()
-    replicas_E = np.zeros(num_experts, np.int64)
-    for expert in expert_RS.ravel():
-        if expert != EMPTY:
-            replicas_E[expert] += 1
+    trial_RS, num_ranks = expert_RS.copy(), np.uint64(slots_R.size)
     for attempt in range(DRAWS_A_NEIGHBOUR):
-        bits = mixed_bits(draw, 2 * attempt)
-        rank = np.int64(bits % np.uint64(num_ranks))
-        bits //= np.uint64(num_ranks)
-        if not slots_R[rank]:
+        bits, others = mixed_bits(draw, 2 * attempt), mixed_bits(draw, 2 * attempt + 1)
+        exchanges, others = others % np.uint64(2) == 1, others // np.uint64(2)
+        rank = np.int64(bits % num_ranks)
+        other = np.int64(others % num_ranks) if exchanges else rank
+        if not slots_R[rank] or not slots_R[other]:
             continue
-        slot = np.int64(bits % np.uint64(slots_R[rank]))
+        slot = np.int64(bits // num_ranks % np.uint64(slots_R[rank]))
         before = expert_RS[rank, slot]
-        bits = mixed_bits(draw, 2 * attempt + 1)
-        changes = bits % np.uint64(2) == 0
-        bits //= np.uint64(2)
-        if changes:
-            after = np.int64(bits % np.uint64(num_experts + empties)) - empties
-            if (before == EMPTY or replicas_E[before] > 1) and not row_holds(expert_RS, rank, after):
-                trial_RS[rank, slot] = after
-                break
-            continue
-        other = np.int64(bits % np.uint64(num_ranks))
-        bits //= np.uint64(num_ranks)
-        if not slots_R[other]:
-            continue
-        others = np.int64(bits % np.uint64(slots_R[other]))
-        after = expert_RS[other, others]
-        if not row_holds(expert_RS, rank, after) and not row_holds(expert_RS, other, before):
-            trial_RS[rank, slot], trial_RS[other, others] = after, before
+        if exchanges:
+            place = np.int64(others // num_ranks % np.uint64(slots_R[other]))
+            after, stays = expert_RS[other, place], not row_holds(expert_RS, other, before)
+        else:
+            after = np.int64(others % np.uint64(num_experts + empties)) - empties
+            stays = before == EMPTY or (expert_RS == before).sum() > 1
+        if stays and not row_holds(expert_RS, rank, after):
+            trial_RS[rank, slot] = after
+            if exchanges:
+                trial_RS[other, place] = before
             break
     return trial_RS
