@@ -242,38 +242,37 @@ class _Domains:
         whose products do not cost more than that. Of tokens that are kept and that come, kept <= min(s_de, b) · k_de
         and kept + come <= min(t_e, b) · k_de, b = ``most_tokens``: of whole slots both hold.
         """
-        (D, E), most = self.supply_DE.shape, most_tokens if self.by_slot else np.inf
+        (D, E), per_token = self.supply_DE.shape, 1 / max(float(self.tokens_E.mean()), 1.0)
         each, by_domain = identity(D * E), kron(identity(D), np.ones((1, E)))
-        by_expert, supply = kron(np.ones((1, D)), identity(E)), self.supply_DE.ravel()
+        by_expert = kron(np.ones((1, D)), identity(E))
+        # The solver's tolerances are absolute: tokens are in means of an expert here, and costs in the dearest one.
+        tokens_E, supply = self.tokens_E * per_token, self.supply_DE.ravel() * per_token
+        most = most_tokens * per_token if self.by_slot else np.inf
         at_most = bmat(
             [
                 [each, None, -diags(np.minimum(supply, most))],
-                [each, each, -diags(np.minimum(np.tile(self.tokens_E, D), most))],
+                [each, each, -diags(np.minimum(np.tile(tokens_E, D), most))],
                 [None, None, by_domain],
             ]
         )
-        row_s, row_cost = self.row_s / self.ranks_D.sum(), 4 * self.token_s * self.nics_D.repeat(E)
+        row_s, row_cost = self.row_s / self.ranks_D.sum(), 4 * self.token_s * self.nics_D.repeat(E) / per_token
         slot_cost = self.nics_D.repeat(E) * self.slot_DE.ravel()
+        dearest = float(max(row_cost.max(), slot_cost.max())) or 1.0
+        most_of_each = np.concatenate([supply, np.full(D * E, np.inf), self.ranks_D.repeat(E)])
         solved = linprog(
-            np.concatenate([-row_cost, np.zeros(D * E), slot_cost]),
+            np.concatenate([-row_cost, np.zeros(D * E), slot_cost]) / dearest,
             A_ub=at_most,
             b_ub=np.concatenate([np.zeros(2 * D * E), self.slots_D]),
             A_eq=bmat([[by_expert, by_expert, csr_matrix((E, D * E))]]),
-            b_eq=self.tokens_E,
-            bounds=np.stack(
-                [
-                    np.zeros(3 * D * E),
-                    np.concatenate([supply, np.full(D * E, np.inf), self.ranks_D.repeat(E)]),
-                ],
-                axis=1,
-            ),
+            b_eq=tokens_E,
+            bounds=np.stack([np.zeros(3 * D * E), most_of_each], axis=1),
         )
         products_s = row_s * self.tokens_E.sum()
         if solved.status:
             return _Linear((products_s, 0.0, 0.0), np.full(E, row_s))
         kept, _, slots = np.split(solved.x, 3)
         parts = (products_s, float(row_cost @ (supply - kept)), float(slot_cost @ slots))
-        return _Linear(parts, row_s + solved.eqlin.marginals)
+        return _Linear(parts, row_s + solved.eqlin.marginals * dearest * per_token)
 
     def least_once(self, top_k: int) -> tuple[float, float]:
         """Returns the least seconds with tokens that cross to a node once, and with experts.
@@ -356,7 +355,10 @@ class _Domains:
         number_3E = np.stack([full_E, np.ones_like(full_E), (self.tokens_E - supply_E - come_E) / size])
         row_cost = self.nics_D[domain] * 4 * self.token_s
 
-        def at(capacity_s: float) -> float:
+        highest = max(float(price_E.max()) + row_cost, row_s / ranks)
+
+        def at(share: float) -> float:
+            capacity_s = share * highest
             from_elsewhere_E = price_E - capacity_s
             kept_E = from_elsewhere_E + row_cost
             mixed_E = kept_E * rest_E + np.maximum(from_elsewhere_E, 0) * come_E
@@ -365,8 +367,7 @@ class _Domains:
             taken = np.diff(np.minimum(number_3E.ravel()[best].cumsum(), slots), prepend=0.0)
             return capacity_s * ranks * size + float(np.maximum(gain_3E.ravel()[best], 0) @ taken)
 
-        highest = max(float(price_E.max()) + row_cost, row_s / ranks)
-        return float(minimize_scalar(at, bounds=(0.0, highest), method="bounded", options={"maxiter": 12}).fun)
+        return float(minimize_scalar(at, bounds=(0.0, 1.0), method="bounded", options={"maxiter": 12}).fun)
 
 
 def elements_from_outside(model: ModelShape, cluster: ClusterSpec) -> IntArray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from balance_cases import instances, layouts
@@ -49,6 +51,24 @@ def test_no_plan_costs_less_than_the_bound(data, instance, split):
     found = certify_seconds(plan, cluster, model, strategy)
     # prices are whole, and whole tokens cross
     assert found.plan_s >= found.bound_s * (1 - 1e-4) - 64 * model.hidden_size / (cluster.inter_node_gb_per_s * 1e9)
+
+
+@pytest.mark.parametrize("faster", [1, 1000])
+def test_more_slots_never_raise_the_bound_however_little_a_token_costs(faster):
+    """The solver of linear programs has absolute tolerances, and a token may cost picoseconds."""
+    tokens_RE = np.zeros((7, 4), dtype=np.int64)
+    tokens_RE[0, 3], tokens_RE[4, 0], tokens_RE[4, 3], tokens_RE[5, 2] = 218, 46, 4, 314
+    links = {"intra_node_gb_per_s": 300.0 * faster, "inter_node_gb_per_s": 89.0 * faster}
+    cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=(1, 6), expert_tflops=100.0 * faster, **links)
+    layout = ms.ExpertLayout([[2], [0], [3], [0], [0], [0], [1]], 4)
+    plan = split_tokens(ms.LoadMatrix(tokens_RE), layout, cluster, ms.EvenSplit())
+    model, found = WIDE.replace(num_experts=4, top_k=1), []
+    for slots in (1, 2, 3, 4):
+        strategy = ms.Strategy(name="bounded", sharding=ms.Fsep(slots_per_rank=slots), overlap=ms.Sequential())
+        certificate = certify_seconds(plan, cluster, model, strategy)
+        assert certificate.bound_s <= certificate.plan_s
+        found.append(certificate.bound_s)
+    assert all(more <= fewer * (1 + 1e-6) for fewer, more in pairwise(found))
 
 
 def least_of_all(load: ms.LoadMatrix, cluster: ms.ClusterSpec, model: ms.ModelShape, sharding: ms.Fsep) -> float:
