@@ -3,8 +3,8 @@
 A candidate plans after a micro-batch, on what is known then. When the micro-batch comes that its layout was for, the
 layout is judged on that load. The seconds that it would have cost are compared with those of the others that planned
 with it: what all of them cost together is what their means so far say, and each mean moves towards its candidate's
-share. The candidate with the least mean plans the next layout. So how much loads move, and which past load predicts the
-next one, is measured and not assumed.
+share. Newer micro-batches weigh more. The candidate with the least mean plans the next layout. So how much loads move,
+and which past load predicts the next one, is measured and not assumed.
 
 Two candidates search (``search``) for the cheapest layout: for the mean of the newest loads, judged by some of these,
 and for their ``forecast``, around which loads are then drawn with the noise that forecasts had. As a search takes long,
@@ -17,14 +17,15 @@ single load does.
 
 Planning takes little time because of what is not done at every micro-batch:
 
-- After the first 16 plans only two of the six candidates plan: the leader, and in turn the one with the second lowest
-  mean or one of all six. So what is known of a candidate is at most 21 micro-batches old, and no candidate is judged on
-  an older layout than the leader. For many slots the second one of these plans now and then only: in half of the
-  plans for 192 slots, in a quarter for 384, and what is known of it may be up to 34 and 89 micro-batches old.
+- Of more than 96 slots, only two of the six candidates plan after the first 16 plans: the leader, and in turn the one
+  with the second lowest mean or one of all six. So what is known of a candidate is at most 21 micro-batches old, and no
+  candidate is judged on an older layout than the leader. For many slots the second one of these plans now and then
+  only: in half of the plans for 192 slots, in a quarter for 384, and what is known of it may be up to 34 and 89
+  micro-batches old.
 - After the first plans a search is repeated after 2 · (12 + slots / 16) plans: 44 plans for 160 slots, 72 for 384.
 - Of layouts with many slots only the newest of the remembered loads decide which one is kept.
-- Where the load has not moved since the newest plan, nothing is planned; what micro-batches have cost meanwhile is
-  judged when it moves, as many of them as are remembered.
+- Where the load has not moved since the newest plan, nor before it for as many micro-batches as are remembered, nothing
+  is planned. What micro-batches have cost meanwhile is judged when it moves, as many of them as are remembered.
 """
 
 from __future__ import annotations
@@ -53,14 +54,16 @@ from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 
-# A candidate's mean is that of the newest micro-batches: about so many of those on which it was judged.
-MEMORY = 50
+# A candidate's mean is that of about so many of the newest micro-batches on which it was judged, and newer ones weigh
+# more: of n the last has ``NEWEST`` / (n + ``NEWEST`` - 1) of the weight.
+MEMORY, NEWEST = 50, 3
 # When little is known: all candidates plan in the first plans, and all search in the first ones and as many more as the
 # lag.
 FIRST_PLANS, FIRST_SEARCHES = 16, 5
 # After the first searches there are so many plans from one to the next, and one more for each so many slots.
 PLANS_BETWEEN_SEARCHES, SLOTS_PER_PLAN = 12, 16
-# Another candidate than the leader plans in one of slots / 96 plans only, if there are at least twice as many slots.
+# Candidates take turns if there are more slots; another one than the leader plans in one of slots / 96 plans only, if
+# there are at least twice as many.
 SLOTS_OF_TURN = 96
 # This many of the remembered loads, evenly apart, judge what is searched for their mean.
 JUDGED_LOADS = 4
@@ -175,11 +178,13 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
 
 
 def _stands_still(problem: PlanningProblem, memory: _Memory, tokens_DE: IntArray) -> bool:
-    """Returns whether the load is as when it was last planned for, so that all candidates may keep their layouts."""
+    """Returns whether the load is as when it was last planned for, and has been for as long as loads are remembered, so
+    that all candidates may keep their layouts.
+    """
     if memory.num_plans < FIRST_PLANS or _moved(memory.tokens_DE, tokens_DE) >= STILL:
         return False
-    before, newest = problem.recent[-1 - problem.lag :][0], problem.recent[-1]
-    return _moved(_by_domain(problem, before.load), _by_domain(problem, newest.load)) < STILL
+    oldest, newest = problem.recent[0], problem.recent[-1]
+    return _moved(_by_domain(problem, oldest.load), _by_domain(problem, newest.load)) < STILL
 
 
 def _by_domain(problem: PlanningProblem, load: LoadMatrix) -> IntArray:
@@ -217,7 +222,7 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
             mean, expected = max(sum(costs), 1), int(memory.mean_C[judged].sum())
             memory.count_C[judged] = np.minimum(memory.count_C[judged] + 1, MEMORY)
             above = np.array([cost * expected // mean for cost in costs]) - memory.mean_C[judged]
-            memory.mean_C[judged] += above // memory.count_C[judged]
+            memory.mean_C[judged] += above * NEWEST // (memory.count_C[judged] + NEWEST - 1)
 
 
 def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> list[int]:
@@ -325,7 +330,8 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     best, second, *_ = np.argsort(memory.mean_C, kind="stable").tolist()
     turn = turn_of(num_plans, sum(problem.slots_R))
     others = (turn,) if turn < NUM_CANDIDATES else (second,) if turn < 2 * NUM_CANDIDATES else ()
-    in_turn = others if num_plans >= FIRST_PLANS else range(NUM_CANDIDATES)
+    take_turns = num_plans >= FIRST_PLANS and sum(problem.slots_R) > SLOTS_OF_TURN
+    in_turn = others if take_turns else range(NUM_CANDIDATES)
     candidates = sorted({best, *turns, *in_turn})
     layouts = [planned(candidate) for candidate in candidates if candidate != KEPT]
     if KEPT in in_turn:

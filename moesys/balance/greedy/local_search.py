@@ -413,11 +413,11 @@ def neighbour(expert_RS, slots_R, num_experts, empties, draw):  # type: ignore[n
         before = expert_RS[rank, slot]
         if exchanges:
             place = np.int64(others // num_ranks % np.uint64(slots_R[other]))
-            after, stays = expert_RS[other, place], not row_holds(expert_RS, other, before)
+            after, stays = expert_RS[other, place], before == EMPTY or not row_holds(expert_RS, other, before)
         else:
             after = np.int64(others % np.uint64(num_experts + empties)) - empties
             stays = before == EMPTY or (expert_RS == before).sum() > 1
-        if stays and not row_holds(expert_RS, rank, after):
+        if stays and after != before and (after == EMPTY or not row_holds(expert_RS, rank, after)):
             trial_RS[rank, slot] = after
             if exchanges:
                 trial_RS[other, place] = before
