@@ -144,7 +144,8 @@ def run_cases(
                 linked_hosts(number, first.mbit_per_s, latency_us, cpus_per_host=cpus) as hosts,
                 ranks_on(hosts, each) as ranks,
             ):
-                parts = calibrate(ranks, first.cluster).cluster if first.is_model else None
+                told = any(case.is_model or case.routing for case in together)
+                parts = calibrate(ranks, first.cluster).cluster if told else None
                 for case in together:
                     begin(f"{case.links}, {case.name}")
                     run_commands(hosts.shape_commands(case.mbit_per_s))
@@ -157,13 +158,15 @@ def run_cases(
 def _measured(
     case: ShapedCase, ranks: Ranks, parts: ClusterSpec | None, repeats: int
 ) -> tuple[Calibration, dict[str, Outcome]]:
-    """Measures the case. parts: the computing speed of the hosts, which models need."""
-    if parts is not None:
+    """Measures the case. parts: the computing speed of the hosts, which models and planners for moving loads need."""
+    if parts is not None and case.is_model:
         figures = link_figures(ranks, case, repeats * _OF_LINKS)
         figures = replace(figures, latency_ms=max(figures.latency_ms, late_ms(ranks, case, repeats)))
         by_rank = ranks.run(models.measure, case, repeats, timeout_s=_RUN_S)
         return Calibration(with_links(parts, figures), figures), of_all_ranks(by_rank)
     figures = link_figures(ranks, case, repeats)
+    if parts is not None and case.routing:
+        case = replace(case, calibrated=with_links(parts, figures, case.ranks_per_host))
     by_rank = ranks.run(layers.measure, case, repeats, timeout_s=_RUN_S)
     return calibration(case, figures, computed_ms(by_rank)), of_all_ranks(by_rank)
 
@@ -249,7 +252,9 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
         f"{np.median(errors or [0]):.1%}, worst {max(errors, default=0):.1%}. Pairs of strategies of one case that "
         f"differ significantly (Wilcoxon signed-rank, paired by repetition, p < {_SIGNIFICANT}) and are simulated in "
         f"their order: {right} of {differ}.",
-        *_of_planners([result for result in results if result.case.routing and len(result.timed) > 1]),
+        *_of_planners(
+            [result for result in results if result.case.routing and result.settings[-1] in result.timed[1:]]
+        ),
     ]
 
 
@@ -258,7 +263,8 @@ def _of_planners(moving: Sequence[CaseResult]) -> list[str]:
     if not moving:
         return []
     return [
-        "Planners: a workload of the leaderboard, scaled to fewer tokens; planners plan from the micro-batches before. "
+        "Planners: a workload of the leaderboard, scaled to fewer tokens; planners know the micro-batches before, and "
+        "the hosts and links by `moesys calibrate` and the same all-to-alls. "
         f"Each micro-batch is a repetition, and the first {NOT_TIMED} are not timed. Time of `Greedy` over that of the "
         f"best fixed planner in hindsight, summed, and the same test: {'; '.join(map(against_fixed, moving))}.",
     ]

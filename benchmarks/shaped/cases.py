@@ -53,6 +53,7 @@ class ShapedCase:
             choices are drawn, and choose popular experts less often than that.
         routing: the workload of the leaderboard whose micro-batches are run, each once; "" for the same tokens in every
             repetition.
+        calibrated: the hosts and links by which layouts are planned; None for the declared ones.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ShapedCase:
     popularity: tuple[float, ...] = ()
     ranks_per_host: int = 1
     routing: str = ""
+    calibrated: ms.ClusterSpec | None = None
 
     @cached_property
     def tokens_SRE(self) -> IntArray:
@@ -87,7 +89,11 @@ class ShapedCase:
 
     @property
     def cluster(self) -> ms.ClusterSpec:
-        """The declared links, by which layouts are planned; calibration measures how fast a rank computes."""
+        """The hosts and links by which layouts are planned. Declared ones have the bandwidth of the case; how fast a
+        rank computes is measured.
+        """
+        if self.calibrated is not None:
+            return self.calibrated
         links = {"inter_node_gb_per_s": self.mbit_per_s / 8e3, "inter_node_us": self.latency_us}
         return presets.cpu(self.ranks_per_host, self.num_hosts).replace(**links)
 
