@@ -182,6 +182,18 @@ def test_a_load_that_stands_still_is_not_planned_for_again(
     assert chosen[again] != chosen[moves_at - 1]
 
 
+def test_the_candidate_of_laer_plans_for_a_mean_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each load weighs 0.8 of the next one, in sixteenths and at least one of them."""
+    tokens_SRE, seen, plain = loads(8, 20, 0.4), [], Laer.layout
+    monkeypatch.setattr(Laer, "layout", lambda laer, problem: seen.append(problem) or plain(laer, problem))
+    deque(problems(tokens_SRE, strategy()), maxlen=0)
+    weights = [16, 13, 10, 8, 7, 5, 4, 3, 3, 2, 2, 1, 1, 1, 1, 1]
+    assert len(seen) == 20
+    assert np.array_equal(seen[-1].load.tokens_RE, np.tensordot(weights, tokens_SRE[:3:-1], 1))
+    assert seen[-1].units_per_token == sum(weights)
+    assert np.array_equal(seen[0].load.tokens_RE, 16 * tokens_SRE[0])
+
+
 def test_a_load_that_comes_back_is_learnt() -> None:
     """Two loads in turn: the load before is never the next one, and the mean of both is."""
     pair = [loads(seed, 1, 0.0, skew=2.0)[0] for seed in (3, 4)]

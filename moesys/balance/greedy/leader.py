@@ -9,11 +9,11 @@ and which past load predicts the next one, is measured and not assumed.
 Two candidates search (``search``) for the cheapest layout: for the mean of the newest loads, judged by some of these,
 and for their ``forecast``, around which loads are then drawn with the noise that forecasts had. As a search takes long,
 searches take turns, and between two of its searches a candidate builds anew what its search found best. Two spread
-replicas for the forecast, evenly or by load; and one plans as ``Laer`` does for the load that the predictor expects,
-for where a layout that fits a load closely is worth little on the next one. The last candidate keeps a layout until, in
-its turn, another one has one that would have cost the remembered loads 1 % less, and then tries neighbours of it on
-these loads: where loads jump or are mostly noise, all remembered loads together predict the next one better than any
-single load does.
+replicas for the forecast, evenly or by load; and one plans as ``Laer`` does for a mean of the loads in which each
+weighs 0.8 of the next one, for where a layout that fits a load closely is worth little on the next one. The last
+candidate keeps a layout until, in its turn, another one has one that would have cost the remembered loads 1 % less, and
+then tries neighbours of it on these loads: where loads jump or are mostly noise, all remembered loads together predict
+the next one better than any single load does.
 
 Planning takes little time because of what is not done at every micro-batch:
 
@@ -65,6 +65,8 @@ PLANS_BETWEEN_SEARCHES, SLOTS_PER_PLAN = 12, 16
 # Candidates take turns if there are more slots; another one than the leader plans in one of slots / 96 plans only, if
 # there are at least twice as many.
 SLOTS_OF_TURN = 96
+# LAER's candidate plans for the mean of the remembered loads with these weights, the newest first: 16, 13, 10, ... 1.
+FADING, FADING_UNITS = 0.8, 16
 # This many of the remembered loads, evenly apart, judge what is searched for their mean.
 JUDGED_LOADS = 4
 # The golden section of 2^32: its multiples modulo that are spread evenly and have no short period.
@@ -277,9 +279,11 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     @cache
     def problem_of(load: str) -> PlanningProblem:
         one = replace(problem, layout=None, recent=(), memory=b"")
-        if load == "mean":
-            mean = LoadMatrix(np.sum([load.tokens_RE for load in loads], axis=0))
-            return replace(one, load=mean, units_per_token=len(loads))
+        if load in ("mean", "fading"):
+            ages = reversed(range(len(loads)))
+            weights = [1 if load == "mean" else max(1, round(FADING_UNITS * FADING**age)) for age in ages]
+            weighted = [weight * each.tokens_RE for weight, each in zip(weights, loads, strict=True)]
+            return replace(one, load=LoadMatrix(np.sum(weighted, axis=0)), units_per_token=sum(weights))
         if load == "forecast" and (found := expected()):
             return replace(one, load=found.load, units_per_token=FORECAST_UNITS)
         return one
@@ -311,7 +315,7 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
         if candidate in fresh:
             return fresh[candidate]
         if candidate == LAER:
-            return _padded(Laer().layout(problem_of("predicted")), most)
+            return _padded(Laer().layout(problem_of("fading")), most)
         if candidate < len(SEARCHES):
             layout = built(SEARCHES[candidate], memory.recipes[candidate])
             return searched(candidate) if layout is None else layout
@@ -321,11 +325,8 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
 
     each = range(len(SEARCHES))
     period = len(each) * (PLANS_BETWEEN_SEARCHES + sum(problem.slots_R) // SLOTS_PER_PLAN)
-    turns = [
-        index
-        for index in each
-        if num_plans < FIRST_SEARCHES + problem.lag or num_plans % period == index * period // len(each)
-    ]
+    all_search = num_plans < FIRST_SEARCHES + problem.lag
+    turns = [index for index in each if all_search or num_plans % period == index * period // len(each)]
     fresh = {index: searched(index) for index in turns}
     best, second, *_ = np.argsort(memory.mean_C, kind="stable").tolist()
     turn = turn_of(num_plans, sum(problem.slots_R))
