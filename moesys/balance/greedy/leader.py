@@ -17,15 +17,15 @@ the next one better than any single load does.
 
 Planning takes little time because of what is not done at every micro-batch:
 
-- Of more than 96 slots, only two of the six candidates plan after the first 16 plans: the leader, and in turn the one
+- With more than 96 slots, only two of the six candidates plan after the first 16 plans: the leader, and in turn the one
   with the second lowest mean or one of all six. So what is known of a candidate is at most 21 micro-batches old, and no
-  candidate is judged on an older layout than the leader. For many slots the second one of these plans now and then
+  candidate is judged on an older layout than the leader. With many slots the second one of these plans now and then
   only: in half of the plans for 192 slots, in a quarter for 384, and what is known of it may be up to 34 and 89
   micro-batches old.
 - After the first plans a search is repeated after 2 · (12 + slots / 16) plans: 44 plans for 160 slots, 72 for 384.
 - Of layouts with many slots only the newest of the remembered loads decide which one is kept.
-- Where the load has not moved since the newest plan, nor before it for as many micro-batches as are remembered, nothing
-  is planned. What micro-batches have cost meanwhile is judged when it moves, as many of them as are remembered.
+- Nothing is planned where the load has not moved since the newest plan, nor before it for as many micro-batches as are
+  remembered. What micro-batches have cost meanwhile is judged when it moves, as many of them as are remembered.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def _prices(
 
 def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) -> tuple[tuple[int, ...], Layouts]:
     """Returns the candidates whose turn it is, and their layouts, int32 [C, R, S]."""
-    most, num_plans = max(problem.slots_R), memory.num_plans
+    most, num_slots, num_plans = max(problem.slots_R), sum(problem.slots_R), memory.num_plans
     loads = [batch.load for batch in problem.recent]
 
     @cache
@@ -324,14 +324,14 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
         return layout
 
     each = range(len(SEARCHES))
-    period = len(each) * (PLANS_BETWEEN_SEARCHES + sum(problem.slots_R) // SLOTS_PER_PLAN)
+    period = len(each) * (PLANS_BETWEEN_SEARCHES + num_slots // SLOTS_PER_PLAN)
     all_search = num_plans < FIRST_SEARCHES + problem.lag
     turns = [index for index in each if all_search or num_plans % period == index * period // len(each)]
     fresh = {index: searched(index) for index in turns}
     best, second, *_ = np.argsort(memory.mean_C, kind="stable").tolist()
-    turn = turn_of(num_plans, sum(problem.slots_R))
+    turn = turn_of(num_plans, num_slots)
     others = (turn,) if turn < NUM_CANDIDATES else (second,) if turn < 2 * NUM_CANDIDATES else ()
-    take_turns = num_plans >= FIRST_PLANS and sum(problem.slots_R) > SLOTS_OF_TURN
+    take_turns = num_plans >= FIRST_PLANS and num_slots > SLOTS_OF_TURN
     in_turn = others if take_turns else range(NUM_CANDIDATES)
     candidates = sorted({best, *turns, *in_turn})
     layouts = [planned(candidate) for candidate in candidates if candidate != KEPT]
