@@ -56,22 +56,25 @@ def rank_memory(
     Raises ValueError for a strategy that does not fit the model.
     """
     num_ranks = cluster.num_ranks
-    slots = min(model.num_experts, max(strategy.slots(model, cluster)))
-    num_lent = min(num_layers, _layers_of_gradients(strategy, num_ranks))
+    sharding, num_experts, parameters = strategy.sharding, model.num_experts, model.expert_parameters
+    slots = min(num_experts, max(strategy.slots(model, cluster)))
+    owned_parameters = -(-num_experts // num_ranks) * parameters
+    if isinstance(sharding, Fsep):
+        owned_parameters = -(-parameters // num_ranks) * num_experts
+    # Where nobody borrows experts, their gradients are computed in place.
+    borrows = num_ranks > 1 and not (isinstance(sharding, Ep) and not sharding.lends)
+    num_lent = borrows * min(num_layers, 1 + sharding.delay_reshard)
+    # Of rows [T·K, H], if a layer keeps them, and of pre-activations [T·K, 2I].
+    kept_width = model.hidden_size * strategy.overlap.keep_x + 2 * model.intermediate_size
+    rows_kept = tokens_per_rank * model.top_k * (1 if recompute else num_layers)
     return RankMemory(
-        state_bytes=_STATE_BYTES * _owned_parameters(strategy, model, num_ranks) * num_layers,
+        state_bytes=_STATE_BYTES * owned_parameters * num_layers,
         slot_bytes=_slot_bytes(strategy, model, num_ranks, num_layers, slots),
-        gradient_bytes=num_lent * slots * model.expert_parameters * strategy.reduction.gradient_bytes,
-        row_bytes=_row_bytes(strategy, model, tokens_per_rank) * (1 if recompute else num_layers),
+        gradient_bytes=num_lent * slots * parameters * strategy.reduction.gradient_bytes,
+        row_bytes=rows_kept * kept_width * model.bytes_per_element,
         # Rows that peers reach, for all layers together: x, once more for backward, and outputs.
         shared_bytes=strategy.overlap.reaches_memory * tokens_per_rank * (2 + model.top_k) * model.row_bytes,
     )
-
-
-def _owned_parameters(strategy: Strategy, model: ModelShape, num_ranks: int) -> int:
-    if isinstance(strategy.sharding, Fsep):
-        return -(-model.expert_parameters // num_ranks) * model.num_experts
-    return -(-model.num_experts // num_ranks) * model.expert_parameters
 
 
 def _slot_bytes(strategy: Strategy, model: ModelShape, num_ranks: int, num_layers: int, slots: int) -> int:
@@ -84,22 +87,6 @@ def _slot_bytes(strategy: Strategy, model: ModelShape, num_ranks: int, num_layer
     if isinstance(sharding, Ep) and model.dtype == "float32":
         slots = max(0, slots - -(-model.num_experts // num_ranks))
     return layers_at_once * slots * model.expert_parameters * model.bytes_per_element
-
-
-def _layers_of_gradients(strategy: Strategy, num_ranks: int) -> int:
-    """Returns how many layers hold gradients of borrowed experts; 0 if nobody borrows, as gradients are computed in
-    place.
-    """
-    sharding = strategy.sharding
-    if num_ranks == 1 or (isinstance(sharding, Ep) and not sharding.lends):
-        return 0
-    return 1 + sharding.delay_reshard
-
-
-def _row_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
-    """Returns the bytes of a layer's saved rows [T·K, H], if it keeps them, and of its pre-activations [T·K, 2I]."""
-    width = model.hidden_size * strategy.overlap.keep_x + 2 * model.intermediate_size
-    return tokens_per_rank * model.top_k * width * model.bytes_per_element
 
 
 def out_of_memory(

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Variable
 
 NO_BACKWARD = -1
+MOST_CYCLES_PER_S = 3e9  # No GPU has a faster clock.
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -257,3 +258,11 @@ def _unscale(operator: Callable[..., None], args: tuple[Any, ...], kwargs: dict[
     }
     for group in groups:
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+
+
+def hold_stream(seconds: float) -> None:
+    """Keeps the current stream of the current GPU busy for ``seconds`` or longer, so that the host gets ahead of it.
+
+    Needs ``torch.cuda._sleep``, which takes clock cycles. Without it calibrations of GPUs raise AttributeError.
+    """
+    torch.cuda._sleep(int(seconds * MOST_CYCLES_PER_S))

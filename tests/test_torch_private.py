@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 
 import pytest
@@ -252,3 +253,7 @@ def test_transforms_are_known_where_they_run():
     ):
         with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"transform of torch\.func"):
             way()
+
+
+def test_a_stream_can_be_held():
+    assert list(inspect.signature(torch.cuda._sleep).parameters) == ["cycles"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
@@ -23,10 +23,7 @@ class EvenSplit(Split):
     """LAER-MoE's lite routing: evenly over the replicas on the source's node, or over all if the node has none."""
 
     kind: Literal["even"] = "even"
-
-    @property
-    def on_device(self) -> bool:
-        return True
+    on_device: ClassVar[bool] = True
 
     def device_split(
         self, tables: SplitTables, layout: ExpertLayout, cluster: ClusterSpec

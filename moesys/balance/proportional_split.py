@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
@@ -25,10 +25,7 @@ class Proportional(Split):
     """Over all replicas, in proportion to the room that the other experts leave on their ranks."""
 
     kind: Literal["proportional"] = "proportional"
-
-    @property
-    def on_device(self) -> bool:
-        return True
+    on_device: ClassVar[bool] = True
 
     def device_split(
         self, tables: SplitTables, layout: ExpertLayout, cluster: ClusterSpec

@@ -6,12 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.greedy.construction import (
-    build_each_node,
-    build_part,
-    part_of_experts,
-    spread_replicas,
-)
+from moesys.balance.greedy.construction import build_each_node, build_part, part_of_experts, spread_replicas
 from moesys.balance.greedy.numbering import Numbers
 from moesys.balance.late_slots import FetchPrices, late_experts
 from moesys.compiled import borrowing, compiled

@@ -16,14 +16,7 @@ from moesys.balance.flow.step_cost import crosses_once
 from moesys.balance.greedy.builders import Builders, BuiltLayout
 from moesys.balance.greedy.local_search import MoveConstraints, climbed, local_search
 from moesys.balance.greedy.numbering import Numbers, num_moves, relabelled, relabelled_inside
-from moesys.balance.greedy.robust_cost import (
-    MILLION,
-    NO_LIMIT,
-    Scenarios,
-    StepJudge,
-    draw_scenarios,
-    robust_cost,
-)
+from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT, Scenarios, StepJudge, draw_scenarios, robust_cost
 from moesys.balance.late_slots import FetchPrices, fetch_prices
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import domains_of

@@ -39,6 +39,7 @@ from moesys.overlap.comm.channel import Messages, exchange
 from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertGradients, ExpertWeights
 from moesys.overlap.experts_cpu import experts_on_device
 from moesys.overlap.routes import build_routes, chunk_counts
+from moesys.torch_private import hold_stream
 
 # "backward" computes the gradients of inputs and weights; "input_gradients" computes those of inputs alone, as a layer
 # does that delays its weight gradients.
@@ -49,8 +50,10 @@ Calls = dict[Pass, Callable[[], object]]
 COLD_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 EPSILON = 1e-6
 ROTARY_WIDTH = 64
-# The most calls of a window, however short it is.
-MOST_CALLS = 10_000
+# The most calls of a window. A GPU's are launched before the first starts; a stream takes about 1,000 launches.
+MOST_CALLS = {"cpu": 10_000, "cuda": 16}
+# A stream is held for this many times as long as the calls took before.
+HELD = 1.2
 # The most bytes that a rank sends to a peer while it computes.
 MOST_COPY_BYTES = 256 << 20
 # A line through messages needs at least this many sizes.
@@ -381,13 +384,14 @@ def timed(works: Sequence[Callable[[], object]], effort: Effort, device: torch.d
     """Returns seconds per call of each work, by window. Works take turns, so that a temporary disturbance of the
     machine affects all of them.
     """
-    calls = [agreed_calls(warm_seconds(work, device), effort) for work in works]
+    warm_s = [warm_seconds(work, device) for work in works]
+    calls = [agreed_calls(seconds, effort, device) for seconds in warm_s]
     samples: list[list[float]] = [[] for _ in works]
     for _ in range(effort.repeats):
-        for work, num_calls, windows in zip(works, calls, samples, strict=True):
+        for work, seconds, num_calls, windows in zip(works, warm_s, calls, samples, strict=True):
             if dist.is_initialized():
                 dist.barrier()
-            windows.append(seconds_of(work, num_calls, device) / num_calls)
+            windows.append(seconds_of(work, num_calls, device, HELD * num_calls * seconds) / num_calls)
     return samples
 
 
@@ -397,20 +401,29 @@ def warm_seconds(work: Callable[[], object], device: torch.device) -> float:
     return seconds_of(work, 2, device) / 2
 
 
-def seconds_of(work: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Returns the seconds that the device takes for all calls; copies on other streams are not waited for."""
-    synchronize = torch.cuda.current_stream(device).synchronize if device.type == "cuda" else lambda: None
-    synchronize()
-    start_s = time.perf_counter()
+def seconds_of(work: Callable[[], object], calls: int, device: torch.device, held_s: float = 0.0) -> float:
+    """Returns the seconds that the device takes for all calls; copies on other streams are not waited for. The stream
+    of a GPU is held while the host launches for ``held_s``: in a step the host is ahead, so that its own time, 1 ms for
+    the experts of a layer, does not count.
+    """
+    if device.type == "cpu":
+        start_s = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return time.perf_counter() - start_s
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    hold_stream(held_s)
+    start.record()
     for _ in range(calls):
         work()
-    synchronize()
-    return time.perf_counter() - start_s
+    end.record()
+    end.synchronize()
+    return 1e-3 * float(start.elapsed_time(end))
 
 
-def agreed_calls(seconds: float, effort: Effort) -> int:
+def agreed_calls(seconds: float, effort: Effort, device: torch.device) -> int:
     """Returns the number of calls of a window, which is the same on all ranks."""
-    return max(1, min(MOST_CALLS, math.ceil(effort.window_s / max(longest_of(seconds), 1e-9))))
+    return max(1, min(MOST_CALLS[device.type], math.ceil(effort.window_s / max(longest_of(seconds), 1e-9))))
 
 
 def longest_of(seconds: float) -> float:
@@ -496,7 +509,7 @@ def products_beside_copies(
     device, here = rank_device(device_type), dist.get_rank()
     work = ExpertPasses(case, Pool([case], dtype, device)).forward
     seconds = warm_seconds(work, device)
-    calls = agreed_calls(seconds, effort)
+    calls = agreed_calls(seconds, effort, device)
     num_bytes = min(MOST_COPY_BYTES, max(1, int(3 * calls * longest_of(seconds) * bytes_per_s)))
     begin = _exchange(num_bytes, [peer != here for peer in range(dist.get_world_size())], device)
     begin().wait()

@@ -20,6 +20,7 @@ from moesys.lab.calibrate.gpu_timings import fused_tiles, ping_pong
 from moesys.lab.calibrate.timings import AttentionCase, Effort, ElementwiseCase, ExpertCase, ExpertPasses, Pool
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.simulator.model.model_cost import count_model
+from moesys.torch_private import MOST_CYCLES_PER_S
 
 QUICK = Effort(repeats=2, window_s=0.001)
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def test_a_mega_kernel_and_its_kernels_apart_are_timed_on_one_rank():
     """In Triton's interpreter, where times mean nothing."""
     calls = []
 
-    def seconds_of(work, num_calls, device):
+    def seconds_of(work, num_calls, device, held_s=0.0):
         calls.append(work)
         work()
         return 0.5 * num_calls
@@ -93,6 +94,21 @@ def test_a_block_has_the_work_that_whole_models_count(tokens, heads, width):
     assert case.num_kernels == sum(operation.forward_bytes > 0 for operation in counted.operations)
     scores, of_scores = AttentionCase(heads, width, tokens), counted.of("attention_scores")
     assert (scores.flops("forward"), scores.flops("backward")) == (of_scores.flops, of_scores.input_gradient_flops)
+
+
+def test_a_gpu_is_held_while_the_host_launches(monkeypatch):
+    """Its clock starts behind the hold and ends behind the last call; the host's own time does not count."""
+    order: list[str] = []
+    event = SimpleNamespace(
+        record=lambda: order.append("record"), synchronize=lambda: order.append("wait"), elapsed_time=lambda _: 500.0
+    )
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(f"hold {cycles:.0f}"))
+    window = Effort(repeats=1, window_s=0.5)
+    assert timings.timed([lambda: order.append("call")], window, torch.device("cuda")) == [[0.25]]
+    warm_up = ["hold 0", "record", "call", "call", "record", "wait"]
+    cycles = timings.HELD * 2 * 0.25 * MOST_CYCLES_PER_S
+    assert order == [*warm_up, *warm_up, f"hold {cycles:.0f}", *warm_up[1:]]
 
 
 # --- flags ---
@@ -164,7 +180,7 @@ def sizes_in_time(longest_s: float) -> list[int]:
     """Returns the sizes measured on a link that takes 10 us per byte, or 20 us on rank 1."""
     pace_s = 1e-5 * (1 + dist.get_rank())
 
-    def seconds_of(work, calls, device):
+    def seconds_of(work, calls, device, held_s=0.0):
         return calls * work() * pace_s
 
     def exchange(size, peers_R, device):
