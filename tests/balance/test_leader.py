@@ -94,17 +94,25 @@ def test_the_candidate_of_the_fewest_seconds_plans(
         mean_C, count_C = np.ones(leader.NUM_CANDIDATES), np.zeros(leader.NUM_CANDIDATES)
         remembered = leader._Memory.read(memory, memory[:32])
         assert remembered.judged == max(planned)
-        for at in range(lag, remembered.judged + 1):
-            candidates, layouts_CRS = planned[max(after for after in planned if after <= at - lag)]
-            if len(candidates) == 1:
-                continue
-            judged, costs = list(candidates), np.array(leader._costs(problem, LoadMatrix(tokens_SRE[at]), layouts_CRS))
-            count_C[judged] += 1
-            above = costs / costs.sum() * mean_C[judged].sum() - mean_C[judged]
-            mean_C[judged] += above * 3 / (count_C[judged] + 2)
+        jump_C, unit = np.zeros(leader.NUM_CANDIDATES), 0.0
+        for at in range(remembered.judged + 1):
+            candidates, layouts_CRS = planned[max((after for after in planned if after <= at - lag), default=0)]
+            if at >= lag and len(candidates) > 1:
+                judged = list(candidates)
+                costs = np.array(leader._costs(problem, LoadMatrix(tokens_SRE[at]), layouts_CRS))
+                unit = costs.sum() / mean_C[judged].sum()
+                count_C[judged] += 1
+                above = costs / costs.sum() * mean_C[judged].sum() - mean_C[judged]
+                mean_C[judged] += above * 3 / (count_C[judged] + 2)
+            if at in planned and unit:
+                candidates, layouts_CRS = planned[at]
+                jump_C[list(candidates)] = jumps(problem, tokens_SRE[max(0, at - 15) : at + 1], layouts_CRS) / unit
         assert remembered.mean_C / 1e6 == pytest.approx(mean_C, abs=1e-4)
+        assert remembered.jump_C / 1e6 == pytest.approx(jump_C, rel=1e-3)
         candidates, layouts_CRS = planned[max(planned)]
-        assert np.array_equal(layout.expert_RS, layouts_CRS[candidates.index(np.argmin(remembered.mean_C))])
+        best, *_ = sorted(candidates, key=remembered.by_rank.index)
+        assert remembered.by_rank[0] == np.argmin((count_C.max() + 30) * remembered.mean_C + remembered.jump_C)
+        assert np.array_equal(layout.expert_RS, layouts_CRS[candidates.index(best)])
     assert (len(planned) < 40) == (still > 1)
     turns = [set(candidates) for candidates, _ in planned.values()]
     together = leader.FIRST_PLANS if slots == MANY_SLOTS else len(turns)
@@ -180,6 +188,26 @@ def test_a_load_that_stands_still_is_not_planned_for_again(
     assert chosen[leader.FIRST_PLANS - 1 : moves_at] == [chosen[moves_at - 1]] * 5
     # At first the leader may be the candidate that keeps a layout.
     assert chosen[again] != chosen[moves_at - 1]
+
+
+def jumps(problem: PlanningProblem, tokens_KRE: IntArray, layouts_CRS: IntArray) -> IntArray:
+    """Returns what layouts cost on the newest load with other experts, and on the one with most tokens elsewhere."""
+    share_KDE = tokens_KRE.reshape(len(tokens_KRE), CLUSTER.num_nodes, -1, MODEL.num_experts).sum(axis=2)
+    share_KDE = share_KDE / share_KDE.sum(axis=(1, 2), keepdims=True)
+    far = np.abs(share_KDE - share_KDE[-1]).sum(axis=(1, 2)).round(6).argmax()
+    both = (tokens_KRE[-1, :, ::-1], tokens_KRE[far])
+    return np.sum([leader._costs(problem, LoadMatrix(tokens_RE), layouts_CRS) for tokens_RE in both], axis=0)
+
+
+def test_before_loads_have_jumped_the_cost_of_a_jump_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts that fit the only domain that was seen cost much on the next one."""
+    of, jumped = strategy(Fsep(slots_per_rank=2, prefetch_layers=1, delay_reshard=True)), [0.0, 0.0]
+    for index, unseen in enumerate((leader.UNSEEN, 10**9)):
+        monkeypatch.setattr(leader, "UNSEEN", unseen)
+        for seed in range(4):
+            *_, (_, layout, _) = problems(loads(seed, 6, 0.0, skew=2.5), of)
+            jumped[index] += seconds(loads(50 + seed, 1, 0.0, skew=2.5)[0], layout, of)
+    assert jumped[0] < 0.9 * jumped[1]
 
 
 def test_the_candidate_of_laer_plans_for_a_mean_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,12 @@ with it: what all of them cost together is what their means so far say, and each
 share. Newer micro-batches weigh more. The candidate with the least mean plans the next layout. So how much loads move,
 and which past load predicts the next one, is measured and not assumed.
 
+One thing cannot be measured before it happens: that loads jump, where a layout that fits the newest ones closely can
+cost ten times as much as another one. Until 50 micro-batches are known, n of them, the next one counts as a jump to a
+load that never was, and as one to the farthest of the remembered loads, with a chance of 1 to n + 31 each. What these
+would cost with the candidates' newest layouts is judged too; for the first, the newest load's experts have one
+another's tokens.
+
 Two candidates search (``search``) for the cheapest layout: for the mean of the newest loads, judged by some of these,
 and for their ``forecast``, around which loads are then drawn with the noise that forecasts had. As a search takes long,
 searches take turns, and between two of its searches a candidate builds anew what its search found best. Two spread
@@ -57,6 +63,9 @@ from moesys.load import IntArray, LoadMatrix
 # A candidate's mean is that of about so many of the newest micro-batches on which it was judged, and newer ones weigh
 # more: of n the last has ``NEWEST`` / (n + ``NEWEST`` - 1) of the weight.
 MEMORY, NEWEST = 50, 3
+# One of n + ``UNSEEN`` micro-batches, of which n are known, is thought to jump in each of two ways, while n is below
+# ``MEMORY``.
+UNSEEN = 32
 # When little is known: all candidates plan in the first plans, and all search in the first ones and as many more as the
 # lag.
 FIRST_PLANS, FIRST_SEARCHES = 16, 5
@@ -101,33 +110,43 @@ class _Memory:
     """This is what the leader remembers from plan to plan.
 
     mean_C: what a micro-batch costs with each candidate, in millionths of what it costs with all of them in the mean;
-    count_C: micro-batches that say so, at most ``MEMORY``. recipes: of the searches. kept: a layout. tokens_DE: the
+    count_C: micro-batches that say so, at most ``MEMORY``. jump_C: what two jumps would cost, in the same unit, which
+    is ``unit`` of the newest judged micro-batch. recipes: of the searches. kept: a layout. tokens_DE: the
     newest load that was planned for, by link domains. pending: plans for micro-batches that were not judged;
     judged: the newest one that was.
     """
 
     num_plans: int = 0
     judged: int = -1
+    unit: int = 0
     mean_C: IntArray = field(default_factory=lambda: np.full(NUM_CANDIDATES, MILLION))
     count_C: IntArray = field(default_factory=lambda: np.zeros(NUM_CANDIDATES, dtype=np.int64))
+    jump_C: IntArray = field(default_factory=lambda: np.zeros(NUM_CANDIDATES, dtype=np.int64))
     recipes: list[Recipe] = field(default_factory=list)
     kept: Layouts = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
     tokens_DE: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     pending: list[_CandidateLayouts] = field(default_factory=list)
 
-    _HEAD = struct.Struct("<32sqqqqqqq")
+    _HEAD = struct.Struct("<32sqqqqqqqq")
 
     @property
-    def leader(self) -> int:
-        return int(np.argmin(self.mean_C))
+    def expects_jumps(self) -> bool:
+        return int(self.count_C.max()) < MEMORY
+
+    @property
+    def by_rank(self) -> list[int]:
+        """The candidates, the leader first."""
+        others = UNSEEN - 2 + int(self.count_C.max())
+        order_C: list[int] = np.argsort(self.mean_C * others + self.jump_C * self.expects_jumps, kind="stable").tolist()
+        return order_C
 
     def to_bytes(self, of: bytes) -> bytes:
         """Returns what ``read`` reads again, for problems of the digest ``of``."""
         sizes = *self.tokens_DE.shape, *self.kept.shape, len(self.pending)
         recipes = np.array([(KINDS.index(kind), slots) for kind, slots in self.recipes])
         parts = [
-            self._HEAD.pack(of, self.num_plans, self.judged, *sizes),
-            *(array.tobytes() for array in (self.mean_C, self.count_C, recipes, self.tokens_DE, self.kept)),
+            self._HEAD.pack(of, self.num_plans, self.judged, self.unit, *sizes),
+            *(each.tobytes() for each in (self.mean_C, self.count_C, self.jump_C, recipes, self.tokens_DE, self.kept)),
         ]
         for after, candidates, layouts_CRS in self.pending:
             head = struct.pack(f"<{2 + len(candidates)}q", after, len(candidates), *candidates)
@@ -139,7 +158,7 @@ class _Memory:
         """Returns what ``data`` says; a new memory if it says nothing, or that of problems of another digest."""
         if data[: len(of)] != of:
             return cls()
-        _, num_plans, judged, D, E, R, S, num_pending = cls._HEAD.unpack_from(data)
+        _, num_plans, judged, unit, D, E, R, S, num_pending = cls._HEAD.unpack_from(data)
         at = cls._HEAD.size
 
         def take(dtype: type[np.generic], *shape: int) -> npt.NDArray[Any]:
@@ -149,14 +168,14 @@ class _Memory:
             at += array.nbytes
             return array
 
-        mean_C, count_C = (take(np.int64, NUM_CANDIDATES).copy() for _ in range(2))
+        mean_C, count_C, jump_C = (take(np.int64, NUM_CANDIDATES).copy() for _ in range(3))
         recipes = [Recipe(KINDS[kind], slots) for kind, slots in take(np.int64, len(SEARCHES), 2).tolist()]
         tokens_DE, kept, pending = take(np.int64, D, E), take(np.int32, R, S), []
         for _ in range(num_pending):
             after, num_planned = take(np.int64, 2).tolist()
             candidates = tuple(take(np.int64, num_planned).tolist())
             pending.append(_CandidateLayouts(after, candidates, take(np.int32, num_planned, R, S)))
-        return cls(num_plans, judged, mean_C, count_C, recipes, kept, tokens_DE, pending)
+        return cls(num_plans, judged, unit, mean_C, count_C, jump_C, recipes, kept, tokens_DE, pending)
 
 
 def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[ExpertLayout, bytes]:
@@ -174,9 +193,19 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
         memory.tokens_DE = tokens_DE
         memory.num_plans += 1
         memory.judged = newest.micro_batch
+        _note_jumps(problem, memory)
     _, candidates, layouts_CRS = memory.pending[-1]
-    chosen_RS = layouts_CRS[candidates.index(memory.leader)]
+    chosen_RS = layouts_CRS[candidates.index(next(each for each in memory.by_rank if each in candidates))]
     return ExpertLayout(chosen_RS.astype(np.int64), problem.load.num_experts), memory.to_bytes(of)
+
+
+def _note_jumps(problem: PlanningProblem, memory: _Memory) -> None:
+    """Notes what the newest layouts would cost on loads to which the next one could jump."""
+    if memory.expects_jumps and memory.unit:
+        _, candidates, layouts_CRS = memory.pending[-1]
+        far = max(problem.recent, key=lambda batch: _moved(_by_domain(problem, batch.load), memory.tokens_DE)).load
+        costs = (_costs(problem, load, layouts_CRS) for load in (LoadMatrix(problem.load.tokens_RE[:, ::-1]), far))
+        memory.jump_C[list(candidates)] = [sum(of) * MILLION // memory.unit for of in zip(*costs, strict=True)]
 
 
 def _stands_still(problem: PlanningProblem, memory: _Memory, tokens_DE: IntArray) -> bool:
@@ -222,6 +251,7 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
             costs = _costs(problem, batch.load, pending[0].layouts_CRS)
             # As a sum, those that are judged cost what their means say. Python's integers: the products pass 64 bits.
             mean, expected = max(sum(costs), 1), int(memory.mean_C[judged].sum())
+            memory.unit = max(mean * MILLION // expected, 1)
             memory.count_C[judged] = np.minimum(memory.count_C[judged] + 1, MEMORY)
             above = np.array([cost * expected // mean for cost in costs]) - memory.mean_C[judged]
             memory.mean_C[judged] += above * NEWEST // (memory.count_C[judged] + NEWEST - 1)
@@ -328,7 +358,7 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     all_search = num_plans < FIRST_SEARCHES + problem.lag
     turns = [index for index in each if all_search or num_plans % period == index * period // len(each)]
     fresh = {index: searched(index) for index in turns}
-    best, second, *_ = np.argsort(memory.mean_C, kind="stable").tolist()
+    best, second, *_ = memory.by_rank
     turn = turn_of(num_plans, num_slots)
     others = (turn,) if turn < NUM_CANDIDATES else (second,) if turn < 2 * NUM_CANDIDATES else ()
     take_turns = num_plans >= FIRST_PLANS and num_slots > SLOTS_OF_TURN
