@@ -104,7 +104,10 @@ def test_the_candidate_of_the_fewest_seconds_plans(
                 count_C[judged] += 1
                 above = costs / costs.sum() * mean_C[judged].sum() - mean_C[judged]
                 mean_C[judged] += above * 3 / (count_C[judged] + 2)
-            if at in planned and unit:
+            number = sum(after < at for after in planned)
+            if number >= (leader.FIRST_PLANS if slots == MANY_SLOTS else 50):
+                jump_C[:] = 0
+            elif at in planned and unit:
                 candidates, layouts_CRS = planned[at]
                 jump_C[list(candidates)] = jumps(problem, tokens_SRE[max(0, at - 15) : at + 1], layouts_CRS) / unit
         assert remembered.mean_C / 1e6 == pytest.approx(mean_C, abs=1e-4)

@@ -7,10 +7,10 @@ share. Newer micro-batches weigh more. The candidate with the least mean plans t
 and which past load predicts the next one, is measured and not assumed.
 
 One thing cannot be measured before it happens: that loads jump, where a layout that fits the newest ones closely can
-cost ten times as much as another one. Until 50 micro-batches are known, n of them, the next one counts as a jump to a
-load that never was, and as one to the farthest of the remembered loads, with a chance of 1 to n + 31 each. What these
-would cost with the candidates' newest layouts is judged too; for the first, the newest load's experts have one
-another's tokens.
+cost ten times as much as another one. So in the first 50 plans (16, if candidates take turns) the next micro-batch
+counts as a jump to a load that never was, and as one to the farthest of the remembered loads, each with a chance of 1
+to n + 31 after n micro-batches. What these would cost with the candidates' newest layouts is judged too; for the first,
+the newest load's experts have one another's tokens.
 
 Two candidates search (``search``) for the cheapest layout: for the mean of the newest loads, judged by some of these,
 and for their ``forecast``, around which loads are then drawn with the noise that forecasts had. As a search takes long,
@@ -63,8 +63,7 @@ from moesys.load import IntArray, LoadMatrix
 # A candidate's mean is that of about so many of the newest micro-batches on which it was judged, and newer ones weigh
 # more: of n the last has ``NEWEST`` / (n + ``NEWEST`` - 1) of the weight.
 MEMORY, NEWEST = 50, 3
-# One of n + ``UNSEEN`` micro-batches, of which n are known, is thought to jump in each of two ways, while n is below
-# ``MEMORY``.
+# One of n + ``UNSEEN`` micro-batches, of which n are known, is thought to jump in each of two ways.
 UNSEEN = 32
 # When little is known: all candidates plan in the first plans, and all search in the first ones and as many more as the
 # lag.
@@ -130,14 +129,10 @@ class _Memory:
     _HEAD = struct.Struct("<32sqqqqqqqq")
 
     @property
-    def expects_jumps(self) -> bool:
-        return int(self.count_C.max()) < MEMORY
-
-    @property
     def by_rank(self) -> list[int]:
         """The candidates, the leader first."""
         others = UNSEEN - 2 + int(self.count_C.max())
-        order_C: list[int] = np.argsort(self.mean_C * others + self.jump_C * self.expects_jumps, kind="stable").tolist()
+        order_C: list[int] = np.argsort(self.mean_C * others + self.jump_C, kind="stable").tolist()
         return order_C
 
     def to_bytes(self, of: bytes) -> bytes:
@@ -200,8 +195,12 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
 
 
 def _note_jumps(problem: PlanningProblem, memory: _Memory) -> None:
-    """Notes what the newest layouts would cost on loads to which the next one could jump."""
-    if memory.expects_jumps and memory.unit:
+    """Notes what the newest layouts would cost on loads to which the next one could jump, or no cost after the first
+    plans.
+    """
+    if memory.num_plans > (FIRST_PLANS if sum(problem.slots_R) > SLOTS_OF_TURN else MEMORY):
+        memory.jump_C[:] = 0
+    elif memory.unit:
         _, candidates, layouts_CRS = memory.pending[-1]
         far = max(problem.recent, key=lambda batch: _moved(_by_domain(problem, batch.load), memory.tokens_DE)).load
         costs = (_costs(problem, load, layouts_CRS) for load in (LoadMatrix(problem.load.tokens_RE[:, ::-1]), far))
