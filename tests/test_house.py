@@ -54,13 +54,13 @@ BUDGETS = {
     "moesys/simulator": Budget(3_356, 22),
     "moesys/tuner": Budget(1_142, 8),
     "moesys, hosts": Budget(2_258, 15),
-    "moesys/lab": Budget(9_289, 59),
+    "moesys/lab": Budget(9_290, 59),
     "moesys, entry points": Budget(253, 2),
     "benchmarks": Budget(5_182, 43),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(46_164, 319),
+    "tests": Budget(46_167, 319),
 }
-TOTAL = Budget(38_585, 265)
+TOTAL = Budget(38_586, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

@@ -52,8 +52,9 @@ EPSILON = 1e-6
 ROTARY_WIDTH = 64
 # The most calls of a window. A GPU's are launched before the first starts; a stream takes about 1,000 launches.
 MOST_CALLS = {"cpu": 10_000, "cuda": 16}
-# A stream is held for this many times as long as the calls took before.
-HELD = 1.2
+# A stream is held for this many times as long as the calls took before, and no longer than the host may need: longer
+# holds would end further apart on the ranks of an all-to-all.
+HELD, MOST_HELD_S = 1.2, 0.05
 # The most bytes that a rank sends to a peer while it computes.
 MOST_COPY_BYTES = 256 << 20
 # A line through messages needs at least this many sizes.
@@ -384,14 +385,15 @@ def timed(works: Sequence[Callable[[], object]], effort: Effort, device: torch.d
     """Returns seconds per call of each work, by window. Works take turns, so that a temporary disturbance of the
     machine affects all of them.
     """
-    warm_s = [warm_seconds(work, device) for work in works]
+    warm_s = [longest_of(warm_seconds(work, device)) for work in works]
     calls = [agreed_calls(seconds, effort, device) for seconds in warm_s]
     samples: list[list[float]] = [[] for _ in works]
     for _ in range(effort.repeats):
         for work, seconds, num_calls, windows in zip(works, warm_s, calls, samples, strict=True):
             if dist.is_initialized():
                 dist.barrier()
-            windows.append(seconds_of(work, num_calls, device, HELD * num_calls * seconds) / num_calls)
+            held_s = min(HELD * num_calls * seconds, MOST_HELD_S)
+            windows.append(seconds_of(work, num_calls, device, held_s) / num_calls)
     return samples
 
 
