@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from struct import Struct
 
 import numpy as np
 import pytest
@@ -81,7 +82,8 @@ def test_the_candidate_of_the_fewest_seconds_plans(
     """What candidates cost is added up here once more, from the layouts that they had planned; also on loads that stood
     ``still`` for some micro-batches, in which nothing was planned. With many slots candidates take turns.
     """
-    tokens_SRE, planned = loads(1, 40, 0.4), {}
+    tokens_SRE, planned, most = loads(1, 40, 0.4), {}, 24
+    monkeypatch.setattr(leader, "MEMORY", most)
     if still > 1:
         tokens_SRE = tokens_SRE[np.arange(40) // still]
     layouts = leader._layouts
@@ -101,15 +103,17 @@ def test_the_candidate_of_the_fewest_seconds_plans(
                 judged = list(candidates)
                 costs = np.array(leader._costs(problem, LoadMatrix(tokens_SRE[at]), layouts_CRS))
                 unit = costs.sum() / mean_C[judged].sum()
-                count_C[judged] += 1
+                count_C[judged] = np.minimum(count_C[judged] + 1, most)
                 above = costs / costs.sum() * mean_C[judged].sum() - mean_C[judged]
                 mean_C[judged] += above * 3 / (count_C[judged] + 2)
             number = sum(after < at for after in planned)
-            if number >= (leader.FIRST_PLANS if slots == MANY_SLOTS else 50):
+            if number >= (leader.FIRST_PLANS if slots == MANY_SLOTS else most) or at not in planned:
                 jump_C[:] = 0
-            elif at in planned and unit:
+            elif unit:
                 candidates, layouts_CRS = planned[at]
                 jump_C[list(candidates)] = jumps(problem, tokens_SRE[max(0, at - 15) : at + 1], layouts_CRS) / unit
+        if problem.recent[-1].micro_batch > remembered.judged:
+            jump_C[:] = 0
         assert remembered.mean_C / 1e6 == pytest.approx(mean_C, abs=1e-4)
         assert remembered.jump_C / 1e6 == pytest.approx(jump_C, rel=1e-3)
         candidates, layouts_CRS = planned[max(planned)]
@@ -279,6 +283,12 @@ def test_what_is_remembered_of_other_slots_is_forgotten() -> None:
     wider = replace(problem, slots_R=(SLOTS + 1,) * CLUSTER.num_ranks, layout=None, memory=memory)
     assert Greedy().plan(wider) == Greedy().plan(replace(wider, memory=b""))
     assert Greedy().plan(replace(problem, memory=memory)) != Greedy().plan(replace(problem, memory=b""))
+
+
+def test_what_was_remembered_in_another_format_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_format = leader._digest.__wrapped__("problem")
+    monkeypatch.setattr(leader._Memory, "_HEAD", Struct("<32sqqqqqqq"))
+    assert leader._digest.__wrapped__("problem") != of_format
 
 
 def test_costs_of_very_large_loads_do_not_wrap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,14 @@
 A candidate plans after a micro-batch, on what is known then. When the micro-batch comes that its layout was for, the
 layout is judged on that load. The seconds that it would have cost are compared with those of the others that planned
 with it: what all of them cost together is what their means so far say, and each mean moves towards its candidate's
-share. Newer micro-batches weigh more. The candidate with the least mean plans the next layout. So how much loads move,
-and which past load predicts the next one, is measured and not assumed.
+share. Newer micro-batches weigh more. Once the first plans are over, the candidate with the least mean plans the next
+layout. So how much loads move, and which past load predicts the next one, is measured and not assumed.
 
 One thing cannot be measured before it happens: that loads jump, where a layout that fits the newest ones closely can
-cost ten times as much as another one. So in the first 50 plans (16, if candidates take turns) the next micro-batch
-counts as a jump to a load that never was, and as one to the farthest of the remembered loads, each with a chance of 1
-to n + 31 after n micro-batches. What these would cost with the candidates' newest layouts is judged too; for the first,
-the newest load's experts have one another's tokens.
+cost ten times as much as another one. So in the first 50 plans (16, if candidates take turns), and until a load stands
+still, the next micro-batch counts as a jump to a load that never was, and as one to the farthest of the remembered
+loads, each with a chance of 1 in n + 32 after n micro-batches. What these would cost with the candidates' newest
+layouts is judged too; for the first, experts have the tokens of the newest load in reverse order.
 
 Two candidates search (``search``) for the cheapest layout: for the mean of the newest loads, judged by some of these,
 and for their ``forecast``, around which loads are then drawn with the noise that forecasts had. As a search takes long,
@@ -132,8 +132,7 @@ class _Memory:
     def by_rank(self) -> list[int]:
         """The candidates, the leader first."""
         others = UNSEEN - 2 + int(self.count_C.max())
-        order_C: list[int] = np.argsort(self.mean_C * others + self.jump_C, kind="stable").tolist()
-        return order_C
+        return [int(candidate) for candidate in np.argsort(self.mean_C * others + self.jump_C, kind="stable")]
 
     def to_bytes(self, of: bytes) -> bytes:
         """Returns what ``read`` reads again, for problems of the digest ``of``."""
@@ -189,6 +188,8 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
         memory.num_plans += 1
         memory.judged = newest.micro_batch
         _note_jumps(problem, memory)
+    else:
+        memory.jump_C[:] = 0
     _, candidates, layouts_CRS = memory.pending[-1]
     chosen_RS = layouts_CRS[candidates.index(next(each for each in memory.by_rank if each in candidates))]
     return ExpertLayout(chosen_RS.astype(np.int64), problem.load.num_experts), memory.to_bytes(of)
@@ -231,7 +232,7 @@ def _moved(before_DE: IntArray, after_DE: IntArray) -> float:
 @cache
 def _digest(*of: object) -> bytes:
     """Returns 32 bytes that differ where a memory would not fit, or where candidates have changed."""
-    return sha256(repr((KINDS, SEARCHES, SPREADS, NUM_CANDIDATES, of)).encode()).digest()
+    return sha256(repr((_Memory._HEAD.format, KINDS, SEARCHES, SPREADS, NUM_CANDIDATES, of)).encode()).digest()
 
 
 def _judge(problem: PlanningProblem, memory: _Memory) -> None:
@@ -250,7 +251,7 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
             costs = _costs(problem, batch.load, pending[0].layouts_CRS)
             # As a sum, those that are judged cost what their means say. Python's integers: the products pass 64 bits.
             mean, expected = max(sum(costs), 1), int(memory.mean_C[judged].sum())
-            memory.unit = max(mean * MILLION // expected, 1)
+            memory.unit = min(max(mean * MILLION // max(expected, 1), 1), NO_LIMIT)
             memory.count_C[judged] = np.minimum(memory.count_C[judged] + 1, MEMORY)
             above = np.array([cost * expected // mean for cost in costs]) - memory.mean_C[judged]
             memory.mean_C[judged] += above * NEWEST // (memory.count_C[judged] + NEWEST - 1)

@@ -85,10 +85,6 @@ def trials_of(num_slots: int) -> int:
     return trials if trials >= FEWEST_TRIALS else 0
 
 
-def _cost(draft: Draft) -> int:
-    return draft.cost
-
-
 class Recipe(NamedTuple):
     """How a layout was built: by which of ``KINDS``, and the most slots of a rank."""
 
@@ -183,7 +179,7 @@ class LayoutSearch:
     def best(self, before_RS: IntArray) -> Draft:
         """Returns the best of the layouts that are built in one go, near ``before_RS``, and then improved."""
         if self.judge is None or self.options.is_constrained:
-            return min((self.improved(draft, NO_LIMIT) for draft in self.built(before_RS)), key=_cost)
+            return min((self.improved(draft, NO_LIMIT) for draft in self.built(before_RS)), key=lambda one: one.cost)
         return self.best_in_seconds(before_RS)[0]
 
     def best_in_seconds(self, before_RS: IntArray) -> tuple[Draft, Recipe]:
@@ -364,7 +360,7 @@ class LayoutSearch:
             kept = Draft(self, self.completed(before_RS, self.part_R), self.part_R)
             if self.problem.sharding is not None and self.judge is not None:
                 # free slots may be what makes it cheap
-                kept = min(Draft(self, before_RS, self.part_R), kept, key=_cost)
+                kept = min(Draft(self, before_RS, self.part_R), kept, key=lambda one: one.cost)
             drafts += [kept, self.repaired(kept, max(most_moves - num_moves(before_RE, kept.replicas_RE), 0))]
 
         def choice(draft: Draft) -> tuple[bool, Fraction, int]:

@@ -35,11 +35,7 @@ TIMEOUT_S = 30.0
 # The regions with which every arena begins (``signals``): 1 + the rank that has given up; why this one did; the latest
 # time that a waiter has seen, in ns.
 REPORT_WORDS = 7
-SIGNALS = {
-    "abort": ((1,), torch.int32),
-    "report": ((REPORT_WORDS,), torch.int32),
-    "seen_ns": ((1,), torch.int64),
-}
+SIGNALS = {"abort": ((1,), torch.int32), "report": ((REPORT_WORDS,), torch.int32), "seen_ns": ((1,), torch.int64)}
 ABORT, REPORT, SEEN_NS = (tl.constexpr(place * ALIGNMENT) for place in range(3))
 # Places in ``world``; the bases of all ranks follow.
 NUM_RANKS, RANK, TIMEOUT_NS, BASES = (tl.constexpr(place) for place in range(4))
