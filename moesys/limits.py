@@ -61,10 +61,10 @@ def rank_memory(
     owned_parameters = -(-num_experts // num_ranks) * parameters
     if isinstance(sharding, Fsep):
         owned_parameters = -(-parameters // num_ranks) * num_experts
-    # Where nobody borrows experts, their gradients are computed in place.
+    # If nobody borrows experts, gradients are computed in place and need no memory here.
     borrows = num_ranks > 1 and not (isinstance(sharding, Ep) and not sharding.lends)
     num_lent = borrows * min(num_layers, 1 + sharding.delay_reshard)
-    # Of rows [T·K, H], if a layer keeps them, and of pre-activations [T·K, 2I].
+    # A layer keeps its pre-activations [T·K, 2I], and with some overlaps its rows [T·K, H].
     kept_width = model.hidden_size * strategy.overlap.keep_x + 2 * model.intermediate_size
     rows_kept = tokens_per_rank * model.top_k * (1 if recompute else num_layers)
     return RankMemory(

@@ -109,10 +109,10 @@ class _Memory:
     """This is what the leader remembers from plan to plan.
 
     mean_C: what a micro-batch costs with each candidate, in millionths of what it costs with all of them in the mean;
-    count_C: micro-batches that say so, at most ``MEMORY``. jump_C: what two jumps would cost, in the same unit, which
-    is ``unit`` of the newest judged micro-batch. recipes: of the searches. kept: a layout. tokens_DE: the
-    newest load that was planned for, by link domains. pending: plans for micro-batches that were not judged;
-    judged: the newest one that was.
+    count_C: micro-batches that say so, at most ``MEMORY``. jump_C: what two jumps would cost, in millionths of
+    ``unit``: what the newest judged micro-batch cost with all candidates in the mean, or 0 before one was judged.
+    recipes: of the searches. kept: a layout. tokens_DE: the newest load that was planned for, by link domains.
+    pending: plans for micro-batches that were not judged; judged: the newest one that was.
     """
 
     num_plans: int = 0
@@ -191,7 +191,7 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
     else:
         memory.jump_C[:] = 0
     _, candidates, layouts_CRS = memory.pending[-1]
-    chosen_RS = layouts_CRS[candidates.index(next(each for each in memory.by_rank if each in candidates))]
+    chosen_RS = layouts_CRS[candidates.index(min(candidates, key=memory.by_rank.index))]
     return ExpertLayout(chosen_RS.astype(np.int64), problem.load.num_experts), memory.to_bytes(of)
 
 
