@@ -12,7 +12,6 @@ start each window together. Without a process group, one rank times alone.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +35,7 @@ from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.moe.masters import DTYPES
 from moesys.overlap.comm.channel import Messages, exchange
+from moesys.overlap.comm.record import DeviceClock
 from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertGradients, ExpertWeights
 from moesys.overlap.experts_cpu import experts_on_device
 from moesys.overlap.routes import build_routes, chunk_counts
@@ -409,22 +409,18 @@ def seconds_of(work: Callable[[], object], calls: int, device: torch.device, hel
     of a GPU is held while the host launches for ``held_s``: in a step the host is ahead, so that its own time, 1 ms for
     the experts of a layer, does not count.
     """
-    if device.type == "cpu":
-        start_s = time.perf_counter()
-        for _ in range(calls):
-            work()
-        return time.perf_counter() - start_s
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if held_s:
+    clock = DeviceClock(device.type)
+    if held_s and device.type == "cuda":
         hold_stream(held_s)
         # Ranks that come late to the first all-to-all are not in the time.
         work()
-    start.record()
+    start = clock.now()
     for _ in range(calls):
         work()
-    end.record()
-    end.synchronize()
-    return 1e-3 * float(start.elapsed_time(end))
+    end = clock.now()
+    assert start is not None
+    assert end is not None
+    return clock.ms_between(start, end) / 1000
 
 
 def agreed_calls(seconds: float, effort: Effort, device: torch.device) -> int:

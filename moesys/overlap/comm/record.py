@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -163,18 +164,13 @@ class Recorder:
         self.clock = DeviceClock(device_type)
         self._spans: list[Span] = []
         self._later: list[Callable[[], Iterable[SpanRecord]]] = []
-        self._lane_end_us: dict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
 
     def add(self, lane: str, kind: str, start_us: float, end_us: float, detail: str = "") -> None:
-        """Records a span. A lane does one thing at a time: what is issued while it is busy starts when it is free."""
-        if not self.enabled:
-            return
-        with self._lock:
-            start_us = max(start_us, self._lane_end_us[lane])
-            end_us = max(start_us, end_us)
-            self._lane_end_us[lane] = end_us
-            self._spans.append(Span(self.rank, lane, start_us, end_us, kind, detail))
+        """Records a span, in any order: threads may learn of the end of a message after that of a later one."""
+        if self.enabled:
+            with self._lock:
+                self._spans.append(Span(self.rank, lane, start_us, max(start_us, end_us), kind, detail))
 
     def add_between(self, lane: str, kind: str, start: Moment | None, end: Moment | None, detail: str = "") -> None:
         """Records a span whose moments may not have come yet."""
@@ -206,12 +202,19 @@ class Recorder:
             self._later.append(read)
 
     def timeline(self) -> Timeline:
+        """Returns all spans. A lane does one thing at a time: what is issued while it is busy starts after that."""
         later, self._later = self._later, []
         for read in later:
             for record in read():
                 self.add(*record)
         with self._lock:
-            return Timeline(tuple(self._spans), "measured")
+            spans = sorted(self._spans)
+        free_us: dict[str, float] = defaultdict(float)
+        for place, span in enumerate(spans):
+            start_us = max(span.start_us, free_us[span.lane])
+            free_us[span.lane] = end_us = max(start_us, span.end_us)
+            spans[place] = replace(span, start_us=start_us, end_us=end_us)
+        return Timeline(spans, "measured")
 
     def clear(self) -> None:
         with self._lock:

@@ -100,12 +100,14 @@ def test_a_block_has_the_work_that_whole_models_count(tokens, heads, width):
 def test_a_gpu_is_held_while_the_host_launches(monkeypatch, call_s):
     """Its clock starts behind the hold and ends behind the last call; the host's own time does not count."""
     order: list[str] = []
-    event = SimpleNamespace(
-        record=lambda: order.append("record"),
-        synchronize=lambda: order.append("wait"),
-        elapsed_time=lambda _: 2e3 * call_s,
-    )
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+
+    class Event(SimpleNamespace):
+        record = staticmethod(lambda: order.append("record"))
+        synchronize = staticmethod(lambda: order.append("wait"))
+        elapsed_time = staticmethod(lambda _: 2e3 * call_s)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append(f"hold {cycles:.0f}"))
     window = Effort(repeats=1, window_s=2 * call_s)
     assert timings.timed([lambda: order.append("call")], window, torch.device("cuda")) == [[call_s]]

@@ -65,6 +65,19 @@ def still_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceClock, "host_us", staticmethod(lambda: 1e6))
 
 
+@pytest.mark.parametrize("ended", [(0, 1, 2), (1, 0, 2), (2, 1, 0)], ids=str)
+def test_messages_keep_their_order_whichever_thread_reports_first(ended: tuple[int, ...]) -> None:
+    recorder = Recorder(rank=0, enabled=True)
+    issued_us, reported_us = (1.0, 2.0, 30.0), (10.0, 20.0, 40.0)
+    for when, message in enumerate(ended):
+        recorder.add("restore", "restore", issued_us[message], reported_us[when], f"layer {message}")
+    spans = recorder.timeline().spans
+    assert [span.detail for span in spans] == ["layer 0", "layer 1", "layer 2"]
+    assert spans == recorder.timeline().spans, "asking twice tells the same"
+    if ended == (0, 1, 2):
+        assert [(span.start_us, span.end_us) for span in spans] == [(1, 10), (10, 20), (30, 40)]
+
+
 @pytest.mark.usefixtures("still_host")
 def test_meters_count_the_streams_time(gpu: Gpu) -> None:
     meter = Meter("cuda")
