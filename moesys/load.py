@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,6 +101,12 @@ class LoadMatrix(Display):
     def tokens_E(self) -> IntArray:
         """Returns the tokens of each expert, summed over all sources."""
         return self.tokens_RE.sum(axis=0)
+
+    @cached_property
+    def log_popularity_E(self) -> npt.NDArray[np.float64]:
+        """Natural logarithms of experts' tokens plus 1, less the mean of all experts'."""
+        log_E = np.log1p(self.tokens_E)
+        return log_E - log_E.mean()
 
     @property
     def total(self) -> int:

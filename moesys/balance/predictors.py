@@ -24,10 +24,9 @@ def measured_drift(before: LoadMatrix, after: LoadMatrix) -> float:
     """Returns which share of experts' popularity was drawn anew from one load to another, 0 to 1, for ``Greedy.drift``:
     what the logarithms of their tokens lack of full correlation. 0 where all experts were alike.
     """
-    before_E, after_E = (np.log1p(load.tokens_E) for load in (before, after))
-    before_E, after_E = before_E - before_E.mean(), after_E - after_E.mean()
+    before_E, after_E = before.log_popularity_E, after.log_popularity_E
     deviations = math.sqrt(before_E @ before_E) * math.sqrt(after_E @ after_E)
-    return float(min(max(1 - before_E @ after_E / deviations, 0), 1)) if deviations else 0.0
+    return float(np.clip(1 - before_E @ after_E / deviations, 0, 1)) if deviations else 0.0
 
 
 class Forecast(NamedTuple):
@@ -56,8 +55,7 @@ def forecast(loads: Sequence[LoadMatrix], lag: int) -> Forecast | None:
     """
     if len(loads) < lag + 3:
         return None
-    log_SE = np.log1p([load.tokens_E for load in loads])
-    log_SE -= log_SE.mean(axis=1, keepdims=True)
+    log_SE = np.array([load.log_popularity_E for load in loads])
     mean_SE = log_SE.cumsum(axis=0) / np.arange(1, len(loads) + 1)[:, None]
     known_P2 = np.stack([log_SE[1:-lag], mean_SE[1:-lag]], axis=-1).reshape(-1, 2)
     came_P = log_SE[1 + lag :].ravel()
@@ -67,7 +65,9 @@ def forecast(loads: Sequence[LoadMatrix], lag: int) -> Forecast | None:
     noise = round(float((came_P - known_P2 @ weights_2).std()), 6)
     share_E = np.exp(weights_2[0] * log_SE[-1] + weights_2[1] * mean_SE[-1])
     newest_RE = loads[-1].tokens_RE
-    all_RE = newest_RE + sum(load.tokens_RE for load in loads[:-1])
+    all_RE = newest_RE.copy()
+    for load in loads[:-1]:
+        all_RE += load.tokens_RE
     of_newest, of_all = np.abs(weights_2) if weights_2.any() else (1.0, 0.0)
     tokens_RE = newest_RE * (of_newest * share_E / np.maximum(newest_RE.sum(axis=0), 1))
     tokens_RE += all_RE * (of_all * share_E / np.maximum(all_RE.sum(axis=0), 1))

@@ -361,8 +361,7 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     best, second, *_ = memory.by_rank
     turn = turn_of(num_plans, num_slots)
     others = (turn,) if turn < NUM_CANDIDATES else (second,) if turn < 2 * NUM_CANDIDATES else ()
-    take_turns = num_plans >= FIRST_PLANS and num_slots > SLOTS_OF_TURN
-    in_turn = others if take_turns else range(NUM_CANDIDATES)
+    in_turn = others if num_plans >= FIRST_PLANS and num_slots > SLOTS_OF_TURN else range(NUM_CANDIDATES)
     candidates = sorted({best, *turns, *in_turn})
     layouts = [planned(candidate) for candidate in candidates if candidate != KEPT]
     if KEPT in in_turn:

@@ -386,8 +386,8 @@ def timed(works: Sequence[Callable[[], object]], effort: Effort, device: torch.d
     """Returns seconds per call of each work, by window. Works take turns, so that a temporary disturbance of the
     machine affects all of them.
     """
-    warm_s = [longest_of(warm_seconds(work, device)) for work in works]
-    calls = [agreed_calls(seconds, effort, device) for seconds in warm_s]
+    warm_s = [warm_seconds(work, device) for work in works]
+    calls = [calls_of(seconds, effort, device) for seconds in warm_s]
     samples: list[list[float]] = [[] for _ in works]
     for _ in range(effort.repeats):
         for work, seconds, num_calls, windows in zip(works, warm_s, calls, samples, strict=True):
@@ -399,9 +399,14 @@ def timed(works: Sequence[Callable[[], object]], effort: Effort, device: torch.d
 
 
 def warm_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Returns seconds per call after two calls of warm-up."""
+    """Returns seconds per call after two calls of warm-up, on the rank on which they are most."""
     seconds_of(work, 2, device)
-    return seconds_of(work, 2, device) / 2
+    seconds = seconds_of(work, 2, device) / 2
+    if not dist.is_initialized():
+        return seconds
+    longest_1 = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(longest_1, dist.ReduceOp.MAX)
+    return longest_1.item()
 
 
 def seconds_of(work: Callable[[], object], calls: int, device: torch.device, held_s: float = 0.0) -> float:
@@ -423,18 +428,9 @@ def seconds_of(work: Callable[[], object], calls: int, device: torch.device, hel
     return clock.ms_between(start, end) / 1000
 
 
-def agreed_calls(seconds: float, effort: Effort, device: torch.device) -> int:
-    """Returns the number of calls of a window, which is the same on all ranks."""
-    return max(1, min(MOST_CALLS[device.type], math.ceil(effort.window_s / max(longest_of(seconds), 1e-9))))
-
-
-def longest_of(seconds: float) -> float:
-    """Returns the longest time of any rank."""
-    if not dist.is_initialized():
-        return seconds
-    longest_1 = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(longest_1, dist.ReduceOp.MAX)
-    return longest_1.item()
+def calls_of(seconds: float, effort: Effort, device: torch.device) -> int:
+    """Returns the number of calls of a window, of so many seconds per call."""
+    return max(1, min(MOST_CALLS[device.type], math.ceil(effort.window_s / max(seconds, 1e-9))))
 
 
 # --- computing --------------------------------------------------------------------------------------------------------
@@ -497,7 +493,7 @@ def all_to_alls(
         if len(works) >= FEWEST_SIZES and longest * size / before > longest_s:
             break
         works[size] = all_to_all(size)
-        longest, before = longest_of(warm_seconds(works[size], device)), size
+        longest, before = warm_seconds(works[size], device), size
     return dict(zip(works, timed(list(works.values()), effort, device), strict=True))
 
 
@@ -511,8 +507,8 @@ def products_beside_copies(
     device, here = rank_device(device_type), dist.get_rank()
     work = ExpertPasses(case, Pool([case], dtype, device)).forward
     seconds = warm_seconds(work, device)
-    calls = agreed_calls(seconds, effort, device)
-    num_bytes = min(MOST_COPY_BYTES, max(1, int(3 * calls * longest_of(seconds) * bytes_per_s)))
+    calls = calls_of(seconds, effort, device)
+    num_bytes = min(MOST_COPY_BYTES, max(1, int(3 * calls * seconds * bytes_per_s)))
     begin = _exchange(num_bytes, [peer != here for peer in range(dist.get_world_size())], device)
     begin().wait()
     samples = []

@@ -87,16 +87,13 @@ class Meter:
         # Intervals that may not have ended yet, in their order: the lane that is waited for, None for planning.
         self._unread: deque[tuple[str | None, Moment, Moment]] = deque()
 
-    @contextmanager
-    def planning(self) -> Iterator[None]:
+    def planning(self) -> AbstractContextManager[None]:
         """Measures the time inside as planning."""
-        start = self._clock.now()
-        yield
-        self._add(None, start, self._clock.now())
+        return self.exposed(None)
 
     @contextmanager
-    def exposed(self, lane: str) -> Iterator[None]:
-        """Measures the time inside as exposed communication."""
+    def exposed(self, lane: str | None) -> Iterator[None]:
+        """Measures the time inside as exposed communication on a lane; as planning, if there is none."""
         start = self._clock.now()
         yield
         self._add(lane, start, self._clock.now())
