@@ -30,6 +30,8 @@ from moesys.load import IntArray
 # so many tenths of all tokens.
 HOT_EIGHTHS = (16, 12, 8, 6, 4, 3, 2, 1)
 HOT_TENTHS = (1, 2, 3, 4)
+# So many experts that have a slot each are placed as well without hot ones: of 160 nodes with 24 experts, in 157.
+MANY_SINGLE = 16
 # A hot expert's last tokens go to a shared rank if they fill at most so many sixteenths of its room: the rest is what
 # its neighbour in the tree can give way by.
 FULLEST_SHARED_RANK = 14
@@ -133,11 +135,13 @@ def build_part(slots_R, node_R, rank_A, tokens_E, supply_NE, expert_D, drawn, be
 def build_best(problem, scenarios, expert_RS):  # type: ignore[no-untyped-def]
     """Fills ``expert_RS`` with the layout of least robust cost over several numbers of hot experts; False for none."""
     num_experts, num_ranks = problem.expert_D.size, problem.rank_A.size
-    total = 0
+    total = num_slots = 0
     for expert in problem.expert_D:
         total += problem.tokens_E[expert]
+    for rank in problem.rank_A:
+        num_slots += problem.slots_R[rank]
     wanted = np.zeros(num_experts + 1, np.bool_)
-    # the fewest: none where every slot is for one expert, else one or two
+    # the fewest, which is one or two, and all
     wanted[:3] = True
     wanted[num_experts] = True
     for eighth in HOT_EIGHTHS:
@@ -151,6 +155,8 @@ def build_best(problem, scenarios, expert_RS):  # type: ignore[no-untyped-def]
             tokens += problem.tokens_E[problem.expert_D[count]]
             count += 1
         wanted[count] = True
+    if num_slots == num_experts >= MANY_SINGLE:
+        wanted[1:] = False
     trial_RS = expert_RS.copy()
     order_K, cost_K = np.arange(scenarios.weight_K.size), np.zeros(scenarios.weight_K.size, np.int64)
     least = np.int64(NO_LIMIT)
