@@ -135,11 +135,7 @@ def build_part(slots_R, node_R, rank_A, tokens_E, supply_NE, expert_D, drawn, be
 def build_best(problem, scenarios, expert_RS):  # type: ignore[no-untyped-def]
     """Fills ``expert_RS`` with the layout of least robust cost over several numbers of hot experts; False for none."""
     num_experts, num_ranks = problem.expert_D.size, problem.rank_A.size
-    total = num_slots = 0
-    for expert in problem.expert_D:
-        total += problem.tokens_E[expert]
-    for rank in problem.rank_A:
-        num_slots += problem.slots_R[rank]
+    total, num_slots = problem.tokens_E[problem.expert_D].sum(), problem.slots_R[problem.rank_A].sum()
     wanted = np.zeros(num_experts + 1, np.bool_)
     # the fewest, which is one or two, and all
     wanted[:3] = True
