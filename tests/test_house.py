@@ -48,7 +48,7 @@ BUDGETS = {
     "moesys/config": Budget(2_279, 17),
     "moesys, ground files": Budget(2_290, 16),
     "moesys/kernels": Budget(4_720, 45),
-    "moesys/balance": Budget(6_064, 41),
+    "moesys/balance": Budget(6_065, 41),
     "moesys/overlap": Budget(2_833, 18),
     "moesys/moe": Budget(4_100, 22),
     "moesys/simulator": Budget(3_356, 22),
@@ -58,9 +58,9 @@ BUDGETS = {
     "moesys, entry points": Budget(253, 2),
     "benchmarks": Budget(5_182, 43),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(46_186, 319),
+    "tests": Budget(46_207, 319),
 }
-TOTAL = Budget(38_582, 265)
+TOTAL = Budget(38_583, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

@@ -40,6 +40,7 @@ class PlanningProblem(Display):
     - ``recent``: the newest micro-batches before the plan, oldest first, as many as the planner's
       ``recent_batches``; empty where there is no history;
     - ``lag``: a plan is used this many micro-batches after the newest of ``recent``;
+    - ``late_slots``: of each rank beside ``slots_R``, filled on the counts of the very micro-batch;
     - ``memory``: what the planner returned beside its plan before (``Balance.plan``), empty at first.
 
     ``plan_layout`` and ``split_tokens`` make it by ``of_layout`` and ``of_split``, which check that its parts belong
@@ -57,6 +58,7 @@ class PlanningProblem(Display):
     units_per_token: int = 1
     recent: tuple[PastBatch, ...] = ()
     lag: int = 1
+    late_slots: int = 0
     memory: bytes = b""
 
     def _facts(self) -> str:
@@ -88,10 +90,9 @@ class PlanningProblem(Display):
         slots_R = _checked_slots(load, cluster, slots_per_rank)
         if previous is not None:
             _check_previous(previous, load, slots_R)
-        problem = cls(load, cluster, slots_R, previous, model, units_per_token=units_per_token)
-        if strategy is None:
-            return problem
-        return replace(problem, sharding=strategy.sharding, overlap=strategy.overlap, lag=strategy.lag)
+        names = ("sharding", "overlap", "lag", "late_slots") if strategy else ()
+        of_strategy = {name: getattr(strategy, name) for name in names}
+        return cls(load, cluster, slots_R, previous, model, units_per_token=units_per_token, **of_strategy)
 
     @classmethod
     def of_split(

@@ -10,15 +10,18 @@ from struct import Struct
 import numpy as np
 import pytest
 
-from moesys.balance.flow.flow_split import FlowSplit
+from moesys.balance.flow.flow_split import FlowSplit, split_costs
+from moesys.balance.flow.step_cost import prices_of, with_experts
 from moesys.balance.greedy import leader
 from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.greedy.robust_cost import NO_LIMIT
 from moesys.balance.greedy.search import LayoutSearch
 from moesys.balance.laer import Laer
 from moesys.balance.plan import StepPlan, plan_layer
 from moesys.balance.planners import plan_layout
 from moesys.balance.planning_problem import PastBatch, PlanningProblem
 from moesys.balance.predictors import FORECAST_UNITS, forecast
+from moesys.balance.topology import link_domains_of
 from moesys.config import Ep, Fsep, ModelShape, Sharding, Strategy, presets
 from moesys.config.workload import Generated
 from moesys.layout import ExpertLayout
@@ -131,6 +134,27 @@ def test_the_candidate_of_the_fewest_seconds_plans(
         assert set.union(*turns[:21]) == set(range(leader.NUM_CANDIDATES))
     # The leader, the second or one in turn, and one that searches.
     assert max(map(len, turns)) <= 3
+
+
+@pytest.mark.parametrize("prefetch_layers", [0, 1])
+def test_layouts_are_judged_with_the_late_slots_that_the_micro_batch_fills(prefetch_layers: int) -> None:
+    """As a layer plans them, and with what their experts cost on their way."""
+    slots, sharding = SLOTS - 1, Fsep(slots_per_rank=SLOTS, prefetch_layers=prefetch_layers)
+    of = strategy(sharding).replace(late_slots=1)
+    load, uniform = LoadMatrix(loads(0, 1, 0.0)[0]), LoadMatrix(np.ones((CLUSTER.num_ranks, MODEL.num_experts), int))
+    problem = PlanningProblem.of_layout(load, CLUSTER, slots, MODEL, None, of)
+    layouts = [plan_layout(each, CLUSTER, "greedy", slots) for each in (uniform, load)]
+    filled = [plan_layer(of, MODEL, CLUSTER, load, layout=layout).layout for layout in layouts]
+    assert any((layout.expert_RS[:, slots:] >= 0).any() for layout in filled)
+    prices = prices_of(MODEL, CLUSTER, load.total, of.overlap)
+    expected = []
+    for layout in filled:
+        beside, gradients = with_experts(prices, layout, MODEL, CLUSTER, sharding, late_slots=1)
+        whole = load.tokens_RE[None], layout.expert_RS, link_domains_of(CLUSTER)
+        expected.append(int(split_costs(*whole, beside, NO_LIMIT)) + gradients)
+    layouts_CRS = np.stack([layout.expert_RS.astype(np.int32) for layout in layouts])
+    assert leader._costs(problem, load, layouts_CRS) == expected
+    assert leader._costs(replace(problem, late_slots=0), load, layouts_CRS) != expected
 
 
 def test_a_layout_is_kept_until_another_is_cheaper_on_the_remembered_loads(monkeypatch: pytest.MonkeyPatch) -> None:

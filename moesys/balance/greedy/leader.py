@@ -1,10 +1,11 @@
 """The leader: of several candidates, the one whose layouts would have cost the micro-batches before the least.
 
 A candidate plans after a micro-batch, on what is known then. When the micro-batch comes that its layout was for, the
-layout is judged on that load. The seconds that it would have cost are compared with those of the others that planned
-with it: what all of them cost together is what their means so far say, and each mean moves towards its candidate's
-share. Newer micro-batches weigh more. Once the first plans are over, the candidate with the least mean plans the next
-layout. So how much loads move, and which past load predicts the next one, is measured and not assumed.
+layout, with late slots if there are any, is judged on that load. The seconds that it would have cost are compared with
+those of the others that planned with it: what all of them cost together is what their means so far say, and each mean
+moves towards its candidate's share. Newer micro-batches weigh more. Once the first plans are over, the candidate with
+the least mean plans the next layout. So how much loads move, and which past load predicts the next one, is measured and
+not assumed.
 
 One thing cannot be measured before it happens: that loads jump, where a layout that fits the newest ones closely can
 cost ten times as much as another one. So in the first 50 plans (16, if candidates take turns), and until a load stands
@@ -39,9 +40,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from hashlib import sha256
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -53,6 +55,7 @@ from moesys.balance.greedy.local_search import climbed
 from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT
 from moesys.balance.greedy.search import KINDS, LayoutSearch, Recipe, SearchOptions, trials_of
 from moesys.balance.laer import Laer
+from moesys.balance.late_slots import fill_late_slots
 from moesys.balance.planning_problem import PastBatch, PlanningProblem
 from moesys.balance.predictors import FORECAST_UNITS, Forecast, forecast
 from moesys.balance.topology import link_domains_of, tokens_by_node
@@ -92,6 +95,9 @@ SPREADS = ("spread", "spread evenly")
 LAER = len(SEARCHES) + len(SPREADS)
 KEPT = LAER + 1
 NUM_CANDIDATES = KEPT + 1
+
+# Parts of a problem that stay from plan to plan.
+_LASTING = attrgetter("slots_R", "late_slots", "cluster", "model", "sharding", "overlap")
 
 Layouts = npt.NDArray[np.int32]
 
@@ -176,9 +182,7 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
     """Returns the layout of the best candidate, and what is to be remembered. ``problem`` has ``recent`` micro-batches,
     a model and a sharding.
     """
-    of = _digest(
-        problem.load.num_experts, problem.slots_R, problem.cluster, problem.model, problem.sharding, problem.overlap
-    )
+    of = _digest(problem.load.num_experts, *_LASTING(problem))
     memory, newest = _Memory.read(problem.memory, of), problem.recent[-1]
     tokens_DE = _by_domain(problem, problem.load)
     if not _stands_still(problem, memory, tokens_DE):
@@ -196,9 +200,7 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
 
 
 def _note_jumps(problem: PlanningProblem, memory: _Memory) -> None:
-    """Notes what the newest layouts would cost on loads to which the next one could jump, or no cost after the first
-    plans.
-    """
+    """Notes what jumps would cost with the newest layouts; nothing after the first plans."""
     if memory.num_plans > (FIRST_PLANS if sum(problem.slots_R) > SLOTS_OF_TURN else MEMORY):
         memory.jump_C[:] = 0
     elif memory.unit:
@@ -214,8 +216,7 @@ def _stands_still(problem: PlanningProblem, memory: _Memory, tokens_DE: IntArray
     """
     if memory.num_plans < FIRST_PLANS or _moved(memory.tokens_DE, tokens_DE) >= STILL:
         return False
-    oldest, newest = problem.recent[0], problem.recent[-1]
-    return _moved(_by_domain(problem, oldest.load), _by_domain(problem, newest.load)) < STILL
+    return _moved(*(_by_domain(problem, problem.recent[at].load) for at in (0, -1))) < STILL
 
 
 def _by_domain(problem: PlanningProblem, load: LoadMatrix) -> IntArray:
@@ -236,9 +237,7 @@ def _digest(*of: object) -> bytes:
 
 
 def _judge(problem: PlanningProblem, memory: _Memory) -> None:
-    """Judges pending layouts by what they cost on the micro-batches that have come since, and forgets those that are
-    over.
-    """
+    """Judges pending layouts by what they cost on the micro-batches that have come since, and forgets past ones."""
     recent, pending = problem.recent, memory.pending
     for batch in recent:
         if batch.micro_batch <= memory.judged or not batch.load.total:
@@ -258,26 +257,33 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
 
 
 def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> list[int]:
-    """Returns what a step with each layout costs, on a load of one micro-batch; in units of seconds that are
-    the same for all.
-    """
-    node_R = link_domains_of(problem.cluster)
+    """Returns what a step with each layout costs on a micro-batch's load, in units of seconds that all share."""
     known: dict[bytes, int] = {}
-    for layout_RS in layouts_CRS:
-        key = layout_RS.tobytes()
-        if key not in known:
-            expert_RS = layout_RS.astype(np.int64)
-            beside, gradients = _prices_of(problem, expert_RS, load.total)
-            known[key] = int(split_costs(load.tokens_RE[None], expert_RS, node_R, beside, NO_LIMIT)) + gradients
+    for key, expert_RS in {layout_RS.tobytes(): layout_RS.astype(np.int64) for layout_RS in layouts_CRS}.items():
+        if problem.late_slots and problem.model and problem.sharding:
+            given = problem.cluster, problem.model, problem.sharding, problem.late_slots, problem.slots_R
+            expert_RS = fill_late_slots(load, ExpertLayout(expert_RS, problem.load.num_experts), *given).expert_RS
+        known[key] = _cost(problem, load.tokens_RE[None], load.total, expert_RS)
     return [known[layout_RS.tobytes()] for layout_RS in layouts_CRS]
+
+
+def _cost(problem: PlanningProblem, tokens_KRE: IntArray, total: int, expert_RS: IntArray, most: int = NO_LIMIT) -> int:
+    """Returns what steps with a layout cost on loads of ``total`` tokens in the mean; if that is ``most`` or more,
+    anything from there.
+    """
+    beside, gradients = _prices_of(problem, expert_RS, total)
+    gradients *= len(tokens_KRE)
+    limit = most - gradients
+    return int(split_costs(tokens_KRE, expert_RS, link_domains_of(problem.cluster), beside, limit)) + gradients
 
 
 def _prices_of(problem: PlanningProblem, expert_RS: IntArray, total: int) -> tuple[Prices, int]:
     """Returns the prices of ``total`` tokens beside the layout's experts, and what their gradients cost."""
-    sharding, how_RS = problem.sharding, expert_RS
+    sharding, how_RS, most = problem.sharding, expert_RS, max(problem.slots_R)
     if isinstance(sharding, Fsep) and sharding.flat:
-        how_RS = (np.diff(np.sort(expert_RS, axis=1), axis=1, prepend=EMPTY) > 0).sum(axis=1)
-    alike = _Alike(how_RS.tobytes(), expert_RS)
+        parts = [expert_RS, expert_RS[:, :most]][: 1 + (expert_RS.shape[1] > most)]
+        how_RS = np.stack([(np.diff(np.sort(each, axis=1), axis=1, prepend=EMPTY) > 0).sum(axis=1) for each in parts])
+    alike = _Alike(how_RS.tobytes(), expert_RS.shape[1] - most, expert_RS)
     return _prices(alike, problem.model, problem.cluster, sharding, problem.overlap, total)
 
 
@@ -286,6 +292,7 @@ class _Alike:
     """Layouts whose experts cost as much to bring: of a flat restore, all with as many different ones on each rank."""
 
     key: bytes
+    late_slots: int
     expert_RS: IntArray = field(compare=False)
 
 
@@ -294,7 +301,8 @@ def _prices(
     alike: _Alike, model: ModelShape, cluster: ClusterSpec, sharding: Sharding, overlap: Overlap | None, total: int
 ) -> tuple[Prices, int]:
     layout = ExpertLayout(alike.expert_RS, model.num_experts)
-    return with_experts(prices_of(model, cluster, total, overlap), layout, model, cluster, sharding)
+    beside = prices_of(model, cluster, total, overlap)
+    return with_experts(beside, layout, model, cluster, sharding, late_slots=alike.late_slots)
 
 
 def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) -> tuple[tuple[int, ...], Layouts]:
@@ -381,22 +389,13 @@ def turn_of(num_plans: int, num_slots: int) -> int:
 
 
 def _climbed(problem: PlanningProblem, kept_RS: Layouts, num_plans: int) -> Layouts:
-    """Returns the layout that some tried neighbours lead to from ``kept_RS``, by what all remembered loads would have
-    cost.
-    """
+    """Returns the layout that tried neighbours lead to from ``kept_RS``, by what all remembered loads would cost."""
     slots_R, trials = np.array(problem.slots_R), trials_of(sum(problem.slots_R)) // 2
     if not trials:
         return kept_RS
     tokens_KRE = np.stack([batch.load.tokens_RE for batch in _remembered(problem)])
     tokens_KRE.setflags(write=False)
-    num_loads, node_R = len(tokens_KRE), link_domains_of(problem.cluster)
-    total = max(int(tokens_KRE.sum()) // num_loads, 1)
-
-    def cost(expert_RS: IntArray, most: int) -> int:
-        beside, gradients = _prices_of(problem, expert_RS, total)
-        gradients *= num_loads
-        return int(split_costs(tokens_KRE, expert_RS, node_R, beside, most - gradients)) + gradients
-
+    cost = partial(_cost, problem, tokens_KRE, max(int(tokens_KRE.sum()) // len(tokens_KRE), 1))
     draws = range(num_plans * trials, (num_plans + 1) * trials)
     return climbed(kept_RS.astype(np.int64), slots_R, problem.load.num_experts, cost, draws).astype(np.int32)
 
@@ -405,9 +404,9 @@ def _cheapest(problem: PlanningProblem, layouts_CRS: Layouts) -> Layouts:
     """Returns the layout that would have cost the remembered loads the least, each load as much as any other; the first
     one if none would have cost much less.
     """
-    shares_C = [0] * len(layouts_CRS)
+    shares_C, without_late = [0] * len(layouts_CRS), replace(problem, late_slots=0)
     for batch in _remembered(problem):
-        costs = _costs(problem, batch.load, layouts_CRS)
+        costs = _costs(without_late, batch.load, layouts_CRS)
         shares_C = [share + cost * MILLION // max(sum(costs), 1) for share, cost in zip(shares_C, costs, strict=True)]
     best = shares_C.index(min(shares_C))
     return layouts_CRS[best if shares_C[best] * 100 < shares_C[0] * KEPT_PERCENT else 0]
