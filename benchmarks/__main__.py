@@ -69,7 +69,7 @@ PAGES = {
         "benchmarks.record_routing:bench_record_routing",
         COMPUTING,
         "Record the routing that moesys leaderboard replays.",
-        "It trains five small models, in less than half an hour on two cores.",
+        "It trains five small models, in six minutes on one core.",
         ("python -m benchmarks record-routing recorded",),
     ),
     "calibration-check": CommandPage(

@@ -40,7 +40,8 @@ class PlanningProblem(Display):
     - ``recent``: the newest micro-batches before the plan, oldest first, as many as the planner's
       ``recent_batches``; empty where there is no history;
     - ``lag``: a plan is used this many micro-batches after the newest of ``recent``;
-    - ``late_slots``: of each rank beside ``slots_R``, filled on the counts of the very micro-batch;
+    - ``late_R``: late slots of each rank, [R], in addition to ``slots_R``: they are filled from the counts of the
+      micro-batch itself. Empty where there are none;
     - ``memory``: what the planner returned beside its plan before (``Balance.plan``), empty at first.
 
     ``plan_layout`` and ``split_tokens`` make it by ``of_layout`` and ``of_split``, which check that its parts belong
@@ -58,7 +59,7 @@ class PlanningProblem(Display):
     units_per_token: int = 1
     recent: tuple[PastBatch, ...] = ()
     lag: int = 1
-    late_slots: int = 0
+    late_R: tuple[int, ...] = ()
     memory: bytes = b""
 
     def _facts(self) -> str:
@@ -90,8 +91,9 @@ class PlanningProblem(Display):
         slots_R = _checked_slots(load, cluster, slots_per_rank)
         if previous is not None:
             _check_previous(previous, load, slots_R)
-        names = ("sharding", "overlap", "lag", "late_slots") if strategy else ()
-        of_strategy = {name: getattr(strategy, name) for name in names}
+        of_strategy = {name: getattr(strategy, name) for name in ("sharding", "overlap", "lag") if strategy}
+        if strategy and model and (late := strategy.late_slots):
+            of_strategy["late_R"] = tuple(late if slots else 0 for slots in strategy.slots(model, cluster))
         return cls(load, cluster, slots_R, previous, model, units_per_token=units_per_token, **of_strategy)
 
     @classmethod

@@ -24,7 +24,7 @@ from moesys.balance.predictors import FORECAST_UNITS, forecast
 from moesys.balance.topology import link_domains_of
 from moesys.config import Ep, Fsep, ModelShape, Sharding, Strategy, presets
 from moesys.config.workload import Generated
-from moesys.layout import ExpertLayout
+from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 from moesys.simulator.step_program import simulate
 from moesys.traces import generate
@@ -136,25 +136,81 @@ def test_the_candidate_of_the_fewest_seconds_plans(
     assert max(map(len, turns)) <= 3
 
 
-@pytest.mark.parametrize("prefetch_layers", [0, 1])
-def test_layouts_are_judged_with_the_late_slots_that_the_micro_batch_fills(prefetch_layers: int) -> None:
-    """As a layer plans them, and with what their experts cost on their way."""
-    slots, sharding = SLOTS - 1, Fsep(slots_per_rank=SLOTS, prefetch_layers=prefetch_layers)
+LATE = {
+    "fsep": Fsep(slots_per_rank=4),
+    "ahead": Fsep(slots_per_rank=4, prefetch_layers=1),
+    "hierarchical, ahead": Fsep(slots_per_rank=4, prefetch_layers=1, restore="hierarchical"),
+    "lent": Ep(slots_per_rank=4),
+    "uneven": Fsep(slots_per_rank=(1, 5, 4, 4) * 4, prefetch_layers=1),
+}
+
+
+@pytest.mark.parametrize("sharding", LATE.values(), ids=LATE)
+def test_layouts_are_judged_with_the_late_slots_that_the_micro_batch_fills(sharding: Sharding) -> None:
+    """As a layer plans them, and with what their experts cost on their way; nothing is compiled for it."""
     of = strategy(sharding).replace(late_slots=1)
+    slots_R = of.early_slots(MODEL, CLUSTER)
     load, uniform = LoadMatrix(loads(0, 1, 0.0)[0]), LoadMatrix(np.ones((CLUSTER.num_ranks, MODEL.num_experts), int))
-    problem = PlanningProblem.of_layout(load, CLUSTER, slots, MODEL, None, of)
-    layouts = [plan_layout(each, CLUSTER, "greedy", slots) for each in (uniform, load)]
+    problem = PlanningProblem.of_layout(load, CLUSTER, slots_R, MODEL, None, of)
+    layouts = [plan_layout(each, CLUSTER, "greedy", slots_R) for each in (uniform, load)]
+    # As many experts come, one of them late instead of early.
+    fewer_RS = layouts[0].expert_RS.copy()
+    replicas_E = layouts[0].replicas_RE.sum(axis=0)
+    rank = next(rank for rank, slots in enumerate(slots_R) if slots and replicas_E[fewer_RS[rank, 0]] > 1)
+    fewer_RS[rank, :-1], fewer_RS[rank, -1] = fewer_RS[rank, 1:].copy(), EMPTY
+    layouts.append(ExpertLayout(fewer_RS, MODEL.num_experts))
     filled = [plan_layer(of, MODEL, CLUSTER, load, layout=layout).layout for layout in layouts]
-    assert any((layout.expert_RS[:, slots:] >= 0).any() for layout in filled)
-    prices = prices_of(MODEL, CLUSTER, load.total, of.overlap)
-    expected = []
+    assert all((layout.expert_RS[:, max(slots_R) :] >= 0).any() for layout in (filled[0], filled[-1]))
+    prices, expected = prices_of(MODEL, CLUSTER, load.total, of.overlap), []
     for layout in filled:
         beside, gradients = with_experts(prices, layout, MODEL, CLUSTER, sharding, late_slots=1)
-        whole = load.tokens_RE[None], layout.expert_RS, link_domains_of(CLUSTER)
+        whole = load.tokens_RE[None], layout.expert_RS.copy(), link_domains_of(CLUSTER)
         expected.append(int(split_costs(*whole, beside, NO_LIMIT)) + gradients)
     layouts_CRS = np.stack([layout.expert_RS.astype(np.int32) for layout in layouts])
-    assert leader._costs(problem, load, layouts_CRS) == expected
-    assert leader._costs(replace(problem, late_slots=0), load, layouts_CRS) != expected
+    without = leader._costs(replace(problem, late_R=()), load, layouts_CRS)
+    known = set(split_costs.dispatcher.signatures)
+    assert leader._costs(problem, load, layouts_CRS) == expected != without
+    assert set(split_costs.dispatcher.signatures) == known
+
+
+@pytest.mark.parametrize("sharding", LATE.values(), ids=LATE)
+def test_experts_that_come_late_are_priced_apart_from_early_ones(sharding: Sharding) -> None:
+    """Two layouts with as many experts on each rank, of which one has one of them late."""
+    of = strategy(sharding).replace(late_slots=1)
+    slots_R = of.early_slots(MODEL, CLUSTER)
+    load = LoadMatrix(loads(0, 1, 0.0)[0])
+    problem = PlanningProblem.of_layout(load, CLUSTER, slots_R, MODEL, None, of)
+    early_RS = plan_layout(load, CLUSTER, "static", slots_R).expert_RS
+    early_RS = np.pad(early_RS, ((0, 0), (0, 1)), constant_values=EMPTY)
+    late_RS = early_RS.copy()
+    late_RS[-1, -1], late_RS[-1, slots_R[-1] - 1] = late_RS[-1, slots_R[-1] - 1], EMPTY
+    prices = prices_of(MODEL, CLUSTER, load.total, of.overlap)
+    for expert_RS in (early_RS, late_RS):
+        layout = ExpertLayout(expert_RS, MODEL.num_experts)
+        beside, gradients = with_experts(prices, layout, MODEL, CLUSTER, sharding, late_slots=1)
+        found, its_gradients = leader._prices_of(problem, expert_RS, load.total)
+        assert its_gradients == gradients
+        assert all(np.array_equal(one, other) for one, other in zip(found, beside, strict=True))
+
+
+def test_what_was_remembered_with_other_late_slots_is_forgotten() -> None:
+    of = strategy()
+    *_, (problem, _, memory) = problems(loads(0, 3, 0.2), of)
+    late_R = (1,) * CLUSTER.num_ranks
+    begun = Greedy().plan(replace(problem, late_R=late_R))
+    assert Greedy().plan(replace(problem, late_R=late_R, memory=memory)) == begun
+
+
+def test_a_jump_costs_as_much_whatever_the_unit_of_the_predicted_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, (problem, _, _) = problems(loads(0, 6, 0.3), strategy())
+    scaled = replace(problem, load=LoadMatrix(problem.load.tokens_RE * 256), units_per_token=256)
+    noted = []
+    note = leader._note_jumps
+    monkeypatch.setattr(leader, "_note_jumps", lambda one, memory: (note(one, memory), noted.append(memory.jump_C)))
+    for one in (problem, scaled):
+        Greedy().plan(one)
+    assert noted[0].any()
+    assert (noted[0] == noted[1]).all()
 
 
 def test_a_layout_is_kept_until_another_is_cheaper_on_the_remembered_loads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,9 +137,8 @@ def build_best(problem, scenarios, expert_RS):  # type: ignore[no-untyped-def]
     num_experts, num_ranks = problem.expert_D.size, problem.rank_A.size
     total, num_slots = problem.tokens_E[problem.expert_D].sum(), problem.slots_R[problem.rank_A].sum()
     wanted = np.zeros(num_experts + 1, np.bool_)
-    # the fewest, which is one or two, and all
-    wanted[:3] = True
-    wanted[num_experts] = True
+    # none, the fewest that can be, which is one or two, and all
+    wanted[:3] = wanted[num_experts] = True
     for eighth in HOT_EIGHTHS:
         count = 0
         while count < num_experts and problem.tokens_E[problem.expert_D[count]] * 8 * num_ranks >= eighth * total:

@@ -97,7 +97,7 @@ KEPT = LAER + 1
 NUM_CANDIDATES = KEPT + 1
 
 # Parts of a problem that stay from plan to plan.
-_LASTING = attrgetter("slots_R", "late_slots", "cluster", "model", "sharding", "overlap")
+_LASTING = attrgetter("slots_R", "late_R", "cluster", "model", "sharding", "overlap")
 
 Layouts = npt.NDArray[np.int32]
 
@@ -206,7 +206,8 @@ def _note_jumps(problem: PlanningProblem, memory: _Memory) -> None:
     elif memory.unit:
         _, candidates, layouts_CRS = memory.pending[-1]
         far = max(problem.recent, key=lambda batch: _moved(_by_domain(problem, batch.load), memory.tokens_DE)).load
-        costs = (_costs(problem, load, layouts_CRS) for load in (LoadMatrix(problem.load.tokens_RE[:, ::-1]), far))
+        reverse = LoadMatrix(problem.recent[-1].load.tokens_RE[:, ::-1])
+        costs = (_costs(problem, load, layouts_CRS) for load in (reverse, far))
         memory.jump_C[list(candidates)] = [sum(of) * MILLION // memory.unit for of in zip(*costs, strict=True)]
 
 
@@ -237,7 +238,9 @@ def _digest(*of: object) -> bytes:
 
 
 def _judge(problem: PlanningProblem, memory: _Memory) -> None:
-    """Judges pending layouts by what they cost on the micro-batches that have come since, and forgets past ones."""
+    """Judges pending layouts by what they cost on the micro-batches that have come since, and forgets those that are
+    no longer in use.
+    """
     recent, pending = problem.recent, memory.pending
     for batch in recent:
         if batch.micro_batch <= memory.judged or not batch.load.total:
@@ -260,10 +263,11 @@ def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> 
     """Returns what a step with each layout costs on a micro-batch's load, in units of seconds that all share."""
     known: dict[bytes, int] = {}
     for key, expert_RS in {layout_RS.tobytes(): layout_RS.astype(np.int64) for layout_RS in layouts_CRS}.items():
-        if problem.late_slots and problem.model and problem.sharding:
-            given = problem.cluster, problem.model, problem.sharding, problem.late_slots, problem.slots_R
+        if problem.late_R and problem.model and problem.sharding:
+            given = problem.cluster, problem.model, problem.sharding, max(problem.late_R), problem.late_R
             expert_RS = fill_late_slots(load, ExpertLayout(expert_RS, problem.load.num_experts), *given).expert_RS
-        known[key] = _cost(problem, load.tokens_RE[None], load.total, expert_RS)
+        # A copy, as compiled loops are compiled anew for arrays that may not be written.
+        known[key] = _cost(problem, load.tokens_RE[None], load.total, expert_RS.copy())
     return [known[layout_RS.tobytes()] for layout_RS in layouts_CRS]
 
 
@@ -281,8 +285,8 @@ def _prices_of(problem: PlanningProblem, expert_RS: IntArray, total: int) -> tup
     """Returns the prices of ``total`` tokens beside the layout's experts, and what their gradients cost."""
     sharding, how_RS, most = problem.sharding, expert_RS, max(problem.slots_R)
     if isinstance(sharding, Fsep) and sharding.flat:
-        parts = [expert_RS, expert_RS[:, :most]][: 1 + (expert_RS.shape[1] > most)]
-        how_RS = np.stack([(np.diff(np.sort(each, axis=1), axis=1, prepend=EMPTY) > 0).sum(axis=1) for each in parts])
+        both = expert_RS, expert_RS[:, :most]
+        how_RS = np.stack([(np.diff(np.sort(each, axis=1), axis=1, prepend=EMPTY) > 0).sum(axis=1) for each in both])
     alike = _Alike(how_RS.tobytes(), expert_RS.shape[1] - most, expert_RS)
     return _prices(alike, problem.model, problem.cluster, sharding, problem.overlap, total)
 
@@ -318,9 +322,8 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     def problem_of(load: str) -> PlanningProblem:
         one = replace(problem, layout=None, recent=(), memory=b"")
         if load in ("mean", "fading"):
-            ages = reversed(range(len(loads)))
-            weights = [1 if load == "mean" else max(1, round(FADING_UNITS * FADING**age)) for age in ages]
-            weighted = [weight * each.tokens_RE for weight, each in zip(weights, loads, strict=True)]
+            weights = [1 if load == "mean" else max(1, round(FADING_UNITS * FADING**age)) for age in range(len(loads))]
+            weighted = [weight * each.tokens_RE for weight, each in zip(weights, loads[::-1], strict=True)]
             return replace(one, load=LoadMatrix(np.sum(weighted, axis=0)), units_per_token=sum(weights))
         if load == "forecast" and (found := expected()):
             return replace(one, load=found.load, units_per_token=FORECAST_UNITS)
@@ -402,9 +405,9 @@ def _climbed(problem: PlanningProblem, kept_RS: Layouts, num_plans: int) -> Layo
 
 def _cheapest(problem: PlanningProblem, layouts_CRS: Layouts) -> Layouts:
     """Returns the layout that would have cost the remembered loads the least, each load as much as any other; the first
-    one if none would have cost much less.
+    one if none would have cost much less. Late slots are left out, which would take several times as long.
     """
-    shares_C, without_late = [0] * len(layouts_CRS), replace(problem, late_slots=0)
+    shares_C, without_late = [0] * len(layouts_CRS), replace(problem, late_R=())
     for batch in _remembered(problem):
         costs = _costs(without_late, batch.load, layouts_CRS)
         shares_C = [share + cost * MILLION // max(sum(costs), 1) for share, cost in zip(shares_C, costs, strict=True)]

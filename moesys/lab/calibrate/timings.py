@@ -35,7 +35,7 @@ from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.moe.masters import DTYPES
 from moesys.overlap.comm.channel import Messages, exchange
-from moesys.overlap.comm.record import DeviceClock
+from moesys.overlap.comm.record import Meter
 from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertGradients, ExpertWeights
 from moesys.overlap.experts_cpu import experts_on_device
 from moesys.overlap.routes import build_routes, chunk_counts
@@ -414,22 +414,19 @@ def seconds_of(work: Callable[[], object], calls: int, device: torch.device, hel
     of a GPU is held while the host launches for ``held_s``: in a step the host is ahead, so that its own time, 1 ms for
     the experts of a layer, does not count.
     """
-    clock = DeviceClock(device.type)
+    meter = Meter(device.type)
     if held_s and device.type == "cuda":
         hold_stream(held_s)
         # Ranks that come late to the first all-to-all are not in the time.
         work()
-    start = clock.now()
-    for _ in range(calls):
-        work()
-    end = clock.now()
-    assert start is not None
-    assert end is not None
-    return clock.ms_between(start, end) / 1000
+    with meter.exposed("calls"):
+        for _ in range(calls):
+            work()
+    return meter.exposed_ms["calls"] / 1000
 
 
 def calls_of(seconds: float, effort: Effort, device: torch.device) -> int:
-    """Returns the number of calls of a window, of so many seconds per call."""
+    """Returns the number of calls of a window if a call takes so many seconds."""
     return max(1, min(MOST_CALLS[device.type], math.ceil(effort.window_s / max(seconds, 1e-9))))
 
 

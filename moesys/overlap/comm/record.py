@@ -24,7 +24,7 @@ class DeviceClock:
     """
 
     def __init__(self, device_type: str) -> None:
-        self._on_gpu = device_type == "cuda"
+        self.on_gpu = device_type == "cuda"
 
     @staticmethod
     def host_us() -> float:
@@ -33,7 +33,7 @@ class DeviceClock:
 
     def now(self) -> Moment | None:
         """Returns this moment; None while a CUDA graph is captured, which happens at no time."""
-        if not self._on_gpu:
+        if not self.on_gpu:
             return self.host_us()
         if torch.cuda.is_current_stream_capturing():
             return None
@@ -162,6 +162,7 @@ class Recorder:
         self._spans: list[Span] = []
         self._later: list[Callable[[], Iterable[SpanRecord]]] = []
         self._lock = threading.Lock()
+        self._free_us: dict[str, float] = defaultdict(float)
 
     def add(self, lane: str, kind: str, start_us: float, end_us: float, detail: str = "") -> None:
         """Records a span, in any order: threads may learn of the end of a message after that of a later one."""
@@ -205,8 +206,9 @@ class Recorder:
             for record in read():
                 self.add(*record)
         with self._lock:
-            spans = sorted(self._spans)
-        free_us: dict[str, float] = defaultdict(float)
+            # Those of a GPU are in the order of its streams, and their times less exact than that.
+            spans = self._spans.copy() if self.clock.on_gpu else sorted(self._spans)
+            free_us = self._free_us.copy()
         for place, span in enumerate(spans):
             start_us = max(span.start_us, free_us[span.lane])
             free_us[span.lane] = end_us = max(start_us, span.end_us)
@@ -215,6 +217,8 @@ class Recorder:
 
     def clear(self) -> None:
         with self._lock:
+            for span in self._spans:
+                self._free_us[span.lane] = max(self._free_us[span.lane], span.end_us)
             self._spans.clear()
         self._later.clear()
 

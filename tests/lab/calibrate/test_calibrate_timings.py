@@ -104,6 +104,7 @@ def test_a_gpu_is_held_while_the_host_launches(monkeypatch, call_s):
     class Event(SimpleNamespace):
         record = staticmethod(lambda: order.append("record"))
         synchronize = staticmethod(lambda: order.append("wait"))
+        query = staticmethod(lambda: False)
         elapsed_time = staticmethod(lambda _: 2e3 * call_s)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)

@@ -15,6 +15,7 @@ from moesys.moe.pulled_experts import PulledExperts
 from moesys.overlap.comm import channel as channels
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import DeviceClock, Meter, Recorder
+from moesys.timeline import Timeline
 
 
 class Gpu:
@@ -76,6 +77,12 @@ def test_messages_keep_their_order_whichever_thread_reports_first(ended: tuple[i
     assert spans == recorder.timeline().spans, "asking twice tells the same"
     if ended == (0, 1, 2):
         assert [(span.start_us, span.end_us) for span in spans] == [(1, 10), (10, 20), (30, 40)]
+    before = recorder.timeline()
+    recorder.clear()
+    recorder.add("restore", "restore", 35.0, 50.0, "issued before")
+    (later,) = recorder.timeline().spans
+    assert (later.start_us, later.end_us) == (40.0, 50.0), "its lane was busy, as what was told before says"
+    assert len(Timeline.merge([before, recorder.timeline()]).spans) == 4
 
 
 @pytest.mark.usefixtures("still_host")
