@@ -162,6 +162,7 @@ class Recorder:
         self._spans: list[Span] = []
         self._later: list[Callable[[], Iterable[SpanRecord]]] = []
         self._lock = threading.Lock()
+        # When the cleared spans of each lane ended, so that later ones do not overlap them.
         self._free_us: dict[str, float] = defaultdict(float)
 
     def add(self, lane: str, kind: str, start_us: float, end_us: float, detail: str = "") -> None:
