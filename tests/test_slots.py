@@ -51,6 +51,8 @@ def test_late_slots_leave_the_others_for_every_expert():
     assert EP.early_slots(MODEL, CLUSTER) == EP.slots(MODEL, CLUSTER)
     uneven = strategy.replace(sharding=Fsep(slots_per_rank=(8, 0, 1, 3)))
     assert uneven.early_slots(MODEL, CLUSTER) == (7, 0, 0, 2)
+    assert uneven.late_slots_R(MODEL, CLUSTER) == (1, 0, 1, 1)
+    assert EP.late_slots_R(MODEL, CLUSTER) == ()
     message = (
         "late_slots=2 leaves 4 slots for 8 experts before the counts are known; use fewer, or at least 1 slots more a "
         "rank"

@@ -34,11 +34,10 @@ def fill_late_slots(
     cluster: ClusterSpec,
     model: ModelShape,
     sharding: Sharding,
-    late_slots: int,
-    slots_R: tuple[int, ...],
+    late_R: tuple[int, ...],
 ) -> ExpertLayout:
-    """Returns ``layout`` with ``late_slots`` more slots a rank, which hold what ``load`` is worth fetching for, if
-    anything. ``slots_R``: slots of each rank, late ones among them; a rank without has none.
+    """Returns ``layout`` with ``late_R`` more slots on each rank, [R], which hold what ``load`` is worth fetching for,
+    if anything.
 
     What is weighed: seconds of the rank that computes longest, forward and backward, after an exact split; seconds of
     a node's link, for tokens that a copy brings to another node or home; and seconds of the busiest link that experts
@@ -50,15 +49,13 @@ def fill_late_slots(
     Raises ValueError when load, model, layout and cluster do not belong together.
     """
     problem = PlanningProblem.of_split(load, layout, cluster, model=model)
-    expert_RS = np.full((layout.num_ranks, layout.num_slots + late_slots), EMPTY)
+    expert_RS = np.full((layout.num_ranks, layout.num_slots + max(late_R)), EMPTY)
     expert_RS[:, : layout.num_slots] = layout.expert_RS
-    late_R = np.array([late_slots if slots else 0 for slots in slots_R])
     prices, owner_E = fetch_prices(model, cluster, sharding), np.full(model.num_experts, FROM_ALL)
     if isinstance(sharding, Ep):
         owner_E = owner_of_experts(model.num_experts, layout.num_ranks)
-    late_RL = late_experts(
-        problem.load.tokens_RE, expert_RS, late_R, owner_E, (link_domains_of(cluster), nodes_of(cluster)), prices
-    )
+    parts = link_domains_of(cluster), nodes_of(cluster)
+    late_RL = late_experts(problem.load.tokens_RE, expert_RS, np.array(late_R), owner_E, parts, prices)
     expert_RS[:, layout.num_slots :] = late_RL
     return ExpertLayout(expert_RS, layout.num_experts)
 

@@ -143,11 +143,10 @@ def plan_layer(
     if layout is None or strategy.lag == 0:
         slots = strategy.early_slots(model, cluster)
         layout = plan_layout(load, cluster, strategy.balance, slots, model=model, strategy=strategy)
-    if late := strategy.late_slots:
+    if late_R := strategy.late_slots_R(model, cluster):
         from moesys.balance.late_slots import fill_late_slots
 
-        slots_R = strategy.slots(model, cluster)
-        layout = fill_late_slots(load, layout, cluster, model, strategy.sharding, late, slots_R)
+        layout = fill_late_slots(load, layout, cluster, model, strategy.sharding, late_R)
     tokens = split_tokens(load, layout, cluster, strategy.split, turn, model=model, overlap=strategy.overlap)
     return LayerPlan(_in_blocks(tokens, strategy), turn)
 

@@ -219,6 +219,6 @@ def _run_loops(planner: Balance, split: Split | None, late_slots: bool) -> None:
     if late_slots:
         from moesys.balance.late_slots import fill_late_slots
 
-        layout = fill_late_slots(turned, layout, cluster, model, Ep(), late_slots=1, slots_R=(4,) * 4)
+        layout = fill_late_slots(turned, layout, cluster, model, Ep(), (1,) * 4)
     if split is not None:
         split_tokens(turned, layout, cluster, split, model=model)

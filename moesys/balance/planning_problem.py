@@ -92,8 +92,8 @@ class PlanningProblem(Display):
         if previous is not None:
             _check_previous(previous, load, slots_R)
         of_strategy = {name: getattr(strategy, name) for name in ("sharding", "overlap", "lag") if strategy}
-        if strategy and model and (late := strategy.late_slots):
-            of_strategy["late_R"] = tuple(late if slots else 0 for slots in strategy.slots(model, cluster))
+        if strategy and model:
+            of_strategy["late_R"] = strategy.late_slots_R(model, cluster)
         return cls(load, cluster, slots_R, previous, model, units_per_token=units_per_token, **of_strategy)
 
     @classmethod

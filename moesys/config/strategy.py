@@ -211,6 +211,12 @@ class Strategy(Declared):
             )
         return early_R
 
+    def late_slots_R(self, model: ModelShape, cluster: ClusterSpec) -> tuple[int, ...]:
+        """Returns the late slots of each rank, [R], which a rank without slots has none of; () if the strategy has
+        none.
+        """
+        return tuple(self.late_slots * (slots > 0) for slots in self.slots(model, cluster)) if self.late_slots else ()
+
     def slots(self, model: ModelShape, cluster: ClusterSpec) -> tuple[int, ...]:
         """Returns the slots of each rank, [R], checked against the model: every expert must find a slot.
 

@@ -45,10 +45,10 @@ def test_what_late_slots_hold_and_what_they_cost(data, instance, late, gb_per_s)
     model = shape(load.num_experts)
     layout = plan_layout(load, cluster, Eplb(), slots_R)
     now = LoadMatrix(np.roll(load.tokens_RE, data.draw(st.integers(0, 3)), axis=1))
-    total_R = tuple(slots + late * (slots > 0) for slots in slots_R)
-    filled = fill_late_slots(now, layout, cluster, model, sharding, late, total_R)
+    late_R = tuple(late * (slots > 0) for slots in slots_R)
+    filled = fill_late_slots(now, layout, cluster, model, sharding, late_R)
 
-    assert filled == fill_late_slots(now, layout, cluster, model, sharding, late, total_R)
+    assert filled == fill_late_slots(now, layout, cluster, model, sharding, late_R)
     assert filled.without_last(late) == layout
     late_RL = filled.expert_RS[:, layout.num_slots :]
     assert filled.num_duplicates == layout.num_duplicates
@@ -71,7 +71,7 @@ def test_one_hot_expert_is_copied_as_often_as_it_pays(data, num_ranks, tokens):
     tokens_RE = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     tokens_RE[0, 0] = tokens
     layout = plan_layout(LoadMatrix(tokens_RE), cluster, Eplb(), 1)
-    filled = fill_late_slots(LoadMatrix(tokens_RE), layout, cluster, model, AHEAD, 1, (2,) * num_ranks)
+    filled = fill_late_slots(LoadMatrix(tokens_RE), layout, cluster, model, AHEAD, (1,) * num_ranks)
     # A copy brings a slice from every other rank; a slice's way out carries each copy, and a way in R - 1 slices.
     slice_seconds = (2 + 4) * model.expert_parameters / num_ranks / (gb_per_s * 1e9)
     seconds = [
@@ -97,7 +97,7 @@ def test_a_drifting_load_is_balanced_with_few_fetches():
         drawn.append(np.stack([rng.multinomial(4096, share_E / share_E.sum()) for share_E in share_RE]))
     for earlier, tokens_RE in pairwise(drawn):
         now, layout = LoadMatrix(tokens_RE), plan_layout(LoadMatrix(earlier), cluster, Greedy(), 3, model=model)
-        filled = fill_late_slots(now, layout, cluster, model, AHEAD, 1, (4,) * 16)
+        filled = fill_late_slots(now, layout, cluster, model, AHEAD, (1,) * 16)
         before.append(split_tokens(now, layout, cluster, FlowSplit()).max_over_mean)
         after.append(split_tokens(now, filled, cluster, FlowSplit()).max_over_mean)
         used.append((filled.expert_RS[:, 3:] != EMPTY).mean())
@@ -113,7 +113,7 @@ def test_a_copy_goes_where_its_tokens_are(source):
     tokens_RE = np.zeros((3, 3), dtype=np.int64)
     tokens_RE[source, 0] = 100
     layout = ExpertLayout([[0], [1], [2]], 3)
-    filled = fill_late_slots(LoadMatrix(tokens_RE), layout, cluster, shape(3), Ep(slots_per_rank=2), 1, (2,) * 3)
+    filled = fill_late_slots(LoadMatrix(tokens_RE), layout, cluster, shape(3), Ep(slots_per_rank=2), (1,) * 3)
     assert np.argwhere(filled.expert_RS[:, 1:] == 0).tolist() == [[source, 0]]
 
 
@@ -123,7 +123,7 @@ def test_a_domain_of_several_nodes_is_one_to_its_ranks(ranks_per_domain, fetched
     links = {"intra_node_gb_per_s": 1e3, "inter_node_gb_per_s": 1e-3, "expert_tflops": 1}
     cluster = ClusterSpec(num_nodes=2, ranks_per_node=1, ranks_per_domain=ranks_per_domain, **links)
     load, layout = LoadMatrix([[900, 0], [100, 0]]), ExpertLayout([[0], [1]], 2)
-    filled = fill_late_slots(load, layout, cluster, shape(2), Ep(slots_per_rank=2), 1, (2, 2))
+    filled = fill_late_slots(load, layout, cluster, shape(2), Ep(slots_per_rank=2), (1, 1))
     assert (filled.expert_RS[:, 1:] != EMPTY).sum() == fetched
 
 
@@ -139,5 +139,5 @@ def test_a_second_late_copy_in_a_node_comes_from_inside(sharding, gb_per_s, flat
     tokens_RE[:3, 0] = 2000
     layout = ExpertLayout(np.arange(6)[:, None], 6)
     for how, copies in ((sharding, flat), (sharding.replace(**by_node), 5)):
-        filled = fill_late_slots(LoadMatrix(tokens_RE), layout, cluster, model, how, 1, (2,) * 6)
+        filled = fill_late_slots(LoadMatrix(tokens_RE), layout, cluster, model, how, (1,) * 6)
         assert (filled.expert_RS[:, 1] == 0).tolist() == [False, *(rank <= copies for rank in range(1, 6))]

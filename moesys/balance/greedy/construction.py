@@ -30,7 +30,8 @@ from moesys.load import IntArray
 # so many tenths of all tokens.
 HOT_EIGHTHS = (16, 12, 8, 6, 4, 3, 2, 1)
 HOT_TENTHS = (1, 2, 3, 4)
-# So many experts that have a slot each are placed as well without hot ones: of 160 nodes with 24 experts, in 157.
+# From so many experts on, if each has one slot, a layout without hot ones is as good: for 157 of 160 nodes with 24
+# experts it was the best.
 MANY_SINGLE = 16
 # A hot expert's last tokens go to a shared rank if they fill at most so many sixteenths of its room: the rest is what
 # its neighbour in the tree can give way by.

@@ -264,7 +264,7 @@ def _costs(problem: PlanningProblem, load: LoadMatrix, layouts_CRS: Layouts) -> 
     known: dict[bytes, int] = {}
     for key, expert_RS in {layout_RS.tobytes(): layout_RS.astype(np.int64) for layout_RS in layouts_CRS}.items():
         if problem.late_R and problem.model and problem.sharding:
-            given = problem.cluster, problem.model, problem.sharding, max(problem.late_R), problem.late_R
+            given = problem.cluster, problem.model, problem.sharding, problem.late_R
             expert_RS = fill_late_slots(load, ExpertLayout(expert_RS, problem.load.num_experts), *given).expert_RS
         # A copy, as compiled loops are compiled anew for arrays that may not be written.
         known[key] = _cost(problem, load.tokens_RE[None], load.total, expert_RS.copy())

@@ -207,7 +207,7 @@ class Recorder:
             for record in read():
                 self.add(*record)
         with self._lock:
-            # Those of a GPU are in the order of its streams, and their times less exact than that.
+            # Spans of a GPU are recorded in the order of its streams, and their times are less exact than this order.
             spans = self._spans.copy() if self.clock.on_gpu else sorted(self._spans)
             free_us = self._free_us.copy()
         for place, span in enumerate(spans):
