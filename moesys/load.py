@@ -104,9 +104,11 @@ class LoadMatrix(Display):
 
     @cached_property
     def log_popularity_E(self) -> npt.NDArray[np.float64]:
-        """Natural logarithms of experts' tokens plus 1, less the mean of all experts'."""
+        """Returns natural logarithms of experts' tokens plus 1, less the mean of all experts'; read-only."""
         log_E = np.log1p(self.tokens_E)
-        return log_E - log_E.mean()
+        log_E -= log_E.mean()
+        log_E.setflags(write=False)
+        return log_E
 
     @property
     def total(self) -> int:

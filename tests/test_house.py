@@ -46,7 +46,7 @@ PACKAGES = {
 }
 BUDGETS = {
     "moesys/config": Budget(2_281, 17),
-    "moesys, ground files": Budget(2_290, 16),
+    "moesys, ground files": Budget(2_292, 16),
     "moesys/kernels": Budget(4_720, 45),
     "moesys/balance": Budget(6_061, 41),
     "moesys/overlap": Budget(2_836, 18),
@@ -60,7 +60,7 @@ BUDGETS = {
     "experiments": Budget(1_396, 15),
     "tests": Budget(46_263, 319),
 }
-TOTAL = Budget(38_581, 265)
+TOTAL = Budget(38_583, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
