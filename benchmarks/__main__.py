@@ -57,6 +57,13 @@ PAGES = {
         "Which planner is best is the question of moesys leaderboard.",
         ("python -m benchmarks planner-scale --seeds 1 --out found",),
     ),
+    "certificates": CommandPage(
+        "benchmarks.certificates:bench_certificates",
+        COMPUTING,
+        "Compare Greedy's layers with their bounds.",
+        "No layout with as many slots can take less time than a bound. LAER-MoE's planner is simulated beside it.",
+        ("python -m benchmarks certificates --seeds 1 --out found",),
+    ),
     "planners": CommandPage(
         "benchmarks.planners:bench_planners",
         COMPUTING,

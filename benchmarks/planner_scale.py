@@ -1,12 +1,14 @@
 """Planning times over sizes: layouts and splits for 8 to 1,024 ranks and up to 58 layers, on generated loads.
 
-DeepSeek's own EPLB takes part where a checkout of deepseek-ai/EPLB is given; it is never a dependency.
+First plans of one load, for which DeepSeek's own EPLB takes part where a checkout of deepseek-ai/EPLB is given (it is
+never a dependency); then plans from history, as training makes them after each micro-batch. S micro-batches, L layers.
 """
 
 from __future__ import annotations
 
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,15 +23,21 @@ from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.greedy.greedy import Greedy
+from moesys.balance.greedy.leader import FIRST_PLANS, PLANS_BETWEEN_SEARCHES, SEARCHES, SLOTS_PER_PLAN
 from moesys.balance.laer import Laer
 from moesys.balance.planners import plan_layouts, split_tokens
-from moesys.config import Balance, ClusterSpec, Split
+from moesys.balance.replay import ReplayBatch, replay_layer
+from moesys.config import Balance, ClusterSpec, Fsep, ModelRun, ModelShape, ModelSpec, Split, Strategy, presets
+from moesys.config.layer_spec import MoeMlp
+from moesys.config.workload import Generated
 from moesys.lab.commands.options import option, refusing
-from moesys.lab.runs.stopwatch import machine_line, repeated_ms
+from moesys.lab.runs.stopwatch import Quantiles, interleave, machine_line, repeated_ms, wall_ms
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
+from moesys.simulator.model.simulate_model import simulate_model
+from moesys.traces import Trace, generate
 
 TOKENS_PER_RANK, TOP_K = 8192, 8
 # Layers are planned in parallel.
@@ -110,6 +118,104 @@ class SizeRow:
     gap: Annotated[float, Column("gap %", ".2f", 100)]
 
 
+@dataclass(frozen=True)
+class TrainingCase:
+    """Layers of a model on nodes of 8 H100, fully sharded, that are planned anew after each micro-batch.
+
+    drift: share of the experts' log-popularity that a micro-batch draws anew. whole: all layers with experts, which
+    ``THREADS`` threads plan, are compared with a step of the model; otherwise one layer is planned.
+    """
+
+    model_name: str
+    num_ranks: int
+    slots: int
+    drift: float
+    whole: bool = False
+
+    @property
+    def model(self) -> ModelSpec:
+        return ModelSpec.from_config(self.model_name)
+
+    @property
+    def shape(self) -> ModelShape:
+        (mlp,) = {layer.mlp for layer in self.model.layers if isinstance(layer.mlp, MoeMlp)}
+        return mlp.shape
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.model.moe_layers) if self.whole else 1
+
+    @property
+    def name(self) -> str:
+        layers = f"{self.num_layers} layers on {THREADS} threads, " if self.whole else ""
+        return (
+            f"{self.shape.num_experts} experts, {self.num_ranks} ranks x {self.slots} slots, {layers}drift {self.drift}"
+        )
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        return presets.h100(self.num_ranks // 8)
+
+    @property
+    def micro_batches(self) -> int:
+        """The first plans, and those in which each of ``Greedy``'s searches is repeated ``SEARCHED`` times."""
+        period = len(SEARCHES) * (PLANS_BETWEEN_SEARCHES + self.num_ranks * self.slots // SLOTS_PER_PLAN)
+        return 1 + FIRST_PLANS + SEARCHED * period
+
+    def strategy(self, balance: Balance) -> Strategy:
+        split = FlowSplit(max_inter_node="seconds")
+        return Strategy(name="planned", sharding=Fsep(slots_per_rank=self.slots), balance=balance, split=split)
+
+    def trace(self, micro_batches: int) -> Trace:
+        routing = Generated(
+            num_layers=self.num_layers, tokens_per_rank=TOKENS_PER_RANK, warmup=0, steps=micro_batches, drift=self.drift
+        )
+        return generate(routing, self.num_ranks, self.shape.num_experts, self.shape.top_k, 0)
+
+    def walks(self) -> dict[str, list[Iterator[ReplayBatch]]]:
+        """Returns what goes through each layer's micro-batches, planning for each, by planner."""
+        tokens_SLRE = self.trace(self.micro_batches).tokens_SLRE
+        return {
+            balance.kind: [
+                replay_layer(self.strategy(balance), self.shape, self.cluster, tokens_SLRE[:, layer], layer=layer)
+                for layer in range(self.num_layers)
+            ]
+            for balance in (Greedy(), Laer())
+        }
+
+    def step_ms(self) -> float:
+        """Returns the simulated time of a step of the whole model with ``Greedy``, after its first plans."""
+        run = ModelRun(model=self.model, cluster=self.cluster, strategy=self.strategy(Greedy()), micro_batch=2)
+        return 1e3 * simulate_model(run, self.trace(FIRST_PLANS + 4), draws=1).seconds
+
+
+TRAINING_CASES = (
+    TrainingCase("qwen3-30b-a3b", 32, 5, 0.3),
+    TrainingCase("qwen3-30b-a3b", 64, 4, 0.3),
+    TrainingCase("qwen3-30b-a3b", 64, 5, 0.3),
+    TrainingCase("deepseek-v3", 128, 3, 0.3),
+    TrainingCase("qwen3-30b-a3b", 64, 4, 0.3, whole=True),
+    TrainingCase("qwen3-30b-a3b", 64, 4, 0.0, whole=True),
+)
+SEARCHED = 2
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One planner in one case: the time from the counts of a micro-batch to all layouts, over micro-batches.
+
+    over_laer: mean divided by LAER's mean. of_step: mean divided by the simulated step, if the case is a whole model.
+    """
+
+    case: Annotated[str, Column("case", wraps=True)]
+    planner: Annotated[str, Column("planner", kept=True)]
+    plan_ms: Annotated[Quantiles, Column("plan ms [p20, p80]", ".2f", kept=True)]
+    mean_ms: Annotated[float, Column("mean", ".2f")]
+    worst_ms: Annotated[float, Column("worst", ".2f")]
+    over_laer: Annotated[float, Column("over laer", ".2f", kept=True)]
+    of_step: Annotated[float | None, Column("of the step %", ".1f", 100)]
+
+
 def load_peer(path: Path) -> Callable[..., Any]:
     """Returns ``rebalance_experts`` of a checkout of deepseek-ai/EPLB: its folder, or its eplb.py. Runs that file.
 
@@ -161,6 +267,28 @@ def measure(
     )
 
 
+def measure_training(case: TrainingCase) -> list[TrainingRow]:
+    """Times the planners' plans after ``Greedy``'s first ones, one planner beside the other."""
+    walks = case.walks()
+    with ThreadPoolExecutor(THREADS) as pool:
+        at_once: Callable[..., Iterator[ReplayBatch]] = pool.map if case.whole else map
+
+        def advance(name: str) -> float:
+            return wall_ms(lambda: list(at_once(next, walks[name])))
+
+        all_ms = interleave({name: partial(advance, name) for name in walks}, case.micro_batches - 1)
+    ms = {name: each[FIRST_PLANS:] for name, each in all_ms.items()}
+    mean_ms = {name: float(np.mean(each)) for name, each in ms.items()}
+    step_ms = case.step_ms() if case.whole else None
+    return [
+        TrainingRow(
+            *(case.name, name, Quantiles.of(ms[name]), mean_ms[name], max(ms[name]), mean_ms[name] / mean_ms["laer"]),
+            None if step_ms is None else mean_ms[name] / step_ms,
+        )
+        for name in ms
+    ]
+
+
 @refusing()
 def bench_planner_scale(
     peer_eplb: Annotated[
@@ -175,11 +303,14 @@ def bench_planner_scale(
     runs = [(case, planner) for case in CASES for planner in PLANNERS]
     if rebalance:
         runs += [(case, PEER) for case in CASES if case.num_ranks <= MOST_PEER_RANKS]
-    rows = []
-    with steps_told("planner-scale", len(runs), output.quiet) as tell:
+    rows, in_training = [], []
+    with steps_told("planner-scale", len(runs) + len(TRAINING_CASES), output.quiet) as tell:
         for case, planner in sorted(runs, key=lambda run: CASES.index(run[0])):
             tell(f"{case.name}, {planner}")
             rows.append(measure(case, planner, seeds, repeats, rebalance if planner == PEER else None))
+        for trained in TRAINING_CASES:
+            tell(trained.name)
+            in_training += measure_training(trained)
     machine = machine_line(THREADS, ("numpy", "numba", "ortools", "torch"))
     notes = [
         f"{machine}; {TOKENS_PER_RANK:,} tokens per rank, top-{TOP_K}, nodes of 8 ranks; {seeds} seeds",
@@ -188,5 +319,19 @@ def bench_planner_scale(
         "even: over the replicas on the source's node, if it has any; EPLB's: over all replicas alike.",
     ]
     title = "MEASURED: planning times over sizes"
-    sheet = Sheet(title, rows, notes, group_by="case")
-    publish(Report("planner-scale", title, "measured", [sheet], data={"machine": machine, "rows": rows}), output)
+    training_notes = [
+        f"{TOKENS_PER_RANK:,} tokens per rank, skew 1; drift: share of the experts' log-popularity that a micro-batch "
+        f"draws anew. The first {FIRST_PLANS} plans are not timed; the others repeat each of Greedy's searches "
+        f"{SEARCHED} times.",
+        "plan: from the counts of a micro-batch to the layouts of all layers, on one host; ranks that train divide the "
+        "layers among them.",
+        "laer: moesys' own implementation, in Python; where slots are a multiple of experts, it compares two layouts.",
+        "of the step: the mean, divided by the simulated step of the whole model with Greedy (two sequences of 4,096 "
+        "tokens per rank).",
+    ]
+    sheets = [
+        Sheet(title, rows, notes, group_by="case"),
+        Sheet("MEASURED: plans from history", in_training, training_notes, group_by="case"),
+    ]
+    data = {"machine": machine, "rows": rows, "from_history": in_training}
+    publish(Report("planner-scale", title, "measured", sheets, data=data), output)

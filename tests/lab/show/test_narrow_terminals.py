@@ -28,7 +28,8 @@ from runner_cases import training
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app as benchmarks_app
-from benchmarks.planner_scale import SizeRow
+from benchmarks.certificates import CertificateRow, Distance
+from benchmarks.planner_scale import SizeRow, TrainingRow
 from benchmarks.shaped.bench import Setting
 from benchmarks.simulator_speed import Timing as SimulatorTiming
 from moesys.__main__ import COMMANDS, app
@@ -209,7 +210,10 @@ def test_every_command_that_prints_a_table_has_the_option():
     printing = COMMANDS.keys() - {"bisect", "plan", "report", "convert"}
     for program, names in (
         (app, printing),
-        (benchmarks_app, {"layer", "kernels", "models", "simulate", "overlap", "planner-scale", "shaped"}),
+        (
+            benchmarks_app,
+            {"layer", "kernels", "models", "simulate", "overlap", "planner-scale", "certificates", "shaped"},
+        ),
     ):
         for name in names:
             assert "--wide" in CliRunner().invoke(program, [name, "--help"]).output, name
@@ -239,6 +243,10 @@ RATIO = PairedRatio(8, 1.234, 1.1, 1.38, 0.01)
 PLANNER = "greedy(effort=4, min_replicas=2) + flow(max_inter_node=seconds)"
 FED = {
     "planner-scale": [SizeRow("1,024 ranks, 256 experts", PLANNER, 1234.567, 12.345, 1.2345, 2.3456, 0.0123)] * 2,
+    "planner-scale, history": [
+        TrainingRow("1,024 ranks, 48 layers on 2 threads", "greedy", SPREAD, 1234.56, 2345.67, 1.23, 0.123)
+    ],
+    "certificates": [CertificateRow("QWEN3_30B_A3B, hot nodes", 128, 10, 0.123, 0.123, *[Distance(1.234, 1.345)] * 5)],
     "shaped": [
         Setting(
             *("2 hosts, 100 Mbit/s", "nodes and planners", FSEP),
