@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -168,14 +168,25 @@ def _store_in(names: Sequence[str], port: int) -> Iterator[None]:
 
     async def serve(sockets: Sequence[socket.socket]) -> None:
         servers = [await asyncio.start_server(forward, sock=sock) for sock in sockets]
-        await asyncio.gather(*(server.serve_forever() for server in servers))
+        try:
+            await asyncio.gather(*(server.serve_forever() for server in servers))
+        finally:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for other in others:
+                other.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
 
     # Another thread enters the namespaces, so that this one stays outside. A socket stays in its namespace.
     with ThreadPoolExecutor(1) as inside:
         sockets = list(inside.map(listen, names))
     loop = asyncio.new_event_loop()
     task = loop.create_task(serve(sockets))
-    thread = threading.Thread(target=lambda: loop.run_until_complete(asyncio.wait([task])), daemon=True)
+
+    def run() -> None:
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         yield
@@ -186,10 +197,14 @@ def _store_in(names: Sequence[str], port: int) -> Iterator[None]:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(1 << 16):
-        writer.write(data)
-        await writer.drain()
-    writer.close()
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
 
 
 def enter_host(hosts: Hosts, ranks_per_host: int) -> int:

@@ -252,13 +252,16 @@ def test_linking_recomputing_and_accumulating(ranks: LocalRanks, checkpoints: An
     runs = [Run(strategy, micro_batches=2) for strategy in (None, ahead)]
     runs += [Run(ahead, micro_batches=2, linked=True), Run(ahead, micro_batches=2, checkpointing=True)]
     runs += [Run(ahead, micro_batches=2, linked=True, checkpointing=True)]
+    # Layouts of their own: planners know that gradients are delayed.
     delayed = fsep(4, prefetch_layers=1, delay_reshard=True)
-    runs += [Run(delayed, micro_batches=2, linked=True), Run(delayed, micro_batches=2, linked=True, checkpointing=True)]
-    oracle, plain, *others = results(ranks, checkpoints("qwen3_moe"), runs)
-    assert_agree(plain, oracle)
-    for other in others:
-        assert other["layouts"] == plain["layouts"]
-        assert_same_bits(other, plain)
+    runs += [Run(delayed, micro_batches=2, linked=linked) for linked in (False, True)]
+    runs += [Run(delayed, micro_batches=2, linked=True, checkpointing=True)]
+    oracle, *found = results(ranks, checkpoints("qwen3_moe"), runs)
+    for plain, *others in (found[:4], found[4:]):
+        assert_agree(plain, oracle)
+        for other in others:
+            assert other["layouts"] == plain["layouts"]
+            assert_same_bits(other, plain)
 
 
 def compiled_too(folder: Path, backend: str) -> tuple[list[dict[str, Any]], list[str]]:

@@ -1,5 +1,6 @@
 """Hosts in network namespaces: the commands that make them, the relay that delays, and, for root, hosts that are up."""
 
+import gc
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from benchmarks.shaped import hosts
 from benchmarks.shaped.delaying_relay import by_last_byte, relay
 from benchmarks.shaped.hosts import Hosts, enter_namespace, lacks_hosts, linked_hosts, ranks_on
 from benchmarks.shaped.processor_shares import leftovers, own_name
+from moesys.torch_private import default_store
 
 LACKS = lacks_hosts()
 hosts_can_be_made = pytest.mark.skipif(bool(LACKS), reason=LACKS)
@@ -195,11 +198,26 @@ def rank_and_address() -> tuple[int, str]:
     return dist.get_rank(), output.split()[3]
 
 
+CONNECTED: list[Any] = []
+
+
+def connect_again() -> bool:
+    """Connects to the store from inside the host, and stays connected."""
+    store: Any = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    CONNECTED.append(store.clone())
+    return bool(CONNECTED[-1].check([]))
+
+
 @hosts_can_be_made
-def test_ranks_live_host_by_host() -> None:
+def test_ranks_live_host_by_host_and_their_connections_end_with_them() -> None:
     with linked_hosts(2, 500) as pair, ranks_on(pair, ranks_per_host=2) as ranks:
         found = ranks.run(rank_and_address)
+        assert all(ranks.run(connect_again))
     assert found == [(rank, f"198.18.0.{1 + rank // 2}/24") for rank in range(4)]
+    # Tasks and sockets that are left would be told of here, which is an error.
+    gc.collect()
 
 
 @hosts_can_be_made
