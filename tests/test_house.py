@@ -58,7 +58,7 @@ BUDGETS = {
     "moesys, entry points": Budget(253, 2),
     "benchmarks": Budget(5_468, 44),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(46_408, 320),
+    "tests": Budget(46_410, 320),
 }
 TOTAL = Budget(38_583, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")

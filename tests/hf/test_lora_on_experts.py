@@ -112,7 +112,8 @@ def differences(name: str, strategies: list[ms.Strategy], copies: int = 1) -> li
     first, found = None, []
     for strategy in strategies:
         model = MODELS[name]()
-        before = {name: each.detach().clone() for name, each in model.named_parameters() if "gate_up_proj" in name}
+        frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+        before = {name: each.detach().clone() for name, each in frozen.items() if "gate_up_proj" in name}
         shared = trained(model, strategy, mesh)
         first = first or shared
         assert before
