@@ -191,8 +191,8 @@ def bench_certificates(
     ):
         answers = {workers.submit(certify_case, case, seed): (case, seed) for case, seed in order}
         for answer in as_completed(answers):
-            found[answers[answer]] = answer.result()
             case, seed = answers[answer]
+            found[case, seed] = answer.result()
             tell(f"{case.name}, {case.num_ranks} ranks x {case.slots} slots, seed {seed}")
     rows = [row_of(case, [found[case, seed] for seed in range(seeds)]) for case in CASES]
     notes = [

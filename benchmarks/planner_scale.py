@@ -10,7 +10,7 @@ import runpy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +23,11 @@ from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.greedy.leader import FIRST_PLANS, PLANS_BETWEEN_SEARCHES, SEARCHES, SLOTS_PER_PLAN
+from moesys.balance.greedy.leader import FIRST_PLANS, search_period
 from moesys.balance.laer import Laer
 from moesys.balance.planners import plan_layouts, split_tokens
 from moesys.balance.replay import ReplayBatch, replay_layer
-from moesys.config import Balance, ClusterSpec, Fsep, ModelRun, ModelShape, ModelSpec, Split, Strategy, presets
-from moesys.config.layer_spec import MoeMlp
+from moesys.config import Balance, ClusterSpec, Fsep, ModelRun, ModelSpec, Split, Strategy, presets
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import option, refusing
 from moesys.lab.runs.stopwatch import Quantiles, interleave, machine_line, repeated_ms, wall_ms
@@ -42,6 +41,8 @@ from moesys.traces import Trace, generate
 TOKENS_PER_RANK, TOP_K = 8192, 8
 # Layers are planned in parallel.
 THREADS = 2
+# Plans from history are timed over so many repetitions of each search.
+SEARCHED = 2
 PLANNERS: dict[str, tuple[Balance, Split]] = {
     "greedy + flow": (Greedy(), FlowSplit()),
     "greedy, effort 0 + flow": (Greedy(effort=0), FlowSplit()),
@@ -132,35 +133,26 @@ class TrainingCase:
     drift: float
     whole: bool = False
 
-    @property
-    def model(self) -> ModelSpec:
-        return ModelSpec.from_config(self.model_name)
-
-    @property
-    def shape(self) -> ModelShape:
-        (mlp,) = {layer.mlp for layer in self.model.layers if isinstance(layer.mlp, MoeMlp)}
-        return mlp.shape
+    @cached_property
+    def run(self) -> ModelRun:
+        """The whole model with ``Greedy``, two sequences of 4,096 tokens per rank."""
+        model, cluster = ModelSpec.from_config(self.model_name), presets.h100(self.num_ranks // 8)
+        return ModelRun(model=model, cluster=cluster, strategy=self.strategy(Greedy()), micro_batch=2)
 
     @property
     def num_layers(self) -> int:
-        return len(self.model.moe_layers) if self.whole else 1
+        return len(self.run.model.moe_layers) if self.whole else 1
 
     @property
     def name(self) -> str:
         layers = f"{self.num_layers} layers on {THREADS} threads, " if self.whole else ""
-        return (
-            f"{self.shape.num_experts} experts, {self.num_ranks} ranks x {self.slots} slots, {layers}drift {self.drift}"
-        )
-
-    @property
-    def cluster(self) -> ClusterSpec:
-        return presets.h100(self.num_ranks // 8)
+        experts = self.run.shape.num_experts
+        return f"{experts} experts, {self.num_ranks} ranks x {self.slots} slots, {layers}drift {self.drift}"
 
     @property
     def micro_batches(self) -> int:
         """The first plans, and those in which each of ``Greedy``'s searches is repeated ``SEARCHED`` times."""
-        period = len(SEARCHES) * (PLANS_BETWEEN_SEARCHES + self.num_ranks * self.slots // SLOTS_PER_PLAN)
-        return 1 + FIRST_PLANS + SEARCHED * period
+        return 1 + FIRST_PLANS + SEARCHED * search_period(self.num_ranks * self.slots)
 
     def strategy(self, balance: Balance) -> Strategy:
         split = FlowSplit(max_inter_node="seconds")
@@ -170,14 +162,15 @@ class TrainingCase:
         routing = Generated(
             num_layers=self.num_layers, tokens_per_rank=TOKENS_PER_RANK, warmup=0, steps=micro_batches, drift=self.drift
         )
-        return generate(routing, self.num_ranks, self.shape.num_experts, self.shape.top_k, 0)
+        return generate(routing, self.num_ranks, self.run.shape.num_experts, self.run.shape.top_k, 0)
 
     def walks(self) -> dict[str, list[Iterator[ReplayBatch]]]:
         """Returns what goes through each layer's micro-batches, planning for each, by planner."""
+        shape, cluster = self.run.shape, self.run.cluster
         tokens_SLRE = self.trace(self.micro_batches).tokens_SLRE
         return {
             balance.kind: [
-                replay_layer(self.strategy(balance), self.shape, self.cluster, tokens_SLRE[:, layer], layer=layer)
+                replay_layer(self.strategy(balance), shape, cluster, tokens_SLRE[:, layer], layer=layer)
                 for layer in range(self.num_layers)
             ]
             for balance in (Greedy(), Laer())
@@ -185,8 +178,7 @@ class TrainingCase:
 
     def step_ms(self) -> float:
         """Returns the simulated time of a step of the whole model with ``Greedy``, after its first plans."""
-        run = ModelRun(model=self.model, cluster=self.cluster, strategy=self.strategy(Greedy()), micro_batch=2)
-        return 1e3 * simulate_model(run, self.trace(FIRST_PLANS + 4), draws=1).seconds
+        return 1e3 * simulate_model(self.run, self.trace(FIRST_PLANS + 4), draws=1).seconds
 
 
 TRAINING_CASES = (
@@ -197,7 +189,6 @@ TRAINING_CASES = (
     TrainingCase("qwen3-30b-a3b", 64, 4, 0.3, whole=True),
     TrainingCase("qwen3-30b-a3b", 64, 4, 0.0, whole=True),
 )
-SEARCHED = 2
 
 
 @dataclass(frozen=True)

@@ -348,9 +348,8 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
             later = [load.tokens_RE * len(loads) for load in loads[::-apart][:JUDGED_LOADS]]
         one = LayoutSearch(problem_of(load), replace(options, drift=drift), noise=noise, later=later)
         draft, recipe = one.best_in_seconds(one.numbers.empty())
-        layout = _padded(one.numbers.named(draft.expert_RS), most)
         memory.recipes[index : index + 1] = [recipe]
-        return layout
+        return _padded(one.numbers.named(draft.expert_RS), most)
 
     def planned(candidate: int) -> Layouts:
         if candidate in fresh:
@@ -364,8 +363,7 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
         assert layout is not None
         return layout
 
-    each = range(len(SEARCHES))
-    period = len(each) * (PLANS_BETWEEN_SEARCHES + num_slots // SLOTS_PER_PLAN)
+    each, period = range(len(SEARCHES)), search_period(num_slots)
     all_search = num_plans < FIRST_SEARCHES + problem.lag
     turns = [index for index in each if all_search or num_plans % period == index * period // len(each)]
     fresh = {index: searched(index) for index in turns}
@@ -380,6 +378,11 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
         memory.kept = _climbed(problem, memory.kept, num_plans)
     layouts += [memory.kept] * (KEPT in candidates)
     return tuple(candidates), np.stack(layouts)
+
+
+def search_period(num_slots: int) -> int:
+    """Returns after how many plans a search is repeated, once all have searched in the first plans."""
+    return len(SEARCHES) * (PLANS_BETWEEN_SEARCHES + num_slots // SLOTS_PER_PLAN)
 
 
 def turn_of(num_plans: int, num_slots: int) -> int:
