@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moesys.balance import blocks
+from moesys.kernels.cpu import row_invariant_gemm
 from moesys.kernels.experts import experts
 from moesys.kernels.experts.weight_gradient import RowBlocks, weight_gradient
 from moesys.layout import TokenPlan
@@ -34,8 +35,8 @@ def _local_largest(sums: BlockSums, largest: Tensor) -> Tensor:
     return agree(replace(sums, channel=Channel(None, (0,), sums.channel.recorder, sums.channel.meter)), largest)
 
 
-def _float32_home(store: ExpertStore, layout: Any) -> Tensor:
-    return new_gradients(store, layout).float()
+def _float32_home(store: ExpertStore, layout: Any, device: torch.device) -> Tensor:
+    return new_gradients(store, layout, device).float()
 
 
 def _float_norm(by_group: dict[Any, list[Tensor]], num_elements: int, device: torch.device) -> Tensor:
@@ -85,7 +86,7 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "splits cut other blocks": (blocks, "by_blocks", lambda plan, rows: by_blocks(plan, rows // 2 + 3)),
     "one product of all rows": (BlockSums, "blocks", lambda sums, num_rows: [slice(0, num_rows)]),
     "gradients travel in float32": (ExpertStore, "new_gradients", _float32_home),
-    "weights wherever they lie": (experts_cpu, "aligned", lambda rows: rows),
+    "weights wherever they lie": (row_invariant_gemm, "aligned", lambda rows: rows),
     "tokens' blocks are added in float32": (token_blocks, "add_on_grid", _float_sum),
     "ranks' tokens are added in float32": (Channel, "all_reduce", _float_all_reduce),
     "a norm in float32": (gradients, "_norm", _float_norm),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -62,7 +63,9 @@ def train(
         found |= {f"y {step}": y.detach(), f"dx {step}": x.grad}
     for index, moe in enumerate(model.moe):
         found[f"plan {index}"] = moe.last_plan
-        found[f"state {index}"] = moe.experts.get_extra_state()
+        state = json.loads(moe.experts.get_extra_state())
+        # Planners remember layouts together with the overlap that these were judged for.
+        found[f"state {index}"] = {name: value for name, value in state.items() if name != "memory"}
         moe.experts.check()
     ms.update_router_bias(model)
     found |= gradients_of(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -129,8 +129,9 @@ def test_what_is_stopped_keeps_what_is_finished_and_leaves_nobody(tmp_path, stop
     out, marker = tmp_path / "runs", uuid.uuid4().hex
     paths = [str(Path(__file__).parents[1]), *(path for path in sys.path if path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), MARKER: marker}
-    command = [sys.executable, "-m", "moesys", "run", str(file), "--out", str(out), "--jobs", "2"]
-    command += ["--import", "worker_planners"]
+    # Background jobs of a shell ignore SIGINT, and what they start inherits that.
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "moesys", "run", str(file), "--out", str(out)]
+    command += ["--jobs", "2", "--import", "worker_planners"]
     runner = subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
     )

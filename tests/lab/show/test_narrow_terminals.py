@@ -101,7 +101,8 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 def tables_of(text: str) -> str:
     """Returns the text from the first table or tree on, without progress before it and paths below."""
     found = re.search(
-        r"(SIMULATED|MEASURED|Missing, or slower|Found|load\.csv)(.|\n)*?(?=\n(?:Decided by|pages:)|\Z)", text
+        r"(SIMULATED|MEASURED|Missing, or slower|Found|load\.csv)(.|\n)*?(?=\n(?:Decided by|pages:|Written to)|\Z)",
+        text,
     )
     assert found, text
     return found[0]
@@ -310,7 +311,7 @@ def test_no_table_of_heavy_benchmarks_cuts_a_word(printed):
         [MegaRow("sequential, half of the GPU", "", samples, spreads, spreads)],
         [LayerRow("forward + backward", "qwen3-30b", 4096, EXPERIMENT_MODEL, samples, wrong)],
         [OverlapRow("chunks", FSEP, [12.3, 12.4], [13.3, 13.4], {"tokens": 12.0, "weights": 3.0}, wrong)],
-        [ModelRow("qwen3-moe", "balanced", "moesys, fsep", [123.4], [234.5], 1.23, 12345.6, wrong)],
+        [ModelRow("qwen3-moe", "balanced", "moesys, fsep", [123.4], [234.5], 1.23, 12345.6, 1234.5, wrong)],
     ):
         sheet = Sheet("MEASURED: rows", rows, ["A note about rows."])
         wide = printed(80, lambda sheet=sheet: print_sheet(sheet, wide=True))
