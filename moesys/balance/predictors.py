@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple, Protocol, assert_never
 
 import numpy as np
 
+from moesys.compiled import compiled
 from moesys.config import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
 from moesys.load import IntArray, LoadMatrix, frozen_int64
 
@@ -64,17 +66,27 @@ def forecast(loads: Sequence[LoadMatrix], lag: int) -> Forecast | None:
     weights_2 = np.linalg.solve(squares_22, known_P2.T @ came_P).round(6)
     noise = round(float((came_P - known_P2 @ weights_2).std()), 6)
     share_E = np.exp(weights_2[0] * log_SE[-1] + weights_2[1] * mean_SE[-1])
-    newest_RE = loads[-1].tokens_RE
-    all_RE = newest_RE.copy()
-    for load in loads[:-1]:
-        all_RE += load.tokens_RE
+    all_RE = reduce(np.add, (load.tokens_RE for load in loads))
     of_newest, of_all = np.abs(weights_2) if weights_2.any() else (1.0, 0.0)
-    tokens_RE = newest_RE * (of_newest * share_E / np.maximum(newest_RE.sum(axis=0), 1))
-    tokens_RE += all_RE * (of_all * share_E / np.maximum(all_RE.sum(axis=0), 1))
-    tokens_RE *= loads[-1].total * FORECAST_UNITS / max(tokens_RE.sum(), 1e-9)
+    newest_E, all_E = loads[-1].tokens_E, all_RE.sum(axis=0)
+    of_newest_E, of_all_E = of_newest * share_E / np.maximum(newest_E, 1), of_all * share_E / np.maximum(all_E, 1)
+    scale = newest_E.sum() * FORECAST_UNITS / max(newest_E @ of_newest_E + all_E @ of_all_E, 1e-9)
+    tokens_RE = _weighted(loads[-1].tokens_RE, all_RE, of_newest_E * scale, of_all_E * scale)
     spread = float(log_SE[-1].std())
     drift = round(1 - math.sqrt(max(1 - (noise / spread) ** 2, 0)), 6) if spread else 0.0
-    return Forecast(LoadMatrix(np.rint(tokens_RE.round(6)).astype(np.int64)), noise, drift)
+    return Forecast(LoadMatrix(tokens_RE), noise, drift)
+
+
+@compiled
+def _weighted(newest_RE, all_RE, of_newest_E, of_all_E):  # type: ignore[no-untyped-def]
+    """Returns the sum of two loads, each times a weight for each expert, int64 [R, E]."""
+    tokens_RE = np.empty_like(all_RE)
+    for rank in range(all_RE.shape[0]):
+        for expert in range(all_RE.shape[1]):
+            tokens = newest_RE[rank, expert] * of_newest_E[expert] + all_RE[rank, expert] * of_all_E[expert]
+            # Rounded twice, so that the last bit does not decide.
+            tokens_RE[rank, expert] = np.rint(np.rint(tokens * 1e6) / 1e6)
+    return tokens_RE
 
 
 class LoadHistory:
@@ -275,7 +287,6 @@ class _Contest:
         self._histories = [LoadHistory(candidate) for candidate in config.candidates]
         self._errors = [0] * len(self._histories)
         self._memory = config.memory
-        self._begun = False
 
     @property
     def _best(self) -> LoadHistory:
@@ -287,7 +298,7 @@ class _Contest:
 
     def add(self, tokens_RE: IntArray) -> None:
         load = LoadMatrix(tokens_RE)
-        if self._begun:
+        if self._histories[0].has_loads:
             actual_E = load.tokens_E.tolist()
             self._errors = [
                 error - error // self._memory + _error(history.predicted().tokens_E.tolist(), actual_E)
@@ -295,14 +306,13 @@ class _Contest:
             ]
         for history in self._histories:
             history.observe(load)
-        self._begun = True
 
     def estimate_RE(self) -> IntArray:
         return self._best.predicted().tokens_RE
 
     def state(self) -> Any:
         return {
-            "begun": self._begun,
+            "begun": self._histories[0].has_loads,
             "errors": list(self._errors),
             "histories": [history.state_dict() for history in self._histories],
         }
@@ -319,7 +329,7 @@ class _Contest:
             history.load_state_dict(kept)
             if history._shape_RE != shape_RE:
                 raise ValueError(f"a candidate has loads of shape {history._shape_RE}, and not {shape_RE}")
-        self._begun, self._errors = begun, errors
+        self._errors = errors
 
 
 def _kept_counts(values: Any, shape_RE: tuple[int, ...] | None) -> IntArray:

@@ -34,8 +34,7 @@ TRIED_ON_KERNELS = range(60)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(FIRST, LAST, SLICE))
 def test_no_bit_differs(ranks: LocalRanks, first: int) -> None:
-    found = differing(ranks, range(first, min(first + SLICE, LAST)))
-    assert not found
+    assert not differing(ranks, range(first, min(first + SLICE, LAST)))
 
 
 @pytest.mark.slow

@@ -8,10 +8,7 @@ the least mean plans the next layout. So how much loads move, and which past loa
 not assumed.
 
 One thing cannot be measured before it happens: that loads jump, where a layout that fits the newest ones closely can
-cost ten times as much as another one. So in the first 50 plans (16, if candidates take turns), and until a load stands
-still, the next micro-batch counts as a jump to a load that never was, and as one to the farthest of the remembered
-loads, each with a chance of 1 in n + 32 after n micro-batches. What these would cost with the candidates' newest
-layouts is judged too; for the first, experts have the tokens of the newest load in reverse order.
+cost ten times as much as another one. So while little is known, what two jumps would cost counts too.
 
 Two candidates search (``search``) for the cheapest layout: for the mean of the newest loads, judged by some of these,
 and for their ``forecast``, around which loads are then drawn with the noise that forecasts had. As a search takes long,
@@ -22,17 +19,8 @@ candidate keeps a layout until, in its turn, another one has one that would have
 then tries neighbours of it on these loads: where loads jump or are mostly noise, all remembered loads together predict
 the next one better than any single load does.
 
-Planning takes little time because of what is not done at every micro-batch:
-
-- With more than 96 slots, only two of the six candidates plan after the first 16 plans: the leader, and in turn the one
-  with the second lowest mean or one of all six. So what is known of a candidate is at most 21 micro-batches old, and no
-  candidate is judged on an older layout than the leader. With many slots the second one of these plans now and then
-  only: in half of the plans for 192 slots, in a quarter for 384, and what is known of it may be up to 34 and 89
-  micro-batches old.
-- After the first plans a search is repeated after 2 · (12 + slots / 16) plans: 44 plans for 160 slots, 72 for 384.
-- Of layouts with many slots only the newest of the remembered loads decide which one is kept.
-- Nothing is planned where the load has not moved since the newest plan, nor before it for as many micro-batches as are
-  remembered. What micro-batches have cost meanwhile is judged when it moves, as many of them as are remembered.
+With many slots, candidates take turns, and a load that stands still is not planned for: docs/balance.md ("Following the
+leader") gives the rules, and how old they make what is known of a candidate.
 """
 
 from __future__ import annotations
@@ -40,7 +28,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache, partial, reduce
 from hashlib import sha256
 from math import prod
 from operator import attrgetter
@@ -57,7 +45,7 @@ from moesys.balance.greedy.search import KINDS, LayoutSearch, Recipe, SearchOpti
 from moesys.balance.laer import Laer
 from moesys.balance.late_slots import fill_late_slots
 from moesys.balance.planning_problem import PastBatch, PlanningProblem
-from moesys.balance.predictors import FORECAST_UNITS, Forecast, forecast
+from moesys.balance.predictors import FORECAST_UNITS, forecast
 from moesys.balance.topology import link_domains_of, tokens_by_node
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
 from moesys.layout import EMPTY, ExpertLayout
@@ -314,17 +302,16 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     most, num_slots, num_plans = max(problem.slots_R), sum(problem.slots_R), memory.num_plans
     loads = [batch.load for batch in problem.recent]
 
-    @cache
-    def expected() -> Forecast | None:
-        return forecast(loads, problem.lag)
+    expected = cache(partial(forecast, loads, problem.lag))
 
     @cache
     def problem_of(load: str) -> PlanningProblem:
         one = replace(problem, layout=None, recent=(), memory=b"")
         if load in ("mean", "fading"):
             weights = [1 if load == "mean" else max(1, round(FADING_UNITS * FADING**age)) for age in range(len(loads))]
-            weighted = [weight * each.tokens_RE for weight, each in zip(weights, loads[::-1], strict=True)]
-            return replace(one, load=LoadMatrix(np.sum(weighted, axis=0)), units_per_token=sum(weights))
+            weighted = (weight * each.tokens_RE for weight, each in zip(weights, loads[::-1], strict=True))
+            # One after the other, as ``np.sum`` of all at once takes fresh memory for each of them.
+            return replace(one, load=LoadMatrix(reduce(np.add, weighted)), units_per_token=sum(weights))
         if load == "forecast" and (found := expected()):
             return replace(one, load=found.load, units_per_token=FORECAST_UNITS)
         return one
@@ -352,16 +339,12 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
         return _padded(one.numbers.named(draft.expert_RS), most)
 
     def planned(candidate: int) -> Layouts:
-        if candidate in fresh:
-            return fresh[candidate]
         if candidate == LAER:
             return _padded(Laer().layout(problem_of("fading")), most)
-        if candidate < len(SEARCHES):
-            layout = built(SEARCHES[candidate], memory.recipes[candidate])
-            return searched(candidate) if layout is None else layout
-        layout = built("forecast", Recipe(SPREADS[candidate - len(SEARCHES)], most))
-        assert layout is not None
-        return layout
+        ways = [*zip(SEARCHES, memory.recipes, strict=True), *(("forecast", Recipe(kind, most)) for kind in SPREADS)]
+        layout = built(*ways[candidate])
+        # Replicas can always be spread.
+        return searched(candidate) if layout is None else layout
 
     each, period = range(len(SEARCHES)), search_period(num_slots)
     all_search = num_plans < FIRST_SEARCHES + problem.lag
@@ -372,7 +355,7 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     others = (turn,) if turn < NUM_CANDIDATES else (second,) if turn < 2 * NUM_CANDIDATES else ()
     in_turn = others if num_plans >= FIRST_PLANS and num_slots > SLOTS_OF_TURN else range(NUM_CANDIDATES)
     candidates = sorted({best, *turns, *in_turn})
-    layouts = [planned(candidate) for candidate in candidates if candidate != KEPT]
+    layouts = [fresh[one] if one in fresh else planned(one) for one in candidates if one != KEPT]
     if KEPT in in_turn:
         memory.kept = _cheapest(problem, np.stack([memory.kept, *layouts] if num_plans else layouts))
         memory.kept = _climbed(problem, memory.kept, num_plans)

@@ -101,8 +101,7 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 def tables_of(text: str) -> str:
     """Returns the text from the first table or tree on, without progress before it and paths below."""
     found = re.search(
-        r"(SIMULATED|MEASURED|Missing, or slower|Found|load\.csv)(.|\n)*?(?=\n(?:Decided by|pages:|Written to)|\Z)",
-        text,
+        r"(SIMULATED|MEASURED|Missing, or slower|Found|load\.csv)(.|\n)*?(?=\n(?:Decided by|pages:|Written)|\Z)", text
     )
     assert found, text
     return found[0]
