@@ -227,7 +227,7 @@ class _Window:
         self._tokens_KRE.append(tokens_RE)
 
     def estimate_RE(self) -> IntArray:
-        return np.sum(self._tokens_KRE, axis=0, dtype=np.int64)
+        return reduce(np.add, self._tokens_KRE)
 
     def state(self) -> Any:
         return [tokens_RE.tolist() for tokens_RE in self._tokens_KRE]

@@ -188,7 +188,9 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
 
 
 def _note_jumps(problem: PlanningProblem, memory: _Memory) -> None:
-    """Notes what jumps would cost with the newest layouts; nothing after the first plans."""
+    """Notes what two jumps would cost with the newest layouts, to the newest load with its experts in reverse order and
+    to the farthest of the remembered loads; nothing after the first plans.
+    """
     if memory.num_plans > (FIRST_PLANS if sum(problem.slots_R) > SLOTS_OF_TURN else MEMORY):
         memory.jump_C[:] = 0
     elif memory.unit:
