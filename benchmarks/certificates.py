@@ -19,7 +19,6 @@ import numpy as np
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.homes import Homes, planned_homes
 from moesys.balance.laer import Laer
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.balance.planners import plan_layout, warm_up
@@ -91,12 +90,9 @@ class PlannedCase:
         }
 
     def plan_second_load(self, strategy: Strategy, tokens_2RE: IntArray) -> LayerPlan:
-        """Plans the second load over a layout for the first; owners of experts are planned on the first, too."""
+        """Plans the second load over a layout for the first."""
         model, cluster = self.model, self.cluster
         before, later = map(LoadMatrix, tokens_2RE)
-        if isinstance(strategy.sharding, Ep):
-            homes = Homes(planned_homes(before, cluster), cluster.num_ranks)
-            before, later = map(homes.numbered, (before, later))
         layout = plan_layout(before, cluster, strategy.balance, self.slots, model=model, strategy=strategy)
         return plan_layer(strategy, model, cluster, later, layout=layout)
 
@@ -128,7 +124,7 @@ class Distance:
 class CertificateRow:
     """over_laer: the simulated layer, divided by that with LAER-MoE's planner and split. least_over_laer: the bound,
     divided by the seconds of the latter. The rest are distances: experts fully sharded and rows direct; experts that
-    reach a node once; tokens that do; and experts whole on planned owners.
+    reach a node once; tokens that do; and experts whole on their owners.
     """
 
     model: Annotated[str, Column("model", wraps=True)]
@@ -203,8 +199,8 @@ def bench_certificates(
         f"A layer's forward and backward of {TOKENS_PER_RANK:,} tokens per rank on nodes of 8 H100, transfers exposed.",
         "over laer, even: the simulated layer, rows direct, divided by that with LAER-MoE's planner and even split. "
         "least: the bound, divided by the seconds of the latter as the bound counts them.",
-        "once a node: a token crosses to a node once, and one sum per node returns. Pinned: experts whole on owners, "
-        "which are chosen on the first load; other slots are lent.",
+        "once a node: a token crosses to a node once, and one sum per node returns. Pinned: experts whole on their "
+        "owners; other slots are lent.",
     ]
     title = "SIMULATED: how far planned layers are from their bounds"
     publish(Report("certificates", title, "simulated", [Sheet(title, rows, notes)], data={"rows": rows}), output)

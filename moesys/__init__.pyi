@@ -10,7 +10,6 @@ from moesys.balance.flex_moe import FlexMoe as FlexMoe
 from moesys.balance.flow.flow_split import FlowSplit as FlowSplit
 from moesys.balance.flow.max_load import min_max_load as min_max_load
 from moesys.balance.greedy.greedy import Greedy as Greedy
-from moesys.balance.homes import plan_homes as plan_homes
 from moesys.balance.laer import Laer as Laer
 from moesys.balance.llep import Llep as Llep
 from moesys.balance.moon_ep import MoonEp as MoonEp
@@ -83,8 +82,6 @@ from moesys.moe.call import recompute as recompute
 from moesys.moe.experts import Experts as Experts
 from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
 from moesys.moe.gradients import sync_gradients as sync_gradients
-from moesys.moe.home_moves import gather_loads as gather_loads
-from moesys.moe.home_moves import move_homes as move_homes
 from moesys.moe.layer import MoELayer as MoELayer
 from moesys.moe.metrics import LayerMetrics as LayerMetrics
 from moesys.moe.outside import OutsideExperts as OutsideExperts
@@ -209,7 +206,6 @@ __all__ = [
     "compare_records",
     "count_model",
     "explain",
-    "gather_loads",
     "generate",
     "global_aux_loss",
     "hf",
@@ -219,10 +215,8 @@ __all__ = [
     "megatron_trace",
     "min_max_load",
     "model_flops_per_token",
-    "move_homes",
     "move_router_bias",
     "parallelize",
-    "plan_homes",
     "plan_layer",
     "plan_layout",
     "plan_layouts",

@@ -13,7 +13,6 @@ import pytest
 
 import moesys as ms
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.homes import Homes
 from moesys.balance.layout_schedule import (
     InlinePlanner,
     LayoutSchedule,
@@ -180,11 +179,14 @@ def test_a_schedule_that_was_stopped_goes_on_as_if_it_were_not(
     assert resumed.events == []
 
 
+MADE = plan_layout(LoadMatrix(TOKENS_SRE[1]), CLUSTER, ms.Eplb(), 3)
+
+
 class Failing(InlinePlanner):
     """A planner that makes the first plan, drops the second and fails in the third."""
 
     def __init__(self) -> None:
-        self.tickets = [SolvedPlan(planned(TOKENS_SRE[1])), MissedPlan(), MissedPlan(ValueError("no room"))]
+        self.tickets = [SolvedPlan(MADE), MissedPlan(), MissedPlan(ValueError("no room"))]
 
     def submit(self, request: PlanRequest) -> PlanTicket:
         return self.tickets.pop(0)
@@ -260,57 +262,6 @@ def test_a_split_by_seconds_is_compiled_before_anybody_waits(traffic: str) -> No
     by_seconds = ms.FlowSplit(traffic=traffic, max_inter_node="seconds")
     schedule = LayoutSchedule(0, FSEP.replace(split=by_seconds), MODEL, CLUSTER)
     assert schedule.layout.num_experts == MODEL.num_experts
-
-
-# --- homes that move
-
-
-LENT = FSEP.replace(name="lent", sharding=ms.Ep(slots_per_rank=3), balance=ms.Eplb(), predictor=ms.WindowMean(steps=2))
-# Of ceil(6 / 4) experts a rank, so that the last rank owns none.
-HOMES = Homes(np.array([2, 0, 1, 0, 2, 1]), 4)
-
-
-def planned(*tokens_RE: np.ndarray) -> ExpertLayout:
-    return plan_layout(HOMES.numbered(LoadMatrix(sum(tokens_RE))), CLUSTER, LENT.balance, 3)
-
-
-def test_layouts_are_in_numbers_and_the_history_in_the_models_ids() -> None:
-    """A move plans at once for what is known, and for later loads as if experts had always lived there."""
-    schedule = LayoutSchedule(0, LENT, MODEL, CLUSTER)
-    walk(schedule, 0, 3)
-    schedule.move_homes(HOMES)
-    assert [event.what for event in schedule.events] == ["homes moved: layouts begun anew"]
-    schedule.commit(agreed=True)
-    assert schedule.layout == planned(TOKENS_SRE[1], TOKENS_SRE[2])
-    schedule.observe(HOMES.numbered(LoadMatrix(TOKENS_SRE[3])))
-    state = json.loads(json.dumps(schedule.state_dict(0.0)))
-    assert state["history"]["memory"] == TOKENS_SRE[2:4].tolist()
-    schedule.commit(agreed=True)
-    assert schedule.layout == planned(TOKENS_SRE[2], TOKENS_SRE[3])
-
-    same, other = (LayoutSchedule(0, LENT, MODEL, CLUSTER) for _ in range(2))
-    same.move_homes(HOMES)
-    same.load_state_dict(state)
-    assert json.loads(json.dumps(same.state_dict(0.0))) == state
-    other.load_state_dict(state)
-    other.commit(agreed=True)
-    assert [event.what for event in other.events] == ["history is of other homes: layouts begun anew"]
-    assert other.layout == plan_layout(LoadMatrix(TOKENS_SRE[2] + TOKENS_SRE[3]), CLUSTER, LENT.balance, 3)
-
-
-def test_what_a_device_counted_before_a_move_is_read_in_the_numbers_of_then() -> None:
-    schedule = LayoutSchedule(0, LENT.replace(replan_every=2), MODEL, CLUSTER)
-    schedule.record(lambda: LoadMatrix(TOKENS_SRE[0]))
-    schedule.move_homes(HOMES)
-    assert schedule.state_dict(0.0)["history"]["memory"] == [TOKENS_SRE[0].tolist()]
-
-
-def test_an_oracle_foresees_in_the_models_ids() -> None:
-    schedule = LayoutSchedule(0, LENT.replace(predictor=ms.Oracle()), MODEL, CLUSTER)
-    schedule.move_homes(HOMES)
-    schedule.foresee(TOKENS_SRE[:1])
-    schedule.commit(agreed=True)
-    assert schedule.layout == planned(TOKENS_SRE[0])
 
 
 # --- what Greedy remembers

@@ -26,7 +26,6 @@ from torch import nn
 import moesys as ms
 from benchmarks.__main__ import PAGES
 from moesys.__main__ import COMMANDS
-from moesys.balance.homes import Homes
 from moesys.config.hub import read_config
 from moesys.config.member import RECORDED
 from moesys.journal import Journal

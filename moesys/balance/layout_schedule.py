@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import numpy as np
 from pydantic import Base64Bytes, NonNegativeInt, TypeAdapter
 
-from moesys.balance.homes import Homes
 from moesys.balance.planners import plan_layout, planned, warm_up
 from moesys.balance.planning_problem import PastBatch, PlanningProblem
 from moesys.balance.predictors import LoadHistory
@@ -160,7 +159,6 @@ class _State:
     layout: list[list[int]]
     history: dict[str, Any] | None
     pending: list[tuple[NonNegativeInt, list[list[int]] | None]]
-    homes: list[int] | None = None
     recent: list[tuple[NonNegativeInt, Base64Bytes, list[list[int]]]] = field(default_factory=list)
     memory: Base64Bytes = b""
 
@@ -173,9 +171,6 @@ class LayoutSchedule:
 
     ``tokens_SRE``: this layer's loads of all micro-batches, which only a replay knows. ``predictor=Oracle()`` plans for
     that of the first micro-batch that a plan serves, and raises ValueError where it should learn and knows none.
-
-    Layouts, and the loads that ``record`` and ``observe`` learn, are in the numbers of ``homes``; the history and what
-    is foreseen are in the model's ids, so that they outlive homes.
     """
 
     def __init__(
@@ -194,7 +189,6 @@ class LayoutSchedule:
         self.micro_batch = 0
         self.events: list[PlanEvent] = []
         self.num_experts = model.num_experts
-        self.homes = Homes.by_rule(model.num_experts, cluster.num_ranks)
         if cluster.num_ranks > 1:
             # Before any rank waits for another one's plan, and not in the middle of a training.
             size = cluster.num_ranks * model.num_experts
@@ -298,28 +292,9 @@ class LayoutSchedule:
             self._asked_for = self.micro_batch
             self.request()
 
-    def move_homes(self, homes: Homes) -> None:
-        """Moves the experts to ``homes`` from the coming micro-batch on. Layouts begin anew, with a plan for that
-        micro-batch where a load is known; this is an event.
-        """
-        self._read()
-        self.homes = homes
-        if self.follows_history:
-            self._begin_layouts_anew("homes moved: layouts begun anew")
-
     def tell(self, what: str, micro_batch: int | None = None) -> None:
         """Keeps an event, of the coming micro-batch where none is given."""
         self.events.append(PlanEvent(self.layer, self.micro_batch if micro_batch is None else micro_batch, what))
-
-    def _begin_layouts_anew(self, why: str) -> None:
-        self._drop_pending()
-        self._recent.clear()
-        self._newest = None
-        self.layout = self._first_layout()
-        self.tell(why)
-        if self._history is None or self._history.has_loads:
-            self._asked_for = self.micro_batch
-            self.request()
 
     def keep_made_plans(self) -> None:
         """Keeps the requested plans that are made, which are used when they are due. The others are late, because their
@@ -353,7 +328,7 @@ class LayoutSchedule:
             return
         request = PlanRequest(
             layer=self.layer,
-            load=self.homes.numbered(planned_for),
+            load=planned_for,
             model=self.model,
             cluster=self.cluster,
             strategy=self.strategy,
@@ -368,11 +343,11 @@ class LayoutSchedule:
 
     def _read(self) -> None:
         """Adds the loads that the history has not seen. Waits for the device that counted them."""
-        for micro_batch, layout, load in self._unread:
+        for micro_batch, layout, read in self._unread:
             assert self._history is not None
-            numbered = load()
-            self._history.observe(self.homes.load_by_id(numbered))
-            self._recent.append(PastBatch(micro_batch, numbered, layout))
+            load = read()
+            self._history.observe(load)
+            self._recent.append(PastBatch(micro_batch, load, layout))
         self._unread.clear()
 
     def state_dict(self, timeout_s: float) -> dict[str, Any]:
@@ -390,7 +365,6 @@ class LayoutSchedule:
             "layout": self.layout.expert_RS.tolist(),
             "history": None if self._history is None else self._history.state_dict(),
             "pending": pending,
-            "homes": self._moved_homes,
             "memory": _text(self._newest.memory() if self._newest else b""),
             "recent": [
                 (
@@ -402,13 +376,8 @@ class LayoutSchedule:
             ],
         }
 
-    @property
-    def _moved_homes(self) -> list[int] | None:
-        return self.homes.home_E.tolist() if self.homes.moved else None
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where another run stopped. With the state of other ranks or slots, planning begins anew; with that
-        of other homes, only the layouts do.
+        """Continues where another run stopped. With the state of other ranks or slots, planning begins anew.
 
         Raises ValueError for anything else than a state of as many experts.
         """
@@ -455,9 +424,6 @@ class LayoutSchedule:
                 self.tell("history is of another predictor: begun anew, layout kept")
             else:
                 self._history.load_state_dict(found.history)
-        if found.homes != self._moved_homes:
-            self._begin_layouts_anew("history is of other homes: layouts begun anew")
-            return
         self.layout = layout
         if self._history is not None:
             self._recent.extend(recent)

@@ -98,10 +98,6 @@ def _factors(module: Any, parameter: DTensor, adapter: Any, active: str) -> tupl
         left, right = (each[active].weight.to(parameter.dtype) for each in (adapter.lora_B, adapter.lora_A))
     else:
         left, right, _ = adapter.get_delta_factors(active)
-    homes = module.moesys_experts.homes
-    if homes.moved:
-        expert_E = torch.from_numpy(homes.expert_E).to(left.device)
-        left, right = left[expert_E], right[expert_E] if right.ndim == 3 else right
     chunk, last = parameter.__create_chunk_list__()[0], parameter.ndim - 1
     for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
         if dim != last:

@@ -53,11 +53,8 @@ def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str
     """
     with agreement(_CALL, ValueError):
         live, empty = _transformers_model(model)
-    names = HubNames(empty, getattr(live, "_weight_conversions", None))
-    # This is a collective if homes of experts have moved, so every rank must reach it.
-    everything: dict[str, Any] = get_model_state_dict(live)
-    with agreement(_CALL, ValueError):
-        config, state, files = _plan(live, empty, names, everything, max_shard_size)
+        names = HubNames(empty, getattr(live, "_weight_conversions", None))
+        config, state, files = _plan(live, empty, names, get_model_state_dict(live), max_shard_size)
     _check_alike(files)
     rank, world = _rank_and_world()
     errors: list[Exception] = []

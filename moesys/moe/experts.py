@@ -6,16 +6,13 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import pydantic_core
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
-from moesys.balance.homes import Homes
 from moesys.balance.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.balance.plan import LayerPlan
 from moesys.collectives import guarded
@@ -27,7 +24,7 @@ from moesys.moe.call import NUM_SAVED, LayerCall, Link, Lookahead, RoutedExperts
 from moesys.moe.masters import DTYPES, ExpertForm, Masters, OwnMasters, distributed
 from moesys.moe.metrics import LayerMetrics, LoadLog
 from moesys.moe.outside import OutsideExperts, OutsideMasters
-from moesys.moe.planners import MicroBatch, Planner, UnreadPlan
+from moesys.moe.planners import MicroBatch, Planner, PlanReader
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.store import ExpertShards, ExpertStore
 from moesys.moe.whole_experts import WholeExperts
@@ -119,9 +116,7 @@ class Experts(nn.Module):
         # None: that of the device.
         self.expert_compute: ExpertCompute | None = None
         self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
-        self._last_plan: LayerPlan | UnreadPlan | None = None
-        # The numbers of the model's experts, int64 [E], where homes have moved.
-        self._number_E: Tensor | None = None
+        self._last_plan: LayerPlan | PlanReader | None = None
         # Drawn on the CPU, so that every device starts from the same weights.
         own = None
         if outside is None:
@@ -154,10 +149,6 @@ class Experts(nn.Module):
         self.load_log: LoadLog | None = None
         # Counts the scores by which a router chose, from its choices and the mask (``QuantileBalancer``).
         self.count_scores: Callable[[Tensor, Tensor | None], None] | None = None
-        # Optimizers whose state moves with the experts.
-        self.followers: WeakSet[Optimizer] = WeakSet()
-        # Whether state dicts have experts in the model's order whatever their homes (``moe.home_moves``).
-        self.keeps_order = False
 
     # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
     @torch.compiler.disable
@@ -222,7 +213,6 @@ class Experts(nn.Module):
         num_tokens, real_N = len(expert_TK), None
         if mask_T is not None and len(found_N := mask_T.nonzero().flatten()) < num_tokens:
             real_N, expert_TK = found_N, expert_TK.index_select(0, found_N)
-        expert_TK = self._numbered(expert_TK, trained=learning and bool(flags & EXPERT_GRADIENTS))
         lookahead = self.link.lookahead
         neighbours = lookahead.enter(self.store)
         compute = self.computed_by(dtype, expert_TK.device.type)
@@ -247,9 +237,9 @@ class Experts(nn.Module):
         channel.generation = max(channel.generation, lookahead.generation)
         planned = self.planner.plan(batch, executor)
         lookahead.generation = channel.generation
-        self._last_plan = UnreadPlan(planned.plan, self.homes)
+        self._last_plan = planned.plan
         if learning and self.load_log is not None:
-            self.load_log.add(self._last_plan)
+            self.load_log.add(planned.plan)
         call = LayerCall(self.store, planned, neighbours, dtype, channel.generation, bool(flags & BACKWARD), real_N)
         lookahead.entered(call)
         return call
@@ -278,8 +268,6 @@ class Experts(nn.Module):
         """Adds up counts for ``take_counts``, on their device, which has them once forward is launched."""
         if call.counts is not None:
             tokens_E, call.counts = call.counts(), None
-            if self._number_E is not None:
-                tokens_E = tokens_E[self._number_E.to(tokens_E.device)]
             self.counted_E = self.counted_E.to(tokens_E.device) + tokens_E
 
     def take_counts(self) -> Tensor:
@@ -289,11 +277,9 @@ class Experts(nn.Module):
 
     @property
     def last_plan(self) -> LayerPlan | None:
-        """The newest micro-batch's plan, in the model's ids; None before the first. To read it may be to wait for the
-        device.
-        """
-        if isinstance(self._last_plan, UnreadPlan):
-            self._last_plan = self._last_plan.read()
+        """The newest micro-batch's plan; None before the first. To read it may be to wait for the device."""
+        if callable(self._last_plan):
+            self._last_plan = self._last_plan()
         return self._last_plan
 
     def foresee(self, micro_batches: Sequence[Tensor]) -> None:
@@ -322,35 +308,6 @@ class Experts(nn.Module):
         """
         for each in (*self._executors.values(), *self.context.homes.values()):
             each.check()
-
-    # --- homes --------------------------------------------------------------------------------------------
-
-    @property
-    def homes(self) -> Homes:
-        """Which rank owns which expert, and the numbers that experts have inside, where experts stay whole."""
-        return self.schedule.homes
-
-    def move_homes(self, homes: Homes) -> None:
-        """Takes masters to lie in the order of ``homes`` from now on. ``moe.home_moves`` brings them there."""
-        self.store.casts.drop()
-        self.store.drop_prefetched()
-        self._number_E = torch.from_numpy(homes.number_E).to(self.store.masters.device) if homes.moved else None
-        self.schedule.move_homes(homes)
-
-    def _numbered(self, expert_TK: Tensor, *, trained: bool) -> Tensor:
-        """Returns the numbers of experts that the model has chosen by its ids."""
-        if self._number_E is None:
-            return expert_TK
-        if trained and not self.followers:
-            raise RuntimeError(
-                f"layer {self.layer_index} trains experts whose homes were moved without an optimizer, or with one "
-                "that is gone; another one's state would be saved in another order than theirs, so call "
-                "ms.move_homes(model, homes, optimizer) again, with the one that trains them"
-            )
-        # An id that names no expert stays as it is, and planning raises its error on all ranks.
-        valid_TK = expert_TK.clamp(0, len(self._number_E) - 1)
-        number_TK = self._number_E.to(expert_TK.device).index_select(0, valid_TK.flatten()).view_as(expert_TK)
-        return torch.where(valid_TK == expert_TK, number_TK, expert_TK)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         """Moves between devices, and refuses ``layer.bfloat16()`` and the like."""
@@ -430,7 +387,7 @@ class Experts(nn.Module):
             raise TypeError("a copy would read the parameters of the original; make other experts for other parameters")
         # A plan that has not been read yet may be on a device.
         _ = self.last_plan
-        connected = {"token_channel", "store", "planner", "link", "context", "load_log", "followers"}
+        connected = {"token_channel", "store", "planner", "link", "context", "load_log"}
         connected |= {"_executors", "_computes", "count_scores"}
         return {name: value for name, value in self.__dict__.items() if name not in connected}
 

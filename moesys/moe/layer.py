@@ -143,10 +143,7 @@ class MoELayer(nn.Module):
         ``experts.down_proj`` [E, H, I], and where they exist ``gate.e_score_correction_bias`` [E] and
         ``shared_experts.{gate,up,down}_proj.weight``.
         """
-        full_EP = self._masters().full()
-        if self.experts.homes.moved:
-            full_EP = full_EP[torch.from_numpy(self.experts.homes.number_E).to(full_EP.device)]
-        gate_up, down = ExpertForm.of(self.shape).views(full_EP).values()
+        gate_up, down = ExpertForm.of(self.shape).views(self._masters().full()).values()
         state = {GATE_UP: gate_up.contiguous(), DOWN: down.contiguous()}
         return state | {name: tensor.clone() for name, tensor in self._replicated_state().items()}
 
@@ -174,9 +171,9 @@ class MoELayer(nn.Module):
         self.experts.store.casts.drop()
         for name, tensor in self._replicated_state().items():
             tensor.copy_(state[name])
-        for expert, number in enumerate(self.experts.homes.number_E.tolist()):
+        for expert in range(E):
             parts = state[GATE_UP][expert].reshape(-1), state[DOWN][expert].reshape(-1)
-            self._masters().load(number, torch.cat(parts))
+            self._masters().load(expert, torch.cat(parts))
 
     def _token_blocks(self, device_type: str) -> TokenBlocks | None:
         if (num_tokens := self.experts.token_block) is None:

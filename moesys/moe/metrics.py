@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moesys.balance.plan import LayerPlan
 from moesys.load import IntArray
-from moesys.moe.planners import UnreadPlan
+from moesys.moe.planners import PlanReader
 from moesys.overlap.comm.record import Meter
 
 
@@ -57,8 +57,7 @@ class LayerLoad:
     tokens_E: IntArray
 
     @classmethod
-    def of(cls, unread: UnreadPlan) -> LayerLoad:
-        plan = unread.read()
+    def of(cls, plan: LayerPlan) -> LayerLoad:
         return cls(plan.tokens.max_over_mean, plan.load.tokens_E)
 
 
@@ -104,11 +103,11 @@ class LoadLog:
     """
 
     def __init__(self, checks: FiniteChecks) -> None:
-        self._loads: list[LayerLoad | UnreadPlan] = []
+        self._loads: list[LayerLoad | PlanReader] = []
         self._checks = checks
 
-    def add(self, unread: UnreadPlan) -> None:
-        self._loads.append(LayerLoad.of(unread) if isinstance(unread.plan, LayerPlan) else unread)
+    def add(self, plan: LayerPlan | PlanReader) -> None:
+        self._loads.append(LayerLoad.of(plan) if isinstance(plan, LayerPlan) else plan)
 
     def check(
         self, layer: int, micro_batch: int, x_TH: Tensor, weight_TK: Tensor, masters: Sequence[Tensor], y_TH: Tensor
@@ -127,7 +126,7 @@ class LoadLog:
     def take(self) -> list[LayerLoad]:
         """Returns them in their order. Waits for the device."""
         loads, self._loads = self._loads, []
-        return [load if isinstance(load, LayerLoad) else LayerLoad.of(load) for load in loads]
+        return [load if isinstance(load, LayerLoad) else LayerLoad.of(load()) for load in loads]
 
     def clear(self) -> None:
         self._loads.clear()

@@ -12,14 +12,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moesys.balance.homes import Homes
 from moesys.balance.layout_schedule import LayoutSchedule
 from moesys.balance.plan import LayerPlan, plan_layer
 from moesys.balance.planners import plan_layout
@@ -257,61 +256,22 @@ def _commit(schedules: Sequence[LayoutSchedule], votes_RN: Tensor) -> None:
         schedule.commit(bool(vote))
 
 
-def _agreed_plan(make: Callable[[], LayerPlan], channel: Channel, device: torch.device) -> LayerPlan:
-    """Returns the plan that a user's code makes, once it is known to be the same on every rank."""
-    differing = (
-        "planned differently from the same counts; let layout() and split() of your own be functions of the problem "
-        "and their fields alone"
-    )
-    return agreed(make, _digest, channel, device, what="planning", differing=differing)
-
-
-def _digest(plan: LayerPlan) -> bytes:
-    digest = hashlib.sha256(plan.layout.fingerprint().encode())
-    digest.update(plan.tokens.entries.astype("<i8").tobytes())
-    return digest.digest()
-
-
-@dataclass(frozen=True)
-class UnreadPlan:
-    """A plan in the numbers of ``homes``: a ``LayerPlan``, or what reads it, which may wait for the device."""
-
-    plan: LayerPlan | PlanReader
-    homes: Homes
-
-    def read(self) -> LayerPlan:
-        """Returns the plan on the host, in the model's ids."""
-        plan = self.plan if isinstance(self.plan, LayerPlan) else self.plan()
-        return replace(plan, tokens=self.homes.plan_by_id(plan.tokens)) if self.homes.moved else plan
-
-
 _DIGEST_BYTES = 32
 # Of an error's message, which all ranks raise.
 _MESSAGE_BYTES = 2048
 
-T = TypeVar("T")
 
-
-def agreed(
-    make: Callable[[], T],
-    digest_of: Callable[[T], bytes],
-    channel: Channel,
-    device: torch.device,
-    *,
-    what: str,
-    differing: str,
-) -> T:
-    """Returns what ``make`` returns here, once it is known to be the same on all ranks; a collective.
+def _agreed_plan(make: Callable[[], LayerPlan], channel: Channel, device: torch.device) -> LayerPlan:
+    """Returns the plan that a user's code makes, once it is known to be the same on all ranks; a collective.
 
     If it raises on any rank, no rank goes on, to wait for rows that nobody sends: the others raise RuntimeError with
-    that rank's message, as "``what`` failed". All ranks raise RuntimeError, as "``differing``", if the digests, of 32
-    bytes, differ.
+    that rank's message. All ranks raise RuntimeError if their plans differ.
     """
     made, failure = None, None
     digest, message = bytes(_DIGEST_BYTES), b""
     try:
         made = make()
-        digest = digest_of(made)
+        digest = _digest(made)
     except Exception as error:
         failure = error
         message = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
@@ -324,7 +284,16 @@ def agreed(
     for rank, other in zip(channel.members, said_R, strict=True):
         if other[_DIGEST_BYTES:].strip(b"\0"):
             message = other[_DIGEST_BYTES:].rstrip(b"\0")
-            raise RuntimeError(f"{what} failed on rank {rank}: {message.decode(errors='replace')}")
+            raise RuntimeError(f"planning failed on rank {rank}: {message.decode(errors='replace')}")
         if other[:_DIGEST_BYTES] != digest:
-            raise RuntimeError(f"ranks {channel.members[channel.rank]} and {rank} {differing}")
+            raise RuntimeError(
+                f"ranks {channel.members[channel.rank]} and {rank} planned differently from the same counts; let "
+                "layout() and split() of your own be functions of the problem and their fields alone"
+            )
     return made
+
+
+def _digest(plan: LayerPlan) -> bytes:
+    digest = hashlib.sha256(plan.layout.fingerprint().encode())
+    digest.update(plan.tokens.entries.astype("<i8").tobytes())
+    return digest.digest()

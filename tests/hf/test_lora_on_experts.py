@@ -75,9 +75,9 @@ def loss_of(model: Any, seed: int) -> Tensor:
     return model(input_ids=text(seed), labels=text(seed)).loss
 
 
-def trained(model: Any, strategy: ms.Strategy | None, mesh: Any = None, homes: Any = None) -> dict[str, Tensor]:
+def trained(model: Any, strategy: ms.Strategy | None, mesh: Any = None) -> dict[str, Tensor]:
     """Losses, the first step's gradients and the last step's adapters; None is PEFT in one process, on the texts of all
-    ranks. ``homes``: where experts move to after the first step.
+    ranks.
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     runtime = ms.parallelize(model, strategy, mesh) if strategy else None
@@ -92,8 +92,6 @@ def trained(model: Any, strategy: ms.Strategy | None, mesh: Any = None, homes: A
             found |= {f"grad {name}": whole(each.grad) for name, each in model.named_parameters() if each.requires_grad}
         optimizer.step()
         optimizer.zero_grad()
-        if homes and step == 0:
-            ms.move_homes(model, homes, optimizer)
     if runtime:
         runtime.close()
     return found | {name: whole(each) for name, each in model.named_parameters() if each.requires_grad}
@@ -181,15 +179,6 @@ def test_lora_and_checkpoints_train_alike_where_experts_travel_ahead(ranks: Loca
         assert not differing
         # Experts that an adapter changes are not read before their layer runs.
         assert (num_ahead > 0) == (name == "one layer")
-
-
-def moved_away() -> float:
-    homes = [[1, 0] * 4] * 2
-    return worst(trained(two(), EP, homes=homes), trained(two(), None))
-
-
-def test_lora_stays_with_experts_that_move(ranks: LocalRanks) -> None:
-    assert max(ranks.run(moved_away, num_ranks=2, timeout_s=150.0)) < 1e-5
 
 
 def outputs(model: Any) -> dict[str, Tensor]:

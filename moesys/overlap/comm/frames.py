@@ -44,7 +44,6 @@ WHAT = (
     "link()",
     "sync_gradients()",
     "clip_grad_norm_()",
-    "move_homes()",
 )
 
 Header = npt.NDArray[np.int64]
