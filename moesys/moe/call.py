@@ -300,13 +300,13 @@ class Tape:
     next_inner_at: int = 0
     backward: int = NO_BACKWARD
 
-    def next_call(self, layer: int) -> LayerCall:
+    def next_call(self, store: ExpertStore) -> LayerCall:
         """Returns the recorded call that this forward repeats."""
-        if self.next_call_at >= len(self.calls) or self.calls[self.next_call_at].store.layer_index != layer:
+        if self.next_call_at >= len(self.calls) or self.calls[self.next_call_at].store is not store:
             recorded = [call.store.layer_index for call in self.calls]
             raise RuntimeError(
-                f"recomputation reached MoE layer {layer} as call {self.next_call_at}, but the first pass recorded "
-                f"layers {recorded}; a checkpointed region must run the same layers both times"
+                f"recomputation reached MoE layer {store.layer_index} as call {self.next_call_at}, but the first pass "
+                f"recorded layers {recorded}; a checkpointed region must run the same layers both times"
             )
         self.next_call_at += 1
         call = self.calls[self.next_call_at - 1]

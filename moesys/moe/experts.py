@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
+from weakref import ReferenceType, WeakSet, ref
 
 import pydantic_core
 import torch
@@ -17,6 +20,7 @@ from moesys.balance.layout_schedule import InlinePlanner, LayoutSchedule, PlanSo
 from moesys.balance.plan import LayerPlan
 from moesys.collectives import guarded
 from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, ModelShape, Strategy
+from moesys.files import number_set
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.load import frozen_int64
 from moesys.moe.arguments import check_inputs, check_kinds, cluster_of, declaration, mesh_of, require_module
@@ -37,6 +41,20 @@ from moesys.overlap.experts_cpu import OURS, CpuExperts, experts_on_device
 from moesys.torch_private import ends_recomputation, unscale_beside_dtensors, unseen_by_selective_checkpoints
 
 STATE_TIMEOUT_S = 600.0
+
+
+@dataclass
+class _LayersMade:
+    """The layers of one index that this process has made for one group."""
+
+    number: int = 0
+    living: WeakSet[Experts] = field(default_factory=WeakSet)
+
+
+# By a reference, which does not keep the group, and is unequal to that of any later group of its name.
+@cache
+def _layers_made(group: ReferenceType[dist.ProcessGroup], layer_index: int) -> _LayersMade:
+    return _LayersMade()
 
 
 class Experts(nn.Module):
@@ -107,6 +125,11 @@ class Experts(nn.Module):
         if outside is not None and form is not None:
             declared["outside"] = outside.declared(form)
         self.identity = Identity(layer_index, declared)
+        if self.group is not None:
+            made = _layers_made(ref(self.group), layer_index)
+            made.number += 1
+            made.living.add(self)
+            self.identity = Identity(layer_index, declared, made.number, made.living)
         self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
         self.outside = outside
         self.shards = shards_of(strategy, shape, self.cluster, rank, self.group, form)
@@ -116,6 +139,8 @@ class Experts(nn.Module):
         # None: that of the device.
         self.expert_compute: ExpertCompute | None = None
         self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
+        # Whether ranks have compared the values that they should have alike.
+        self.compared = False
         self._last_plan: LayerPlan | PlanReader | None = None
         # Drawn on the CPU, so that every device starts from the same weights.
         own = None
@@ -169,6 +194,11 @@ class Experts(nn.Module):
         check_inputs(x_TH, expert_TK, weight_TK, mask_T, self.shape, rounds=self.outside is None)
         dtype = DTYPES[self.shape.dtype] if self.outside is None else x_TH.dtype
         masters = self.store.masters.differentiable()
+        if any(each.is_meta for each in masters):
+            raise RuntimeError(
+                f"the experts of layer {self.layer_index} are on the meta device, without values; call "
+                "to_empty(device=...) on the model, and load its state, before its first forward"
+            )
         inputs = (x_TH.to(dtype), weight_TK.float().contiguous(), *masters)
         trains_experts = torch.is_grad_enabled() and any(each.requires_grad for each in masters)
         saves = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
@@ -198,7 +228,7 @@ class Experts(nn.Module):
         if tape is None:
             return self._plan(expert_TK, mask_T, dtype, flags)
         if tape.mode == "replay":
-            return tape.next_call(self.layer_index)
+            return tape.next_call(self.store)
         tape.calls.append(call := self._plan(expert_TK, mask_T, dtype, flags))
         call.runs_again = True
         return call
@@ -245,12 +275,23 @@ class Experts(nn.Module):
         return call
 
     def require_group(self) -> None:
-        """Raises RuntimeError for experts that were made before the process group whose ranks were to share them."""
-        if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError(
-                f"layer {self.layer_index} was made before torch.distributed was initialised, so each of the "
-                f"{dist.get_world_size()} ranks would train experts of its own; call init_process_group first, or give "
-                "the layer a group of one rank if that is meant"
+        """Raises RuntimeError for experts that were made before the process group whose ranks were to share them, and
+        warns in the first micro-batch where a launcher has started several ranks and there is no process group.
+        """
+        if self.group is not None:
+            return
+        if dist.is_available() and dist.is_initialized():
+            if dist.get_world_size() > 1:
+                raise RuntimeError(
+                    f"layer {self.layer_index} was made before torch.distributed was initialised, so each of the "
+                    f"{dist.get_world_size()} ranks would train experts of its own; call init_process_group first, or "
+                    "give the layer a group of one rank if that is meant"
+                )
+        elif self.schedule.micro_batch == 0 and (num_ranks := number_set("WORLD_SIZE", 1)) > 1:
+            warnings.warn(
+                f"a launcher started {num_ranks} ranks (WORLD_SIZE), but there is no process group, so each rank "
+                "trains a model of its own; call torch.distributed.init_process_group before the layers are made",
+                stacklevel=2,
             )
 
     def computed_by(self, dtype: torch.dtype, device_type: str) -> ExpertCompute:
@@ -415,6 +456,13 @@ def experts_of(model: nn.Module) -> list[Experts]:
     require_module(model)
     found = (module.__dict__.get("moesys_experts", module) for module in model.modules())
     return [each for each in found if isinstance(each, Experts)]
+
+
+def require_own_indices(layers: Sequence[Experts]) -> None:
+    """Raises ValueError for layers of which several have one ``layer_index``."""
+    indices = [layer.layer_index for layer in layers]
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"layer_index values {indices} repeat; give every layer its own")
 
 
 def experts_beside(model: nn.Module, paths: Iterable[str], without: str) -> list[Experts]:

@@ -35,13 +35,14 @@ def sync_gradients(model: nn.Module) -> None:
     A gradient that is missing on some ranks counts as zero there, so that all ranks have the sum; one that is missing
     on all ranks stays None. One all-reduce of a flat buffer per dtype. Does nothing without a process group.
 
-    Raises ``RankMismatchError`` on all ranks where their parameters or the dtypes of gradients differ, and ValueError
-    for a sparse gradient.
+    Raises ``RankMismatchError`` on all ranks where their parameters or the dtypes of gradients differ, and in the first
+    call for a model where the values of parameters do; ValueError for a sparse gradient.
     """
     experts = experts_of(model)
     channel = channel_of(experts)
     if channel.group is None:
         return
+    device = experts[0].store.masters.device
     layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
     summed = {id(parameter) for layer in layers for parameter in layer.summed_in_backward()}
     replicated = {
@@ -52,7 +53,10 @@ def sync_gradients(model: nn.Module) -> None:
         and id(parameter) not in summed
     }
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    dtypes = _gradient_dtypes(replicated, channel, experts[0].store.masters.device)
+    dtypes = _gradient_dtypes(replicated, channel, device)
+    if not experts[0].compared:
+        require_equal_values(model, channel, "sync_gradients()", device)
+        experts[0].compared = True
     for parameter, dtype in zip(replicated.values(), dtypes, strict=True):
         if dtype is None:
             continue
@@ -64,6 +68,26 @@ def sync_gradients(model: nn.Module) -> None:
         channel.guard("sync_gradients()", partial(dist.all_reduce, flat, group=channel.group))
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
+
+
+def require_equal_values(model: nn.Module, channel: Channel, call: str, device: torch.device) -> None:
+    """Raises ``RankMismatchError`` on all ranks where they have other values of what ``model`` should have alike on
+    each: parameters, as far as they are not sharded, and the biases of routers. A collective. ``call``: that which an
+    error names; ``device``: where messages travel.
+    """
+    alike = dict(model.named_parameters()) | {
+        f"{name}.router.{buffer}": value
+        for name, layer in model.named_modules()
+        if isinstance(layer, MoELayer)
+        for buffer, value in layer.router.named_buffers()
+    }
+    if found := channel.differing(alike, Position(call), device):
+        name, first, second = found
+        raise RankMismatchError(
+            f"{call}: ranks {first} and {second} have other values of {name}, which every rank should have alike; make "
+            "the model with the same seed on all ranks (seed data apart, with a torch.Generator), or load or broadcast "
+            f"the values of one rank before this call. {ALIKE}"
+        )
 
 
 def _gradient_dtypes(
@@ -182,7 +206,7 @@ def _norm(
         sums_3 = torch.zeros_like(totals_3)
         for part in parts:
             for elements in part.flatten().split(_ELEMENTS_AT_ONCE):
-                squares = elements.double().square_()
+                squares = elements.to(torch.float64, copy=True).square_()
                 plain, rounded = squares.sum(), squares.div(coarse).round_().mul_(coarse)
                 left = squares.sub_(rounded).div_(fine).round_().mul_(fine)
                 sums_3 += torch.stack([rounded.sum(), left.sum(), plain])

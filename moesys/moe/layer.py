@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,11 +13,13 @@ from torch.nn import functional
 from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.moe.arguments import check_mask, check_x
+from moesys.moe.call import current_tape
 from moesys.moe.experts import Experts
 from moesys.moe.masters import DTYPES, ExpertForm, OwnMasters, initial_generator
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.router import Router
 from moesys.moe.token_blocks import TokenBlocks
+from moesys.overlap.comm.frames import Position
 from moesys.overlap.experts_cpu import CpuExperts
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -116,6 +120,7 @@ class MoELayer(nn.Module):
         shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH, blocks)
         routing = self.router(x_TH, blocks, mask_T)
         y_TH = self.experts(x_TH, routing.expert_TK, routing.weight_TK, mask_T)
+        self._compare_replicas()
         if shared_TH is not None:
             y_TH = y_TH + shared_TH
         return y_TH.view(x.shape)
@@ -174,6 +179,25 @@ class MoELayer(nn.Module):
         for expert in range(E):
             parts = state[GATE_UP][expert].reshape(-1), state[DOWN][expert].reshape(-1)
             self._masters().load(expert, torch.cat(parts))
+
+    def _compare_replicas(self) -> None:
+        """Warns in micro-batches 1, 2, 4, 8 and so on of a training where ranks have other routers or shared experts,
+        as they do after a step for which nobody has summed their gradients. A collective of these micro-batches.
+        """
+        experts, tape = self.experts, current_tape()
+        number = experts.schedule.micro_batch - 1
+        learning = self.training and torch.is_grad_enabled() and (tape is None or tape.mode == "record")
+        if experts.group is None or not learning or number < 1 or number & (number - 1):
+            return
+        at = Position("comparison of routers", number)
+        if found := experts.token_channel.differing(self._replicated_state(), at, experts.store.masters.device):
+            name, first, second = found
+            warnings.warn(
+                f"ranks {first} and {second} have other values of {name} of layer {experts.layer_index}, which every "
+                "rank should have alike; call ms.sync_gradients(model) between backward and the optimizer's step, or "
+                "wrap the model in DDP or FSDP, and load the same values on every rank",
+                stacklevel=2,
+            )
 
     def _token_blocks(self, device_type: str) -> TokenBlocks | None:
         if (num_tokens := self.experts.token_block) is None:

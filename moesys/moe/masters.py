@@ -9,16 +9,21 @@ R ranks, E experts, P elements of an expert (P_e = 3·I·H of our own), D expert
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moesys.config import ModelShape
 from moesys.overlap.executor import ExpertGradients, ExpertWeights
@@ -26,6 +31,9 @@ from moesys.torch_private import hide_backward, hooks_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# The names of optimizers that take a parameter of two dimensions for a matrix, or of the functions that they call.
+_ON_MATRICES = re.compile("muon|shampoo|soap|dion|scion|galore|kron|newton_?schulz|zeropower|orthogonal", re.IGNORECASE)
+_BY_ELEMENT = ("adam", "adamw", "lion", "sgd")
 
 
 def initial_generator(seed: int, layer_index: int, expert: int | None) -> torch.Generator:
@@ -202,6 +210,27 @@ class OwnMasters(Masters):
         distributed: Callable[[Tensor], Tensor],
     ) -> None:
         self._parameters, self._name, self._keep, self._distributed = parameters, name, keep, distributed
+        this = weakref.ref(self)
+
+        def before(optimizer: Optimizer, *_: object) -> None:
+            if (masters := this()) is not None:
+                masters._refuse_matrix(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(before).remove)
+
+    def _refuse_matrix(self, optimizer: Optimizer) -> None:
+        """Raises TypeError for an optimizer that would take all experts together for one matrix."""
+        if not _works_on_matrices(type(optimizer)):
+            return
+        parameter = self._parameter
+        for group in optimizer.param_groups:
+            by_element = group.get("algorithm") in _BY_ELEMENT or not group.get("use_muon", True)
+            if not by_element and any(each is parameter for each in group["params"]):
+                raise TypeError(
+                    f"{type(optimizer).__name__} takes {self._name} {list(parameter.shape)} for one matrix, and would "
+                    "mix the experts with one another, as each of its rows holds all matrices of an expert; give the "
+                    f"parameters whose names end in {self._name!r} to an optimizer that works by element, such as AdamW"
+                )
 
     @property
     def device(self) -> torch.device:
@@ -256,6 +285,17 @@ class OwnMasters(Masters):
         parameter = self._parameters[self._name]
         assert parameter is not None
         return parameter
+
+
+@cache
+def _works_on_matrices(kind: type) -> bool:
+    """Returns whether the name of an optimizer, or of a function that it calls, says that it works on matrices."""
+    names = [each.__name__ for each in kind.__mro__]
+    for method in (
+        method for each in kind.__mro__[:-2] for method in vars(each).values() if inspect.isfunction(method)
+    ):
+        names += inspect.unwrap(method).__code__.co_names
+    return any(map(_ON_MATRICES.search, names))
 
 
 def distributed(local: Tensor, shape: ModelShape, shard_dim: int, mesh: DeviceMesh | None) -> Tensor:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from moesys.balance.layout_schedule import PlanEvent
 from moesys.collectives import ALIKE, RankMismatchError, guarded
 from moesys.moe.call import PLAN_TIMEOUT_S, LayerCall, Lookahead, Neighbours
-from moesys.moe.experts import Experts, experts_of
-from moesys.moe.gradients import channel_of
+from moesys.moe.experts import Experts, experts_of, require_own_indices
+from moesys.moe.gradients import channel_of, require_equal_values
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.store import Cross, ExpertStore, Finish
@@ -47,6 +47,8 @@ class _Reshard:
 def link(model: nn.Module, *, plan_timeout_s: float | None = None, record_spans: bool = False) -> MoERuntime:
     """Joins the MoE layers of ``model`` under one runtime; a collective where they share a process group.
 
+    Raises ``RankMismatchError`` on all ranks where they link other layers, or models that should be equal and are not.
+
     ``plan_timeout_s``: how long a rank waits for layouts that are due before all ranks keep the old ones; at most half
     of the group's time-out, so that waiting fails no collective. By default 60 s, or that half.
     ``record_spans``: keep a ``Timeline``.
@@ -66,11 +68,9 @@ class MoERuntime(Lookahead):
         group = channel.group
         if any(layer.link.linked for layer in self.layers):
             raise ValueError("a layer of this model is linked already; close its runtime first")
-        if len({layer.layer_index for layer in self.layers}) < len(self.layers):
-            raise ValueError(
-                f"layer_index values {[layer.layer_index for layer in self.layers]} repeat; give every layer its own"
-            )
+        require_own_indices(self.layers)
         _compare_layers(self.layers, plan_timeout_s, channel)
+        require_equal_values(model, channel, "link()", _device_of(self.layers, channel))
         self.recorder = Recorder(channel.rank, record_spans, channel.device_type)
         self._groups: list[dist.ProcessGroup] = []
         weight_group = planner_group = None
@@ -291,10 +291,14 @@ class PlanningState:
     With it a run that is resumed on the same ranks has the same bits as one that was not stopped; without it planning
     begins anew. Models with ``MoELayer``s have it in their own state already. Groups of experts keep what is theirs, so
     load it into as many groups of the same ranks.
+
+    Raises ValueError where layers of the same ranks have one ``layer_index``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._experts = {_key(experts): experts for experts in experts_of(model)}
+        if len(self._experts) < len(layers := experts_of(model)):
+            require_own_indices(layers)
 
     def state_dict(self) -> dict[str, str]:
         """Returns JSON text by layer and ranks."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moesys.moe.experts import Experts, experts_of
+from moesys.moe.experts import Experts, experts_of, require_own_indices
 from moesys.moe.metrics import FiniteChecks, LoadLog
 from moesys.step_lines import SCALARS, EventLine, LayerLine, NumberLog, StepLine, step_file, step_journal, write_spans
 from moesys.timeline import Timeline
@@ -238,9 +238,7 @@ def _watchable(model: nn.Module) -> list[Experts]:
             "the model has no ms.Experts, so there is nothing to watch; build it of ms.MoELayer, or have a model of "
             "transformers run under a strategy, as docs/transformers.md says"
         )
-    indices = [layer.layer_index for layer in layers]
-    if len(set(indices)) < len(indices):
-        raise ValueError(f"layer_index values {indices} repeat; give every layer its own")
+    require_own_indices(layers)
     if any(layer.load_log is not None for layer in layers):
         raise ValueError("a layer of this model is watched already; close its Watch first")
     return layers

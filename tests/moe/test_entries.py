@@ -205,6 +205,32 @@ def test_no_layer_is_made_in_the_context_of_the_meta_device() -> None:
         ms.MoELayer(SHAPE, EP)
 
 
+@pytest.mark.parametrize("strategy", [EP, ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=4))], ids=str)
+@pytest.mark.parametrize("made", [True, False], ids=["made on meta", "moved"])
+def test_experts_without_values_are_not_computed_with(strategy: ms.Strategy, made: bool) -> None:
+    layer = ms.MoELayer(SHAPE, strategy, device="meta") if made else ms.MoELayer(SHAPE, strategy).to("meta")
+    chosen = torch.zeros(len(X), SHAPE.top_k, dtype=torch.int64), torch.ones(len(X), SHAPE.top_k)
+    for call in (lambda: layer.experts(X, *chosen), lambda: layer(X)):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"on the meta device, without values; call to_empty\("):
+            call()
+    weight_2HI = torch.nn.Parameter(torch.empty(SHAPE.num_experts, 8, 32, device="meta"))
+    down = torch.nn.Parameter(torch.empty(SHAPE.num_experts, 32, 4, device="meta"))
+    outside = ms.OutsideExperts(lambda: {"gate_up": weight_2HI, "down": down})
+    experts = ms.Experts(SHAPE.replace(intermediate_size=4), EP, outside=outside)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="on the meta device, without values"):
+        experts(X, *chosen)
+
+
+def test_ranks_without_a_process_group_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    layer = ms.MoELayer(SHAPE, EP)
+    with torch.no_grad():
+        layer(X)
+    with pytest.warns(UserWarning, match=r"a launcher started 2 ranks \(WORLD_SIZE\), but there is no process group"):
+        layer(X).sum().backward()
+    layer(X).sum().backward()  # said once
+
+
 # --- the layer ----------------------------------------------------------------------------------------------
 
 
@@ -275,6 +301,57 @@ def clipped(given: Callable[[nn.Module], Any]) -> list[Tensor]:
 def test_gradients_are_clipped_by_model_or_parameters(given: Callable[[nn.Module], object]) -> None:
     by_model = clipped(lambda layer: layer)
     assert all(torch.equal(one, other) for one, other in zip(clipped(given), by_model, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_clipping_scales_gradients_of_every_dtype_and_changes_nothing_else(dtype: torch.dtype) -> None:
+    parameters = [nn.Parameter(torch.randn(5, 3, dtype=dtype)) for _ in range(2)]
+    for each in parameters:
+        each.grad = torch.randn_like(each)
+    before = [each.grad.clone() for each in parameters]
+    norm = ms.clip_grad_norm_(parameters, 1e6)
+    assert all(torch.equal(each.grad, grad) for each, grad in zip(parameters, before, strict=True))
+    torch.testing.assert_close(norm, torch.cat(before).double().norm().float())
+    ms.clip_grad_norm_(parameters, 0.5)
+    torch.nn.utils.clip_grad_norm_(others := [nn.Parameter(grad.clone()) for grad in before], 0.5)
+    assert [each.grad for each in others] == [None, None]
+    for each, grad in zip(parameters, before, strict=True):
+        torch.testing.assert_close(each.grad, grad * (0.5 / (norm + 1e-6)).to(dtype))
+
+
+class OnMatrices(torch.optim.Optimizer):
+    """An optimizer under a name of its own that orthogonalises its parameters."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                zeropower_via_newton_schulz(each.grad)
+
+
+def zeropower_via_newton_schulz(gradient: Tensor) -> None:
+    torch.linalg.svd(gradient)
+
+
+def test_optimizers_on_matrices_do_not_get_experts() -> None:
+    layer = ms.MoELayer(SHAPE, EP)
+    masters = layer.experts.masters
+    layer(X).square().sum().backward()
+    before = masters.detach().clone()
+    for optimizer in (torch.optim.Muon([masters]), OnMatrices([masters]), OnMatrices([{"params": [masters]}])):
+        with pytest.raises(
+            TypeError, match=rf"{type(optimizer).__name__} takes masters \[.*\] for one matrix, and would"
+        ):
+            optimizer.step()
+    assert torch.equal(masters, before)
+    # Other parameters, other optimizers, and groups that such an optimizer trains by element.
+    torch.optim.Muon([layer.router.weight]).step()
+    OnMatrices([{"params": [masters], "use_muon": False}]).step()
+    OnMatrices([{"params": [masters], "algorithm": "adamw"}]).step()
+    torch.optim.AdamW([masters]).step()
+    assert not torch.equal(masters, before)
 
 
 def test_clipping_refuses_what_has_no_gradients() -> None:

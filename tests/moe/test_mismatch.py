@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +23,7 @@ from moesys.overlap.comm.frames import PAYLOAD_BYTES, Identity, Position
 from moesys.overlap.comm.record import Meter, Recorder
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
+BIASED = SHAPE.replace(scoring_func="sigmoid")
 EP = ms.Strategy(name="ep")
 FSEP = ms.Strategy(
     name="fsep",
@@ -326,6 +330,133 @@ def test_parameters_that_differ_and_sparse_gradients_are_refused(ranks: LocalRan
     for differing, sparse in ranks.run(other_parameters, num_ranks=2):
         assert "head_0.weight [2, 3] torch.float32, and head_1.weight [2, 3] torch.float32" in differing
         assert "the gradient of words.weight on rank 1 is sparse" in sparse
+
+
+# --- values that should be equal ------------------------------------------------------------------------------------
+
+
+def beside_experts(rank: int) -> nn.ModuleDict:
+    """A model in which what stands beside experts is drawn with the seed ``rank``."""
+    torch.manual_seed(rank)
+    return nn.ModuleDict({"head": nn.Linear(16, 3), "moe": ms.MoELayer(BIASED, EP)})
+
+
+def other_values() -> list[str]:
+    rank = dist.get_rank()
+    said = [refused(lambda call=call: call(beside_experts(rank))) for call in (ms.sync_gradients, ms.link)]
+    # What one rank has loaded, what one rank has moved, and the replicas of a tensor that is sharded as well.
+    model = beside_experts(0)
+    with torch.no_grad():
+        model.moe.router.weight.mul_(1 + rank)
+    said.append(refused(lambda: ms.sync_gradients(model)))
+    model = beside_experts(0)
+    model.moe.router.e_score_correction_bias[3] = rank / 8
+    said.append(refused(lambda: ms.sync_gradients(model)))
+    model = beside_experts(0)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    local = model.head.weight.detach() + torch.tensor(1e-7 * rank)
+    model.head.weight = nn.Parameter(DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False))
+    said.append(refused(lambda: ms.sync_gradients(model)))
+    return said
+
+
+def test_values_that_differ_are_noticed_in_the_first_call(ranks: LocalRanks) -> None:
+    names = ("head.weight", "head.weight", "moe.router.weight", "moe.router.e_score_correction_bias", "head.weight")
+    for said in ranks.run(other_values, num_ranks=2):
+        for name, text in zip(names, said, strict=True):
+            assert f"ranks 0 and 1 have other values of {name}, which every rank should have alike" in text
+
+
+def equal_values() -> list[str]:
+    """Calls that must pass: shards that differ by right, and values that change after the first call."""
+    model = beside_experts(0)
+    for _ in range(3):
+        model.moe(tokens(dist.get_rank())).sum().backward()
+        ms.sync_gradients(model)
+    mesh = init_device_mesh("cpu", (2,))
+    local = model.head.weight.detach() + dist.get_rank()
+    model.head.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+    ms.link(model).close()
+    return [name for name, each in model.named_parameters() if each.grad is None]
+
+
+def test_values_that_are_equal_or_sharded_pass(ranks: LocalRanks) -> None:
+    assert ranks.run(equal_values, num_ranks=2) == [["head.weight", "head.bias"]] * 2
+
+
+def forgotten(synchronised: bool) -> list[str]:
+    """Returns the warnings of a training of five micro-batches, two to a step."""
+    layer, rank = ms.MoELayer(SHAPE, EP), dist.get_rank()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for number in range(5):
+            checkpoint(layer, tokens(rank + 10 * number), use_reentrant=False).square().sum().backward()
+            if number % 2:
+                if synchronised:
+                    ms.sync_gradients(layer)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(each.message) for each in found]
+
+
+def test_gradients_that_nobody_sums_are_noticed(ranks: LocalRanks) -> None:
+    assert ranks.run(forgotten, True, num_ranks=2) == [[], []]
+    for said in ranks.run(forgotten, False, num_ranks=2):
+        assert len(said) == 2  # in micro-batches 2 and 4
+        assert all("ranks 0 and 1 have other values of gate.weight of layer 0" in text for text in said)
+        assert all("call ms.sync_gradients(model) between backward and the optimizer's step" in text for text in said)
+
+
+# --- layers of one index --------------------------------------------------------------------------------------------
+
+
+def twins(kind: str) -> str:
+    """Two layers of one index, which rank 1 calls in the other order, after calls in one order or none."""
+    first, second = (ms.MoELayer(SHAPE, EP) for _ in range(2))
+    rank = dist.get_rank()
+    pair = (first, second) if rank == 0 else (second, first)
+    if kind == "called before":
+        for layer in (first, second):
+            layer(tokens(rank))
+    if kind == "experts":
+        chosen = torch.arange(2).repeat(32, 1), torch.full((32, 2), 0.5)
+        return refused(lambda: pair[0].experts(tokens(rank), *chosen))
+    return refused(lambda: pair[0](tokens(rank)))
+
+
+@pytest.mark.parametrize("kind", ["called before", "never called", "experts"])
+def test_layers_of_one_index_are_told_apart(ranks: LocalRanks, kind: str) -> None:
+    for said in ranks.run(twins, kind, num_ranks=2):
+        assert "of the layers with this layer_index, which each need their own" in said
+
+
+def one_left() -> None:
+    """Rank 1 has made a layer that it dropped and one that it keeps, and all ranks make another."""
+    group = dist.new_group([0, 1])
+    kept = [ms.MoELayer(SHAPE, EP, group) for _ in range(2 * dist.get_rank())][1:]
+    layer = ms.MoELayer(SHAPE, EP, group)
+    layer(tokens(0)).sum().backward()
+    assert len(kept) == dist.get_rank()
+    dist.destroy_process_group(group)
+
+
+def test_layers_that_were_made_on_one_rank_alone_do_no_harm(ranks: LocalRanks) -> None:
+    ranks.run(one_left, num_ranks=2)
+
+
+def test_a_recomputation_knows_layers_of_one_index_apart() -> None:
+    layers = [ms.MoELayer(SHAPE, EP) for _ in range(2)]
+    order = iter((0, 1, 1, 0))
+    x = tokens(0).requires_grad_()
+    y = checkpoint(lambda x: layers[next(order)](layers[next(order)](x)) * 2.0, x, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="a checkpointed region must run the same layers both times"):
+        y.square().sum().backward()
+
+
+def test_planning_states_of_one_index_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer_index values \[0, 0\] repeat; give every layer its own"):
+        ms.PlanningState(nn.ModuleList(ms.MoELayer(SHAPE, EP) for _ in range(2)))
 
 
 # --- what a layer is made before, and what it is left with --------------------------------------------------

@@ -5,9 +5,10 @@ Every byte that moesys sends goes through a ``Channel``; a channel without a gro
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from moesys.collectives import EXPLAINED, FAILURE_GRACE_S, failure_of
@@ -102,6 +104,9 @@ def exchange(
 
 # Messages that nobody has waited for are kept for this many calls: the call that failed, and the call after it.
 KEPT_CALLS = 2
+# A digest is computed in pieces of so many elements, and of their bits as integers, by the size of an element.
+_DIGESTED_AT_ONCE = 1 << 18
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 T = TypeVar("T")
 
@@ -285,6 +290,30 @@ class Channel:
         gathered_RN, sizes = self._gather(sent_N, "counts", at)
         return [row[:size].tobytes() for row, size in zip(gathered_RN.cpu().numpy(), sizes, strict=True)]
 
+    def differing(
+        self, tensors: Mapping[str, Tensor], at: Position, device: torch.device
+    ) -> tuple[str, int, int] | None:
+        """Returns the name of a tensor of which two ranks have other bits, and these ranks; None if there is none. The
+        same on all ranks; a collective. Raises as ``all_gather`` does.
+
+        What a ``DTensor`` shards differs by right: ranks compare the shards that they have alike.
+        """
+        if self.group is None:
+            return None
+        mine = {
+            name: (_shard_of(each), _digest(each))
+            for name, each in tensors.items()
+            if _is_shared(each) and not each.is_meta
+        }
+        found_R = [json.loads(said) for said in self.gather_bytes(json.dumps(mine).encode(), at, device)]
+        first: dict[tuple[str, str], tuple[int, int]] = {}
+        for rank, found in zip(self.members, found_R, strict=True):
+            for name, (shard, digest) in found.items():
+                other, others = first.setdefault((name, shard), (rank, digest))
+                if digest != others:
+                    return name, other, rank
+        return None
+
     def compare_calls(self) -> None:
         """Compares the calls of gathers that the host has not waited for. Raises as ``all_gather`` does."""
         while self._unread:
@@ -369,6 +398,33 @@ class Channel:
             silent_ranks = None if heartbeat is None else heartbeat.silent_ranks
             failure = failure_of(named, self.group, error, self.device_type, self.failure_grace_s, silent_ranks)
             raise failure from error
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Returns whether other ranks have the same part of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return True
+    return any(each.is_replicate() and tensor.device_mesh.size(dim) > 1 for dim, each in enumerate(tensor.placements))
+
+
+def _shard_of(tensor: Tensor) -> str:
+    """Returns which part of a ``DTensor`` this rank has."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    place = tensor.device_mesh.get_coordinate() or ()
+    return str([at for at, placement in zip(place, tensor.placements, strict=True) if not placement.is_replicate()])
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor) -> int:
+    """Returns a number that depends on the bits of all elements and on their order."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous().view(-1)
+    odd_N = torch.arange(_DIGESTED_AT_ONCE, device=local.device).mul_(2).add_(1)
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for piece_N in local.view(_INTEGERS[local.element_size()]).split(_DIGESTED_AT_ONCE):
+        # The factor makes two pieces that change places show.
+        total.mul_(3).add_(piece_N.long().mul_(odd_N[: len(piece_N)]).sum())
+    return int(total)
 
 
 def _headers(frames_RF: Tensor) -> Tensor:

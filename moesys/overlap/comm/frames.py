@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,12 +22,12 @@ from moesys.collectives import ALIKE, RankMismatchError
 
 FRAME_BYTES = 4096
 # The places of the int64 numbers of a header. Those in ``_POSITION``, and the digest, must be the same on all ranks.
-_MAGIC, _WHAT, _LAYER, _NUMBER, _FLAGS, _DIGEST, _GENERATION, _PAYLOAD_BYTES, _TEXT_BYTES, _CHOICES = range(10)
+_MAGIC, _WHAT, _LAYER, _NUMBER, _FLAGS, _TWIN, _DIGEST, _GENERATION, _PAYLOAD_BYTES, _TEXT_BYTES, _CHOICES = range(11)
 _POSITION = slice(_MAGIC, _FLAGS + 1)
-HEADER_BYTES = 10 * 8
+HEADER_BYTES = 11 * 8
 PAYLOAD_BYTES = FRAME_BYTES - HEADER_BYTES
 # Changes with the layout of frames, so that versions of moesys that do not understand each other say so.
-_VERSION = 0x6D6F65737973_01
+_VERSION = 0x6D6F65737973_02
 
 LEARNING, BACKWARD, EXPERT_GRADIENTS = 1, 2, 4
 NO_NUMBER = -1
@@ -44,6 +44,7 @@ WHAT = (
     "link()",
     "sync_gradients()",
     "clip_grad_norm_()",
+    "comparison of routers",
 )
 
 Header = npt.NDArray[np.int64]
@@ -64,10 +65,16 @@ class Position:
 
 @dataclass(frozen=True)
 class Identity:
-    """The declaration of a layer; the same on all ranks that share its experts. layer: -1 for no layer."""
+    """The declaration of a layer; the same on all ranks that share its experts. layer: -1 for no layer.
+
+    made: its number among the layers of this index that the process has made for its group, from 1. twins: those of
+    them that are there, itself among them.
+    """
 
     layer: int = -1
     declared: Mapping[str, Any] | None = None
+    made: int = 0
+    twins: Collection[object] = field(default=(), compare=False)
 
     @cached_property
     def text(self) -> bytes:
@@ -78,13 +85,18 @@ class Identity:
         """Returns 63 bits of a hash of the declaration."""
         return int.from_bytes(hashlib.sha256(self.text).digest()[:8], "little") >> 1
 
+    @property
+    def twin(self) -> int:
+        """Which of several layers of this index it is; 0 for the only one."""
+        return self.made if len(self.twins) > 1 else 0
+
 
 NO_LAYER, VALUES = Identity(), Position()
 
 
 def header(identity: Identity, at: Position, generation: int, payload_bytes: int) -> Header:
-    """Returns the header of a payload, int64 [10]."""
-    numbers = (_VERSION, WHAT.index(at.what), identity.layer, at.number, at.flags)
+    """Returns the header of a payload, int64 [11]."""
+    numbers = (_VERSION, WHAT.index(at.what), identity.layer, at.number, at.flags, identity.twin)
     texts = (identity.digest, generation, payload_bytes, len(identity.text), at.choices)
     return np.array([*numbers, *texts], dtype=np.int64)
 
@@ -119,27 +131,33 @@ def tag(layer: int, generation: int) -> int:
 def call_bits(identity: Identity, at: Position) -> int:
     """Returns 31 bits that identify the forward of a rank, for messages without room for a header; never 0."""
     learning = bool(at.flags & LEARNING)
-    return 1 << 30 | (identity.layer & 0x1FF) << 21 | (at.number & 0xFFF) << 9 | learning << 8 | identity.digest & 0xFF
+    declared = (identity.digest + identity.made) & 0xFF
+    return 1 << 30 | (identity.layer & 0x1FF) << 21 | (at.number & 0xFFF) << 9 | learning << 8 | declared
 
 
 def call_mismatch(rank: int, theirs: int, mine: int) -> RankMismatchError:
     """Returns the error of a rank whose ``call_bits`` differ from those of this one."""
     words = [
         f"forward of layer {bits >> 21 & 0x1FF} (micro-batch {bits >> 9 & 0xFFF}, "
-        f"{'in training' if bits >> 8 & 1 else 'in evaluation or without gradients'}, declaration {bits & 0xFF:02x})"
+        f"{'in training' if bits >> 8 & 1 else 'in evaluation or without gradients'}, declaration and number among "
+        f"layers of this index {bits & 0xFF:02x})"
         for bits in (theirs, mine)
     ]
     return RankMismatchError(f"ranks met in different calls: rank {rank}: {words[0]}; this rank: {words[1]}. {ALIKE}")
 
 
 def same_position(headers_RN: Header) -> bool:
-    """Returns whether all ranks are in the same call."""
-    return bool((headers_RN[:, _POSITION] == headers_RN[0, _POSITION]).all())
+    """Returns whether all ranks are in the same call. A rank on which no other layer has the layer's index does not
+    contradict the others, as what it has made and dropped before may differ.
+    """
+    twins = set(headers_RN[:, _TWIN].tolist()) - {0}
+    return len(twins) < 2 and bool((headers_RN[:, _POSITION] == headers_RN[0, _POSITION]).all())
 
 
 def alike(headers_RN: Header) -> bool:
     """Returns whether all ranks are in the same call of a layer that they declare alike."""
-    return bool((headers_RN[:, : _DIGEST + 1] == headers_RN[0, : _DIGEST + 1]).all())
+    same = headers_RN[:, : _DIGEST + 1] == headers_RN[0, : _DIGEST + 1]
+    return bool(same.all()) or (bool(same[:, _DIGEST].all()) and same_position(headers_RN))
 
 
 def position_mismatch(headers_RN: Header, ranks: Sequence[int]) -> RankMismatchError:
@@ -185,13 +203,14 @@ def _words(row: Header) -> str:
     what = WHAT[row[_WHAT]] if 0 <= row[_WHAT] < len(WHAT) else f"an unknown call {row[_WHAT]}"
     place = f" of layer {row[_LAYER]}" if row[_LAYER] >= 0 and not what.endswith("()") else ""
     if what != "forward":
-        counted = "micro-batch" if what == "agreement on a layout" else "generation"
+        counted = "micro-batch" if what in ("agreement on a layout", "comparison of routers") else "generation"
         return f"{what}{place}" + (f" ({counted} {row[_NUMBER]})" if row[_NUMBER] >= 0 else "")
     flags = int(row[_FLAGS])
     mode = "in training" if flags & LEARNING else "in evaluation or without gradients"
     backward = "a backward follows" if flags & BACKWARD else "no backward follows"
-    experts = "" if flags & EXPERT_GRADIENTS else ", experts are frozen"
-    return f"{what}{place} (micro-batch {row[_NUMBER]}, {mode}, {backward}{experts if flags & BACKWARD else ''})"
+    experts = "" if flags & EXPERT_GRADIENTS or not flags & BACKWARD else ", experts are frozen"
+    twin = f", number {row[_TWIN]} of the layers with this layer_index, which each need their own" * bool(row[_TWIN])
+    return f"{what}{place} (micro-batch {row[_NUMBER]}, {mode}, {backward}{experts}{twin})"
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
