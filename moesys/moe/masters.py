@@ -220,7 +220,7 @@ class OwnMasters(Masters):
 
     def _refuse_matrix(self, optimizer: Optimizer) -> None:
         """Raises TypeError for an optimizer that would take all experts together for one matrix."""
-        if not _works_on_matrices(type(optimizer)):
+        if not _works_on_matrices(type(optimizer)):  # type: ignore[arg-type]  # mypy looks at the hash of instances
             return
         parameter = self._parameter
         for group in optimizer.param_groups:
