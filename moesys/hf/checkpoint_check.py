@@ -76,28 +76,31 @@ class Source:
     """The tensors in files that parameters come from, and the way in which transformers makes them.
 
     name: of the parameter, the first if there are several. parts: tensors by the pattern of the converter that their
-    names match. by_expert: tensors are of one expert each, in order.
+    names match. num_experts: E if tensors are of one expert each, in order, those of one parameter behind one another;
+    otherwise 0.
     """
 
     name: str
     converter: WeightConverter | None
     parts: dict[str, list[str]] = field(default_factory=dict)
-    by_expert: bool = False
+    num_experts: int = 0
 
     @property
     def tensors(self) -> Iterator[str]:
         return (tensor for names in self.parts.values() for tensor in names)
 
-    def made(self, model: Any, get: Callable[[str, slice], Tensor], expert: int | None = None) -> dict[str, Tensor]:
+    def made(
+        self, names: HubNames, get: Callable[[str, slice], Tensor], expert: int | None = None
+    ) -> dict[str, Tensor]:
         """Returns parameters, or one expert's part of them as [1, ...], from what ``get`` gives for a name and rows."""
-        converter = deepcopy(self.converter)
-        rows = ALL if expert is None or self.by_expert else slice(expert, expert + 1)
-        for pattern, names in self.parts.items():
-            for name in names if expert is None or not self.by_expert else [names[expert]]:
-                tensor: Any = get(name, rows)
+        converter, model = deepcopy(self.converter), names.stand_in(one_expert=expert is not None)
+        rows = ALL if expert is None or self.num_experts else slice(expert, expert + 1)
+        for pattern, tensors in self.parts.items():
+            for tensor in tensors if expert is None or not self.num_experts else tensors[expert :: self.num_experts]:
+                part: Any = get(tensor, rows)
                 if converter is None:
-                    return {self.name: tensor}
-                converter.add_tensor(self.name, name, pattern, tensor)
+                    return {self.name: part}
+                converter.add_tensor(self.name, tensor, pattern, part)
         assert converter is not None
         found = converter.convert(self.name, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
@@ -133,10 +136,17 @@ def sources_of(model: Any, files: HubFiles, names: HubNames) -> list[Source]:
     made: dict[str, tuple[Tensor, Source]] = {}
     for name, source in sources.items():
         first = next(source.tensors)
-        source.by_expert = name in names.experts and files.meta(first).ndim == state[name].ndim - 1
-        if source.by_expert:
+        if name in names.experts and files.meta(first).ndim == state[name].ndim - 1:
+            source.num_experts = len(state[name])
             _check_experts(model, files, names, source)
-        parts = source.made(model, files.meta, 0 if source.by_expert else None)
+        try:
+            parts = source.made(names, files.meta, 0 if source.num_experts else None)
+        # Tensors that are missing or of other shapes make conversions raise almost any error.
+        except Exception as error:
+            raise ValueError(
+                f"{files.file_of[first]}: transformers makes no {name} of {first} and what belongs to it "
+                f"({type(error).__name__}: {error}); {_way_out()}"
+            ) from error
         made |= {each: (part, source) for each, part in parts.items()}
     tied = tied_names(model)
     optional = re.compile("|".join(f"({each})" for each in model._keys_to_ignore_on_load_missing or ()) or r"(?!)")
@@ -144,14 +154,14 @@ def sources_of(model: Any, files: HubFiles, names: HubNames) -> list[Source]:
         if name not in made:
             if any(other in made for other in tied.get(name, ())) or optional.search(name):
                 continue
-            missing, tensor = next(iter(names.to_hub({name: wanted}).items()))
+            missing, tensor = next(iter(names.to_hub({each: state[each] for each in names.group_of[name]}).items()))
             others = [each for each in sources if each not in state]
             raise ValueError(
                 f"{files.folder}: {missing} is in no file, and config.json makes it a tensor of {list(tensor.shape)}"
                 f"{f' (files have {others[0]}, which the model does not)' if others else ''}; {_way_out()}"
             )
         tensor, source = made[name]
-        cut = 1 if source.by_expert else 0
+        cut = 1 if source.num_experts else 0
         if tensor.shape[cut:] != wanted.shape[cut:]:
             first = next(source.tensors)
             raise ValueError(
@@ -163,25 +173,25 @@ def sources_of(model: Any, files: HubFiles, names: HubNames) -> list[Source]:
 
 def _check_experts(model: Any, files: HubFiles, names: HubNames, source: Source) -> None:
     """Raises ValueError where the tensors of a layer's experts are not one an expert, all of one shape."""
-    wanted = model.get_parameter(source.name)
-    E, held = len(wanted), max(map(len, source.parts.values()))
-    found, known = set(source.tensors), set(names.to_hub({source.name: wanted}))
+    group = names.group_of[source.name]
+    E, held = source.num_experts, max(map(len, source.parts.values())) / len(group)
+    found = set(source.tensors)
+    known = set(names.to_hub({name: model.get_parameter(name) for name in group}))
     layer = source.name.rpartition(".")[0]
     counted = _field(files.folder, model.config, E)
-    if any(len(tensors) != E for tensors in source.parts.values()):
+    if any(len(tensors) != E * len(group) for tensors in source.parts.values()):
         wrong = sorted(found - known, key=dot_natural_key) or sorted(known - found, key=dot_natural_key)
         file = files.file_of.get(wrong[0], files.folder)
         what = "is too many" if wrong[0] in found else "is in no file"
-        others = f"{layer} has {held} experts there, and" if held != E else f"other tensors of {layer} have all, as"
+        others = f"{layer} has {held:g} experts there, and" if held != E else f"other tensors of {layer} have all, as"
         raise ValueError(
             f"{file}: {wrong[0]} {what}: {others} config.json says {counted}={E}; "
-            f"{_way_out(f'{counted} to {held}' if held != E else '')}"
+            f"{_way_out(f'{counted} to {held:g}' if held != E and held.is_integer() else '')}"
         )
-    if len(source.parts) * E != len(known):
+    if len(source.parts) * E * len(group) != len(known):
         missing = sorted(known - found, key=dot_natural_key)[0]
         raise ValueError(f"{files.folder}: {missing} is in no file, of none of the {E} experts; {_way_out()}")
     for tensors in source.parts.values():
-        shape = files.meta(tensors[0]).shape
         numbers = _numbers(tensors)
         for expert, (tensor, number) in enumerate(zip(tensors, numbers, strict=True)):
             if number != expert and expert in numbers:
@@ -195,9 +205,10 @@ def _check_experts(model: Any, files: HubFiles, names: HubNames, source: Source)
                     f"{files.file_of[tensor]}: {tensor} belongs to expert {number}, and no file has expert {expert}: "
                     f"config.json says {counted}={E}, which are numbered from 0; {_way_out()}"
                 )
-            if (other := files.meta(tensor).shape) != shape:
+            first = tensors[expert - expert % E]
+            if (other := files.meta(tensor).shape) != (shape := files.meta(first).shape):
                 raise ValueError(
-                    f"{files.file_of[tensor]}: {tensor} has shape {list(other)}, and {tensors[0]} {list(shape)}; "
+                    f"{files.file_of[tensor]}: {tensor} has shape {list(other)}, and {first} {list(shape)}; "
                     "fetch it again"
                 )
 

@@ -124,13 +124,13 @@ class _Pieces(DefaultSavePlanner):
 
     def __init__(self, model: Any, names: HubNames, files: HubFiles, sources: list[Source], tick: Tick) -> None:
         super().__init__()
-        self._model, self._experts, self._files, self._tick = model, names.experts, files, tick
+        self._names, self._files, self._tick = names, files, tick
         state = model.state_dict()
         # Each source has the name under which it makes the tensor: for a tied tensor this may be another one's name.
         self._source: dict[str, tuple[Source, str]] = {}
         self.layout: dict[str, Tensor] = {}
         for source in sources:
-            for name, part in source.made(model, files.meta, 0 if source.by_expert else None).items():
+            for name, part in source.made(names, files.meta, 0 if source.num_experts else None).items():
                 dtype, like = _common_dtype(source, files, part), state.get(name, part)
                 self.layout[name] = torch.empty(like.shape, dtype=dtype, device="meta")
                 self._source[name] = source, name
@@ -147,7 +147,7 @@ class _Pieces(DefaultSavePlanner):
 
     def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
         name = item.index.fqn.removeprefix(f"{MODEL}.")
-        if name not in self._experts:
+        if name not in self._names.experts:
             yield item
             return
         shape = self.layout[name].shape
@@ -162,8 +162,8 @@ class _Pieces(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         name = write_item.index.fqn.removeprefix(f"{MODEL}.")
         (source, made_as), offset = self._source[name], write_item.index.offset
-        expert = offset[0] if name in self._experts and offset else None
-        tensor = source.made(self._model, self._files.read, expert)[made_as].to(self.layout[name].dtype)
+        expert = offset[0] if name in self._names.experts and offset else None
+        tensor = source.made(self._names, self._files.read, expert)[made_as].to(self.layout[name].dtype)
         self._done += tensor.nbytes
         self._tick(self._done, self._all)
         return tensor

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
@@ -137,29 +138,62 @@ class HubNames:
     """Turns a model's tensors into those of files.
 
     model: on the meta device. conversions: with which its weights were loaded; transformers' for its family by default.
-    experts: names of the parameters that have all experts of a layer in their first dimension.
+    group_of: for each name of the model's, those whose tensors become one in files, in order. experts: names of the
+    parameters that have all experts of a layer in their first dimension, unless conversions make something else of one
+    expert than of all.
     """
 
     def __init__(self, model: Any, conversions: list[WeightTransform] | None = None) -> None:
         if conversions is None:
             found = get_model_conversion_mapping(model, add_legacy=False)
             conversions = [each for each in found if not isinstance(each, PrefixChange)]
-        self._model, self._conversions = model, conversions
+        reverse: list[Any] = [each.reverse_transform() for each in conversions]
+        self._conversions = [SimpleNamespace(reverse_transform=lambda each=each: each) for each in reverse]
+        self._model, self._converters = model, [each for each in reverse[::-1] if isinstance(each, WeightConverter)]
+        self.group_of = {name: group for group in self.groups(model.state_dict()) for name in group}
         self.experts = {
             f"{path}.{name}"
             for path, module in model.named_modules()
             if is_experts(module)
             for name in ExpertsModule.of(module).names
         }
+        # All at once, because some renamings apply only after they have seen another tensor's name.
+        self.to_hub(model.state_dict())
+        self._names_of_all: dict[str, list[str]] = {}
+        for group in [self.group_of[name] for name in sorted(self.experts)]:
+            self._names_of_all[group[0]] = self._names_by_expert(group)
+            self.experts -= set() if self._names_of_all[group[0]] else set(group)
 
     def groups(self, names: Iterable[str]) -> list[list[str]]:
         """Returns the names, those together whose tensors become one in files."""
-        reverse: list[Any] = [each.reverse_transform() for each in self._conversions[::-1]]
-        converters = [each for each in reverse if isinstance(each, WeightConverter)]
         groups: dict[str, list[str]] = {}
         for name in names:
-            groups.setdefault(apply_converters(name, converters)[0], []).append(name)
+            groups.setdefault(apply_converters(name, self._converters)[0], []).append(name)
         return list(groups.values())
+
+    def _names_by_expert(self, group: list[str]) -> list[str]:
+        """Returns the names in files of a group of experts' parameters; [] if it has others, or if one expert does not
+        become what it becomes among all: a row of each tensor, or one tensor in E.
+        """
+        all_of = {name: self._model.get_parameter(name) for name in group if name in self.experts}
+        one_of = {name: each[:1] for name, each in all_of.items()}
+        # Conversions raise almost any error for one expert of a group that they only take as a whole.
+        with suppress(Exception):
+            found, E = self.to_hub(all_of), len(next(iter(all_of.values())))
+            shapes = [each.shape for each in revert_weight_conversion(self.stand_in(one_expert=True), one_of).values()]
+            rows, apart = [torch.Size((E, *each[1:])) for each in shapes], [each for each in shapes for _ in range(E)]
+            if len(all_of) == len(group) and [each.shape for each in found.values()] in (rows, apart):
+                return list(found)
+        return []
+
+    def stand_in(self, *, one_expert: bool) -> Any:
+        """Returns what conversions ask of a model; ``one_expert``: one whose parameters of experts are [1, ...]."""
+        rows = 1 if one_expert else None
+        return SimpleNamespace(
+            _weight_conversions=self._conversions,
+            config=self._model.config,
+            get_parameter=lambda name: self._model.get_parameter(name)[: rows if name in self.experts else None],
+        )
 
     def layout(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns all tensors of a model, which are on the meta device, by their names in files.
@@ -179,20 +213,13 @@ class HubNames:
 
     def to_hub(self, tensors: dict[str, Tensor], expert: int | None = None) -> dict[str, Tensor]:
         """Returns a group's tensors by their names in files; with ``expert`` they have that one alone, as [1, ...]."""
-        conversions = self._conversions if expert is None else [_of_one(each, expert) for each in self._conversions]
-        loaded: Any = SimpleNamespace(
-            _weight_conversions=conversions, config=self._model.config, get_parameter=self._model.get_parameter
-        )
-        found: dict[str, Tensor] = revert_weight_conversion(loaded, tensors)
-        return found
-
-
-def _of_one(conversion: WeightTransform, expert: int) -> WeightTransform:
-    """Returns the conversion of one expert's tensors, whose names have its number where those of all have a star."""
-    if not isinstance(conversion, WeightConverter):
-        return conversion
-    sources = [pattern.replace(".*.", f".{expert}.") for pattern in conversion.source_patterns]
-    return conversion.copy(sources, list(conversion.target_patterns), operations=conversion.operations)
+        made: dict[str, Tensor] = revert_weight_conversion(self.stand_in(one_expert=expert is not None), tensors)
+        if expert is None:
+            return made
+        names = self._names_of_all[self.group_of[next(iter(tensors))][0]]
+        # Files have a tensor for each expert, behind one another, or one of all.
+        step = len(names) // len(made)
+        return dict(zip(names[expert % step :: step], made.values(), strict=True))
 
 
 def other_files(folder: Path) -> list[Path]:
@@ -365,7 +392,10 @@ class NewHubFiles:
         """Writes a whole tensor, or where it has fewer rows than the file's those from ``row`` on."""
         place = self.places[name]
         whole = tuple(tensor.shape) == place.shape
-        assert tensor.dtype == place.dtype and (whole or tensor.shape[1:] == place.shape[1:])  # noqa: PT018
+        if tensor.dtype != place.dtype or not (whole or tensor.shape[1:] == place.shape[1:]):
+            raise ValueError(
+                f"{name} is now {list(tensor.shape)} of {tensor.dtype}, and was {place}; save it as a whole"
+            )
         data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
         with (folder / place.file).open("r+b") as file:
             file.seek(place.start + (0 if whole else row * (data.size // len(tensor))))

@@ -20,6 +20,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5_VLMoeConfig,
+    Ernie4_5_VLMoeForConditionalGeneration,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
@@ -32,6 +34,8 @@ from transformers import (
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.distributed import DistributedConfig
 
@@ -104,6 +108,29 @@ def glm4_moe(num_experts: int) -> Any:
     return Glm4MoeForCausalLM, Glm4MoeConfig(**shape, **routing, n_shared_experts=1, first_k_dense_replace=1)
 
 
+def qwen3_vl_moe(num_experts: int) -> Any:
+    """Its experts' matrices are square, so that their shape does not show whether they are transposed."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2], "mrope_interleaved": True}
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    shape = {**SMALL, "head_dim": 12, "intermediate_size": 40, "pad_token_id": 0}
+    vision = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "out_hidden_size": 48, **VISION}
+    return Qwen3VLMoeForConditionalGeneration, Qwen3VLMoeConfig(
+        text_config={**shape, **experts, "rope_parameters": rope}, vision_config=vision, image_token_id=90
+    )
+
+
+def ernie4_5_vl_moe(num_experts: int) -> Any:
+    """Experts of text and of vision, which files number as one list."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+    experts = {"moe_num_experts": num_experts, "moe_k": 2, "moe_intermediate_size": [24, 16]}
+    shape = {**SMALL, "intermediate_size": 40, "moe_num_shared_experts": 1, "rope_parameters": rope}
+    return Ernie4_5_VLMoeForConditionalGeneration, Ernie4_5_VLMoeConfig(
+        text_config={**shape, **experts}, vision_config=VISION, image_token_id=90, tie_word_embeddings=False
+    )
+
+
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "patch_size": 4}
+MULTIMODAL: dict[str, Model] = {make.__name__: make for make in (qwen3_vl_moe, ernie4_5_vl_moe)}
 FAMILIES: dict[str, Model] = {
     make.__name__: make for make in (mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v2, deepseek_v3, gpt_oss, glm4_moe)
 }
@@ -111,7 +138,7 @@ FAMILIES: dict[str, Model] = {
 
 def drawn(family: str, num_experts: int = 8, **options: Any) -> Any:
     """A model with weights that make routers choose unevenly."""
-    kind, config = FAMILIES[family](num_experts)
+    kind, config = (FAMILIES | MULTIMODAL)[family](num_experts)
     model = kind._from_config(config, attn_implementation="eager", **options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -1,10 +1,14 @@
-"""The checkpoint, not the configuration, decides which tensors ``moesys convert`` writes and in which dtype."""
+"""The checkpoint, not the configuration, decides which tensors ``moesys convert`` writes and in which dtype; they are
+those that transformers makes of a whole model at once.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,14 +16,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from conftest import assert_equal
-from hf_models import drawn
+from hf_models import MULTIMODAL, drawn, fsep, lent
 from safetensors.torch import save_file
 from test_convert import EXPERT, changed, config_says, logits, quietly, tensors
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Interleave, WeightConverter, revert_weight_conversion
 
 import moesys as ms
+from moesys.hf.experts_module import is_experts
+from moesys.hf.hub_files import HubNames, without_memory
+from moesys.lab.ranks.pool import LocalRanks
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"
@@ -290,3 +299,129 @@ def test_a_parameter_that_is_there_twice_or_elsewhere_is_refused(hub: Path, tmp_
     with pytest.raises(ValueError, match=message):
         quietly(hub, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["hub"]
+
+
+# --- what transformers makes of all tensors at once ---------------------------------------------------------------
+
+ODD = ("qwen3_vl_moe", "ernie4_5_vl_moe", "kimi_k25", "inkling2_loop", "gpt_oss")
+
+
+def families() -> list[str]:
+    """The families of transformers whose experts moesys computes."""
+    sources = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    return sorted(path.parent.name for path in sources if "@use_experts_implementation" in path.read_text())
+
+
+def with_few_layers(config: Any) -> Any:
+    for name, value in list(vars(config).items()):
+        if isinstance(value, transformers.PretrainedConfig):
+            with_few_layers(value)
+        elif name in ("num_hidden_layers", "depth", "encoder_layers", "decoder_layers"):
+            setattr(config, name, min(value, 5))
+        elif name in ("layer_types", "mlp_layer_types", "layers_block_type") and value:
+            setattr(config, name, value[:5])
+    return config
+
+
+def models_of(family: str) -> Iterator[Any]:
+    """The models of a family that have experts, without memory, of the sizes that its configurations have."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    for name in module.__all__:
+        kind = getattr(module, name)
+        if re.search(r"(?<!PreTrained)Model$|ForCausalLM$|ForConditionalGeneration$", name) and "_VL_Moe" not in name:
+            # Some configurations make a model only with values that they do not have.
+            with suppress(AttributeError, TypeError):
+                model = without_memory(kind, with_few_layers(kind.config_class()))
+                if any(map(is_experts, model.modules())):
+                    yield model
+
+
+def shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(each.shape) for name, each in tensors.items()}
+
+
+@pytest.mark.parametrize("family", [*ODD, *(pytest.param(each, marks=pytest.mark.slow) for each in families())])
+def test_names_and_shapes_of_each_expert_are_those_of_the_whole_model(family: str) -> None:
+    for model in models_of(family):
+        names, state = HubNames(model), model.state_dict()
+        whole = shapes(revert_weight_conversion(model, state))
+        assert shapes(names.layout(state)) == whole
+        assert names.experts, "experts are not converted one by one"
+        for group in names.groups(state):
+            if names.experts.isdisjoint(group):
+                continue
+            E = len(state[group[0]])
+            of_all = shapes(names.to_hub({name: state[name] for name in group}))
+            of_each = [names.to_hub({name: state[name][e : e + 1] for name in group}, e) for e in range(E)]
+            assert {name for each in of_each for name in each} == of_all.keys()
+            for name, shape in [item for each in of_each for item in shapes(each).items()]:
+                assert shape in (of_all[name], (1, *of_all[name][1:]))
+            # Each tensor is of one expert alone, or has a row of each.
+            assert sum(map(len, of_each)) in (len(of_all), E * len(of_all))
+
+
+def saved_under(family: str, out: Path) -> None:
+    for strategy in (lent(2), fsep(2)):
+        model = drawn(family)
+        runtime = ms.parallelize(model, strategy)
+        ms.hf.save_pretrained(model, out / strategy.name)
+        runtime.close()
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_models_of_several_modalities_are_saved_checked_and_converted(
+    ranks: LocalRanks, tmp_path: Path, family: str
+) -> None:
+    model = drawn(family)
+    model.save_pretrained(tmp_path / "hub")
+    ms.hf.check_checkpoint(tmp_path / "hub")
+    ms.hf.save_pretrained(model, tmp_path / "alone")
+    ranks.run(saved_under, family, tmp_path, num_ranks=2, timeout_s=100.0)
+    assert_equal(there_and_back(tmp_path), tensors(tmp_path / "hub"))
+    for folder in ("alone", "lent", "fsep"):
+        assert_equal(tensors(tmp_path / folder), tensors(tmp_path / "hub"))
+    state = dcp.FileSystemReader(tmp_path / "start").read_metadata().state_dict_metadata
+    assert state.keys() == {f"model.{name}" for name in model.state_dict()}
+    again = type(model).from_pretrained(tmp_path / "back").state_dict()
+    assert_equal(again, dict(model.state_dict()))
+
+
+SECOND = "model.layers.1.mlp.experts.{}.{}_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        (
+            [SECOND.format(15, "up")],
+            r"experts\.15\.up_proj\.weight is in no file: other tensors of \S+ have all,",
+        ),
+        (
+            [SECOND.format(15, each) for each in ("gate", "up", "down")],
+            r"experts\.15\.\w+_proj\.weight is in no file: \S+ has 7\.5 experts there, and config\.json says \w+=8",
+        ),
+        (
+            [SECOND.format(each, "up") for each in range(16)],
+            r"experts\.0\.up_proj\.weight is in no file, of none of the 8 experts",
+        ),
+        (
+            [SECOND.format(each, "down") for each in range(16)],
+            r"experts\.0\.down_proj\.weight is in no file, and config\.json makes it a tensor of \[48, 24\]",
+        ),
+    ],
+)
+def test_missing_experts_of_two_modalities_are_named(tmp_path: Path, gone: list[str], message: str) -> None:
+    drawn("ernie4_5_vl_moe").save_pretrained(tmp_path / "hub")
+    changed(lambda state: [state.pop(name) for name in gone])(tmp_path / "hub")
+    with pytest.raises(ValueError, match=message):
+        ms.hf.check_checkpoint(tmp_path / "hub")
+
+
+def test_experts_that_a_rule_mixes_are_converted_together(tmp_path: Path) -> None:
+    """A rule by which no expert's tensor is one of the whole model's."""
+    model = drawn("qwen3_vl_moe")
+    rule = WeightConverter("mlp.experts.both", ["mlp.experts.gate_up_proj"], operations=[Interleave(dim=0)])
+    model._weight_conversions = [rule]
+    ms.hf.save_pretrained(model, tmp_path / "hub")
+    expected = revert_weight_conversion(model, model.state_dict())
+    assert_equal(tensors(tmp_path / "hub"), dict(expected))
