@@ -40,6 +40,7 @@ from moesys.hf.hub_files import (
     HubFiles,
     HubNames,
     NewHubFiles,
+    errors_of_checkpoints,
     has_safetensors,
     inside,
     loading_dtype,
@@ -71,16 +72,17 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
     what is left out.
 
     Raises ValueError, before anything is written, for a checkpoint that is torn, or not all of its model's, for an
-    ``out`` with something in it, and for a ``source`` that is neither.
+    ``out`` with something in it, and for a ``source`` that is neither. Raises OSError if ``out`` cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already, and not an empty folder; give another, or remove it")
-    if (source / METADATA).exists():
-        _to_hub(source, out, config or source, tick)
-        return "hub"
-    if has_safetensors(source):
-        _to_dcp(source, out, config or source, tick)
-        return "dcp"
+    with errors_of_checkpoints(out):
+        if (source / METADATA).exists():
+            _to_hub(source, out, config or source, tick)
+            return "hub"
+        if has_safetensors(source):
+            _to_dcp(source, out, config or source, tick)
+            return "dcp"
     raise ValueError(
         f"{source} is neither a hub folder (config.json and model.safetensors, or its index) nor a distributed "
         f"checkpoint ({METADATA})"

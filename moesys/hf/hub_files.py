@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
@@ -21,6 +21,7 @@ from typing import Any
 
 import pydantic_core
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -220,6 +221,26 @@ class HubNames:
         # Files have a tensor for each expert, behind one another, or one of all.
         step = len(names) // len(made)
         return dict(zip(names[expert % step :: step], made.values(), strict=True))
+
+
+@contextmanager
+def errors_of_checkpoints(folder: Path) -> Iterator[None]:
+    """Raises the error or the interruption because of which ``torch.distributed.checkpoint`` fails in the block, of the
+    first rank that has one: CheckpointException is no Exception, and its message has a traceback of each rank. An
+    OSError without a file's name, as on a full disk, gets that of ``folder``.
+    """
+    try:
+        yield
+    except (dcp.CheckpointException, OSError) as failure:
+        error: BaseException = failure
+        if isinstance(failure, dcp.CheckpointException):
+            error, _ = failure.failures[min(failure.failures)]
+        # A writer that is closed because of an error raises another one.
+        while not isinstance(error, OSError | KeyboardInterrupt) and error.__context__ is not None:
+            error = error.__context__
+        if isinstance(error, OSError) and error.errno and not error.filename:
+            error.filename = str(folder)
+        raise error from None
 
 
 def other_files(folder: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from moesys.collectives import silent_ranks_named
 from moesys.files import read_json, whole_folder
+from moesys.hf.hub_files import errors_of_checkpoints
 from moesys.moe.runtime import PlanningState
 from moesys.moe.watch import Watch
 from moesys.step_lines import StepLine
@@ -135,7 +136,7 @@ class ResumableTrainer(Trainer):
             "scheduler": self.lr_scheduler.state_dict(),
             "planning": PlanningState(self.model).state_dict(),
         }
-        with whole_folder(checkpoint / FOLDER) as new:
+        with whole_folder(checkpoint / FOLDER) as new, errors_of_checkpoints(new):
             dcp.save(state, checkpoint_id=str(new))
         self._save_scaler(str(checkpoint))
         self._save_rng_state(str(checkpoint))
@@ -144,7 +145,7 @@ class ResumableTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         state = {"model": get_model_state_dict(self.model)}
-        dcp.load(state, checkpoint_id=_training_folder(resume_from_checkpoint))
+        _load(state, resume_from_checkpoint)
         set_model_state_dict(self.model, state["model"])
 
     def _load_best_model(self) -> None:
@@ -153,14 +154,13 @@ class ResumableTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        folder = _training_folder(checkpoint)
         state = {"optimizer": self._optimizer_state(), "scheduler": self.lr_scheduler.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
+        _load(state, checkpoint)
         set_optimizer_state_dict(self.model, self._torch_optimizer(), state["optimizer"], options=BY_NAME)
         self.lr_scheduler.load_state_dict(state["scheduler"])
         # What other groups of ranks have learnt has other names, and is left out.
         planning = {"planning": PlanningState(self.model)}
-        dcp.load(planning, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+        _load(planning, checkpoint, DefaultLoadPlanner(allow_partial_load=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         rank = f"_{self.args.process_index}" if self.args.world_size > 1 else ""
@@ -179,7 +179,7 @@ class ResumableTrainer(Trainer):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
 
-def _training_folder(checkpoint: str) -> str:
+def _load(state: dict[str, Any], checkpoint: str, planner: DefaultLoadPlanner | None = None) -> None:
     folder = Path(checkpoint) / FOLDER
     if not (folder.is_dir() and _has_state(checkpoint)):
         raise ValueError(
@@ -187,7 +187,8 @@ def _training_folder(checkpoint: str) -> str:
             f"{TRAINER_STATE_NAME} in it is missing or torn; "
             "resume from an earlier one, or begin anew from its weights by from_pretrained"
         )
-    return str(folder)
+    with errors_of_checkpoints(folder):
+        dcp.load(state, checkpoint_id=str(folder), planner=planner)
 
 
 @contextmanager

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import assert_equal, refusal
 from hf_models import FAMILIES, drawn, fsep, lent, loaded, text
@@ -22,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from test_parallelize import made, steps, whole
 from test_save_pretrained import give_freed_memory_back, large, logits, peak
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as Planner
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict
 from transformers import AutoModelForCausalLM
@@ -30,6 +35,7 @@ from typer.testing import CliRunner
 import moesys as ms
 from moesys.__main__ import app
 from moesys.hf.convert import convert
+from moesys.hf.hub_files import errors_of_checkpoints
 from moesys.lab.ranks.pool import LocalRanks
 
 
@@ -552,3 +558,55 @@ def test_a_conversion_has_an_expert_at_a_time(tmp_path: Path) -> None:
     there, again = (size / 1e6 for size in found)
     print(f"{96 * expert_mb:.1f} MB of experts: {there:.1f} needed from the hub's format, {again:.1f} back")
     assert max(there, again) < 8 * expert_mb
+
+
+# --- disks and interruptions --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """Files of at most ``limit`` bytes, which fail as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("source", ["hub", "start"])
+def test_a_full_disk_ends_in_a_line(tmp_path: Path, source: str) -> None:
+    """torch's own error is no Exception, and has a traceback in its message."""
+    drawn("qwen3_moe").save_pretrained(tmp_path / "hub")
+    quietly(tmp_path / "hub", tmp_path / "start")
+    with full_disk(20_000):
+        result = CliRunner().invoke(app, ["convert", str(tmp_path / source), str(tmp_path / "out"), "--quiet"])
+    assert (result.exit_code, result.stderr) == (2, f"Error: File too large: {tmp_path / 'out'}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "start"]
+
+
+@pytest.mark.parametrize("source", ["hub", "start"])
+def test_an_interruption_stays_one(tmp_path: Path, source: str) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    drawn("qwen3_moe").save_pretrained(tmp_path / "hub")
+    quietly(tmp_path / "hub", tmp_path / "start")
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / source, tmp_path / "out", None, interrupt)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "start"]
+
+
+def fails_on_one_rank(folder: Path) -> None:
+    class Torn(Planner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if dist.get_rank() == 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().resolve_data(write_item)
+
+    with pytest.raises(OSError, match=rf"No space left on device: '{folder}'"), errors_of_checkpoints(folder):
+        dcp.save({f"of rank {dist.get_rank()}": torch.ones(3)}, checkpoint_id=folder, planner=Torn())
+
+
+def test_every_rank_raises_the_error_of_the_one_that_failed(ranks: LocalRanks, tmp_path: Path) -> None:
+    ranks.run(fails_on_one_rank, tmp_path / "out", num_ranks=2, timeout_s=60.0)
