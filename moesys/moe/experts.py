@@ -139,6 +139,8 @@ class Experts(nn.Module):
         # None: that of the device.
         self.expert_compute: ExpertCompute | None = None
         self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
+        # Choices by this rank's logits alone, in the first layer for all, where ``global_aux_loss`` counts them.
+        self.preferred_E = self.counted_E
         # Whether ranks have compared the values that they should have alike.
         self.compared = False
         self._last_plan: LayerPlan | PlanReader | None = None
@@ -314,6 +316,7 @@ class Experts(nn.Module):
     def take_counts(self) -> Tensor:
         """Returns the choices of each expert on all ranks, int64 [E], in training since the last time."""
         counted_E, self.counted_E = self.counted_E, torch.zeros_like(self.counted_E)
+        self.preferred_E = self.counted_E
         return counted_E
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -15,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from moesys.collectives import guarded
 from moesys.config import ModelShape
 from moesys.kernels.topk import topk_by_index
 from moesys.moe.arguments import require_module
-from moesys.moe.experts import counts_of_batch, experts_beside, experts_of, mean_over_ranks
+from moesys.moe.experts import counts_of_batch, experts_beside, experts_of, mean_over_ranks, ranks_of_routers
 from moesys.moe.token_blocks import TokenBlocks
 from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
 
@@ -298,10 +300,15 @@ def router_loss(
     losses is the loss of one process with the tokens of all. A collective, in which each router has run equally often
     on all ranks. ``group``: all ranks with a copy of the routers, as in ``update_router_bias``.
 
-    Raises ValueError, for "global_batch", for a router beside which no ``Experts`` count, and where the experts' group
-    is smaller than the job and no ``group`` is given.
+    Raises ValueError for a model without a ``MoELayer``'s router and, for "global_batch", for a router beside which no
+    ``Experts`` count, and where the experts' group is smaller than the job and no ``group`` is given.
     """
     require_module(model)
+    if not any(isinstance(each, Router) for each in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has no router of moesys, whose losses it would be; for routers of transformers "
+            "add outputs.aux_loss or ms.global_aux_loss, and leave the call out where there are none"
+        )
     if over not in ("micro_batch", "global_batch"):
         raise ValueError(f'over={over!r} is not known; give "micro_batch" or "global_batch"')
     routers = {name: module for name, module in model.named_modules() if isinstance(module, Router) and module.training}
@@ -355,38 +362,50 @@ def global_aux_loss(
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """Returns what transformers' models return as ``aux_loss``, with shares of tokens over the global batch: all ranks,
-    and all micro-batches since the last ``update_router_bias``, which is to be called after each step.
+    and all micro-batches since the last ``update_router_bias``, which is to be called after each step. Call it once for
+    each micro-batch.
 
     E x sum over experts of f x P (arXiv 2101.03961, equation 4; arXiv 2501.11873): f is the share of tokens in all
-    layers, K in sum, from exact counts; P the mean probability over the tokens of this micro-batch in all layers.
-    Scores are weighted by the tokens of their rank, so that the mean of the ranks' losses is that of one process with
-    the micro-batches of all. Differentiable in ``router_logits``; 0 in evaluation, which does not count. A collective.
+    layers, K in sum, whose K largest logits an expert is among; P the mean probability over the tokens of this
+    micro-batch in all layers. As in transformers, both are of the logits alone, whatever chooses the experts: sigmoids,
+    correction biases or groups of experts. Scores are weighted by the tokens of their rank, so that the mean of the
+    ranks' losses is that of one process with the micro-batches of all. Differentiable in ``router_logits``; logits
+    without gradients, as in evaluation, count in their own call alone. A collective.
 
     Args:
         model: a model of transformers under ``parallelize`` or ``ep_implementation="moesys"``.
         router_logits: ``outputs.router_logits`` of a forward with ``output_router_logits=True``, [T, E] of each layer.
         group: all ranks with a copy of the routers, as in ``update_router_bias``.
-        attention_mask: as in the model's forward: tokens at 0 do not count in P.
+        attention_mask: as in the model's forward: tokens at 0 do not count.
 
     Raises:
-        ValueError: the model does not have one layer of counting experts for each of ``router_logits``, or the experts'
-            group is smaller than the job and no ``group`` is given.
+        ValueError: the model has no counting experts, as many as ``router_logits`` have columns, or the experts' group
+            is smaller than the job and no ``group`` is given.
     """
     require_module(model)
     layers = experts_of(model)
-    if not layers or len(layers) != len(router_logits):
+    columns, held = ({each.shape[-1] for each in router_logits}, {each.shape.num_experts for each in layers})
+    if not columns or columns != held:
         raise ValueError(
-            f"router_logits has {len(router_logits)} layers, and the model has {len(layers)} of experts that count "
-            "their tokens; give outputs.router_logits of a forward with output_router_logits=True, of a model under "
-            "ms.parallelize"
+            f"router_logits has {len(router_logits)} layers with {sorted(columns)} columns, and the model has "
+            f"{len(layers)} of experts that count their tokens, with {sorted(held)} experts; give "
+            "outputs.router_logits of a forward with output_router_logits=True, of a model under ms.parallelize"
         )
-    shape, device = layers[0].shape, router_logits[0].device
-    tokens_E = torch.stack(counts_of_batch(layers, group, "global_aux_loss()")).sum(dim=0).to(device)
-    kept_T = None if attention_mask is None else attention_mask.flatten().to(device).bool()
-    score_E, num_tokens = torch.zeros(shape.num_experts, device=device), 0
+    first, ranks, newest = layers[0], ranks_of_routers(layers[0], group), router_logits[0]
+    E, K = first.shape.num_experts, first.shape.top_k
+    kept_T = None if attention_mask is None else attention_mask.flatten().to(newest.device).bool()
+    score_E, num_tokens = torch.zeros(E, device=newest.device), 0
+    tokens_E = torch.zeros(E, dtype=torch.int64, device=newest.device)
     for logits_TE in router_logits:
-        kept_TE = logits_TE if kept_T is None else logits_TE[kept_T]
-        score_E = score_E + kept_TE.softmax(dim=1, dtype=torch.float32).sum(dim=0)
-        num_tokens += len(kept_TE)
-    [mean] = mean_over_ranks([num_tokens], layers[0], group, "global_aux_loss()")
-    return shape.num_experts * (token_shares(tokens_E, shape.top_k, "softmax") * score_E / mean).sum()
+        score_TE = (logits_TE if kept_T is None else logits_TE[kept_T]).softmax(dim=1)
+        score_E = score_E + score_TE.float().sum(dim=0)
+        tokens_E += _tokens_of(score_TE.topk(K, dim=1).indices, E)
+        num_tokens += len(score_TE)
+    if newest.requires_grad:
+        first.preferred_E = tokens_E = first.preferred_E.to(newest.device) + tokens_E
+    flat = torch.cat([tokens_E, tokens_E.new_tensor([num_tokens])])
+    if ranks is not None:
+        reduce = partial(dist.all_reduce, flat, group=ranks)
+        guarded("global_aux_loss()", ranks, reduce, device_type=flat.device.type)
+    mean = flat[E].clamp(min=1) / (1 if ranks is None else dist.get_world_size(ranks))
+    return E * (token_shares(flat[:E], K, "softmax") * score_E / mean).sum()

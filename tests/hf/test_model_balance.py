@@ -12,7 +12,14 @@ from conftest import assert_equal
 from hf_models import SMALL, drawn, lent, text, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+from transformers import (
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    ZayaConfig,
+    ZayaForCausalLM,
+)
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -28,6 +35,10 @@ def ids_of(step: int, micro_batch: int, rank: int) -> Tensor:
 
 
 def made(family: str) -> Any:
+    if family == "minimax_m2":
+        config = MiniMaxM2Config(**SMALL, head_dim=12, intermediate_size=24, num_local_experts=8, num_experts_per_tok=2)
+        torch.manual_seed(1)
+        return MiniMaxM2ForCausalLM._from_config(config, attn_implementation="eager").train()
     if family != "ernie":
         return drawn(family)
     experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0}
@@ -191,31 +202,89 @@ def test_biases_are_quantiles_over_the_whole_batch(
             assert np.array_equal(after_E, of_ranks[0][step]["after"][layer].double().numpy().flatten())
 
 
-def global_loss(family: str) -> tuple[Tensor, dict[str, Tensor]]:
+def global_loss(family: str, micro_batches: int) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean over ranks of a loss over the global batch, and its gradients, which FSDP makes means too."""
-    model = drawn(family)
+    model = with_uneven_biases(made(family))
     ms.parallelize(model, lent(2))
-    outputs = model(input_ids=ids_of(0, 0, dist.get_rank()), output_router_logits=True)
-    loss = ms.global_aux_loss(model, outputs.router_logits)
+    for micro_batch in range(micro_batches):
+        ids, mask = padded(ids_of(0, micro_batch, dist.get_rank()))
+        outputs = model(input_ids=ids, attention_mask=mask, output_router_logits=True)
+        loss = ms.global_aux_loss(model, outputs.router_logits, attention_mask=mask)
     (loss + 0 * outputs.logits.sum()).backward()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
+    ms.update_router_bias(model, rate=0)
+    assert not any(layer.preferred_E.count_nonzero() for layer in experts_of(model))
     return mean / dist.get_world_size(), gates(model)
+
+
+def padded(ids: Tensor) -> tuple[Tensor, Tensor]:
+    mask = torch.ones_like(ids)
+    mask[0, 15:] = 0
+    return ids, mask
+
+
+def with_uneven_biases(model: Any) -> Any:
+    with torch.no_grad():
+        for bias in biases_of(model):
+            bias.copy_(torch.linspace(-1, 1, bias.numel()).view_as(bias))
+    return model
 
 
 def gates(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(each.grad) for name, each in model.named_parameters() if name.endswith("gate.weight")}
 
 
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    ["ernie", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mixtral", "qwen3_moe", "minimax_m2"))],
+)
 def test_loss_over_the_global_batch_is_transformers_own_of_one_process(ranks: LocalRanks, family: str) -> None:
-    model = drawn(family)
-    outputs = model(input_ids=torch.cat([ids_of(0, 0, rank) for rank in range(2)]), output_router_logits=True)
+    """Whatever chooses the experts: transformers' loss is of the logits alone."""
+    model = with_uneven_biases(made(family))
+    batches = [padded(ids_of(0, 0, rank)) for rank in range(2)]
+    ids, mask = (torch.cat(each) for each in zip(*batches, strict=True))
+    outputs = model(input_ids=ids, attention_mask=mask, output_router_logits=True)
     outputs.aux_loss.backward()
-    for loss, gradients in ranks.run(global_loss, family, num_ranks=2):
+    for loss, gradients in ranks.run(global_loss, family, 1, num_ranks=2):
         torch.testing.assert_close(loss, outputs.aux_loss.detach(), rtol=1e-5, atol=0)
+        assert gradients.keys() == gates(model).keys()
         for name, expected in gates(model).items():
             torch.testing.assert_close(gradients[name], expected, rtol=1e-4, atol=1e-7)
+
+
+def test_shares_of_preferred_experts_are_those_of_all_micro_batches(ranks: LocalRanks) -> None:
+    model, tokens_E = with_uneven_biases(made("ernie")), torch.zeros(8)
+    for micro_batch in range(2):
+        outputs = [
+            (model(input_ids=ids, attention_mask=mask, output_router_logits=True), mask)
+            for ids, mask in (padded(ids_of(0, micro_batch, rank)) for rank in range(2))
+        ]
+        logits_TE = torch.cat([each[mask.flatten() > 0] for output, mask in outputs for each in output.router_logits])
+        tokens_E += torch.bincount(logits_TE.topk(2, dim=1).indices.flatten(), minlength=8)
+    expected = 8 * (2 * tokens_E / tokens_E.sum() * logits_TE.softmax(dim=1).mean(dim=0)).sum()
+    for loss, _ in ranks.run(global_loss, "ernie", 2, num_ranks=2):
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
+
+
+def zaya() -> Any:
+    config = ZayaConfig(**SMALL, head_dim=12, num_experts=8, moe_intermediate_size=24, router_hidden_size=16)
+    return ZayaForCausalLM._from_config(config, attn_implementation="eager").train()
+
+
+def test_a_bias_for_more_than_experts_is_refused_by_name(ranks: LocalRanks) -> None:
+    """Zaya's routers may choose no expert, which its experts do not count."""
+    ranks.run(zaya_is_refused, num_ranks=2)
+
+
+def zaya_is_refused() -> None:
+    model = zaya()
+    ms.parallelize(model, ms.Strategy(name="ep"))
+    ids = ids_of(0, 0, dist.get_rank())
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    with pytest.raises(ValueError, match=r"\.balancing_biases has 9 elements and tokens_E has 8; .* such as Zaya's"):
+        ms.update_router_bias(model, rate=RATE)
+    ms.update_router_bias(model, rate=0)
 
 
 def test_models_whose_biases_cannot_move_are_refused() -> None:
@@ -227,5 +296,7 @@ def test_models_whose_biases_cannot_move_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gate.e_score_correction_bias belongs to experts that do not count"):
         ms.QuantileBalancer(model, scoring_func="sigmoid")
     ms.update_router_bias(model, rate=0.0)
-    with pytest.raises(ValueError, match="router_logits has 1 layers, and the model has 0 of experts that count"):
+    with pytest.raises(
+        ValueError, match=r"router_logits has 1 layers with \[8\] columns, and the model has 0 of experts that"
+    ):
         ms.global_aux_loss(model, [torch.zeros(3, 8)])
