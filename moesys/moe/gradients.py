@@ -155,7 +155,7 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     parameters = _parameters_of(model)
     if isinstance(model, nn.Module):
         # This lets ranks that are in different calls raise an error.
-        for channel in _channels_of(experts_of(model)):
+        for channel in channels_of(experts_of(model)):
             channel.gather_bytes(b"", Position("clip_grad_norm_()"), parameters[0].device)
     by_group: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     num_elements = 0
@@ -238,7 +238,7 @@ def channel_of(layers: Sequence[Experts]) -> Channel:
     Raises ValueError for no experts or several groups, and RuntimeError for layers that were made before the process
     group.
     """
-    channels = _channels_of(layers)
+    channels = channels_of(layers)
     if not channels:
         raise ValueError("the model has no ms.Experts, so there is nothing to do; call torch's own function")
     if len(channels) > 1:
@@ -246,7 +246,7 @@ def channel_of(layers: Sequence[Experts]) -> Channel:
     return channels[0]
 
 
-def _channels_of(layers: Sequence[Experts]) -> list[Channel]:
+def channels_of(layers: Sequence[Experts]) -> list[Channel]:
     """Returns a channel of each group that the experts of a model use, in the order of its layers.
 
     Raises RuntimeError for layers that were made before the process group.

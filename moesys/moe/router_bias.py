@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from moesys.collectives import guarded
 from moesys.moe.arguments import require_module
 from moesys.moe.experts import Experts, counts_of_batch, experts_beside, experts_of, ranks_of_routers
+from moesys.moe.gradients import channels_of
 from moesys.moe.router import Router
+from moesys.overlap.comm.frames import Position
 from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
 
 # The names of biases in moesys' routers and in those of transformers, and of the routers beside or around them.
-BIASES = ("e_score_correction_bias", "expert_bias")
+BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
 ROUTERS = ("gate", "router")
 # The bins of a histogram of ``QuantileBalancer``, for each expert.
 BINS = 1000
@@ -37,8 +39,9 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None,
 
     A step's tokens are counted in integers, on all ranks and in all micro-batches since the last call; those of
     evaluation and of recomputation are not. So all ranks have the bias that one process with the whole batch would
-    have. Call it after every step also where no router has a bias, if ``router_loss(over="global_batch")`` or
-    ``global_aux_loss`` use the counts: they are of one step only because this call ends it.
+    have. Call it after every step also where no router has a bias, with ``rate=0``, if
+    ``router_loss(over="global_batch")`` or ``global_aux_loss`` use the counts: they are of one step only because this
+    call ends it. A collective of the ranks that share the experts.
 
     Args:
         model: moesys' routers, and transformers' under ``parallelize`` or ``ep_implementation="moesys"``.
@@ -47,12 +50,22 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None,
         rate: by default each moesys router's own ``router_bias_update_rate``. Needed for others' routers.
 
     Raises:
-        ValueError: the experts' group is smaller than the job and no ``group`` is given; a router of another library
-            has a bias and no ``rate`` is given, or its experts do not count; a bias that ``move_router_bias`` refuses.
+        ValueError: ``rate`` is not 0, and ``model`` has neither a bias nor a router of moesys that declares a rate; the
+            experts' group is smaller than the job and no ``group`` is given; a router of another library has a bias and
+            no ``rate`` is given, or its experts do not count; a bias that ``move_router_bias`` refuses.
+        RankMismatchError: some ranks call it while others are in another call.
     """
     require_module(model)
+    _compare_calls(model, "update_router_bias()")
+    biases = _biases(model)
+    if not biases and (rate or (rate is None and not any(isinstance(each, Router) for each in model.modules()))):
+        raise ValueError(
+            f"{type(model).__name__} has no correction bias that rate={rate} could move: no buffer, and no parameter "
+            f"without requires_grad, is named {' or '.join(BIASES)}; move one of another name by "
+            "ms.move_router_bias(bias_E, tokens_E, rate), or give rate=0 to only end the step's counts"
+        )
     moves: dict[str, tuple[Tensor, float]] = {}
-    for path, bias_E in _biases(model).items():
+    for path, bias_E in biases.items():
         router = model.get_submodule(path.rpartition(".")[0])
         own_rate = router.shape.router_bias_update_rate if isinstance(router, Router) else None
         if (used := own_rate if rate is None else rate) is None:
@@ -64,8 +77,8 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None,
             moves[path] = bias_E, used
     layers = _experts_beside(model, moves)
     tokens_LE = counts_of_batch(layers, group, "update_router_bias()")
-    for (bias_E, _), tokens_E in zip(moves.values(), tokens_LE, strict=True):
-        _check(bias_E, tokens_E)
+    for (path, (bias_E, _)), tokens_E in zip(moves.items(), tokens_LE, strict=True):
+        _check(bias_E, tokens_E, path)
     for (bias_E, used), tokens_E in zip(moves.values(), tokens_LE, strict=True):
         move_router_bias(bias_E, tokens_E, used)
     for experts in experts_of(model):
@@ -135,7 +148,7 @@ class QuantileBalancer:
         self._model, self._ranks = model, ranks_of_routers(layers[0], group)
         routers = [_router(model, path, scoring_func) for path in biases]
         for (path, bias_E), layer, router in zip(biases.items(), layers, routers, strict=True):
-            _check(bias_E, layer.counted_E)
+            _check(bias_E, layer.counted_E, path)
             # The first name is moesys', the second transformers'.
             limits = getattr(router, "shape", router)
             groups = getattr(limits, "n_group", getattr(limits, "num_group", 1))
@@ -157,6 +170,7 @@ class QuantileBalancer:
 
         Raises ValueError where routers chose others than the K best by score + bias, before any bias is set.
         """
+        _compare_calls(self._model, "QuantileBalancer.update()")
         histograms, biases = self._histograms.values(), _biases(self._model)
         flat = torch.cat([each.counted for each in histograms])
         if self._ranks is not None:
@@ -293,6 +307,13 @@ def _biases(model: nn.Module) -> dict[str, Tensor]:
     return {path: each for path, each in tensors if path.rpartition(".")[2] in BIASES and not each.requires_grad}
 
 
+def _compare_calls(model: nn.Module, call: str) -> None:
+    """Lets ranks that are in different calls raise an error."""
+    layers = experts_of(model)
+    for channel in channels_of(layers):
+        channel.gather_bytes(b"", Position(call), layers[0].store.masters.device)
+
+
 def _experts_beside(model: nn.Module, paths: Iterable[str]) -> list[Experts]:
     return experts_beside(
         model,
@@ -310,13 +331,14 @@ def _laid_out(value_E: Tensor, bias_E: Tensor) -> Tensor:
     return value_E
 
 
-def _check(bias_E: Tensor, tokens_E: Tensor) -> None:
+def _check(bias_E: Tensor, tokens_E: Tensor, path: str = "the bias") -> None:
     """Raises what ``move_router_bias`` says."""
     if tokens_E.is_floating_point():
         raise TypeError(f"tokens_E has dtype {tokens_E.dtype}, which is not exact; count tokens in int64")
     if bias_E.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"the bias has dtype {bias_E.dtype}, in which small steps are lost; keep biases in float32")
+        raise ValueError(f"{path} has dtype {bias_E.dtype}, in which small steps are lost; keep biases in float32")
     if bias_E.numel() != tokens_E.numel():
         raise ValueError(
-            f"the bias has {bias_E.numel()} elements and tokens_E has {tokens_E.numel()}; give one count for each"
+            f"{path} has {bias_E.numel()} elements and tokens_E has {tokens_E.numel()}; give one count for each, "
+            "by ms.move_router_bias(bias_E, tokens_E, rate) for a router such as Zaya's, which may choose no expert"
         )

@@ -54,6 +54,25 @@ def refused(call: Callable[[], object]) -> str:
     return str(error.value)
 
 
+# --- calls for a whole model ---------------------------------------------------------------------------------
+
+
+def balanced_on_one_rank(by_quantiles: bool) -> str:
+    shape = SHAPE.replace(scoring_func="sigmoid", router_bias_update_rate=0.1)
+    layer = ms.MoELayer(shape, EP)
+    move = ms.QuantileBalancer(layer).update if by_quantiles else partial(ms.update_router_bias, layer)
+    layer(tokens(dist.get_rank())).sum().backward()
+    return refused(move if dist.get_rank() == 0 else partial(layer, tokens(1)))
+
+
+@pytest.mark.parametrize(
+    ("by_quantiles", "call"), [(False, "update_router_bias()"), (True, "QuantileBalancer.update()")]
+)
+def test_biases_that_move_on_some_ranks_only_are_noticed(ranks: LocalRanks, by_quantiles: bool, call: str) -> None:
+    for message in ranks.run(balanced_on_one_rank, by_quantiles, num_ranks=2, timeout_s=60.0):
+        assert f"rank 0: {call}; rank 1: forward of layer 0" in message
+
+
 # --- different calls ----------------------------------------------------------------------------------------
 
 

@@ -139,6 +139,39 @@ def test_a_router_without_experts_has_no_loss_over_the_global_batch() -> None:
     assert ms.router_loss(layer, over="global_batch").item() == 0
 
 
+def test_a_call_that_has_nothing_to_move_is_refused() -> None:
+    """Unless the rate is 0, with which it only ends the counts of a step."""
+    layer = model_of(loss_shape("softmax"))[0]
+    layer(tokens(0, 0, 0))
+    named = r"no buffer, and no parameter without requires_grad, is named e_score\w+ or expert_bias or balancing_biases"
+    with pytest.raises(ValueError, match=rf"MoELayer has no correction bias that rate=0\.1 could move: {named}; move"):
+        ms.update_router_bias(layer, rate=0.1)
+    block = Block(0)
+    for rate in (None, 0.1):
+        del block.gate._buffers["e_score_correction_bias"]
+        block.gate.register_buffer("another_bias", torch.zeros(6))
+        with pytest.raises(
+            ValueError, match=r"Block has no correction bias that rate=\S+ could move: .* or give rate=0"
+        ):
+            ms.update_router_bias(block, rate=rate)
+        block = Block(0)
+    assert layer.experts.counted_E.count_nonzero() > 0
+    ms.update_router_bias(layer)
+    assert layer.experts.counted_E.count_nonzero() == 0
+    with pytest.raises(
+        ValueError, match=r"Block has no router of moesys, whose losses .* add outputs\.aux_loss or ms\.g"
+    ):
+        ms.router_loss(block)
+
+
+def test_a_bias_of_another_length_is_refused_by_name() -> None:
+    block = Block(0)
+    block.gate.balancing_biases = block.gate._buffers.pop("e_score_correction_bias").new_zeros(7)
+    block.gate.register_buffer("balancing_biases", block.gate.__dict__.pop("balancing_biases"))
+    with pytest.raises(ValueError, match=r"gate\.balancing_biases has 7 elements and tokens_E has 6; give one count"):
+        ms.update_router_bias(block, rate=0.1)
+
+
 @pytest.mark.parametrize(
     ("bias_E", "tokens_E", "error", "words"),
     [

@@ -45,6 +45,8 @@ WHAT = (
     "sync_gradients()",
     "clip_grad_norm_()",
     "comparison of routers",
+    "update_router_bias()",
+    "QuantileBalancer.update()",
 )
 
 Header = npt.NDArray[np.int64]
