@@ -8,8 +8,11 @@ from __future__ import annotations
 import io
 import pickle
 import shutil
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import reduce
 from itertools import pairwise
@@ -76,7 +79,7 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already, and not an empty folder; give another, or remove it")
-    with errors_of_checkpoints(out):
+    with errors_of_checkpoints(out), _signals_between_pieces(tick) as tick:
         if (source / METADATA).exists():
             _to_hub(source, out, config or source, tick)
             return "hub"
@@ -87,6 +90,27 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
         f"{source} is neither a hub folder (config.json and model.safetensors, or its index) nor a distributed "
         f"checkpoint ({METADATA})"
     )
+
+
+@contextmanager
+def _signals_between_pieces(tick: Tick) -> Iterator[Tick]:
+    """Keeps Ctrl-C and SIGTERM until a piece is done, because torch's C++ turns what they raise into other errors."""
+    kept: list[int] = []
+
+    def tick_and_stop(done: int, total: int) -> None:
+        tick(done, total)
+        if kept:
+            raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda number, _: kept.append(number)) for number in numbers}
+    try:
+        yield tick_and_stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if kept:
+            signal.raise_signal(kept[0])
 
 
 def _model(place: Path, num_tensors: int) -> Any:
