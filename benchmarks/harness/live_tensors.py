@@ -15,21 +15,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# The part of a tensor is that of the innermost function on the stack whose file is below one of these paths. None: the
-# function is a helper of all parts.
-_PART_OF_PATH: tuple[tuple[str, str | None], ...] = (
-    ("/moesys/kernels/cpu/page_pool.py", None),
-    ("/moesys/moe/store.py", "slots"),
-    ("/moesys/moe/whole_experts.py", "slots"),
-    ("/moesys/moe/sharded_experts.py", "slots"),
-    ("/moesys/overlap/chunked.py", "exchange"),
-    ("/moesys/overlap/comm/", "exchange"),
-    ("/moesys/", "experts"),
-    ("/transformers/integrations/moe.py", "experts"),
-    ("/transformers/distributed/expert_parallel.py", "exchange"),
-    ("/transformers/", "rest"),
-    ("/torch/distributed/fsdp/", "fsdp"),
-    ("/torch/distributed/", "exchange"),
+# The part of a tensor is that of the innermost function on the stack whose module is one of these or below one of
+# these. None: the function is a helper of all parts. Paths would depend on where a checkout lies and what it is called.
+_PART_OF_MODULE: tuple[tuple[str, str | None], ...] = (
+    ("moesys.kernels.cpu.page_pool", None),
+    ("moesys.moe.store", "slots"),
+    ("moesys.moe.whole_experts", "slots"),
+    ("moesys.moe.sharded_experts", "slots"),
+    ("moesys.overlap.chunked", "exchange"),
+    ("moesys.overlap.comm", "exchange"),
+    ("moesys", "experts"),
+    ("transformers.integrations.moe", "experts"),
+    ("transformers.distributed.expert_parallel", "exchange"),
+    ("transformers", "rest"),
+    ("torch.distributed.fsdp", "fsdp"),
+    ("torch.distributed", "exchange"),
 )
 
 
@@ -100,7 +100,8 @@ def _part() -> str:
     """Returns the part of the program that runs."""
     frame = sys._getframe(1)
     while frame is not None:
-        found = next((part for path, part in _PART_OF_PATH if path in frame.f_code.co_filename), None)
+        name = f"{frame.f_globals.get('__name__')}."
+        found = next((part for module, part in _PART_OF_MODULE if name.startswith(f"{module}.")), None)
         if found is not None:
             return found
         frame = frame.f_back  # type: ignore[assignment]

@@ -104,6 +104,26 @@ def test_bytes_that_live_at_the_same_time_are_counted() -> None:
     assert live == {"parameters": 40_000, "other": 20_000 + 60_000}
 
 
+@pytest.mark.parametrize(
+    ("module", "part"),
+    [
+        ("some_test", "other"),
+        ("moesystem.moe.store", "other"),
+        ("moesys.moe.layer", "experts"),
+        ("moesys.moe.store", "slots"),
+        ("moesys.overlap.comm.frames", "exchange"),
+        ("transformers.models.olmoe.modeling_olmoe", "rest"),
+        ("torch.distributed.fsdp._fully_shard._fsdp_param", "fsdp"),
+    ],
+)
+def test_parts_of_bytes_do_not_depend_on_where_a_checkout_lies(module: str, part: str) -> None:
+    names = {"__name__": module, "torch": torch}
+    exec(compile("def step(): torch.zeros(7)", f"/home/me/transformers/moesys/{module}.py", "exec"), names)
+    model = torch.nn.Linear(10, 10, bias=False)
+    live = live_at_peak(model, torch.optim.SGD(model.parameters()), names["step"])
+    assert live == {"parameters": 400, part: 28}
+
+
 @pytest.mark.slow
 def test_the_peak_of_a_program_leaves_out_that_of_the_one_that_started_it() -> None:
     held = torch.ones(2**27)
