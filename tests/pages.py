@@ -126,6 +126,21 @@ def reading_in(folder: Path) -> Iterator[None]:
                     del sys.modules[name]
 
 
+@contextlib.contextmanager
+def as_installed() -> Iterator[None]:
+    """Finds modules as the installed command does: not in the current folder, nor in the clone beside the package."""
+    path, own = list(sys.path), (ROOT, Path.cwd())
+    sys.path[:] = [each for each in path if Path(each).resolve() not in own]
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "experiments"}
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in [name for name in sys.modules if name.split(".")[0] == "experiments"]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
 @dataclass
 class Reader:
     """Follows a page in an empty folder. ``slow``: also the commands that take long. printed: by command."""
@@ -184,6 +199,7 @@ class Reader:
                 return printed.getvalue()
             assert program == "moesys", command
             found = [name for each in arguments for name in (sorted(glob.glob(each)) if "*" in each else [each])]
-            result = CliRunner().invoke(app, found)
+            with as_installed():
+                result = CliRunner().invoke(app, found)
         assert result.exit_code == 0, f"{command}\n{result.output}{result.exception!r}"
         return ""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from pages import NOT_RUN, ROOT, Reader, blocks_of, check_options, commands_of, is_run, text_of
+from pages import NOT_RUN, ROOT, Reader, as_installed, blocks_of, check_options, commands_of, is_run, text_of
 from typer.main import get_command
 
 import moesys as ms
@@ -19,6 +22,7 @@ from moesys import config
 from moesys.config import Declared, experiment, workload
 from moesys.kinds import BALANCES, OVERLAPS, SPLITS
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.runs.declarations import load_experiments
 
 MAX_COLUMNS = 190
 KINDS = (*BALANCES.values(), *SPLITS.values(), *OVERLAPS.values())
@@ -60,12 +64,52 @@ def test_commands_of_a_page_have_their_options(page: str, monkeypatch: pytest.Mo
         check_options(command)
 
 
+def commands_of_the_readme() -> list[str]:
+    """Returns the commands of its table, one of each row."""
+    return re.findall(r"^\| .*? \| `(.+?)`", text_of("README").partition("## Commands")[2], re.MULTILINE)
+
+
 def test_commands_of_the_readme_have_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    commands = re.findall(r"^\| .*? \| `(.+?)`", text_of("README").partition("## Commands")[2], re.MULTILINE)
-    assert len(commands) > 12
-    for command in commands:
+    assert len(commands_of_the_readme()) > 12
+    for command in commands_of_the_readme():
         check_options(command)
+
+
+@pytest.mark.slow
+def test_commands_of_the_readme_that_name_an_experiment_run(ranks: LocalRanks, tmp_path: Path) -> None:
+    reader = Reader(tmp_path, ranks, slow=True)
+    reader.follow("README")
+    for command in commands_of_the_readme():
+        if "experiments/" in command:
+            reader.run(command)
+
+
+def test_experiments_that_commands_name_are_read_by_the_installed_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many of these commands take too long to be run always."""
+    monkeypatch.chdir(ROOT)
+    named = {file for page in WITH_BLOCKS for file in re.findall(r"moesys \w+ (experiments/\w+\.py)", text_of(page))}
+    assert len(named) >= 6
+    with as_installed():
+        for file in sorted(named):
+            assert load_experiments(Path(file)), file
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("file", ["rebalance_ablation", "own_planner"])
+def test_the_installed_command_finds_what_an_experiment_imports(file: str) -> None:
+    """As ``python -m`` does, which has the current folder on its path."""
+    # The package is this checkout's, of which Python finds nothing else.
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import moesys; sys.path.remove({str(ROOT)!r}); import runpy"
+    script = Path(sys.executable).with_name("moesys")
+    command = [sys.executable, "-P", "-c", f"{code}; runpy.run_path({str(script)!r}, run_name='__main__')"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    arguments = ("explain", f"experiments/{file}.py", "--strategy", "eplb+even")
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "eplb+even" in done.stdout
 
 
 @pytest.mark.parametrize("page", WITH_BLOCKS)

@@ -137,17 +137,32 @@ def run_module(module: ModuleType) -> None:
 
 @contextmanager
 def importable(module: ModuleType, folder: Path) -> Iterator[None]:
-    """Lets the module import what lies in ``folder``, and its classes find their module, while it runs."""
+    """Lets the module import what lies in ``folder`` and in the current folder, and its classes find their module,
+    while it runs.
+    """
     before = sys.modules.get(module.__name__)
-    sys.path.insert(0, str(folder))
     sys.modules[module.__name__] = module
     try:
-        yield
+        with found_in(str(folder), ""):
+            yield
     finally:
-        sys.path.remove(str(folder))
         del sys.modules[module.__name__]
         if before is not None:
             sys.modules[module.__name__] = before
+
+
+@contextmanager
+def found_in(*folders: str) -> Iterator[None]:
+    """Lets Python find modules in these folders first; "" is the current one, where an installed command does not look.
+
+    Only for what the user named: somebody else may have written into the current folder.
+    """
+    sys.path[:0] = folders
+    try:
+        yield
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
 
 
 # --- what a class is made of ------------------------------------------------------------------------------------

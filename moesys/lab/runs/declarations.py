@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from pydantic import BaseModel, PydanticUserError, TypeAdapter
 from moesys.config import Balance, ClusterSpec, Declared, Predictor, Split, Strategy, presets
 from moesys.config.base import in_words
 from moesys.config.experiment import Experiment
-from moesys.config.member import RECORDED, importable, module_of_text, run_module
+from moesys.config.member import RECORDED, found_in, importable, module_of_text, run_module
 from moesys.files import json_of, read_json, read_toml
 from moesys.kinds import did_you_mean
 
@@ -360,22 +359,18 @@ def import_module_of_user(name: str) -> str:
     if file and not file.is_file():
         raise ValueError(f"{name} is not a file; give the file or the module that defines the planners")
     module_name = file.stem if file else name
-    folders = [str(file.resolve().parent)] if file else []
-    folders.append(str(Path.cwd()))
-    sys.path[:0] = folders
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{name} cannot be imported: {type(error).__name__}: {error}; modules are looked for in the current folder "
-            "and where PYTHONPATH says, so add the folder there, or give the file, as in folder/my_planners.py"
-        ) from None
-    except (Exception, SystemExit) as error:
-        spec = find_spec(module_name)
-        raise ValueError(f"{name} cannot be imported\n{_reason_in(str(spec and spec.origin), error)}") from None
-    finally:
-        for folder in folders:
-            sys.path.remove(folder)
+    with found_in(*([str(file.resolve().parent)] if file else []), ""):
+        try:
+            module = import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"{name} cannot be imported: {type(error).__name__}: {error}; modules are looked for in the current "
+                "folder and where PYTHONPATH says, so add the folder there, or give the file, as in "
+                "folder/my_planners.py"
+            ) from None
+        except (Exception, SystemExit) as error:
+            spec = find_spec(module_name)
+            raise ValueError(f"{name} cannot be imported\n{_reason_in(str(spec and spec.origin), error)}") from None
     source = getattr(module, "__file__", None)
     if file and not (source and Path(source).read_bytes() == file.read_bytes()):
         raise ValueError(
