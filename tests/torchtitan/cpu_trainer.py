@@ -77,7 +77,11 @@ def config_of(run: Run) -> Any:
     else:
         layers = config.model_spec.model.layers
         config.model_spec.model.layers = layers[: 1 if run.command else 2]
+    # What a command says is what its reader has.
+    backend = config.parallelism.spmd_backend
     on_cpu(config, run.sequences, 16)
+    if run.command:
+        config.parallelism.spmd_backend = backend
     config.optimizer = default_adamw(lr=3e-3, eps=run.eps)
     training = config.training
     training.steps, training.mixed_precision_param = run.steps, run.dtype
