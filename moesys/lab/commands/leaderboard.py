@@ -1,7 +1,8 @@
 """``moesys leaderboard``: all planners on the same routing, models and clusters, by the simulated seconds of a layer.
 
 A layout is planned on micro-batches before the one that it is scored on, except in the group that plans on the current
-counts. ``ranking`` has the rules of ranking, ``planners`` who takes part, ``workloads`` the settings.
+counts, where the measured time of planning is added. ``ranking`` has the rules of ranking, ``planners`` who takes part,
+``workloads`` the settings.
 """
 
 from __future__ import annotations
@@ -172,8 +173,8 @@ def _introduction(command: str, seeds: int, lag: int, warm_up: int) -> list[str]
         "Crossing: routed tokens that leave their NVLink domain. Copies: replicas that a plan brings to ranks that did "
         "not hold them; on current counts, experts that are lent. Restored: experts that are sent in a forward, all "
         "ranks. Memory: an upper bound for a layer's experts and rows on the rank that holds most. Planning: measured, "
-        "the median after a first plan; of a layout, and on current counts of the split too; planning % divides it by "
-        "the simulated time of the layer.",
+        "the median after a first plan; of a layout, beside the scoring of others; on current counts of layout and "
+        "split, when no other pair is scored. Planning % divides it by the simulated time of the layer.",
         "Regret: the time of a pair divided by that of the fastest pair of the workload among those that can plan in "
         "all its settings, minus 1; in the ranking, that of the workload in which it is largest. Forced balance: the "
         "time of plain `Ep` if every expert got as many tokens of every rank, divided by that of the pair, without "

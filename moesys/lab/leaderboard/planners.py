@@ -122,8 +122,8 @@ GROUPS = (
     ),
     PlannerGroup(
         "planned on current counts",
-        "layouts are planned on the counts of the same micro-batch, before any token is sent; experts are owned by "
-        "ranks and lent to others",
+        "layouts are planned on the counts of the same micro-batch, before any token is sent, so the time of planning "
+        "is added to that of the layer; experts are owned by ranks and lent to others",
         _pairs(_ON_COUNTS, (Quotas(),)) + _pairs(_LAYOUTS, (EvenSplit(), *_FLOWS)),
         lag=0,
     ),

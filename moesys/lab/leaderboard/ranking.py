@@ -1,8 +1,8 @@
 """Ranks planners by their time relative to the first of their group, and writes the pages of the leaderboard.
 
-The time in a setting and sample is the mean of simulated seconds over the scored micro-batches. Geometric means are
-taken over the settings of a workload, then over workloads, so that each workload weighs the same. Planners are compared
-in the same settings and samples.
+The time in a setting and sample is the mean of simulated seconds over the scored micro-batches, and where a layer waits
+for its plan, also the measured median of planning. Geometric means are taken over the settings of a workload, then over
+workloads, so that each workload weighs the same. Planners are compared in the same settings and samples.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from moesys.lab.show.tables import Column, Report, Sheet, write
 PAGE, HTML_PAGE = "leaderboard.md", "leaderboard.html"
 TITLE = "SIMULATED: a leaderboard of planners"
 RATIO_NOTE = (
-    "time / first: the time of a pair divided by that of the first one in the same settings and seeds. ~: the interval "
-    "contains 1, so these seeds show no difference from the first. The intervals of two rows must not be compared with "
-    "each other, because each compares its row with the first."
+    "time / first: the time of a pair divided by that of the first one in the same settings and seeds. On current "
+    "counts a layer waits for its plan, so this is the simulated time of the layer and the measured time of planning "
+    "together. ~: the interval contains 1, so these seeds show no difference from the first. The intervals of two rows "
+    "must not be compared with each other, because each compares its row with the first."
 )
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
@@ -116,7 +117,7 @@ def ranking(results: Sequence[PlannerResult]) -> list[RankedPlanner]:
                 by_workload=_by_workload(ratios),
                 regret=max(ms / best_ms[name] for name, ms in own_ms.items()) - 1 if own_ms else None,
                 forced_balance=_forced_balance(ran),
-                layer_ms=None if refused else statistics.geometric_mean(map(_ms, ran)),
+                layer_ms=None if refused else statistics.geometric_mean(map(_layer_ms, ran)),
                 planning_ms=_over_samples(statistics.median, ran, "planning_ms"),
                 planning_share=_planning_share(ran),
                 cannot=f"{count} of {num_settings} settings: {refused[0].scores.cannot}" if refused else None,
@@ -159,9 +160,9 @@ def failures(ranked: Sequence[RankedPlanner]) -> list[str]:
 
 
 def _all_scores(results: Sequence[PlannerResult]) -> str:
-    """Returns what two pairs have in common that are the same in all but the time of planning."""
-    of = sorted((one.setting, one.sample, repr(replace(one.scores, planning_ms=[]))) for one in results)
-    return repr(of)
+    """Returns what two pairs have in common that are the same in all but the time of planning, if no layer waits."""
+    scores = (replace(one.scores, planning_ms=[]) if one.lag else one.scores for one in results)
+    return repr(sorted((one.setting, one.sample, repr(of)) for one, of in zip(results, scores, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def _forced_balance(results: Sequence[PlannerResult]) -> float | None:
 
 
 def _planning_share(results: Sequence[PlannerResult]) -> float | None:
-    shares = [statistics.median(one.scores.planning_ms) / _ms(one) for one in results]
+    shares = [statistics.median(one.scores.planning_ms) / _layer_ms(one) for one in results]
     return statistics.fmean(shares) if shares else None
 
 
@@ -255,6 +256,11 @@ def _over_samples_ratio(ratios: BySample) -> PairedRatio | None:
 
 
 def _ms(result: PlannerResult) -> float:
+    """Returns the milliseconds that count: of a layer, and of planning if the layer waits for it."""
+    return _layer_ms(result) + (0.0 if result.lag else statistics.median(result.scores.planning_ms))
+
+
+def _layer_ms(result: PlannerResult) -> float:
     return statistics.fmean(result.scores.layer_ms)
 
 
@@ -306,7 +312,8 @@ def _tables_and_figure(
     """Returns the tables of one group that have rows, the ranking first, and its figure as SVG."""
     ranked, num_settings = ranking(found), counted(len({one.setting for one in found}), "setting")
     same = [f"The same in every score: {one.planner} = {' = '.join(one.same)}." for one in ranked if one.same]
-    sheets = [Sheet(f"SIMULATED: {group.name}", ranked, [winner(ranked), f"{group.about}.", *same])]
+    title = f"SIMULATED: {group.name}{'' if group.lag else ', with the MEASURED time of planning'}"
+    sheets = [Sheet(title, ranked, [winner(ranked), f"{group.about}.", *same])]
     names = [OURS.name, *(name for member in added if (name := _best_pair(group, ranked, member)))]
     names = list(dict.fromkeys(names))
     if by_workload := regrets(found, names):
@@ -315,7 +322,7 @@ def _tables_and_figure(
         if lost := lost_settings(found, name):
             sheets.append(Sheet(f"{group.name}: {name} is not the fastest in {len(lost)} of {num_settings}", lost))
     ratios = {f"{one.place}. {one.planner}": one.ratio for one in ranked if one.ratio}
-    return sheets, _figure(group.name, ratios) if ratios else ""
+    return sheets, _figure(title, ratios) if ratios else ""
 
 
 def _best_pair(group: PlannerGroup, ranked: Sequence[RankedPlanner], member: Balance | Split) -> str | None:
@@ -325,11 +332,11 @@ def _best_pair(group: PlannerGroup, ranked: Sequence[RankedPlanner], member: Bal
     return next(names, None)
 
 
-def _figure(group: str, ratios: Mapping[str, PairedRatio]) -> str:
+def _figure(title: str, ratios: Mapping[str, PairedRatio]) -> str:
     with mpl.rc_context(PAGE_STYLE):
         drawn = draw_forest(
             ratios,
-            title=f"SIMULATED: {group}",
+            title=title,
             xlabel="time / that of the first (left is faster)",
             words="{:.3f}".format,
             colour=lambda _: OKABE_ITO[0],

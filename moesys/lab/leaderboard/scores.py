@@ -190,7 +190,7 @@ def _simulated_ms(strategy: Strategy, model: ModelShape, cluster: ClusterSpec, p
 @dataclass(frozen=True)
 class PlannerResult:
     """A line: one pair of planners in one group, setting and sample. ``key`` is a digest of all that the scores depend
-    on.
+    on. lag: 0 if a layer waits for its plan.
     """
 
     key: str
@@ -202,6 +202,7 @@ class PlannerResult:
     planner: str
     sample: int
     scores: PlannerScores
+    lag: int = 1
 
     @property
     def setting(self) -> tuple[str, str, str]:
@@ -218,7 +219,8 @@ def results(
     quiet: bool = False,
 ) -> list[PlannerResult]:
     """Returns the results of all planners in all settings, and scores those that ``folder`` has no line of, on ``jobs``
-    processes. It goes sample by sample, so that an unfinished leaderboard has all settings.
+    processes. It goes sample by sample, so that an unfinished leaderboard has all settings, but plans for which a layer
+    waits are made and timed at the end, by this process alone.
 
     Raises ValueError, before anything is scored, for a sample that a trace does not have, and if another process
     writes into the folder.
@@ -263,14 +265,17 @@ class _Task:
         names = setting.routing.name, setting.model_name, setting.cluster_name
         slots = group.slots(setting.model, setting.cluster)
         return [
-            PlannerResult(self.keys[pair], group.name, *names, slots, pair.name, sample, scores)
+            PlannerResult(self.keys[pair], group.name, *names, slots, pair.name, sample, scores, group.lag)
             for pair, scores in score(setting, group, list(self.keys), sample)
         ]
 
 
 def _scored_tasks(tasks: Sequence[_Task], jobs: int | None) -> Generator[tuple[_Task, list[PlannerResult]], None, None]:
-    """Yields each task with its results. Workers take over after the first seconds, and yield those that are done."""
-    workers, left = simulating_workers(num_workers(jobs), lambda: None), list(tasks)
+    """Yields each task with its results. Workers take over after the first seconds, and yield those that are done.
+
+    Where a layer waits for its plan, the time of planning counts: these tasks are last, and nothing runs beside them.
+    """
+    workers, left = simulating_workers(num_workers(jobs), lambda: None), [task for task in tasks if task.group.lag]
     with closing(workers):
         while left and (workers.num_workers == 1 or not workers.are_due):
             task = left.pop(0)
@@ -278,6 +283,7 @@ def _scored_tasks(tasks: Sequence[_Task], jobs: int | None) -> Generator[tuple[_
         answers = {workers.submit(_Task.results, task): task for task in left}
         for answer in as_completed(answers):
             yield answers[answer], answer.result()
+    yield from ((task, task.results()) for task in tasks if not task.group.lag)
 
 
 def result_journal(folder: Path) -> Journal[PlannerResult]:

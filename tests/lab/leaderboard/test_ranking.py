@@ -96,3 +96,30 @@ def test_shares_and_regrets_by_hand() -> None:
     assert (in_w.workload, in_w.best, in_w.forced_balance) == ("w", "a", pytest.approx(3 / 4))
     assert in_w.regret == {"a": 0}
     assert (in_v.best, in_v.regret) == ("b", {"a": pytest.approx(0.5), "c": pytest.approx(0.1)})
+
+
+def test_the_time_of_planning_counts_where_a_layer_waits_for_it() -> None:
+    """a's layers are shorter than b's by less than its plans take longer; d's plans are c's, and take longer."""
+    ms_of = {"a": (10.0, 9.0), "b": (14.0, 1.0), "c": (20.0, 0.5), "d": (20.0, 2.5)}
+    found = []
+    for planner, (ms, planning_ms) in ms_of.items():
+        one = result(planner, "w", "1", 0, ms)
+        # One plan of three was interrupted.
+        scores = replace(one.scores, planning_ms=[planning_ms, 90.0, planning_ms], forced_ms=[7.5])
+        found.append(replace(one, scores=scores))
+    assert [one.planner for one in ranking(found)] == ["a", "b", "c"]
+    waiting = [replace(one, lag=0) for one in found]
+    ranked = ranking(waiting)
+    assert [(one.planner, one.ratio.estimate) for one in ranked] == [
+        ("b", 1.0),
+        ("a", pytest.approx(19 / 15)),
+        ("c", pytest.approx(20.5 / 15)),
+        ("d", pytest.approx(22.5 / 15)),
+    ]
+    assert [one.layer_ms for one in ranked] == [pytest.approx(ms) for ms in (14.0, 10.0, 20.0, 20.0)]
+    assert ranked[1].planning_share == pytest.approx(9 / 10)
+    assert (ranked[1].regret, ranked[1].forced_balance) == (pytest.approx(19 / 15 - 1), pytest.approx(7.5 / 19))
+    (in_w,) = regrets(waiting, ["a"])
+    assert (in_w.best, in_w.regret) == ("b", {"a": pytest.approx(19 / 15 - 1)})
+    (lost,) = lost_settings(waiting, "a")
+    assert (lost.best, lost.best_ms, lost.own_ms) == ("b", pytest.approx(15.0), pytest.approx(19.0))
