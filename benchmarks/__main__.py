@@ -67,9 +67,11 @@ PAGES = {
     "planners": CommandPage(
         "benchmarks.planners:bench_planners",
         COMPUTING,
-        "Compare Greedy with fixed planners on drawn loads.",
-        "300 sequences of 32 micro-batches are judged by the cost model. A run that was stopped goes on with what its "
-        "folder has, by default planners; where only Greedy has changed, fixed planners are not scored again.",
+        "Test Greedy for regressions on drawn loads.",
+        "Greedy and fixed planners plan 300 sequences of 32 micro-batches, and are judged by the closed form by which "
+        "Greedy judges its own candidates: this finds changes for the worse, and is no evidence against the others. A "
+        "run that was stopped goes on with what its folder has, by default planners; where only Greedy has changed, "
+        "fixed planners are not scored again.",
         ("python -m benchmarks planners --sequences 60 --out found",),
     ),
     "record-routing": CommandPage(

@@ -1,9 +1,11 @@
-"""The command ``planners``: ``Greedy`` against the best fixed planner in hindsight, on drawn sequences of loads.
+"""The command ``planners``: a regression test of ``Greedy``, against the best fixed planner in hindsight, on drawn
+sequences of loads.
 
 A sequence has a model, a cluster, a sharding with slots, a lag, and the loads of 32 micro-batches, all drawn. Each
 planner plans from history as in training, and the layouts that it uses are judged on the micro-batches that they serve:
-the seconds of a layer by the closed form of ``balance.flow.step_cost``, under the split that it takes. Arrays are
-indexed by S micro-batches, R source ranks and E experts; D draws.
+the seconds of a layer by the closed form of ``balance.flow.step_cost``, under the split that it takes. ``Greedy``
+judges its own candidates by this form, so the ratios show changes of ``Greedy``, and are no evidence against other
+planners. Arrays are indexed by S micro-batches, R source ranks and E experts; D draws.
 """
 
 from __future__ import annotations
@@ -368,8 +370,10 @@ def bench_planners(
     folder = output.folder or Path("planners")
     drawn = [DrawnSequence.draw(seed, index) for index in range(sequences)]
     found = ratios(all_scores(drawn, folder, num_workers(jobs), MICRO_BATCHES, output.quiet))
-    title = f"SIMULATED: Greedy over the best fixed planner, {counted(sequences, 'sequence')}"
+    title = f"SIMULATED: regression test of Greedy, {counted(sequences, 'sequence')}"
     notes = [
+        "A regression test, and no evidence against other planners: the seconds are those of the closed form by which "
+        "Greedy judges its own candidates.",
         f"Seed {seed}; {MICRO_BATCHES} micro-batches of {TOKENS_PER_RANK:,} tokens per rank, of which the first "
         f"{NOT_SCORED} are not scored. With drift: also bursts, and domains in turn.",
         "Ratio: the seconds of Greedy over those of the best of Static, LAER, EPLB and FlexMoE, each with the best of "
