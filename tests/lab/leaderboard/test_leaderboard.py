@@ -194,7 +194,7 @@ def test_plans_that_a_layer_waits_for_are_timed_when_no_worker_computes(monkeypa
         SimpleNamespace(group=group, results=lambda: ["beside others" if crew.is_there else "alone"])
         for group in GROUPS
     ]
-    found = [(task.group.lag, *results) for task, results in scoring._scored_tasks(tasks[::-1], 2)]
+    found = [(task.group.lag, *of) for task, of in scoring._scored_tasks(tasks[::-1], 2)]
     assert sorted(found, reverse=True) == [(1, "beside others"), (1, "beside others"), (0, "alone")]
     assert found[-1] == (0, "alone")
 
