@@ -69,7 +69,7 @@ class Display:
         return "\n".join([repr(self), *(line.rstrip() for line in lines), *([more] if more else [])])
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield console.render_str(str(self), markup=False, highlight=False)
+        yield console.render_str(str(self), markup=False, emoji=False, highlight=False)
 
     def _repr_html_(self) -> str:
         """Returns the line and the table as HTML that refers to nothing outside."""

@@ -17,7 +17,6 @@ import matplotlib as mpl
 import numpy as np
 import pydantic_core
 import typer
-from rich.console import Console
 
 from moesys.balance.plan import StepPlan, why_not
 from moesys.config import ClusterSpec, Strategy
@@ -41,6 +40,7 @@ from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import drawn_like, has_seeds, rest_of, timed_steps
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.figures import STYLE, TimelinePanel, draw_timelines, save, write_chrome_trace
+from moesys.lab.show.progress import status_line
 from moesys.lab.show.tables import AS_TABLES, Column, ColumnNote, CommandOutput, Report, Sheet, figure, publish
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.rest_of_step import RestOfStep
@@ -144,11 +144,11 @@ def simulate_command(
 
 def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | None, output: CommandOutput) -> None:
     found, shape = [], ""
-    with Console(stderr=True, quiet=output.quiet).status("") as status:
+    with status_line(output.quiet) as show:
         for of_strategy, of_draws, rest in todo:
             found.append(draws := StepDraws(of_strategy))
             for plans in of_draws:
-                status.update(f"{of_strategy}: planning and simulating, draw {1 + len(draws.paths)}")
+                show(f"{of_strategy}: planning and simulating, draw {1 + len(draws.paths)}")
                 against = why_not(plans, num_layers=model_layers, recompute=rest.recompute != "none")
                 draws.add(simulation(plans, rest), plans, against)
                 shape = shape or _shape_words(plans[0])

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
-
 from moesys.config import BYTES_PER_GB, ModelSpec, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
@@ -19,6 +17,7 @@ from moesys.files import write_whole
 from moesys.kinds import did_you_mean
 from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
+from moesys.lab.show.progress import status_line
 from moesys.lab.show.tables import Column, CommandOutput, Sheet, figure, print_sheet
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
@@ -53,12 +52,12 @@ def simulate_whole_model(
     if len(set(strategies)) < len(strategies):
         raise ValueError(f"strategy={list(strategies)} names one twice; give each once")
     steps = []
-    with Console(stderr=True, quiet=output.quiet).status("") as status:
+    with status_line(output.quiet) as show:
         for name in strategies:
             run = ModelRun.model_validate(declared | {"strategy": named_strategy(name)})
 
             def tell(words: str, name: str = run.strategy.name) -> None:
-                status.update(f"{name}: {words}")
+                show(f"{name}: {words}")
 
             steps.append(simulate_model(run, routing, draws=draws, tell=tell))
     files = [] if output.folder is None else _write(steps, output.folder)

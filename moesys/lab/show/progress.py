@@ -25,7 +25,7 @@ from rich.text import Text
 
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, RealTraining, Replay, Workload
-from moesys.display import counted
+from moesys.display import counted, printable
 from moesys.lab.runs.records import Record
 from moesys.lab.runs.runner import QuietProgress, StepCounter
 
@@ -101,6 +101,16 @@ def steps_told(what: str, total: int, quiet: bool = False) -> Iterator[Callable[
             begun += 1
 
         yield show
+
+
+@contextmanager
+def status_line(quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Yields a function that shows the words that it is called with on the last line of a terminal, on stderr; nothing
+    is shown if ``quiet``, or where that is no terminal.
+    """
+    # Rich takes a string of a status line for its markup, whatever the console says.
+    with Console(stderr=True, quiet=quiet).status(Text()) as status:
+        yield lambda words: status.update(Text(printable(words)))
 
 
 @contextmanager

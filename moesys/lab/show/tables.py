@@ -362,7 +362,8 @@ def plain(value: Any) -> Any:
 
 def escaped(text: str) -> str:
     """Returns one line of Markdown that shows the text as it is."""
-    return re.sub(r"([\\`*_<>|])", r"\\\1", _one_line(text))
+    # Of brackets, tildes and ampersands only those of links, struck out text and entities: intervals have brackets.
+    return re.sub(r"([\\`*_<>|$]|\](?=[(\[:])|~(?=~)|&(?=#?\w+;))", r"\\\1", _one_line(text))
 
 
 def _latex_row(cells: Sequence[str]) -> str:
@@ -415,7 +416,8 @@ def _size(content: RenderableType, file: IO[str]) -> Measurement:
 
 def _print_notes(console: Console, notes: Sequence[str]) -> None:
     for note in notes:
-        console.print(printable(note), soft_wrap=not console.is_terminal, highlight=False, markup=False)
+        # Text, because rich replaces :words: of other strings by symbols.
+        console.print(Text(printable(note)), soft_wrap=not console.is_terminal)
 
 
 def add_head(tree: Tree, words: str) -> Tree:

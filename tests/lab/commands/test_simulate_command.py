@@ -60,6 +60,17 @@ def rows(output: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split() for line in output.splitlines() if line.startswith(("  ep", "  fsep"))}
 
 
+@pytest.mark.parametrize("name", ["ep [/b]", "[red]ep", ":fire:"])
+def test_names_are_no_markup(tmp_path, name):
+    code, output = run(written(tmp_path, declared(strategies=(EP.replace(name=name),))), "--draws", 1)
+    assert code == 0, output
+    assert name in output
+    (tmp_path / "own.toml").write_text(f'name = "{name}"\n')
+    code, output = run("--model", "olmoe-1b-7b", "--cluster", "h100:1", "--strategy", tmp_path / "own.toml")
+    assert code == 0, output
+    assert name in output
+
+
 def test_every_figure_is_that_of_the_simulator(tmp_path):
     code, output = run(written(tmp_path, declared()), "--step", 2, "--draws", 1)
     assert code == 0

@@ -1,6 +1,7 @@
 """Progress: plain lines in a pipe, one display on a terminal, failures above it at once."""
 
 import io
+import time
 
 import pytest
 from lab_cases import experiment, record
@@ -8,7 +9,7 @@ from rich.console import Console
 
 from moesys.lab.runs.records import Samples
 from moesys.lab.runs.runner import StepCounter
-from moesys.lab.show.progress import RunProgress
+from moesys.lab.show.progress import RunProgress, status_line, steps_told
 
 
 def with_step_ms(made, *values):
@@ -82,3 +83,13 @@ def test_steps_are_counted_from_any_process(tmp_path, num_ticks):
     assert steps.count() == num_ticks
     steps.clear()
     assert steps.count() == 0
+
+
+@pytest.mark.parametrize("shown", [status_line, lambda: steps_told("words", 1)])
+def test_words_of_users_are_no_markup_in_what_is_redrawn(monkeypatch, capsys, shown):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with shown() as tell:
+        tell("[red]a [/b] :fire:")
+        time.sleep(0.5)
+    assert "[red]a [/b] :fire:" in capsys.readouterr().err

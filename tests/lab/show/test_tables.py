@@ -266,6 +266,26 @@ def test_brackets_in_names_are_no_markup():
     assert "[bold]fsep[/nothing]" in printed(compare_records(of, records(of, {"ep": 1.0, "[bold]fsep[/nothing]": 2.0})))
 
 
+def test_words_between_colons_are_no_symbols_of_rich():
+    of = experiment(strategies=(EP.replace(name=":fire: [/b]"), FSEP))
+    text = printed(compare_records(of, records(of, {":fire: [/b]": 2.0, "fsep": 1.0})))
+    assert "Speed-up: the step time of :fire: [/b] divided" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("[a](http://b)", "[a\\](http://b)"),
+        ("~~a~~ ~ b", "\\~~a\\~~ ~ b"),
+        ("&lt;b&gt; a&b", "\\&lt;b\\&gt; a&b"),
+        ("$a$", "\\$a\\$"),
+        ("~ 1.20 [1.10, 1.30]", "~ 1.20 [1.10, 1.30]"),
+    ],
+)
+def test_markdown_shows_words_of_users_as_they_are(text, shown):
+    assert markdown_table(Sheet("words", [Word(text)])).splitlines()[-1] == f"| {shown} |"
+
+
 def test_markdown_keeps_names_and_cells_apart():
     text = format_comparison(measured(), "markdown", "two cores")
     head, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
