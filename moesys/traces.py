@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import pydantic_core
 
+from moesys.config.base import check_seed, python_value
 from moesys.config.workload import Generated
 from moesys.display import CONTROL, Columns, Display, counted
 from moesys.files import whole_file
@@ -74,7 +75,8 @@ class Trace(Display):
         if tokens_SLRE.min() < 0:
             index = tuple(np.argwhere(tokens_SLRE < 0)[0].tolist())
             raise ValueError(f"tokens_SLRE{list(index)} = {tokens_SLRE[index]}; counts cannot be negative")
-        if not 1 <= self.top_k <= tokens_SLRE.shape[3]:
+        object.__setattr__(self, "top_k", python_value(self.top_k))
+        if not (isinstance(self.top_k, int) and 1 <= self.top_k <= tokens_SLRE.shape[3]):
             raise ValueError(
                 f"top_k={self.top_k} does not fit {tokens_SLRE.shape[3]} experts; give the experts a token goes to"
             )
@@ -163,6 +165,7 @@ class Trace(Display):
         An expert without tokens gets none, and a rank without tokens stays without. An expert that had at most T of a
         rank's T·K has at most ``tokens_per_rank`` after it: a token's experts can still be distinct.
         """
+        tokens_per_rank = python_value(tokens_per_rank)
         if tokens_per_rank < 1:
             raise ValueError(f"tokens_per_rank={tokens_per_rank}; scale to at least one token")
         target = tokens_per_rank * self.top_k
@@ -265,8 +268,7 @@ def generate(workload: Generated, num_ranks: int, num_experts: int, top_k: int, 
     """
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k} does not fit num_experts={num_experts}; use 1 <= top_k <= {num_experts}")
-    if seed < 0:
-        raise ValueError(f"seed={seed} is negative; use 0 or more")
+    check_seed(seed)
     S = workload.warmup + workload.steps * workload.micro_batches
     tokens_SLRE = np.empty((S, workload.num_layers, num_ranks, num_experts), dtype=np.int64)
     tokens_R = np.full(num_ranks, workload.tokens_per_rank)

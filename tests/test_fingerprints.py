@@ -6,7 +6,9 @@ import json
 from contextlib import suppress
 from typing import Any, get_args
 
+import numpy as np
 import pytest
+import torch
 
 from moesys import config
 from moesys.balance.flow.flow_split import FlowSplit
@@ -125,6 +127,24 @@ def changes_of(declared: Declared) -> dict[str, Declared]:
 def test_every_field_counts_in_the_fingerprint(declared):
     changes = changes_of(declared)
     assert len({declared.fingerprint(), *(other.fingerprint() for other in changes.values())}) == 1 + len(changes)
+
+
+def numbers_like(value: Any) -> list[Any]:
+    """Returns a number, or a tuple of numbers, as numpy and torch have them; nothing for other values."""
+    flat = value if isinstance(value, tuple) else (value,)
+    if not flat or not all(isinstance(each, int | float) for each in flat):
+        return []
+    inner = tuple(np.asarray(each)[()] for each in value) if isinstance(value, tuple) else np.asarray(value)[()]
+    return [np.asarray(value), inner, torch.tensor(value, dtype=torch.float64 if float in map(type, flat) else None)]
+
+
+@pytest.mark.parametrize("declared", [*DECLARED, *MEMBERS], ids=lambda declared: type(declared).__name__)
+def test_every_field_takes_numbers_of_numpy_and_torch_as_those_of_python(declared):
+    for one in (declared, *changes_of(declared).values()):
+        for field in type(one).model_fields:
+            for value in numbers_like(getattr(one, field)):
+                other = one.replace(**{field: value})
+                assert (other, other.to_json(), repr(other)) == (one, one.to_json(), repr(one)), (field, value)
 
 
 def test_no_field_is_missing_above():

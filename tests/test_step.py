@@ -26,7 +26,7 @@ def plan_of(tokens_RE: object, turn: int = 0) -> ms.LayerPlan:
     return ms.plan_layer(STRATEGY, MODEL, CLUSTER, ms.LoadMatrix(np.array(tokens_RE)), turn=turn)
 
 
-LAYERS = (plan_of([[4, 0, 1], [2, 3, 0]], turn=3), plan_of([[0, 9, 1], [1, 9, 0]], turn=3))
+LAYERS = (plan_of([[4, 0, 1], [2, 3, 0]], turn=3), plan_of([[0, 9, 1], [1, 9, 0]], turn=np.int64(3)))
 PREVIOUS = (ms.ExpertLayout([[0, 1], [2, -1]], 3), ms.ExpertLayout([[0, 1], [1, 2]], 3))
 STEP = StepPlan(STRATEGY, MODEL, CLUSTER, LAYERS, PREVIOUS)
 

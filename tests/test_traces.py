@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -285,11 +286,28 @@ def test_spread_sets_ranks_apart():
     [
         (5, 0, "top_k=5 does not fit num_experts=4; use 1 <= top_k <= 4"),
         (0, 0, "top_k=0 does not fit num_experts=4; use 1 <= top_k <= 4"),
-        (1, -1, "seed=-1 is negative; use 0 or more"),
+        (1, -1, "seed=-1 must be at least 0 and less than 2**32"),
+        (1, 2**32, "seed=4294967296 must be at least 0 and less than 2**32"),
     ],
 )
 def test_what_the_generator_refuses(top_k, seed, message):
     assert_refuses(lambda: generate(Generated(), 2, 4, top_k, seed), message)
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8, np.array, torch.tensor])
+def test_numbers_of_numpy_and_torch_are_written_as_those_of_python(number, tmp_path):
+    trace = Trace(np.full((2, 1, 2, 4), 8), top_k=number(2), iterations=(number(3), number(5)))
+    save_trace(trace, tmp_path / "trace.npz")
+    assert (load_trace(tmp_path / "trace.npz").top_k, load_trace(tmp_path / "trace.npz").iterations) == (2, (3, 5))
+    # 400 routed tokens, which are more than a byte counts
+    assert (trace.scaled(number(200)).tokens_SLRE.sum(axis=-1) == 400).all()
+
+
+def test_a_top_k_that_is_no_whole_number_is_refused():
+    assert_refuses(
+        lambda: Trace(np.full((2, 1, 2, 4), 8), top_k=2.5),
+        "top_k=2.5 does not fit 4 experts; give the experts a token goes to",
+    )
 
 
 # --- iterations ---

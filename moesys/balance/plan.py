@@ -18,7 +18,7 @@ from pydantic import BaseModel, StrictInt
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem, check_model
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
-from moesys.config.base import in_words
+from moesys.config.base import in_words, python_value
 from moesys.config.member import RECORDED
 from moesys.display import Columns, Display, counted
 from moesys.layout import ExpertLayout, TokenPlan
@@ -52,7 +52,7 @@ class LayerPlan(Display):
         return certify(self.tokens, ClusterSpec(ranks_per_node=self.layout.num_ranks))
 
     def to_json(self) -> str:
-        return json.dumps(self._fields())
+        return json.dumps(self._fields(), default=python_value)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> LayerPlan:
@@ -200,7 +200,7 @@ class StepPlan(Display):
             "layers": [plan._fields() for plan in self.layers],
             "previous": None if self.previous is None else [layout.expert_RS.tolist() for layout in self.previous],
         }
-        return json.dumps(fields)
+        return json.dumps(fields, default=python_value)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> StepPlan:

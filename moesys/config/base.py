@@ -53,6 +53,19 @@ LONGEST_NAME = 200
 DisplayName = Annotated[str, Field(max_length=LONGEST_NAME), AfterValidator(_printable)]
 
 
+def check_seed(seed: int) -> int:
+    """Returns the seed. Raises ValueError for one that draws the same as another: torch takes 32 bits of a seed, and
+    numpy takes the others for those of a layer.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be at least 0 and less than 2**32")
+    return seed
+
+
+# A record may be older than this check.
+Seed = Annotated[int, Field(ge=0), AfterValidator(lambda seed, info: seed if info.context else check_seed(seed))]
+
+
 class WordedModel(BaseModel):
     """Base of models that raise ValueError with the message of ``in_words`` where pydantic raises ValidationError."""
 
@@ -113,6 +126,7 @@ class Declared(WordedModel):
             if isinstance(value, Declared) and get_origin(cls.model_fields[name].annotation) is tuple:
                 kind = type(value).__name__
                 raise ValueError(f"{name} must be a tuple of {kind}; write {name}=({kind.lower()},)")
+        fields = python_value(fields)
         if missing := [name for name, field in cls.model_fields.items() if field.is_required() and name not in fields]:
             raise ValueError(f"{cls.__name__} needs {', '.join(missing)}; write {_call(cls)}")
         return fields
@@ -246,6 +260,17 @@ def _refusal(path: str, details: list[ErrorDetails]) -> str:
         return f"{given} should be {' or '.join(messages)}"
     _, should, bound = first["msg"].partition(" should ")
     return f"{given} should {bound}" if path and should else f"{path and given + ': '}{first['msg']}"
+
+
+def python_value(value: Any) -> Any:
+    """Returns a scalar, an array or a tensor of numpy or torch as numbers of Python, also in tuples, lists and
+    dictionaries; other values as they are. A field of strict integers would refuse it, and JSON does not have it.
+    """
+    if type(value) is dict:
+        return {key: python_value(inner) for key, inner in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(python_value, value))
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "dtype") else value
 
 
 def _fields(declared: type[BaseModel]) -> str:

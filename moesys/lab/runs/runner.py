@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from moesys.config.base import check_type
+from moesys.config.base import check_type, python_value
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Replay
 from moesys.display import Columns, Display
@@ -152,6 +152,7 @@ def run(
     the main thread of a program that does not handle it by itself, for SIGTERM.
     """
     check_type(Experiment, experiment=experiment)
+    threads, jobs = python_value(threads), python_value(jobs)
     if record_routing is not None:
         _check_recording(experiment, str(record_routing))
     routing: dict[int, str] = {}

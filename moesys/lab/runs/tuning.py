@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moesys.balance.planners import warm_up
 from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.config.base import check_type
+from moesys.config.base import check_type, python_value
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, ModelTraining, RealTraining, Replay, Training
 from moesys.display import Columns, Display, by_column
@@ -95,8 +95,8 @@ def tune(
     """
     check_type(Experiment, experiment=experiment)
     trains = isinstance(experiment.workload, RealTraining)
-    timed = MOST_TRIALS * trains if timed is None else timed
-    bounds = bounds or SearchBounds()
+    timed, threads = python_value((MOST_TRIALS * trains if timed is None else timed, threads))
+    bounds = SearchBounds(**python_value(vars(bounds or SearchBounds())))
     _check(experiment, timed, bounds)
     deadline, jobs = Deadline(bounds.minutes), num_workers(bounds.jobs)
     with sigterm_as_ctrl_c(), closing(place_for(experiment, threads)) as place:

@@ -25,6 +25,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from moesys.config import BYTES_PER_GB
+from moesys.config.base import python_value
 from moesys.files import whole_file, write_whole
 from moesys.lab.runs.comparison import SPEED, Comparison
 from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio, seed_ratios
@@ -468,7 +469,7 @@ def write_chrome_trace(timeline: Timeline, path: Path, critical_path: Sequence[P
         "displayTimeUnit": "ms",
         "otherData": {"source": timeline.source.upper()},
     }
-    write_whole(path, json.dumps(trace))
+    write_whole(path, json.dumps(trace, default=python_value))
     return path
 
 

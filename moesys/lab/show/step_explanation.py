@@ -14,6 +14,7 @@ from rich.tree import Tree
 
 from moesys.balance.seconds_certificate import SecondsCertificate
 from moesys.config import BYTES_PER_GB, ClusterSpec, Fsep, Strategy
+from moesys.config.base import python_value
 from moesys.display import Columns, Display, counted, listed
 from moesys.lab.runs.declarations import member_words
 from moesys.lab.show.tables import Column, Sheet, WholeTable, add_head, add_line, figure, print_full
@@ -210,7 +211,7 @@ class StepExplanation(Display):
 
     def to_json(self) -> str:
         declared = {name: getattr(self, name).model_dump(mode="json") for name in ("strategy", "cluster")}
-        return json.dumps({"source": "simulated", **asdict(self), **declared}, indent=2)
+        return json.dumps({"source": "simulated", **asdict(self), **declared}, indent=2, default=python_value)
 
     def __str__(self) -> str:
         text = StringIO()
