@@ -7,7 +7,9 @@ import pytest
 from moesys.balance.greedy.greedy import Greedy
 from moesys.config import Adaptive, ClusterSpec, Fsep, ModelShape, Oracle, Predictor, Strategy
 from moesys.config.experiment import Experiment
+from moesys.config.member import RECORDED
 from moesys.config.workload import Generated, Replay, Training, Workload
+from moesys.moe.layer import MoELayer
 
 
 def declared(workload: Workload, predictor: Predictor) -> Experiment:
@@ -34,3 +36,17 @@ def test_routing_that_is_known_beforehand_has_an_oracle(workload: Workload):
 
 def test_training_takes_what_the_refusal_recommends():
     assert declared(Training(), Adaptive()).source == "measured"
+
+
+@pytest.mark.parametrize("seed", [2**32, 2**40 + 1])
+def test_seeds_that_would_draw_what_others_draw_are_refused(seed: int):
+    experiment = declared(Generated(), Adaptive()).replace(seeds=(0, 2**32 - 1))
+    message = rf"seed={seed} must be at least 0 and less than 2\*\*32"
+    with pytest.raises(ValueError, match=message):
+        experiment.replace(seeds=(0, seed))
+    with pytest.raises(ValueError, match=message):
+        MoELayer(experiment.model, Strategy(name="ep"), seed=seed)
+    with pytest.raises(ValueError, match=rf"layer_index={seed} must be at least 0 and less than 2\*\*32"):
+        MoELayer(experiment.model, Strategy(name="ep"), layer_index=seed)
+    recorded = experiment.to_json().replace(str(2**32 - 1), str(seed))
+    assert Experiment.model_validate_json(recorded, context=RECORDED).seeds == (0, seed)

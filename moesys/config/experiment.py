@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared
+from moesys.config.base import Declared, Seed
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.strategy import Oracle, Strategy
@@ -48,7 +48,7 @@ class Experiment(Declared):
     strategies: tuple[Strategy, ...] = Field(min_length=1)
     """Strategies that are compared; the first one is the baseline."""
     workload: Workload = Field(description="what is trained, generated or replayed")
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(tuple(range(8)), min_length=1)
+    seeds: tuple[Seed, ...] = Field(tuple(range(8)), min_length=1)
     """Seeds of the trials; strategies are paired by seed."""
     repeat_baseline: bool = Field(False, description="run the baseline twice per seed; the second is a row of its own")
 

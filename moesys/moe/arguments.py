@@ -126,8 +126,8 @@ def check_kinds(**given: object) -> None:
         if not isinstance(value, kind) or isinstance(value, bool):
             wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
             raise TypeError(f"{name} is a {type(value).__name__}; give {wanted.replace('NoneType', 'None')}")
-        if isinstance(value, int) and not 0 <= value < 2**63:
-            raise ValueError(f"{name}={value} must be at least 0 and less than 2**63")
+        if isinstance(value, int) and not 0 <= value < 2**32:
+            raise ValueError(f"{name}={value} must be at least 0 and less than 2**32")
 
 
 def declaration(shape: ModelShape, strategy: Strategy, cluster: ClusterSpec, seed: int | None) -> dict[str, Any]:

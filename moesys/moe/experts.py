@@ -20,6 +20,7 @@ from moesys.balance.layout_schedule import InlinePlanner, LayoutSchedule, PlanSo
 from moesys.balance.plan import LayerPlan
 from moesys.collectives import guarded
 from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, ModelShape, Strategy
+from moesys.config.base import python_value
 from moesys.files import number_set
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.load import frozen_int64
@@ -93,6 +94,7 @@ class Experts(nn.Module):
         outside: OutsideExperts | None = None,
     ) -> None:
         super().__init__()
+        layer_index, seed = python_value((layer_index, seed))
         check_kinds(shape=shape, strategy=strategy, group=group, cluster=cluster, layer_index=layer_index, seed=seed)
         form = None if outside is None else outside.form(shape)
         # An expert computes this.

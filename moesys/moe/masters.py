@@ -38,9 +38,11 @@ _BY_ELEMENT = ("adam", "adamw", "lion", "sgd")
 
 def initial_generator(seed: int, layer_index: int, expert: int | None) -> torch.Generator:
     """Returns the generator of an expert's first values, or, for None, of those of a layer's replicated weights."""
-    # Distinct streams for distinct triples: a linear congruence of each part into 63 bits.
+    # Distinct streams for distinct triples: a linear congruence of each part, of which torch takes 32 bits.
     part = 0 if expert is None else expert + 1
-    key = (seed * 0x9E3779B97F4A7C15 + layer_index * 0xC2B2AE3D27D4EB4F + part * 0x165667B19E3779F9) % (1 << 63)
+    key = (int(seed) * 0x9E3779B97F4A7C15 + int(layer_index) * 0xC2B2AE3D27D4EB4F + part * 0x165667B19E3779F9) % (
+        1 << 63
+    )
     return torch.Generator().manual_seed(key)
 
 
