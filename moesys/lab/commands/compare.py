@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from moesys.config import Strategy
+from moesys.config.base import in_words
 from moesys.config.experiment import Experiment
 from moesys.files import write_whole
 from moesys.kinds import did_you_mean
@@ -30,6 +32,8 @@ from moesys.lab.runs.records import RunFolder, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.show.comparisons import comparison_sheet, format_comparison
 from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, svg_table
+
+T = TypeVar("T")
 
 
 def compare(runs: Path | str | Sequence[Path | str]) -> list[Comparison]:
@@ -84,16 +88,31 @@ def compare_command(
 
 def report(result: RunResult, form: OutputFormat, *, wide: bool = False) -> Comparison:
     """Prints the table of a run, and writes it to ``table.txt`` and ``table.svg`` in the run folder."""
-    comparison, folder, text = result.comparison, RunFolder(result.path), io.StringIO()
+    comparison, folder = result.comparison, RunFolder(result.path)
     environments = _environments([folder], comparison)
     sheet = comparison_sheet(comparison, _machine(environments))
-    print_sheet(sheet, text)
-    write_whole(folder.path / "table.txt", text.getvalue())
-    write_whole(folder.path / "table.svg", svg_table(sheet, comparison.experiment.name))
+    written_for_display(partial(_write_table, sheet, comparison.experiment.name), folder.path)
     _warn(environments)
     _print(comparison, form, _machine(environments), wide)
     _told_unequal(comparison, [folder])
     return comparison
+
+
+def _write_table(sheet: Sheet, name: str, folder: Path) -> None:
+    print_sheet(sheet, text := io.StringIO())
+    write_whole(folder / "table.txt", text.getvalue())
+    write_whole(folder / "table.svg", svg_table(sheet, name))
+
+
+def written_for_display(write: Callable[[Path], T], path: Path) -> T | None:
+    """Returns ``write(path)``; prints why it failed and returns None instead, because a run is not lost with what is
+    written to show it.
+    """
+    try:
+        return write(path)
+    except (ValueError, OSError) as error:
+        print(f"Warning: {path} has no new page, table or figure: {in_words(error)}", file=sys.stderr)
+        return None
 
 
 def _told_unequal(comparison: Comparison, folders: Sequence[RunFolder]) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TextIO
 
+from moesys.lab.commands.compare import written_for_display
 from moesys.lab.commands.options import OutFile, argument, refusing
 from moesys.lab.show.run_page import page_of_run, write_index, write_page
 
@@ -30,18 +30,9 @@ def print_locations(folders: Sequence[Path], told: TextIO) -> None:
     print(file=told)
     for folder in folders:
         print(f"Results: {folder}", file=told)
-        if page := _unless_it_fails(page_of_run, folder):
+        if page := written_for_display(page_of_run, folder):
             # Between the table and the facts about the run are the figures that this run has.
             figures = re.findall("<h2>(.*?)</h2>", page.read_text(encoding="utf-8"))[1:-1]
             print(f"  {page.name}: {', '.join(['table', *figures]).lower()}", file=told)
-    if page := _unless_it_fails(write_index, folders[-1].parent):
+    if page := written_for_display(write_index, folders[-1].parent):
         print(f"All runs: {page}", file=told)
-
-
-def _unless_it_fails(write: Callable[[Path], Path], folder: Path) -> Path | None:
-    """Writes a page, and prints why it could not be written: a run is not lost with its page."""
-    try:
-        return write(folder)
-    except (ValueError, OSError) as error:
-        print(f"Warning: {folder} has no new page: {error}", file=sys.stderr)
-        return None

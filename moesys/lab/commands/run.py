@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -112,11 +113,12 @@ def run_command(
             code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
         if result.stopped:
             break
-    if len(comparisons) > 1 and (charts := _sweep_files(comparisons, out / file.stem)):
-        print(f"\nspeed-up along the sweep: {', '.join(map(str, charts))}", file=told)
     if folders:
+        from moesys.lab.commands.compare import written_for_display
         from moesys.lab.commands.report import print_locations
 
+        if charts := written_for_display(partial(_sweep_files, comparisons), out / file.stem):
+            print(f"\nspeed-up along the sweep: {', '.join(map(str, charts))}", file=told)
         print_locations(folders, told)
     return code
 
@@ -168,7 +170,7 @@ def _swept_field(experiments: Sequence[Experiment]) -> str | None:
 def _sweep_files(comparisons: Sequence[Comparison], path_stem: Path) -> list[Path]:
     """Draws the speed-up along the swept field, as SVG and PNG; draws no file if these comparisons make no sweep."""
     experiments = [comparison.experiment for comparison in comparisons]
-    if (field := _swept_field(experiments)) is None:
+    if len(experiments) == 1 or (field := _swept_field(experiments)) is None:
         return []
     # Not at the top: most runs draw nothing.
     from moesys.lab.show.figures import speedup_chart

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from html import escape
@@ -43,10 +44,20 @@ class StepCounter:
             file.write(b".")
 
     def count(self) -> int:
-        return self.path.stat().st_size if self.path.exists() else 0
+        with suppress(OSError):
+            return self.path.stat().st_size
+        return 0
 
     def clear(self) -> None:
         self.path.unlink(missing_ok=True)
+
+
+def _display_only(write: Callable[[], None]) -> None:
+    """Warns of a disk that is full or gone, which must not end a trial whose steps are counted for the display."""
+    try:
+        write()
+    except OSError as error:
+        warnings.warn(f"the steps of a trial are not counted, which only its progress needs: {error}", stacklevel=2)
 
 
 class QuietProgress:
@@ -217,7 +228,7 @@ class _Recorder(TrialObserver):
 
     def _clear_steps(self) -> None:
         for file in self.folder.glob(f"{_STEPS}*"):
-            file.unlink(missing_ok=True)
+            _display_only(StepCounter(file).clear)
 
     @property
     def folder(self) -> Path:
@@ -249,8 +260,8 @@ class _Recorder(TrialObserver):
 
     def tick_of(self, trial: Trial) -> Callable[[], None]:
         steps = self._steps_of(trial)
-        steps.clear()
-        return steps.tick
+        _display_only(steps.clear)
+        return partial(_display_only, steps.tick)
 
     def finish(self, result: TrialResult) -> None:
         """Records a trial; its routing first, so that a recorded trial has it."""
@@ -277,7 +288,7 @@ class _Recorder(TrialObserver):
                 save_trace(measurement.routing, trace_path(self.folder, trial))
         self._folder.append(record)
         self._recorded[record.identity] = record
-        self._steps_of(trial).clear()
+        _display_only(self._steps_of(trial).clear)
         self.progress.finish(record)
         if self.log and record.status == "ok":
             numbers = {name: median(of.values) for name, of in record.samples.items() if of.values}

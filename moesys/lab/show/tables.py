@@ -489,14 +489,18 @@ def publish(report: Report, output: CommandOutput = AS_TABLES) -> None:
     """Prints the tables, or the JSON instead. With a folder, it writes both there first, because the reader of a pipe
     may stop before the end.
     """
-    files = output.files(report)
-    write(report, **files)
-    if output.as_json:
-        print(to_json(report), end="")
-    else:
-        for sheet in filled(report):
-            print_sheet(sheet, wide=output.wide)
-        _print_notes(_window(), report.notes)
+    files = {}
+    try:
+        files = output.files(report)
+        write(report, **files)
+    # Results are not lost with a disk that is full.
+    finally:
+        if output.as_json:
+            print(to_json(report), end="")
+        else:
+            for sheet in filled(report):
+                print_sheet(sheet, wide=output.wide)
+            _print_notes(_window(), report.notes)
     if files:
         output.print_written(path.name for path in files.values())
 

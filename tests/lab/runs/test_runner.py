@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import runpy
@@ -21,13 +22,16 @@ from moesys.balance.planners import plan_layout
 from moesys.balance.static import Static
 from moesys.config import ClusterSpec
 from moesys.config.workload import Replay
+from moesys.lab.commands import compare as compare_module
 from moesys.lab.commands.compare import compare
+from moesys.lab.commands.report import print_locations
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import collect_environment, load_environments
 from moesys.lab.runs.places import RankTrials, TrialObserver
 from moesys.lab.runs.records import RunFolder
-from moesys.lab.runs.runner import QuietProgress, RunInterruption, run, trace_path
+from moesys.lab.runs.runner import QuietProgress, RunInterruption, StepCounter, run, trace_path
 from moesys.lab.runs.trials import run_measured
+from moesys.lab.show import run_page
 from moesys.traces import Trace, load_trace, save_trace
 
 
@@ -336,3 +340,28 @@ def test_numbers_of_each_trial_are_logged_and_an_error_of_the_logger_is_one_warn
         assert numbers[f"{record.strategy}/step_ms"] == float(np.median(record.samples["step_ms"].values))
     assert run(simulation(), tmp_path, log=log).num_run == 0
     assert len(logged) == len(result.records)
+
+
+@pytest.mark.parametrize("method", ["tick", "clear"])
+def test_a_disk_that_is_full_under_the_progress_fails_no_trial(method, tmp_path, monkeypatch):
+    def full(steps):
+        raise OSError(errno.ENOSPC, "No space left on device", str(steps.path))
+
+    monkeypatch.setattr(StepCounter, method, full)
+    with pytest.warns(UserWarning, match="steps of a trial are not counted.*No space left on device"):
+        result = run(simulation(), tmp_path, jobs=1)
+    assert [record.status for record in result.records] == ["ok"] * len(simulation().trials())
+
+
+def test_what_shows_a_run_may_fail_without_it(tmp_path, monkeypatch, capsys):
+    def full(path, *_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    for module in (compare_module, run_page):
+        monkeypatch.setattr(module, "write_whole", full)
+    result = run(simulation(), tmp_path, jobs=1)
+    compare_module.report(result, "table")
+    print_locations([result.path], sys.stdout)
+    told = capsys.readouterr()
+    assert "SIMULATED: simulated" in told.out
+    assert len(re.findall("Warning: .*: .*No space left on device", told.err)) == 3
