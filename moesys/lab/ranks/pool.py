@@ -4,7 +4,6 @@ call pure functions side by side, each with one thread in its libraries.
 
 import concurrent.futures
 import contextlib
-import os
 import socket
 import sys
 import threading
@@ -175,7 +174,7 @@ class LocalRanks:
 
         Raises:
             RankError: a rank raised, died, or gave no answer within `timeout_s` seconds.
-            ValueError: `num_ranks` is not between 1 and the size of the pool.
+            ValueError: `num_ranks` is not between 1 and the size of the pool, or a rank ended while it started.
         """
         outcomes = self.outcomes(fn, *args, num_ranks=num_ranks, timeout_s=timeout_s, grace_s=self._timeouts.grace_s)
         if any(outcome.kind != "returned" for outcome in outcomes):
@@ -245,6 +244,7 @@ class LocalRanks:
         if self._store is None:
             self._store = _local_store()
         ensure_server(self._environment, self._preload)
+        started = []
         for rank in range(num_ranks):
             # A process that has no job writes nothing, so its pipe is readable only if it has ended.
             if rank in self._processes and self._processes[rank].jobs.poll():
@@ -254,6 +254,9 @@ class LocalRanks:
                 group = GroupSettings(rank, self._store.port, timeout, self._backend)
                 settings = ProcessSettings(self._threads, self._environment, self._setup, group)
                 self._processes[rank] = ChildProcess.start(f"moesys-rank-{rank}", settings)
+                started.append(self._processes[rank])
+        for process in started:
+            process.check_started()
 
     def _collect(
         self, job: Job, timeout_s: float, grace_s: float | None, expect_dead: Collection[int]
@@ -396,12 +399,12 @@ class Workers:
                 self._prepare()
                 self._is_prepared = True
             ensure_server({}, self._preload)
-            self._processes[worker] = ChildProcess.start(f"moesys-worker-{worker}", ProcessSettings())
-        if self._ask(worker, os.getpid) is None and not self._is_closed:
-            raise ValueError(
-                'a worker process ended while it started; a script needs `if __name__ == "__main__":` around what it '
-                "runs, or use jobs=1 for no workers"
-            )
+            process = self._processes[worker] = ChildProcess.start(f"moesys-worker-{worker}", ProcessSettings())
+        try:
+            process.check_started()
+        except ValueError:
+            if not self._is_closed:
+                raise
 
     def _ask(self, worker: int, function: Callable[..., Any], *args: Any) -> Outcome | None:
         """Returns None for a process that died, or whose answer cannot be read; the next call starts another one."""

@@ -33,7 +33,14 @@ import torch
 import torch.distributed as dist
 
 from moesys.files import FolderLock
-from moesys.lab.ranks.process_start import LOOPBACK, first_line, stop_signals_blocked, threads_of, variables_set
+from moesys.lab.ranks.process_start import (
+    LOOPBACK,
+    MAIN_GUARD,
+    first_line,
+    stop_signals_blocked,
+    threads_of,
+    variables_set,
+)
 from moesys.torch_private import forget_meshes, num_process_groups
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -160,16 +167,27 @@ class ChildProcess:
         stacks_there.close()
         return cls(settings.group.rank if settings.group else 0, process, jobs, stacks)
 
-    def ask(self, job: Job) -> Outcome:
-        """Sends the job and waits without limit: whoever loses patience kills the process, which ends the wait."""
-        begin_s = time.monotonic()
+    def check_started(self) -> None:
+        """Waits until the process has imported the script of this one. Raises ValueError if it ends before."""
+        if self._received() is None:
+            raise ValueError(f"a process ended while it started; {MAIN_GUARD}")
+
+    def _received(self) -> bytes | None:
+        """Waits for bytes, without limit: whoever loses patience kills the process. Returns None if it is dead."""
         try:
-            self.jobs.send(job)
             # Both, as a child of the process may hold its end of the pipe open after the process has died.
             multiprocessing.connection.wait([self.jobs, self.process.sentinel])
-            data = self.jobs.recv_bytes() if self.jobs.poll() else None
+            return self.jobs.recv_bytes() if self.jobs.poll() else None
         except (EOFError, OSError):
-            data = None
+            return None
+
+    def ask(self, job: Job) -> Outcome:
+        """Sends the job and waits without limit."""
+        begin_s = time.monotonic()
+        # One that has died answers nothing.
+        with contextlib.suppress(OSError):
+            self.jobs.send(job)
+        data = self._received()
         if data is None:
             self.process.join()
             code = self.process.exitcode
@@ -253,6 +271,7 @@ def _tensor_of_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]
 def _serve(settings: ProcessSettings, jobs: Connection, stacks: Connection) -> None:
     """Runs jobs until the parent closes the pipe. None instead of a job: every rank has answered the last one."""
     _die_with_parent()
+    jobs.send_bytes(b"started")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     os.environ.update({**settings.environment, **threads_of(settings.threads)})

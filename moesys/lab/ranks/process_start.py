@@ -2,6 +2,7 @@
 because this process ends them itself. Importing this module imports no torch.
 """
 
+import multiprocessing.process
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -13,6 +14,11 @@ from types import FrameType
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+# Ranks and workers import the script that starts them.
+MAIN_GUARD = (
+    'a script needs `if __name__ == "__main__":` around what it runs, and to be a file, not standard input; or start '
+    "it with moesys run"
+)
 
 
 class RunInterruption(KeyboardInterrupt):
@@ -22,6 +28,14 @@ class RunInterruption(KeyboardInterrupt):
 def joins() -> bool:
     """Returns whether torchrun, or a job of Slurm, started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_main_guard() -> None:
+    """Raises ValueError in a process that imports the script of the one that started it, where the script runs again
+    what only that one is to run.
+    """
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise ValueError(f"the script is imported by a rank or a worker; {MAIN_GUARD}")
 
 
 def writes() -> bool:

@@ -21,7 +21,7 @@ from moesys.config import Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import ModelTraining, RealTraining, Training
 from moesys.files import number_set
-from moesys.lab.ranks.process_start import first_line, joins
+from moesys.lab.ranks.process_start import check_main_guard, first_line, joins
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.trials import Measurement, run_measured, run_simulated
 
@@ -152,8 +152,10 @@ class Place:
 def place_for(experiment: Experiment, threads: int, jobs: int | None = None) -> Place:
     """Returns worker processes for a simulated experiment, ``jobs`` of them; ranks for a measured one.
 
-    Raises ValueError if ``jobs``, or the ranks that torchrun started, do not suit the experiment.
+    Raises ValueError if ``jobs``, or the ranks that torchrun started, do not suit the experiment, and in a rank or a
+    worker, which imports a script that runs one.
     """
+    check_main_guard()
     if experiment.source == "simulated":
         if joins():
             raise ValueError("this experiment runs in the cost model, which needs no ranks; leave torchrun out")

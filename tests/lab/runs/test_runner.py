@@ -365,3 +365,38 @@ def test_what_shows_a_run_may_fail_without_it(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr()
     assert "SIMULATED: simulated" in told.out
     assert len(re.findall("Warning: .*: .*No space left on device", told.err)) == 3
+
+
+SCRIPT = """
+import moesys as ms
+model = ms.ModelShape(hidden_size=32, intermediate_size=64, num_experts=4, top_k=1)
+workload = ms.Training(context=32, batch=4, warmup=1, steps=1)
+experiment = ms.Experiment(
+    name="script", model=model, cluster=ms.ClusterSpec(ranks_per_node=2), strategies=(ms.Strategy(name="ep"),),
+    workload=workload, seeds=(0,),
+)
+"""
+GUARD = 'if __name__ == "__main__":\n    '
+RUN = "print(ms.run(experiment, out='runs').summary)\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "script", "runs"),
+    [
+        (["script.py"], SCRIPT + RUN, False),
+        (["script.py"], SCRIPT + GUARD + RUN, True),
+        (["-"], SCRIPT + GUARD + RUN, False),
+        (["-c", SCRIPT + RUN], "", True),
+    ],
+    ids=["no guard", "guard", "standard input", "command"],
+)
+def test_a_script_that_ranks_cannot_import_is_refused_before_a_trial(arguments, script, runs, tmp_path):
+    (tmp_path / "script.py").write_text(script)
+    ended = subprocess.run(
+        [sys.executable, *arguments], cwd=tmp_path, input=script, capture_output=True, text=True, timeout=240
+    )
+    [folder] = (tmp_path / "runs").iterdir()
+    assert [record.status for record in RunFolder(folder).records()] == ["ok"] * runs, ended.stderr
+    assert (ended.returncode, "1 run: 1 of 1 trials are recorded" in ended.stdout) == (int(not runs), runs)
+    refusal = 'ValueError: a process ended while it started; a script needs `if __name__ == "__main__":` around'
+    assert (refusal in ended.stderr) == (not runs)
