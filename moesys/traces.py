@@ -32,7 +32,7 @@ import pydantic_core
 
 from moesys.config.base import check_seed, python_value
 from moesys.config.workload import Generated
-from moesys.display import CONTROL, Columns, Display, counted
+from moesys.display import CONTROL, Columns, Display, counted, listed
 from moesys.files import whole_file
 from moesys.load import IntArray, as_int64, frozen_int64
 
@@ -435,7 +435,8 @@ def vllm_trace(path: str | Path, num_experts: int, num_ranks: int, responses_per
     """Returns the trace in a file with one response of a vLLM server, as JSON, in each line.
 
     ``prompt_routed_experts`` of a response and ``routed_experts`` of each of its choices are [tokens, L, K] expert ids,
-    as lists (v0.21) or, as tests of later releases have them, in base64 of an .npy file. Tokens whose ids are -1 came
+    as lists (v0.21) or, as tests of later releases have them, in base64 of an .npy file. Layers without experts, all of
+    whose ids are 0, are left out; with K = 1 they cannot be told from others, and are kept. Tokens whose ids are -1 came
     from the prefix cache and count nowhere. A server knows no source ranks: ``responses_per_rank`` responses after
     another become those of a rank, and ``num_ranks`` times as many a micro-batch. What fills none is left out.
 
@@ -446,9 +447,16 @@ def vllm_trace(path: str | Path, num_experts: int, num_ranks: int, responses_per
     if not Path(path).is_file():
         raise ValueError(f"{path} is not a file; give one with a vLLM response in each line")
     responses = _read(path, lambda line: _vllm_response(json.loads(line), num_experts))
-    counts_NLE = [counts_LE for counts_LE, _ in responses]
+    counts_NLE = [counts_LE for counts_LE, _, _ in responses]
     if len({counts_LE.shape for counts_LE in counts_NLE}) > 1:
         raise ValueError(f"{path}: responses have different numbers of layers; give those of one model")
+    dense_L = np.any([dense_L for _, _, dense_L in responses], axis=0)
+    if dense_L.all() or np.any([counts_LE[dense_L] for counts_LE in counts_NLE]):
+        raise ValueError(
+            f"{path}: in some response all ids of {listed('layer', np.flatnonzero(dense_L).tolist())} are 0, as those "
+            "of layers without experts are in all; leave out padding, or give it ids of -1"
+        )
+    counts_NLE = [counts_LE[~dense_L] for counts_LE in counts_NLE]
     size = num_ranks * responses_per_rank
     num_batches = len(counts_NLE) // size
     if not num_batches:
@@ -460,7 +468,7 @@ def vllm_trace(path: str | Path, num_experts: int, num_ranks: int, responses_per
         num_batches, num_ranks, responses_per_rank, -1, num_experts
     )
     tokens_SLRE = by_rank.sum(axis=2).swapaxes(1, 2)
-    return _imported(tokens_SLRE, {top_k for _, top_k in responses}, Path(path), "vLLM")
+    return _imported(tokens_SLRE, {top_k for _, top_k, _ in responses}, Path(path), "vLLM")
 
 
 def _megatron_rank(path: Path, num_experts: int) -> dict[tuple[int, _Layer], tuple[IntArray, int]]:
@@ -494,14 +502,19 @@ def _number(record: dict[str, Any], name: str, default: int | None = None) -> in
     return value
 
 
-def _vllm_response(response: dict[str, Any], num_experts: int) -> tuple[IntArray, int]:
-    """Returns the counts of all tokens of a response, [L, E], and the top-k."""
+def _vllm_response(response: dict[str, Any], num_experts: int) -> tuple[IntArray, int, npt.NDArray[np.bool_]]:
+    """Returns the counts of all tokens of a response, [L, E], the top-k, and which layers have no experts, bool [L].
+
+    vLLM leaves zeros in the rows of these. With top-1, expert 0 may be what a router chose, so that none is left out.
+    """
     parts = [response.get("prompt_routed_experts"), *(choice.get("routed_experts") for choice in response["choices"])]
     arrays = [_vllm_array(part) for part in parts if part is not None]
     if not arrays:
         raise ValueError("no routed_experts; start the server with --enable-return-routed-experts")
     ids_TLK = np.concatenate(arrays)
-    return _counts_LE(ids_TLK, num_experts), ids_TLK.shape[2]
+    zero_TL, absent_TL = ((ids_TLK == of).all(axis=2) for of in (0, -1))
+    dense_L = (zero_TL | absent_TL).all(axis=0) & zero_TL.any(axis=0) & (ids_TLK.shape[2] > 1)
+    return _counts_LE(np.where(dense_L[:, None], -1, ids_TLK), num_experts), ids_TLK.shape[2], dense_L
 
 
 def _vllm_array(part: str | list[Any]) -> IntArray:

@@ -201,6 +201,34 @@ def test_responses_of_vllm_are_counted(tmp_path: Path) -> None:
     assert (both.tokens_SLRE[:, :, 0] == wanted_SRLE.sum(axis=1)).all()
 
 
+@pytest.mark.parametrize("dense", [(0,), (1, 3), (2,)])
+def test_layers_of_vllm_without_experts_are_left_out(tmp_path: Path, dense: tuple[int, ...]) -> None:
+    ids_NTLK = np.random.default_rng(0).permuted(np.tile(np.arange(6), (4, 5, 4, 1)), axis=-1)[..., :2]
+    ids_NTLK[:, :, dense] = 0
+    # All tokens of a response from the prefix cache, with or without what vLLM leaves in layers without experts.
+    ids_NTLK[1] = -1
+    ids_NTLK[2, 0] = -1
+    path = tmp_path / "responses.jsonl"
+    path.write_text("\n".join(json.dumps({"choices": [{"routed_experts": ids.tolist()}]}) for ids in ids_NTLK))
+    trace = vllm_trace(path, num_experts=6, num_ranks=2, responses_per_rank=2)
+    experts = [layer for layer in range(4) if layer not in dense]
+    for row, layer in enumerate(experts):
+        ids = ids_NTLK[:, :, layer]
+        assert trace.tokens_SLRE[0, row].sum(axis=0).tolist() == np.bincount(ids[ids >= 0], minlength=6).tolist()
+    assert trace.num_layers == len(experts)
+
+
+def test_layers_of_vllm_are_kept_where_zeros_may_be_experts(tmp_path: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    path.write_text(json.dumps({"choices": [{"routed_experts": [[[0], [1]], [[0], [0]]]}]}))
+    assert vllm_trace(path, 2, 1, 1).tokens_SLRE.tolist() == [[[[2, 0]], [[1, 1]]]]
+    # A response of padding in a layer with experts, and no layer with any.
+    for lines in ([[[0, 0], [0, 1]]], [[[1, 2], [0, 1]]]), ([[[0, 0], [0, 0]]],):
+        path.write_text("\n".join(json.dumps({"choices": [{"routed_experts": ids}]}) for ids in lines))
+        with pytest.raises(ValueError, match=r"all ids of layers? 0(, 1)? are 0, as those of layers without experts"):
+            vllm_trace(path, num_experts=3, num_ranks=1, responses_per_rank=1)
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
