@@ -28,7 +28,7 @@ from moesys.lab.commands.options import (
 )
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
-from moesys.lab.runs.records import RunFolder, setting_fingerprint
+from moesys.lab.runs.records import RunFolder, other_kind, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.show.comparisons import comparison_sheet, format_comparison
 from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, svg_table
@@ -58,8 +58,13 @@ def compare_command(
 ) -> int:
     """Prints a table for each model, cluster and workload among ``folders``, or one for each metric."""
     form = chosen_format(form, as_json)
-    # For runs/* a shell gives the list of runs and the charts of sweeps too.
-    groups = _groups([RunFolder(each) for each in [each for each in folders if not each.is_file()] or folders])
+    # For runs/* a shell gives the list of runs, the charts of sweeps and the folders of other commands too.
+    there = [each for each in folders if not each.is_file()] or folders
+    runs = [each for each in there if not other_kind(each)] or there
+    for each in there:
+        if each not in runs:
+            print(f"Left out: {each}, {other_kind(each)}", file=sys.stderr)
+    groups = _groups([RunFolder(each) for each in runs])
     comparisons = [_merged(group) for group in groups]
     known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
     for name in metric or ():

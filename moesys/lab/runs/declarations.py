@@ -137,7 +137,8 @@ def _replaced(declared: Any, names: Sequence[str], values: Sequence[Any]) -> Ite
 
 def _loaded(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
     if path.suffix not in (".py", ".json", ".toml"):
-        raise ValueError(f"{path} is no experiment file; give a .py, .json or .toml file")
+        there = f", as {found}" if (found := next(path.glob("experiment.*"), None)) else ""
+        raise ValueError(f"{path} is no experiment file; give a .py, .json or .toml file{there}")
     if not path.is_file():
         raise ValueError(
             f"{path} is not a file; give the path of an experiment file, such as experiments/skew_sweep.py"

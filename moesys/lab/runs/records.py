@@ -25,6 +25,17 @@ from moesys.lab.runs.declarations import recorded_experiment
 EXPERIMENT_FILE, RECORDS_FILE = "experiment.json", "records.jsonl"
 # The page that lists the run folders beside it.
 INDEX_FILE = "index.html"
+# What else moesys writes beside run folders, by a file that a folder of it has, and what it is for.
+_OTHERS = {
+    "leaderboard.*": "a leaderboard, which moesys report opens",
+    "journal.jsonl": "a tuning, whose experiment.toml is for moesys run and explain",
+    "rank-*.jsonl": "a watched training, which moesys report reads",
+    "*.trace.json": "simulated steps, which ui.perfetto.dev opens",
+    "memory.svg": "a simulated model, whose steps are in its model.json",
+    "cluster.toml": "a calibration, whose cluster.toml is for moesys simulate --cluster",
+    INDEX_FILE: "a folder of several, which moesys report lists",
+    ".lock": "a run that was stopped before it began, or begins now",
+}
 # JSON has no number for an infinite loss or NaN: it is written as a string.
 _AS_JSON = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
@@ -125,6 +136,13 @@ def _differing_fields(there: Declared, here: Declared, path: str) -> dict[str, t
     return found
 
 
+def other_kind(folder: Path) -> str:
+    """Returns what a folder of moesys is that is not of a run, and what reads it; "" for a run folder and others."""
+    if (folder / EXPERIMENT_FILE).is_file():
+        return ""
+    return next((words for pattern, words in _OTHERS.items() if any(folder.glob(pattern))), "")
+
+
 class RunFolder:
     """``runs/<name>-<fingerprint8>/``: ``experiment.json`` with all defaults, ``records.jsonl``, environments, figures.
 
@@ -137,7 +155,8 @@ class RunFolder:
         self.path = Path(path)
         self._lock: FolderLock | None = None
         if not (self.path / EXPERIMENT_FILE).is_file():
-            raise ValueError(f"{self.path} is not a run folder: it has no {EXPERIMENT_FILE}; give one that a run made")
+            why = f"is {kind}" if (kind := other_kind(self.path)) else f"has no {EXPERIMENT_FILE}"
+            raise ValueError(f"{self.path} is not a run folder: it {why}; give one that a run made")
 
     @classmethod
     def open(cls, experiment: Experiment, out: str | Path = "runs", *, fresh: bool = False) -> Self:

@@ -18,7 +18,15 @@ from moesys.display import counted
 from moesys.files import write_whole
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import load_environments
-from moesys.lab.runs.records import EXPERIMENT_FILE, INDEX_FILE, RECORDS_FILE, Record, RunFolder, setting_fingerprint
+from moesys.lab.runs.records import (
+    EXPERIMENT_FILE,
+    INDEX_FILE,
+    RECORDS_FILE,
+    Record,
+    RunFolder,
+    other_kind,
+    setting_fingerprint,
+)
 from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.runs.trials import rest_of, timed_steps
 from moesys.lab.runs.watched_run import FloatArray, read_watched_run
@@ -238,8 +246,10 @@ def index_page(folder: Path) -> str:
     links = [f"{quote(name)}/{pages[name]}" for name, *_ in rows]
     drawn = table(("run", "result", "compared", "kind", "date (UTC)"), rows, range(5), links)
     title = f"{_INDEX_TITLE} in {folder.resolve().name}"
-    foreign = ", ".join(path.name for path in children if path not in ours)
-    note = f'<p class="note">Not written by moesys: {escape(foreign)}.</p>' if foreign else ""
+    others = "; ".join(
+        f"{path.name}: {other_kind(path) or 'not written by moesys'}" for path in children if path not in ours
+    )
+    note = f'<p class="note">Not listed: {escape(others)}.</p>' if others else ""
     names = sorted(path.name for path in folder.glob("*.svg"))
     charts = " ".join(f'<a href="{quote(name)}">{escape(name)}</a>' for name in names)
     sweeps = f"<p>Sweeps: {charts}</p>" if names else ""
@@ -307,7 +317,7 @@ def write_page(folder: Path, out: Path | None = None) -> Path:
         case _:
             if not any(kind_of(child) for child in folder.iterdir() if child.is_dir()):
                 raise ValueError(
-                    f"{folder} has nothing that moesys wrote; give a run folder, a folder of ms.Watch or of moesys "
+                    f"{folder} {f'is {kind}' if (kind := other_kind(folder)) else 'has nothing that moesys wrote'}; give a run folder, a folder of ms.Watch or of moesys "
                     "leaderboard, or a folder of several of these"
                 )
             return write_index(folder, out)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lab_cases import moesys
 from runner_cases import EP, FSEP, partly_failing, simulation, training
 
 from moesys.balance.planners import plan_layout
@@ -400,3 +401,40 @@ def test_a_script_that_ranks_cannot_import_is_refused_before_a_trial(arguments, 
     assert (ended.returncode, "1 run: 1 of 1 trials are recorded" in ended.stdout) == (int(not runs), runs)
     refusal = 'ValueError: a process ended while it started; a script needs `if __name__ == "__main__":` around'
     assert (refusal in ended.stderr) == (not runs)
+
+
+OTHERS = {
+    "board": ("leaderboard.html", "a leaderboard, which moesys report opens"),
+    "tuned": ("journal.jsonl", "a tuning, whose experiment.toml is for moesys run and explain"),
+    "watched": ("rank-0000.jsonl", "a watched training, which moesys report reads"),
+    "step": ("ep.trace.json", "simulated steps, which ui.perfetto.dev opens"),
+    "model": ("memory.svg", "a simulated model, whose steps are in its model.json"),
+    "machine": ("cluster.toml", "a calibration, whose cluster.toml is for moesys simulate --cluster"),
+    "more": ("index.html", "a folder of several, which moesys report lists"),
+    "begun": (".lock", "a run that was stopped before it began, or begins now"),
+}
+
+
+def test_compare_leaves_out_what_other_commands_write_beside_runs(tmp_path, capsys):
+    run(simulation(), tmp_path, jobs=1)
+    for name, (file, _) in OTHERS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    (tmp_path / "index.html").touch()
+    assert moesys("compare", *tmp_path.iterdir()) == 0
+    told = capsys.readouterr()
+    assert "SIMULATED: simulated" in told.out
+    lines = [f"Left out: {tmp_path / name}, {words}" for name, (_, words) in OTHERS.items()]
+    assert sorted(told.err.splitlines()) == sorted(lines)
+    for name, (_, words) in OTHERS.items():
+        assert moesys("compare", tmp_path / name) == 2
+        assert f"{tmp_path / name} is not a run folder: it is {words}; give one" in capsys.readouterr().err
+    (tmp_path / "photos").mkdir()
+    assert moesys("compare", *tmp_path.iterdir()) == 2
+    assert "photos is not a run folder: it has no experiment.json" in capsys.readouterr().err
+
+
+def test_a_folder_in_the_place_of_an_experiment_names_the_file_in_it(tmp_path, capsys):
+    folder = run(simulation(), tmp_path, jobs=1).path
+    assert moesys("explain", folder) == 2
+    assert f"give a .py, .json or .toml file, as {folder / 'experiment.json'}" in capsys.readouterr().err

@@ -125,7 +125,7 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
     assert "step 2, loss 4.167" in words[2]
     assert "cannot be read" in words[3]
     assert "records.jsonl" in words[3]
-    assert "Not written by moesys: photos." in page
+    assert "photos: not written by moesys." in page
     for path, message in (
         (torn, "records.jsonl"),
         (runs / "photos", "photos has nothing that moesys wrote"),
