@@ -436,7 +436,7 @@ def vllm_trace(path: str | Path, num_experts: int, num_ranks: int, responses_per
 
     ``prompt_routed_experts`` of a response and ``routed_experts`` of each of its choices are [tokens, L, K] expert ids,
     as lists (v0.21) or, as tests of later releases have them, in base64 of an .npy file. Layers without experts, all of
-    whose ids are 0, are left out; with K = 1 they cannot be told from others, and are kept. Tokens whose ids are -1 came
+    whose ids are 0, are left out; with K = 1 they cannot be told from others, and stay. Tokens whose ids are -1 came
     from the prefix cache and count nowhere. A server knows no source ranks: ``responses_per_rank`` responses after
     another become those of a rank, and ``num_ranks`` times as many a micro-batch. What fills none is left out.
 

@@ -13,7 +13,6 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import Annotated
 
-import matplotlib as mpl
 import numpy as np
 import pydantic_core
 import typer
@@ -39,7 +38,7 @@ from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import drawn_like, has_seeds, rest_of, timed_steps
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
-from moesys.lab.show.figures import STYLE, TimelinePanel, draw_timelines, save, write_chrome_trace
+from moesys.lab.show.figures import TimelinePanel, draw_timelines, save, style, write_chrome_trace
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.tables import AS_TABLES, Column, ColumnNote, CommandOutput, Report, Sheet, figure, publish
 from moesys.simulator.critical_path import by_place
@@ -295,7 +294,7 @@ def _write(found: Sequence[StepDraws], out: Path, title: str) -> list[Path]:
         panels += [panel] if panel.spans else []
     if not panels:
         return paths
-    with mpl.rc_context(STYLE):
+    with style():
         return [*paths, *save(draw_timelines(panels, title=title), out / "timelines")]
 
 

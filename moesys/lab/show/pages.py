@@ -14,7 +14,6 @@ from html import escape
 from itertools import cycle, pairwise
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
 from matplotlib.collections import QuadMesh
@@ -24,7 +23,16 @@ from matplotlib.transforms import Affine2D
 
 from moesys.display import counted, html_table, printable
 from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
-from moesys.lab.show.figures import COUNTS, OKABE_ITO, STYLE, TimelinePanel, draw_timelines, placed_rows
+from moesys.lab.show.figures import (
+    COUNTS,
+    OKABE_ITO,
+    STYLE,
+    TimelinePanel,
+    draw_timelines,
+    name_in_figure,
+    placed_rows,
+    style,
+)
 from moesys.lab.show.tables import Sheet, notes_of, rows_of, written_columns
 from moesys.load import IntArray
 from moesys.timeline import Timeline
@@ -32,7 +40,6 @@ from moesys.timeline import Timeline
 # The colour of texts and axes in figures, in whose place the page's own colour of text is written.
 _INK = "#010203"
 PAGE_STYLE: dict[Any, Any] = STYLE | {
-    "svg.fonttype": "none",
     "savefig.transparent": True,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
 }
@@ -131,7 +138,7 @@ def inline_svg(figure: Figure, hints: Iterable[Hint] = ()) -> str:
     refers to other files.
     """
     text = io.StringIO()
-    with mpl.rc_context(PAGE_STYLE):
+    with style(PAGE_STYLE):
         figure.savefig(text, format="svg", dpi=144, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = text.getvalue()
     head, end, _ = svg[svg.index("<svg") :].replace(_INK, "currentColor").rpartition("</svg>")
@@ -331,7 +338,7 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
     top = float(np.quantile(known, _CAP))
     note = ""
     at_B, edges, texts = bins.mean(bins.steps_S.astype(float)), bins.edges.tolist(), [list[str]() for _ in bins.labels]
-    with mpl.rc_context(PAGE_STYLE):
+    with style(PAGE_STYLE):
         figure = Figure(figsize=(_WIDTH, _CURVE_HEIGHT), layout="constrained")
         axes = figure.subplots()
         colours = cycle(OKABE_ITO[place] for place in (0, 3, 2, 4, 1, 5))
@@ -341,7 +348,9 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
             if not bins.single:
                 axes.fill_between(at_B, low_B, high_B, color=colour, alpha=0.2, linewidth=0)
             marker = "." if len(at_B) <= _MOST_DOTS else ""
-            axes.plot(at_B, mean_B, color=colour, linewidth=1.4, linestyle=dashes, marker=marker, label=name)
+            axes.plot(
+                at_B, mean_B, color=colour, linewidth=1.4, linestyle=dashes, marker=marker, label=name_in_figure(name)
+            )
             for place, words in enumerate(texts):
                 ends = "" if bins.single else f" ({_number(low_B[place])} to {_number(high_B[place])})"
                 words.append(f"{name} {_number(mean_B[place])}{ends}")
@@ -383,7 +392,7 @@ def heat_map(
         top = max(top, float(np.quantile(known, _CAP)))
     height = min(0.3 * len(rows), max(0.1 * len(rows), 5.0))
     every = math.ceil(len(rows) * 0.16 / height)
-    with mpl.rc_context(PAGE_STYLE):
+    with style(PAGE_STYLE):
         figure = Figure(figsize=(_WIDTH, max(height + 0.7, _LEAST_HEIGHT)), layout="constrained")
         axes = figure.subplots()
         shown_LB = np.ma.masked_invalid(values_LB)
@@ -418,7 +427,7 @@ def token_map(tokens_E: Mapping[int, IntArray]) -> str:
 
 def timelines(panels: Sequence[TimelinePanel], title: str) -> str:
     """Draws the timelines of strategies below one another, on one scale; the pointer shows what a bar is."""
-    with mpl.rc_context(PAGE_STYLE):
+    with style(PAGE_STYLE):
         figure = draw_timelines(panels, title=title)
     bars = [(at, bar) for at, row in placed_rows(panels) for bar in row.bars]
     hints = [

@@ -9,7 +9,6 @@ from html import escape, unescape
 from pathlib import Path
 from urllib.parse import quote
 
-import matplotlib as mpl
 import numpy as np
 
 from moesys.config.experiment import Experiment
@@ -31,7 +30,7 @@ from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.runs.trials import rest_of, timed_steps
 from moesys.lab.runs.watched_run import FloatArray, read_watched_run
 from moesys.lab.show.comparisons import comparison_sheet
-from moesys.lab.show.figures import TimelinePanel, draw_loads, draw_speedups
+from moesys.lab.show.figures import TimelinePanel, draw_loads, draw_speedups, style
 from moesys.lab.show.pages import (
     PAGE_STYLE,
     Bins,
@@ -140,7 +139,7 @@ def _about(folder: RunFolder, comparison: Comparison, machine: str) -> dict[str,
 def _speedups(comparison: Comparison) -> list[str]:
     if all(row.speedup is None for row in comparison.rows):
         return []
-    with mpl.rc_context(PAGE_STYLE):
+    with style(PAGE_STYLE):
         figure = draw_speedups(comparison)
     baseline = comparison.baseline.name
     note = (
@@ -213,7 +212,7 @@ def _simulated(comparison: Comparison, words: str) -> list[str]:
     names = list(steps)[:2]
     loads_RE = [steps[name][0][0].layers[0].tokens.computed_RE for name in names]
     if len(names) == 2 and loads_RE[0].size <= _MOST_CELLS:
-        with mpl.rc_context(PAGE_STYLE):
+        with style(PAGE_STYLE):
             drawn = draw_loads(*loads_RE, title=f"{words}, layer 0", labels=(names[0], names[1]))
         note = f"Tokens that each rank computes for each expert under {names[0]} and {names[1]}; dark means many."
         parts.append(section("Load of ranks and experts", inline_svg(drawn), note))
@@ -316,8 +315,9 @@ def write_page(folder: Path, out: Path | None = None) -> Path:
             text = path.read_text(encoding="utf-8")
         case _:
             if not any(kind_of(child) for child in folder.iterdir() if child.is_dir()):
+                what = f"is {kind}" if (kind := other_kind(folder)) else "has nothing that moesys wrote"
                 raise ValueError(
-                    f"{folder} {f'is {kind}' if (kind := other_kind(folder)) else 'has nothing that moesys wrote'}; give a run folder, a folder of ms.Watch or of moesys "
+                    f"{folder} {what}; give a run folder, a folder of ms.Watch or of moesys "
                     "leaderboard, or a folder of several of these"
                 )
             return write_index(folder, out)

@@ -30,6 +30,7 @@ from moesys.lab.show.figures import (
     save,
     speedup_chart,
 )
+from moesys.lab.show.pages import Bins, curves
 from moesys.load import LoadMatrix
 from moesys.simulator.critical_path import PathPart
 from moesys.timeline import Span, Timeline
@@ -215,3 +216,20 @@ def test_speedups_have_a_line_a_band_and_gaps(tmp_path, saved):
 def test_memory_says_how_much_and_of_what(saved, tmp_path):
     memory_chart({"ep": {"experts": 2e9, "rows": 1e9}}, tmp_path / "memory", name="tiny on 8 H100", have_gb=80)
     assert {" 3.0 GB", "SIMULATED: tiny on 8 H100\nmemory of the rank that holds most"} <= set(texts(saved[0]))
+
+
+NAMES = ("专家并行", "fast 🚀", "سريع", "तेज़", "e\u0301\u0323", "a$b$", "_private", "n" * 200)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_any_language_are_text_in_figures_without_a_warning(name, tmp_path):
+    # The filter of tests makes a warning an error.
+    shown = name if len(name) <= 60 else name[:59] + "…"
+    steps = Bins.of(np.arange(3))
+    assert shown in curves(steps, {"ep": np.arange(3.0), name: np.arange(3.0) + 1}, "ms")
+    speedup_chart(
+        "skew", [1, 2], {name: [None, None]}, tmp_path / "chart", name=name, source="simulated", baseline=name
+    )
+    memory_chart({name: {"experts": 1e9}, "ep": {"experts": 2e9}}, tmp_path / "memory", name=name)
+    for file in ("chart.svg", "memory.svg"):
+        assert shown in (tmp_path / file).read_text()
