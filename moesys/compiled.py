@@ -1,61 +1,67 @@
 """How inner loops of planners and simulators are compiled: by numba, once per installation, and kept on disk.
 
-numba looks at the file of a function to see whether its machine code is old, but compiled functions contain those that
-they call, from other files of their room as well. So a room's code is kept in a directory whose name is a digest of all
-these files.
+Compiled functions contain those that they call, from other files of their package as well. So the machine code of a
+package is kept in a folder whose name is a digest of all these files. It is read wherever it is found, and written to
+the first place that can be written; an error there never ends a command, because the function is only compiled again.
+
+Whoever can write machine code can run code as this user, and the files are pickles. So a folder of code is used only
+if it belongs to this user, to root or to the owner of moesys' source, who could change what runs anyway, and if its
+mode lets nobody else write. In a folder that all users can write, such as a NUMBA_CACHE_DIR of mode 1777, the code of
+one user is therefore not loaded by another one, except that of root and of that owner.
 
 Functions of a package can run in Python instead, with the same results: ``compile_or_use_python`` decides.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
+import pickle
+import secrets
 import shutil
-import stat
-import tempfile
-import threading
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, update_wrapper
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
-from types import FunctionType
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, TextIO
 
 import numpy as np
 
 # A warning is shown even where nobody configured logging: a person who waits for the compiler has to know why.
 _LOG = logging.getLogger("moesys")
+_MONTH_S = 30 * 24 * 60 * 60
 
 
 @cache
-def cache_dir(folder: Path) -> str:
-    """Returns where a folder's room keeps its machine code: below NUMBA_CACHE_DIR where that is set, else beside its
-    byte code, or in the user's cache. The room is the package just below the topmost one.
-
-    Directories of older machine code, and nothing else, are removed when there is new code to keep. Empty where none of
-    these can be written to.
+def code_folders(folder: Path) -> tuple[Path, ...]:
+    """Returns the folders in which the machine code of the package of ``folder`` can be, best first: below
+    NUMBA_CACHE_DIR where that is set, beside the byte code, in the user's cache, and with the temporary files for users
+    without a home. The package is the one just below the topmost one.
     """
-    room = _room_of(folder)
-    # How functions are compiled is no part of what numba looks at either.
+    room, home = _room_of(folder), os.path.expanduser("~")
+    # How functions are compiled decides about their code too.
     digest = sha256(Path(__file__).read_bytes())
     for path in sorted(room.rglob("*.py")):
         source = path.read_bytes()
         if b"moesys.compiled import" in source:
             digest.update(source)
-    for place in chain((os.environ.get("NUMBA_CACHE_DIR"), room / "__pycache__"), _user_caches()):
-        if place is not None and _is_writable(Path(place)):
-            found = Path(place) / f"{room.name}-{digest.hexdigest()[:16]}"
-            if not found.exists():
-                for older in Path(place).glob(f"{room.name}-{'[0-9a-f]' * 16}"):
-                    shutil.rmtree(older, ignore_errors=True)
-            return str(found)
-    return ""
+    caches = os.environ.get("XDG_CACHE_HOME") or (f"{home}/.cache" if os.path.isdir(home) else "")
+    temporary = Path(os.environ.get("TMPDIR") or "/tmp", f"moesys-{os.getuid()}")
+    places = os.environ.get("NUMBA_CACHE_DIR"), room / "__pycache__", caches and Path(caches, "moesys"), temporary
+    found = [Path(place, f"{room.name}-{digest.hexdigest()[:16]}").absolute() for place in places if place]
+    for each in found:
+        # Code that is in use is not old.
+        with suppress(OSError):
+            os.utime(each, follow_symlinks=False)
+    return tuple(found)
 
 
 def _room_of(folder: Path) -> Path:
@@ -64,28 +70,44 @@ def _room_of(folder: Path) -> Path:
     return folder
 
 
-def _user_caches() -> Iterator[Path]:
-    """Yields the folders in which this user's caches may be, best first: the last is for users without a home, and is
-    made when it is asked for.
+def cache_dir(folder: Path) -> str:
+    """Returns the first of the folders of code that this process can write, which it makes; "" if there is none."""
+    with _opened_lock(folder) or nullcontext() as lock:
+        return os.path.dirname(lock.name) if lock else ""
+
+
+def _opened_lock(folder: Path) -> TextIO | None:
+    """Opens the file by whose lock one process at a time compiles, in the folder that ``cache_dir`` returns."""
+    for place in code_folders(folder):
+        with suppress(OSError), _opened(place, make=True):
+            return (place / "lock").open("a")
+    return None
+
+
+@contextmanager
+def _opened(folder: Path, make: bool = False) -> Iterator[Callable[[str, int], int]]:
+    """Opens a folder of code, and yields an opener of the files in it; the folder cannot be exchanged in between.
+
+    Raises OSError where it cannot be opened, and where somebody else could write into it. A folder that is made takes
+    the place of those of other versions that nobody has used for a month.
     """
-    named, home = os.environ.get("XDG_CACHE_HOME"), os.path.expanduser("~")
-    if named or os.path.isdir(home):
-        yield Path(named or Path(home, ".cache"), "moesys")
-    # There may be no folder for temporary files.
-    with suppress(OSError):
-        own = Path(tempfile.gettempdir(), f"moesys-{os.getuid()}")
+    if make and not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            own.mkdir(mode=0o700)
-        found = own.lstat()
-        # Machine code in a folder that somebody else can write would be run.
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
-            yield own / "moesys"
-
-
-def _is_writable(folder: Path) -> bool:
-    """Returns whether files can be written into ``folder``, or it and its parents can be made."""
-    found = next((each for each in (folder, *folder.parents) if os.path.exists(each)), None)
-    return found is not None and os.path.isdir(found) and os.access(found, os.W_OK | os.X_OK)
+            folder.mkdir(0o755)
+        for other in folder.parent.glob(folder.name[:-16] + 16 * "[0-9a-f]"):
+            with suppress(OSError):
+                if time.time() - other.stat().st_mtime > _MONTH_S:
+                    shutil.rmtree(other)
+    descriptor = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_mode & 0o022 or found.st_uid not in (os.getuid(), 0, os.stat(__file__).st_uid):
+            raise PermissionError(errno.EACCES, "another user could write there", str(folder))
+        # Whatever the umask is, other users may read the files and not write them.
+        yield partial(os.open, mode=0o644, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass
@@ -104,86 +126,122 @@ class _NotCompiledError(Exception):
     """There is no machine code on the disk for a function, or it is not to be loaded."""
 
 
-# Whether a call of a function that numba compiles raises the error above.
-_refuses: ContextVar[bool] = ContextVar("moesys_refuses_machine_code", default=False)
+# Whether functions that numba compiles raise the error above: when they are called, or when they would be compiled.
+_refused: ContextVar[str] = ContextVar("moesys_refused", default="nothing")
 
 
-def _needs_no_code(run: Callable[[], object]) -> bool:
-    """Calls ``run``; returns False, without importing numba, at the first call of a function that numba compiles."""
-    token = _refuses.set(True)
+def _runs_without(refused: str, run: Callable[[], object]) -> bool:
+    """Calls ``run``; returns False as soon as that needs "machine code", without importing numba, or "compiling"."""
+    token = _refused.set(refused)
     try:
         run()
     except _NotCompiledError:
         return False
     finally:
-        _refuses.reset(token)
+        _refused.reset(token)
     return True
 
 
-def _is_compiled(run: Callable[[], object]) -> bool:
-    """Calls ``run``; returns False if it needs a function that is not compiled, and does not compile it."""
-    from numba.core import event
-
-    thread = threading.get_ident()
-
-    class Refusal(event.Listener):
-        def on_start(self, event: Any) -> None:
-            if threading.get_ident() == thread:
-                raise _NotCompiledError
-
-        def on_end(self, event: Any) -> None: ...
-
-    try:
-        with event.install_listener("numba:compile", Refusal()):
-            run()
-    except _NotCompiledError:
-        return False
-    return True
+@cache
+def _subjects_of_lines() -> set[str]:
+    return set()
 
 
-def compile_or_use_python(folder: Path, run: Callable[[], object], names: str, way_out: str = "") -> None:
+def _say_once(subject: str, line: str) -> None:
+    """Logs a line, once per process about a subject, and on the first of several ranks only."""
+    torch = sys.modules.get("torch.distributed")
+    is_first = not (torch and torch.is_available() and torch.is_initialized() and torch.get_rank())
+    is_first &= all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
+    if is_first and subject not in _subjects_of_lines():
+        _subjects_of_lines().add(subject)
+        _LOG.warning(line)
+
+
+def compile_or_use_python(folder: Path, run: Callable[[], object], way_out: str = "") -> None:
     """Loads the machine code of the functions of a package that ``run`` calls, or compiles them, which one process of a
     machine does while others wait for it.
 
     With ``way_out``, which says how to compile them, nothing is compiled: without machine code on the disk all
-    functions of the package run in Python from then on. ``names``: what is compiled, for the line that says so.
+    functions of the package run in Python from then on.
     """
     package = _package_of(folder)
     # numba takes 49 MiB of memory, so it is imported only where something needs it.
-    if _needs_no_code(run):
+    if _runs_without("machine code", run):
         return
-    before, package.in_python = package.in_python, False
-    if _is_compiled(run):
+    package.in_python = False
+    if _runs_without("compiling", run):
         return
     if way_out:
         package.in_python = True
         # This imports what planning needs before anybody waits for a plan.
         run()
-        # Only the first rank of a machine logs the line.
-        if not before and os.environ.get("LOCAL_RANK", "0") == "0":
-            _LOG.warning("moesys plans in Python, because %s are not compiled on this machine; %s", names, way_out)
+        _say_once("Python", f"moesys plans in Python, because its inner loops are not compiled here; {way_out}")
         return
-    kept = cache_dir(folder)
-    with _one_process(Path(f"{kept}.lock")) if kept else nullcontext():
-        if not _is_compiled(run):
-            _LOG.warning(
-                "moesys compiles %s, which takes up to two minutes, %s",
-                names,
-                f"once per installation, and keeps them in {kept}"
-                if kept
-                else "in every process, because it can write to no folder; set NUMBA_CACHE_DIR to one",
-            )
-            run()
-
-
-@contextmanager
-def _one_process(path: Path) -> Iterator[None]:
-    """Lets one process at a time run the block, if the file system has locks."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with _opened_lock(folder) or nullcontext() as lock:
+        # Not every file system has locks.
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            if lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        run()
+
+
+class _KeptCode:
+    """The machine code of a function on the disk, with the methods that numba calls of its own cache. That one finds
+    code only where it can write, and only under the path that the source had when it was compiled.
+    """
+
+    cache_path = None
+
+    def __init__(self, code: CodeType) -> None:
+        self._code, self._folder = code, Path(code.co_filename).parent
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        """Returns the code for the types of arguments. Returns None, and says so, where it is to be compiled."""
+        from numba.core.compiler import CompileResult
+
+        target.refresh()
+        name = self._file(signature, target.codegen())
+        for place in code_folders(self._folder):
+            # A crash of the machine may have torn a file, which is then written anew.
+            with suppress(Exception), _opened(place) as opener, open(name, "rb", opener=opener) as file:
+                return CompileResult._rebuild(target, *pickle.load(file))
+        if _refused.get() == "compiling":
+            raise _NotCompiledError
+        _say_once("compiling", "moesys compiles its inner loops, which takes up to two minutes, once per installation")
+        return None
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        """Writes the code to the first folder that takes it; says why none does."""
+        from numba.core.serialize import dumps
+
+        code, name, faults = dumps(result._reduce()), self._file(signature, result.codegen), []
+        for place in code_folders(self._folder):
+            new = place / f"{name}.{secrets.token_hex(4)}"
+            try:
+                with _opened(place, make=True) as opener:
+                    try:
+                        with open(new.name, "xb", opener=opener) as file:
+                            file.write(code)
+                        new.replace(place / name)
+                        return
+                    finally:
+                        new.unlink(missing_ok=True)
+            except OSError as error:
+                faults.append(f"{place.parent} ({error.strerror})")
+        _say_once(
+            "keeping",
+            f"moesys cannot keep compiled loops in {' or '.join(faults)}, so every process compiles them again; make "
+            "room there, or set NUMBA_CACHE_DIR to a folder that only you can write",
+        )
+
+    def _file(self, signature: Any, codegen: Any) -> str:
+        """Returns the name of the file of the code for the types of arguments, this processor and these versions."""
+        import numba
+
+        path = Path(self._code.co_filename).relative_to(_room_of(self._folder)), self._code.co_firstlineno
+        versions = code_folders(self._folder)[0].name, numba.__version__, sys.implementation.cache_tag, sys.abiflags
+        key = repr((*path, self._code.co_qualname, signature, codegen.magic_tuple(), versions))
+        return f"{self._code.co_name}-{sha256(key.encode()).hexdigest()[:16]}.nbc"
 
 
 class _LazyFunction:
@@ -191,12 +249,11 @@ class _LazyFunction:
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
         self._function, self._options = function, options
-        self._folder = Path(function.__code__.co_filename).parent
-        self._package = _package_of(self._folder)
+        self._package = _package_of(Path(function.__code__.co_filename).parent)
         update_wrapper(self, function)
 
     def __call__(self, *arguments: Any) -> Any:
-        if _refuses.get():
+        if _refused.get() == "machine code":
             raise _NotCompiledError
         if self._package.in_python:
             # Machine code wraps around without a warning.
@@ -207,7 +264,7 @@ class _LazyFunction:
     @cached_property
     def dispatcher(self) -> Any:
         """The function as numba has compiled it, which compiled functions can call."""
-        from numba import config, njit
+        from numba import njit
 
         # numba knows a compiled function that this one calls by its dispatcher only; in Python they call each other.
         names = dict(self._function.__globals__)
@@ -215,16 +272,9 @@ class _LazyFunction:
             if isinstance(called := names.get(name), _LazyFunction):
                 names[name] = called.dispatcher
         function = update_wrapper(FunctionType(self._function.__code__, names), self._function)
-        settings = vars(config)
-        before = settings["CACHE_DIR"]
-        settings["CACHE_DIR"] = cache_dir(self._folder) or before
-        try:
-            return njit(cache=True, nogil=True, **self._options)(function)
-        except RuntimeError:
-            # There is no place to keep it, so every process compiles it.
-            return njit(nogil=True, **self._options)(function)
-        finally:
-            settings["CACHE_DIR"] = before
+        dispatcher = njit(nogil=True, **self._options)(function)
+        dispatcher._cache = _KeptCode(function.__code__)
+        return dispatcher
 
 
 def _kept(**options: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import moesys
 import moesys as ms
-from moesys.compiled import _package_of, _user_caches, cache_dir
+from moesys.compiled import _opened, _package_of, cache_dir, code_folders
 from tests.golden.plan_cases import SETTINGS, drawn_load
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 # Nobody lets this process write anywhere.
 READ_ONLY = """
 import os
-from numba.core import caching
-def refused(*_): raise PermissionError("read-only")
-os.access = lambda *_: False
-for locator in vars(caching).values():
-    if isinstance(locator, type) and issubclass(locator, caching._CacheLocator):
-        locator.ensure_cache_path = refused
+real = os.open
+def refused(path, flags, *arguments, **options):
+    if flags & (os.O_WRONLY | os.O_RDWR): raise PermissionError(13, "read-only", path)
+    return real(path, flags, *arguments, **options)
+os.open = refused
 """
 HOMELESS = """
 import os, pwd
@@ -43,20 +46,79 @@ def package(tmp_path: Path) -> Path:
     return found
 
 
-def test_only_machine_code_is_removed(package, tmp_path, monkeypatch):
+def aged(folder: Path, days: float) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    then = time.time() - days * 24 * 60 * 60
+    os.utime(folder, (then, then))
+    return folder
+
+
+def test_only_machine_code_that_was_not_used_for_a_month_is_removed(package, tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    older, results, other = (
-        tmp_path / name for name in ("loops-0123456789abcdef", "loops-results", "hoops-" + 16 * "0")
+    old, used, results, other = (
+        aged(tmp_path / name, days)
+        for name, days in (
+            ("loops-0123456789abcdef", 31),
+            ("loops-1123456789abcdef", 29),
+            ("loops-results", 31),
+            ("hoops-" + 16 * "0", 31),
+        )
     )
-    for directory in (older, results, other):
-        directory.mkdir()
-    found = Path(cache_dir.__wrapped__(package))
+    found = Path(cache_dir(package))
     assert found.parent == tmp_path
-    assert [directory.exists() for directory in (older, results, other)] == [False, True, True]
-    found.mkdir()
+    assert [folder.exists() for folder in (old, used, results, other, found)] == [False, True, True, True, True]
+    # What a process of this version finds is in use, and stays when another version makes its folder.
+    aged(found, 31)
+    code_folders.__wrapped__(package)
     (package / "loop.py").write_text("from moesys.compiled import borrowing\n")
-    assert cache_dir.__wrapped__(package) != str(found)
-    assert not found.exists()
+    newer = Path(code_folders.__wrapped__(package)[0])
+    with _opened(newer, make=True):
+        assert newer != found
+    assert found.exists()
+
+
+def test_code_lies_in_folders_that_only_this_user_root_and_moesys_owner_can_write(package, tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    before = os.umask(0)
+    try:
+        found = Path(cache_dir(package))
+        with _opened(found) as opener, open("code", "x", opener=opener):
+            assert found.stat().st_mode & 0o022 == (found / "code").stat().st_mode & 0o022 == 0
+    finally:
+        os.umask(before)
+    for mode in (0o775, 0o757):
+        found.chmod(mode)
+        with pytest.raises(PermissionError, match="another user"), _opened(found):
+            pass
+        assert Path(cache_dir(package)).parent == package / "__pycache__"
+    found.chmod(0o755)
+    aside = found.rename(tmp_path / "aside")
+    found.symlink_to(aside)
+    with pytest.raises(OSError, match="loops-"), _opened(found):
+        pass
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_code_of_another_user_is_not_loaded_and_that_of_moesys_owner_is(package, tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    found = Path(cache_dir(package))
+    os.chown(found, 4321, 4321)
+    with pytest.raises(PermissionError, match="another user"), _opened(found):
+        pass
+    assert cache_dir(package) != str(found)
+    (installed := tmp_path / "compiled.py").touch()
+    os.chown(installed, 4321, 4321)
+    monkeypatch.setattr("moesys.compiled.__file__", str(installed))
+    with _opened(found):
+        pass
+
+
+@pytest.mark.parametrize("value", ["", "/dev/full/x", "\x1b" * 5000])
+def test_code_has_other_places_where_numba_cache_dir_is_none(value, package, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", value)
+    assert Path(cache_dir(package)).parent == package / "__pycache__"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkout"]
 
 
 @pytest.mark.ranks
@@ -76,21 +138,15 @@ assert one_more(1) == 2
     subprocess.run([sys.executable, path], check=True, timeout=60, env=environment)
 
 
-def test_a_user_without_a_home_has_caches_where_nobody_else_can_write(tmp_path, monkeypatch):
-    """Machine code is run, so that a folder of somebody else, or that they can write, is none for it."""
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+def test_users_without_a_home_have_places(package, tmp_path, monkeypatch):
+    for name in ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    own = tmp_path / f"moesys-{os.getuid()}"
-    assert list(_user_caches()) == [own / "moesys"]
-    assert own.stat().st_mode & 0o777 == 0o700
-    own.chmod(0o777)
-    assert list(_user_caches()) == []
-    own.rmdir()
-    own.symlink_to(tmp_path)
-    assert list(_user_caches()) == []
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-    assert list(_user_caches()) == []
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    places = [found.parent for found in code_folders.__wrapped__(package)]
+    assert places == [package / "__pycache__", tmp_path / f"moesys-{os.getuid()}"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert code_folders.__wrapped__(package)[1].parent == tmp_path / ".cache" / "moesys"
 
 
 # Of a package of its own, so that it is compiled in a moment.
@@ -103,38 +159,102 @@ from moesys.compiled import compile_or_use_python, compiled
 def wrapped(number): return np.uint64(number) * np.uint64(2**63 + 1)
 @compiled
 def doubled(number): return wrapped(number) + wrapped(number)
-compile_or_use_python(Path(__file__).parent, lambda: doubled(3), "some loops", *sys.argv[1:])
+if sys.argv[1:] != ["at the first call"]:
+    compile_or_use_python(Path(__file__).parent, lambda: doubled(3), *sys.argv[1:])
 assert int(doubled(3)) == 6
 print(sum(doubled.dispatcher.stats.cache_hits.values()))
 """
+COMPILES = "moesys compiles its inner loops, which takes up to two minutes, once per installation"
+
+
+class Loops:
+    """Processes that call compiled functions of a package in ``folder``, with their code below ``folder.parent``."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.program = folder / "program.py"
+        self.program.write_text(LOOPS)
+        root = str(Path(moesys.__file__).parents[1])
+        self.cache = folder.parent / "cache"
+        self.variables = {**os.environ, "PYTHONPATH": root, "NUMBA_CACHE_DIR": str(self.cache)}
+
+    def start(self, *arguments: str, **settings: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-W", "error", str(self.program), *arguments]
+        pipe, settings = subprocess.PIPE, {"env": self.variables} | settings
+        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **settings)
+
+
+def ends(*started: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    """Returns how many functions the processes have loaded, and the lines that they wrote."""
+    outputs = [process.communicate(timeout=60) for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), outputs
+    return sum(int(out) for out, _ in outputs), [line for _, lines in outputs for line in lines.splitlines()]
+
+
+@pytest.fixture
+def loops(tmp_path: Path) -> Loops:
+    return Loops(tmp_path / "loops")
 
 
 @pytest.mark.ranks
-def test_one_process_compiles_says_so_in_a_line_and_others_load(tmp_path):
-    program = tmp_path / "loops" / "program.py"
-    program.parent.mkdir()
-    program.write_text(LOOPS)
-    root = str(Path(moesys.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+def test_one_process_compiles_says_so_in_a_line_and_others_load(loops):
+    in_python = "moesys plans in Python, because its inner loops are not compiled here; do this"
+    assert ends(loops.start("do this")) == (0, [in_python])
+    assert ends(loops.start(), loops.start()) == (1, [COMPILES])
+    assert ends(loops.start(), loops.start("do this"), loops.start("at the first call")) == (3, [])
+    # A crash may have torn a file; then it is written anew.
+    for file in loops.cache.rglob("*.nbc"):
+        file.write_bytes(file.read_bytes()[:100])
+    assert ends(loops.start()) == (0, [COMPILES])
+    assert ends(loops.start()) == (1, [])
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-W", "error", str(program), *arguments]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
 
-    def ends(*started: subprocess.Popen[str]) -> tuple[int, list[str]]:
-        outputs = [process.communicate(timeout=60) for process in started]
-        assert [process.returncode for process in started] == [0] * len(started), outputs
-        return sum(int(out) for out, _ in outputs), [line for _, lines in outputs for line in lines.splitlines()]
+@pytest.mark.ranks
+def test_the_first_call_says_that_it_compiles_and_ranks_other_than_the_first_do_not(loops):
+    assert ends(loops.start("at the first call", env=loops.variables | {"RANK": "1", "LOCAL_RANK": "1"})) == (0, [])
+    shutil.rmtree(loops.cache)
+    assert ends(loops.start("at the first call", env=loops.variables | {"RANK": "0"})) == (0, [COMPILES])
 
-    in_python = "moesys plans in Python, because some loops are not compiled on this machine; do this"
-    assert ends(start("do this")) == (0, [in_python])
-    num_loaded, lines = ends(start(), start())
-    assert num_loaded == 1
-    assert [line.partition(", ")[0] for line in lines] == ["moesys compiles some loops"]
-    assert "once per installation" in lines[0]
-    assert lines[0].endswith(cache_dir.__wrapped__(program.parent).rpartition("/")[2])
-    assert ends(start(), start("do this")) == (2, [])
+
+@pytest.mark.ranks
+def test_code_that_cannot_be_kept_ends_nothing_and_a_line_names_the_folder(loops):
+    """A limit on the size of files stands for the full disk."""
+
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    for _ in range(2):
+        num_loaded, lines = ends(loops.start(preexec_fn=full))
+        assert (num_loaded, lines[0], len(lines)) == (0, COMPILES, 2)
+        assert lines[1].startswith(f"moesys cannot keep compiled loops in {loops.cache} (File too large) or ")
+        assert lines[1].endswith("set NUMBA_CACHE_DIR to a folder that only you can write")
+        assert [path.name for path in loops.cache.rglob("*") if path.is_file()] == ["lock"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("planted", ["lock", "folder"])
+def test_a_lock_or_folder_that_cannot_be_opened_is_passed_over_and_code_in_it_is_read(loops, planted):
+    assert ends(loops.start()) == (0, [COMPILES])
+    [folder] = loops.cache.iterdir()
+    if planted == "lock":
+        (folder / "lock").unlink()
+        (folder / "lock").mkdir()
+    else:
+        shutil.rmtree(folder)
+        folder.touch()
+    assert ends(loops.start()) == ((1, []) if planted == "lock" else (0, [COMPILES]))
+    assert ends(loops.start()) == (1, [])
+
+
+@pytest.mark.ranks
+def test_code_is_found_wherever_the_package_was_moved_with_other_times_of_its_files(loops, tmp_path):
+    del loops.variables["NUMBA_CACHE_DIR"]
+    loops.variables |= {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "none")}
+    assert ends(loops.start()) == (0, [COMPILES])
+    (tmp_path / "image").mkdir()
+    loops.program = loops.program.parent.rename(tmp_path / "image" / "loops") / "program.py"
+    os.utime(loops.program, (1, 1))
+    assert ends(loops.start()) == (1, [])
 
 
 def test_planners_decide_the_same_in_python_as_compiled(monkeypatch):
@@ -168,7 +288,7 @@ from moesys.compiled import compile_or_use_python, compiled
 @compiled
 def doubled(number): return 2 * number
 for run in (lambda: 1, lambda: doubled(3)):
-    compile_or_use_python(Path(__file__).parent, run, "a loop")
+    compile_or_use_python(Path(__file__).parent, run)
     print("numba" in sys.modules)
 """
     path = tmp_path / "loop" / "program.py"

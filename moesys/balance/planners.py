@@ -203,7 +203,6 @@ def warm_up(
     compile_or_use_python(
         Path(__file__).parent,
         partial(_run_loops, Balance.class_of(loops)(), config, late_slots),
-        f"the loops of {loops!r}" + ("" if config is None else f" and {config.kind!r}"),
         "compile them once: python -c 'from moesys.balance.planners import warm_up; warm_up()'" if small else "",
     )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -114,8 +116,29 @@ def source_digest(counts: Callable[[str], bool] = lambda _: True) -> str:
 
 
 def available_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Returns the number of cores that this process may use: those of its affinity, or as many as the limits on its
+    processor time amount to, rounded up, if these are fewer.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min([cores, *_core_limits()])))
+
+
+def _core_limits(root: Path = Path("/")) -> Iterator[float]:
+    """Yields the limits, in cores, that containers and batch systems set: that of this process' control
+    group and those of all groups around it, in either version of cgroups.
+    """
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        is_old = "cpu" in controllers.split(",")
+        if is_old or not controllers:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_old else ("cpu.max",)
+            group = root / "sys/fs/cgroup" / ("cpu" if is_old else "") / path.lstrip("/")
+            for folder in (group, *group.parents):
+                # In a container the path may be that of the host. A group without a limit has "max", or -1.
+                with suppress(OSError, ValueError):
+                    quota, period = (float(text) for name in names for text in (folder / name).read_text().split())
+                    if quota > 0:
+                        yield quota / period
 
 
 def save_environment(environment: Environment, diff: str, folder: Path) -> str:
@@ -158,12 +181,16 @@ def differences(a: Environment, b: Environment) -> dict[str, tuple[str, str]]:
 
 def cpu_name() -> str:
     """Returns the name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
+    lines = _lines(Path("/proc/cpuinfo"))
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, str]:
