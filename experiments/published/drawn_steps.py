@@ -6,7 +6,6 @@ seconds depend on it and on the seed alone.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass
@@ -19,6 +18,7 @@ from moesys.balance.planners import split_tokens
 from moesys.balance.replay import Moment, replay_layer
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import Generated
+from moesys.lab.runs.environment import available_cores
 from moesys.lab.show.progress import steps_told
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
@@ -101,7 +101,7 @@ Found = Mapping[Scenario, Sequence[SimulatedStep]]
 
 
 def simulate(
-    scenarios: Collection[Scenario], seeds: Sequence[int], what: str, num_processes: int = os.cpu_count() or 1
+    scenarios: Collection[Scenario], seeds: Sequence[int], what: str, num_processes: int = available_cores()
 ) -> Found:
     """Simulates every scenario under each seed; ``what`` names the progress. ``num_processes`` changes no result."""
     plannings: dict[Planning, list[Scenario]] = {}

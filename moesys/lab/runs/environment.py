@@ -129,10 +129,9 @@ def _core_limits(root: Path = Path("/")) -> Iterator[float]:
     """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        is_old = "cpu" in controllers.split(",")
-        if is_old or not controllers:
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_old else ("cpu.max",)
-            group = root / "sys/fs/cgroup" / ("cpu" if is_old else "") / path.lstrip("/")
+        if not controllers or "cpu" in controllers.split(","):
+            group = root / "sys/fs/cgroup" / ("cpu" if controllers else "") / path.lstrip("/")
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
             for folder in (group, *group.parents):
                 # In a container the path may be that of the host. A group without a limit has "max", or -1.
                 with suppress(OSError, ValueError):
@@ -187,10 +186,7 @@ def cpu_name() -> str:
 
 
 def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+    return file.read_text(encoding="utf-8").splitlines() if os.access(file, os.R_OK) else []
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -12,13 +12,16 @@ import torch
 
 from moesys.lab.ranks.process_start import LOOPBACK
 from moesys.lab.runs.environment import (
+    _core_limits,
     _git_state,
+    available_cores,
     collect_environment,
     differences,
     load_environments,
     save_environment,
     source_digest,
 )
+from moesys.lab.runs.places import num_workers
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +143,33 @@ def test_another_source_has_another_digest_whether_committed_or_not(package, mon
     (package / "__init__.py").write_text("a = 2\n")
     assert len({first, second, source_digest()}) == 3
     assert len(first) == 12
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limits"),
+    [
+        ("0::/", {}, []),
+        ("0::/pod/box", {"pod/cpu.max": "150000 100000", "pod/box/cpu.max": "max 100000"}, [1.5]),
+        ("0::/pod/box", {"pod/cpu.max": "400000 100000", "pod/box/cpu.max": "250000 50000"}, [5.0, 4.0]),
+        # The path of the host, in a container that sees its own group only.
+        ("0::/docker/4f", {"cpu.max": "50000 100000"}, [0.5]),
+        ("0::/../other", {"cpu.max": "torn"}, []),
+        ("4:cpu,cpuacct:/a\n0::/", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, []),
+        ("4:cpuacct,cpu:/a", {"cpu/a/cpu.cfs_quota_us": "200000", "cpu/a/cpu.cfs_period_us": "100000"}, [2.0]),
+        ("3:cpuset:/a\n4:cpu:/b:c", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, [2.0]),
+    ],
+    ids=str,
+)
+def test_limits_of_control_groups_are_read(tmp_path, groups, files, limits):
+    for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{name}": files[name] for name in files}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert list(_core_limits(tmp_path)) == limits
+
+
+@pytest.mark.parametrize(("limits", "cores"), [([], 8), ([16.0], 8), ([2.5, 3.0], 3), ([0.1], 1)], ids=str)
+def test_cores_are_those_of_the_affinity_or_fewer_by_a_limit_of_time(monkeypatch, limits, cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr("moesys.lab.runs.environment._core_limits", lambda: iter(limits))
+    assert available_cores() == cores
+    assert num_workers(None) == cores
