@@ -7,10 +7,22 @@ WORKERS ?= 2
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 --ignore $(GOLDEN)
 GOLDEN := tests/golden/test_golden.py
 BIN := .venv/bin
+# Prints the lower bounds of the dependencies, and of the extras with which tests run, as versions.
+define OLDEST
+import re, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+for bound in project["dependencies"] + extras["hf"] + extras["slurm"] + extras["tensorboard"]:
+    if not re.match("(torch|triton)>", bound):
+        print(bound.partition(",")[0].replace(">=", "=="))
+endef
+export OLDEST
+# Prints where an interpreter has its packages.
+PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # Dozens of processes import moesys and its tests: byte code is kept, also where the environment says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all golden collected hosts newest lint aot docs
+.PHONY: demo test test-all golden collected hosts oldest newest newest-python lint aot docs
 
 demo: .venv/installed
 	$(BIN)/python -m moesys demo
@@ -29,7 +41,7 @@ collected: hosts
 	-$(BIN)/pytest --collect-only -qq >/dev/null
 
 # Slow cases too, and with MOESYS_SWEEP more of what is drawn. GPU checks are a run of their own: pytest -m gpu tests/gpu.
-test-all: lint hosts golden aot
+test-all: lint hosts golden aot oldest newest-python
 	MOESYS_SWEEP=1 $(PYTEST) -m "not gpu"
 
 lint: .venv/installed
@@ -43,6 +55,26 @@ aot: .venv/installed .venv/oldest-triton
 	$(BIN)/python -m benchmarks kernels --aot --size qwen3-30b --arch sm_100
 	PYTHONPATH=.venv/oldest-triton $(BIN)/python -m benchmarks kernels --aot --size qwen3-30b
 	PYTHONPATH=.venv/oldest-triton $(BIN)/python -m benchmarks kernels --aot --size qwen3-30b --arch sm_100
+
+# Declarations, commands, planners, tables, figures and runs on two ranks, which most dependencies serve. Old releases
+# warn of newer ones that they depend on.
+SUPPORTED = -n $(WORKERS) --dist loadfile --timeout 1200 -o filterwarnings= tests/test_command_line.py \
+	tests/test_compiled.py tests/test_config.py tests/test_experiment.py tests/balance tests/lab/commands \
+	tests/lab/runs tests/lab/show tests/moe/test_watch.py tests/tuner
+WARM_UP = -c 'from moesys.balance.planners import warm_up; warm_up()'
+
+# The oldest release of each dependency that pyproject.toml allows, with the torch and the Triton of .venv.
+oldest: .venv/oldest/installed
+	.venv/oldest/bin/python $(WARM_UP)
+	.venv/oldest/bin/python -m pytest $(SUPPORTED)
+
+# The newest Python for which all dependencies have wheels, if it is installed and has a torch for the CPU.
+NEWEST_PYTHON ?= python3.14
+newest-python:
+	@if $(NEWEST_PYTHON) -c 'import torch; assert torch.version.cuda is None' 2>/dev/null; \
+	then $(MAKE) .venv/newest-python/installed && .venv/newest-python/bin/python $(WARM_UP) \
+		&& .venv/newest-python/bin/python -m pytest $(SUPPORTED); \
+	else echo "newest-python: not tested, as $(NEWEST_PYTHON) with a torch for the CPU is not installed"; fi
 
 # Other trainers, which tests train with.
 hosts: .venv/hosts
@@ -69,6 +101,22 @@ docs: .venv/docs-installed
 	rm -rf $@ $@.part
 	$(BIN)/pip install --no-deps --target $@.part 'triton==3.6.0'
 	mv $@.part $@
+	touch $@
+
+# What it has stands before what .venv has.
+.venv/oldest/installed: .venv/installed
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PACKAGES))')" > "$$($(@D)/bin/python $(PACKAGES))/newest.pth"
+	$(BIN)/python -c "$$OLDEST" > $(@D)/requirements.txt
+	$(@D)/bin/pip install --no-compile -r $(@D)/requirements.txt
+	touch $@
+
+.venv/newest-python/installed: pyproject.toml
+	rm -rf $(@D)
+	$(NEWEST_PYTHON) -m venv $(@D)
+	echo "import site; site.addsitedir('$$($(NEWEST_PYTHON) $(PACKAGES))')" > "$$($(@D)/bin/python $(PACKAGES))/torch.pth"
+	$(@D)/bin/pip install --no-compile -e '.[test]'
 	touch $@
 
 # They stand aside too, without what they depend on: some want older packages than the environment has.
