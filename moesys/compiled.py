@@ -24,14 +24,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, update_wrapper
 from hashlib import sha256
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -70,18 +70,15 @@ def _room_of(folder: Path) -> Path:
     return folder
 
 
-def cache_dir(folder: Path) -> str:
-    """Returns the first of the folders of code that this process can write, which it makes; "" if there is none."""
-    with _opened_lock(folder) or nullcontext() as lock:
-        return os.path.dirname(lock.name) if lock else ""
+def cache_dir(folder: Path) -> Path:
+    """Returns the first of the folders of code that this process can write, and the lock in it, which it makes both.
 
-
-def _opened_lock(folder: Path) -> TextIO | None:
-    """Opens the file by whose lock one process at a time compiles, in the folder that ``cache_dir`` returns."""
+    Raises OSError if there is none.
+    """
     for place in code_folders(folder):
-        with suppress(OSError), _opened(place, make=True):
-            return (place / "lock").open("a")
-    return None
+        with suppress(OSError), _opened(place, make=True), (place / "lock").open("a"):
+            return place
+    raise OSError(errno.EROFS, "there is no folder for machine code")
 
 
 @contextmanager
@@ -177,11 +174,10 @@ def compile_or_use_python(folder: Path, run: Callable[[], object], way_out: str 
         run()
         _say_once("Python", f"moesys plans in Python, because its inner loops are not compiled here; {way_out}")
         return
-    with _opened_lock(folder) or nullcontext() as lock:
+    with ExitStack() as stack:
         # Not every file system has locks.
         with suppress(OSError):
-            if lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(stack.enter_context((cache_dir(folder) / "lock").open("a")), fcntl.LOCK_EX)
         run()
 
 

@@ -77,24 +77,43 @@ def test_machine_code_of_another_users_package_is_kept_by_who_runs_it(unlocked: 
     done = python("-c", COMPILED, cwd=cwd, PYTHONPATH=site, HOME=home, TMPDIR=tmp)
     assert (done.returncode, done.stdout) == (0, "[2, 2, 2]\n"), done.stderr
     assert "Traceback" not in done.stderr
-    machine_code = {path.relative_to(unlocked).parts[0] for path in unlocked.rglob("*.nbi")}
+    machine_code = {path.relative_to(unlocked).parts[0] for path in unlocked.rglob("*.nbc")}
     assert machine_code == ({kept_in} if kept_in != "nowhere" else set())
     assert not list(cwd.iterdir())
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
-def test_machine_code_in_a_folder_of_another_user_is_not_run(unlocked: Path) -> None:
-    site, home, tmp = (unlocked / name for name in ("site", "home", "tmp"))
-    for folder in (home, tmp):
+@pytest.mark.parametrize("shared", ["the folder for temporary files", "NUMBA_CACHE_DIR"])
+def test_machine_code_in_a_folder_of_another_user_is_not_run(unlocked: Path, shared: str) -> None:
+    site, home, mine, theirs = (unlocked / name for name in ("site", "home", "mine", "theirs"))
+    for folder in (home, mine, theirs):
         folder.mkdir()
-    (theirs := tmp / f"moesys-{os.getuid()}").mkdir(mode=0o777)
-    theirs.chmod(0o777)
-    os.chown(theirs, OTHER_USER, OTHER_USER)
+        folder.chmod(0o1777)
     shutil.copytree(Path(ms.__file__).parent, site / "moesys", ignore=shutil.ignore_patterns("__pycache__"))
     locked(site)
-    done = python("-c", COMPILED, cwd=unlocked, PYTHONPATH=site, HOME=locked(home), TMPDIR=tmp)
-    assert (done.returncode, done.stdout) == (0, "[2, 2, 2]\n"), done.stderr
-    assert not list(theirs.iterdir())
+    locked(home)
+
+    def call(folder: Path) -> None:
+        variables = {"TMPDIR": folder} if shared != "NUMBA_CACHE_DIR" else {"NUMBA_CACHE_DIR": folder}
+        done = python("-c", COMPILED, cwd=unlocked, PYTHONPATH=site, HOME=home, **variables)
+        assert (done.returncode, done.stdout) == (0, "[2, 2, 2]\n"), done.stderr
+
+    call(mine)
+    shutil.copytree(mine, theirs, dirs_exist_ok=True)
+    planted = list(theirs.rglob("*.nbc"))
+    for file in planted:
+        file.write_text(f"cos\nsystem\n(S'touch {unlocked}/it_ran'\ntR.")
+    call(theirs)
+    # Code of this user's own is loaded, and was planted so that it would run.
+    assert planted
+    assert (unlocked / "it_ran").exists()
+    (unlocked / "it_ran").unlink()
+    for path in [*theirs.rglob("*")]:
+        os.chown(path, OTHER_USER, OTHER_USER)
+    for file in planted:
+        file.write_text(f"cos\nsystem\n(S'touch {unlocked}/it_ran'\ntR.")
+    call(theirs)
+    assert not (unlocked / "it_ran").exists()
 
 
 COMMANDS = """

@@ -40,7 +40,7 @@ from rich.table import Table
 import moesys as ms
 from moesys.__main__ import main
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
-from moesys.compiled import cache_dir
+from moesys.compiled import code_folders
 from moesys.config.hub import published_names, read_config
 from moesys.files import FolderLock
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
@@ -289,7 +289,10 @@ VARIABLES: list[tuple[tuple[str, ...], Callable[[], Any]]] = [
     (("COLUMNS", "LINES", "TERM"), print_on_terminal),
     (("MOESYS_BLOCKS",), lambda: blocks_of(SHAPE_CLASS, torch.device("cpu"))),
     (("MOESYS_CACHE", "XDG_CACHE_HOME"), lambda: cache_file(Gpu("a gpu", 8, 90))),
-    (("XDG_CACHE_HOME", "NUMBA_CACHE_DIR"), lambda: cache_dir(Path(ms.balance.__file__).parent)),
+    (
+        ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "TMPDIR", "HOME"),
+        lambda: code_folders.__wrapped__(Path(ms.balance.__file__).parent),
+    ),
 ]
 
 
