@@ -269,7 +269,7 @@ class _LazyFunction:
                 names[name] = called.dispatcher
         function = update_wrapper(FunctionType(self._function.__code__, names), self._function)
         dispatcher = njit(nogil=True, **self._options)(function)
-        dispatcher._cache = _KeptCode(function.__code__)
+        dispatcher._cache = _KeptCode(self._function.__code__)
         return dispatcher
 
 
