@@ -23,7 +23,7 @@ _NAMES = {
     "moesys.balance.planners": "plan_layout plan_layouts split_tokens",
     "moesys.balance.planning_problem": "PlanningProblem",
     "moesys.balance.predictors": "LoadHistory measured_drift",
-    "moesys.collectives": "CollectiveError RankMismatchError",
+    "moesys.collectives": "CollectiveError",
     "moesys.config": (
         "Adaptive Balance ClusterSpec Declared DenseMlp Ema Ep Fsep Gqa Last LayerSpec LayoutInvariant Mla "
         "ModelRun ModelShape ModelSpec MoeMlp Oracle Ordered Parallelism Split Strategy WindowMean"
@@ -31,6 +31,7 @@ _NAMES = {
     "moesys.config.experiment": "Experiment",
     "moesys.config.workload": "Generated ModelTraining Replay Training",
     "moesys.files": "whole_folder",
+    "moesys.frames": "RankMismatchError",
     "moesys.hf.parallelize": "parallelize",
     "moesys.hf.routing_replay": "record_routing replay_routing",
     "moesys.lab.commands.compare": "compare",

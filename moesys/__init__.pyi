@@ -29,7 +29,6 @@ from moesys.balance.seconds_certificate import certify_seconds as certify_second
 from moesys.balance.static import Static as Static
 from moesys.balance.ultra_ep import UltraEp as UltraEp
 from moesys.collectives import CollectiveError as CollectiveError
-from moesys.collectives import RankMismatchError as RankMismatchError
 from moesys.config import Adaptive as Adaptive
 from moesys.config import Balance as Balance
 from moesys.config import ClusterSpec as ClusterSpec
@@ -63,6 +62,7 @@ from moesys.config.workload import ModelTraining as ModelTraining
 from moesys.config.workload import Replay as Replay
 from moesys.config.workload import Training as Training
 from moesys.files import whole_folder as whole_folder
+from moesys.frames import RankMismatchError as RankMismatchError
 from moesys.hf.parallelize import parallelize as parallelize
 from moesys.hf.routing_replay import record_routing as record_routing
 from moesys.hf.routing_replay import replay_routing as replay_routing

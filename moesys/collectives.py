@@ -8,19 +8,20 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from moesys import frames
+from moesys.frames import ALIKE, FRAME_BYTES, HEADER_BYTES, RankMismatchError
 from moesys.torch_private import default_store, group_timeout_s
 
 # Ranks that are alive report their own failure within this many seconds after the time-out of their group.
 FAILURE_GRACE_S = 5.0
 # Longer time-outs are not waited for: a process that ends closes its connections, and then the others fail too.
 _MOST_PATIENCE_S = 20.0
-ALIKE = (
-    "All ranks of a process group must make the same calls in the same order: the same layers, micro-batches and "
-    "passes, the same synchronisations and the same saves"
-)
+# The key of the rendezvous store that counts the failures of all ranks.
+_FAILURES = "moesys/failures"
 
 T = TypeVar("T")
 
@@ -31,10 +32,6 @@ class CollectiveError(RuntimeError):
     def __init__(self, message: str, silent_ranks: tuple[int, ...]) -> None:
         super().__init__(message)
         self.silent_ranks = silent_ranks
-
-
-class RankMismatchError(RuntimeError):
-    """The error of ranks that share experts and differ in calls or declarations; every rank raises it."""
 
 
 # Errors that say by themselves what failed.
@@ -81,16 +78,44 @@ def agreement(what: str, other: type[Exception] = RuntimeError) -> Iterator[None
         yield
     except Exception as raised:
         error = raised
-    messages: list[str | None] = [None]
-    if dist.is_initialized():
-        messages *= dist.get_world_size()
-        message = None if error is None else f"{type(error).__name__}: {error}"
-        guarded(what, dist.group.WORLD, partial(dist.all_gather_object, messages, message))
+    message = b"" if error is None else f"{type(error).__name__}: {error}".encode()
+    group = dist.group.WORLD if dist.is_initialized() else None
+    messages = meet(what, group, device_of(group), message)
     if error is not None:
         raise error
     for rank, message in enumerate(messages):
-        if message is not None:
-            raise other(f"rank {rank} failed, and nothing is written: {message}")
+        if message:
+            raise other(f"rank {rank} failed, and nothing is written: {message.decode(errors='replace')}")
+
+
+def meet(what: str, group: dist.ProcessGroup | None, device: torch.device, payload: bytes = b"") -> list[bytes]:
+    """Returns every rank's ``payload``, of which about 4,000 bytes are sent, between tensors on ``device``. The first
+    collective of a call of ``group`` (None: one rank alone) that sends no frames otherwise; ``what`` names the call.
+
+    Raises ``RankMismatchError`` on all ranks where they are in different calls.
+    """
+    if group is None:
+        return [payload]
+    begun = payload[: frames.PAYLOAD_BYTES]
+    frame = frames.header(frames.NO_LAYER, frames.Position(what), 0, len(begun)).tobytes() + begun
+    sent_F = torch.from_numpy(np.frombuffer(frame.ljust(FRAME_BYTES, b"\0"), np.uint8).copy()).to(device)
+    received_RF = sent_F.new_empty(dist.get_world_size(group), FRAME_BYTES)
+    gather = partial(dist.all_gather, list(received_RF.unbind()), sent_F, group=group)
+    guarded(what, group, gather, device_type=device.type)
+    frames_RF = received_RF.cpu().numpy()
+    headers_RN = frames_RF[:, :HEADER_BYTES].copy().view(np.int64)
+    if not frames.same_position(headers_RN):
+        raise frames.position_mismatch(headers_RN, dist.get_process_group_ranks(group))
+    sizes = frames.payload_bytes_of(headers_RN)
+    return [row[HEADER_BYTES:][:size].tobytes() for row, size in zip(frames_RF, sizes, strict=True)]
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Returns a device between which ``group`` sends tensors: the CPU if it can."""
+    accelerator = torch.accelerator.current_accelerator()
+    if group is None or accelerator is None or "cpu" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return accelerator
 
 
 def failure_of(

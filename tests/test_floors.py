@@ -30,6 +30,7 @@ FLOORS = (
         "journal",
         "step_lines",
         "collectives",
+        "frames",
     },
     {"kernels"},
     {"traces", "cost", "schedule", "limits"},

@@ -22,6 +22,7 @@ from moesys.collectives import guarded
 from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, ModelShape, Strategy
 from moesys.config.base import python_value
 from moesys.files import number_set
+from moesys.frames import BACKWARD, EXPERT_GRADIENTS, LEARNING, Identity, Position
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.load import frozen_int64
 from moesys.moe.arguments import check_inputs, check_kinds, cluster_of, declaration, mesh_of, require_module
@@ -34,7 +35,6 @@ from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.store import ExpertShards, ExpertStore
 from moesys.moe.whole_experts import WholeExperts
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.frames import BACKWARD, EXPERT_GRADIENTS, LEARNING, Identity, Position
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.executor import Executor, ExpertCompute, LayerContext, executor_of
@@ -529,12 +529,17 @@ def counts_of_batch(layers: Sequence[Experts], group: dist.ProcessGroup | None, 
 def mean_over_ranks(values: Sequence[int], layer: Experts, group: dist.ProcessGroup | None, call: str) -> Tensor:
     """Returns the mean of each value over the ranks of ``group``, by default of the layer's own, float32 and at least
     1 / R of R ranks. A collective of them, if there are several. ``call``: the public function that an error names.
+
+    Raises ValueError where the experts' group is smaller than the job and no ``group`` is given.
     """
-    summed = torch.tensor(values, device=layer.store.masters.device)
-    ranks = layer.group if group is None else group
-    if ranks is not None:
-        guarded(call, ranks, partial(dist.all_reduce, summed, group=ranks), device_type=summed.device.type)
-    return summed.clamp(min=1) / (1 if ranks is None else dist.get_world_size(ranks))
+    ranks_of_routers(layer, group)
+    channel, device = layer.token_channel, layer.store.masters.device
+    if group is not None:
+        channel = Channel(group, channel.node_of_rank, channel.recorder, layer.meter, device.type)
+    values_RN = channel.all_gather(
+        torch.tensor(values, device=device), lane="counts", at=Position(call), read=device.type == "cpu"
+    )
+    return values_RN.sum(dim=0).clamp(min=1) / channel.num_ranks
 
 
 def shards_of(

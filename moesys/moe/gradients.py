@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moesys.collectives import ALIKE, RankMismatchError, guarded
+from moesys.collectives import guarded, meet
+from moesys.frames import ALIKE, NO_LAYER, Position, RankMismatchError
 from moesys.moe.experts import Experts, experts_of
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import local_part
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.frames import NO_LAYER, Position
 from moesys.overlap.exact_sum import grid_below, largest_size
 
 # A norm's squares are computed in pieces of so many elements, which stay in a core's cache.
@@ -81,7 +81,14 @@ def require_equal_values(model: nn.Module, channel: Channel, call: str, device: 
         if isinstance(layer, MoELayer)
         for buffer, value in layer.router.named_buffers()
     }
-    if found := channel.differing(alike, Position(call), device):
+    require_equal(alike, channel, call, device)
+
+
+def require_equal(tensors: Mapping[str, Tensor], channel: Channel, call: str, device: torch.device) -> None:
+    """Raises ``RankMismatchError`` on all ranks where they have other values of ``tensors``, as far as these are not
+    sharded. A collective; arguments as those of ``require_equal_values``.
+    """
+    if found := channel.differing(tensors, Position(call), device):
         name, first, second = found
         raise RankMismatchError(
             f"{call}: ranks {first} and {second} have other values of {name}, which every rank should have alike; make "
@@ -153,10 +160,13 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be positive; leave the call out to not clip")
     parameters = _parameters_of(model)
+    # This lets ranks that are in different calls raise an error.
     if isinstance(model, nn.Module):
-        # This lets ranks that are in different calls raise an error.
         for channel in channels_of(experts_of(model)):
             channel.gather_bytes(b"", Position("clip_grad_norm_()"), parameters[0].device)
+    else:
+        for group in dict.fromkeys(group for each in parameters for group in _groups_of_shards(each)):
+            meet("clip_grad_norm_()", group, parameters[0].device)
     by_group: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     num_elements = 0
     for parameter in parameters:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
+from moesys.frames import Position
 from moesys.moe.arguments import check_mask, check_x
 from moesys.moe.call import current_tape
 from moesys.moe.experts import Experts
@@ -19,7 +20,6 @@ from moesys.moe.masters import DTYPES, ExpertForm, OwnMasters, initial_generator
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.router import Router
 from moesys.moe.token_blocks import TokenBlocks
-from moesys.overlap.comm.frames import Position
 from moesys.overlap.experts_cpu import CpuExperts
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"

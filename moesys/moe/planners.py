@@ -24,12 +24,12 @@ from moesys.balance.plan import LayerPlan, plan_layer
 from moesys.balance.planners import plan_layout
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import ClusterSpec, ModelShape, Ordered, Strategy
+from moesys.frames import LEARNING, Position
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
 from moesys.moe.token_blocks import check_blocks
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.frames import LEARNING, Position
 from moesys.overlap.executor import Executor, HostPlan, MicroBatchRun
 from moesys.overlap.routes import chunk_counts, invalid_id, no_expert
 

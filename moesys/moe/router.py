@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moesys.collectives import guarded
+from moesys.collectives import guarded, meet
 from moesys.config import ModelShape
 from moesys.kernels.topk import topk_by_index
 from moesys.moe.arguments import require_module
@@ -341,9 +341,9 @@ def _over_global_batch(
     )
     if not layers:
         return []
-    tokens_LE = counts_of_batch(layers, group, "router_loss()")
     own_L = [sum(losses.num_tokens for losses in losses_N) for losses_N in found.values()]
     mean_L = mean_over_ranks(own_L, layers[0], group, "router_loss()")
+    tokens_LE = counts_of_batch(layers, group, "router_loss()")
     totals = []
     for layer, losses_N, tokens_E, mean in zip(layers, found.values(), tokens_LE, mean_L, strict=True):
         share_E = token_shares(tokens_E, layer.shape.top_k, layer.shape.scoring_func)
@@ -404,6 +404,7 @@ def global_aux_loss(
     if newest.requires_grad:
         first.preferred_E = tokens_E = first.preferred_E.to(newest.device) + tokens_E
     flat = torch.cat([tokens_E, tokens_E.new_tensor([num_tokens])])
+    meet("global_aux_loss()", ranks, flat.device)
     if ranks is not None:
         reduce = partial(dist.all_reduce, flat, group=ranks)
         guarded("global_aux_loss()", ranks, reduce, device_type=flat.device.type)

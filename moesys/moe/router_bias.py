@@ -6,7 +6,7 @@ top-k, B bins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -16,12 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from moesys.collectives import guarded
+from moesys.collectives import guarded, meet
 from moesys.moe.arguments import require_module
 from moesys.moe.experts import Experts, counts_of_batch, experts_beside, experts_of, ranks_of_routers
-from moesys.moe.gradients import channels_of
+from moesys.moe.gradients import channels_of, require_equal
 from moesys.moe.router import Router
-from moesys.overlap.comm.frames import Position
 from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
 
 # The names of biases in moesys' routers and in those of transformers, and of the routers beside or around them.
@@ -53,11 +52,11 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None,
         ValueError: ``rate`` is not 0, and ``model`` has neither a bias nor a router of moesys that declares a rate; the
             experts' group is smaller than the job and no ``group`` is given; a router of another library has a bias and
             no ``rate`` is given, or its experts do not count; a bias that ``move_router_bias`` refuses.
-        RankMismatchError: some ranks call it while others are in another call.
+        RankMismatchError: some ranks call it while others are in another call, or ranks have other biases.
     """
     require_module(model)
-    _compare_calls(model, "update_router_bias()")
     biases = _biases(model)
+    _compare(model, biases, "update_router_bias()")
     if not biases and (rate or (rate is None and not any(isinstance(each, Router) for each in model.modules()))):
         raise ValueError(
             f"{type(model).__name__} has no correction bias that rate={rate} could move: no buffer, and no parameter "
@@ -76,6 +75,8 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None,
         if used:
             moves[path] = bias_E, used
     layers = _experts_beside(model, moves)
+    if layers:
+        meet("update_router_bias()", group, layers[0].store.masters.device)
     tokens_LE = counts_of_batch(layers, group, "update_router_bias()")
     for (path, (bias_E, _)), tokens_E in zip(moves.items(), tokens_LE, strict=True):
         _check(bias_E, tokens_E, path)
@@ -170,9 +171,10 @@ class QuantileBalancer:
 
         Raises ValueError where routers chose others than the K best by score + bias, before any bias is set.
         """
-        _compare_calls(self._model, "QuantileBalancer.update()")
         histograms, biases = self._histograms.values(), _biases(self._model)
+        _compare(self._model, biases, "QuantileBalancer.update()")
         flat = torch.cat([each.counted for each in histograms])
+        meet("QuantileBalancer.update()", self._ranks, flat.device)
         if self._ranks is not None:
             reduce = partial(dist.all_reduce, flat, group=self._ranks)
             guarded("QuantileBalancer.update()", self._ranks, reduce, device_type=flat.device.type)
@@ -307,11 +309,11 @@ def _biases(model: nn.Module) -> dict[str, Tensor]:
     return {path: each for path, each in tensors if path.rpartition(".")[2] in BIASES and not each.requires_grad}
 
 
-def _compare_calls(model: nn.Module, call: str) -> None:
-    """Lets ranks that are in different calls raise an error."""
+def _compare(model: nn.Module, biases: Mapping[str, Tensor], call: str) -> None:
+    """Raises ``RankMismatchError`` on all ranks where they are in different calls, or have other biases."""
     layers = experts_of(model)
     for channel in channels_of(layers):
-        channel.gather_bytes(b"", Position(call), layers[0].store.masters.device)
+        require_equal(biases, channel, call, layers[0].store.masters.device)
 
 
 def _experts_beside(model: nn.Module, paths: Iterable[str]) -> list[Experts]:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moesys.balance.layout_schedule import PlanEvent
-from moesys.collectives import ALIKE, RankMismatchError, guarded
+from moesys.collectives import device_of, guarded
+from moesys.frames import ALIKE, Position, RankMismatchError
 from moesys.moe.call import PLAN_TIMEOUT_S, LayerCall, Lookahead, Neighbours
 from moesys.moe.experts import Experts, experts_of, require_own_indices
 from moesys.moe.gradients import channel_of, require_equal_values
@@ -28,7 +29,6 @@ from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.store import Cross, ExpertStore, Finish
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.frames import Position
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.timeline import Timeline
@@ -260,12 +260,8 @@ def _compare_layers(layers: Sequence[Experts], plan_timeout_s: float | None, cha
 def _device_of(layers: Sequence[Experts], channel: Channel) -> torch.device:
     """Returns the device between which the group sends what belongs to the layers."""
     device = layers[0].store.masters.device
-    if device.type != "meta":
-        return device
-    # The experts get their memory after this call.
-    accelerator = torch.accelerator.current_accelerator()
-    backends = "cpu" if channel.group is None else dist.get_backend_config(channel.group)
-    return torch.device("cpu") if "cpu" in backends or accelerator is None else accelerator
+    # Experts on the meta device get their memory after this call.
+    return device_of(channel.group) if device.type == "meta" else device
 
 
 def on_urgent_stream(backends: str) -> object | None:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moesys.frames import Position
 from moesys.kernels.cpu.row_invariant_gemm import NARROW, aligned, matmul_rows, projection_rule
 from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.frames import Position
 from moesys.overlap.exact_sum import add_on_grid, grid_below, largest_size
 from moesys.torch_private import unseen_by_selective_checkpoints
 

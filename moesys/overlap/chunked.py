@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from moesys.config import LayoutInvariant, Overlap
+from moesys.frames import Position
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
 from moesys.overlap.comm.channel import Channel, Transfer
-from moesys.overlap.comm.frames import Position
 from moesys.overlap.exact_sum import BlockSums
 from moesys.overlap.executor import (
     Arrivals,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moesys.frames import Position, choices_of, generation_of
 from moesys.kernels.host_copies import HostCopy
 from moesys.kernels.routing import route
 from moesys.kernels.split.chunks import ChunkBlocks, OwnReplicas, SentRows, arrived_rows, cut, sent_rows
@@ -22,7 +23,6 @@ from moesys.kernels.split.tables import entries_of
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.frames import Position, choices_of, generation_of
 from moesys.overlap.device_split import DeviceSplit
 from moesys.overlap.routes import ChunkRoutes, Routes, chunk_bounds, no_expert
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from moesys.balance.topology import levels_of, link_domains_of, nodes_of
 from moesys.config import ClusterSpec, Split
 from moesys.config.overlap import MegaKernel
+from moesys.frames import call_mismatch
 from moesys.kernels.split.tables import SplitTables, entries_of, keep_within, tables_of
 from moesys.kernels.symmetric.counts import ReceivedCounts
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.limits import too_many_rows, too_many_words
 from moesys.load import IntArray
-from moesys.overlap.comm.frames import call_mismatch
 from moesys.overlap.routes import no_expert
 
 

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
+from moesys.frames import Position
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.frames import Position
 from moesys.overlap.exact_sum import BlockSums
 from moesys.overlap.routes import ChunkRoutes, Routes
 

@@ -38,6 +38,7 @@ from torch import Tensor
 from moesys.collectives import guarded
 from moesys.config import ModelShape
 from moesys.config.overlap import MegaKernel
+from moesys.frames import Position, call_bits
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.experts.tile_config import TileConfigs
 from moesys.kernels.experts.tiles import groups_by_size
@@ -53,7 +54,6 @@ from moesys.kernels.symmetric.counts import Origin, count_regions, receive_count
 from moesys.kernels.symmetric.heap import ArenaLayout, Heap, require_no_capture
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray
-from moesys.overlap.comm.frames import Position, call_bits
 from moesys.overlap.comm.record import Recorder, SpanRecord, stage
 from moesys.overlap.device_split import DeviceSplit, PendingPlan, RowLimit, device_split, require_rows, room_for_rows
 from moesys.overlap.exact_sum import BlockSums

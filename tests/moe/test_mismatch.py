@@ -5,6 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,9 +20,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
+from moesys.collectives import agreement
+from moesys.frames import PAYLOAD_BYTES, Identity, Position
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.frames import PAYLOAD_BYTES, Identity, Position
 from moesys.overlap.comm.record import Meter, Recorder
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
@@ -158,6 +162,65 @@ def test_synchronisation_beside_forward(ranks: LocalRanks) -> None:
     for said in ranks.run(one_synchronises, num_ranks=2):
         for name, text in zip(("sync_gradients()", "clip_grad_norm_()", "link()"), said, strict=True):
             assert f"rank 0: {name}; rank 1: forward of layer 7" in text
+
+
+def balanced_model() -> nn.ModuleList:
+    shape = SHAPE.replace(scoring_func="sigmoid", router_bias_update_rate=0.05)
+    return nn.ModuleList(ms.MoELayer(shape, EP, layer_index=index, seed=index) for index in (5, 7))
+
+
+def save_whole(model: nn.Module) -> None:
+    with TemporaryDirectory() as folder, ms.whole_folder(Path(folder) / "checkpoint"):
+        pass
+
+
+def global_aux_loss(model: nn.Module) -> None:
+    ms.global_aux_loss(model, [torch.randn(4, 6), torch.randn(4, 6)], dist.group.WORLD)
+
+
+def agree(model: nn.Module) -> None:
+    with agreement("a check of others, with a name that is longer than 48 bytes"):
+        pass
+
+
+# Every call whose ranks meet, by the name that errors have.
+CALLS: dict[str, Callable[[nn.Module], object]] = {
+    "forward of layer 5": lambda model: model[0](tokens(0)),
+    "sync_gradients()": ms.sync_gradients,
+    "clip_grad_norm_()": lambda model: ms.clip_grad_norm_(model, 1.0),
+    "link()": ms.link,
+    "foresee()": lambda model: model[0].experts.foresee([torch.zeros(4, 2, dtype=torch.int64)]),
+    "update_router_bias()": lambda model: ms.update_router_bias(model, dist.group.WORLD),
+    "QuantileBalancer.update()": lambda model: ms.QuantileBalancer(model).update(),
+    "global_aux_loss()": global_aux_loss,
+    "whole_folder()": save_whole,
+    "a check of others, with a name that is longer th": agree,
+}
+
+
+def in_each_other_call() -> dict[tuple[str, str], str]:
+    """Rank 0 makes one call and rank 1 another, for each pair of calls."""
+    model, rank = balanced_model(), dist.get_rank()
+    for layer in model:
+        layer(tokens(rank)).sum().backward()
+    said = {}
+    for pair in combinations(CALLS, 2):
+        said[pair] = refused(lambda name=pair[rank]: CALLS[name](model))
+    # Only the parameters, as torch's own function takes them.
+    parameters = list(model.parameters())
+    said["clip_grad_norm_()", "whole_folder()"] = refused(
+        lambda: save_whole(model) if rank else ms.clip_grad_norm_(parameters, 1.0)
+    )
+    # Then ranks that go on alike go on right.
+    model[0](tokens(rank)).sum().backward()
+    return said
+
+
+def test_ranks_in_any_two_different_calls(ranks: LocalRanks) -> None:
+    for said in ranks.run(in_each_other_call, num_ranks=2):
+        for (first, second), text in said.items():
+            assert f"ranks met in different calls: rank 0: {first}" in text
+            assert f"; rank 1: {second}" in text
 
 
 # --- different declarations ---------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from torch import Tensor
 
 import moesys as ms
 from moesys.balance.plan import plan_layer
+from moesys.frames import NO_LAYER, Identity, Position, header
 from moesys.kernels.host_copies import HostCopy
 from moesys.kernels.routing import route
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
-from moesys.overlap.comm.frames import NO_LAYER, Identity, Position, header
 from moesys.overlap.comm.record import Meter
 from moesys.overlap.device_routes import PendingRoutes, chunk_numbers, own_replicas, route_on_device
 from moesys.overlap.device_split import device_split

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from moesys import frames
 from moesys.collectives import EXPLAINED, FAILURE_GRACE_S, failure_of
+from moesys.frames import NO_LAYER, VALUES, Header, Identity, Position
 from moesys.kernels.host_copies import HostCopy, to_device
-from moesys.overlap.comm import frames
 from moesys.overlap.comm.background import BackgroundThread
-from moesys.overlap.comm.frames import NO_LAYER, VALUES, Header, Identity, Position
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.torch_private import group_timeout_s

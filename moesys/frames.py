@@ -1,9 +1,9 @@
 """Frames: messages that say what they belong to, so that ranks that are in different calls never mix their data.
 
-Every all-gather of a ``Channel`` sends ``FRAME_BYTES`` bytes from each rank, whatever it carries: a header, and behind
-it the payload. Ranks that meet in different layers, micro-batches or passes therefore always receive a header that they
-can read, and all of them raise the same error. The rest of a longer payload follows in a second all-gather, whose
-size is known to all ranks from the headers.
+Every all-gather of a ``Channel``, and the first collective of every other call, sends ``FRAME_BYTES`` bytes from each
+rank, whatever it carries: a header, and behind it the payload. Ranks that meet in different calls, layers,
+micro-batches or passes therefore always receive a header that they can read, and all of them raise the same error. The
+rest of a longer payload follows in a second all-gather, whose size is known to all ranks from the headers.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from moesys.collectives import ALIKE, RankMismatchError
-
+ALIKE = (
+    "All ranks of a process group must make the same calls in the same order: the same layers, micro-batches and "
+    "passes, the same synchronisations and the same saves"
+)
 FRAME_BYTES = 4096
-# The places of the int64 numbers of a header. Those in ``_POSITION``, and the digest, must be the same on all ranks.
-_MAGIC, _WHAT, _LAYER, _NUMBER, _FLAGS, _TWIN, _DIGEST, _GENERATION, _PAYLOAD_BYTES, _TEXT_BYTES, _CHOICES = range(11)
-_POSITION = slice(_MAGIC, _FLAGS + 1)
-HEADER_BYTES = 11 * 8
+# The places of the int64 numbers of a header. Those of the position, and the digest, must be the same on all ranks.
+_MAGIC, _LAYER, _NUMBER, _FLAGS = range(4)
+# The name of the call, in UTF-8.
+_WHAT = slice(4, 10)
+_POSITION = slice(_MAGIC, 10)
+_TWIN, _DIGEST, _GENERATION, _PAYLOAD_BYTES, _TEXT_BYTES, _CHOICES = range(10, 16)
+_WHAT_BYTES, HEADER_BYTES = 6 * 8, 16 * 8
 PAYLOAD_BYTES = FRAME_BYTES - HEADER_BYTES
 # Changes with the layout of frames, so that versions of moesys that do not understand each other say so.
 _VERSION = 0x6D6F65737973_02
@@ -32,34 +37,21 @@ _VERSION = 0x6D6F65737973_02
 LEARNING, BACKWARD, EXPERT_GRADIENTS = 1, 2, 4
 NO_NUMBER = -1
 
-WHAT = (
-    "values",
-    "forward",
-    "agreement on a layout",
-    "comparison of plans",
-    "recomputation",
-    "foresee()",
-    "bounds of expert gradients in backward",
-    "bounds of router gradients in backward",
-    "link()",
-    "sync_gradients()",
-    "clip_grad_norm_()",
-    "comparison of routers",
-    "update_router_bias()",
-    "QuantileBalancer.update()",
-)
-
 Header = npt.NDArray[np.int64]
+
+
+class RankMismatchError(RuntimeError):
+    """The error of ranks that share experts and differ in calls or declarations; every rank raises it."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """The call that a rank is in. what: one of ``WHAT``. number: the micro-batch in a forward or an agreement on a
-    layout, the generation elsewhere. flags: a sum of ``LEARNING``, ``BACKWARD`` and ``EXPERT_GRADIENTS``. choices: the
-    number of choices of this rank's tokens, T · K, which is not compared.
+    """The call that a rank is in. what: its name, up to 48 bytes. number: the micro-batch in a forward or an agreement
+    on a layout, the generation elsewhere. flags: a sum of ``LEARNING``, ``BACKWARD`` and ``EXPERT_GRADIENTS``. choices:
+    the number of choices of this rank's tokens, T · K, which is not compared.
     """
 
-    what: str = WHAT[0]
+    what: str = "values"
     number: int = NO_NUMBER
     flags: int = 0
     choices: int = 0
@@ -97,10 +89,16 @@ NO_LAYER, VALUES = Identity(), Position()
 
 
 def header(identity: Identity, at: Position, generation: int, payload_bytes: int) -> Header:
-    """Returns the header of a payload, int64 [11]."""
-    numbers = (_VERSION, WHAT.index(at.what), identity.layer, at.number, at.flags, identity.twin)
+    """Returns the header of a payload, int64 [16]."""
+    numbers = (_VERSION, identity.layer, at.number, at.flags, *_numbers_of(at.what), identity.twin)
     texts = (identity.digest, generation, payload_bytes, len(identity.text), at.choices)
     return np.array([*numbers, *texts], dtype=np.int64)
+
+
+@cache
+def _numbers_of(what: str) -> list[int]:
+    numbers: list[int] = np.frombuffer(what.encode().ljust(_WHAT_BYTES, b"\0")[:_WHAT_BYTES], np.int64).tolist()
+    return numbers
 
 
 def generation_of(headers_RN: Header) -> int:
@@ -202,7 +200,7 @@ def _listed(ranks: Sequence[int]) -> str:
 def _words(row: Header) -> str:
     if row[_MAGIC] != _VERSION:
         return "a message that is not of this version of moesys"
-    what = WHAT[row[_WHAT]] if 0 <= row[_WHAT] < len(WHAT) else f"an unknown call {row[_WHAT]}"
+    what = row[_WHAT].tobytes().rstrip(b"\0").decode(errors="replace")
     place = f" of layer {row[_LAYER]}" if row[_LAYER] >= 0 and not what.endswith("()") else ""
     if what != "forward":
         counted = "micro-batch" if what in ("agreement on a layout", "comparison of routers") else "generation"
