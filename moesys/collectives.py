@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -124,39 +125,29 @@ def failure_of(
     error: RuntimeError,
     device_type: str,
     grace_s: float,
-    without_heartbeat: Callable[[Sequence[int], float], set[int]] | None,
+    without_heartbeat: Callable[[dist.Store, Sequence[int]], set[int]] | None,
 ) -> CollectiveError:
     """Reports this rank's failure to the others, and finds out which of them neither report one nor are alive. Returns
     the error to raise; other arguments as those of ``guarded``.
 
-    The ranks that do not answer are those that ``without_heartbeat`` returns for the members of the group and
-    ``grace_s``. Without it they are the ranks that have not reported a failure of their own ``grace_s`` after the
-    group's time-out, or after 20 s if that is shorter.
+    The ranks that do not answer are those that ``without_heartbeat`` returns for the store and the group's members.
+    Without it they are the ranks that have not reported a failure of their own ``grace_s`` after the group's time-out,
+    or after 20 s if that is shorter. Rank 0 is said not to answer where the store does not.
     """
     members, me = dist.get_process_group_ranks(group), dist.get_rank()
-    reports: dict[int, str] = {}
-    silent: set[int] = set()
-    unreachable = False
-    timeout_s = group_timeout_s(group, device_type)
-    patience_s = min(timeout_s, _MOST_PATIENCE_S) + grace_s
-    # Ranks that fail together do so within each other's time-outs; earlier reports belong to other failures.
-    unreported = partial(_unreported, since_s=time.time() - timeout_s - grace_s)
-    try:
-        store = default_store()
-        store.set(_key(me), f"{time.time()} {what}")
-        if without_heartbeat is not None:
-            silent = unreported(store, without_heartbeat(members, grace_s))
-        else:
-            deadline_s = time.monotonic() + patience_s
-            silent = unreported(store, members)
-            while silent and time.monotonic() < deadline_s:
-                time.sleep(0.05)
-                silent = unreported(store, silent)
-        others = {rank for rank in members if rank != me} - silent
-        others -= unreported(store, others)
-        reports = {rank: _report(store, rank)[1] for rank in sorted(others)}
-    except RuntimeError:
-        unreachable = True
+    patience_s = min(group_timeout_s(group, device_type), _MOST_PATIENCE_S) + grace_s
+    answers: list[tuple[set[int], dict[int, str]]] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            answers.append(_answer(default_store(), what, members, patience_s, without_heartbeat))
+
+    # Questions to the store have no time-out, and its host may be frozen.
+    thread = threading.Thread(target=ask, name="moesys-failure", daemon=True)
+    thread.start()
+    thread.join(patience_s + FAILURE_GRACE_S)
+    unreachable = not answers
+    silent, reports = answers[0] if answers else (set[int](), dict[int, str]())
     sentences = [f"rank {me}: {what} failed; {_who(silent, unreachable, without_heartbeat is not None)}"]
     if elsewhere := {rank: where for rank, where in reports.items() if where != what}:
         sentences.append("; ".join(f"rank {rank} failed in {where}" for rank, where in elsewhere.items()))
@@ -169,7 +160,7 @@ def _who(silent: Collection[int], unreachable: bool, have_heartbeats: bool) -> s
     if unreachable:
         return (
             "rank 0 did not answer: it is dead or hung, or it gave up waiting for this rank and ended (the rendezvous "
-            "store, which rank 0 hosts unless a launcher does, is gone)"
+            "store, which rank 0 hosts unless a launcher does, is gone or does not answer)"
         )
     if not silent:
         return "every rank is alive, so ranks that made different calls, the network or a time-out failed it"
@@ -178,16 +169,33 @@ def _who(silent: Collection[int], unreachable: bool, have_heartbeats: bool) -> s
     return f"{names} did not answer and {'are' if len(silent) > 1 else 'is'} dead or hung{late}"
 
 
-def _unreported(store: dist.Store, ranks: Collection[int], since_s: float) -> set[int]:
-    return {rank for rank in ranks if _report(store, rank)[0] < since_s}
+def _answer(
+    store: dist.Store,
+    what: str,
+    members: Sequence[int],
+    patience_s: float,
+    without_heartbeat: Callable[[dist.Store, Sequence[int]], set[int]] | None,
+) -> tuple[set[int], dict[int, str]]:
+    """Reports this rank's failure. Returns the members that neither report one nor are alive, and the calls in which
+    others failed. Failures are numbered by the store, as clocks of hosts differ.
+    """
+    me = dist.get_rank()
+    known = f"moesys/seen/{me}"
+    # Reports that this rank has seen belong to its earlier failures.
+    seen = store.add(known, 0)
+    store.set(_key(me), f"{store.add(_FAILURES, 1)} {what}")
+    silent = set(members) if without_heartbeat is None else without_heartbeat(store, members)
+    deadline_s = time.monotonic() + patience_s * (without_heartbeat is None)
+    while len(reports := _reports(store, members, seen)) < len(members) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    store.add(known, store.add(_FAILURES, 0) - seen)
+    return silent - reports.keys(), {rank: where for rank, where in reports.items() if rank != me}
 
 
-def _report(store: dist.Store, rank: int) -> tuple[float, str]:
-    """Returns when a rank last failed, in seconds of time.time(), and in which call; 0 for one that never has."""
-    if not store.check([_key(rank)]):
-        return 0.0, ""
-    at_s, _, what = store.get(_key(rank)).decode().partition(" ")
-    return float(at_s), what
+def _reports(store: dist.Store, ranks: Sequence[int], seen: int) -> dict[int, str]:
+    """Returns the calls in which ranks failed after the failure of number ``seen``."""
+    found = {rank: store.get(_key(rank)).decode().split(" ", 1) for rank in ranks if store.check([_key(rank)])}
+    return {rank: where for rank, (number, where) in found.items() if int(number) > seen}
 
 
 def _key(rank: int) -> str:

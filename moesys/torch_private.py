@@ -186,6 +186,13 @@ def num_process_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Returns whether a process group has not been destroyed; as ``num_process_groups``, without which AttributeError
+    in every forward of several ranks.
+    """
+    return group in dist.distributed_c10d._world.pg_map
+
+
 def group_timeout_s(group: dist.ProcessGroup | None, device_type: str) -> float:
     """Returns the seconds after which collectives of the group give up; torch's default where a backend does not tell,
     and for one rank alone.

@@ -242,8 +242,7 @@ class Experts(nn.Module):
         ``flags``: the flags of the forward (``frames.Position``).
         """
         learning = self.training and torch.is_grad_enabled()
-        if learning:
-            self.require_group()
+        self.require_group(learning)
         num_tokens, real_N = len(expert_TK), None
         if mask_T is not None and len(found_N := mask_T.nonzero().flatten()) < num_tokens:
             real_N, expert_TK = found_N, expert_TK.index_select(0, found_N)
@@ -278,11 +277,13 @@ class Experts(nn.Module):
         lookahead.entered(call)
         return call
 
-    def require_group(self) -> None:
-        """Raises RuntimeError for experts that were made before the process group whose ranks were to share them, and
-        warns in the first micro-batch where a launcher has started several ranks and there is no process group.
+    def require_group(self, learning: bool = True) -> None:
+        """Raises RuntimeError for experts whose process group was destroyed and, if they are ``learning``, for those
+        that were made before the process group whose ranks were to share them. Warns in the first micro-batch of a
+        training where a launcher has started several ranks and there is no process group.
         """
-        if self.group is not None:
+        self.token_channel.require_group()
+        if self.group is not None or not learning:
             return
         if dist.is_available() and dist.is_initialized():
             if dist.get_world_size() > 1:

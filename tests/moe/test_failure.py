@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import Stack
+from torch import nn
 
 import moesys as ms
 from moesys import collectives
-from moesys.collectives import silent_ranks_named
+from moesys.collectives import guarded, silent_ranks_named
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
+from moesys.overlap.comm import heartbeat
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
 
@@ -139,6 +144,89 @@ def test_a_rank_that_dies_is_named_behind_an_earlier_failure(mortal_ranks: Local
     outcomes = mortal_ranks.outcomes(fail_twice, 2, num_ranks=3, expect_dead={2})
     for outcome in outcomes[:2]:
         assert "second failed; rank 2 did not answer" in str(outcome.result), outcome
+
+
+def fail_under_another_clock() -> str:
+    """All ranks fail together, and the hosts' clocks are hours apart."""
+    group = dist.new_group([0, 1], timedelta(seconds=1))
+    rank = dist.get_rank()
+    with mock.patch("time.time", return_value=time.time() - 36000 * rank), pytest.raises(ms.CollectiveError) as error:
+        guarded("call", group, lambda: dist.recv(torch.zeros(1), group_src=1 - rank, group=group, tag=9))
+    return str(error.value)
+
+
+def test_clocks_that_differ_blame_nobody(ranks: LocalRanks) -> None:
+    for said in ranks.run(fail_under_another_clock, num_ranks=2):
+        assert "call failed; every rank is alive" in said
+
+
+class FrozenStore:
+    """A store whose host is frozen: it never answers."""
+
+    def clone(self) -> FrozenStore:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: threading.Event().wait()
+
+
+def fail_beside_a_frozen_store() -> list[tuple[str, tuple[int, ...]]]:
+    group, said = dist.new_group([0, 1], timedelta(seconds=1)), []
+    other = 1 - dist.get_rank()
+    places = (collectives, "FAILURE_GRACE_S", 0.1), (collectives, "default_store", FrozenStore)
+    places += ((heartbeat, "default_store", FrozenStore),)
+    with contextlib.ExitStack() as stack:
+        for place in places:
+            stack.enter_context(mock.patch.object(*place))
+        beating = heartbeat.Heartbeat(dist.get_rank())
+        for having in (None, beating):
+            channel = Channel(group, [0, 0], Recorder(0), Meter())
+            channel.heartbeat, channel.failure_grace_s = having, 0.1
+            with pytest.raises(ms.CollectiveError) as error:
+                channel.guard("call", lambda: dist.recv(torch.zeros(1), group_src=other, group=group, tag=9))
+            said.append((str(error.value), error.value.silent_ranks))
+        beating.close()
+    return said
+
+
+def test_a_frozen_store_ends_the_others_within_their_time_out(ranks: LocalRanks) -> None:
+    """Rank 0 hosts the store without a launcher, and may be stopped, or its machine paused."""
+    for text, silent in ranks.run(fail_beside_a_frozen_store, num_ranks=2, timeout_s=60.0)[0]:
+        assert "call failed; rank 0 did not answer: it is dead or hung" in text
+        assert "is gone or does not answer" in text
+        assert silent == (0,)
+
+
+def outlive_the_group(restart: bool) -> list[str]:
+    group = dist.new_group([0, 1])
+    model = nn.ModuleList(ms.MoELayer(SHAPE, STRATEGIES["ep"], layer_index=5, group=group) for _ in range(1))
+    model[0](torch.randn(20, 16)).sum().backward()
+    dist.destroy_process_group(group)
+    if restart:
+        dist.new_group([0, 1])
+    calls = (
+        lambda: model[0](torch.randn(20, 16)),
+        lambda: model.eval()[0](torch.randn(20, 16)),
+        lambda: ms.sync_gradients(model),
+        lambda: ms.clip_grad_norm_(model, 1.0),
+        lambda: ms.link(model),
+    )
+    said = []
+    for call in calls:
+        with pytest.raises(RuntimeError) as error:
+            call()
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["no group", "another group"])
+def test_a_layer_that_outlives_its_process_group_is_named(ranks: LocalRanks, restart: bool) -> None:
+    for said in ranks.run(outlive_the_group, restart, num_ranks=2):
+        for text in said:
+            assert text == (
+                "the process group of layer 5 was destroyed (destroy_process_group); make the model again after "
+                "init_process_group, and load the state_dict() of this one"
+            )
 
 
 def evaluate_alone() -> str:

@@ -24,9 +24,9 @@ from moesys.collectives import EXPLAINED, FAILURE_GRACE_S, failure_of
 from moesys.frames import NO_LAYER, VALUES, Header, Identity, Position
 from moesys.kernels.host_copies import HostCopy, to_device
 from moesys.overlap.comm.background import BackgroundThread
-from moesys.overlap.comm.heartbeat import Heartbeat
+from moesys.overlap.comm.heartbeat import Heartbeat, silent_ranks
 from moesys.overlap.comm.record import Meter, Recorder
-from moesys.torch_private import group_timeout_s
+from moesys.torch_private import group_timeout_s, is_registered
 
 
 class Messages:
@@ -386,18 +386,29 @@ class Channel:
                 self.guard(lane, lambda: dist.all_reduce(values, group=self.group))
         return values
 
+    def require_group(self) -> None:
+        """Raises RuntimeError where the process group was destroyed."""
+        if self.group is not None and not is_registered(self.group):
+            whose = "these layers" if self.identity.layer < 0 else f"layer {self.identity.layer}"
+            raise RuntimeError(
+                f"the process group of {whose} was destroyed (destroy_process_group); make the model again after "
+                "init_process_group, and load the state_dict() of this one"
+            )
+
     def guard(self, what: str, call: Callable[[], T]) -> T:
         """Returns ``call()``, a collective; where it fails ``CollectiveError`` names it and the ranks that are gone."""
         try:
             return call()
         except EXPLAINED:
             raise
-        except RuntimeError as error:
-            layer, heartbeat = self.identity.layer, self.heartbeat
+        except (KeyError, RuntimeError, ValueError) as error:
+            self.require_group()
+            if not isinstance(error, RuntimeError):
+                raise
+            layer, grace_s = self.identity.layer, self.failure_grace_s
             named = what if layer < 0 or what.endswith("()") else f"{what} of layer {layer}"
-            silent_ranks = None if heartbeat is None else heartbeat.silent_ranks
-            failure = failure_of(named, self.group, error, self.device_type, self.failure_grace_s, silent_ranks)
-            raise failure from error
+            without_heartbeat = None if self.heartbeat is None else partial(silent_ranks, grace_s)
+            raise failure_of(named, self.group, error, self.device_type, grace_s, without_heartbeat) from error
 
 
 def _is_shared(tensor: Tensor) -> bool:

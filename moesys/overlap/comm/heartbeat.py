@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection
+from contextlib import suppress
 
 import torch.distributed as dist
 
-from moesys.overlap.comm.background import BackgroundThread
+from moesys.overlap.comm.background import PATIENCE_S, BackgroundThread
 from moesys.torch_private import default_store
 
 PERIOD_S = 0.5
@@ -17,7 +18,8 @@ PERIOD_S = 0.5
 class Heartbeat:
     """Counts up a key of the rendezvous store twice a second, in the background; ``close`` it to stop.
 
-    A stopped, killed or finished process has no heartbeat. One that computes, or waits in a collective, has.
+    A stopped, killed or finished process has no heartbeat. One that computes, or waits in a collective, has. Only the
+    thread asks the store, which does not answer while its host is frozen.
     """
 
     def __init__(self, rank: int) -> None:
@@ -25,41 +27,34 @@ class Heartbeat:
         self._store: dist.Store = default_store().clone()  # type: ignore[attr-defined]
         self._rank = rank
         self._closed = threading.Event()
-        self._beat()
         self._thread = BackgroundThread("moesys-heartbeat", self._run, stop=self.stop)
         self._thread.start()
-
-    def silent_ranks(self, ranks: Collection[int], grace_s: float) -> set[int]:
-        """Returns the ranks whose heartbeat does not move for ``grace_s`` seconds; at once when all have moved."""
-        seen = {rank: self._count(rank) for rank in ranks}
-        silent = set(ranks)
-        deadline = time.monotonic() + grace_s
-        while silent and time.monotonic() < deadline:
-            time.sleep(PERIOD_S / 2)
-            silent = {rank for rank in silent if self._count(rank) == seen[rank]}
-        return silent
 
     def stop(self) -> None:
         self._closed.set()
 
     def close(self) -> None:
-        """Stops the thread and waits until it has ended."""
+        """Stops the thread and waits until it has ended, or the store has not answered for a second."""
         self.stop()
-        self._thread.join()
-
-    def _count(self, rank: int) -> int:
-        return self._store.add(_key(rank), 0)
-
-    def _beat(self) -> None:
-        self._store.add(_key(self._rank), 1)
+        self._thread.join(PATIENCE_S)
 
     def _run(self) -> None:
-        while not self._closed.wait(PERIOD_S):
-            try:
-                self._beat()
-            except RuntimeError:
-                # The store is gone, and with it the job: there is nobody left to tell.
-                return
+        # If the store is gone, the job is too, and nobody is left to tell.
+        with suppress(RuntimeError):
+            self._store.add(_key(self._rank), 1)
+            while not self._closed.wait(PERIOD_S):
+                self._store.add(_key(self._rank), 1)
+
+
+def silent_ranks(grace_s: float, store: dist.Store, ranks: Collection[int]) -> set[int]:
+    """Returns the ranks whose heartbeat does not move for ``grace_s`` seconds; at once when all have moved."""
+    seen = {rank: store.add(_key(rank), 0) for rank in ranks}
+    silent = set(ranks)
+    deadline_s = time.monotonic() + grace_s
+    while silent and time.monotonic() < deadline_s:
+        time.sleep(PERIOD_S / 2)
+        silent = {rank for rank in silent if store.add(_key(rank), 0) == seen[rank]}
+    return silent
 
 
 def _key(rank: int) -> str:
