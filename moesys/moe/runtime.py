@@ -99,8 +99,10 @@ class MoERuntime(Lookahead):
         self._reshards: list[_Reshard] = []
         self._arrived: dict[ExpertStore, tuple[Tensor, ...]] = {}
         self._flushing_backward = NO_BACKWARD
-        # A runtime that is dropped without ``close`` leaves no thread behind.
-        self._stop_threads = weakref.finalize(self, _stop, self._planner, self._heartbeat)
+        # A runtime that is dropped without ``close`` leaves neither threads nor groups behind, except those of NCCL,
+        # which all ranks destroy together. The exit of the process stops threads by itself, and waits for no group.
+        self._drop = weakref.finalize(self, _release, self._planner, self._heartbeat, self._groups, "gloo")
+        self._drop.atexit = False
         for layer in self.layers:
             like = layer.token_channel
             weight_channel = Channel(
@@ -227,19 +229,15 @@ class MoERuntime(Lookahead):
         Waits for the plans that were asked for, at most ``plan_timeout_s``, and keeps them, so that the layers go on
         with the same layouts. One that is not made by then is late on all ranks, which keep the old layout.
         """
-        if not self._stop_threads.alive:
+        if not self._drop.detach():
             return
-        self._stop_threads.detach()
         self._planner.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
         for layer in self.layers:
             layer.schedule.keep_made_plans()
             layer.unlink()
-        for group in self._groups:
-            # The group is gone already if all groups were destroyed before.
-            with suppress(ValueError):
-                dist.destroy_process_group(group)
+        _release(self._planner, self._heartbeat, self._groups)
         self._groups = []
 
 
@@ -274,10 +272,18 @@ def on_urgent_stream(backends: str) -> object | None:
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
-def _stop(planner: PlannerThread, heartbeat: Heartbeat | None) -> None:
+def _release(
+    planner: PlannerThread, heartbeat: Heartbeat | None, groups: list[dist.ProcessGroup], backend: str = ""
+) -> None:
+    """Stops the threads, and destroys the groups of ``backend``, by default all."""
     planner.stop()
     if heartbeat is not None:
         heartbeat.stop()
+    for group in groups:
+        # The group is gone already if all groups were destroyed before.
+        with suppress(ValueError):
+            if backend in ("", dist.get_backend(group)):
+                dist.destroy_process_group(group)
 
 
 class PlanningState:

@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,35 @@ def usage_while_training(folder: Path) -> dict[str, list[int]]:
             watch.step(loss=loss, norm=norm)
     runtime.close()
     return {name: values.tolist() for name, values in samples.items()}
+
+
+def files_and_threads(wanted: set[tuple[int, int]]) -> tuple[int, int]:
+    """Returns how many files and threads there are, as soon as they are as ``wanted``: threads take time to end."""
+    for _ in range(100):
+        found = usage()
+        if (found["files"], found["threads"]) in wanted:
+            break
+        time.sleep(0.1)
+    return found["files"], found["threads"]
+
+
+def drop_linked_models() -> list[tuple[int, int]]:
+    """Links and drops a model on one rank after the other, without a call in which they meet."""
+    found: list[tuple[int, int]] = []
+    for _ in range(3):
+        model = Stack(SHAPE, FSEP, num_layers=2)
+        ms.link(model)
+        model(torch.randn(24, SHAPE.hidden_size)).square().mean().backward()
+        del model
+        found.append(files_and_threads(set(found)))
+        dist.barrier()
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not hasattr(LIBC, "mallinfo2"), reason="reads /proc")
+def test_a_linked_model_that_is_dropped_leaves_nothing(ranks: LocalRanks) -> None:
+    for found in ranks.run(drop_linked_models, num_ranks=2):
+        assert len(set(found)) == 1, found
 
 
 @pytest.mark.slow
