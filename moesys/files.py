@@ -68,7 +68,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
                 if mode is None or error.errno not in _FIXED_NAMES:
                     raise
                 path.write_bytes(beside.read_bytes())
-        sync_folder(path.parent)
+        sync_path(path.parent)
     finally:
         beside.unlink(missing_ok=True)
 
@@ -169,9 +169,9 @@ def resolved(path: Path) -> Path:
         raise OSError(errno.ELOOP, "symbolic links name each other", str(path)) from None
 
 
-def sync_folder(folder: Path) -> None:
-    """Returns when the names of a folder's files are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Returns when a file, or the names of a folder's files, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -195,7 +195,7 @@ def append_line(path: Path, line: bytes, *, sync: bool = True, lock: FolderLock 
         if sync:
             os.fsync(file.fileno())
     if sync and is_new:
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
 def cut_torn_line(path: Path) -> None:
@@ -297,7 +297,7 @@ def whole_folder(folder: Path | str) -> Iterator[Path]:
     Where the block raises on any rank, or a process dies, ``folder`` stays what it was. This is a collective if there
     is a process group, and then all ranks write to one file system. The new folder is made beside the old one, or
     beside the folder that a symbolic link names, and takes room there. A crash between the two renames at the end
-    leaves the old one as ``.NAME.old``; the next call restores it.
+    leaves the old one as ``.NAME.old``; the next call restores it. Links and pipes in the folder stay what they are.
 
     Raises FileNotFoundError on ranks that do not see the new folder, ValueError while another process writes the same
     folder, and RuntimeError where another rank failed.
@@ -312,7 +312,7 @@ def whole_folder(folder: Path | str) -> Iterator[Path]:
     try:
         with agreement(call):
             folder = resolved(Path(folder).absolute())
-            new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
+            new, old = (folder.parent / f".{folder.name}.{kind}" for kind in ("new", "old"))
             if first:
                 lock = _begin(folder, new, old)
         with agreement(call):
@@ -324,16 +324,22 @@ def whole_folder(folder: Path | str) -> Iterator[Path]:
                 _end(folder, new, old)
     finally:
         if lock is not None:
-            shutil.rmtree(new, ignore_errors=True)
+            # Where neither folder could get its name, the new one is complete.
+            if folder.exists() or not old.exists():
+                shutil.rmtree(new, ignore_errors=True)
             lock.remove()
 
 
 def _begin(folder: Path, new: Path, old: Path) -> FolderLock:
     """Takes the lock, restores the old folder where a crash left it aside, and makes the new one."""
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "a file is where a folder is to be written", str(folder))
-    if folder.is_mount():
-        raise ValueError(f"{folder} is a mount point, which cannot be replaced as a whole; give a folder inside it")
+        raise NotADirectoryError(errno.ENOTDIR, "a file is there; give another path, or remove it", str(folder))
+    refused = "a mount point" if folder.is_mount() else ""
+    # The current folder may be gone.
+    with suppress(FileNotFoundError):
+        refused = refused or "the current folder or one around it" * Path.cwd().is_relative_to(folder)
+    if refused:
+        raise ValueError(f"{folder} is {refused}, which cannot be replaced as a whole; give a folder inside it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(folder, folder.with_name(f".{folder.name}.lock"))
     try:
@@ -351,14 +357,18 @@ def _begin(folder: Path, new: Path, old: Path) -> FolderLock:
 
 def _end(folder: Path, new: Path, old: Path) -> None:
     for path in [new, *new.rglob("*")]:
-        if path.is_dir():
-            sync_folder(path)
-        else:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    if folder.exists():
-        new.chmod(stat.S_IMODE(folder.stat().st_mode))
-        folder.rename(old)
-    new.rename(folder)
-    sync_folder(folder.parent)
+        # Links stay as they are, and pipes would be waited for.
+        if stat.S_ISREG(mode := path.lstat().st_mode) or stat.S_ISDIR(mode):
+            sync_path(path)
+    try:
+        if folder.exists():
+            new.chmod(stat.S_IMODE(folder.stat().st_mode))
+            folder.rename(old)
+        new.rename(folder)
+    except BaseException:
+        # The second one may have failed, or Ctrl-C came between them.
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
+    sync_path(folder.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -55,6 +56,68 @@ def test_a_crash_between_the_renames_is_put_right(tmp_path: Path) -> None:
         raise ValueError("now")
     assert content(tmp_path / "folder") == {"a": b"one", "inside/b": b"one"}
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=["disk", "^C"])
+@pytest.mark.parametrize("failing", [[".folder.new"], [".folder.new", ".folder.old"]], ids=["new", "new and old"])
+def test_a_rename_that_fails_loses_neither_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, failing: list[str]
+) -> None:
+    write(tmp_path / "folder", "one")
+    rename = Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        if self.name in failing:
+            raise error
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", renamed)
+        with pytest.raises(type(error)):
+            write(tmp_path / "folder", "two")
+    if ".folder.old" not in failing:
+        assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+    else:
+        assert content(tmp_path / ".folder.new") == {"a": b"two", "inside/b": b"two"}
+        assert content(tmp_path / ".folder.old") == {"a": b"one", "inside/b": b"one"}
+        with pytest.raises(ValueError, match="now"), ms.whole_folder(tmp_path / "folder"):
+            raise ValueError("now")
+    assert content(tmp_path / "folder") == {"a": b"one", "inside/b": b"one"}
+
+
+@pytest.mark.timeout(60)
+def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    with ms.whole_folder(tmp_path / "folder") as new:
+        os.mkfifo(new / "pipe")
+        for name, target in (("dangling", "step-100"), ("here", "."), ("device", "/dev/zero")):
+            (new / name).symlink_to(target)
+    assert (tmp_path / "folder" / "pipe").is_fifo()
+    assert (tmp_path / "folder" / "dangling").readlink() == Path("step-100")
+    assert (tmp_path / "folder" / "here").readlink() == Path()
+
+
+def test_places_that_cannot_be_replaced_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    for folder in (".", tmp_path):
+        whole = rf"{Path(folder).resolve()} is the current folder or one around it, which .*; give a folder inside it"
+        with pytest.raises(ValueError, match=whole), ms.whole_folder(folder):
+            pass
+    with (
+        pytest.raises(ValueError, match=r"/ is a mount point, which .*; give a folder inside it"),
+        ms.whole_folder("/"),
+    ):
+        pass
+    (tmp_path / "run" / "file").touch()
+    way_out = r"give another path, or remove it: '.*/run/file'"
+    with pytest.raises(NotADirectoryError, match=way_out), ms.whole_folder("file"):
+        pass
+    # The current folder may be gone.
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    write(tmp_path / "folder", "one")
+    assert content(tmp_path / "folder") == {"a": b"one", "inside/b": b"one"}
 
 
 @pytest.mark.parametrize("target", ["{tmp_path}/disk/big", "disk/big"])

@@ -251,7 +251,7 @@ def _save_configurations(live: Any, config: Any, folder: Path | str) -> None:
 
 def _link_other_files(folder: Path, new: Path) -> None:
     """Adds the files of ``folder`` that a save does not replace to ``new``, as hard links, or as copies if the file
-    system has none.
+    system has none. Symbolic links stay links, and what is neither file nor folder is never read.
 
     A save replaces only files of ``folder`` itself: its subfolders may have weights of their own.
     """
@@ -264,6 +264,7 @@ def _link_other_files(folder: Path, new: Path) -> None:
             new,
             ignore=lambda at, names: written(at, names) if Path(at) == folder else set(),
             copy_function=_link,
+            symlinks=True,
             dirs_exist_ok=True,
         )
 
@@ -272,7 +273,8 @@ def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:
-        shutil.copy2(source, target)
+        if os.path.isfile(source):
+            shutil.copy2(source, target)
 
 
 def _whole(tensor: Tensor) -> Tensor:

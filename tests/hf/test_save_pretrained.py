@@ -37,6 +37,7 @@ from transformers import (
 
 import moesys as ms
 from moesys.hf.hub_files import NewHubFiles
+from moesys.hf.save import _link_other_files
 from moesys.lab.ranks.pool import LocalRanks, RankError
 
 # Another number than other tests have: torch keeps what it made of DTensors of one shape, with groups that are gone.
@@ -348,3 +349,28 @@ def test_no_rank_holds_all_experts_of_a_layer(tmp_path: Path) -> None:
                 )
                 assert loading < kept + layer_mb / 2
                 assert saving < layer_mb / 4
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("has_hard_links", [True, False])
+def test_links_and_pipes_of_the_earlier_folder_are_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_hard_links: bool
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    (old / "inside").mkdir(parents=True)
+    (old / "inside" / "notes").write_text("mine")
+    new.mkdir()
+    links = {"data": tmp_path, "here": ".", "inside/up": "..", "gone": "step-100", "zero": "/dev/zero"}
+    for name, target in links.items():
+        (old / name).symlink_to(target)
+    os.mkfifo(old / "pipe")
+    if not has_hard_links:
+
+        def refuse(*_: object) -> None:
+            raise OSError("no hard links")
+
+        monkeypatch.setattr(os, "link", refuse)
+    _link_other_files(old, new)
+    assert {name: (new / name).readlink() for name in links} == {name: Path(target) for name, target in links.items()}
+    assert (new / "inside" / "notes").read_text() == "mine"
+    assert (new / "pipe").exists() == has_hard_links
