@@ -120,11 +120,29 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that others may have written, to read it. Raises ValueError for what would be waited for or has no
+    end, such as a named pipe or a device.
+    """
+    # Without waiting for who writes into a pipe.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path} is no regular file, but a pipe, a device or the like; give another, or remove it")
+        yield file
+
+
+def read_bytes(path: Path) -> bytes:
+    """Returns the content of a file that others may have written. Raises as ``opened`` does."""
+    with opened(path) as file:
+        return file.read()
+
+
 def read_json(path: Path) -> Any:
     """Returns the content of a JSON file. Raises ValueError, which names the file, for what is not JSON or nested too
     deeply, and OSError for a file that cannot be read.
     """
-    return json_of(path.read_bytes(), str(path))
+    return json_of(read_bytes(path), str(path))
 
 
 def json_of(text: str | bytes, source: str) -> Any:
@@ -142,8 +160,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Returns the content of a TOML file. Raises ValueError, which names the file, for what is not TOML or nested too
     deeply, and OSError for a file that cannot be read.
     """
+    content = read_bytes(path)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(content.decode())
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
     except ValueError as error:

@@ -16,7 +16,7 @@ import pydantic_core
 from pydantic import TypeAdapter, ValidationError
 
 from moesys.config.base import in_words
-from moesys.files import FolderLock, append_line, cut_torn_line
+from moesys.files import FolderLock, append_line, cut_torn_line, opened
 
 T = TypeVar("T")
 
@@ -55,16 +55,11 @@ class Journal(Generic[T]):
         """
         if not self.path.exists():
             return
-        with self.path.open("rb") as file:
+        with opened(self.path) as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
                     return
-                try:
-                    yield self.from_line(line[:-1])
-                except ValueError as error:
-                    raise ValueError(
-                        f"line {number} of {self.path} is not {self.noun}: {error}; {self.repair}"
-                    ) from None
+                yield self._entry(f"line {number}", line[:-1])
 
     def last(self) -> T | None:
         """Returns the last entry, from as much of the end of the file as it takes; None if there is none."""
@@ -72,14 +67,20 @@ class Journal(Generic[T]):
             return None
         cut_torn_line(self.path)
         most, size = 1 << 16, self.path.stat().st_size
-        with self.path.open("rb") as file:
+        with opened(self.path) as file:
             while size:
                 file.seek(max(0, size - most))
                 _, newline, line = file.read().removesuffix(b"\n").rpartition(b"\n")
                 if newline or most >= size:
-                    return self.from_line(line)
+                    return self._entry("the last line", line)
                 most *= 4
         return None
+
+    def _entry(self, which: str, line: bytes) -> T:
+        try:
+            return self.from_line(line)
+        except ValueError as error:
+            raise ValueError(f"{which} of {self.path} is not {self.noun}: {error}; {self.repair}") from None
 
     def to_line(self, entry: T) -> bytes:
         line = self._adapter.dump_json(entry) + b"\n"

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar
 from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, TypeAdapter
 
 from moesys.config.base import in_words
-from moesys.files import write_whole
+from moesys.files import read_bytes, write_whole
 from moesys.journal import Journal
 from moesys.timeline import Span, Timeline
 
@@ -146,7 +146,7 @@ def read_spans(folder: Path) -> Timeline | None:
 def _spans(rank: int, path: Path) -> list[Span]:
     try:
         # A timeline refuses spans that overlap.
-        return list(Timeline((Span(rank, *of) for of in _SPANS.validate_json(path.read_bytes())), "measured").spans)
+        return list(Timeline((Span(rank, *of) for of in _SPANS.validate_json(read_bytes(path))), "measured").spans)
     except ValueError as error:
         raise ValueError(f"{path} has no spans of a rank: {in_words(error)}; delete the file") from None
 

@@ -33,7 +33,7 @@ import pydantic_core
 from moesys.config.base import check_seed, python_value
 from moesys.config.workload import Generated
 from moesys.display import CONTROL, Columns, Display, counted, listed
-from moesys.files import whole_file
+from moesys.files import opened, read_bytes, whole_file
 from moesys.load import IntArray, as_int64, frozen_int64
 
 FORMAT_VERSION = 1
@@ -220,11 +220,13 @@ def load_trace(path: str | Path) -> Trace:
     way_out = "give a file that moesys.traces.save_trace wrote"
     if not Path(path).exists():
         raise ValueError(f"trace {path} does not exist; {way_out}")
-    if not zipfile.is_zipfile(path):
+    with opened(Path(path)) as stored:
+        is_archive = zipfile.is_zipfile(stored)
+    if not is_archive:
         raise ValueError(f"{path} is no trace: it is not an .npz file; {way_out}")
     try:
         # numpy does not close a file of its own that is torn.
-        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+        with opened(Path(path)) as stored, np.load(stored, allow_pickle=False) as file:
             _check_size(file.zip)
             header, tokens_SLRE = pydantic_core.from_json(str(file["header"])), file["tokens_SLRE"]
             iterations_S = file["iterations_S"] if "iterations_S" in file else np.arange(len(tokens_SLRE))
@@ -376,7 +378,7 @@ def _benchmark_trace(folder: Path, manifests: Sequence[Path], num_experts: int) 
     found: dict[tuple[int, int, int], tuple[IntArray, int]] = {}
     for path in manifests:
         head, counts_RE, top_k = _checked(
-            partial(_benchmark_layer, path.parent, num_experts), path.read_text(), str(path)
+            partial(_benchmark_layer, path.parent, num_experts), read_bytes(path).decode(), str(path)
         )
         place = head["step_id"], head["microbatch_id"], head["logical_layer_id"]
         if place in found:
@@ -581,7 +583,7 @@ def _read(path: str | Path, parsed: Callable[[str], T]) -> list[T]:
 
 def _lines(path: str | Path) -> list[str]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_bytes(Path(path)).decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8: {error}; give the file as it was written") from None
     # not splitlines, for which some characters of a response end a line, too

@@ -9,11 +9,17 @@ import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from moesys.files import FolderLock, cut_torn_line, whole_file, write_whole
+import moesys as ms
+from moesys.files import FolderLock, cut_torn_line, read_bytes, read_json, read_toml, whole_file, write_whole
+from moesys.lab.runs.environment import load_environments
+from moesys.lab.show.run_page import write_index
+from moesys.step_lines import read_spans, step_journal
+from moesys.tuner.journal import TuneJournal
 
 
 def test_text_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
@@ -111,6 +117,37 @@ def test_a_device_is_written_into(path: str) -> None:
     assert done.stdout == ("text" if path == "/dev/stdout" else "")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     assert os.stat("/dev/null").st_rdev == before.st_rdev
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "file": read_bytes,
+    "json": read_json,
+    "toml": read_toml,
+    "journal": lambda path: list(step_journal(path).read()),
+    "last line": lambda path: step_journal(path).last(),
+    "spans-0000.json": lambda path: read_spans(path.parent),
+    "trace": ms.load_trace,
+    "router_trace_rank0.jsonl": lambda path: ms.megatron_trace(path.parent, 4),
+    "manifest.json": lambda path: ms.megatron_trace(path.parent, 4),
+    "environment-1.json": lambda path: load_environments(path.parent),
+    "index.html": lambda path: write_index(path.parent),
+    "tune.jsonl": lambda path: TuneJournal(path, {}),
+    "config.json": lambda path: ms.ModelSpec.from_config(path.parent),
+}
+
+
+# A pipe would be waited for, and the device has no end.
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("name", READERS)
+def test_only_regular_files_are_read(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="is no regular file"):
+        READERS[name](path)
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:

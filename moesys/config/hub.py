@@ -6,6 +6,7 @@ there are no fields.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -80,6 +81,8 @@ def read_config(model: str) -> dict[str, Any]:
         path = Path(os.path.expanduser(model))
         path = path / "config.json" if path.is_dir() else path
         try:
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, "it is no regular file")
             text, source = path.read_text(encoding="utf-8"), str(path)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else f"it is no text: {error}"

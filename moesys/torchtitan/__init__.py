@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moesys.config import Strategy
+from moesys.files import read_bytes
 from moesys.moe.runtime import PlanningState
 
 try:
@@ -85,7 +86,7 @@ def _strategy_of(given: str | Mapping[str, Any]) -> Strategy:
     read: list[str | None] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            read[0] = Path(given).read_text(encoding="utf-8")
+            read[0] = read_bytes(Path(given)).decode()
         except (OSError, ValueError) as error:
             read[1] = str(error)
     if dist.is_initialized():

@@ -16,7 +16,7 @@ import pydantic_core
 from pydantic import ConfigDict
 
 from moesys.config import Strategy
-from moesys.files import FolderLock, append_line, cut_torn_line
+from moesys.files import FolderLock, append_line, cut_torn_line, read_bytes
 from moesys.journal import Journal
 
 JOURNAL_SCHEMA = 1
@@ -75,7 +75,7 @@ class TuneJournal:
             return
         cut_torn_line(path)
         self._lines = Journal(path, Entry, lock=lock)
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        lines = read_bytes(path).split(b"\n")[:-1] if path.exists() else []
         if lines:
             self._check(lines[0], setting)
         else:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moesys.display import counted
-from moesys.files import write_whole
+from moesys.files import read_bytes, write_whole
 from moesys.lab.ranks.process_start import LOOPBACK
 
 _PACKAGES = ("torch", "numpy", "scipy", "ortools", "triton")
@@ -160,7 +160,7 @@ def load_environments(folder: Path) -> dict[str, Environment]:
     environments, adapter = {}, TypeAdapter(Environment)
     for file in sorted(folder.glob("environment-*.json")):
         try:
-            environments[file.stem.removeprefix("environment-")] = adapter.validate_json(file.read_bytes())
+            environments[file.stem.removeprefix("environment-")] = adapter.validate_json(read_bytes(file))
         except ValidationError as error:
             raise ValueError(f"{file} describes no environment: {in_words(error)}") from None
     return environments

@@ -14,7 +14,7 @@ import numpy as np
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, ModelTraining, Replay
 from moesys.display import counted
-from moesys.files import write_whole
+from moesys.files import read_bytes, write_whole
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import load_environments
 from moesys.lab.runs.records import (
@@ -331,7 +331,7 @@ def write_index(folder: Path, out: Path | None = None) -> Path:
     Raises ValueError where the page of somebody else has its name.
     """
     path = out or folder / INDEX_FILE
-    if path.exists() and f"<title>{_INDEX_TITLE}" not in path.read_text(encoding="utf-8", errors="replace"):
+    if path.exists() and f"<title>{_INDEX_TITLE}" not in read_bytes(path).decode(errors="replace"):
         raise ValueError(f"{path} is of another program and is kept; write the list of runs elsewhere with --out")
     write_whole(path, index_page(folder))
     return path

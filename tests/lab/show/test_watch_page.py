@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -220,6 +221,10 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
     assert missing.exit_code == 2
     assert missing.stderr.startswith("Error: ")
     assert "nowhere is not a folder" in missing.stderr
+    os.mkfifo(tmp_path / "rank-0007.jsonl")
+    waiting = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert waiting.exit_code == 2
+    assert "rank-0007.jsonl is no regular file" in waiting.stderr
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------
