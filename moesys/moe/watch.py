@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moesys.files import FolderLock
 from moesys.moe.experts import Experts, experts_of, require_own_indices
 from moesys.moe.metrics import FiniteChecks, LoadLog
 from moesys.step_lines import SCALARS, EventLine, LayerLine, NumberLog, StepLine, step_file, step_journal, write_spans
@@ -90,7 +92,8 @@ class Watch:
 
     It reads the counters of ``metrics``, which begin anew for anybody else who reads them. ``close`` ends it, as does
     the end of a ``with`` block. Raises ValueError for a model without experts, with layers of one ``layer_index``, or
-    that is watched already, and ImportError where TensorBoard is missing.
+    that is watched already, and for a folder that another watch of the rank writes; ImportError where TensorBoard is
+    missing.
     """
 
     def __init__(
@@ -108,10 +111,20 @@ class Watch:
         self.folder, self.every = Path(folder), every
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._log = NumberLog(log) if log and self.rank == 0 else None
-        self._tensorboard = TensorBoard(self.folder / "tensorboard") if tensorboard and self.rank == 0 else None
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{self.folder} is a file; give a folder for the steps, or remove it")
         self.folder.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(self.folder, self.folder / f".rank-{self.rank:04d}.lock")
+        # A watch that is dropped without ``close`` keeps no other from the folder. A forked process does not end it.
+        self._unlock = weakref.finalize(self, lock.remove)
+        self._unlock.atexit = False
         self._journal = step_journal(step_file(self.folder, self.rank))
-        last = self._journal.last()
+        try:
+            self._tensorboard = TensorBoard(self.folder / "tensorboard") if tensorboard and self.rank == 0 else None
+            last = self._journal.last()
+        except BaseException:
+            self._unlock()
+            raise
         self._next = 0 if last is None else last.step + 1
         self._num_events = dict.fromkeys(self.layers, 0)
         self._checks, self._is_finite = FiniteChecks(), True
@@ -153,7 +166,10 @@ class Watch:
     def write(self, line: StepLine, **numbers: float | Tensor) -> None:
         """Writes a line, with ``numbers``."""
         for name, number in numbers.items():
-            line.numbers[name] = float(number.item() if isinstance(number, Tensor) else number)
+            try:
+                line.numbers[name] = float(number.item() if isinstance(number, Tensor) else number)
+            except (RuntimeError, TypeError, ValueError):
+                raise ValueError(f"{name}={number!r} is no number; give one, or a tensor with one element") from None
         with _disk_errors_as_warnings(self.folder):
             self._journal.append(line, sync=False)
             if self._tensorboard is not None:
@@ -171,8 +187,9 @@ class Watch:
         for layer, log in self._logs.items():
             if layer.load_log is log:
                 layer.load_log = None
-        if self._tensorboard is not None:
-            with _disk_errors_as_warnings(self.folder):
+        with _disk_errors_as_warnings(self.folder):
+            self._unlock()
+            if self._tensorboard is not None:
                 self._tensorboard.close()
 
     def __enter__(self) -> Self:
@@ -239,6 +256,6 @@ def _watchable(model: nn.Module) -> list[Experts]:
             "transformers run under a strategy, as docs/transformers.md says"
         )
     require_own_indices(layers)
-    if any(layer.load_log is not None for layer in layers):
-        raise ValueError("a layer of this model is watched already; close its Watch first")
+    if watched := [layer.layer_index for layer in layers if layer.load_log is not None]:
+        raise ValueError(f"layer {watched[0]} of this model is watched already; close its Watch first")
     return layers

@@ -288,6 +288,37 @@ def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
         ms.Watch(model, tmp_path)
 
 
+def test_a_folder_has_one_watch_of_a_rank(tmp_path: Path) -> None:
+    # A killed writer leaves the file of its lock.
+    (tmp_path / ".rank-0000.lock").write_text("process 1 on elsewhere")
+    first, second = two_layers(EP), two_layers(EP)
+    with ms.Watch(first, tmp_path), pytest.raises(ValueError, match=rf"{tmp_path} is being written by process \d+ on "):
+        ms.Watch(second, tmp_path)
+    assert second[0].experts.load_log is None
+    watch = ms.Watch(second, tmp_path)
+    # One that is dropped keeps no other from the folder.
+    del watch
+    with ms.Watch(first, tmp_path) as watch:
+        step_of(first)
+        watch.step()
+    assert len(lines_of(tmp_path)) == 1
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_errors_name_the_file_and_the_way_out(tmp_path: Path) -> None:
+    model = two_layers(EP)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"/file is a file; give a folder for the steps, or remove it"):
+        ms.Watch(model, tmp_path / "file")
+    (tmp_path / "rank-0000.jsonl").write_text("[1]\n")
+    whole = r"the last line of .*/rank-0000\.jsonl is not a step of a training: .*; delete the line"
+    with pytest.raises(ValueError, match=whole):
+        ms.Watch(model, tmp_path)
+    (tmp_path / "rank-0000.jsonl").unlink()
+    with ms.Watch(model, tmp_path) as watch, pytest.raises(ValueError, match=r"loss=tensor.* is no number; give one"):
+        watch.step(loss=torch.ones(2))
+
+
 def test_tensorboard_has_the_numbers_of_the_lines(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
