@@ -344,7 +344,7 @@ def whole_folder(folder: Path | str) -> Iterator[Path]:
     finally:
         if lock is not None:
             # Where neither folder could get its name, the new one is complete.
-            if folder.exists() or not old.exists():
+            if lock.folder.exists() or not old.exists():
                 shutil.rmtree(new, ignore_errors=True)
             lock.remove()
 

@@ -166,7 +166,9 @@ def test_synchronisation_beside_forward(ranks: LocalRanks) -> None:
 
 def balanced_model() -> nn.ModuleList:
     shape = SHAPE.replace(scoring_func="sigmoid", router_bias_update_rate=0.05)
-    return nn.ModuleList(ms.MoELayer(shape, EP, layer_index=index, seed=index) for index in (5, 7))
+    model = nn.ModuleList(ms.MoELayer(shape, EP, layer_index=index, seed=index) for index in (5, 7))
+    model.balancer = ms.QuantileBalancer(model)
+    return model
 
 
 def save_whole(model: nn.Module) -> None:
@@ -191,7 +193,7 @@ CALLS: dict[str, Callable[[nn.Module], object]] = {
     "link()": ms.link,
     "foresee()": lambda model: model[0].experts.foresee([torch.zeros(4, 2, dtype=torch.int64)]),
     "update_router_bias()": lambda model: ms.update_router_bias(model, dist.group.WORLD),
-    "QuantileBalancer.update()": lambda model: ms.QuantileBalancer(model).update(),
+    "QuantileBalancer.update()": lambda model: model.balancer.update(),
     "global_aux_loss()": global_aux_loss,
     "whole_folder()": save_whole,
     "a check of others, with a name that is longer th": agree,
