@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -31,7 +30,7 @@ from moesys.lab.runs.environment import Environment, differences, load_environme
 from moesys.lab.runs.records import RunFolder, other_kind, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.show.comparisons import comparison_sheet, format_comparison
-from moesys.lab.show.tables import Column, Sheet, figure, print_sheet, svg_table
+from moesys.lab.show.tables import Column, Sheet, figure, print_sheet
 
 T = TypeVar("T")
 
@@ -73,7 +72,7 @@ def compare_command(
             raise ValueError(f"--metric={name} is not recorded; choose one of {choices}")
     if metric and form != "table":
         raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
-    if len(groups) > 1 and form in ("csv", "csv-samples", "json"):
+    if len(groups) > 1 and form in ("csv", "json"):
         raise ValueError(
             f"--format={form} holds one comparison, and these folders make {len(groups)}; give them one at a time"
         )
@@ -92,21 +91,15 @@ def compare_command(
 
 
 def report(result: RunResult, form: OutputFormat, *, wide: bool = False) -> Comparison:
-    """Prints the table of a run, and writes it to ``table.txt`` and ``table.svg`` in the run folder."""
-    comparison, folder = result.comparison, RunFolder(result.path)
+    """Prints the table of a run, and writes it to ``table.txt`` in the run folder."""
+    comparison, folder, text = result.comparison, RunFolder(result.path), io.StringIO()
     environments = _environments([folder], comparison)
-    sheet = comparison_sheet(comparison, _machine(environments))
-    written_for_display(partial(_write_table, sheet, comparison.experiment.name), folder.path)
+    print_sheet(comparison_sheet(comparison, _machine(environments)), text)
+    written_for_display(lambda path: write_whole(path, text.getvalue()), folder.path / "table.txt")
     _warn(environments)
     _print(comparison, form, _machine(environments), wide)
     _told_unequal(comparison, [folder])
     return comparison
-
-
-def _write_table(sheet: Sheet, name: str, folder: Path) -> None:
-    print_sheet(sheet, text := io.StringIO())
-    write_whole(folder / "table.txt", text.getvalue())
-    write_whole(folder / "table.svg", svg_table(sheet, name))
 
 
 def written_for_display(write: Callable[[Path], T], path: Path) -> T | None:

@@ -217,12 +217,12 @@ Jobs = Annotated[
 ]
 CLUSTER_HELP = "Nodes x ranks per node, as 4x8; a preset and its nodes, as h100:4; or a ClusterSpec in a file."
 Threads = Annotated[int, option("N", "Threads per rank.", min=1)]
-OutputFormat = Literal["table", "markdown", "csv", "csv-samples", "json", "latex"]
+OutputFormat = Literal["table", "markdown", "csv", "json"]
 FormatOption = Annotated[
     OutputFormat,
     option(
         "FORMAT",
-        "table, markdown, csv, csv-samples, json or latex. All but table have stdout to themselves.",
+        "table, markdown, csv or json. All but table have stdout to themselves.",
         "--format",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Tables of comparisons, for terminals and as Markdown, CSV, JSON and LaTeX: what is measured, what is simulated, and
+"""Tables of comparisons, for terminals and as Markdown, CSV and JSON: what is measured, what is simulated, and
 what is significant.
 """
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Annotated, Any, Literal
@@ -18,9 +18,9 @@ from moesys.display import counted
 from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, Row
 from moesys.lab.runs.records import setting_fingerprint
 from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
-from moesys.lab.show.tables import Column, ColumnNote, Sheet, escaped, figure, latex_table, markdown_table
+from moesys.lab.show.tables import Column, ColumnNote, Sheet, escaped, figure, markdown_table
 
-Format = Literal["markdown", "csv", "csv-samples", "json", "latex"]
+Format = Literal["markdown", "csv", "json"]
 COMPARISON_SCHEMA = 1
 
 
@@ -75,12 +75,8 @@ def format_comparison(comparison: Comparison, form: Format, machine: str = "") -
         case "csv":
             units = {metric: unit for row in comparison.rows for metric, unit in row.units.items()}
             return _csv([_csv_fields(row, comparison, units) for row in comparison.rows])
-        case "csv-samples":
-            return _csv(list(_samples(comparison)))
         case "json":
             return _json(comparison, machine)
-        case "latex":
-            return latex_table(sheet)
 
 
 # --- cells and legend -------------------------------------------------------------------------------------------------
@@ -243,20 +239,6 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _samples(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    """Yields a line per sample of each metric, and per loss; losses are those of warm-up steps too."""
-    for row in comparison.rows:
-        losses = {"loss": ("nats per token", row.losses)}
-        metrics = {metric: (row.units[metric], by_seed) for metric, by_seed in row.samples.items()} | losses
-        for metric, (unit, by_seed) in metrics.items():
-            for seed, values in by_seed.items():
-                for number, value in enumerate(values):
-                    yield {
-                        **{"strategy": row.name, "source": comparison.source, "seed": seed},
-                        **{"metric": metric, "unit": unit, "sample": number, "value": value},
-                    }
 
 
 def _json(comparison: Comparison, machine: str) -> str:

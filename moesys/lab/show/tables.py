@@ -17,7 +17,6 @@ This module imports neither torch nor pydantic, so that it works where they are 
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import sys
@@ -30,7 +29,7 @@ from typing import IO, Any, Literal, TextIO, get_type_hints
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import CONSOLE_SVG_FORMAT, Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -39,21 +38,8 @@ from rich.tree import Tree
 from moesys.display import counted, printable
 from moesys.files import write_whole
 
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "~": r"$\sim$",
-    "^": r"\textasciicircum{}",
-    "×": r"$\times$",
-    "<": r"$<$",
-    ">": r"$>$",
-    # After the end of a row, LaTeX would read a bracket as its optional argument.
-    "[": "{[}",
-    "]": "{]}",
-} | {character: f"\\{character}" for character in "&%$#_{}"}
 # A narrower column of sentences would make its rows very high.
 _LEAST_TEXT = 20
-# The least width of a picture, whose notes are broken at it.
-_PICTURE_WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -308,45 +294,6 @@ def markdown_table(sheet: Sheet) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def latex_table(sheet: Sheet) -> str:
-    """Returns a table for the package booktabs: the best rows in bold, the notes below, and the title as caption."""
-    columns = written_columns(sheet)
-    lines = [_latex_row([_in_latex(column.header) for column in columns]), r"\midrule"]
-    for place, cells in enumerate(rows_of(columns)):
-        texts = [_in_latex(cell) for cell in cells]
-        lines.append(_latex_row([rf"\textbf{{{of}}}" if of and place in sheet.best else of for of in texts]))
-    notes = " ".join(_in_latex(note) for note in notes_of(sheet, columns))
-    label = re.sub("[^a-z0-9]+", "-", sheet.title.lower()).strip("-")
-    return "\n".join(
-        [
-            r"\begin{table}",
-            r"\centering",
-            rf"\begin{{tabular}}{{{''.join(column.align[0] for column in columns)}}}",
-            r"\toprule",
-            *lines,
-            r"\bottomrule",
-            r"\end{tabular}",
-            *([rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize {notes}}}"] if notes else []),
-            rf"\caption{{{_in_latex(sheet.title)}.}}",
-            rf"\label{{tab:{label}}}",
-            r"\end{table}",
-            "",
-        ]
-    )
-
-
-def svg_table(sheet: Sheet, title: str) -> str:
-    """Returns a picture of the table and its notes, under the title of a window. It loads no fonts."""
-    table, file = WholeTable(sheet), io.StringIO()
-    width = max(_PICTURE_WIDTH, _size(table, file).maximum)
-    # As on a terminal, notes break between words.
-    console = Console(file=file, record=True, width=width, force_terminal=True)
-    console.print(table)
-    _print_notes(console, notes_of(sheet, written_columns(sheet)))
-    code = re.sub(r"@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    return console.export_svg(title=title, code_format=code)
-
-
 def plain(value: Any) -> Any:
     """Returns ``value`` in the types of JSON: a dataclass becomes its fields and the properties that are columns."""
     if is_dataclass(value) and not isinstance(value, type):
@@ -364,14 +311,6 @@ def escaped(text: str) -> str:
     """Returns one line of Markdown that shows the text as it is."""
     # Of brackets, tildes and ampersands only those of links, struck out text and entities: intervals have brackets.
     return re.sub(r"([\\`*_<>|$]|\](?=[(\[:])|~(?=~)|&(?=#?\w+;))", r"\\\1", _one_line(text))
-
-
-def _latex_row(cells: Sequence[str]) -> str:
-    return " & ".join(cells) + r" \\"
-
-
-def _in_latex(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in _one_line(text))
 
 
 def _one_line(text: str) -> str:
