@@ -50,11 +50,22 @@ PAGES = {
         "The cases are one layer on 32 ranks, and 32 layers on up to 1,024 ranks.",
         ("python -m benchmarks simulate --most-ranks 128",),
     ),
+    "leaderboard": CommandPage(
+        "benchmarks.leaderboard.command:bench_leaderboard",
+        COMPUTING,
+        "Rank all planners by the simulated time of a layer.",
+        "The planners run on recorded and generated routing. The default settings take about an hour on one core. "
+        "A planner of yours is a class that extends ms.Balance or ms.Split (docs/planners.md).",
+        (
+            "python -m benchmarks leaderboard --quick --planner my_planners:Heaviest",
+            "python -m benchmarks leaderboard --trace run.npz --traces-only --model mixtral-8x7b",
+        ),
+    ),
     "planner-scale": CommandPage(
         "benchmarks.planner_scale:bench_planner_scale",
         COMPUTING,
         "Time planners and splits for 8 to 1,024 ranks.",
-        "Which planner is best is the question of moesys leaderboard.",
+        "Which planner is best is the question of the leaderboard.",
         ("python -m benchmarks planner-scale --seeds 1 --out found",),
     ),
     "certificates": CommandPage(
@@ -77,7 +88,7 @@ PAGES = {
     "record-routing": CommandPage(
         "benchmarks.record_routing:bench_record_routing",
         COMPUTING,
-        "Record the routing that moesys leaderboard replays.",
+        "Record the routing that the leaderboard replays.",
         "It trains five small models, in six minutes on one core.",
         ("python -m benchmarks record-routing recorded",),
     ),

@@ -24,6 +24,7 @@ from typing import Annotated
 
 import numpy as np
 
+from benchmarks.leaderboard.scores import TimedPlanner
 from moesys.balance.eplb import Eplb
 from moesys.balance.flex_moe import FlexMoe
 from moesys.balance.flow.flow_split import FlowSplit, split_costs
@@ -41,7 +42,6 @@ from moesys.display import counted
 from moesys.files import FolderLock
 from moesys.journal import Journal
 from moesys.lab.commands.options import Jobs, option, refusing
-from moesys.lab.leaderboard.scores import TimedPlanner
 from moesys.lab.ranks.pool import Workers
 from moesys.lab.runs.environment import source_digest
 from moesys.lab.runs.places import num_workers

@@ -1,9 +1,9 @@
-"""Records the routing that ``moesys leaderboard`` replays, from small models of transformers' code that it trains.
+"""Records the routing that the leaderboard replays, from small models of transformers' code that it trains.
 
 The models have the experts and top-k of a published model, and are small otherwise. At some steps of the training their
 routers see further batches of the text, and their choices are counted. The packaged files were made by
 
-    python -m benchmarks record-routing moesys/lab/leaderboard/recorded
+    python -m benchmarks record-routing benchmarks/leaderboard/recorded
 
 in six minutes on one core. The text is Python's standard library; weights are drawn.
 """

@@ -115,17 +115,6 @@ COMMANDS = {
             "moesys plan --load trace.npz --cluster h100:4 --layer 2 --previous plan.json",
         ),
     ),
-    "leaderboard": CommandPage(
-        "moesys.lab.commands.leaderboard:leaderboard_command",
-        SIMULATE,
-        "Rank all planners by the simulated time of a layer.",
-        "The planners run on recorded and generated routing. The default settings take about an hour on one core. "
-        "A planner of yours is a class that extends ms.Balance or ms.Split (docs/planners.md).",
-        (
-            "moesys leaderboard --quick --planner my_planners:Heaviest",
-            "moesys leaderboard --trace run.npz --traces-only --model mixtral-8x7b",
-        ),
-    ),
     "convert": CommandPage(
         "moesys.lab.commands.convert:convert_command",
         CHECKPOINTS,

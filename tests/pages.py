@@ -38,12 +38,13 @@ NOT_RUN = {
     r"torchrun --nnodes": "needs several hosts",
     r"torchrun .* -m moesys": "the same trials as the command before it",
     r".*--slurm": "needs Slurm",
-    r"(TRITON_INTERPRET=1 )?python -m (benchmarks|experiments)": "takes minutes, or needs root",
-    r"moesys (leaderboard --out board|(run|tune) experiments/overlap_ablation)": "takes longer than a test may",
+    r"(TRITON_INTERPRET=1 )?python -m (benchmarks (?!leaderboard)|experiments)": "takes minutes, or needs root",
+    r"python -m benchmarks leaderboard --out board": "takes longer than a test may",
+    r"moesys (run|tune) experiments/overlap_ablation": "takes longer than a test may",
 }
 # Commands that take more than a few seconds, and those that need what these leave behind.
 SLOW = re.compile(
-    r"python rivals|moesys (run (first|compare|record|experiments/\w+)\.py|compare|tune|leaderboard"
+    r"python (rivals|-m benchmarks leaderboard)|moesys (run (first|compare|record|experiments/\w+)\.py|compare|tune"
     r"|explain experiments|calibrate|simulate )"
 )
 
@@ -192,6 +193,10 @@ class Reader:
             self.printed[command] = printed[0]
             return ""
         with reading_in(self.folder):
+            if arguments[:2] == ["-m", "benchmarks"]:
+                result = CliRunner().invoke(benchmarks, arguments[2:])
+                assert result.exit_code == 0, f"{command}\n{result.output}{result.exception!r}"
+                return ""
             if program == "python":
                 with contextlib.redirect_stdout(io.StringIO()) as printed:
                     runpy.run_path(arguments[0], run_name="__main__")

@@ -475,7 +475,6 @@ def test_what_is_not_there_is_refused_before_heavy_libraries_are_imported():
         "plan --load nowhere.csv --cluster 2x2": "load nowhere.csv is not a file",
         "calibrate --out small.json": "small.json is a file; give the path of a folder",
         f"simulate small.json --out {300 * 'x'}": "File name too long",
-        "leaderboard --trace nowhere.npz": "trace nowhere.npz does not exist",
     }
     code = f"""
 import sys

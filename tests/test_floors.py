@@ -78,7 +78,7 @@ FLOORS_IN = {
     ),
     "overlap": ({"comm"}, {"*"}),
     "simulator": ({"mega"}, {"*"}, {"model"}),
-    "lab": ({"ranks"}, {"train"}, {"runs"}, {"show"}, {"calibrate", "leaderboard"}, {"commands"}),
+    "lab": ({"ranks"}, {"train"}, {"runs"}, {"show"}, {"calibrate"}, {"commands"}),
 }
 
 # Units of moesys that a unit may not import although they are not above it.

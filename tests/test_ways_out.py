@@ -25,6 +25,8 @@ from torch import nn
 
 import moesys as ms
 from benchmarks.__main__ import PAGES
+from benchmarks.leaderboard.planners import named_planner
+from benchmarks.leaderboard.workloads import recorded_in, settings
 from moesys.__main__ import COMMANDS
 from moesys.config.hub import read_config
 from moesys.config.member import RECORDED
@@ -32,8 +34,6 @@ from moesys.journal import Journal
 from moesys.lab.commands.options import file_to_write, folder_to_write
 from moesys.lab.commands.plan import read_layout, read_load
 from moesys.lab.commands.simulate_model import named_strategy, parallelism_of
-from moesys.lab.leaderboard.planners import named_planner
-from moesys.lab.leaderboard.workloads import recorded_in, settings
 from moesys.lab.runs.declarations import (
     balance_of,
     cluster_of,

@@ -38,6 +38,7 @@ from mutated_inputs import (
 from rich.table import Table
 
 import moesys as ms
+from benchmarks.leaderboard.planners import named_planner
 from moesys.__main__ import main
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.compiled import code_folders
@@ -49,7 +50,6 @@ from moesys.lab.commands.calibrate import check_ranks
 from moesys.lab.commands.plan import read_layout, read_load
 from moesys.lab.commands.simulate import _step_plan
 from moesys.lab.commands.simulate_model import named_strategy, parallelism_of
-from moesys.lab.leaderboard.planners import named_planner
 from moesys.lab.ranks.devices import device_of
 from moesys.lab.ranks.torchrun_ranks import TorchrunRanks
 from moesys.lab.runs.declarations import balance_of, cluster_of, declared_in, predictor_of, split_of

@@ -15,7 +15,8 @@ from moesys.lab.show.run_page import page_of_run, write_index, write_page
 @refusing()
 def report_command(
     folder: Annotated[
-        Path, argument("DIR", "A folder of moesys run, ms.Watch or moesys leaderboard, or a folder of several.")
+        Path,
+        argument("DIR", "A folder of moesys run, ms.Watch or the leaderboard, or a folder of several."),
     ],
     out: OutFile = None,
 ) -> None:

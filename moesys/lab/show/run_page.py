@@ -52,7 +52,7 @@ from moesys.step_lines import step_files, step_journal
 
 REPORT_FILE = "report.html"
 _INDEX_TITLE = "Runs of moesys"
-# The page that ``moesys leaderboard`` writes.
+# The page that ``python -m benchmarks leaderboard`` writes.
 _LEADERBOARD = "leaderboard.html"
 # A map of more ranks and experts is not drawn.
 _MOST_CELLS = 100_000
@@ -297,12 +297,12 @@ def kind_of(folder: Path) -> str:
 
 def write_page(folder: Path, out: Path | None = None) -> Path:
     """Writes the page of a folder, and returns its path: of a run, of a watched training, or the list of the runs in
-    it. The page of a leaderboard, which ``moesys leaderboard`` writes, is copied to ``out``, or stays as it is.
+    it. The page of a leaderboard is copied to ``out``, or stays as it is.
 
     Raises ValueError for a folder that is none of these, or cannot be read.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give one that moesys run, ms.Watch or moesys leaderboard writes")
+        raise ValueError(f"{folder} is not a folder; give one that moesys run, ms.Watch or the leaderboard writes")
     match kind_of(folder):
         case "experiment":
             path, text = folder / REPORT_FILE, run_page(RunFolder(folder))
@@ -317,7 +317,7 @@ def write_page(folder: Path, out: Path | None = None) -> Path:
             if not any(kind_of(child) for child in folder.iterdir() if child.is_dir()):
                 what = f"is {kind}" if (kind := other_kind(folder)) else "has nothing that moesys wrote"
                 raise ValueError(
-                    f"{folder} {what}; give a run folder, a folder of ms.Watch or of moesys "
+                    f"{folder} {what}; give a run folder, a folder of ms.Watch or of the "
                     "leaderboard, or a folder of several of these"
                 )
             return write_index(folder, out)

@@ -21,14 +21,14 @@ from runner_cases import EP, FAILING, FSEP, simulation, training
 from test_tuning import SPACE, written
 from worker_planners import Dying, Waiting
 
+from benchmarks.leaderboard.planners import PlannerGroup, PlannerPair
+from benchmarks.leaderboard.scores import results
+from benchmarks.leaderboard.workloads import GENERATED, RoutingSetting
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.laer import Laer
 from moesys.config import ClusterSpec, ModelShape
 from moesys.config.experiment import Experiment
-from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
-from moesys.lab.leaderboard.scores import results
-from moesys.lab.leaderboard.workloads import GENERATED, RoutingSetting
 from moesys.lab.ranks.pool import WorkerDiedError, Workers
 from moesys.lab.runs.places import SimulatedTrials
 from moesys.lab.runs.records import RunFolder

@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app as benchmarks_app
 from benchmarks.certificates import CertificateRow, Distance
+from benchmarks.leaderboard.ranking import LostSetting, RankedPlanner, WorkloadRegret
 from benchmarks.planner_scale import SizeRow, TrainingRow
 from benchmarks.shaped.bench import Setting
 from benchmarks.simulator_speed import Timing as SimulatorTiming
@@ -36,7 +37,6 @@ from moesys.__main__ import COMMANDS, app
 from moesys.lab.calibrate.measurement import Figure, Timing
 from moesys.lab.commands import doctor
 from moesys.lab.commands.bisect import _words as bisect_words
-from moesys.lab.leaderboard.ranking import LostSetting, RankedPlanner, WorkloadRegret
 from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.statistics import PairedRatio
 from moesys.lab.runs.stopwatch import Quantiles

@@ -184,7 +184,7 @@ Routing = GeneratedRouting | ImbalanceRouting | RecordedRouting
 def packaged_recordings() -> tuple[RecordedRouting, ...]:
     """Returns the recordings of the package, by name; ``benchmarks/record_routing.py`` made them."""
     recordings = []
-    for file in sorted((files("moesys.lab.leaderboard") / "recorded").iterdir(), key=lambda each: each.name):
+    for file in sorted((files("benchmarks.leaderboard") / "recorded").iterdir(), key=lambda each: each.name):
         with as_file(file) as path:
             trace = load_trace(path)
         shape = f"{trace.num_experts} experts, top {trace.top_k}"

@@ -18,12 +18,12 @@ from typing import Annotated, TypeVar
 
 import matplotlib as mpl
 
+from benchmarks.leaderboard.planners import OURS, PlannerGroup
+from benchmarks.leaderboard.scores import PlannerResult
+from benchmarks.leaderboard.workloads import RoutingSetting
 from moesys.config import Balance, Split
 from moesys.display import counted
 from moesys.files import write_whole
-from moesys.lab.leaderboard.planners import OURS, PlannerGroup
-from moesys.lab.leaderboard.scores import PlannerResult
-from moesys.lab.leaderboard.workloads import RoutingSetting
 from moesys.lab.runs.statistics import PairedRatio, paired_ratio
 from moesys.lab.show.figures import OKABE_ITO, draw_forest
 from moesys.lab.show.pages import PAGE_STYLE, inline_svg, page, sheet_section

@@ -17,7 +17,21 @@ import pytest
 from typer.testing import CliRunner
 from watch_cases import assert_whole_and_alone
 
-from moesys.__main__ import app
+from benchmarks.__main__ import app
+from benchmarks.leaderboard import scores as scoring
+from benchmarks.leaderboard import workloads
+from benchmarks.leaderboard.planners import GROUPS, PlannerGroup, PlannerPair, named_planner
+from benchmarks.leaderboard.scores import PlannerScores, result_journal, score
+from benchmarks.leaderboard.workloads import (
+    FURTHER,
+    GENERATED,
+    SCORED,
+    WARM_UP,
+    RecordedRouting,
+    RoutingSetting,
+    packaged_recordings,
+    settings,
+)
 from moesys.balance.eplb import Eplb
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flex_moe import FlexMoe
@@ -31,20 +45,6 @@ from moesys.balance.ultra_ep import UltraEp
 from moesys.config import ClusterSpec, ModelShape
 from moesys.config.workload import Generated
 from moesys.lab.commands import leaderboard
-from moesys.lab.leaderboard import scores as scoring
-from moesys.lab.leaderboard import workloads
-from moesys.lab.leaderboard.planners import GROUPS, PlannerGroup, PlannerPair, named_planner
-from moesys.lab.leaderboard.scores import PlannerScores, result_journal, score
-from moesys.lab.leaderboard.workloads import (
-    FURTHER,
-    GENERATED,
-    SCORED,
-    WARM_UP,
-    RecordedRouting,
-    RoutingSetting,
-    packaged_recordings,
-    settings,
-)
 from moesys.traces import Trace, generate, save_trace
 
 OWN = """
@@ -237,7 +237,7 @@ def test_the_page_is_whole_and_needs_nothing_else(board: Path) -> None:
     assert page.count("<svg") == len(SMALL)
     assert_whole_and_alone(page)
     assert ": the fastest is " in page.partition("<table")[0]
-    assert '<p class="note">moesys leaderboard ' in page
+    assert '<p class="note">python -m benchmarks leaderboard ' in page
     assert "`" not in page
     assert page.count("<script>") == 1
 

@@ -1,4 +1,4 @@
-"""``moesys leaderboard``: all planners on the same routing, models and clusters, by the simulated seconds of a layer.
+"""The leaderboard: all planners on the same routing, models and clusters, by the simulated seconds of a layer.
 
 A layout is planned on micro-batches before the one that it is scored on, except in the group that plans on the current
 counts, where the measured time of planning is added. ``ranking`` has the rules of ranking, ``planners`` who takes part,
@@ -15,6 +15,10 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.leaderboard.planners import GROUPS, PlannerGroup, named_planner
+from benchmarks.leaderboard.ranking import HTML_PAGE, PAGE, RATIO_NOTE, write_pages
+from benchmarks.leaderboard.scores import FILE, PlannerResult, results
+from benchmarks.leaderboard.workloads import SCORED, TOKENS_PER_RANK, WARM_UP, recorded_in, settings
 from moesys.config import Balance, ModelShape, ModelSpec, Split
 from moesys.config.layer_spec import MoeMlp
 from moesys.lab.commands.options import (
@@ -28,10 +32,6 @@ from moesys.lab.commands.options import (
     option,
     refusing,
 )
-from moesys.lab.leaderboard.planners import GROUPS, PlannerGroup, named_planner
-from moesys.lab.leaderboard.ranking import HTML_PAGE, PAGE, RATIO_NOTE, write_pages
-from moesys.lab.leaderboard.scores import FILE, PlannerResult, results
-from moesys.lab.leaderboard.workloads import SCORED, TOKENS_PER_RANK, WARM_UP, recorded_in, settings
 from moesys.lab.runs.declarations import cluster_of, predictor_of
 from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.tables import CommandOutput, publish
@@ -53,7 +53,7 @@ _SHOWN = (
 
 
 @refusing()
-def leaderboard_command(
+def bench_leaderboard(
     ctx: typer.Context,
     out: Annotated[
         Path, option("DIR", "Folder of pages and results; it is created, or a stopped run resumed.", *("--out", "-o"))
@@ -150,7 +150,7 @@ def _models(name: str) -> dict[str, ModelShape]:
 
 def _command(ctx: typer.Context) -> str:
     """Returns the command with all options except for its folder, as one would type it."""
-    words = ["moesys leaderboard"]
+    words = ["python -m benchmarks leaderboard"]
     for name in _SHOWN:
         value = ctx.params[name]
         for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:

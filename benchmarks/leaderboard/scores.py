@@ -16,6 +16,8 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+from benchmarks.leaderboard.planners import PlannerGroup, PlannerPair
+from benchmarks.leaderboard.workloads import SCORED, RoutingSetting
 from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
@@ -26,8 +28,6 @@ from moesys.cost import restore_bytes
 from moesys.display import counted
 from moesys.files import FolderLock
 from moesys.journal import Journal
-from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
-from moesys.lab.leaderboard.workloads import SCORED, RoutingSetting
 from moesys.lab.runs.environment import source_digest
 from moesys.lab.runs.places import num_workers, simulating_workers
 from moesys.lab.show.progress import steps_told
@@ -37,9 +37,9 @@ from moesys.load import LoadMatrix, balanced_tokens
 from moesys.simulator.step_program import simulate
 
 FILE = "results.jsonl"
-# Packages on which no planned or simulated number depends, except for these files of the leaderboard.
+# Packages of moesys on which no planned or simulated number depends, and files beside this one on which they do.
 _WITHOUT_INFLUENCE = {"kernels", "overlap", "moe", "hf", "tuner", "lab"}
-_WITH_INFLUENCE = {"lab/leaderboard/planners.py", "lab/leaderboard/scores.py"}
+_WITH_INFLUENCE = ("planners.py", "scores.py")
 # A step has two equal layers and its time is halved, so that waits between layers are included.
 NUM_LAYERS = 2
 
@@ -309,4 +309,6 @@ def _key(setting: RoutingSetting, group: PlannerGroup, pair: PlannerPair, routin
 
 @cache
 def _digest_of_moesys() -> str:
-    return source_digest(lambda name: name.split("/")[0] not in _WITHOUT_INFLUENCE or name in _WITH_INFLUENCE)
+    package = source_digest(lambda name: name.split("/")[0] not in _WITHOUT_INFLUENCE)
+    here = b"".join(Path(__file__).with_name(name).read_bytes() for name in _WITH_INFLUENCE)
+    return sha256(package.encode() + here).hexdigest()[:12]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from benchmarks import record_routing as recording
+from benchmarks.leaderboard import workloads
+from benchmarks.leaderboard.workloads import FURTHER, GENERATED, SCORED, WARM_UP, RecordedRouting, packaged_recordings
 from moesys.balance.predictors import measured_drift
 from moesys.config import ClusterSpec, ModelShape
-from moesys.lab.leaderboard import workloads
-from moesys.lab.leaderboard.workloads import FURTHER, GENERATED, SCORED, WARM_UP, RecordedRouting, packaged_recordings
 from moesys.lab.train.text import load_text
 from moesys.load import LoadMatrix
 from moesys.traces import Trace

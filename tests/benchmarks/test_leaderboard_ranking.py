@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from moesys.lab.leaderboard.ranking import failures, is_unclear, lost_settings, ranking, regrets, winner
-from moesys.lab.leaderboard.scores import PlannerResult, PlannerScores
+from benchmarks.leaderboard.ranking import failures, is_unclear, lost_settings, ranking, regrets, winner
+from benchmarks.leaderboard.scores import PlannerResult, PlannerScores
 
 
 def result(planner: str, workload: str, cluster: str, sample: int, ms: float, cannot: str = "") -> PlannerResult:
