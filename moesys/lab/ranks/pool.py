@@ -403,8 +403,11 @@ class Workers:
         try:
             process.check_started()
         except ValueError:
-            if not self._is_closed:
-                raise
+            with self._one_start:
+                if self._is_closed:
+                    raise WorkerDiedError(0.0) from None
+                self._processes.pop(worker).discard()
+            raise
 
     def _ask(self, worker: int, function: Callable[..., Any], *args: Any) -> Outcome | None:
         """Returns None for a process that died, or whose answer cannot be read; the next call starts another one."""

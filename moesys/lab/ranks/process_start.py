@@ -16,8 +16,8 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # Ranks and workers import the script that starts them.
 MAIN_GUARD = (
-    'a script needs `if __name__ == "__main__":` around what it runs, and to be a file, not standard input; or start '
-    "it with moesys run"
+    'a script needs `if __name__ == "__main__":` around what it runs, and to be a file, not standard input; or use '
+    "moesys run, or jobs=1 for simulated trials"
 )
 
 

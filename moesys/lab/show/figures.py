@@ -77,7 +77,6 @@ _SHORT_SPAN_SHARE = 0.002
 _LETTER_SHARE = 0.008
 _LEGEND_COLUMNS = 7
 _PASS = re.compile(r"layer (\d+) (forward|recomputation|backward)(?: \d+)?(.*)")
-_MOST_OF_NAME = 60
 # Inches: as wide as a telephone.
 _FOREST_WIDTH, _FOREST_ROW = 4.7, 0.36
 # A wider range of ratios has a logarithmic axis.
@@ -94,11 +93,11 @@ def style(chosen: Mapping[Any, Any] = STYLE) -> Iterator[None]:
         yield
 
 
-def name_in_figure(name: str) -> str:
+def short(name: str) -> str:
     """Returns at most 60 characters of a name, or the figure would have no room. Before an underscore, for which
     matplotlib leaves a name out of legends, stands a space of no width.
     """
-    name = name if len(name) <= _MOST_OF_NAME else f"{name[: _MOST_OF_NAME - 1]}…"
+    name = name if len(name) <= 60 else f"{name[:59]}…"
     return f"\u200b{name}" if name.startswith("_") else name
 
 
@@ -121,7 +120,7 @@ def draw_loads(
     drawn = Figure(figsize=(2 * panel_inches + 1.6, map_inches + 1.9), layout="constrained")
     drawn.suptitle(title, x=0.01, ha="left")
     sums, maps = drawn.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1, max(2.5, min(0.24 * E, 7))))
-    for tokens_RE, label, top, axes in zip((before_RE, after_RE), map(name_in_figure, labels), sums, maps, strict=True):
+    for tokens_RE, label, top, axes in zip((before_RE, after_RE), map(short, labels), sums, maps, strict=True):
         tokens_R = tokens_RE.sum(1)
         mean = tokens_R.mean()
         top.bar(range(R), tokens_R, color="#56B4E9", width=0.8)
@@ -193,7 +192,7 @@ class TimelinePanel:
         where what is not computed is idle.
         """
         spans, length_ms = self.spans, self.timeline.length_us / 1e3
-        rows = [TimelineRow("", f"{name_in_figure(self.name)}: {digits(length_ms)} ms")]
+        rows = [TimelineRow("", f"{short(self.name)}: {digits(length_ms)} ms")]
         if passes := tuple(_passes(spans, self.ranks[0])):
             rows.append(TimelineRow("layers", f"rank {self.ranks[0]}", passes))
         if self.critical_path:
@@ -359,9 +358,7 @@ def draw_forest(
         if dots := (single or {}).get(name):
             ends += dots
             axes.plot(list(dots), [row + 0.17] * len(dots), "o", color=GREY, markersize=2.5)
-        axes.text(
-            0, row - 0.42, f"{name_in_figure(name)}  {words(ratio)}", transform=axes.get_yaxis_transform(), va="center"
-        )
+        axes.text(0, row - 0.42, f"{short(name)}  {words(ratio)}", transform=axes.get_yaxis_transform(), va="center")
     if (range_of_ratios := max(ends) / min(ends)) > _LINEAR_RANGE:
         axes.set_xscale("log")
         subs = (1, 1.5, 2, 3, 5, 7) if range_of_ratios < _LINEAR_RANGE**2 else (1, 3)
@@ -382,7 +379,7 @@ def draw_speedups(comparison: Comparison, new: Callable[..., Figure] = Figure) -
     return draw_forest(
         {row.name: row.speedup for row in rows if row.speedup is not None},
         title=f"{comparison.source.upper()}: {comparison.experiment.name}",
-        xlabel=f"speed-up over {name_in_figure(comparison.baseline.name)} (right is faster)",
+        xlabel=f"speed-up over {short(comparison.baseline.name)} (right is faster)",
         words=ratio_words,
         single={row.name: seed_ratios(baseline, row.samples[SPEED]).values() for row in rows},
         new=new,
@@ -418,14 +415,12 @@ def speedup_chart(
             )
             middle = [nan if ratio is None else ratio.estimate for ratio in ratios]
             axes.fill_between(values, low, high, color=colour, alpha=0.2, linewidth=0)
-            axes.plot(
-                values, middle, color=colour, marker="osD^vPX*"[index % 8], markersize=4, label=name_in_figure(strategy)
-            )
+            axes.plot(values, middle, color=colour, marker="osD^vPX*"[index % 8], markersize=4, label=short(strategy))
         n = sorted({ratio.n for ratios in speedups.values() for ratio in ratios if ratio is not None})
         seeds = f"n = {n[0]}" if len(n) == 1 else f"n = {n[0]} to {n[-1]}" if n else "n = 0"
-        axes.set(xlabel=parameter, ylabel=f"speed-up against {name_in_figure(baseline)}", xticks=list(values))
+        axes.set(xlabel=parameter, ylabel=f"speed-up against {short(baseline)}", xticks=list(values))
         band = f"band: {100 * CONFIDENCE:.0f} % interval, paired by seed, {seeds}"
-        axes.set_title(f"{source.upper()}: {name_in_figure(name)}\n{band}")
+        axes.set_title(f"{source.upper()}: {short(name)}\n{band}")
         axes.grid(axis="y", linewidth=0.3)
         figure.legend(loc="outside lower center", ncols=3)
         return save(figure, path_stem)
@@ -438,20 +433,23 @@ def memory_chart(
     ``have_gb``: the memory of a rank, in units of 1e9 bytes.
     """
     with style():
-        figure = Figure(figsize=(6.4, 1.6 + 0.45 * len(parts)), layout="constrained")
+        names, left = list(map(short, parts)), np.zeros(len(parts))
+        # As wide as the longest name needs.
+        width = max(6.4, 4 + 0.13 * max(map(len, names)))
+        figure = Figure(figsize=(width, 1.6 + 0.45 * len(parts)), layout="constrained")
         axes = figure.subplots()
-        names, left = list(map(name_in_figure, parts)), np.zeros(len(parts))
         for index, part in enumerate(dict.fromkeys(part for of in parts.values() for part in of)):
             widths = np.array([of.get(part, 0.0) for of in parts.values()]) / BYTES_PER_GB
-            axes.barh(names, widths, left=left, color=OKABE_ITO[index % len(OKABE_ITO)], label=part, height=0.6)
+            axes.barh(range(len(parts)), widths, left=left, color=OKABE_ITO[index % 8], label=part, height=0.6)
             left += widths
         for row, total_gb in enumerate(left):
             axes.text(total_gb, row, f" {total_gb:,.1f} GB", va="center")
+        axes.set_yticks(range(len(parts)), names)
         axes.margins(x=0.15)
         if have_gb is not None:
             axes.axvline(have_gb, color=_ink(), linewidth=1, linestyle="--", label=f"memory of a rank: {have_gb:g} GB")
         axes.invert_yaxis()
-        axes.set(xlabel="GB", title=f"SIMULATED: {name_in_figure(name)}\nmemory of the rank that holds most")
+        axes.set(xlabel="GB", title=f"SIMULATED: {short(name)}\nmemory of the rank that holds most")
         figure.legend(loc="outside lower center", ncols=3)
         return save(figure, path_stem)
 

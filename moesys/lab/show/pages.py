@@ -23,16 +23,7 @@ from matplotlib.transforms import Affine2D
 
 from moesys.display import counted, html_table, printable
 from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
-from moesys.lab.show.figures import (
-    COUNTS,
-    OKABE_ITO,
-    STYLE,
-    TimelinePanel,
-    draw_timelines,
-    name_in_figure,
-    placed_rows,
-    style,
-)
+from moesys.lab.show.figures import COUNTS, OKABE_ITO, STYLE, TimelinePanel, draw_timelines, placed_rows, short, style
 from moesys.lab.show.tables import Sheet, notes_of, rows_of, written_columns
 from moesys.load import IntArray
 from moesys.timeline import Timeline
@@ -348,9 +339,7 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
             if not bins.single:
                 axes.fill_between(at_B, low_B, high_B, color=colour, alpha=0.2, linewidth=0)
             marker = "." if len(at_B) <= _MOST_DOTS else ""
-            axes.plot(
-                at_B, mean_B, color=colour, linewidth=1.4, linestyle=dashes, marker=marker, label=name_in_figure(name)
-            )
+            axes.plot(at_B, mean_B, color=colour, linewidth=1.4, linestyle=dashes, marker=marker, label=short(name))
             for place, words in enumerate(texts):
                 ends = "" if bins.single else f" ({_number(low_B[place])} to {_number(high_B[place])})"
                 words.append(f"{name} {_number(mean_B[place])}{ends}")

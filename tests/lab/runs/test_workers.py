@@ -30,6 +30,7 @@ from moesys.balance.laer import Laer
 from moesys.config import ClusterSpec, ModelShape
 from moesys.config.experiment import Experiment
 from moesys.lab.ranks.pool import WorkerDiedError, Workers
+from moesys.lab.ranks.process import ChildProcess
 from moesys.lab.runs.places import SimulatedTrials
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import QuietProgress, run
@@ -243,9 +244,13 @@ except ValueError as error:
 def test_workers_that_do_not_start_are_told(monkeypatch):
     """As in a script without a guard; the next test has one."""
     workers = Workers(1)
-    monkeypatch.setattr(workers, "_ask", lambda *_: None)
-    with pytest.raises(ValueError, match=r'a script needs `if __name__ == "__main__":` around what it runs, or use'):
-        workers.submit(variable, "OMP_NUM_THREADS").result()
+    with monkeypatch.context() as patched:
+        patched.setattr(ChildProcess, "_received", lambda _: None)
+        with pytest.raises(
+            ValueError, match=r'a script needs `if __name__ == "__main__":` around what it runs, and to'
+        ):
+            workers.submit(variable, "OMP_NUM_THREADS").result()
+    assert workers.submit(variable, "OMP_NUM_THREADS").result() == "1"
     workers.close()
 
 
@@ -258,7 +263,7 @@ def test_a_script_without_a_guard_is_told(tmp_path):
         [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 1
-    assert 'a script needs `if __name__ == "__main__":` around what it runs, or use jobs=1' in done.stderr
+    assert 'a script needs `if __name__ == "__main__":` around what it runs, and to be a file' in done.stderr
 
 
 def test_a_place_that_ran_nothing_is_closed():

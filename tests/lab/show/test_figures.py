@@ -218,7 +218,7 @@ def test_memory_says_how_much_and_of_what(saved, tmp_path):
     assert {" 3.0 GB", "SIMULATED: tiny on 8 H100\nmemory of the rank that holds most"} <= set(texts(saved[0]))
 
 
-NAMES = ("专家并行", "fast 🚀", "سريع", "तेज़", "e\u0301\u0323", "a$b$", "_private", "n" * 200)
+NAMES = ("专家并行", "fast 🚀", "سريع", "तेज़", "e\u0301\u0323", "a$b$", "_private", "n" * 200, "W" * 200)
 
 
 @pytest.mark.parametrize("name", NAMES)
