@@ -6,7 +6,8 @@ parameters are ``DTensor``s without memory. FSDP wraps the module later, and wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from transformers.distributed.expert_parallel import EPImplementation
 
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
@@ -29,6 +31,7 @@ from moesys.hf.experts_module import ExpertsModule, compute_dtype
 from moesys.hf.padding import real_tokens
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.experts import Experts, attach
+from moesys.moe.gradients import is_freed
 from moesys.moe.masters import DTYPE_NAMES, local_part
 from moesys.moe.outside import OutsideExperts, Parts
 from moesys.torch_private import hooks_of, unseen_by_selective_checkpoints
@@ -50,6 +53,7 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
             if newest.ep_mesh is not ep_mesh:
                 check_before_loading(experts.config)
                 newest = _Model(ep_mesh)
+                watch_optimizers(experts)
             num_batches = dist.get_world_size() // tp_mesh.size()
             # FSDP computes in bfloat16 if DistributedConfig asks for mixed precision.
             distributed = getattr(experts.config, "distributed_config", None)
@@ -97,6 +101,31 @@ def _cut_over(tp_mesh: DeviceMesh, run: Callable[..., Tensor], *tensors: Tensor)
     y_TH = run(*(part.to_local() for part in parts)).contiguous()
     size = tensors[0].shape
     return DTensor.from_local(y_TH, tp_mesh, [Shard(0)], run_check=False, shape=size, stride=(size[1], 1)).full_tensor()
+
+
+def watch_optimizers(owner: nn.Module, replaced: Iterable[nn.Parameter] = ()) -> None:
+    """Has the first step of an optimizer raise ValueError if it has parameters that nothing trains: ``replaced`` ones,
+    or copies that FSDP had gathered. Ends when ``owner`` does, whose FSDP unit takes up what steps have changed.
+    """
+    known = {id(each): weakref.ref(each) for each in replaced}
+    this, checked = weakref.ref(owner), weakref.WeakSet[Optimizer]()
+
+    def before_step(optimizer: Optimizer, *_: object) -> None:
+        if isinstance(module := this(), FSDPModule):
+            module.reshard()
+        if optimizer in checked:
+            return
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        lost = [each for each in parameters if is_freed(each) or (id(each) in known and known[id(each)]() is each)]
+        if lost:
+            raise ValueError(
+                f"{len(lost)} of the {len(parameters)} parameters of {type(optimizer).__name__} are not the model's: "
+                "ms.parallelize has replaced them, or FSDP had gathered them for a forward, so nothing trains them; "
+                "make the optimizer behind ms.parallelize, and before any evaluation of a model that is not linked"
+            )
+        checked.add(optimizer)
+
+    weakref.finalize(owner, register_optimizer_step_pre_hook(before_step).remove)
 
 
 def check(strategy: Strategy) -> None:

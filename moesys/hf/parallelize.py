@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from moesys.config import ClusterSpec, Strategy
 from moesys.hf.adapters import adapters_of, bypass, is_adapter
-from moesys.hf.expert_parallel import check, check_module, run, shard, strategy_experts
+from moesys.hf.expert_parallel import check, check_module, run, shard, strategy_experts, watch_optimizers
 from moesys.hf.experts_module import is_experts
 from moesys.hf.padding import follow_padding, real_tokens
 from moesys.moe.experts import Experts, require_module
@@ -91,6 +91,7 @@ def parallelize(
         for index, module in enumerate(modules)
     ]
     missing = _buffers_without_memory(model)
+    watch_optimizers(model, model.parameters())
     fsdp: Any = fully_shard
     # ``output_dtype`` applies to the output of the model, not to what its modules pass to each other.
     of_blocks = replace(policy, output_dtype=None)

@@ -11,6 +11,7 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moesys.collectives import guarded, meet
@@ -42,6 +43,7 @@ def sync_gradients(model: nn.Module) -> None:
     channel = channel_of(experts)
     if channel.group is None:
         return
+    reshard_units(model)
     device = experts[0].store.masters.device
     layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
     summed = {id(parameter) for layer in layers for parameter in layer.summed_in_backward()}
@@ -186,12 +188,34 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
 def _parameters_of(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Returns the parameters of a module, or those that are given themselves."""
     given = model.parameters() if isinstance(model, nn.Module) else [model] if isinstance(model, Tensor) else model
+    if isinstance(model, nn.Module):
+        reshard_units(model)
     parameters = list(given) if isinstance(given, Iterable) else [given]
     if others := [type(each).__name__ for each in parameters if not isinstance(each, Tensor)]:
         raise TypeError(f"model has a {others[0]} in it; give a torch.nn.Module, or an iterable of its parameters")
+    if any(map(is_freed, parameters)):
+        raise ValueError(
+            "model has parameters that FSDP had gathered for a forward and has freed since, whose gradients it would "
+            "leave out; give the module itself, or its parameters as model.parameters() has them now"
+        )
     if not parameters:
         raise ValueError("model has no parameters, or its iterator of parameters is used up; give the module itself")
     return parameters
+
+
+def reshard_units(model: nn.Module) -> None:
+    """Has FSDP's modules in ``model`` register their sharded parameters again, where a forward without a backward has
+    left gathered copies, which nobody trains. Gathers nothing, and does not wait.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def is_freed(parameter: Tensor) -> bool:
+    """Returns whether a parameter is a copy that FSDP had gathered and has freed."""
+    plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided and not parameter.is_meta
+    return plain and parameter.numel() > 0 and parameter.untyped_storage().size() == 0
 
 
 def _norm(

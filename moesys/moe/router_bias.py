@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from moesys.collectives import guarded, meet
 from moesys.moe.arguments import require_module
 from moesys.moe.experts import Experts, counts_of_batch, experts_beside, experts_of, ranks_of_routers
-from moesys.moe.gradients import channels_of, require_equal
+from moesys.moe.gradients import channels_of, require_equal, reshard_units
 from moesys.moe.router import Router
 from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
 
@@ -55,6 +55,8 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None,
         RankMismatchError: some ranks call it while others are in another call, or ranks have other biases.
     """
     require_module(model)
+    # What is written into a copy that FSDP has gathered is lost.
+    reshard_units(model)
     biases = _biases(model)
     _compare(model, biases, "update_router_bias()")
     if not biases and (rate or (rate is None and not any(isinstance(each, Router) for each in model.modules()))):

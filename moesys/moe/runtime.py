@@ -18,6 +18,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from moesys.balance.layout_schedule import PlanEvent
 from moesys.collectives import device_of, guarded
@@ -103,6 +104,9 @@ class MoERuntime(Lookahead):
         # which all ranks destroy together. The exit of the process stops threads by itself, and waits for no group.
         self._drop = weakref.finalize(self, _release, self._planner, self._heartbeat, self._groups, "gloo")
         self._drop.atexit = False
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        reshard = partial(_reshard_after_evaluation, units)
+        self._hooks = [model.register_forward_hook(reshard, always_call=True)] if units else []
         for layer in self.layers:
             like = layer.token_channel
             weight_channel = Channel(
@@ -231,6 +235,8 @@ class MoERuntime(Lookahead):
         """
         if not self._drop.detach():
             return
+        for hook in self._hooks:
+            hook.remove()
         self._planner.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
@@ -270,6 +276,21 @@ def on_urgent_stream(backends: str) -> object | None:
     if "cuda:nccl" not in backends.split(","):
         return None
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
+@torch.compiler.disable
+def _reshard_after_evaluation(units: list[FSDPModule], model: nn.Module, _inputs: object, output: object) -> None:
+    """Frees what FSDP keeps gathered after a forward for its backward, where none will follow: an optimizer that is
+    made next would otherwise be given copies of parameters. ``output``: None where the forward raised.
+    """
+    if torch.is_grad_enabled():
+        return
+    if output is None and isinstance(model, FSDPModule):
+        # A model that has not run yet, or that is inside of another, has nothing to reset.
+        with suppress(AttributeError, RuntimeError):
+            model.reset_iter_state()
+    for unit in units:
+        unit.reshard()
 
 
 def _release(

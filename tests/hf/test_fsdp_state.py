@@ -1,0 +1,161 @@
+"""What FSDP leaves behind or takes for granted under a model: gathered copies, rounded parameters, unused modules."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import refusal
+from hf_models import drawn, loaded, text, whole
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+
+HALF = torch.bfloat16
+TWO = {"fsdp_size": 2, "ep_size": 2}
+EP = ms.Strategy(name="ep")
+FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=4))
+
+
+def loss_of(model: Any, rank: int) -> Tensor:
+    ids = text(rank)
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def mean_gradients(model: Any) -> dict[str, Tensor]:
+    """What one process makes of all ranks' batches."""
+    model, num_ranks = copy.deepcopy(model), dist.get_world_size()
+    (sum(loss_of(model, rank) for rank in range(num_ranks)) / num_ranks).backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def far(found: Tensor, wanted: Tensor) -> bool:
+    return not float((whole(found).float() - wanted.float()).norm()) <= 1e-4 * float(wanted.float().norm())
+
+
+# --- after an evaluation ------------------------------------------------------------------------------------------
+
+
+def evaluate(model: Any, how: str) -> None:
+    if how == "generated":
+        model.generate(text(7)[:1, :5], max_new_tokens=2, do_sample=False, pad_token_id=0)
+        return
+    with torch.inference_mode() if how == "inferred" else torch.no_grad() if how != "with gradients" else nullcontext():
+        if how == "raised":
+            handle = model.model.layers[1].register_forward_pre_hook(lambda *_: [][0])
+            with pytest.raises(IndexError):
+                loss_of(model, 7)
+            handle.remove()
+        else:
+            loss_of(model, 7)
+
+
+def parameters_after(hows: list[str]) -> list[str]:
+    """An optimizer is made, or gradients are clipped, after an evaluation; returns what is not as in one process."""
+    base, wrong = drawn("qwen3_moe"), []
+    gradients = mean_gradients(base)
+    norm = torch.stack([each.norm() for each in gradients.values()]).norm()
+    for how in hows:
+        model = copy.deepcopy(base)
+        runtime = ms.parallelize(model, EP)
+        loss_of(model, dist.get_rank()).backward()
+        evaluate(model, how)
+        if how != "with gradients":
+            wrong += [f"{how}: {name}" for name, each in model.named_parameters() if not isinstance(each, DTensor)]
+        if far(ms.clip_grad_norm_(model, 0.01), norm):
+            wrong.append(f"{how}: norm")
+        wrong += [
+            f"{how}: clipped {name}"
+            for name, each in model.named_parameters()
+            if far(each.grad, gradients[name] * 0.01 / norm)
+        ]
+        model.zero_grad()
+        evaluate(model, how)
+        if how == "with gradients":
+            model.reshard()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model, dist.get_rank()).backward()
+        evaluate(model, how)
+        optimizer.step()
+        for name, each in model.named_parameters():
+            if far(each, base.get_parameter(name).detach() - 0.1 * gradients[name]):
+                wrong.append(f"{how}: stepped {name}")
+        # The next forward computes with what the step has changed.
+        changed = copy.deepcopy(base)
+        with torch.no_grad():
+            for name, each in changed.named_parameters():
+                each -= 0.1 * gradients[name]
+            if far(loss_of(model, 5), loss_of(changed, 5)):
+                wrong.append(f"{how}: next loss")
+        runtime.close()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "hows",
+    [["evaluated", "raised", "with gradients"], pytest.param(["generated", "inferred"], marks=pytest.mark.slow)],
+    ids=["forward", "generate"],
+)
+def test_an_evaluation_leaves_no_copies_of_parameters_behind(ranks: LocalRanks, hows: list[str]) -> None:
+    assert ranks.run(parameters_after, hows, num_ranks=2, timeout_s=120.0) == [[], []]
+
+
+def optimizers_of_copies(folder: Path, linked: bool) -> str:
+    """An evaluation of a model that transformers has sharded, then an optimizer."""
+    model = loaded(folder, EP, TWO)
+    runtime = ms.link(model) if linked else None
+    evaluate(model, "evaluated")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, dist.get_rank()).backward()
+    ms.clip_grad_norm_(model, 1.0)
+    found = refusal(optimizer.step)
+    if linked:
+        assert runtime is not None
+        runtime.close()
+        return found
+    return f"{found}\n{refusal(ms.clip_grad_norm_, optimizer.param_groups[0]['params'], 1.0)}"
+
+
+def test_an_optimizer_of_gathered_copies_is_refused_and_a_link_leaves_none(ranks: LocalRanks, tmp_path: Path) -> None:
+    drawn("qwen3_moe").save_pretrained(tmp_path)
+    for found in ranks.run(optimizers_of_copies, tmp_path, False, num_ranks=2, timeout_s=60.0):
+        step, clip = found.split("\n")
+        assert "parameters of SGD are not the model's" in step
+        assert "before any evaluation of a model that is not linked" in step
+        assert "parameters that FSDP had gathered for a forward and has freed since" in clip
+    assert ranks.run(optimizers_of_copies, tmp_path, True, num_ranks=2, timeout_s=60.0) == ["it was not refused"] * 2
+
+
+def early_optimizers() -> list[str]:
+    found = []
+    for meta in (False, True):
+        model = drawn("qwen3_moe").to("meta") if meta else drawn("qwen3_moe")
+        early = torch.optim.AdamW([{"params": [each]} for each in model.parameters()], lr=1e-3)
+        runtime = ms.parallelize(model, FSEP)
+        late = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        other = nn.Linear(2, 2)
+        others = torch.optim.SGD(other.parameters(), lr=0.1)
+        if meta:
+            model.to_empty(device="cpu")
+            late = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for optimizer in (late, others):
+            optimizer.step()
+        # The same again, as a loop that catches errors goes on.
+        found += [refusal(early.step), refusal(early.step)]
+        runtime.close()
+    return found
+
+
+def test_an_optimizer_that_was_made_before_parallelize_is_refused(ranks: LocalRanks) -> None:
+    for found in ranks.run(early_optimizers, num_ranks=2, timeout_s=60.0):
+        assert len(found) == 4
+        for message in found:
+            assert message.startswith("ValueError: 25 of the 25 parameters of AdamW are not the model's"), message
+            assert "make the optimizer behind ms.parallelize" in message
