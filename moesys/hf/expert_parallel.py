@@ -27,7 +27,7 @@ from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.hub import NAMES
 from moesys.hf.adapters import with_lora
 from moesys.hf.checkpoint_check import check_before_loading
-from moesys.hf.experts_module import ExpertsModule, compute_dtype
+from moesys.hf.experts_module import ExpertsModule, compute_dtype, is_experts
 from moesys.hf.padding import real_tokens
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.experts import Experts, attach
@@ -48,7 +48,8 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
     class StrategyExperts(EPImplementation):
         def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
-            self._module = experts
+            self._module: Any = experts
+            check_module(experts)
             nonlocal newest
             if newest.ep_mesh is not ep_mesh:
                 check_before_loading(experts.config)
@@ -62,8 +63,15 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
             self._experts = strategy_experts(experts, strategy, ep_mesh, layer_index, num_batches, dtype=dtype)
             shard(experts, self._experts)
             self._experts.use_memory(newest.memory)
+            twice = dtype is None and self._module.down_proj.dtype in (torch.float16, torch.float64)
+            self._divides_by = num_batches if twice and getattr(distributed, "efsdp_size", 0) == 1 else None
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            if (num_batches := self._divides_by) is not None and isinstance(self._module, FSDPModule):
+                # With one rank FSDP divides these dtypes twice by its factor, which transformers has set (torch 2.13).
+                self._module.set_gradient_divide_factor(1.0)
+                self._module.set_all_reduce_hook(lambda gradients: gradients.div_(num_batches))
+                self._divides_by = None
             mask_T = real_tokens(hidden_states)
             tensors = hidden_states, top_k_index, top_k_weights, *([] if mask_T is None else [mask_T])
             of_part = partial(run, self._experts, self._module)
@@ -137,6 +145,11 @@ def check(strategy: Strategy) -> None:
 def check_module(module: Any) -> ExpertsModule:
     """Returns what an experts module computes. Raises ValueError where moesys does not run it over ranks."""
     kind = type(module).__name__
+    if not is_experts(module):
+        raise ValueError(
+            f"{kind} does not declare what it computes (use_experts_implementation of transformers), which moesys "
+            'needs; use ep_implementation="all_to_all"'
+        )
     if is_parametrized(module):
         raise _computed(kind, next(iter(module.parametrizations)))
     description = ExpertsModule.of(module)
@@ -275,7 +288,13 @@ def shard(module: Any, experts: Experts) -> None:
 def _top_k(config: Any) -> int:
     for name in NAMES["top_k"]:
         if (top_k := getattr(config, name, None)) is not None:
-            return int(top_k)
+            of_layers = {*top_k} if isinstance(top_k, Sequence) else {top_k}
+            if len(of_layers) > 1:
+                raise ValueError(
+                    f"{type(config).__name__} has {config.attribute_map.get(name, name)}={top_k}, which differs by "
+                    'layer; moesys needs one number for all, so train with ep_implementation="all_to_all"'
+                )
+            return int(of_layers.pop())
     raise ValueError(f"{type(config).__name__} does not say how many experts a token has: none of {NAMES['top_k']}")
 
 

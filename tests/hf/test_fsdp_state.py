@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import refusal
-from hf_models import drawn, loaded, text, whole
+from hf_models import SMALL, drawn, loaded, text, whole
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import moesys as ms
+from moesys.hf.expert_parallel import check_module
 from moesys.lab.ranks.pool import LocalRanks
 
 HALF = torch.bfloat16
@@ -159,3 +160,74 @@ def test_an_optimizer_that_was_made_before_parallelize_is_refused(ranks: LocalRa
         for message in found:
             assert message.startswith("ValueError: 25 of the 25 parameters of AdamW are not the model's"), message
             assert "make the optimizer behind ms.parallelize" in message
+
+
+# --- dtypes -------------------------------------------------------------------------------------------------------
+
+
+def registered_gradients(folder: Path, dtypes: list[torch.dtype], strategy: ms.Strategy) -> list[dict[str, float]]:
+    """Each gradient's part along that of one process in float32; 1 where it is right."""
+    wanted, found = mean_gradients(drawn("qwen3_moe")), []
+    for dtype in dtypes:
+        model = of_dtype(folder, strategy, dtype)
+        loss_of(model, dist.get_rank()).backward()
+        gradients = {name: whole(each.grad).double() for name, each in model.named_parameters()}
+        found.append(
+            {
+                name: float((gradients[name] * each).sum() / each.double().square().sum())
+                for name, each in wanted.items()
+            }
+        )
+    return found
+
+
+def of_dtype(folder: Path, strategy: ms.Strategy, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(ep_implementation=ms.hf.register(strategy), **TWO)
+    options = {"attn_implementation": "eager", "dtype": dtype}
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options).train()
+
+
+@pytest.mark.parametrize("strategy", [EP, pytest.param(FSEP, marks=pytest.mark.slow)], ids=["lent", "fsep"])
+def test_registered_strategies_have_gradients_of_the_right_size_in_every_dtype(
+    ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy
+) -> None:
+    drawn("qwen3_moe").save_pretrained(tmp_path)
+    dtypes = [torch.float32, HALF, torch.float16, torch.float64]
+    for by_dtype in ranks.run(registered_gradients, tmp_path, dtypes, strategy, num_ranks=2, timeout_s=120.0):
+        for found in by_dtype:
+            assert found == pytest.approx(dict.fromkeys(found, 1.0), abs=0.1)
+
+
+# --- configurations and modules of other forms --------------------------------------------------------------------
+
+
+def hunyuan(top_k: Any) -> Any:
+    from transformers import HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM
+
+    torch.manual_seed(1)
+    config = HunYuanMoEV1Config(**{**SMALL, "head_dim": 12}, intermediate_size=24, num_experts=8, moe_topk=top_k)
+    return HunYuanMoEV1ForCausalLM._from_config(config, attn_implementation="eager").train()
+
+
+def lists_of_layers() -> str:
+    model = hunyuan([2, 2])
+    wanted = loss_of(model, dist.get_rank()).item()
+    runtime = ms.parallelize(model, EP)
+    assert loss_of(model, dist.get_rank()).item() == pytest.approx(wanted, rel=1e-5)
+    runtime.close()
+    return refusal(ms.parallelize, hunyuan([1, 2]), EP)
+
+
+def test_a_list_of_layers_says_how_many_experts_a_token_has(ranks: LocalRanks) -> None:
+    for message in ranks.run(lists_of_layers, num_ranks=2, timeout_s=60.0):
+        assert "HunYuanMoEV1Config has moe_topk=[1, 2], which differs by layer" in message
+
+
+def test_experts_without_a_declaration_are_named() -> None:
+    modeling = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+    config = modeling.Step3p7TextConfig(hidden_size=16, moe_intermediate_size=8, num_local_experts=4)
+    with pytest.raises(ValueError, match=r'Step3p7Experts does not declare .* use ep_implementation="all_to_all"'):
+        check_module(modeling.Step3p7Experts(config))
