@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -24,9 +25,12 @@ from moesys.hf.expert_parallel import check, check_module, run, shard, strategy_
 from moesys.hf.experts_module import is_experts
 from moesys.hf.padding import follow_padding, real_tokens
 from moesys.moe.experts import Experts, require_module
+from moesys.moe.router_bias import BIASES
 from moesys.moe.runtime import MoERuntime, link
 
 EP = "ep"
+# The modules of a block that run by themselves, each with the one around it and with its parameters.
+Holders = dict[nn.Module, tuple[nn.Module, list[nn.Parameter]]]
 
 
 def parallelize(
@@ -78,12 +82,12 @@ def parallelize(
         )
     adapters = adapters_of(model)
     _check_not_tied(model, modules)
-    blocks = _blocks(model, modules)
-    units = _units(model, blocks, modules)
+    blocks, policy = _blocks(model, modules), policy or MixedPrecisionPolicy()
+    kept = _kept_in_float32(model, policy.param_dtype)
+    units = _units(model, blocks, modules, kept)
     expert_mesh = _expert_mesh(mesh)
     num_ranks = expert_mesh.size()
     dense_mesh = DeviceMesh(expert_mesh.device_type, torch.arange(num_ranks), mesh_dim_names=("fsdp",))
-    policy = policy or MixedPrecisionPolicy()
     # Experts are made before the model is changed, because a strategy that does not fit is refused here.
     dtype = policy.param_dtype
     made = [
@@ -91,8 +95,12 @@ def parallelize(
         for index, module in enumerate(modules)
     ]
     missing = _buffers_without_memory(model)
-    watch_optimizers(model, model.parameters())
-    fsdp: Any = fully_shard
+    whole = {parameter for parameter in kept if not parameter.requires_grad}
+    for parameter in whole:
+        # FSDP moves only what it shards.
+        parameter.data = parameter.data.to(expert_mesh.device_type if not parameter.is_meta else "meta")
+    watch_optimizers(model, {*model.parameters()} - whole)
+    fsdp: Any = partial(fully_shard, ignored_params=whole)
     # ``output_dtype`` applies to the output of the model, not to what its modules pass to each other.
     of_blocks = replace(policy, output_dtype=None)
     # Where there is one group nothing travels, and FSDP would divide twice by what other dtypes need.
@@ -110,11 +118,20 @@ def parallelize(
             unit.set_force_sum_reduction_for_comms(True)
     # A part of a block computes with the inputs that it would have inside of the block's unit.
     of_parts = replace(of_blocks, cast_forward_inputs=False)
-    for together in units:
+    owner_of = {module: block for block in blocks for module in block.modules()}
+    for together in [*units, [model]]:
+        first: Any = together[0]
+        is_part = first is not model and first not in blocks
+        of_unit = policy if first is model else of_parts if is_part else of_blocks
+        if any(parameter in kept and parameter not in whole for each in together for parameter in each.parameters()):
+            of_unit = replace(of_unit, param_dtype=None)
         # FSDP registers other hooks for a list, so a single module is passed by itself.
-        unit_module = together[0] if len(together) == 1 else together
-        fsdp(unit_module, mesh=dense_mesh, mp_policy=of_blocks if together[0] in blocks else of_parts)
-    fsdp(model, mesh=dense_mesh, mp_policy=policy)
+        fsdp(first if len(together) == 1 else together, mesh=dense_mesh, mp_policy=of_unit)
+        if is_part:
+            owner_of.get(first, model).register_forward_pre_hook(partial(_gather, first))
+    # Ranks may differ in the modules that a batch uses, such as a vision tower, and FSDP reduces what was used.
+    if hasattr(first, "set_reduce_scatter_unused_params"):  # not in every torch that is supported
+        first.set_reduce_scatter_unused_params(True)
     follow_padding(model)
     known = WeakKeyDictionary({module: frozenset(_own_parameters(module)) for module in model.modules()})
     model.register_forward_pre_hook(partial(_check_nothing_new, known), prepend=True)
@@ -187,7 +204,29 @@ def _blocks(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
 # --- units of FSDP ------------------------------------------------------------------------------------------------
 
 
-def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) -> list[list[nn.Module]]:
+def _kept_in_float32(model: nn.Module, dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """Returns the parameters outside of experts that ``model`` keeps in float32 where it computes in ``dtype``, as
+    transformers does when it loads them, with the others of their modules; and the correction biases of routers.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        return set()
+    lists = ["_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"][: 1 + (dtype == torch.float16)]
+    listed = {name for each in model.modules() for names in lists for name in getattr(each, names, None) or ()}
+    pattern = re.compile("|".join(name.replace("*", ".*") for name in sorted(listed)) or r"(?!)")
+    kept: set[nn.Parameter] = set()
+    for path, module in model.named_modules():
+        # PEFT puts modules around those that are listed.
+        path = re.sub(r"\.(base_layer|original_module|modules_to_save\.\w+)", "", path)
+        own = {} if is_experts(module) else _own_parameters(module)
+        listed_here = {each for name, each in own.items() if name in BIASES or pattern.search(f"{path}.{name}")}
+        trains = any(each.requires_grad for each in listed_here)
+        kept |= listed_here | {each for each in own.values() if trains and each.requires_grad}
+    return {each for each in kept if each.dtype == torch.float32}
+
+
+def _units(
+    model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module], kept: set[nn.Parameter]
+) -> list[list[nn.Module]]:
     """Returns the modules of each FSDP unit other than experts and the model itself, inner units first: the blocks, and
     parts of blocks and of the model.
 
@@ -208,13 +247,13 @@ def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) 
     # The modules that get a unit apart from their block's are mapped to all of their parameters.
     parts: dict[nn.Module, set[nn.Parameter]] = {}
     for root in roots:
-        dtype_of: dict[nn.Module, torch.dtype | None] = {}
+        dtype_of: dict[nn.Module, tuple[torch.dtype, bool] | None] = {}
         for module, (around, parameters) in held[root].items():
-            trainable = {parameter.dtype: parameter for parameter in parameters if parameter.requires_grad}
+            trainable = {(each.dtype, each in kept): each for each in parameters if each.requires_grad}
             shared = {parameter for parameter in parameters if len(roots_of[parameter]) > 1}
             if len(trainable) > 1 or (shared and module is root):
                 name_of = {parameter: name for name, parameter in module.named_parameters()}
-                several = " and ".join(f"{name_of[each]} of {dtype}" for dtype, each in trainable.items())
+                several = " and ".join(f"{name_of[each]} of {dtype}" for (dtype, _), each in trainable.items())
                 what = f"trainable parameters of several dtypes, {several}"
                 if len(trainable) == 1:
                     first = next(each for each in parameters if each in shared)
@@ -225,7 +264,7 @@ def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) 
                 )
             [dtype] = trainable or [None]
             if module is root:
-                dtype_of[module] = dtype or _commonest_dtype(held[root])
+                dtype_of[module] = dtype or _commonest_dtype(held[root], kept)
             elif shared or dtype not in (None, dtype_of[around]):
                 parts[module], dtype_of[module] = set(parameters), dtype
             else:
@@ -250,11 +289,11 @@ def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) 
         ) from error
 
 
-def _holders(root: nn.Module, others: set[nn.Module]) -> dict[nn.Module, tuple[nn.Module, list[nn.Parameter]]]:
+def _holders(root: nn.Module, others: set[nn.Module]) -> Holders:
     """Returns the modules of ``root`` outside of ``others`` that run by themselves, each with the one around it, and
     with its parameters and those of containers in it, which do not run, such as ``nn.ParameterList``.
     """
-    found: dict[nn.Module, tuple[nn.Module, list[nn.Parameter]]] = {}
+    found: Holders = {}
     seen = set()
 
     def walk(module: nn.Module, around: nn.Module) -> None:
@@ -272,12 +311,14 @@ def _holders(root: nn.Module, others: set[nn.Module]) -> dict[nn.Module, tuple[n
     return found
 
 
-def _commonest_dtype(held: dict[nn.Module, tuple[nn.Module, list[nn.Parameter]]]) -> torch.dtype | None:
-    """Returns the dtype of most elements of trainable parameters, or None if there are none."""
-    counts: Counter[torch.dtype] = Counter()
+def _commonest_dtype(held: Holders, kept: set[nn.Parameter]) -> tuple[torch.dtype, bool] | None:
+    """Returns the dtype of most elements of trainable parameters, and whether they are ``kept`` in it; None if there
+    are none.
+    """
+    counts: Counter[tuple[torch.dtype, bool]] = Counter()
     for parameter in {parameter: None for _, parameters in held.values() for parameter in parameters}:
         if parameter.requires_grad:
-            counts[parameter.dtype] += parameter.numel()
+            counts[parameter.dtype, parameter in kept] += parameter.numel()
     return counts.most_common(1)[0][0] if counts else None
 
 
@@ -300,6 +341,12 @@ def _check_nothing_new(known: WeakKeyDictionary[nn.Module, frozenset[str]], mode
                     "would be that of one rank only; add adapters and parametrizations (get_peft_model) first, then "
                     "call ms.parallelize"
                 )
+
+
+@torch.compiler.disable
+def _gather(part: FSDPModule, *_: object) -> None:
+    """Gathers ``part`` with the unit around it, because a module may read its parameters without calling it."""
+    part.unshard()
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

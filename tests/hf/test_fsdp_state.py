@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from conftest import refusal
 from hf_models import SMALL, drawn, loaded, text, whole
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import moesys as ms
@@ -162,7 +165,172 @@ def test_an_optimizer_that_was_made_before_parallelize_is_refused(ranks: LocalRa
             assert "make the optimizer behind ms.parallelize" in message
 
 
+# --- modules that one rank uses -----------------------------------------------------------------------------------
+
+
+class Branch(nn.Module):
+    """Adds a projection to what a module returns, where it is told to."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.branch, self.used = inner, nn.Linear(48, 48, bias=False), True
+        nn.init.constant_(self.branch.weight, 0.01)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        found = self.inner(hidden)
+        return found + self.branch(found) if self.used else found
+
+
+def gradients_of_branches(used: list[bool]) -> list[str]:
+    model = drawn("qwen3_moe")
+    first, model.model.norm = model.model.layers[0], Branch(model.model.norm)
+    first.post_attention_layernorm = Branch(first.post_attention_layernorm)
+    branches = [model.model.norm, first.post_attention_layernorm]
+
+    def loss(of: Any, rank: int) -> Tensor:
+        for each in of.modules():
+            if isinstance(each, Branch):
+                each.used = used[rank]
+        return loss_of(of, rank)
+
+    assert branches
+    alone = copy.deepcopy(model)
+    (sum(loss(alone, rank) for rank in range(2)) / 2).backward()
+    runtime = ms.parallelize(model, EP)
+    loss(model, dist.get_rank()).backward()
+    runtime.close()
+    wanted = {name: each.grad for name, each in alone.named_parameters()}
+    return [
+        name
+        for name, each in model.named_parameters()
+        if far(each.grad, torch.zeros(()) if wanted[name] is None else wanted[name])
+    ]
+
+
+def test_ranks_may_use_different_modules(ranks: LocalRanks) -> None:
+    """Such as a vision tower, for an image on one rank. What no rank uses has a gradient of zero."""
+    for used in ([True, False], [False, False]):
+        assert ranks.run(gradients_of_branches, used, num_ranks=2, timeout_s=60.0) == [[], []]
+
+
 # --- dtypes -------------------------------------------------------------------------------------------------------
+
+
+def ernie() -> Any:
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    experts = {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 0}
+    shape = {**SMALL, "head_dim": 12, "intermediate_size": 40}
+    config = Ernie4_5_MoeConfig(**shape, **experts, moe_layer_start_index=0, moe_layer_interval=1)
+    return Ernie4_5_MoeForCausalLM._from_config(config, attn_implementation="eager").train()
+
+
+def laguna() -> Any:
+    from transformers import LagunaConfig, LagunaForCausalLM
+
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    experts |= {"shared_expert_intermediate_size": 24, "mlp_layer_types": ["sparse"] * 2}
+    config = LagunaConfig(**{**SMALL, "head_dim": 12, "intermediate_size": 40}, **experts)
+    return LagunaForCausalLM._from_config(config, attn_implementation="eager").train()
+
+
+def afmoe() -> Any:
+    from transformers import AfmoeConfig, AfmoeForCausalLM
+
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 0}
+    config = AfmoeConfig(**{**SMALL, "head_dim": 12, "intermediate_size": 40}, **experts, num_shared_experts=1)
+    return AfmoeForCausalLM._from_config(config, attn_implementation="eager").train()
+
+
+def biases_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each for name, each in model.named_parameters() if name.endswith(("correction_bias", "expert_bias"))}
+
+
+def biases_in_use(make: Any) -> list[str]:
+    """Returns what of a float32 bias is lost where FSDP computes in bfloat16: in routers, steps, and checkpoints."""
+    torch.manual_seed(1)
+    model, wrong = make(), []
+    for number, bias in enumerate(biases_of(model).values()):
+        bias.data.copy_(7 + 0.1 * torch.rand(bias.shape, generator=torch.Generator().manual_seed(number)))
+    wanted = {name: each.detach().clone() for name, each in biases_of(model).items()}
+    assert wanted
+    runtime = ms.parallelize(model, EP, policy=MixedPrecisionPolicy(param_dtype=HALF))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def compare(name: str, *_: object) -> None:
+        bias = biases_of(model)[name]
+        if not isinstance(bias, DTensor) and not torch.equal(bias.detach().float(), wanted[name]):
+            wrong.append(f"{name} {bias.dtype} differs in use by {(bias.float() - wanted[name]).abs().max()}")
+
+    for name in wanted:
+        model.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(partial(compare, name))
+    for _ in range(2):
+        loss_of(model, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ms.update_router_bias(model, rate=0.001)
+        moved = {name: whole(each).clone() for name, each in biases_of(model).items()}
+        wrong += [f"{name} did not move" for name, each in moved.items() if torch.equal(each, wanted[name])]
+        wanted = moved
+        both = [[torch.empty_like(each) for _ in range(2)] for each in moved.values()]
+        for places, each in zip(both, moved.values(), strict=True):
+            dist.all_gather(places, each.contiguous())
+        wrong += [name for name, each in zip(moved, both, strict=True) if not torch.equal(*each)]
+    whole_state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    state = {name: each.clone() for name, each in whole_state.items()}
+    wrong += [f"{name} is saved as another" for name, each in wanted.items() if not torch.equal(state[name], each)]
+    for each in biases_of(model).values():
+        whole(each).zero_()
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    wrong += [
+        f"{name} is not loaded" for name, each in biases_of(model).items() if not torch.equal(whole(each), wanted[name])
+    ]
+    runtime.close()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "make", [ernie, pytest.param(afmoe, marks=pytest.mark.slow), laguna], ids=lambda make: make.__name__
+)
+def test_biases_that_are_parameters_stay_in_float32(ranks: LocalRanks, make: Any) -> None:
+    assert ranks.run(biases_in_use, make, num_ranks=2, timeout_s=90.0) == [[], []]
+
+
+def dtypes_in_use(family: str, dtype: torch.dtype, names: list[str]) -> dict[str, set[torch.dtype]]:
+    """Returns the dtypes of weights in use where FSDP computes a model of float32 in ``dtype``."""
+    model, found = drawn(family), {}
+    runtime = ms.parallelize(model, EP, policy=MixedPrecisionPolicy(param_dtype=dtype))
+
+    def see(name: str, module: nn.Module, *_: object) -> None:
+        found.setdefault(name, set()).add(module.weight.dtype)
+
+    for path, module in model.named_modules():
+        for name in names:
+            if path.endswith(name):
+                module.register_forward_pre_hook(partial(see, name))
+    loss_of(model, dist.get_rank()).backward()
+    runtime.close()
+    assert all(each.grad is None or each.grad.dtype == torch.float32 for each in model.parameters())
+    return found
+
+
+F32 = torch.float32
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "wanted"),
+    [
+        ("deepseek_v3", HALF, {"mlp.gate": F32, "o_proj": HALF, "input_layernorm": HALF}),
+        ("gpt_oss", torch.float16, {"o_proj": torch.float16, "input_layernorm": F32}),
+        pytest.param("gpt_oss", HALF, {"o_proj": HALF, "input_layernorm": HALF}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_model_keeps_in_float32_is_not_rounded(
+    ranks: LocalRanks, family: str, dtype: torch.dtype, wanted: dict[str, torch.dtype]
+) -> None:
+    """As transformers loads it: some in float16 and bfloat16, and some in float16 alone."""
+    found = ranks.run(dtypes_in_use, family, dtype, [*wanted], num_ranks=2, timeout_s=60.0)
+    assert found == [{name: {each} for name, each in wanted.items()}] * 2
 
 
 def registered_gradients(folder: Path, dtypes: list[torch.dtype], strategy: ms.Strategy) -> list[dict[str, float]]:
