@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
@@ -25,6 +26,7 @@ from moesys.hf.expert_parallel import check, check_module, run, shard, strategy_
 from moesys.hf.experts_module import is_experts
 from moesys.hf.padding import follow_padding, real_tokens
 from moesys.moe.experts import Experts, require_module
+from moesys.moe.gradients import reshard_units
 from moesys.moe.router_bias import BIASES
 from moesys.moe.runtime import MoERuntime, link
 
@@ -132,6 +134,10 @@ def parallelize(
     # Ranks may differ in the modules that a batch uses, such as a vision tower, and FSDP reduces what was used.
     if hasattr(first, "set_reduce_scatter_unused_params"):  # not in every torch that is supported
         first.set_reduce_scatter_unused_params(True)
+    model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
+    for each in model.modules():
+        if isinstance(each, PreTrainedModel):
+            each.save_pretrained = partial(_save, each.save_pretrained)
     follow_padding(model)
     known = WeakKeyDictionary({module: frozenset(_own_parameters(module)) for module in model.modules()})
     model.register_forward_pre_hook(partial(_check_nothing_new, known), prepend=True)
@@ -347,6 +353,28 @@ def _check_nothing_new(known: WeakKeyDictionary[nn.Module, frozenset[str]], mode
 def _gather(part: FSDPModule, *_: object) -> None:
     """Gathers ``part`` with the unit around it, because a module may read its parameters without calling it."""
     part.unshard()
+
+
+def _refuse_whole_tensors(model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """Raises ValueError for a state with whole tensors of what the model has sharded."""
+    reshard_units(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and not isinstance(state.get(prefix + name, parameter), DTensor):
+            raise ValueError(
+                f"load_state_dict() was given {name} whole, and ms.parallelize has sharded it; call on every rank "
+                "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True)), which is in "
+                "torch.distributed.checkpoint.state_dict"
+            )
+
+
+def _save(save: Any, folder: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any) -> None:
+    """Calls ``save_pretrained`` of transformers, which gathers nothing. Raises ValueError without whole tensors."""
+    if state_dict is None or any(isinstance(each, DTensor) for each in state_dict.values()):
+        raise ValueError(
+            "save_pretrained of transformers does not gather what ms.parallelize has sharded; call "
+            "ms.hf.save_pretrained(model, folder) on every rank, or give state_dict= with whole tensors"
+        )
+    save(folder, is_main_process, state_dict, **options)
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

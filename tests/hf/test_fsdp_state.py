@@ -399,3 +399,37 @@ def test_experts_without_a_declaration_are_named() -> None:
     config = modeling.Step3p7TextConfig(hidden_size=16, moe_intermediate_size=8, num_local_experts=4)
     with pytest.raises(ValueError, match=r'Step3p7Experts does not declare .* use ep_implementation="all_to_all"'):
         check_module(modeling.Step3p7Experts(config))
+
+
+# --- calls of other libraries -------------------------------------------------------------------------------------
+
+
+def foreign_calls(folder: Path) -> list[str]:
+    """Returns refusals of saving and loading whole tensors; what the messages name works."""
+    model = drawn("qwen3_moe")
+    plain = {name: each.detach() + 1 for name, each in model.state_dict().items()}
+    runtime = ms.parallelize(model, FSEP)
+    refused = [refusal(model.save_pretrained, folder), refusal(model.model.save_pretrained, folder)]
+    refused.append(refusal(partial(model.save_pretrained, folder, state_dict=get_model_state_dict(model))))
+    evaluate(model, "with gradients")
+    refused.append(refusal(model.load_state_dict, plain))
+    set_model_state_dict(model, {**plain}, options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(whole(each), plain[name]) for name, each in model.named_parameters())
+    model.load_state_dict(get_model_state_dict(model))
+    averages = {name: each.detach().clone() for name, each in model.named_parameters()}
+    for name, each in model.named_parameters():
+        averages[name].lerp_(each.detach(), 0.1)
+    model.load_state_dict(averages, strict=False)
+    assert not any(folder.glob("*"))
+    ms.hf.save_pretrained(model, folder)
+    runtime.close()
+    return refused
+
+
+def test_calls_that_would_mix_whole_and_sharded_tensors_are_refused(ranks: LocalRanks, tmp_path: Path) -> None:
+    for *saves, load in ranks.run(foreign_calls, tmp_path / "saved", num_ranks=2, timeout_s=60.0):
+        for message in saves:
+            assert message.startswith("ValueError: save_pretrained of transformers does not gather"), message
+            assert "ms.hf.save_pretrained(model, folder) on every rank" in message
+        assert "was given model.embed_tokens.weight whole, and ms.parallelize has sharded it; call on every" in load
+        assert "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))" in load
