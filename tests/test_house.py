@@ -29,7 +29,7 @@ class Budget(NamedTuple):
 # The files that lie in moesys/ itself, by the package of the design that they belong to.
 GROUND = (
     *("load", "layout", "timeline", "schedule", "cost", "row_traffic", "traces", "compiled"),
-    *("torch_private", "files", "step_lines", "collectives", "limits", "kinds", "journal", "display"),
+    *("torch_private", "files", "step_lines", "collectives", "frames", "limits", "kinds", "journal", "display"),
 )
 PACKAGES = {
     "moesys/config": ("config",),
@@ -46,21 +46,21 @@ PACKAGES = {
 }
 BUDGETS = {
     "moesys/config": Budget(2_303, 17),
-    "moesys, ground files": Budget(2_369, 16),
+    "moesys, ground files": Budget(2_495, 17),
     "moesys/kernels": Budget(4_720, 45),
     "moesys/balance": Budget(5_960, 40),
     "moesys/overlap": Budget(2_759, 17),
     "moesys/moe": Budget(3_991, 21),
     "moesys/simulator": Budget(3_356, 22),
     "moesys/tuner": Budget(1_142, 8),
-    "moesys, hosts": Budget(2_418, 15),
+    "moesys, hosts": Budget(2_420, 15),
     "moesys/lab": Budget(8_323, 53),
     "moesys, entry points": Budget(241, 2),
     "benchmarks": Budget(6_477, 50),
     "experiments": Budget(1_396, 15),
     "tests": Budget(47_251, 318),
 }
-TOTAL = Budget(37_708, 257)
+TOTAL = Budget(37_710, 257)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

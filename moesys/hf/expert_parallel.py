@@ -70,7 +70,7 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
             if (num_batches := self._divides_by) is not None and isinstance(self._module, FSDPModule):
                 # With one rank FSDP divides these dtypes twice by its factor, which transformers has set (torch 2.13).
                 self._module.set_gradient_divide_factor(1.0)
-                self._module.set_all_reduce_hook(lambda gradients: gradients.div_(num_batches))
+                self._module.set_all_reduce_hook(partial(_divide, num_batches))
                 self._divides_by = None
             mask_T = real_tokens(hidden_states)
             tensors = hidden_states, top_k_index, top_k_weights, *([] if mask_T is None else [mask_T])
@@ -111,8 +111,12 @@ def _cut_over(tp_mesh: DeviceMesh, run: Callable[..., Tensor], *tensors: Tensor)
     return DTensor.from_local(y_TH, tp_mesh, [Shard(0)], run_check=False, shape=size, stride=(size[1], 1)).full_tensor()
 
 
+def _divide(num_batches: int, gradients: Tensor) -> None:
+    gradients.div_(num_batches)
+
+
 def watch_optimizers(owner: nn.Module, replaced: Iterable[nn.Parameter] = ()) -> None:
-    """Has the first step of an optimizer raise ValueError if it has parameters that nothing trains: ``replaced`` ones,
+    """Makes the first step of an optimizer raise ValueError if it has parameters that nothing trains: ``replaced`` ones
     or copies that FSDP had gathered. Ends when ``owner`` does, whose FSDP unit takes up what steps have changed.
     """
     known = {id(each): weakref.ref(each) for each in replaced}

@@ -137,7 +137,7 @@ def parallelize(
     model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
     for each in model.modules():
         if isinstance(each, PreTrainedModel):
-            each.save_pretrained = partial(_save, each.save_pretrained)
+            each.__dict__["save_pretrained"] = partial(_save, each.save_pretrained)
     follow_padding(model)
     known = WeakKeyDictionary({module: frozenset(_own_parameters(module)) for module in model.modules()})
     model.register_forward_pre_hook(partial(_check_nothing_new, known), prepend=True)

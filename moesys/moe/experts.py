@@ -45,7 +45,7 @@ STATE_TIMEOUT_S = 600.0
 
 
 @dataclass
-class _LayersMade:
+class _LayerCount:
     """The layers of one index that this process has made for one group."""
 
     number: int = 0
@@ -54,8 +54,8 @@ class _LayersMade:
 
 # By a reference, which does not keep the group, and is unequal to that of any later group of its name.
 @cache
-def _layers_made(group: ReferenceType[dist.ProcessGroup], layer_index: int) -> _LayersMade:
-    return _LayersMade()
+def _layer_count(group: ReferenceType[dist.ProcessGroup], layer_index: int) -> _LayerCount:
+    return _LayerCount()
 
 
 class Experts(nn.Module):
@@ -128,7 +128,7 @@ class Experts(nn.Module):
             declared["outside"] = outside.declared(form)
         self.identity = Identity(layer_index, declared)
         if self.group is not None:
-            made = _layers_made(ref(self.group), layer_index)
+            made = _layer_count(ref(self.group), layer_index)
             made.number += 1
             made.living.add(self)
             self.identity = Identity(layer_index, declared, made.number, made.living)

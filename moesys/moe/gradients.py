@@ -204,7 +204,7 @@ def _parameters_of(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Has FSDP's modules in ``model`` register their sharded parameters again, where a forward without a backward has
+    """Makes FSDP's modules in ``model`` register their sharded parameters again, where a forward without a backward has
     left gathered copies, which nobody trains. Gathers nothing, and does not wait.
     """
     for module in model.modules():
