@@ -116,6 +116,7 @@ def optimizers_of_copies(folder: Path, linked: bool) -> str:
     model = loaded(folder, EP, TWO)
     runtime = ms.link(model) if linked else None
     evaluate(model, "evaluated")
+    assert linked == all(isinstance(each, DTensor) for each in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, dist.get_rank()).backward()
     ms.clip_grad_norm_(model, 1.0)
