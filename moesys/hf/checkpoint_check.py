@@ -174,21 +174,24 @@ def sources_of(model: Any, files: HubFiles, names: HubNames) -> list[Source]:
 def _check_experts(model: Any, files: HubFiles, names: HubNames, source: Source) -> None:
     """Raises ValueError where the tensors of a layer's experts are not one an expert, all of one shape."""
     group = names.group_of[source.name]
-    E, held = source.num_experts, max(map(len, source.parts.values())) / len(group)
+    E, held, modules = source.num_experts, max(map(len, source.parts.values())), len(group)
     found = set(source.tensors)
     known = set(names.to_hub({name: model.get_parameter(name) for name in group}))
     layer = source.name.rpartition(".")[0]
     counted = _field(files.folder, model.config, E)
-    if any(len(tensors) != E * len(group) for tensors in source.parts.values()):
+    if any(len(tensors) != E * modules for tensors in source.parts.values()):
         wrong = sorted(found - known, key=dot_natural_key) or sorted(known - found, key=dot_natural_key)
         file = files.file_of.get(wrong[0], files.folder)
         what = "is too many" if wrong[0] in found else "is in no file"
-        others = f"{layer} has {held:g} experts there, and" if held != E else f"other tensors of {layer} have all, as"
+        of_modules = f" of {modules} modules" if modules > 1 else ""
+        others = f"{layer} has {held} experts{of_modules} there, and"
+        if held == E * modules:
+            others = f"other tensors of {layer} have all, as"
         raise ValueError(
             f"{file}: {wrong[0]} {what}: {others} config.json says {counted}={E}; "
-            f"{_way_out(f'{counted} to {held:g}' if held != E and held.is_integer() else '')}"
+            f"{_way_out(f'{counted} to {held // modules}' if held != E * modules and held % modules == 0 else '')}"
         )
-    if len(source.parts) * E * len(group) != len(known):
+    if len(source.parts) * E * modules != len(known):
         missing = sorted(known - found, key=dot_natural_key)[0]
         raise ValueError(f"{files.folder}: {missing} is in no file, of none of the {E} experts; {_way_out()}")
     for tensors in source.parts.values():
