@@ -79,10 +79,9 @@ PAGES = {
         "benchmarks.planners:bench_planners",
         COMPUTING,
         "Test Greedy for regressions on drawn loads.",
-        "Greedy and fixed planners plan 300 sequences of 32 micro-batches, and are judged by the closed form by which "
-        "Greedy judges its own candidates: this finds changes for the worse, and is no evidence against the others. A "
-        "run that was stopped goes on with what its folder has, by default planners; where only Greedy has changed, "
-        "fixed planners are not scored again.",
+        "300 sequences of 32 micro-batches are judged by the closed form by which Greedy judges its own candidates, so "
+        "this is no evidence against others. A run that was stopped goes on with what its folder has, by default "
+        "planners; where only Greedy has changed, fixed planners are not scored again.",
         ("python -m benchmarks planners --sequences 60 --out found",),
     ),
     "record-routing": CommandPage(

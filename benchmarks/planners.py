@@ -372,8 +372,7 @@ def bench_planners(
     found = ratios(all_scores(drawn, folder, num_workers(jobs), MICRO_BATCHES, output.quiet))
     title = f"SIMULATED: regression test of Greedy, {counted(sequences, 'sequence')}"
     notes = [
-        "A regression test, and no evidence against other planners: the seconds are those of the closed form by which "
-        "Greedy judges its own candidates.",
+        "A regression test: the seconds are those of the closed form by which Greedy judges its own candidates.",
         f"Seed {seed}; {MICRO_BATCHES} micro-batches of {TOKENS_PER_RANK:,} tokens per rank, of which the first "
         f"{NOT_SCORED} are not scored. With drift: also bursts, and domains in turn.",
         "Ratio: the seconds of Greedy over those of the best of Static, LAER, EPLB and FlexMoE, each with the best of "

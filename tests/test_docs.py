@@ -104,12 +104,13 @@ def test_the_installed_command_finds_what_an_experiment_imports(file: str) -> No
     script = Path(sys.executable).with_name("moesys")
     command = [sys.executable, "-P", "-c", f"{code}; runpy.run_path({str(script)!r}, run_name='__main__')"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    arguments = ("explain", f"experiments/{file}.py", "--strategy", "eplb+even")
+    # What is wrong with the rest of the command is said after the file was read, and a plan takes longer.
+    arguments = ("explain", f"experiments/{file}.py", "--strategy", "nobody's")
     done = subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert "eplb+even" in done.stdout
+    assert done.returncode == 2
+    assert f"is not in {file.replace('_', '-')}; choose one of" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("page", WITH_BLOCKS)
