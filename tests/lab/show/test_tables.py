@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from html import unescape
 from pathlib import Path
 from typing import Annotated
 
@@ -28,10 +27,8 @@ from moesys.lab.show.tables import (
     Sheet,
     WholeTable,
     figure,
-    latex_table,
     markdown_table,
     print_sheet,
-    svg_table,
     written_columns,
 )
 
@@ -209,24 +206,6 @@ def test_only_the_winner_is_bold_green_and_what_is_unclear_is_grey():
     ]
 
 
-def test_a_picture_loads_no_fonts_and_cuts_nothing():
-    name = "a-long-name-" * 12
-    of = experiment(strategies=(EP, FSEP.replace(name=name)))
-    comparison = compare_records(of, records(of, {"ep": 10.0, name: 8.0}))
-    picture = svg_table(comparison_sheet(comparison), "tiny")
-    assert "url(" not in picture.replace("url(#", "")
-    assert "@font-face" not in picture
-    assert name in picture
-    assert "…" not in picture
-
-
-def test_a_picture_has_every_word_of_the_notes():
-    of = experiment(strategies=(EP, FSEP))
-    sheet = comparison_sheet(compare_records(of, records(of, MS)), "two cores")
-    shown = unescape(" ".join(re.findall(r"<text[^>]*>([^<]*)</text>", svg_table(sheet, "tiny")))).split()
-    assert {word for note in sheet.notes for word in note.split()} <= set(shown)
-
-
 def test_a_pipe_gets_the_full_width():
     code = (
         "from test_tables import *; name = 'a-strategy-with-a-name-as-long-as-' + 'x' * 60\n"
@@ -253,7 +232,7 @@ class Word:
     word: Annotated[str, Column("word")]
 
 
-@pytest.mark.parametrize("form", [markdown_table, latex_table, lambda sheet: printed_sheet(sheet)])
+@pytest.mark.parametrize("form", [markdown_table, lambda sheet: printed_sheet(sheet)])
 @pytest.mark.parametrize("text", ["\x1b[31mred", "a\nforged line", "a\0b", "a\u202eb", "a\x9b31m"])
 def test_control_characters_are_escaped(form, text):
     shown = form(Sheet(text, [Word(text)], notes=[text]))
@@ -308,30 +287,6 @@ def test_csv_has_one_row_a_strategy_with_unrounded_figures():
     assert rows[1]["source"] == "measured"
 
 
-def test_csv_of_samples_has_one_row_a_number():
-    comparison = measured()
-    rows = list(csv.DictReader(io.StringIO(format_comparison(comparison, "csv-samples"))))
-    of_row = [row for row in rows if (row["strategy"], row["seed"], row["metric"]) == ("fsep", "3", "step_ms")]
-    assert [(row["sample"], float(row["value"]), row["unit"]) for row in of_row] == [
-        (str(number), value, "ms") for number, value in enumerate(comparison.rows[2].samples["step_ms"][3])
-    ]
-    assert sum(row["metric"] == "loss" for row in rows) == 3 * 8 * 4
-
-
-def test_latex_escapes_what_tex_would_read():
-    odd = FSEP.replace(name=r"[a] 50% $x_1 #2 {b} ~^\ & more")
-    of = experiment(strategies=(EP, odd))
-    text = format_comparison(compare_records(of, records(of, {"ep": 10.0, odd.name: 8.0})), "latex")
-    assert r"{[}a{]} 50\% \$x\_1 \#2 \{b\} $\sim$\textasciicircum{}\textbackslash{} \& more & " in text
-    head = r"strategy & step ms & speed-up {[}95 \%{]} & exposed ms & load max/mean & loss at end & n & agreement \\"
-    assert head in text
-    assert r"\begin{tabular}{lrrrrrrr}" in text
-    assert text.count(r"\caption{MEASURED: tiny.}") == text.count(r"\label{tab:measured-tiny}") == 1
-    assert text.index(r"\end{tabular}") < text.index("Speed-up: the step time of ep") < text.index(r"\caption")
-    assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")
-    assert text.count("{") == text.count("}")
-
-
 def test_json_holds_every_sample_and_the_experiment():
     comparison = measured()
     fields = json.loads(format_comparison(comparison, "json", "two cores"))
@@ -352,7 +307,7 @@ def test_json_holds_losses_that_are_no_numbers():
     assert fields["rows"][0]["losses_by_seed"]["0"] == ["NaN", "Infinity"]
 
 
-@pytest.mark.parametrize("form", ["markdown", "csv", "json", "latex"])
+@pytest.mark.parametrize("form", ["markdown", "csv", "json"])
 def test_every_format_shows_an_experiment_without_records(form):
     text = format_comparison(compare_records(experiment(), []), form)
     assert text.endswith("\n")
