@@ -312,26 +312,28 @@ def families() -> list[str]:
     return sorted(path.parent.name for path in sources if "@use_experts_implementation" in path.read_text())
 
 
-def with_few_layers(config: Any) -> Any:
+def with_few_layers_and_experts(config: Any) -> Any:
     for name, value in list(vars(config).items()):
         if isinstance(value, transformers.PretrainedConfig):
-            with_few_layers(value)
+            with_few_layers_and_experts(value)
         elif name in ("num_hidden_layers", "depth", "encoder_layers", "decoder_layers"):
             setattr(config, name, min(value, 5))
+        elif name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") and value:
+            setattr(config, name, min(value, 12))
         elif name in ("layer_types", "mlp_layer_types", "layers_block_type") and value:
             setattr(config, name, value[:5])
     return config
 
 
 def models_of(family: str) -> Iterator[Any]:
-    """The models of a family that have experts, without memory, of the sizes that its configurations have."""
+    """The models of a family that have experts, without memory, of the sizes of its configurations."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     for name in module.__all__:
         kind = getattr(module, name)
         if re.search(r"(?<!PreTrained)Model$|ForCausalLM$|ForConditionalGeneration$", name) and "_VL_Moe" not in name:
             # Some configurations make a model only with values that they do not have.
             with suppress(AttributeError, TypeError):
-                model = without_memory(kind, with_few_layers(kind.config_class()))
+                model = without_memory(kind, with_few_layers_and_experts(kind.config_class()))
                 if any(map(is_experts, model.modules())):
                     yield model
 
