@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from watch_cases import assert_whole_and_alone
 
 from benchmarks.__main__ import app
+from benchmarks.leaderboard import command as leaderboard
 from benchmarks.leaderboard import scores as scoring
 from benchmarks.leaderboard import workloads
 from benchmarks.leaderboard.planners import GROUPS, PlannerGroup, PlannerPair, named_planner
@@ -44,7 +45,6 @@ from moesys.balance.static import Static
 from moesys.balance.ultra_ep import UltraEp
 from moesys.config import ClusterSpec, ModelShape
 from moesys.config.workload import Generated
-from moesys.lab.commands import leaderboard
 from moesys.traces import Trace, generate, save_trace
 
 OWN = """
