@@ -58,7 +58,7 @@ PAGES = {
         "A planner of yours is a class that extends ms.Balance or ms.Split (docs/planners.md).",
         (
             "python -m benchmarks leaderboard --quick --planner my_planners:Heaviest",
-            "python -m benchmarks leaderboard --trace run.npz --traces-only --model mixtral-8x7b",
+            "python -m benchmarks leaderboard --trace run.npz --model mixtral-8x7b",
         ),
     ),
     "planner-scale": CommandPage(

@@ -139,8 +139,7 @@ def call_mismatch(rank: int, theirs: int, mine: int) -> RankMismatchError:
     """Returns the error of a rank whose ``call_bits`` differ from those of this one."""
     words = [
         f"forward of layer {bits >> 21 & 0x1FF} (micro-batch {bits >> 9 & 0xFFF}, "
-        f"{'in training' if bits >> 8 & 1 else 'in evaluation or without gradients'}, declaration and number among "
-        f"layers of this index {bits & 0xFF:02x})"
+        f"{'in training' if bits >> 8 & 1 else 'in evaluation or without gradients'}, declaration {bits & 0xFF:02x})"
         for bits in (theirs, mine)
     ]
     return RankMismatchError(f"ranks met in different calls: rank {rank}: {words[0]}; this rank: {words[1]}. {ALIKE}")

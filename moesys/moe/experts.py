@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 from weakref import ReferenceType, WeakSet, ref
 
 import pydantic_core
@@ -21,7 +22,6 @@ from moesys.balance.plan import LayerPlan
 from moesys.collectives import guarded
 from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, ModelShape, Strategy
 from moesys.config.base import python_value
-from moesys.files import number_set
 from moesys.frames import BACKWARD, EXPERT_GRADIENTS, LEARNING, Identity, Position
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.load import frozen_int64
@@ -39,7 +39,12 @@ from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.executor import Executor, ExpertCompute, LayerContext, executor_of
 from moesys.overlap.experts_cpu import OURS, CpuExperts, experts_on_device
-from moesys.torch_private import ends_recomputation, unscale_beside_dtensors, unseen_by_selective_checkpoints
+from moesys.torch_private import (
+    ends_recomputation,
+    is_registered,
+    unscale_beside_dtensors,
+    unseen_by_selective_checkpoints,
+)
 
 STATE_TIMEOUT_S = 600.0
 
@@ -143,6 +148,8 @@ class Experts(nn.Module):
         self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
         # Choices by this rank's logits alone, in the first layer for all, where ``global_aux_loss`` counts them.
         self.preferred_E = self.counted_E
+        # Who planned the newest micro-batch, as in ``Executor``.
+        self.planned_by: Literal["nobody", "hosts", "devices"] = "nobody"
         # Whether ranks have compared the values that they should have alike.
         self.compared = False
         self._last_plan: LayerPlan | PlanReader | None = None
@@ -263,6 +270,7 @@ class Experts(nn.Module):
             )
         if (executor := self._executors.get(compute)) is None:
             executor = self._executors[compute] = executor_of(self.context, compute)
+        self.planned_by = executor.planned_by
         upcoming = [store.schedule for store in neighbours.upcoming]
         flags += LEARNING * learning
         batch = MicroBatch(expert_TK, flags, upcoming, lookahead.plan_timeout_s, num_tokens, self.token_block)
@@ -282,7 +290,8 @@ class Experts(nn.Module):
         that were made before the process group whose ranks were to share them. Warns in the first micro-batch of a
         training where a launcher has started several ranks and there is no process group.
         """
-        self.token_channel.require_group()
+        if self.group is not None and not is_registered(self.group):
+            self.token_channel.require_group()
         if self.group is not None or not learning:
             return
         if dist.is_available() and dist.is_initialized():
@@ -292,7 +301,7 @@ class Experts(nn.Module):
                     f"{dist.get_world_size()} ranks would train experts of its own; call init_process_group first, or "
                     "give the layer a group of one rank if that is meant"
                 )
-        elif self.schedule.micro_batch == 0 and (num_ranks := number_set("WORLD_SIZE", 1)) > 1:
+        elif self.schedule.micro_batch == 0 and (num_ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
             warnings.warn(
                 f"a launcher started {num_ranks} ranks (WORLD_SIZE), but there is no process group, so each rank "
                 "trains a model of its own; call torch.distributed.init_process_group before the layers are made",

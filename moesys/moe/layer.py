@@ -182,12 +182,14 @@ class MoELayer(nn.Module):
 
     def _compare_replicas(self) -> None:
         """Warns in micro-batches 1, 2, 4, 8 and so on of a training where ranks have other routers or shared experts,
-        as they do after a step for which nobody has summed their gradients. A collective of these micro-batches.
+        as they do after a step for which nobody has summed their gradients. A collective of these micro-batches. Where
+        devices plan, nothing is compared, as the host would have to wait.
         """
-        experts, tape = self.experts, current_tape()
+        experts = self.experts
         number = experts.schedule.micro_batch - 1
-        learning = self.training and torch.is_grad_enabled() and (tape is None or tape.mode == "record")
-        if experts.group is None or not learning or number < 1 or number & (number - 1):
+        if experts.group is None or experts.planned_by != "hosts" or number < 1 or number & (number - 1):
+            return
+        if not (self.training and torch.is_grad_enabled()) or ((tape := current_tape()) and tape.mode == "replay"):
             return
         at = Position("comparison of routers", number)
         if found := experts.token_channel.differing(self._replicated_state(), at, experts.store.masters.device):

@@ -595,6 +595,8 @@ def raised() -> None:
 def test_an_interruption_stays_one(tmp_path: Path, source: str, stop: Callable[[], None]) -> None:
     """A signal that arrives in torch's C++ would become another error; it is raised behind the piece."""
     ticks: list[int] = []
+    # A shell's background job inherits that the signal is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def tick(done: int, total: int) -> None:
         ticks.append(done)

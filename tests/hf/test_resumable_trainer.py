@@ -148,7 +148,7 @@ def test_a_checkpoint_that_was_not_written_to_its_end_says_so(tmp_path: Path, st
     if state is not None:
         (tmp_path / "trainer_state.json").write_text(state, encoding="utf-8")
     with pytest.raises(ValueError, match=r"training or trainer_state\.json in it is missing or torn"):
-        trainer._training_folder(str(tmp_path))
+        trainer._load({}, str(tmp_path))
 
 
 @pytest.mark.parametrize("length", [0, 700])
