@@ -123,11 +123,6 @@ def text_bytes_of(headers_RN: Header) -> int:
     return int(headers_RN[:, _TEXT_BYTES].max())
 
 
-def tag(layer: int, generation: int) -> int:
-    """Returns the tag of messages of one call of a layer, 31 bits; tags below 2**30 are left to user code."""
-    return 1 << 30 | (layer & 0x3FF) << 20 | generation & 0xFFFFF
-
-
 def call_bits(identity: Identity, at: Position) -> int:
     """Returns 31 bits that identify the forward of a rank, for messages without room for a header; never 0."""
     learning = bool(at.flags & LEARNING)

@@ -253,7 +253,8 @@ class Channel:
                 self.meter.wire_bytes[lane, "intra_node" if same_node else "inter_node"] += count * row_bytes
         group, received, sent = self.group, _as_bytes(rows_out), _as_bytes(rows_in)
         out_bytes, in_bytes = ([count * row_bytes for count in counts] for counts in (out_counts, in_counts))
-        tag = frames.tag(self.identity.layer, self.generation)
+        # 31 bits for one call of a layer; tags below 2**30 are left to user code.
+        tag = 1 << 30 | (self.identity.layer & 0x3FF) << 20 | self.generation & 0xFFFFF
         work = self.guard(lane, lambda: exchange(received, sent, out_bytes, in_bytes, group, tag))
         if self.link is None:
             return Transfer(self, lane, detail, work)
