@@ -94,7 +94,8 @@ def test_machine_code_in_a_folder_of_another_user_is_not_run(unlocked: Path, sha
     locked(home)
 
     def call(folder: Path) -> None:
-        variables = {"TMPDIR": folder} if shared != "NUMBA_CACHE_DIR" else {"NUMBA_CACHE_DIR": folder}
+        # Other processes of this user may have left code with the temporary files of the machine.
+        variables = {"TMPDIR": folder} if shared != "NUMBA_CACHE_DIR" else {"NUMBA_CACHE_DIR": folder, "TMPDIR": home}
         done = python("-c", COMPILED, cwd=unlocked, PYTHONPATH=site, HOME=home, **variables)
         assert (done.returncode, done.stdout) == (0, "[2, 2, 2]\n"), done.stderr
 
