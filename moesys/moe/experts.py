@@ -57,7 +57,7 @@ class _LayerCount:
     living: WeakSet[Experts] = field(default_factory=WeakSet)
 
 
-# By a reference, which does not keep the group, and is unequal to that of any later group of its name.
+# The key is a reference, which does not keep the group, and differs from that of any later group of its name.
 @cache
 def _layer_count(group: ReferenceType[dist.ProcessGroup], layer_index: int) -> _LayerCount:
     return _LayerCount()
@@ -148,9 +148,9 @@ class Experts(nn.Module):
         self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
         # Choices by this rank's logits alone, in the first layer for all, where ``global_aux_loss`` counts them.
         self.preferred_E = self.counted_E
-        # Who planned the newest micro-batch, as in ``Executor``.
+        # The planner of the newest micro-batch, as in ``Executor.planned_by``.
         self.planned_by: Literal["nobody", "hosts", "devices"] = "nobody"
-        # Whether ranks have compared the values that they should have alike.
+        # True once ranks have compared the values that they should have alike.
         self.compared = False
         self._last_plan: LayerPlan | PlanReader | None = None
         # Drawn on the CPU, so that every device starts from the same weights.

@@ -55,7 +55,7 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None,
         RankMismatchError: some ranks call it while others are in another call, or ranks have other biases.
     """
     require_module(model)
-    # What is written into a copy that FSDP has gathered is lost.
+    # A value that is written into a copy that FSDP has gathered is lost.
     reshard_units(model)
     biases = _biases(model)
     _compare(model, biases, "update_router_bias()")

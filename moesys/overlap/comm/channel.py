@@ -297,7 +297,7 @@ class Channel:
         """Returns the name of a tensor of which two ranks have other bits, and these ranks; None if there is none. The
         same on all ranks; a collective. Raises as ``all_gather`` does.
 
-        What a ``DTensor`` shards differs by right: ranks compare the shards that they have alike.
+        Shards of a ``DTensor`` differ by right: ranks compare those shards only of which several have a copy.
         """
         if self.group is None:
             return None
