@@ -16,8 +16,6 @@ from math import exp, inf, log
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import matplotlib as mpl
-
 from benchmarks.leaderboard.planners import OURS, PlannerGroup
 from benchmarks.leaderboard.scores import PlannerResult
 from benchmarks.leaderboard.workloads import RoutingSetting
@@ -25,7 +23,7 @@ from moesys.config import Balance, Split
 from moesys.display import counted
 from moesys.files import write_whole
 from moesys.lab.runs.statistics import PairedRatio, paired_ratio
-from moesys.lab.show.figures import OKABE_ITO, draw_forest
+from moesys.lab.show.figures import OKABE_ITO, draw_forest, style
 from moesys.lab.show.pages import PAGE_STYLE, inline_svg, page, sheet_section
 from moesys.lab.show.tables import Column, Report, Sheet, write
 
@@ -333,7 +331,7 @@ def _best_pair(group: PlannerGroup, ranked: Sequence[RankedPlanner], member: Bal
 
 
 def _figure(title: str, ratios: Mapping[str, PairedRatio]) -> str:
-    with mpl.rc_context(PAGE_STYLE):
+    with style(PAGE_STYLE):
         drawn = draw_forest(
             ratios,
             title=title,
