@@ -21,6 +21,7 @@ from benchmarks.leaderboard.scores import FILE, PlannerResult, results
 from benchmarks.leaderboard.workloads import SCORED, TOKENS_PER_RANK, WARM_UP, recorded_in, settings
 from moesys.config import Balance, ModelShape, ModelSpec, Split
 from moesys.config.layer_spec import MoeMlp
+from moesys.display import counted
 from moesys.lab.commands.options import (
     CLUSTER_HELP,
     AsJson,
@@ -163,9 +164,9 @@ def _introduction(command: str, seeds: int, lag: int, warm_up: int) -> list[str]
     return [
         f"`{command}`; `docs/planners.md` has the rules.",
         f"Forward and backward of a layer without overlap (`Sequential`), {TOKENS_PER_RANK:,} tokens per rank, "
-        f"simulated; {seeds} seeds. Planners see {warm_up} micro-batches and are scored on up to {SCORED} after them. "
-        "All planners of a group have the same slots, lag, predictor and sharding. Layouts from history are planned on "
-        f"micro-batches up to the one that is {lag} before the scored one.",
+        f"simulated; {counted(seeds, 'seed')}. Planners see {warm_up} micro-batches and are scored on up to {SCORED} "
+        "after them. All planners of a group have the same slots, lag, predictor and sharding. Layouts from history "
+        f"are planned on micro-batches up to the one that is {lag} before the scored one.",
         f"{RATIO_NOTE[0].upper()}{RATIO_NOTE[1:]}",
         "Ratios are geometric means over the settings of a workload, then over workloads. The 95 % interval is "
         "Student's over seeds, which are draws, or layers and parts of a recording. A planner that cannot handle some "
