@@ -388,6 +388,12 @@ def _end(folder: Path, new: Path, old: Path) -> None:
         # The second one may have failed, or Ctrl-C came between them.
         if old.exists() and not folder.exists():
             old.rename(folder)
+        elif old.exists() and new.exists():
+            # The next call would remove it under its present name.
+            old.rename(kept := folder.with_name(f"{folder.name}.old"))
+            raise FileExistsError(
+                errno.EEXIST, f"somebody made this folder between two renames; what it was is {kept}", str(folder)
+            ) from None
         raise
     sync_path(folder.parent)
     shutil.rmtree(old, ignore_errors=True)

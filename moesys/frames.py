@@ -126,7 +126,7 @@ def text_bytes_of(headers_RN: Header) -> int:
 def call_bits(identity: Identity, at: Position) -> int:
     """Returns 31 bits that identify the forward of a rank, for messages without room for a header; never 0."""
     learning = bool(at.flags & LEARNING)
-    declared = (identity.digest + identity.made) & 0xFF
+    declared = (identity.digest + identity.twin) & 0xFF
     return 1 << 30 | (identity.layer & 0x1FF) << 21 | (at.number & 0xFFF) << 9 | learning << 8 | declared
 
 

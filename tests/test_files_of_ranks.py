@@ -85,6 +85,28 @@ def test_a_rename_that_fails_loses_neither_folder(
     assert content(tmp_path / "folder") == {"a": b"one", "inside/b": b"one"}
 
 
+def test_a_folder_that_somebody_makes_between_the_renames_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "folder", "one")
+    rename = Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        if self.name == ".folder.new":
+            (tmp_path / "folder").mkdir()
+            (tmp_path / "folder" / "log").write_text("somebody's")
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", renamed)
+        with pytest.raises(FileExistsError, match=r"what it was is .*folder\.old"):
+            write(tmp_path / "folder", "two")
+    with pytest.raises(ValueError, match="now"), ms.whole_folder(tmp_path / "folder"):
+        raise ValueError("now")
+    assert content(tmp_path / "folder") == {"log": b"somebody's"}
+    assert content(tmp_path / "folder.old") == {"a": b"one", "inside/b": b"one"}
+
+
 @pytest.mark.timeout(60)
 def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
     with ms.whole_folder(tmp_path / "folder") as new:

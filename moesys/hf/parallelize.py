@@ -26,8 +26,7 @@ from moesys.hf.expert_parallel import check, check_module, run, shard, strategy_
 from moesys.hf.experts_module import is_experts
 from moesys.hf.padding import follow_padding, real_tokens
 from moesys.moe.experts import Experts, require_module
-from moesys.moe.gradients import reshard_units
-from moesys.moe.router_bias import BIASES
+from moesys.moe.gradients import BIASES, reshard_units
 from moesys.moe.runtime import MoERuntime, link
 
 EP = "ep"

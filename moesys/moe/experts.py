@@ -47,6 +47,8 @@ from moesys.torch_private import (
 )
 
 STATE_TIMEOUT_S = 600.0
+# What torchrun, srun, Open MPI and other launchers say of the number of ranks.
+_LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass
@@ -150,8 +152,6 @@ class Experts(nn.Module):
         self.preferred_E = self.counted_E
         # The planner of the newest micro-batch, as in ``Executor.planned_by``.
         self.planned_by: Literal["nobody", "hosts", "devices"] = "nobody"
-        # True once ranks have compared the values that they should have alike.
-        self.compared = False
         self._last_plan: LayerPlan | PlanReader | None = None
         # Drawn on the CPU, so that every device starts from the same weights.
         own = None
@@ -301,9 +301,9 @@ class Experts(nn.Module):
                     f"{dist.get_world_size()} ranks would train experts of its own; call init_process_group first, or "
                     "give the layer a group of one rank if that is meant"
                 )
-        elif self.schedule.micro_batch == 0 and (num_ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        elif self.schedule.micro_batch == 0 and (name := next(filter(_names_several, _LAUNCHED), None)):
             warnings.warn(
-                f"a launcher started {num_ranks} ranks (WORLD_SIZE), but there is no process group, so each rank "
+                f"a launcher started {os.environ[name]} ranks ({name}), but there is no process group, so each rank "
                 "trains a model of its own; call torch.distributed.init_process_group before the layers are made",
                 stacklevel=2,
             )
@@ -453,6 +453,10 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.shape!r}, strategy={self.strategy.name!r}, ranks={self.token_channel.num_ranks}"
+
+
+def _names_several(variable: str) -> bool:
+    return os.environ.get(variable, "1") != "1"
 
 
 def attach(experts: Experts, module: nn.Module) -> None:

@@ -6,13 +6,15 @@ import copy
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from moesys.collectives import guarded, meet
 from moesys.frames import ALIKE, NO_LAYER, Position, RankMismatchError
@@ -27,6 +29,8 @@ _ELEMENTS_AT_ONCE = 1 << 18
 # The dtypes of gradients; ranks send the index of a dtype in this table.
 _DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 _OTHER = 255
+# The names of correction biases in moesys' routers and in those of transformers.
+BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
 
 
 @torch.no_grad()
@@ -36,8 +40,10 @@ def sync_gradients(model: nn.Module) -> None:
     A gradient that is missing on some ranks counts as zero there, so that all ranks have the sum; one that is missing
     on all ranks stays None. One all-reduce of a flat buffer per dtype. Does nothing without a process group.
 
+    Leaves out parameters of which ranks have parts of their own, which Megatron's ``tensor_model_parallel`` marks.
+
     Raises ``RankMismatchError`` on all ranks where their parameters or the dtypes of gradients differ, and in the first
-    call for a model where the values of parameters do; ValueError for a sparse gradient.
+    call with a parameter where its values do; ValueError for a sparse gradient.
     """
     experts = experts_of(model)
     channel = channel_of(experts)
@@ -52,13 +58,12 @@ def sync_gradients(model: nn.Module) -> None:
         for name, parameter in model.named_parameters()
         if not isinstance(parameter, DTensor)
         and not isinstance(parameter.grad, DTensor)
+        and not (getattr(parameter, "tensor_model_parallel", False) or is_lazy(parameter))
         and id(parameter) not in summed
     }
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     dtypes = _gradient_dtypes(replicated, channel, device)
-    if not experts[0].compared:
-        require_equal_values(model, channel, "sync_gradients()", device)
-        experts[0].compared = True
+    require_equal_values(model, channel, "sync_gradients()", device)
     for parameter, dtype in zip(replicated.values(), dtypes, strict=True):
         if dtype is None:
             continue
@@ -72,31 +77,29 @@ def sync_gradients(model: nn.Module) -> None:
             grad.copy_(part.view_as(grad))
 
 
-def require_equal_values(model: nn.Module, channel: Channel, call: str, device: torch.device) -> None:
+def require_equal_values(
+    model: nn.Module, channel: Channel, call: str, device: torch.device, always: Mapping[str, Tensor] | None = None
+) -> None:
     """Raises ``RankMismatchError`` on all ranks where they have other values of what ``model`` should have alike on
-    each: parameters, as far as they are not sharded, and the biases of routers. A collective. ``call``: that which an
-    error names; ``device``: where messages travel.
+    each: parameters, as far as they are not sharded, and the biases of routers. Those that ``call`` has compared before
+    are left out, except for ``always``. A collective if any are left, or if ``always`` is given. ``device``: where
+    messages travel.
     """
-    alike = dict(model.named_parameters()) | {
-        f"{name}.router.{buffer}": value
-        for name, layer in model.named_modules()
-        if isinstance(layer, MoELayer)
-        for buffer, value in layer.router.named_buffers()
-    }
-    require_equal(alike, channel, call, device)
-
-
-def require_equal(tensors: Mapping[str, Tensor], channel: Channel, call: str, device: torch.device) -> None:
-    """Raises ``RankMismatchError`` on all ranks where they have other values of ``tensors``, as far as these are not
-    sharded. A collective; arguments as those of ``require_equal_values``.
-    """
-    if found := channel.differing(tensors, Position(call), device):
+    units = (each for each in model.modules() if isinstance(each, FullyShardedDataParallel))
+    split = {id(parameter) for unit in units for parameter in unit.parameters()}
+    buffers = ((name, each) for name, each in model.named_buffers() if name.rpartition(".")[2] in BIASES)
+    alike = {name: each for name, each in chain(model.named_parameters(), buffers) if id(each) not in split}
+    compared = channel.compared.setdefault(call, WeakIdKeyDictionary())
+    new = {name: each for name, each in alike.items() if each not in compared} | dict(always or {})
+    if (new or always is not None) and (found := channel.differing(new, Position(call), device)):
         name, first, second = found
         raise RankMismatchError(
             f"{call}: ranks {first} and {second} have other values of {name}, which every rank should have alike; make "
             "the model with the same seed on all ranks (seed data apart, with a torch.Generator), or load or broadcast "
-            f"the values of one rank before this call. {ALIKE}"
+            "the values of one rank before this call; mark parameters of which ranks have parts of their own by "
+            f"parameter.tensor_model_parallel = True. {ALIKE}"
         )
+    compared.update(dict.fromkeys(alike.values(), True))
 
 
 def _gradient_dtypes(

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from moesys.balance.plan import LayerPlan
+from moesys.collectives import meet
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.frames import Position
 from moesys.moe.arguments import check_mask, check_x
@@ -109,6 +110,8 @@ class MoELayer(nn.Module):
         Raises TypeError and ValueError for another kind, dtype or last dimension, and what ``Experts.forward`` raises.
         """
         check_x(x, self.shape)
+        if self.experts.schedule.micro_batch == 0:
+            self._check_values()
         x_TH, mask_T = x.reshape(-1, self.shape.hidden_size), None
         if mask is not None:
             check_mask("mask", mask, x)
@@ -148,6 +151,9 @@ class MoELayer(nn.Module):
         ``experts.down_proj`` [E, H, I], and where they exist ``gate.e_score_correction_bias`` [E] and
         ``shared_experts.{gate,up,down}_proj.weight``.
         """
+        experts = self.experts
+        experts.token_channel.require_group()
+        meet("full_state_dict()", experts.group, experts.store.masters.device)
         gate_up, down = ExpertForm.of(self.shape).views(self._masters().full()).values()
         state = {GATE_UP: gate_up.contiguous(), DOWN: down.contiguous()}
         return state | {name: tensor.clone() for name, tensor in self._replicated_state().items()}
@@ -172,6 +178,7 @@ class MoELayer(nn.Module):
                 raise ValueError(f"{name} is of {kind}; give a tensor of a floating-point dtype")
             if state[name].shape != size:
                 raise ValueError(f"{name} has shape {tuple(state[name].shape)}; this layer's is {tuple(size)}")
+        self._check_values()
         self.experts.store.drop_prefetched()
         self.experts.store.casts.drop()
         for name, tensor in self._replicated_state().items():
@@ -179,6 +186,14 @@ class MoELayer(nn.Module):
         for expert in range(E):
             parts = state[GATE_UP][expert].reshape(-1), state[DOWN][expert].reshape(-1)
             self._masters().load(expert, torch.cat(parts))
+
+    def _check_values(self) -> None:
+        """Raises RuntimeError where the layer has no values yet."""
+        if without := [name for name, each in self.named_parameters() if each.is_meta]:
+            raise RuntimeError(
+                f"{without[0]} of layer {self.experts.layer_index} is on the meta device, without values; call "
+                "to_empty(device=...) on the model, and then load its state, before its first forward"
+            )
 
     def _compare_replicas(self) -> None:
         """Warns in micro-batches 1, 2, 4, 8 and so on of a training where ranks have other routers or shared experts,

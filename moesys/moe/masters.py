@@ -32,7 +32,11 @@ from moesys.torch_private import hide_backward, hooks_of
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # The names of optimizers that take a parameter of two dimensions for a matrix, or of the functions that they call.
-_ON_MATRICES = re.compile("muon|shampoo|soap|dion|scion|galore|kron|newton_?schulz|zeropower|orthogonal", re.IGNORECASE)
+_ON_MATRICES = re.compile(
+    "muon|shampoo|soap|dion|scion|galore|kron|adafactor|newton_?schulz|^ns_?[0-9]+$|zeropower|orthogonal|polar"
+    "|^(svd|svd_lowrank|qr|eigh|cholesky)$",
+    re.IGNORECASE,
+)
 _BY_ELEMENT = ("adam", "adamw", "lion", "sgd")
 
 
@@ -292,11 +296,22 @@ class OwnMasters(Masters):
 @cache
 def _works_on_matrices(kind: type) -> bool:
     """Returns whether the name of an optimizer, or of a function that it calls, says that it works on matrices."""
-    names = [each.__name__ for each in kind.__mro__]
-    for method in (
-        method for each in kind.__mro__[:-2] for method in vars(each).values() if inspect.isfunction(method)
-    ):
-        names += inspect.unwrap(method).__code__.co_names
+    methods = (method for each in kind.__mro__[:-2] for method in vars(each).values())
+    names = {each.__name__ for each in kind.__mro__}
+    left = [inspect.unwrap(method) for method in methods if inspect.isfunction(method)]
+    seen: set[object] = set()
+    # Helpers in the optimizer's own module, and functions within functions, count too.
+    while left:
+        function = left.pop()
+        code = getattr(function, "__code__", function)
+        if not inspect.iscode(code) or code in seen:
+            continue
+        seen.add(code)
+        names |= {code.co_name, *code.co_names}
+        left += filter(inspect.iscode, code.co_consts)
+        known = getattr(function, "__globals__", {})
+        helpers = (inspect.unwrap(known[name]) for name in code.co_names if inspect.isfunction(known.get(name)))
+        left += (each for each in helpers if each.__module__ == kind.__module__)
     return any(map(_ON_MATRICES.search, names))
 
 

@@ -19,12 +19,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from moesys.collectives import guarded, meet
 from moesys.moe.arguments import require_module
 from moesys.moe.experts import Experts, counts_of_batch, experts_beside, experts_of, ranks_of_routers
-from moesys.moe.gradients import channels_of, require_equal, reshard_units
+from moesys.moe.gradients import BIASES, channels_of, require_equal_values, reshard_units
 from moesys.moe.router import Router
 from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
 
-# The names of biases in moesys' routers and in those of transformers, and of the routers beside or around them.
-BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
+# The names of routers that are beside or around their biases.
 ROUTERS = ("gate", "router")
 # The bins of a histogram of ``QuantileBalancer``, for each expert.
 BINS = 1000
@@ -315,7 +314,7 @@ def _compare(model: nn.Module, biases: Mapping[str, Tensor], call: str) -> None:
     """Raises ``RankMismatchError`` on all ranks where they are in different calls, or have other biases."""
     layers = experts_of(model)
     for channel in channels_of(layers):
-        require_equal(biases, channel, call, layers[0].store.masters.device)
+        require_equal_values(model, channel, call, layers[0].store.masters.device, always=biases)
 
 
 def _experts_beside(model: nn.Module, paths: Iterable[str]) -> list[Experts]:

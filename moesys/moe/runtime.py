@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from moesys.balance.layout_schedule import PlanEvent
 from moesys.collectives import device_of, guarded
+from moesys.config.base import python_value
 from moesys.frames import ALIKE, Position, RankMismatchError
 from moesys.moe.call import PLAN_TIMEOUT_S, LayerCall, Lookahead, Neighbours
 from moesys.moe.experts import Experts, experts_of, require_own_indices
@@ -64,6 +65,7 @@ class MoERuntime(Lookahead):
     """
 
     def __init__(self, model: nn.Module, plan_timeout_s: float | None, record_spans: bool) -> None:
+        (plan_timeout_s,) = python_value((plan_timeout_s,))
         self.layers = experts_of(model)
         channel = channel_of(self.layers)
         group = channel.group

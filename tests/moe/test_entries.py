@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -210,7 +211,15 @@ def test_no_layer_is_made_in_the_context_of_the_meta_device() -> None:
 def test_experts_without_values_are_not_computed_with(strategy: ms.Strategy, made: bool) -> None:
     layer = ms.MoELayer(SHAPE, strategy, device="meta") if made else ms.MoELayer(SHAPE, strategy).to("meta")
     chosen = torch.zeros(len(X), SHAPE.top_k, dtype=torch.int64), torch.ones(len(X), SHAPE.top_k)
-    for call in (lambda: layer.experts(X, *chosen), lambda: layer(X)):
+    state = ms.MoELayer(SHAPE, EP).full_state_dict()
+    # Also where experts alone, or all but the router, have values.
+    router = ms.MoELayer(SHAPE, strategy)
+    router.router.to("meta")
+    for call in (
+        lambda: layer.experts(X, *chosen),
+        *(partial(each, X) for each in (layer, router)),
+        *(partial(each.load_full_state_dict, state) for each in (layer, router)),
+    ):
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"on the meta device, without values; call to_empty\("):
             call()
     weight_2HI = torch.nn.Parameter(torch.empty(SHAPE.num_experts, 8, 32, device="meta"))
@@ -221,12 +230,13 @@ def test_experts_without_values_are_not_computed_with(strategy: ms.Strategy, mad
         experts(X, *chosen)
 
 
-def test_ranks_without_a_process_group_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_ranks_without_a_process_group_are_noticed(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "2")
     layer = ms.MoELayer(SHAPE, EP)
     with torch.no_grad():
         layer(X)
-    with pytest.warns(UserWarning, match=r"a launcher started 2 ranks \(WORLD_SIZE\), but there is no process group"):
+    with pytest.warns(UserWarning, match=rf"a launcher started 2 ranks \({variable}\), but there is no process group"):
         layer(X).sum().backward()
     layer(X).sum().backward()  # said once
 
@@ -335,12 +345,43 @@ def zeropower_via_newton_schulz(gradient: Tensor) -> None:
     torch.linalg.svd(gradient)
 
 
+class ByDecomposition(OnMatrices):
+    def step(self, closure: Any = None) -> None:
+        torch.linalg.svd(self.param_groups[0]["params"][0].grad)
+
+
+class ByHelper(OnMatrices):
+    def step(self, closure: Any = None) -> None:
+        helped(self.param_groups[0]["params"][0].grad)
+
+
+class ByInnerFunction(OnMatrices):
+    def step(self, closure: Any = None) -> None:
+        def ns5(gradient: Tensor) -> None:
+            gradient @ gradient.T
+
+        ns5(self.param_groups[0]["params"][0].grad)
+
+
+class Descent(torch.optim.SGD):
+    """An optimizer by element, with a method that is no function of Python's."""
+
+    @wraps(len)
+    def length(self) -> int:
+        return 0
+
+
+def helped(gradient: Tensor) -> Tensor:
+    return torch.linalg.qr(gradient)
+
+
 def test_optimizers_on_matrices_do_not_get_experts() -> None:
     layer = ms.MoELayer(SHAPE, EP)
     masters = layer.experts.masters
     layer(X).square().sum().backward()
     before = masters.detach().clone()
-    for optimizer in (torch.optim.Muon([masters]), OnMatrices([masters]), OnMatrices([{"params": [masters]}])):
+    kinds = (torch.optim.Muon, torch.optim.Adafactor, OnMatrices, ByDecomposition, ByHelper, ByInnerFunction)
+    for optimizer in (*(kind([masters]) for kind in kinds), OnMatrices([{"params": [masters]}])):
         with pytest.raises(
             TypeError, match=rf"{type(optimizer).__name__} takes masters \[.*\] for one matrix, and would"
         ):
@@ -351,6 +392,7 @@ def test_optimizers_on_matrices_do_not_get_experts() -> None:
     OnMatrices([{"params": [masters], "use_muon": False}]).step()
     OnMatrices([{"params": [masters], "algorithm": "adamw"}]).step()
     torch.optim.AdamW([masters]).step()
+    Descent([masters], lr=0.1).step()
     assert not torch.equal(masters, before)
 
 

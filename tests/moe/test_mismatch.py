@@ -10,13 +10,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
@@ -419,9 +422,9 @@ def test_parameters_that_differ_and_sparse_gradients_are_refused(ranks: LocalRan
 # --- values that should be equal ------------------------------------------------------------------------------------
 
 
-def beside_experts(rank: int) -> nn.ModuleDict:
-    """A model in which what stands beside experts is drawn with the seed ``rank``."""
-    torch.manual_seed(rank)
+def beside_experts(seed: int) -> nn.ModuleDict:
+    """A model whose head is drawn with ``seed``."""
+    torch.manual_seed(seed)
     return nn.ModuleDict({"head": nn.Linear(16, 3), "moe": ms.MoELayer(BIASED, EP)})
 
 
@@ -441,11 +444,19 @@ def other_values() -> list[str]:
     local = model.head.weight.detach() + torch.tensor(1e-7 * rank)
     model.head.weight = nn.Parameter(DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False))
     said.append(refused(lambda: ms.sync_gradients(model)))
+    # What was no part of the first call, and the router of another library.
+    model = beside_experts(rank)
+    ms.sync_gradients(model.moe)
+    said += [refused(lambda: ms.sync_gradients(model)), refused(lambda: ms.update_router_bias(model, rate=0.1))]
+    model = beside_experts(0)
+    model.head.register_buffer("expert_bias", torch.tensor([1.0, rank]))
+    said.append(refused(lambda: ms.link(model)))
     return said
 
 
 def test_values_that_differ_are_noticed_in_the_first_call(ranks: LocalRanks) -> None:
     names = ("head.weight", "head.weight", "moe.router.weight", "moe.router.e_score_correction_bias", "head.weight")
+    names += ("head.weight", "head.weight", "head.expert_bias")
     for said in ranks.run(other_values, num_ranks=2):
         for name, text in zip(names, said, strict=True):
             assert f"ranks 0 and 1 have other values of {name}, which every rank should have alike" in text
@@ -460,12 +471,57 @@ def equal_values() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     local = model.head.weight.detach() + dist.get_rank()
     model.head.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
-    ms.link(model).close()
+    # Parts that ranks have by right: of FSDP's first version, and under Megatron's mark.
+    model["wrapped"] = FullyShardedDataParallel(nn.Linear(16, 4), device_id=torch.device("cpu"), use_orig_params=True)
+    model["part"] = nn.Linear(2, 3 + dist.get_rank(), bias=False)
+    model.part.weight.tensor_model_parallel = True
+    ms.link(model, plan_timeout_s=np.float32(5)).close()
     return [name for name, each in model.named_parameters() if each.grad is None]
 
 
 def test_values_that_are_equal_or_sharded_pass(ranks: LocalRanks) -> None:
     assert ranks.run(equal_values, num_ranks=2) == [["head.weight", "head.bias"]] * 2
+
+
+# The dtypes of parameters and of what is kept beside them.
+KEPT = (torch.float64, torch.complex64, torch.complex128, torch.int64, torch.int32, torch.bfloat16, torch.bool)
+
+
+def values_behind_comparisons() -> list[bool]:
+    """Returns for each tensor whether the comparisons of its values have left it as it was."""
+    model = beside_experts(0)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(5, 3, generator=generator).mul(9).to(dtype) for dtype in KEPT]
+    model["kept"] = nn.ParameterList(nn.Parameter(each, requires_grad=False) for each in drawn)
+    model.kept.append(nn.Parameter(drawn[0].to_sparse(), requires_grad=False))
+    model["lazy"] = nn.LazyLinear(3)
+    model.kept.register_buffer("expert_bias", torch.arange(4, dtype=torch.float64))
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if not is_lazy(each)]
+    before = [each.detach().clone() for each in tensors]
+    ms.link(model).close()
+    ms.sync_gradients(model)
+    ms.update_router_bias(model, rate=0)
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each.to_dense() for each in before]
+    now = [each.full_tensor() if isinstance(each, DTensor) else each.to_dense() for each in tensors]
+    return [torch.equal(one, other) for one, other in zip(whole, now, strict=True)]
+
+
+def test_a_comparison_of_values_changes_none(ranks: LocalRanks) -> None:
+    for kept in ranks.run(values_behind_comparisons, num_ranks=2):
+        assert len(kept) > len(KEPT)
+        assert all(kept)
+
+
+def saved_on_one_rank(strategy: ms.Strategy) -> str:
+    layer = ms.MoELayer(SHAPE, strategy)
+    layer.full_state_dict()
+    return refused(layer.full_state_dict if dist.get_rank() == 0 else partial(layer, tokens(1)))
+
+
+@pytest.mark.parametrize("strategy", [EP, FSEP], ids=lambda strategy: strategy.name)
+def test_a_state_that_is_gathered_on_one_rank_alone_is_noticed(ranks: LocalRanks, strategy: ms.Strategy) -> None:
+    for said in ranks.run(saved_on_one_rank, strategy, num_ranks=2, timeout_s=60.0):
+        assert "rank 0: full_state_dict(); rank 1: forward of layer 0" in said
 
 
 def forgotten(synchronised: bool) -> list[str]:

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from moesys import frames
 from moesys.collectives import EXPLAINED, FAILURE_GRACE_S, failure_of
@@ -198,6 +200,8 @@ class Channel:
         # Messages that nobody has waited for, by their generation. They are kept also where a failed pass has dropped
         # its transfers: a connection of gloo stands still for good when data come for a buffer that is gone.
         self._posted: dict[int, set[Messages]] = {}
+        # The tensors whose values the ranks have compared, by the call that compared them.
+        self.compared: dict[str, WeakIdKeyDictionary] = {}
         # The headers of the newest all-gather for which the host did not wait, [R, N], and all that it has not compared
         # yet, each with its device.
         self.headers: HostCopy | None = None
@@ -297,15 +301,16 @@ class Channel:
         """Returns the name of a tensor of which two ranks have other bits, and these ranks; None if there is none. The
         same on all ranks; a collective. Raises as ``all_gather`` does.
 
-        Shards of a ``DTensor`` differ by right: ranks compare those shards only of which several have a copy.
+        Shards of a ``DTensor`` differ by right: ranks compare those shards only of which several have a copy. Tensors
+        without values, and parameters that Megatron's ``tensor_model_parallel`` marks as parts, are left out.
         """
         if self.group is None:
             return None
-        mine = {
-            name: (_shard_of(each), _digest(each))
-            for name, each in tensors.items()
-            if _is_shared(each) and not each.is_meta
-        }
+        shared = {name: each for name, each in tensors.items() if _is_shared(each)}
+        # The host waits once for all of them.
+        digests = [_digest(each).to(device) for each in shared.values()]
+        numbers = torch.stack(digests).tolist() if digests else []
+        mine = {name: (_shard_of(each), number) for (name, each), number in zip(shared.items(), numbers, strict=True)}
         found_R = [json.loads(said) for said in self.gather_bytes(json.dumps(mine).encode(), at, device)]
         first: dict[tuple[str, str], tuple[int, int]] = {}
         for rank, found in zip(self.members, found_R, strict=True):
@@ -413,9 +418,11 @@ class Channel:
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Returns whether other ranks have the same part of a tensor."""
+    """Returns whether other ranks have the same part of a tensor, and it has values."""
+    if tensor.is_meta or is_lazy(tensor):
+        return False
     if not isinstance(tensor, DTensor):
-        return True
+        return not getattr(tensor, "tensor_model_parallel", False)
     return any(each.is_replicate() and tensor.device_mesh.size(dim) > 1 for dim, each in enumerate(tensor.placements))
 
 
@@ -428,15 +435,17 @@ def _shard_of(tensor: Tensor) -> str:
 
 
 @torch.no_grad()
-def _digest(tensor: Tensor) -> int:
-    """Returns a number that depends on the bits of all elements and on their order."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous().view(-1)
-    odd_N = torch.arange(_DIGESTED_AT_ONCE, device=local.device).mul_(2).add_(1)
+def _digest(tensor: Tensor) -> Tensor:
+    """Returns a number, int64 [], that depends on the bits of all elements and on their order."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    # Sparse tensors too.
+    integers_N = local.to_dense().contiguous().view(-1).view(_INTEGERS[local.element_size()])
+    odd_N = torch.arange(1, 2 * min(len(integers_N), _DIGESTED_AT_ONCE), 2, device=local.device)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for piece_N in local.view(_INTEGERS[local.element_size()]).split(_DIGESTED_AT_ONCE):
+    for piece_N in integers_N.split(_DIGESTED_AT_ONCE):
         # The factor makes two pieces that change places show.
-        total.mul_(3).add_(piece_N.long().mul_(odd_N[: len(piece_N)]).sum())
-    return int(total)
+        total.mul_(3).add_((piece_N * odd_N[: len(piece_N)]).sum())
+    return total
 
 
 def _headers(frames_RF: Tensor) -> Tensor:
