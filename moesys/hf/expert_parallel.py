@@ -34,7 +34,7 @@ from moesys.moe.experts import Experts, attach
 from moesys.moe.gradients import is_freed
 from moesys.moe.masters import DTYPE_NAMES, local_part
 from moesys.moe.outside import OutsideExperts, Parts
-from moesys.torch_private import hooks_of, unseen_by_selective_checkpoints
+from moesys.torch_private import NO_BACKWARD, current_backward, hooks_of, unseen_by_selective_checkpoints
 
 
 def implementation_of(strategy: Strategy) -> type[EPImplementation]:
@@ -123,7 +123,8 @@ def watch_optimizers(owner: nn.Module, replaced: Iterable[nn.Parameter] = ()) ->
     this, checked = weakref.ref(owner), weakref.WeakSet[Optimizer]()
 
     def before_step(optimizer: Optimizer, *_: object) -> None:
-        if isinstance(module := this(), FSDPModule):
+        # FSDP reads gathered parameters in backward, where optimizers step parameter by parameter.
+        if current_backward() == NO_BACKWARD and isinstance(module := this(), FSDPModule):
             module.reshard()
         if optimizer in checked:
             return

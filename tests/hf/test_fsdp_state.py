@@ -166,6 +166,29 @@ def test_an_optimizer_that_was_made_before_parallelize_is_refused(ranks: LocalRa
             assert "make the optimizer behind ms.parallelize" in message
 
 
+def steps_in_backward() -> list[str]:
+    """Each parameter has an optimizer that steps as soon as its gradient is there; returns what is not as without."""
+    model = drawn("qwen3_moe")
+    # Backward needs these weights of the model's own unit when the blocks' steps are done.
+    model.model.embed_tokens = Branch(model.model.embed_tokens)
+    alone, gradients = copy.deepcopy(model), mean_gradients(model)
+    runtime = ms.parallelize(model, EP)
+    for each in model.parameters():
+        optimizer = torch.optim.SGD([each], lr=0.1)
+        each.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    loss_of(model, dist.get_rank()).backward()
+    with torch.no_grad():
+        for name, each in alone.named_parameters():
+            each -= 0.1 * gradients[name]
+        wrong = ["next loss"] if far(loss_of(model, 5), loss_of(alone, 5)) else []
+    runtime.close()
+    return wrong + [name for name, each in model.named_parameters() if far(each, alone.get_parameter(name))]
+
+
+def test_optimizers_may_step_in_backward(ranks: LocalRanks) -> None:
+    assert ranks.run(steps_in_backward, num_ranks=2, timeout_s=60.0) == [[], []]
+
+
 # --- modules that one rank uses -----------------------------------------------------------------------------------
 
 
