@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
 
 from moesys.collectives import guarded, meet
 from moesys.frames import ALIKE, NO_LAYER, Position, RankMismatchError
@@ -43,7 +42,7 @@ def sync_gradients(model: nn.Module) -> None:
     Leaves out parameters of which ranks have parts of their own, which Megatron's ``tensor_model_parallel`` marks.
 
     Raises ``RankMismatchError`` on all ranks where their parameters or the dtypes of gradients differ, and in the first
-    call with a parameter where its values do; ValueError for a sparse gradient.
+    call with a parameter of a name where its values do; ValueError for a sparse gradient.
     """
     experts = experts_of(model)
     channel = channel_of(experts)
@@ -89,8 +88,8 @@ def require_equal_values(
     split = {id(parameter) for unit in units for parameter in unit.parameters()}
     buffers = ((name, each) for name, each in model.named_buffers() if name.rpartition(".")[2] in BIASES)
     alike = {name: each for name, each in chain(model.named_parameters(), buffers) if id(each) not in split}
-    compared = channel.compared.setdefault(call, WeakIdKeyDictionary())
-    new = {name: each for name, each in alike.items() if each not in compared} | dict(always or {})
+    compared = channel.compared.setdefault(call, set())
+    new = {name: each for name, each in alike.items() if name not in compared} | dict(always or {})
     if (new or always is not None) and (found := channel.differing(new, Position(call), device)):
         name, first, second = found
         raise RankMismatchError(
@@ -99,7 +98,7 @@ def require_equal_values(
             "the values of one rank before this call; mark parameters of which ranks have parts of their own by "
             f"parameter.tensor_model_parallel = True. {ALIKE}"
         )
-    compared.update(dict.fromkeys(alike.values(), True))
+    compared.update(alike)
 
 
 def _gradient_dtypes(

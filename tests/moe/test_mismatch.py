@@ -480,7 +480,8 @@ def equal_values() -> list[str]:
 
 
 def test_values_that_are_equal_or_sharded_pass(ranks: LocalRanks) -> None:
-    assert ranks.run(equal_values, num_ranks=2) == [["head.weight", "head.bias"]] * 2
+    beside = ["wrapped._fsdp_wrapped_module.weight", "wrapped._fsdp_wrapped_module.bias", "part.weight"]
+    assert ranks.run(equal_values, num_ranks=2) == [["head.weight", "head.bias", *beside]] * 2
 
 
 # The dtypes of parameters and of what is kept beside them.

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
 
 from moesys import frames
 from moesys.collectives import EXPLAINED, FAILURE_GRACE_S, failure_of
@@ -200,8 +199,8 @@ class Channel:
         # Messages that nobody has waited for, by their generation. They are kept also where a failed pass has dropped
         # its transfers: a connection of gloo stands still for good when data come for a buffer that is gone.
         self._posted: dict[int, set[Messages]] = {}
-        # The tensors whose values the ranks have compared, by the call that compared them.
-        self.compared: dict[str, WeakIdKeyDictionary] = {}
+        # The names of tensors whose values the ranks have compared, by the call that compared them.
+        self.compared: dict[str, set[str]] = {}
         # The headers of the newest all-gather for which the host did not wait, [R, N], and all that it has not compared
         # yet, each with its device.
         self.headers: HostCopy | None = None
