@@ -49,8 +49,8 @@ BUDGETS = {
     "moesys, ground files": Budget(2_497, 17),
     "moesys/kernels": Budget(4_720, 45),
     "moesys/balance": Budget(5_960, 40),
-    "moesys/overlap": Budget(2_764, 17),
-    "moesys/moe": Budget(4_034, 21),
+    "moesys/overlap": Budget(2_763, 17),
+    "moesys/moe": Budget(4_033, 21),
     "moesys/simulator": Budget(3_356, 22),
     "moesys/tuner": Budget(1_142, 8),
     "moesys, hosts": Budget(2_422, 15),
@@ -58,9 +58,9 @@ BUDGETS = {
     "moesys, entry points": Budget(241, 2),
     "benchmarks": Budget(6_475, 50),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(47_325, 318),
+    "tests": Budget(47_326, 318),
 }
-TOTAL = Budget(37_762, 257)
+TOTAL = Budget(37_760, 257)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
