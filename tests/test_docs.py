@@ -104,7 +104,7 @@ def test_the_installed_command_finds_what_an_experiment_imports(file: str) -> No
     script = Path(sys.executable).with_name("moesys")
     command = [sys.executable, "-P", "-c", f"{code}; runpy.run_path({str(script)!r}, run_name='__main__')"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    # What is wrong with the rest of the command is said after the file was read, and a plan takes longer.
+    # The command refuses a strategy only after it has read the file, and it ends sooner than with a plan.
     arguments = ("explain", f"experiments/{file}.py", "--strategy", "nobody's")
     done = subprocess.run(
         [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False

@@ -47,7 +47,7 @@ from moesys.torch_private import (
 )
 
 STATE_TIMEOUT_S = 600.0
-# What torchrun, srun, Open MPI and other launchers say of the number of ranks.
+# Variables in which torchrun, srun, Open MPI and other launchers give the number of ranks.
 _LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 

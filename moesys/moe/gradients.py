@@ -13,14 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from moesys.collectives import guarded, meet
 from moesys.frames import ALIKE, NO_LAYER, Position, RankMismatchError
 from moesys.moe.experts import Experts, experts_of
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import local_part
-from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.channel import Channel, is_shared
 from moesys.overlap.exact_sum import grid_below, largest_size
 
 # A norm's squares are computed in pieces of so many elements, which stay in a core's cache.
@@ -57,7 +56,7 @@ def sync_gradients(model: nn.Module) -> None:
         for name, parameter in model.named_parameters()
         if not isinstance(parameter, DTensor)
         and not isinstance(parameter.grad, DTensor)
-        and not (getattr(parameter, "tensor_model_parallel", False) or is_lazy(parameter))
+        and is_shared(parameter)
         and id(parameter) not in summed
     }
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

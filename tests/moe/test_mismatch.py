@@ -444,7 +444,7 @@ def other_values() -> list[str]:
     local = model.head.weight.detach() + torch.tensor(1e-7 * rank)
     model.head.weight = nn.Parameter(DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False))
     said.append(refused(lambda: ms.sync_gradients(model)))
-    # What was no part of the first call, and the router of another library.
+    # The second call has a head that the first had not; then a router of another library has a bias.
     model = beside_experts(rank)
     ms.sync_gradients(model.moe)
     said += [refused(lambda: ms.sync_gradients(model)), refused(lambda: ms.update_router_bias(model, rate=0.1))]

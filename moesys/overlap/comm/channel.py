@@ -305,7 +305,7 @@ class Channel:
         """
         if self.group is None:
             return None
-        shared = {name: each for name, each in tensors.items() if _is_shared(each)}
+        shared = {name: each for name, each in tensors.items() if is_shared(each)}
         # The host waits once for all of them.
         digests = [_digest(each).to(device) for each in shared.values()]
         numbers = torch.stack(digests).tolist() if digests else []
@@ -416,7 +416,7 @@ class Channel:
             raise failure_of(named, self.group, error, self.device_type, grace_s, without_heartbeat) from error
 
 
-def _is_shared(tensor: Tensor) -> bool:
+def is_shared(tensor: Tensor) -> bool:
     """Returns whether other ranks have the same part of a tensor, and it has values."""
     if tensor.is_meta or is_lazy(tensor):
         return False
@@ -437,7 +437,7 @@ def _shard_of(tensor: Tensor) -> str:
 def _digest(tensor: Tensor) -> Tensor:
     """Returns a number, int64 [], that depends on the bits of all elements and on their order."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    # Sparse tensors too.
+    # Sparse tensors are digested as dense ones.
     integers_N = local.to_dense().contiguous().view(-1).view(_INTEGERS[local.element_size()])
     odd_N = torch.arange(1, 2 * min(len(integers_N), _DIGESTED_AT_ONCE), 2, device=local.device)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
