@@ -5,11 +5,11 @@ T tokens, E experts, K top-k, H hidden size, G expert groups.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import count
-from typing import Any, ClassVar, Literal, NamedTuple
+from time import perf_counter_ns
+from typing import Any, Literal, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,10 @@ class Routing(NamedTuple):
 
 
 class _Losses:
-    """The losses of a pass, as means over this rank's tokens. ``own``: their sum for the shares of these tokens."""
+    """The losses of a pass, as means over this rank's tokens. ``own``: their sum for the shares of these tokens.
+
+    ``ended_ns``: when ``router_loss`` first returned them, or backward went through the pass; None before.
+    """
 
     def __init__(self, shape: ModelShape, routing: Routing) -> None:
         self._shape, self.num_tokens = shape, len(routing.expert_TK)
@@ -54,6 +57,8 @@ class _Losses:
         if shape.router_z_loss_coef:
             self._z = z_loss(routing.logits_TE)
         self.own = self.total(share_E)
+        self.ended_ns: int | None = None
+        self.was_returned = False
 
     def total(self, share_E: Tensor) -> Tensor:
         """Returns the sum for ``share_E``, each expert's share of tokens."""
@@ -64,49 +69,14 @@ class _Losses:
             terms.append(shape.router_z_loss_coef * self._z)
         return torch.stack(terms).sum()
 
-
-class _Pass:
-    """A training pass of a router: its losses, when it began, and when it ended for ``router_loss``: as soon as they
-    have been returned, or backward has gone through it.
-    """
-
-    _clock: ClassVar[Iterator[int]] = count(1)
-    _all: ClassVar[weakref.WeakSet[_Pass]] = weakref.WeakSet()
-
-    def __init__(self, losses: _Losses, routing: Routing) -> None:
-        self.began, self.ended, self.was_returned = next(self._clock), 0, False
-        # This keeps the losses of a pass whose output is not used, until its router runs again.
-        self._held: _Losses | None = losses
-        self._losses = weakref.ref(losses)
-        node: Any = routing.weight_TK.grad_fn
-        if node is not None:
-            # The node holds the losses for as long as backward can go through it.
-            node.metadata["moesys_router_loss"] = losses
-        if routing.logits_TE.requires_grad:
-            # The reference is weak, because the losses own the graph and the graph would own the losses.
-            this = weakref.ref(self)
-            routing.logits_TE.register_hook(lambda _: None if (alive := this()) is None else alive._go_backward())
-        self._all.add(self)
-
-    @property
-    def losses(self) -> _Losses | None:
-        """Returns the losses, or None if backward can no longer go through the pass."""
-        return self._losses()
-
-    def leave_to_graphs(self) -> None:
-        """Releases its own losses and those of all later passes, whose graphs would hold the graph of this one."""
-        for each in list(self._all):
-            if each.began >= self.began:
-                each._held = None
-
-    def end(self) -> None:
-        self.ended = self.ended or next(self._clock)
-
-    def _go_backward(self) -> None:
-        self.end()
-        if self.was_returned:
-            # The pass counts as older than all others from now on, and its graph is released.
-            self.ended, self._held = -1, None
+    def end(self, *, by_backward: bool = False) -> None:
+        """Records that ``router_loss`` has returned them, or that backward went through. After both they count no more,
+        and their graph is released.
+        """
+        self.ended_ns = self.ended_ns or perf_counter_ns()
+        if by_backward and self.was_returned:
+            self.ended_ns, self.own, self._score_E, self._z = 0, self.own.detach(), None, None
+        self.was_returned |= not by_backward
 
 
 class Chooser(nn.Module):
@@ -164,7 +134,11 @@ class Router(nn.Module):
                 "e_score_correction_bias", torch.empty(shape.num_experts, dtype=torch.float32, device=device)
             )
         self.chooser = Chooser(shape)
-        self._passes: list[_Pass] = []
+        # The losses of its passes, each for as long as the graph of its output exists, and when the newest began.
+        self._passes: list[ref[_Losses]] = []
+        self._began_ns = 0
+        # This keeps the newest also where its output is not used.
+        self._newest: _Losses | None = None
         self.reset_parameters(generator)
 
     @torch.no_grad()
@@ -196,21 +170,23 @@ class Router(nn.Module):
         routing = Routing(expert_TK, weight_TK * shape.routed_scaling_factor, logits_TE)
         has_losses = shape.router_aux_loss_coef or shape.router_z_loss_coef
         if has_losses and self.training and torch.is_grad_enabled():
-            # A recomputation computes them too, since activation checkpointing counts saved tensors, but does not keep
-            # them: they would hold the recomputed graph until the next step.
+            # A recomputation computes them too, since activation checkpointing counts saved tensors, but keeps none.
             losses = _Losses(shape, routing if mask_T is None else Routing(*(each[mask_T] for each in routing)))
             if current_backward() == NO_BACKWARD:
-                self._passes = [*self._unfinished(), _Pass(losses, routing)]
+                self._keep(losses, routing)
         return routing
 
-    def _unfinished(self) -> list[_Pass]:
-        """Returns the passes of this step before another one, without those whose output is gone, as it is where a
-        forward raised.
-        """
-        passes = [each for each in self._passes if not each.ended]
-        if passes:
-            passes[0].leave_to_graphs()
-        return [each for each in passes if each.losses is not None]
+    def _keep(self, losses: _Losses, routing: Routing) -> None:
+        """Keeps the losses of a new pass, and those of the passes before it that may share a step with it."""
+        self._newest, self._began_ns = None, perf_counter_ns()
+        self._passes = [each for each in self._passes if (kept := each()) is not None and kept.ended_ns is None]
+        self._passes.append(this := ref(losses))
+        self._newest = losses
+        node: Any = routing.weight_TK.grad_fn
+        if node is not None:
+            node.metadata["moesys_router_loss"] = losses
+            # The reference is weak, because the losses own the graph and the graph would own the losses.
+            routing.logits_TE.register_hook(lambda _: kept.end(by_backward=True) if (kept := this()) else None)
 
     def extra_repr(self) -> str:
         shape = self.shape
@@ -218,7 +194,7 @@ class Router(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Losses belong to a graph, and a tensor of a graph can be neither copied nor pickled with its model.
-        return self.__dict__ | {"_passes": []}
+        return self.__dict__ | {"_passes": [], "_began_ns": 0, "_newest": None}
 
 
 def load_balancing_loss(
@@ -312,16 +288,19 @@ def router_loss(
     if over not in ("micro_batch", "global_batch"):
         raise ValueError(f'over={over!r} is not known; give "micro_batch" or "global_batch"')
     routers = {name: module for name, module in model.named_modules() if isinstance(module, Router) and module.training}
-    passes = [each for router in routers.values() for each in router._passes]
-    newest = max((each.began for each in passes), default=0)
+    newest_ns = max((router._began_ns for router in routers.values()), default=0)
+    # A router that was not run again after a forward that raised would keep the graph of that forward.
+    repeated_ns = max((router._began_ns for router in routers.values() if len(router._passes) > 1), default=0)
+    for router in routers.values():
+        if router._began_ns < repeated_ns and router._newest is not None and router._newest.own.requires_grad:
+            router._newest = None
     found: dict[str, list[_Losses]] = {}
     for name, router in routers.items():
-        router._passes = [each for each in router._passes if not each.ended or each.ended > newest]
-        found[name] = [losses for each in router._passes if (losses := each.losses) is not None]
-        for each in router._passes:
-            each.end()
-            each.was_returned = True
-    found = {name: losses_N for name, losses_N in found.items() if losses_N}
+        kept_N = [losses for each in router._passes if (losses := each()) is not None]
+        if losses_N := [each for each in kept_N if each.ended_ns is None or each.ended_ns > newest_ns]:
+            found[name] = losses_N
+        for losses in losses_N:
+            losses.end()
     if over == "global_batch":
         totals = _over_global_batch(model, found, group)
     else:

@@ -190,3 +190,21 @@ def test_losses_keep_no_graph():
     assert first[-1]() is not None
     model = None
     assert first[-1]() is None
+
+
+def test_reading_the_loss_of_one_router_takes_nothing_from_that_of_its_model():
+    """And a router that a step skips adds nothing of the step before, whose loss was read without a backward."""
+    model = Stack()
+    before = model(X_TH[0], 0, 1)
+    router_loss(model)
+    y_TH = model(X_TH[1], 0)
+    assert router_loss(model.routers[0]).item() == alone(1, 0)[0]
+    assert_step(model, y_TH, 1, 0)
+    del before
+
+
+def test_a_router_without_gradients_has_the_losses_of_its_newest_pass():
+    model = Stack().requires_grad_(False)
+    for batch in range(2):
+        model(X_TH[batch], 0, 1)
+    assert router_loss(model).item() == alone(1, 0, 1)[0]
