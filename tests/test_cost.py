@@ -16,6 +16,7 @@ import moesys as ms
 from moesys import cost
 from moesys.config import presets
 from moesys.moe.sharded_experts import ShardedExperts
+from moesys.moe.store import ExpertTransfer
 from moesys.moe.whole_experts import WholeExperts
 
 # P_e = 3·7·5 = 105 elements divide by none of 2 and 4, so slices are padded on the wire.
@@ -187,9 +188,10 @@ def sent_by_layers(cluster: ms.ClusterSpec, layout: ms.ExpertLayout, sharding: m
             local = torch.zeros(SHAPE.num_experts, len(shards.owned()))
         channel, held = RecordingChannel(), layout.held_by_rank
         if not shards.keeps_all(held):
-            shards.restore([local], torch.bfloat16, held, channel, "").wait()  # type: ignore[arg-type]
+            steps = shards.restore([local], torch.bfloat16, held, channel, "")  # type: ignore[arg-type]
+            ExpertTransfer(steps).finish()
         gradients = torch.zeros(len(held[rank]), shards.padded_parameters)
-        shards.reshard(gradients, layout, channel, "")()  # type: ignore[arg-type]
+        ExpertTransfer(shards.reshard(gradients, layout, channel, "")).start()  # type: ignore[arg-type]
         by_rank.append(channel.sent_bytes)
     sent = [np.array(rows, dtype=float) for rows in zip(*by_rank, strict=True)]
     for bytes_RR in sent:

@@ -24,7 +24,7 @@ from moesys.kernels.first_derivatives import InputGradients, first_derivatives_o
 from moesys.kernels.launch import on_its_device
 from moesys.moe.masters import Expert
 from moesys.moe.planners import BatchPlan
-from moesys.moe.store import Cross, ExpertStore, Finish, Restore, RestoredExperts
+from moesys.moe.store import ExpertStore, ExpertTransfer, Gradients, RestoredExperts
 from moesys.overlap.executor import Home, SavedTensors
 from moesys.torch_private import NO_BACKWARD, after_this_backward, checkpointed_region, current_backward, will_execute
 
@@ -88,7 +88,7 @@ class LayerCall:
             return rows_N
         return rows_N.new_zeros(num_tokens, *rows_N.shape[1:]).index_copy_(0, self._real_N, rows_N)
 
-    def restore(self, masters: Sequence[Tensor] | None = None) -> Restore:
+    def restore(self, masters: Sequence[Tensor] | None = None) -> ExpertTransfer[RestoredExperts]:
         """Returns the experts of this call, on their way or here; starts bringing them if nobody has. ``masters``:
         those of autograd, where they were read already.
         """
@@ -107,17 +107,18 @@ class LayerCall:
         """Returns the experts of forward when they are here. Dispatch is through by then, so the next layers' experts
         may travel.
         """
-        restore, store = self.restore().spread(), self.store
+        transfer, store = self.restore(), self.store
+        transfer.start()
         for upcoming in self._upcoming:
             upcoming.prefetch(self._pass_number, self.generation)
         self._upcoming = ()
-        experts = restore.wait()
+        experts = transfer.finish()
         experts.keep_casts, experts.kept = self.expects_backward and not store.reshard_after_forward, store.casts
         return experts
 
     def end_forward(self) -> None:
         """Frees the experts that backward does not need, or has again by then."""
-        store, experts = self.store, self.restore().wait()
+        store, experts = self.store, self.restore().finish()
         experts.drop_copies()
         if store.reshard_after_forward:
             self.release()
@@ -153,8 +154,8 @@ class Lookahead:
     def behind_backward(self, call: LayerCall) -> None:
         """Lets what waited for the dispatch of a layer's output gradients travel behind its experts."""
 
-    def delay(self, store: ExpertStore, cross: Cross) -> bool:
-        """Returns whether a gradient is sent home later, by ``cross``, and added to ``.grad`` from here."""
+    def delay(self, store: ExpertStore, transfer: ExpertTransfer[Gradients]) -> bool:
+        """Returns whether this object starts the transfer of a gradient later, and adds it to ``.grad``."""
         return False
 
     def after_backward(self) -> None:
@@ -227,9 +228,10 @@ class RoutedExperts(torch.autograd.Function):
 
         def wait_for_experts() -> RestoredExperts:
             # Meanwhile the layers before restore theirs, and gradients that waited set off.
-            restored = call.restore().spread()
+            transfer = call.restore()
+            transfer.start()
             lookahead.behind_backward(call)
-            return restored.wait()
+            return transfer.finish()
 
         with torch.autocast(dy_TH.device.type, enabled=False):
             call.restore(masters)
@@ -239,15 +241,15 @@ class RoutedExperts(torch.autograd.Function):
         call.release()
         dmasters: list[Tensor | None] = [None] * len(masters)
         if grads_DP is not None:
-            cross = _in_dtype(store.start_reshard(grads_DP, call.layout, call.generation), masters[0].dtype)
+            transfer = store.start_reshard(grads_DP, call.layout, call.generation, masters[0].dtype)
             leaf = ctx.next_functions[2 + wanted.index(True)][0]
             # Delayed gradients are in no graph, so none is delayed where gradients may be differentiated.
             may_delay = store.delay_reshard and store.masters.may_delay and not ctx.creates_graph
-            late = may_delay and _reaches_grad(leaf) and lookahead.delay(store, cross)
+            late = may_delay and _reaches_grad(leaf) and lookahead.delay(store, transfer)
             if store.delay_reshard:
                 store.masters.expect_gradient(late=late)
             if not late:
-                gradients_of_masters = store.masters.gradients_of(cross()())
+                gradients_of_masters = store.masters.gradients_of(transfer.finish())
                 dmasters = [each if want else None for each, want in zip(gradients_of_masters, wanted, strict=True)]
         if store.schedule.has_request:
             # A layer without a planner thread plans here, between two forward passes.
@@ -258,18 +260,6 @@ class RoutedExperts(torch.autograd.Function):
         if call.check is not None:
             after_this_backward(call.check)
         return (dx_TH, dweight_TK, None, None, *dmasters), (ctx.x_0H, weight_TK, *masters)
-
-
-def _in_dtype(cross: Cross, dtype: torch.dtype) -> Cross:
-    """Gives gradients in the masters' dtype, whenever they come: from float32, as some layouts add them up in float64
-    and others do not.
-    """
-
-    def crossed() -> Finish:
-        finish = cross()
-        return lambda: tuple(gradient.float().to(dtype) for gradient in finish())
-
-    return crossed
 
 
 def _reaches_grad(node: Any) -> bool:

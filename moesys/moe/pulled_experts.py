@@ -7,7 +7,7 @@ its own; of slot gradients, each pulls the slice that it owns and adds them in r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from moesys.kernels.symmetric.pulls import PullPart, PullRing, PullRings, pull_r
 from moesys.layout import ExpertLayout
 from moesys.moe.masters import Master
 from moesys.moe.sharded_experts import ShardedExperts
-from moesys.moe.store import Cross, ExpertShards, Finish, HeldByRank, Restore, index_of
+from moesys.moe.store import ExpertShards, Gradients, HeldByRank, RestoredExperts, Steps, index_of
 from moesys.overlap.comm.channel import Channel
 
 
@@ -51,7 +51,7 @@ class PulledExperts(ShardedExperts):
 
     def restore(
         self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
-    ) -> Restore:
+    ) -> Steps[RestoredExperts]:
         s, mine = self.wire_slice, held[self.rank]
         wire_Es = self.on_wire(masters, dtype)
         restored_DP = self.memory.new(wire_Es, len(mine), self.padded_parameters)
@@ -61,18 +61,13 @@ class PulledExperts(ShardedExperts):
             for slot, expert in enumerate(mine)
         ]
         ring = self._ring("restore", wire_Es.nbytes, wire_Es.device, channel)
-        arrive = self._start(ring, wire_Es, wanted, restored_DP, channel, "restore", detail)
+        pull = self._pull(ring, wire_Es, wanted, restored_DP, channel, "restore", detail)
+        del wire_Es
+        yield from pull
+        return self.restored(dtype, restored_DP.device, self.form.weights(restored_DP))
 
-        def finish() -> Tensor:
-            arrive()
-            return restored_DP
-
-        return self.restored(dtype, wire_Es.device, finish)
-
-    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
-        return lambda: self._pull_home(grads_DP, layout, channel, detail)
-
-    def _pull_home(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Finish:
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Steps[Gradients]:
+        yield False
         s, held = self.wire_slice, layout.held_by_rank
         expert_N = [expert for experts in held for expert in experts]
         received_No = self.memory.new(grads_DP, len(expert_N), len(self.owned()))
@@ -85,13 +80,8 @@ class PulledExperts(ShardedExperts):
         ]
         most_bytes = layout.expert_RS.shape[1] * self.padded_parameters * grads_DP.itemsize
         ring = self._ring("reshard", most_bytes, grads_DP.device, channel)
-        arrive = self._start(ring, grads_DP, wanted, received_No, channel, "reshard", detail)
-
-        def finish() -> tuple[Tensor, ...]:
-            arrive()
-            return (ordered_sum(received_No, index_of(expert_N, received_No), self.shape.num_experts),)
-
-        return finish
+        yield from self._pull(ring, grads_DP, wanted, received_No, channel, "reshard", detail)
+        return (ordered_sum(received_No, index_of(expert_N, received_No), self.shape.num_experts),)
 
     def _ring(self, name: str, num_bytes: int, device: torch.device, channel: Channel) -> PullRing:
         return self.rings.ring(name, num_bytes, device, self._timeout_s or channel.timeout_s)
@@ -100,7 +90,7 @@ class PulledExperts(ShardedExperts):
         """Returns all ranks, this one last, so that not all ranks pull from the same one at once."""
         return [(self.rank + 1 + place) % self.num_ranks for place in range(self.num_ranks)]
 
-    def _start(
+    def _pull(
         self,
         ring: PullRing,
         shared: Tensor,
@@ -109,13 +99,14 @@ class PulledExperts(ShardedExperts):
         channel: Channel,
         lane: str,
         detail: str,
-    ) -> Callable[[], None]:
-        """Starts a pull, and counts what is pulled, as ``Channel.all_to_all`` does; the result waits. The span ends
-        when it is there, which a GPU's stream knows, else who waits.
+    ) -> Steps[None]:
+        """Pulls, and counts what is pulled, as ``Channel.all_to_all`` does. The span ends when it is there, which a
+        GPU's stream knows, else who waits.
         """
         recorder = channel.recorder
         start = recorder.clock.now() if recorder.enabled else None
         pull = ring.start(shared, wanted, into)
+        del shared
         if recorder.enabled and ring.stream is not None:
             with torch.cuda.stream(ring.stream):
                 recorder.add_between(lane, lane, start, recorder.clock.now(), detail)
@@ -123,14 +114,11 @@ class PulledExperts(ShardedExperts):
             if part.rank != self.rank:
                 same_node = self.node_of_rank[part.rank] == self.node_of_rank[self.rank]
                 channel.meter.wire_bytes[lane, "intra_node" if same_node else "inter_node"] += part.destination.nbytes
-
-        def arrive() -> None:
-            with channel.meter.exposed(lane):
-                pull.wait()
-            if recorder.enabled and ring.stream is None:
-                recorder.add_between(lane, lane, start, recorder.clock.now(), detail)
-
-        return arrive
+        yield True
+        with channel.meter.exposed(lane):
+            pull.wait()
+        if recorder.enabled and ring.stream is None:
+            recorder.add_between(lane, lane, start, recorder.clock.now(), detail)
 
 
 def ring_bytes(shape: ModelShape, num_ranks: int, num_slots: int, gradient_bytes: int) -> int:

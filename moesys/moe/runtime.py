@@ -11,7 +11,6 @@ import json
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
@@ -29,21 +28,12 @@ from moesys.moe.experts import Experts, experts_of, require_own_indices
 from moesys.moe.gradients import channel_of, require_equal_values
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
-from moesys.moe.store import Cross, ExpertStore, Finish
+from moesys.moe.store import ExpertStore, ExpertTransfer, Gradients
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.timeline import Timeline
 from moesys.torch_private import NO_BACKWARD, after_this_backward, current_backward, group_timeout_s
-
-
-@dataclass
-class _Reshard:
-    """A gradient on its way home: waiting to leave its node (``finish`` is None), or under way."""
-
-    store: ExpertStore
-    cross: Cross
-    finish: Finish | None = field(default=None)
 
 
 def link(model: nn.Module, *, plan_timeout_s: float | None = None, record_spans: bool = False) -> MoERuntime:
@@ -99,7 +89,8 @@ class MoERuntime(Lookahead):
         self._order: list[ExpertStore] = []
         self._position = -1
         self._newest: LayerCall | None = None
-        self._reshards: list[_Reshard] = []
+        # Gradients on the way to their owners, in the order of backward.
+        self._reshards: list[tuple[ExpertStore, ExpertTransfer[Gradients]]] = []
         self._arrived: dict[ExpertStore, tuple[Tensor, ...]] = {}
         self._flushing_backward = NO_BACKWARD
         # A runtime that is dropped without ``close`` leaves neither threads nor groups behind, except those of NCCL,
@@ -172,37 +163,34 @@ class MoERuntime(Lookahead):
                 break
             before.restore_ahead()
             before = before.previous
-        for reshard in self._reshards:
-            if reshard.finish is None:
-                reshard.finish = reshard.cross()
+        for _, transfer in self._reshards:
+            transfer.start()
 
-    def delay(self, store: ExpertStore, cross: Cross) -> bool:
-        """Sends a gradient home later: behind the next layer's backward, or at the end of this one."""
+    def delay(self, store: ExpertStore, transfer: ExpertTransfer[Gradients]) -> bool:
+        """Starts the transfer of a gradient behind the next layer's backward, or at the end of this one."""
         if self._flushing_backward != current_backward():
             # What is left of a backward that raised belongs to no step.
             self._reshards.clear()
             self._arrived.clear()
             self._flushing_backward = current_backward()
             after_this_backward(self._flush)
-        self._reshards.append(_Reshard(store, cross))
+        self._reshards.append((store, transfer))
         return True
 
     def after_backward(self) -> None:
         """Takes in the gradients that travelled behind a layer's backward, which is through."""
-        while self._reshards and self._reshards[0].finish is not None:
-            reshard = self._reshards.pop(0)
-            assert reshard.finish is not None
-            arrived = self._arrived.pop(reshard.store, None)
-            gradients = reshard.finish()
+        while self._reshards and self._reshards[0][1].started:
+            store, transfer = self._reshards.pop(0)
+            arrived = self._arrived.pop(store, None)
+            gradients = transfer.finish()
             if arrived is not None:
                 gradients = tuple(total.add_(each) for total, each in zip(arrived, gradients, strict=True))
-            self._arrived[reshard.store] = gradients
+            self._arrived[store] = gradients
 
     def _flush(self) -> None:
         self._flushing_backward = NO_BACKWARD
-        for reshard in self._reshards:
-            if reshard.finish is None:
-                reshard.finish = reshard.cross()
+        for _, transfer in self._reshards:
+            transfer.start()
         self.after_backward()
         # As autograd does: a layer's gradients of one backward are added up before they are added to ``.grad``.
         for store, gradients in self._arrived.items():

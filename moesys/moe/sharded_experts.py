@@ -14,8 +14,18 @@ from torch import Tensor
 from moesys.config import Fsep, ModelShape
 from moesys.layout import ExpertLayout
 from moesys.moe.masters import ExpertForm, Master, Part, initial_expert
-from moesys.moe.store import Cross, ExpertShards, Finish, HeldByRank, Restore, add_in_order, device_of, index_of
-from moesys.overlap.comm.channel import Channel, Transfer
+from moesys.moe.store import (
+    ExpertShards,
+    Gradients,
+    HeldByRank,
+    RestoredExperts,
+    Steps,
+    add_in_order,
+    device_of,
+    index_of,
+    without_messages,
+)
+from moesys.overlap.comm.channel import Channel
 
 
 class Slices:
@@ -176,13 +186,12 @@ class ShardedExperts(ExpertShards):
 
     def restore(
         self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
-    ) -> Restore:
-        wire_Es = self.on_wire(masters, dtype)
+    ) -> Steps[RestoredExperts]:
         hierarchical = self.sharding.restore == "hierarchical"
-        start = self._restore_hierarchical if hierarchical else self._restore_flat
-        return start(wire_Es, held, channel, detail)
+        restore = self._restore_hierarchical if hierarchical else self._restore_flat
+        return restore(self.on_wire(masters, dtype), held, channel, detail)
 
-    def _restore_flat(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Restore:
+    def _restore_flat(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Steps[RestoredExperts]:
         """Restores by one all-to-all: sends every rank this rank's slice of each expert that it holds."""
         num_held = len(held[self.rank])
         received = self.memory.new(wire_Es, self.num_ranks, num_held, self.wire_slice)
@@ -194,14 +203,14 @@ class ShardedExperts(ExpertShards):
             lane="restore",
             detail=detail,
         )
+        del wire_Es
+        yield True
+        transfer.wait()
+        return self._joined(received)
 
-        def finish() -> Tensor:
-            transfer.wait()
-            return self._joined(received)
-
-        return self.restored(received.dtype, received.device, finish)
-
-    def _restore_hierarchical(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Restore:
+    def _restore_hierarchical(
+        self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str
+    ) -> Steps[RestoredExperts]:
         """Restores by two all-to-alls: one copy of each distinct expert goes into each node, to its carriers, who then
         spread it inside.
         """
@@ -218,45 +227,39 @@ class ShardedExperts(ExpertShards):
             detail=f"{detail} between nodes",
         )
         received = self.memory.new(wire_Es, self.num_ranks, num_held, s)
-        second: Transfer | None = None
+        yield False
+        first.wait()
+        have = dict(zip(carriers.outside, arrived, strict=True))
+        have[self.rank] = self._rows(wire_Es, wanted)
+        second = channel.all_to_all(
+            received.view(-1, s),
+            torch.cat(
+                [
+                    have[owner].index_select(0, index_of(carriers.places_of(member), wire_Es))
+                    for member in carriers.members
+                    for owner in carriers.owners
+                ]
+            ),
+            [len(carriers.owners_by.get(r, ())) * num_held for r in range(self.num_ranks)],
+            [len(carriers.owners) * len(held[r]) if r in carriers.members else 0 for r in range(self.num_ranks)],
+            lane="restore",
+            detail=f"{detail} inside nodes",
+        )
+        del wire_Es, arrived, have, first
+        yield True
+        second.wait()
+        return self._joined(received[index_of(carriers.by_carrier, received).argsort()])
 
-        def spread() -> None:
-            nonlocal second
-            first.wait()
-            have = dict(zip(carriers.outside, arrived, strict=True))
-            have[self.rank] = self._rows(wire_Es, wanted)
-            second = channel.all_to_all(
-                received.view(-1, s),
-                torch.cat(
-                    [
-                        have[owner].index_select(0, index_of(carriers.places_of(member), wire_Es))
-                        for member in carriers.members
-                        for owner in carriers.owners
-                    ]
-                ),
-                [len(carriers.owners_by.get(r, ())) * num_held for r in range(self.num_ranks)],
-                [len(carriers.owners) * len(held[r]) if r in carriers.members else 0 for r in range(self.num_ranks)],
-                lane="restore",
-                detail=f"{detail} inside nodes",
-            )
-
-        def finish() -> Tensor:
-            assert second is not None
-            second.wait()
-            return self._joined(received[index_of(carriers.by_carrier, received).argsort()])
-
-        return self.restored(received.dtype, received.device, finish, spread)
-
-    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Steps[Gradients]:
         if self.num_ranks == 1:
-            return lambda: lambda: (grads_DP,) if self.flat else tuple(self.form.views(grads_DP).values())
-        held = layout.held_by_rank
-        if self.sharding.reshard == "hierarchical":
-            return self._reshard_hierarchical(grads_DP, held, channel, detail)
-        return lambda: self._reshard_flat(grads_DP, held, channel, detail)
+            return without_messages((grads_DP,) if self.flat else tuple(self.form.views(grads_DP).values()))
+        hierarchical = self.sharding.reshard == "hierarchical"
+        reshard = self._reshard_hierarchical if hierarchical else self._reshard_flat
+        return reshard(grads_DP, layout.held_by_rank, channel, detail)
 
-    def _reshard_flat(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Finish:
-        """Sends gradients home by one all-to-all: every rank receives its slice of each gradient of this rank."""
+    def _reshard_flat(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Steps[Gradients]:
+        """Sends gradients by one all-to-all: every rank receives its slice of each gradient of this rank."""
+        yield False
         num_held = len(held[self.rank])
         received = self.memory.new(grads_DP, sum(map(len, held)), self.wire_slice)
         transfer = channel.all_to_all(
@@ -267,15 +270,15 @@ class ShardedExperts(ExpertShards):
             lane="reshard",
             detail=detail,
         )
+        del grads_DP
+        yield True
+        transfer.wait()
+        return self._summed(received, [e for experts in held for e in experts], received)
 
-        def finish() -> tuple[Tensor, ...]:
-            transfer.wait()
-            return self._summed(received, [e for experts in held for e in experts], received)
-
-        return finish
-
-    def _reshard_hierarchical(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Cross:
-        """Sends gradients home by two all-to-alls, a hierarchical restore backwards: they go to their carriers, who add
+    def _reshard_hierarchical(
+        self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str
+    ) -> Steps[Gradients]:
+        """Sends gradients by two all-to-alls, a hierarchical restore backwards: they go to their carriers, who add
         those of their node in rank order; then one sum per node goes to its owner, who adds nodes in their order.
         """
         carriers = NodeCarriers(self.rank, self.node_of_rank, held)
@@ -290,23 +293,14 @@ class ShardedExperts(ExpertShards):
             lane="reshard",
             detail=f"{detail} inside nodes",
         )
-
-        def cross() -> Finish:
-            first.wait()
-            sums_ONs = self.memory.new(grads_DP, num_owners, len(carriers.wanted), s).fill_(-0.0)
-            for member, part in zip(
-                carriers.members, gathered.split([counts[r] for r in carriers.members]), strict=True
-            ):
-                sums_ONs[:, index_of(carriers.places_of(member), grads_DP)] += part.view(num_owners, -1, s)
-            return self._cross(sums_ONs, carriers, channel, detail)
-
-        return cross
-
-    def _cross(self, sums_ONs: Tensor, carriers: NodeCarriers, channel: Channel, detail: str) -> Finish:
-        """Sends the sums of this node, ``sums_ONs``, to each owner that this rank carries for, itself among them."""
-        s, abroad = self.wire_slice, dict(carriers.abroad())
+        yield False
+        first.wait()
+        sums_ONs = self.memory.new(grads_DP, num_owners, len(carriers.wanted), s).fill_(-0.0)
+        for member, part in zip(carriers.members, gathered.split([counts[r] for r in carriers.members]), strict=True):
+            sums_ONs[:, index_of(carriers.places_of(member), grads_DP)] += part.view(num_owners, -1, s)
+        del grads_DP, gathered, part, first
+        abroad, place = dict(carriers.abroad()), carriers.owners.index(self.rank)
         received = self.memory.new(sums_ONs, sum(map(len, abroad.values())), s)
-        place = carriers.owners.index(self.rank)
         second = channel.all_to_all(
             received,
             torch.cat([sums_ONs[:place], sums_ONs[place + 1 :]]).view(-1, s),
@@ -315,14 +309,11 @@ class ShardedExperts(ExpertShards):
             lane="reshard",
             detail=f"{detail} between nodes",
         )
-
-        def finish() -> tuple[Tensor, ...]:
-            second.wait()
-            before = sum(len(wanted) for carrier, wanted in abroad.items() if carrier < self.rank)
-            parts = [*received[:before], *sums_ONs[place], *received[before:]]
-            return self._summed(parts, [e for wanted in carriers.wanted_by_node for e in wanted], received)
-
-        return finish
+        yield True
+        second.wait()
+        before = sum(len(wanted) for carrier, wanted in abroad.items() if carrier < self.rank)
+        parts = [*received[:before], *sums_ONs[place], *received[before:]]
+        return self._summed(parts, [e for wanted in carriers.wanted_by_node for e in wanted], received)
 
     def _cut(self, grads_DP: Tensor) -> Tensor:
         """Returns the slices of all ranks, [R, D, s]."""
@@ -344,6 +335,7 @@ class ShardedExperts(ExpertShards):
         out_Ns = self.memory.new(slices_Es, len(experts), self.wire_slice)
         return torch.index_select(slices_Es, 0, index_of(experts, slices_Es), out=out_Ns)
 
-    def _joined(self, received_RDs: Tensor) -> Tensor:
+    def _joined(self, received_RDs: Tensor) -> RestoredExperts:
         whole_DP = self.memory.new(received_RDs, received_RDs.shape[1], self.padded_parameters)
-        return self.slices.join(received_RDs, whole_DP)
+        experts = self.form.weights(self.slices.join(received_RDs, whole_DP))
+        return self.restored(whole_DP.dtype, whole_DP.device, experts)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,8 +32,7 @@ from moesys.overlap.executor import ExpertWeights
 
 
 class RestoredExperts(Sequence[ExpertWeights]):
-    """The experts that a rank holds, by slot index, as a restore has brought them: stacked, flat [D, P] or part by
-    part, or one by one.
+    """The experts that a rank holds, by slot index: ``experts``, stacked or one by one.
 
     A rank's own are its masters, which their user casts on use; or, once ``keep_casts`` is set, they are cast here when
     they are first asked for and stay so, for a backward that follows. ``kept``: casts of all masters, which other
@@ -47,14 +46,12 @@ class RestoredExperts(Sequence[ExpertWeights]):
         dtype: torch.dtype,
         memory: PagePool,
         device: torch.device,
-        brought: Brought,
+        experts: ExpertWeights | Sequence[Expert],
         apart: bool = False,
     ) -> None:
         self._form, self._dtype, self._memory, self._device, self._apart = form, dtype, memory, device, apart
-        if isinstance(brought, Tensor):
-            brought = form.weights(brought)
-        self._together = brought if isinstance(brought, ExpertWeights) else None
-        self.masters: list[Expert] = list(unstacked(brought) if isinstance(brought, ExpertWeights) else brought)
+        self._together = experts if isinstance(experts, ExpertWeights) else None
+        self.masters: list[Expert] = list(unstacked(experts) if isinstance(experts, ExpertWeights) else experts)
         self._copies: dict[int, ExpertWeights] = {}
         self.keep_casts = False
         self.kept: KeptCasts | None = None
@@ -123,43 +120,68 @@ class RestoredExperts(Sequence[ExpertWeights]):
         return stacked
 
 
-class Restore:
-    """A future of restored experts. ``bring`` waits for them; ``spread``, if given, starts a second phase of
-    messages.
+T = TypeVar("T")
+# A transfer sends messages, and yields whether all of them are sent: False, where some wait for its start, and then
+# True. At last it waits, and returns its result. All of it is a collective.
+Steps = Generator[bool, None, T]
+
+
+class ExpertTransfer(Generic[T]):
+    """A transfer of experts to the ranks that hold them, or of gradients to the ranks that own them. It has begun.
+
+    ``started``: whether ``start`` was called.
     """
 
-    def __init__(self, bring: Callable[[], RestoredExperts], spread: Callable[[], None] | None = None) -> None:
-        self._bring: Callable[[], RestoredExperts] | None = bring
-        self._spread = spread
-        self._experts: RestoredExperts | None = None
+    _result: T
 
-    def spread(self) -> Restore:
-        """Starts the second phase, so that it does not queue behind the restores of other layers. A collective."""
-        if self._spread is not None:
-            self._spread()
-            self._spread = None
-        return self
+    def __init__(self, steps: Steps[T]) -> None:
+        self._steps: Steps[T] | None = steps
+        self.started, self._all_sent, self._failure = False, False, ""
+        self._advance()
 
-    def wait(self) -> RestoredExperts:
-        """Waits for the experts, and returns them."""
-        if self._experts is None:
-            self.spread()
-            assert self._bring is not None
-            # This frees the messages that the experts were put together from.
-            self._experts, self._bring = self._bring(), None
-        return self._experts
+    def start(self) -> None:
+        """Starts the messages that are left, which would queue behind those of other layers later. A collective."""
+        self.started = True
+        while not self._all_sent:
+            self._advance()
 
+    def finish(self) -> T:
+        """Waits, and returns the restored experts, or the gradients of this rank's masters; the same when called again.
+
+        Raises RuntimeError where the transfer has failed before.
+        """
+        while self._steps is not None:
+            self._advance()
+        return self._result
+
+    def _advance(self) -> None:
+        if self._failure:
+            raise RuntimeError(
+                f"a transfer of experts failed before, with {self._failure}, so what it sent is lost; end the job, and "
+                "resume it from its last checkpoint"
+            )
+        assert self._steps is not None
+        try:
+            self._all_sent = next(self._steps)
+        except StopIteration as end:
+            # The messages that the result was made of are freed with the steps.
+            self._result, self._steps, self._all_sent = end.value, None, True
+        except BaseException as error:
+            self._failure = repr(error)
+            raise
+
+
+def without_messages(result: T) -> Steps[T]:
+    """Returns the steps of a transfer whose result is here."""
+    yield True
+    return result
+
+
+# Those of this rank's masters, part by part.
+Gradients = tuple[Tensor, ...]
 
 # Distinct experts of each rank, [R], in the order of their slots.
 HeldByRank = list[tuple[int, ...]]
-
-# What a restore ends with: held experts stacked, flat [D, at least P] or part by part, or one by one.
-Brought = Tensor | ExpertWeights | Sequence[Expert]
-
-# What a return of gradients ends with: waits for them, and gives the masters'.
-Finish = Callable[[], tuple[Tensor, ...]]
-# What it goes on with: sends home what has not set off yet, from node to node or all of it. A collective.
-Cross = Callable[[], Finish]
 
 
 def index_of(values: Sequence[int], like: Tensor) -> Tensor:
@@ -214,13 +236,13 @@ class ExpertShards(ABC):
     @abstractmethod
     def restore(
         self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
-    ) -> Restore:
-        """Starts bringing the experts that this rank is to hold, to be computed with in ``dtype``."""
+    ) -> Steps[RestoredExperts]:
+        """Returns the transfer of the experts that this rank is to hold, to be computed with in ``dtype``."""
 
     @abstractmethod
-    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
-        """Starts sending slot gradients [D, padded_parameters] home: those that are summed inside nodes before they
-        leave them. The result sends all others.
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Steps[Gradients]:
+        """Returns the transfer of slot gradients [D, padded_parameters] to the owners of the experts, who add them up.
+        It begins with those that are summed inside nodes before they leave them; all others wait for its start.
         """
 
     @property
@@ -234,19 +256,25 @@ class ExpertShards(ABC):
         """
         return {}
 
-    def joined(self, masters: Sequence[Master], held: HeldByRank, lent: Mapping[int, Expert]) -> Brought:
+    def joined(
+        self, masters: Sequence[Master], held: HeldByRank, lent: Mapping[int, Expert], dtype: torch.dtype
+    ) -> RestoredExperts:
         """Returns the experts that this rank holds: its own, and by slot those that were ``lent``."""
         row_of = self.own_rows(held)
         if [*row_of.values()] == [*range(len(masters[0]))] and not lent:
-            return self.all_of(masters)
+            return self.all_of(masters, dtype)
         slots = range(len(row_of) + len(lent))
-        return [lent[slot] if slot in lent else self.one_of(masters, row_of[slot]) for slot in slots]
+        experts = [lent[slot] if slot in lent else self.one_of(masters, row_of[slot]) for slot in slots]
+        return self.restored(dtype, device_of(masters), experts)
 
-    def all_of(self, masters: Sequence[Master]) -> Brought:
+    def all_of(self, masters: Sequence[Master], dtype: torch.dtype) -> RestoredExperts:
         """Returns all experts of masters that are whole."""
+        experts: ExpertWeights | Sequence[Expert] | None
         if self.flat and isinstance(masters[0], Tensor):
-            return masters[0]
-        return self._stacked(masters) or [self.one_of(masters, row) for row in range(len(masters[0]))]
+            experts = self.form.weights(masters[0])
+        else:
+            experts = self._stacked(masters) or [self.one_of(masters, row) for row in range(len(masters[0]))]
+        return self.restored(dtype, device_of(masters), experts)
 
     def one_of(self, masters: Sequence[Master], row: int) -> Expert:
         """Returns one expert of masters that are whole."""
@@ -265,16 +293,10 @@ class ExpertShards(ABC):
         return self.memory.empty((num_held, self.padded_parameters), dtype, device)
 
     def restored(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        finish: Callable[[], Brought],
-        spread: Callable[[], None] | None = None,
-    ) -> Restore:
-        """Returns what ``restore`` returns. ``spread``, if any, starts a second phase; ``finish``, called after it,
-        waits and gives the held experts by slot.
-        """
-        return Restore(lambda: RestoredExperts(self.form, dtype, self.memory, device, finish(), not self.flat), spread)
+        self, dtype: torch.dtype, device: torch.device, experts: ExpertWeights | Sequence[Expert]
+    ) -> RestoredExperts:
+        """Returns the held ``experts`` by slot, stacked or one by one, to be computed with in ``dtype``."""
+        return RestoredExperts(self.form, dtype, self.memory, device, experts, not self.flat)
 
     def share_with(self, first: ExpertShards) -> None:
         """Uses the memory of ``first`` from now on, as the layers of a linked model do."""
@@ -386,11 +408,13 @@ class ExpertStore:
         self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
         # What the layer computes in: its last call's dtype; None before the first.
         self.dtype: torch.dtype | None = None
-        self._prefetched: tuple[tuple[ExpertLayout, int, torch.dtype | None], Restore] | None = None
+        self._prefetched: (
+            tuple[tuple[ExpertLayout, int, torch.dtype | None], ExpertTransfer[RestoredExperts]] | None
+        ) = None
 
     def start_restore(
         self, layout: ExpertLayout, dtype: torch.dtype, generation: int, masters: Sequence[Tensor] | None = None
-    ) -> Restore:
+    ) -> ExpertTransfer[RestoredExperts]:
         """Starts bringing the experts of ``layout`` here, to be computed with in ``dtype``, by messages of
         ``generation``. A collective. ``masters``: those of autograd, where they were read already.
         """
@@ -399,47 +423,38 @@ class ExpertStore:
 
     def rejoin(
         self, layout: ExpertLayout, dtype: torch.dtype, masters: Sequence[Tensor], lent: Mapping[int, Expert]
-    ) -> Restore:
+    ) -> ExpertTransfer[RestoredExperts]:
         """Returns the experts of ``layout``, of which those that were ``lent`` are here, by slot, without messages."""
         local = self.masters.by_part(masters)
-        brought = self.shards.joined(local, layout.held_by_rank, lent)
-        return self.shards.restored(dtype, device_of(local), lambda: brought)
+        return ExpertTransfer(without_messages(self.shards.joined(local, layout.held_by_rank, lent, dtype)))
 
-    def _start_late(self, early: Restore, layout: ExpertLayout, dtype: torch.dtype, generation: int) -> Restore:
-        """Starts bringing what ``layout`` has more than the settled one, whose experts are ``early``. A collective,
-        where it has more on any rank.
-        """
+    def _with_late(
+        self, early: ExpertTransfer[RestoredExperts], layout: ExpertLayout, dtype: torch.dtype, generation: int
+    ) -> Steps[RestoredExperts]:
+        """Returns the transfer of what ``layout`` has more than the settled one, whose experts are ``early``."""
         rank = self.shards.rank
         settled, held = self.schedule.layout.held_by_rank, layout.held_by_rank
-        if settled == held:
-            return early
         missing = [
             tuple(expert for expert in wanted if expert not in there)
             for wanted, there in zip(held, settled, strict=True)
         ]
         late = self._start(self.masters.local(), missing, dtype, generation, " late")
         late_experts = [expert for expert in held[rank] if expert not in settled[rank]]
-
-        def spread() -> None:
-            early.spread()
-            late.spread()
-
-        def finish() -> Brought:
-            by_expert = dict(zip(settled[rank], early.wait().masters, strict=True))
-            by_expert |= zip(late_experts, late.wait().masters, strict=True)
-            return [by_expert[expert] for expert in held[rank]]
-
-        return self.shards.restored(dtype, self.masters.device, finish, spread)
+        yield False
+        early.start()
+        late.start()
+        yield True
+        by_expert = dict(zip(settled[rank], early.finish().masters, strict=True))
+        by_expert |= zip(late_experts, late.finish().masters, strict=True)
+        return self.shards.restored(dtype, self.masters.device, [by_expert[expert] for expert in held[rank]])
 
     def _start(
         self, masters: Sequence[Master], held: HeldByRank, dtype: torch.dtype, generation: int, when: str
-    ) -> Restore:
-        shards = self.shards
-        if shards.keeps_all(held):
-            brought = shards.all_of(masters)
-            return shards.restored(dtype, device_of(masters), lambda: brought)
+    ) -> ExpertTransfer[RestoredExperts]:
+        if self.shards.keeps_all(held):
+            return ExpertTransfer(without_messages(self.shards.all_of(masters, dtype)))
         name, channel = f"layer {self.layer_index}{when}", self.channel.tagged(generation)
-        return shards.restore(masters, dtype, held, channel, name)
+        return ExpertTransfer(self.shards.restore(masters, dtype, held, channel, name))
 
     def prefetch(self, pass_number: int, generation: int) -> None:
         """Starts bringing the experts of the coming micro-batch that are settled, unless it is done already or masters
@@ -451,14 +466,18 @@ class ExpertStore:
             layout = self.schedule.layout
             self._prefetched = (layout, pass_number, self.dtype), self.start_restore(layout, self.dtype, generation)
 
-    def take_prefetched(self, pass_number: int, layout: ExpertLayout, generation: int) -> Restore | None:
+    def take_prefetched(
+        self, pass_number: int, layout: ExpertLayout, generation: int
+    ) -> ExpertTransfer[RestoredExperts] | None:
         """Returns the experts of ``layout`` if those settled were brought ahead for this pass, which has not computed
         others since, and forgets them. Late ones set off now: a collective, where there are some.
         """
         restored = None
         usable = self._is_prefetched(pass_number) and not self.masters.computed
         if usable and self._prefetched is not None and self.dtype is not None:
-            restored = self._start_late(self._prefetched[1], layout, self.dtype, generation)
+            restored = self._prefetched[1]
+            if self.schedule.layout.held_by_rank != layout.held_by_rank:
+                restored = ExpertTransfer(self._with_late(restored, layout, self.dtype, generation))
         self.drop_prefetched()
         return restored
 
@@ -480,6 +499,18 @@ class ExpertStore:
         added = invariant and bool((layout.replicas_RE > 0).sum(axis=0).max() > 1)
         return self.shards.new_gradients(layout, device, torch.float64 if added else torch.float32)
 
-    def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout, generation: int) -> Cross:
-        """Starts on the way of slot gradients to their owners (``ExpertShards.reshard``). A collective."""
-        return self.shards.reshard(grads_DP, layout, self.channel.tagged(generation), f"layer {self.layer_index}")
+    def start_reshard(
+        self, grads_DP: Tensor, layout: ExpertLayout, generation: int, dtype: torch.dtype
+    ) -> ExpertTransfer[Gradients]:
+        """Starts the transfer of slot gradients to their owners (``ExpertShards.reshard``), who get them in ``dtype``,
+        that of masters. A collective.
+        """
+        channel = self.channel.tagged(generation)
+        steps = self.shards.reshard(grads_DP, layout, channel, f"layer {self.layer_index}")
+        return ExpertTransfer(_in_dtype(steps, dtype))
+
+
+def _in_dtype(steps: Steps[Gradients], dtype: torch.dtype) -> Steps[Gradients]:
+    # By way of float32, as some layouts add gradients up in float64 and others do not.
+    gradients = yield from steps
+    return tuple(gradient.float().to(dtype) for gradient in gradients)

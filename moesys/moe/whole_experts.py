@@ -16,12 +16,11 @@ from moesys.config import ModelShape
 from moesys.layout import ExpertLayout, lender_of_experts, owner_of_experts
 from moesys.moe.masters import ExpertForm, Master, initial_expert
 from moesys.moe.store import (
-    Brought,
-    Cross,
     ExpertShards,
-    Finish,
+    Gradients,
     HeldByRank,
-    Restore,
+    RestoredExperts,
+    Steps,
     add_in_order,
     device_of,
     index_of,
@@ -123,32 +122,30 @@ class WholeExperts(ExpertShards):
 
     def restore(
         self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
-    ) -> Restore:
-        device, first = device_of(masters), self.owned().start
+    ) -> Steps[RestoredExperts]:
+        first = self.owned().start
         by_owners, passed_on = self._loans(held)
         taken = [_flat(loans.taken_by(self.rank)) for loans in (by_owners, passed_on)]
         place = {expert: row for row, expert in enumerate(_flat(taken))}
-        received = self.memory.empty((len(place), self.form.num_elements), dtype, device)
+        received = self.memory.empty((len(place), self.form.num_elements), dtype, device_of(masters))
         from_owners, from_holders = received.split([len(experts) for experts in taken])
         transfers = []
         if by_owners:
-            sent = self._rows(masters, [e - first for e in _flat(by_owners.given_by(self.rank))], dtype)
-            transfers.append(self._lend(by_owners, from_owners, sent, channel, detail))
-
-        def spread() -> None:
-            if passed_on:
-                transfers[0].wait()
-                sent = received[index_of([place[e] for e in _flat(passed_on.given_by(self.rank))], received)]
-                transfers.append(self._lend(passed_on, from_holders, sent, channel, f"{detail} inside nodes"))
-
-        def finish() -> Brought:
-            for transfer in transfers:
-                transfer.wait()
-            slots = enumerate(held[self.rank])
-            lent = {slot: self.form.weights(received[place[e]]) for slot, e in slots if e in place}
-            return self.joined(masters, held, lent)
-
-        return self.restored(dtype, device, finish, spread)
+            rows = [e - first for e in _flat(by_owners.given_by(self.rank))]
+            transfers.append(self._lend(by_owners, from_owners, self._rows(masters, rows, dtype), channel, detail))
+        yield False
+        if passed_on:
+            transfers[0].wait()
+            rows = [place[e] for e in _flat(passed_on.given_by(self.rank))]
+            sent = received[index_of(rows, received)]
+            transfers.append(self._lend(passed_on, from_holders, sent, channel, f"{detail} inside nodes"))
+            del sent
+        yield True
+        for transfer in transfers:
+            transfer.wait()
+        slots = enumerate(held[self.rank])
+        lent = {slot: self.form.weights(received[place[e]]) for slot, e in slots if e in place}
+        return self.joined(masters, held, lent, dtype)
 
     def own_rows(self, held: HeldByRank) -> dict[int, int]:
         owned = self.owned()
@@ -181,33 +178,27 @@ class WholeExperts(ExpertShards):
                     row_place.copy_(master[row])
         return rows_NP
 
-    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Steps[Gradients]:
         held = layout.held_by_rank
         by_owners, passed_on = self._loans(held)
-        if not by_owners:
-            return lambda: lambda: self._masters_form(grads_DP)
         slot = {expert: slot for slot, expert in enumerate(held[self.rank])}
-        gathered, gathering = None, None
         if passed_on:
             gathered, gathering = self._return(passed_on, grads_DP, slot, channel, f"{detail} inside nodes")
-
-        def cross() -> Finish:
-            if gathered is not None and gathering is not None:
-                gathering.wait()
-                self._add_gathered(gathered, passed_on.given_by(self.rank), grads_DP, slot)
-            received, transfer = self._return(by_owners, grads_DP, slot, channel, detail)
-
-            def finish() -> tuple[Tensor, ...]:
-                transfer.wait()
-                experts_R = by_owners.given_by(self.rank)
-                parts_R: list[Sequence[Tensor]] = list(received.split([len(experts) for experts in experts_R]))
-                experts_R[self.rank] = [e for e in self.owned() if e in slot]
-                parts_R[self.rank] = [grads_DP[slot[e]] for e in experts_R[self.rank]]
-                return self._masters_form(self._total(parts_R, experts_R, grads_DP))
-
-            return finish
-
-        return cross
+        yield False
+        if passed_on:
+            gathering.wait()
+            self._add_gathered(gathered, passed_on.given_by(self.rank), grads_DP, slot)
+            del gathered, gathering
+        if not by_owners:
+            return self._masters_form(grads_DP)
+        received, transfer = self._return(by_owners, grads_DP, slot, channel, detail)
+        yield True
+        transfer.wait()
+        experts_R = by_owners.given_by(self.rank)
+        parts_R: list[Sequence[Tensor]] = list(received.split([len(experts) for experts in experts_R]))
+        experts_R[self.rank] = [e for e in self.owned() if e in slot]
+        parts_R[self.rank] = [grads_DP[slot[e]] for e in experts_R[self.rank]]
+        return self._masters_form(self._total(parts_R, experts_R, grads_DP))
 
     def _return(
         self, loans: Loans, grads_DP: Tensor, slot: Mapping[int, int], channel: Channel, detail: str

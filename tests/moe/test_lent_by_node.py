@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.layout import ExpertLayout, lender_of_experts, owner_of_experts
+from moesys.moe.store import ExpertTransfer
 from moesys.moe.whole_experts import WholeExperts
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
@@ -39,7 +41,7 @@ def lent_and_returned(cluster: ms.ClusterSpec) -> list[dict[str, Any]]:
         for expert in shards.owned():
             shards.keep(local, expert, whole_expert(number, expert))
         held = layout.held_by_rank
-        restored = shards.restore([local], torch.float32, held, channel, "").wait()
+        restored = ExpertTransfer(shards.restore([local], torch.float32, held, channel, "")).finish()
         same = [
             torch.equal(torch.cat([part.flatten() for part in weights[:2]]), whole_expert(number, expert))
             for expert, weights in zip(held[rank], restored, strict=True)
@@ -48,7 +50,7 @@ def lent_and_returned(cluster: ms.ClusterSpec) -> list[dict[str, Any]]:
         # Of many magnitudes, so that another order has other bits.
         grads_DP.copy_(torch.randn(grads_DP.shape, generator=torch.Generator().manual_seed(10 * number + rank)).exp())
         mine = dict(zip(held[rank], grads_DP.clone(), strict=True))
-        (total,) = shards.reshard(grads_DP, layout, channel, "")()()
+        (total,) = ExpertTransfer(shards.reshard(grads_DP, layout, channel, "")).finish()
         found.append({"same": same, "slots": mine, "total": total, "bytes": dict(meter.wire_bytes), "held": held})
     return found
 
@@ -115,3 +117,20 @@ def test_chunks_links_recomputation_and_travelling_ahead_change_no_bit(ranks: Lo
         assert_same_training(other, first)
         assert first["losses"] == flat[rank]["losses"], "copies are copies"
         torch.testing.assert_close(first["gradients"], flat[rank]["gradients"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fails_at", ["its start", "its end"])
+def test_a_transfer_that_failed_is_never_finished(fails_at: str) -> None:
+    def steps() -> Iterator[bool]:
+        yield False
+        if fails_at == "its start":
+            raise KeyError("a peer")
+        yield True
+        raise KeyError("a peer")
+
+    transfer = ExpertTransfer(steps())
+    with pytest.raises(KeyError, match="a peer"):
+        transfer.finish()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="failed before, with KeyError"):
+            transfer.finish()

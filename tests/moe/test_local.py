@@ -227,7 +227,7 @@ def test_x_and_h_are_saved_for_backward() -> None:
 def test_masters_are_read_where_they_lie_or_cast_at_once(strategy: ms.Strategy) -> None:
     for dtype in ("float32", "bfloat16"):
         layer = ms.MoELayer(SHAPE.replace(dtype=dtype), strategy)
-        restored = layer.experts.store.start_restore(layer.experts.schedule.layout, getattr(torch, dtype), 1).wait()
+        restored = layer.experts.store.start_restore(layer.experts.schedule.layout, getattr(torch, dtype), 1).finish()
         gate_up, down = restored.stacked()[:2]
         is_master = gate_up.untyped_storage().data_ptr() == layer.experts.masters.untyped_storage().data_ptr()
         assert is_master == (dtype == "float32")

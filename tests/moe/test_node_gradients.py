@@ -17,6 +17,7 @@ import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.layout import ExpertLayout
 from moesys.moe.sharded_experts import ShardedExperts
+from moesys.moe.store import ExpertTransfer
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
 
@@ -67,7 +68,7 @@ def brought_home(cluster: ms.ClusterSpec) -> list[tuple[dict[int, Tensor], Tenso
         # Of many magnitudes, so that another order has other bits.
         grads_DP.copy_(torch.randn(grads_DP.shape, generator=generator).mul(4).exp2().mul(grads_DP.shape[0] - 3.5))
         mine = dict(zip(layout.held_by_rank[rank], grads_DP[:, : SHAPE.expert_parameters].clone(), strict=True))
-        (local,) = shards.reshard(grads_DP, layout, channel, "")()()
+        (local,) = ExpertTransfer(shards.reshard(grads_DP, layout, channel, "")).finish()
         found.append((mine, local, dict(meter.wire_bytes), expert_RS))
     return found
 

@@ -253,7 +253,7 @@ def test_outside_masters_are_read_where_they_lie() -> None:
     for strategy in (ms.Strategy(name="ep"), FSEP.replace(sharding=ms.Fsep(slots_per_rank=E))):
         experts = ms.Experts(SHAPE, strategy, outside=held)
         for dtype in (torch.float32, torch.bfloat16):
-            stacked = experts.store.start_restore(experts.schedule.layout, dtype, 1).wait().stacked()
+            stacked = experts.store.start_restore(experts.schedule.layout, dtype, 1).finish().stacked()
             is_master = stacked.gate_up.data_ptr() == gate_up.data_ptr() and stacked.down.data_ptr() == down.data_ptr()
             assert is_master == (dtype == torch.float32)
             assert torch.equal(stacked.gate_up, gate_up.to(dtype))

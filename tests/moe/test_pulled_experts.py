@@ -19,6 +19,7 @@ from moesys.kernels.symmetric.signals import PeerTimeoutError
 from moesys.layout import ExpertLayout
 from moesys.moe.pulled_experts import PulledExperts, ring_bytes
 from moesys.moe.sharded_experts import ShardedExperts
+from moesys.moe.store import ExpertTransfer
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.experts_triton import TritonExperts
@@ -63,16 +64,18 @@ def restored_and_resharded(shape: ms.ModelShape, dtype: torch.dtype, under_way: 
             generator = torch.Generator().manual_seed(10 * number + rank)
             grads_DP = shards.new_gradients(layout, torch.device("cpu"))
             grads_DP.copy_(torch.randn(grads_DP.shape, generator=generator))
-            restore = shards.restore([local], dtype, layout.held_by_rank, channel, "")
-            begun.append((restore, shards.reshard(grads_DP, layout, channel, "")()))
+            restore = ExpertTransfer(shards.restore([local], dtype, layout.held_by_rank, channel, ""))
+            reshard = ExpertTransfer(shards.reshard(grads_DP, layout, channel, ""))
+            reshard.start()
+            begun.append((restore, reshard))
             if pulled:
                 # What is shared is a copy, so nothing of this is read any more.
                 local.fill_(torch.nan)
                 grads_DP.fill_(torch.nan)
             if len(begun) == under_way or number == len(LAYOUTS) - 1:
-                for restored, finish in begun:
-                    experts.append([tuple(w.clone() for w in weights[:2]) for weights in restored.wait()])
-                    gradients.append(*finish())
+                for restore, reshard in begun:
+                    experts.append([tuple(w.clone() for w in weights[:2]) for weights in restore.finish()])
+                    gradients.append(*reshard.finish())
                 begun = []
         found.append({"experts": experts, "gradients": gradients, "bytes": dict(meter.wire_bytes)})
     return found
