@@ -206,7 +206,7 @@ class RoutedExperts(torch.autograd.Function):
         with torch.enable_grad():
             ctx.x_0H = x_TH[:0].clone()
         ctx.save_for_backward(weight_TK, saved.arrivals_MH, saved.h_P2I, *masters)
-        # What a recomputation restores, the backward right behind it uses.
+        # The experts that a recomputation restores are used by the backward that follows it.
         if not call.replayed:
             call.end_forward()
         return y_TH
@@ -256,7 +256,7 @@ class RoutedExperts(torch.autograd.Function):
             with store.channel.meter.planning():
                 store.schedule.request()
         lookahead.after_backward()
-        # All of backward is launched by then, so the device has work while the host waits for a part of forward.
+        # The whole backward is launched by then, so the device has work while the host waits for a part of forward.
         if call.check is not None:
             after_this_backward(call.check)
         return (dx_TH, dweight_TK, None, None, *dmasters), (ctx.x_0H, weight_TK, *masters)
@@ -303,9 +303,9 @@ class Tape:
         call.replayed = True
         return call
 
-    def next_choice(self, teller: object) -> int | None:
-        """Returns the micro-batch that ``teller`` noted in the first pass; None if it noted none."""
-        if self.next_choice_at >= len(self.choices) or self.choices[self.next_choice_at][0] is not teller:
+    def next_choice(self, replayer: object) -> int | None:
+        """Returns the micro-batch that ``replayer`` noted in the first pass; None if it noted none."""
+        if self.next_choice_at >= len(self.choices) or self.choices[self.next_choice_at][0] is not replayer:
             return None
         self.next_choice_at += 1
         return self.choices[self.next_choice_at - 1][1]

@@ -143,9 +143,9 @@ class Experts(nn.Module):
         self.outside = outside
         self.shards = shards_of(strategy, shape, self.cluster, rank, self.group, form)
         self.meter = Meter(device.type)
-        # Of tokens that do not travel (``moe.token_blocks``), where they are summed in blocks.
+        # Tokens per block for the router and shared experts; None unless the reduction is ``LayoutInvariant``.
         self.token_block: int | None = None
-        # None: that of the device.
+        # None: the default of the device, which is a GEMM for each expert on the CPU, and Triton kernels on a GPU.
         self.expert_compute: ExpertCompute | None = None
         self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
         # Choices by this rank's logits alone, in the first layer for all, where ``global_aux_loss`` counts them.
@@ -153,7 +153,7 @@ class Experts(nn.Module):
         # The planner of the newest micro-batch, as in ``Executor.planned_by``.
         self.planned_by: Literal["nobody", "hosts", "devices"] = "nobody"
         self._last_plan: LayerPlan | PlanReader | None = None
-        # Drawn on the CPU, so that every device starts from the same weights.
+        # Initial values are drawn on the CPU, so that every device starts from the same weights.
         own = None
         if outside is None:
             initial = self.shards.initial(seed, layer_index).to(device)
@@ -181,7 +181,7 @@ class Experts(nn.Module):
         homes = self.link.lookahead.homes
         self.context = LayerContext(*declared, channel, self.shards.memory, self.schedule.tell, homes)
         self._executors: dict[ExpertCompute, Executor] = {}
-        # Of who watches this layer.
+        # Set by ``Watch``: records the load of each micro-batch.
         self.load_log: LoadLog | None = None
         # Counts the scores by which a router chose, from its choices and the mask (``QuantileBalancer``).
         self.count_scores: Callable[[Tensor, Tensor | None], None] | None = None

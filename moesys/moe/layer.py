@@ -92,7 +92,7 @@ class MoELayer(nn.Module):
         self.experts = Experts(
             shape, strategy, group, cluster=cluster, layer_index=layer_index, seed=seed, device=device
         )
-        # Drawn on the CPU, so that every device starts from the same weights.
+        # Initial values are drawn on the CPU, so that every device starts from the same weights.
         generator = initial_generator(seed, layer_index, expert=None)
         self.router = Router(shape, device="cpu", generator=generator).to(device)
         self.shared_experts = SharedExperts(shape, generator).to(device) if shape.n_shared_experts else None
@@ -116,7 +116,7 @@ class MoELayer(nn.Module):
         if mask is not None:
             check_mask("mask", mask, x)
             mask_T = mask.reshape(-1)
-            # So that nothing comes of padding in what is computed of all tokens alike, whatever stands there.
+            # Padding tokens are set to zero, so that NaN or inf in them cannot reach the output.
             x_TH = x_TH.masked_fill(~mask_T[:, None], 0)
         # First, so that nothing behind the routed experts reads what they give, and a checkpoint may leave it out.
         blocks = self._token_blocks(x.device.type)

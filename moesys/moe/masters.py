@@ -251,7 +251,7 @@ class OwnMasters(Masters):
     @torch.no_grad()
     def state(self) -> tuple[int, ...] | None:
         parameter = self._parameter
-        # A parameter that nobody trains has none for good, and what writes into it is told by nothing.
+        # A parameter that is not trained never has a gradient, and nothing shows that it was written.
         if parameter.grad is None or parameter.is_inference():
             return None
         local = local_part(parameter)
@@ -275,7 +275,7 @@ class OwnMasters(Masters):
         self.expect_gradient(late=False)
         parameter = self._parameter
         gradient = self._distributed(gradients[0])
-        # As autograd does. Where one rank alone has hooks its gradient still travels as late as those of the others.
+        # Autograd calls hooks so. Where one rank alone has hooks, its gradient is sent as late as those of the others.
         for hook in hooks_of(parameter):
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced

@@ -188,7 +188,7 @@ class OutsideMasters(Masters):
 
     @property
     def at_hand(self) -> bool:
-        # What is computed may have another value later, so backward uses what its forward has read.
+        # Computed experts may have other values later, so backward uses those that its forward has read.
         if self._computed:
             return False
         read = self._outside.read()

@@ -257,7 +257,7 @@ def _commit(schedules: Sequence[LayoutSchedule], votes_RN: Tensor) -> None:
 
 
 _DIGEST_BYTES = 32
-# Of an error's message, which all ranks raise.
+# The length of an error's message, which all ranks raise.
 _MESSAGE_BYTES = 2048
 
 

@@ -1,4 +1,4 @@
-"""Routers that are watched, and routers that are told which experts to choose: only ids are replayed.
+"""Routers that are watched, and routers whose choices are replaced: only ids are replayed.
 
 Scores stay those of the live router, weights are made from them at the replayed ids, and gradients flow as always.
 A router's calls count: the n-th one outside of a recomputation is micro-batch n. Padding has the ids -1.
@@ -212,8 +212,8 @@ def replayed(
     foreseeing = _foreseeing(routers, experts)
     for layer, each in foreseeing:
         each.foresee([ids[layer] for ids in micro_batches])
-    tellers = [_Teller(name, [ids[layer] for ids in micro_batches], hooks) for layer, name in enumerate(names)]
-    hooks.handles += [router.hook(teller) for router, teller in zip(routers, tellers, strict=True)]
+    replayers = [_Replayer(name, [ids[layer] for ids in micro_batches], hooks) for layer, name in enumerate(names)]
+    hooks.handles += [router.hook(replayer) for router, replayer in zip(routers, replayers, strict=True)]
     try:
         yield
     except ValueError:
@@ -226,8 +226,8 @@ def replayed(
             each.schedule.foresee(None)
     if hooks.refusal is not None:
         raise hooks.refusal
-    for teller in tellers:
-        teller.check_end()
+    for replayer in replayers:
+        replayer.check_end()
 
 
 def _foreseeing(routers: Sequence[ReplayableRouter], experts: Sequence[Experts]) -> list[tuple[int, Experts]]:
@@ -266,8 +266,8 @@ class _Hooks:
                 handle.remove()
 
 
-class _Teller:
-    """Tells one router what to choose: the next micro-batch's experts, in a recomputation those of the first pass."""
+class _Replayer:
+    """Replaces the choices of one router by those of the next micro-batch, in a recomputation of the first pass."""
 
     def __init__(self, name: str, micro_batches: Sequence[Tensor], hooks: _Hooks) -> None:
         self._name, self._micro_batches, self._hooks = name, micro_batches, hooks
@@ -278,13 +278,13 @@ class _Teller:
         tape = current_tape()
         if tape is not None and tape.mode == "replay":
             micro_batch = tape.next_choice(self)
-            return live_TK if micro_batch is None else self._told(micro_batch, live_TK)
+            return live_TK if micro_batch is None else self._recorded(micro_batch, live_TK)
         if not self._hooks.new_passes:
             return live_TK
         try:
             if self._hooks.refusal is not None:
                 raise self._hooks.refusal
-            told_TK = self._told(self._next_at, live_TK)
+            recorded_TK = self._recorded(self._next_at, live_TK)
             self._check_padding(live_TK)
         except (TypeError, ValueError) as error:
             if not self._hooks.shared:
@@ -296,22 +296,22 @@ class _Teller:
             tape.choices.append((self, self._next_at))
             self._hooks.hold_for(tape)
         self._next_at += 1
-        return told_TK
+        return recorded_TK
 
-    def _told(self, micro_batch: int, live_TK: Tensor) -> Tensor:
+    def _recorded(self, micro_batch: int, live_TK: Tensor) -> Tensor:
         given = len(self._micro_batches)
         if micro_batch == given:
             raise ValueError(
                 f"{self._name} runs a micro-batch more than the {given} of expert_LTK; give a list with ids [L, T, K] "
                 "of each"
             )
-        told_TK = self._micro_batches[micro_batch]
-        if len(told_TK) != len(live_TK):
+        recorded_TK = self._micro_batches[micro_batch]
+        if len(recorded_TK) != len(live_TK):
             raise ValueError(
-                f"expert_LTK has {len(told_TK)} tokens in micro-batch {micro_batch}, but {self._name} routes "
+                f"expert_LTK has {len(recorded_TK)} tokens in micro-batch {micro_batch}, but {self._name} routes "
                 f"{len(live_TK)}; give the ids of exactly this rank's tokens, padding included"
             )
-        return told_TK.to(live_TK.device).long()
+        return recorded_TK.to(live_TK.device).long()
 
     def _check_padding(self, live_TK: Tensor) -> None:
         """Raises ValueError for ids of padding, -1, in the place of a token that the mask does not leave out."""

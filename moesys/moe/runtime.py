@@ -1,8 +1,8 @@
 """MoERuntime: what the MoE layers of one model share.
 
 It knows the order of the layers, from their first forward, and with it brings the next layers' experts behind the
-experts of the one that is running, sends gradients home behind the backward of the layer before, and plans layouts in
-a thread. Nothing of that changes a bit.
+experts of the one that is running, sends gradients to their owners behind the backward of the layer before, and plans
+layouts in a thread. Nothing of that changes a bit.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class MoERuntime(Lookahead):
     def delay(self, store: ExpertStore, transfer: ExpertTransfer[Gradients]) -> bool:
         """Starts the transfer of a gradient behind the next layer's backward, or at the end of this one."""
         if self._flushing_backward != current_backward():
-            # What is left of a backward that raised belongs to no step.
+            # Transfers that are left of a backward that raised belong to no step.
             self._reshards.clear()
             self._arrived.clear()
             self._flushing_backward = current_backward()
@@ -192,7 +192,7 @@ class MoERuntime(Lookahead):
         for _, transfer in self._reshards:
             transfer.start()
         self.after_backward()
-        # As autograd does: a layer's gradients of one backward are added up before they are added to ``.grad``.
+        # Autograd too adds up a layer's gradients of one backward before it adds them to ``.grad``.
         for store, gradients in self._arrived.items():
             store.masters.accumulate_gradient(gradients)
         self._arrived.clear()

@@ -1,4 +1,4 @@
-"""The store of a layer's experts: how they get from masters into slots, and how gradients get home.
+"""The store of a layer's experts: how they get from masters into slots, and gradients to owners.
 
 Both keep float32 masters of logical shape [E, P_e], which ``WholeExperts`` (EP) shards over experts and
 ``ShardedExperts`` (FSEP) over all ranks, expert by expert: what a ``DTensor`` calls ``Shard(0)`` and ``Shard(1)``, so
@@ -319,7 +319,7 @@ def device_of(masters: Sequence[Master]) -> torch.device:
 
 def add_in_order(parts: Iterable[Tensor], rows: Sequence[int], total_NP: Tensor) -> Tensor:
     """Returns ``total``, zeros and then ``total[rows[n]] += parts[n]`` for n = 0, 1, ... in that order."""
-    # So that the sum of one part is that part, zeros' signs too.
+    # The sum starts at -0.0, so that the sum of one part is that part, with the signs of its zeros.
     total_NP.fill_(-0.0)
     for part, row in zip(parts, rows, strict=True):
         total_NP[row] += part
@@ -330,7 +330,7 @@ class KeptCasts:
     """The newest cast of masters, as long as nothing can have changed them: while gradients are collected, and no
     optimizer has made a step.
 
-    A tensor's version tells too little: fused optimizers leave it as it is, and so do those that go through lists of
+    A tensor's version is not enough: fused optimizers leave it as it is, and so do those that go through lists of
     DTensors. So nothing is kept of parameters that no optimizer of this process has stepped yet. A cast is dropped
     before a step of any optimizer, and made anew where parameters have no gradient yet, as at the beginning of a step,
     or where they, their storage or their versions are others (``state_of_masters``, that of ``Masters``). What writes
@@ -369,7 +369,7 @@ class KeptCasts:
         return self._kept[1]
 
     def keep(self, cast: ExpertWeights) -> None:
-        """Keeps what was cast now, if anybody will be able to tell whether it is still right."""
+        """Keeps a new cast, if it will be known whether it is still right."""
         state = self._state()
         self._kept = None if state is None else (state, cast)
 
@@ -378,7 +378,7 @@ class KeptCasts:
         self._kept = None
 
     def _state(self) -> tuple[int, ...] | None:
-        # What a graph has captured runs again when masters are others.
+        # A captured graph runs again when masters have other values.
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None
         state = self._state_of_masters()
@@ -406,7 +406,7 @@ class ExpertStore:
         self.casts = KeptCasts(masters.state)
         self.reshard_after_forward = sharding.reshard_after_forward
         self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
-        # What the layer computes in: its last call's dtype; None before the first.
+        # The dtype in which the layer's last call computed; None before the first.
         self.dtype: torch.dtype | None = None
         self._prefetched: (
             tuple[tuple[ExpertLayout, int, torch.dtype | None], ExpertTransfer[RestoredExperts]] | None
@@ -511,6 +511,6 @@ class ExpertStore:
 
 
 def _in_dtype(steps: Steps[Gradients], dtype: torch.dtype) -> Steps[Gradients]:
-    # By way of float32, as some layouts add gradients up in float64 and others do not.
+    # Gradients pass through float32, as some layouts add gradients up in float64 and others do not.
     gradients = yield from steps
     return tuple(gradient.float().to(dtype) for gradient in gradients)

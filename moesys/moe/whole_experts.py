@@ -29,7 +29,7 @@ from moesys.overlap.comm.channel import Channel, Transfer
 
 
 class Loans:
-    """Experts by who gives and who takes them, in the order of the taker's slots."""
+    """Experts by sender and receiver, in the order of the receiver's slots. Gradients are sent the other way."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -39,20 +39,20 @@ class Loans:
         """Returns whether anything is lent, which is the same on every rank."""
         return bool(self._experts)
 
-    def add(self, giver: int, taker: int, expert: int) -> None:
-        self._experts[giver, taker].append(expert)
+    def add(self, sender: int, receiver: int, expert: int) -> None:
+        self._experts[sender, receiver].append(expert)
 
-    def given_by(self, rank: int) -> list[list[int]]:
-        """Returns what a rank gives each rank, [R]."""
-        return [self._experts.get((rank, taker), []) for taker in range(self.num_ranks)]
+    def sent_by(self, rank: int) -> list[list[int]]:
+        """Returns the experts that a rank sends to each rank, [R]."""
+        return [self._experts.get((rank, receiver), []) for receiver in range(self.num_ranks)]
 
-    def taken_by(self, rank: int) -> list[list[int]]:
-        """Returns what a rank takes from each rank, [R]."""
-        return [self._experts.get((giver, rank), []) for giver in range(self.num_ranks)]
+    def received_by(self, rank: int) -> list[list[int]]:
+        """Returns the experts that a rank receives from each rank, [R]."""
+        return [self._experts.get((sender, rank), []) for sender in range(self.num_ranks)]
 
 
 def loans_of(held: HeldByRank, num_experts: int, node_of_rank: Sequence[int] | None) -> tuple[Loans, Loans]:
-    """Returns what owners give, and what those pass on inside nodes to whom they gave; with ``node_of_rank``."""
+    """Returns the loans of owners and, with ``node_of_rank``, those that receivers pass on inside their nodes."""
     num_ranks = len(held)
     held_RE = np.zeros((num_ranks, num_experts), np.int64)
     for rank, experts in enumerate(held):
@@ -71,7 +71,7 @@ def loans_of(held: HeldByRank, num_experts: int, node_of_rank: Sequence[int] | N
 class WholeExperts(ExpertShards):
     """EP: rank r owns experts [r·n, (r+1)·n), n = ceil(E/R), and lends copies where a layout wants them.
 
-    ``by_node``: one to each other node, whose taker passes it on there, and adds up the gradients on their way back.
+    ``by_node``: one copy to each other node, whose receiver passes it on there, and adds up the gradients that return.
     """
 
     shard_dim = 0
@@ -86,7 +86,7 @@ class WholeExperts(ExpertShards):
     ) -> None:
         super().__init__(shape, rank, len(node_of_rank), form)
         self.node_of_rank, self.by_node = tuple(node_of_rank), by_node
-        # What the ranks hold under the newest layout, and who gives whom what of it.
+        # The experts that ranks hold under the newest layout, and the loans that this takes.
         self._newest_loans: tuple[HeldByRank | None, tuple[Loans, Loans]] = (None, (Loans(0), Loans(0)))
 
     @property
@@ -125,18 +125,18 @@ class WholeExperts(ExpertShards):
     ) -> Steps[RestoredExperts]:
         first = self.owned().start
         by_owners, passed_on = self._loans(held)
-        taken = [_flat(loans.taken_by(self.rank)) for loans in (by_owners, passed_on)]
+        taken = [_flat(loans.received_by(self.rank)) for loans in (by_owners, passed_on)]
         place = {expert: row for row, expert in enumerate(_flat(taken))}
         received = self.memory.empty((len(place), self.form.num_elements), dtype, device_of(masters))
         from_owners, from_holders = received.split([len(experts) for experts in taken])
         transfers = []
         if by_owners:
-            rows = [e - first for e in _flat(by_owners.given_by(self.rank))]
+            rows = [e - first for e in _flat(by_owners.sent_by(self.rank))]
             transfers.append(self._lend(by_owners, from_owners, self._rows(masters, rows, dtype), channel, detail))
         yield False
         if passed_on:
             transfers[0].wait()
-            rows = [place[e] for e in _flat(passed_on.given_by(self.rank))]
+            rows = [place[e] for e in _flat(passed_on.sent_by(self.rank))]
             sent = received[index_of(rows, received)]
             transfers.append(self._lend(passed_on, from_holders, sent, channel, f"{detail} inside nodes"))
             del sent
@@ -161,7 +161,7 @@ class WholeExperts(ExpertShards):
         return self._newest_loans[1]
 
     def _lend(self, loans: Loans, received: Tensor, sent: Tensor, channel: Channel, detail: str) -> Transfer:
-        out_counts, in_counts = (list(map(len, of)) for of in (loans.taken_by(self.rank), loans.given_by(self.rank)))
+        out_counts, in_counts = (list(map(len, of)) for of in (loans.received_by(self.rank), loans.sent_by(self.rank)))
         return channel.all_to_all(received, sent, out_counts, in_counts, lane="restore", detail=detail)
 
     def _rows(self, masters: Sequence[Master], rows: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -187,14 +187,14 @@ class WholeExperts(ExpertShards):
         yield False
         if passed_on:
             gathering.wait()
-            self._add_gathered(gathered, passed_on.given_by(self.rank), grads_DP, slot)
+            self._add_gathered(gathered, passed_on.sent_by(self.rank), grads_DP, slot)
             del gathered, gathering
         if not by_owners:
             return self._masters_form(grads_DP)
         received, transfer = self._return(by_owners, grads_DP, slot, channel, detail)
         yield True
         transfer.wait()
-        experts_R = by_owners.given_by(self.rank)
+        experts_R = by_owners.sent_by(self.rank)
         parts_R: list[Sequence[Tensor]] = list(received.split([len(experts) for experts in experts_R]))
         experts_R[self.rank] = [e for e in self.owned() if e in slot]
         parts_R[self.rank] = [grads_DP[slot[e]] for e in experts_R[self.rank]]
@@ -203,22 +203,22 @@ class WholeExperts(ExpertShards):
     def _return(
         self, loans: Loans, grads_DP: Tensor, slot: Mapping[int, int], channel: Channel, detail: str
     ) -> tuple[Tensor, Transfer]:
-        """Starts sending the gradients of what was taken to who gave it; returns where those of what was given come."""
-        given, taken = loans.given_by(self.rank), loans.taken_by(self.rank)
-        received = self.memory.new(grads_DP, len(_flat(given)), grads_DP.shape[1])
-        sent = self.memory.new(grads_DP, len(_flat(taken)), grads_DP.shape[1])
-        torch.index_select(grads_DP, 0, index_of([slot[e] for e in _flat(taken)], grads_DP), out=sent)
-        counts = [[len(experts) for experts in of] for of in (given, taken)]
+        """Starts sending gradients of received experts to their senders; returns where those of sent ones arrive."""
+        sent_R, received_R = loans.sent_by(self.rank), loans.received_by(self.rank)
+        received = self.memory.new(grads_DP, len(_flat(sent_R)), grads_DP.shape[1])
+        sent = self.memory.new(grads_DP, len(_flat(received_R)), grads_DP.shape[1])
+        torch.index_select(grads_DP, 0, index_of([slot[e] for e in _flat(received_R)], grads_DP), out=sent)
+        counts = [[len(experts) for experts in of] for of in (sent_R, received_R)]
         return received, channel.all_to_all(received, sent, *counts, lane="reshard", detail=detail)
 
     def _add_gathered(
-        self, gathered: Tensor, given: Sequence[Sequence[int]], grads_DP: Tensor, slot: Mapping[int, int]
+        self, gathered: Tensor, sent_R: Sequence[Sequence[int]], grads_DP: Tensor, slot: Mapping[int, int]
     ) -> None:
-        """Gives the slots of what was passed on the sums of this node, in rank order."""
-        passed = list(dict.fromkeys(_flat(given)))
-        before = len(_flat(given[: self.rank]))
+        """Writes the sums of this node, in rank order, into the slots of experts that were passed on."""
+        passed = list(dict.fromkeys(_flat(sent_R)))
+        before = len(_flat(sent_R[: self.rank]))
         parts = [*gathered[:before], *(grads_DP[slot[e]] for e in passed), *gathered[before:]]
-        experts = [*_flat(given[: self.rank]), *passed, *_flat(given[self.rank :])]
+        experts = [*_flat(sent_R[: self.rank]), *passed, *_flat(sent_R[self.rank :])]
         row = {expert: row for row, expert in enumerate(passed)}
         sums = add_in_order(parts, [row[e] for e in experts], self.memory.new(grads_DP, len(passed), grads_DP.shape[1]))
         grads_DP[index_of([slot[e] for e in passed], grads_DP)] = sums

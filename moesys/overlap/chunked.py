@@ -64,8 +64,8 @@ class RowMessages:
         self._routes, self._channel, self._memory, self._direction = routes, channel, memory, direction
         self._source_TH = source_TH
         self._under_way: dict[Stage, tuple[Transfer, ...]] = {}
-        # Rows of each chunk that have come home, or are on their way.
-        self._home: dict[int, Tensor] = {}
+        # The results of each chunk that have returned, or are on their way.
+        self._returned: dict[int, Tensor] = {}
         self.arrivals = Arrivals(self._new(routes.num_arrivals, source_TH))
 
     def wait(self, stages: Iterable[Stage]) -> None:
@@ -85,11 +85,11 @@ class RowMessages:
         self._send(stage, here_MH, rows_NH, chunk.arrive_counts_R, chunk.send_counts_R)
 
     def combine(self, stage: Stage, rows_PH: Tensor) -> None:
-        """Sends a chunk's expert rows home."""
+        """Sends a chunk's expert rows back to the ranks of their tokens."""
         chunk = self._routes.chunks[stage.chunk]
-        home_NH = self._new(chunk.sent[1] - chunk.sent[0], rows_PH)
-        self._send(stage, home_NH, self._rows(rows_PH, chunk.combine_M), chunk.send_counts_R, chunk.arrive_counts_R)
-        self._home[stage.chunk] = home_NH
+        returned_NH = self._new(chunk.sent[1] - chunk.sent[0], rows_PH)
+        self._send(stage, returned_NH, self._rows(rows_PH, chunk.combine_M), chunk.send_counts_R, chunk.arrive_counts_R)
+        self._returned[stage.chunk] = returned_NH
 
     def _send(
         self, stage: Stage, out_NH: Tensor, in_NH: Tensor, out_counts_R: Counts, in_counts_R: Counts, where: str = ""
@@ -105,27 +105,27 @@ class RowMessages:
     def _rows(self, rows_NH: Tensor, index_M: Tensor) -> Tensor:
         return torch.index_select(rows_NH, 0, index_M, out=self._new(len(index_M), rows_NH))
 
-    def take_home(self, stage: Stage, weight_TK: Tensor | None) -> Summands:
-        """Returns the rows of a chunk that are home, once: what each token is the sum of. ``weight_TK``: the chunk's
-        routing weights, where rows are to be weighted.
+    def take_returned(self, stage: Stage, weight_TK: Tensor | None) -> Summands:
+        """Returns the rows of a chunk that have returned, once: each token is the sum of some of them. ``weight_TK``:
+        the chunk's routing weights, where rows are to be weighted.
         """
-        return Summands(self._home.pop(stage.chunk), self._routes.chunks[stage.chunk].home_TK, weight_TK)
+        return Summands(self._returned.pop(stage.chunk), self._routes.chunks[stage.chunk].home_TK, weight_TK)
 
     # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
 
-    def send_weights(self, stage: Stage, values: Tensor, *, home: bool) -> None:
-        """Sends routing weights, in wire order, to the experts of their rows; or their gradients, by arrival, home."""
+    def send_weights(self, stage: Stage, values: Tensor, *, back: bool) -> None:
+        """Sends routing weights, in wire order, to the experts of their rows; or their gradients, by arrival, back."""
         routes, chunks = self._routes, self._routes.chunks
         sent_R = [sum(counts) for counts in zip(*(chunk.send_counts_R for chunk in chunks), strict=True)]
         arrived_R = [sum(counts) for counts in zip(*(chunk.arrive_counts_R for chunk in chunks), strict=True)]
         wire, arrival = (routes.by_destination_N, sent_R), (routes.by_source_M, arrived_R)
-        (sent, in_R), (self._arrives, out_R) = (arrival, wire) if home else (wire, arrival)
-        self._weights, lane = values.new_empty(sum(out_R)), "combine" if home else "dispatch"
+        (sent, in_R), (self._arrives, out_R) = (arrival, wire) if back else (wire, arrival)
+        self._weights, lane = values.new_empty(sum(out_R)), "combine" if back else "dispatch"
         transfer = self._channel.all_to_all(self._weights, values[sent], out_R, in_R, lane=lane, detail="weights")
         self._under_way[stage] = (transfer,)
 
     def arrived_weights(self) -> Tensor:
-        """Returns what was sent last: by arrival, [M]; or in wire order, [N], where it went home."""
+        """Returns what was sent last: by arrival, [M]; or in wire order, [N], where it was sent back."""
         return torch.empty_like(self._weights).index_copy_(0, self._arrives, self._weights)
 
 
@@ -160,8 +160,8 @@ class ChunkedRun:
     def recompute(
         self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
     ) -> tuple[Tensor | None, SavedTensors]:
-        """Returns what ``forward`` does; where no rank reads the output, nothing travels home and it is None."""
-        # Ranks may differ in what they do behind the layer, and rows travel home for all or for none.
+        """Returns what ``forward`` does; where no rank reads the output, no row returns and it is None."""
+        # Ranks may differ in what they do behind the layer, and rows return for all or for none.
         reads, at = to_device([read], x_TH.device), Position("recomputation", self.channel.generation)
         if self.channel.all_gather(reads, lane="counts", at=at).any():
             return self.forward(x_TH, weight_TK, wait_for_experts)
@@ -201,7 +201,7 @@ class ChunkedRun:
                 case "sum":
                     assert y_TH is not None
                     tokens = slice(*chunk.tokens)
-                    summands = messages.take_home(stage, weight_TK[tokens])
+                    summands = messages.take_returned(stage, weight_TK[tokens])
                     with self._span("combine", f"forward {stage.chunk}"):
                         self.compute.combine(*summands, y_TH[tokens], scratch)
                 case _:
@@ -224,7 +224,7 @@ class ChunkedRun:
             chunk = routes.chunks[stage.chunk]
             match stage.kind:
                 case "dispatch_weights":
-                    messages.send_weights(stage, weight_TK.reshape(-1)[routes.send_row_N], home=False)
+                    messages.send_weights(stage, weight_TK.reshape(-1)[routes.send_row_N], back=False)
                 case "dispatch":
                     messages.dispatch(stage)
                 case "wait_for_experts":
@@ -242,11 +242,11 @@ class ChunkedRun:
                     self._combine(messages, stage, dx_PH, scratch, weighted=False)
                 case "sum":
                     tokens = slice(*chunk.tokens)
-                    summands = messages.take_home(stage, None)
+                    summands = messages.take_returned(stage, None)
                     with self._span("combine", f"backward {stage.chunk}"):
                         self.compute.combine(*summands, dx_TH[tokens], scratch)
                 case "combine_dweights":
-                    messages.send_weights(stage, dweight_M, home=True)
+                    messages.send_weights(stage, dweight_M, back=True)
                 case "weight_gradients":
                     if gradients is not None:
                         with self._span("weight_gradients", "backward"):
@@ -264,7 +264,7 @@ class ChunkedRun:
         return RowMessages(routes, self.channel, self.memory, source_TH, direction)
 
     def _combine(self, messages: Any, stage: Stage, rows_PH: Tensor, scratch: Scratch, *, weighted: bool) -> None:
-        """Sends a chunk's expert rows home. ``weighted``: whether sums that are made for other nodes are weighted."""
+        """Sends a chunk's expert rows back. ``weighted``: whether sums that are made for other nodes are weighted."""
         messages.combine(stage, rows_PH)
 
     def _cross_nodes(self, messages: Any, stage: Stage, scratch: Scratch, weight_TK: Tensor | None) -> None:
@@ -272,7 +272,7 @@ class ChunkedRun:
         raise AssertionError(f"no stage of tokens in chunks: {stage}")
 
     def _clear_behind_last(self, chunk: ChunkRoutes, routes: Routes, scratch: Scratch) -> None:
-        """Frees buffers once no further chunk is computed, so that rows on their way home can lie in their memory."""
+        """Frees buffers once no further chunk is computed, so that rows on their way back can lie in their memory."""
         if chunk is routes.chunks[-1]:
             scratch.clear()
 

@@ -61,13 +61,13 @@ def route_on_device(
     assert channel.headers is not None
     with channel.meter.planning():
         sizes = (2 * num_chunks * num_ranks, num_ranks * num_experts)
-        told = torch.empty(sum(sizes), dtype=torch.int64, device=expert_TK.device)
-        sizes_2CR, tokens_RE = told.split(sizes)
+        for_host = torch.empty(sum(sizes), dtype=torch.int64, device=expert_TK.device)
+        sizes_2CR, tokens_RE = for_host.split(sizes)
         tokens_RE = tokens_RE.view(num_ranks, num_experts)
         torch.sub(first_RL[:, num_chunks::num_chunks], first_RL[:, :-1:num_chunks], out=tokens_RE)
         tokens_RP = split.tokens_RP(tokens_RE, turn)
         found = cut(first_RL, tokens_RP, split.tables, own, num_chunks, sizes_2CR.view(2, num_chunks, num_ranks))
-        on_its_way = HostCopy(told)
+        on_its_way = HostCopy(for_host)
         sent = sent_rows(routing.entry_P, found, split.tables, expert_TK.shape[1])
     plan = RoutedPlan(split, turn, tokens_RE, tokens_RP, on_its_way)
     return PendingRoutes(plan, found, sent, channel.tagged(channel.generation), channel.headers)
@@ -76,14 +76,15 @@ def route_on_device(
 @dataclass(frozen=True)
 class RoutedPlan:
     """The plan of a micro-batch, which is on the device. ``tokens_RE``, ``tokens_RP`` int64: what ranks want, and where
-    it goes. ``told``: the sizes of messages, and what ranks want, for the host. What logs keep of a micro-batch.
+    it goes. ``for_host``: the sizes of messages, and what ranks want. Logs keep this of
+    a micro-batch.
     """
 
     split: DeviceSplit
     turn: int
     tokens_RE: Tensor
     tokens_RP: Tensor
-    told: HostCopy
+    for_host: HostCopy
 
     @property
     def num_experts(self) -> int:
@@ -95,7 +96,7 @@ class RoutedPlan:
 
     def counts_RE(self) -> IntArray:
         """Returns ``tokens_RE`` on the host, which has them when it has the sizes."""
-        return self.told.read()[-self.tokens_RE.numel() :].reshape(self.tokens_RE.shape)
+        return self.for_host.read()[-self.tokens_RE.numel() :].reshape(self.tokens_RE.shape)
 
     def entries(self) -> Tensor:
         """Returns rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``, for which it waits."""
@@ -126,7 +127,7 @@ class PendingRoutes:
         headers_RN = self.headers.read()
         # Ranks have counted their calls differently if each of them has caught the error of another layer.
         self.channel.generation = generation_of(headers_RN)
-        send_CR, arrive_CR = self.plan.told.read()[: 2 * C * R].reshape(2, C, R).tolist()
+        send_CR, arrive_CR = self.plan.for_host.read()[: 2 * C * R].reshape(2, C, R).tolist()
         counted_R = self.plan.counts_RE().sum(axis=1).tolist()
         for rank, counted, choices in zip(self.channel.members, counted_R, choices_of(headers_RN), strict=True):
             if counted != choices:

@@ -203,7 +203,7 @@ class CpuBackward(_Pass):
         wanted = (up.gradient, down.gradient, up.bias_gradient, down.bias_gradient)
         self.gradients = {kind: of for kind, of in zip(KINDS, wanted, strict=True) if of is not None}
         self.used_slots: set[int] = set()
-        # With one chunk an expert's rows are all there at once, and what is no sum of blocks is not kept for later.
+        # One chunk has all rows of an expert at once, so products that are no sums of blocks are not kept for later.
         kept_rows = len(self.h_PU) if later else 0
         self.dh_PU = scratch.memory.empty((kept_rows, self.h_PU.shape[1]), self.h_PU.dtype, self.h_PU.device)
         width = self.h_PU.shape[1] // self.activation.halves

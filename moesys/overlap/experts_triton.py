@@ -63,7 +63,7 @@ class SingleRankExecutor(Executor):
 
     def __init__(self, layer: LayerContext, compute: ExpertCompute) -> None:
         super().__init__(layer, compute)
-        # For each micro-batch: the number of choices that name an expert, which the device counts, and of all choices.
+        # Two numbers of each micro-batch: of choices that name an expert, which the device counts, and of all choices.
         self._counted: deque[tuple[HostCopy, int]] = deque()
 
     def sort(self, expert_TK: Tensor, turn: int) -> SingleRankRun:

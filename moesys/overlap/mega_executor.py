@@ -13,7 +13,7 @@ or resident:
   rank has no more programs than its share of the multiprocessors, of each of which one program may need all: what a
   rank launches finds its own share free, whoever else waits. And all ranks launch the same kernels in this stage, as
   one that is loaded first may have to wait for all that runs;
-- combined: what follows waits for nobody, and is launched when all that wait have whom they wait for.
+- combined: the kernels that follow wait for no peer, and are launched once all that peers wait for are resident.
 
 Ranks with a device each run through (``at_once``): while they wait, they keep nobody from coming.
 
@@ -173,7 +173,7 @@ class MegaHome:
             tokens, flags, num_experts = (
                 size if more <= size else max(more, 2 * size) for more, size in zip(wanted, sizes, strict=True)
             )
-            # What is there is freed first: both may not fit.
+            # The old memory is freed first, as both may not fit.
             self._memory.pop(kind, None)
             memory = None
             shared = regions(tokens, *kind, self.num_ranks, flags)
@@ -315,8 +315,8 @@ class MegaKernelRun:
     def recompute(
         self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
     ) -> tuple[Tensor | None, SavedTensors]:
-        """Returns what ``forward`` does, whether it is ``read`` or not: what rows that are not pushed home leave of a
-        heap's epochs is not proven.
+        """Returns what ``forward`` does, whether it is ``read`` or not: it is not proven in which state a heap's epochs
+        are after rows that were not pushed back.
         """
         return self.forward(x_TH, weight_TK, wait_for_experts)
 
@@ -375,7 +375,7 @@ class MegaKernelRun:
         self._look()
         with self._recording():
             with stage("publish dy", device):
-                # Where nobody wants gradients here, peers may.
+                # Peers may want gradients also where this rank wants none.
                 again = {} if point.keep_x else {"x_again": saved.arrivals_MH}
                 publish(memory.heap, memory.epoch_1, {"x": dy_TH, "weight": saved.weight_TK, **again})
             yield

@@ -2,7 +2,7 @@
 
 Every rank has a *gate* in each other node (``row_traffic.gates``). One row a token and node
 goes to the gate, which passes on a row a choice to the ranks of its node; rows of the own node go to their experts at
-once (DeepSeek's DeepEP, two-stage dispatch). Results may come home the same way: each gate sums those of a token, in
+once (DeepSeek's DeepEP, two-stage dispatch). Results may return the same way: each gate sums those of a token, in
 the order of k, and sends one row.
 
 A gate learns what it passes on, and sums, from *visits*: for each choice that comes through it, in the source's wire
@@ -55,7 +55,7 @@ class NodeChunk:
     inside: rows of the chunk's wire order, [first, last), that stay in this node; inside_send_R, inside_arrive_R.
     across_token_U: the tokens that cross, node by node; across_send_R to gates, across_arrive_R at this one.
     spread_row_N: which of the rows that arrived here each row passed on is; spread_send_R, spread_arrive_R.
-    sums: None where every row goes home.
+    sums: None where every row returns.
     """
 
     inside: tuple[int, int]
@@ -96,14 +96,14 @@ def build_node_routes(
 ) -> NodeRoutes:
     """Builds the node routes of a rank, whose ``routes`` were built with its ``gates_of``; a collective.
 
-    ``rows_CRR``: rows of each chunk from each rank to each. ``sums``: whether one row a (token, node) comes home.
+    ``rows_CRR``: rows of each chunk from each rank to each. ``sums``: whether one row per (token, node) returns.
     """
     mine = _Visits(routes, top_k, channel)
     sent = torch.from_numpy(np.concatenate(mine.numbers).astype(np.int32)).to(routes.send_row_N.device)
     gate = _Gate(rows_CRR, channel)
-    told = sent.new_empty(sum(gate.visits_arrive_R))
-    channel.all_to_all(told, sent, gate.visits_arrive_R, mine.send_R, lane="counts", detail="visits").wait()
-    number_N = told.cpu().numpy().astype(np.int64)
+    visits_N = sent.new_empty(sum(gate.visits_arrive_R))
+    channel.all_to_all(visits_N, sent, gate.visits_arrive_R, mine.send_R, lane="counts", detail="visits").wait()
+    number_N = visits_N.cpu().numpy().astype(np.int64)
     chunks = tuple(_chunk(mine, gate, number_N, chunk, sums) for chunk in range(len(rows_CRR)))
     visit_row_N = torch.from_numpy(np.concatenate(mine.rows)).to(sent.device)
     parts = num_parts(rows_CRR.sum(axis=0), channel.node_of_rank, row_bytes, len(rows_CRR))
@@ -201,7 +201,7 @@ def _chunk(mine: _Visits, gate: _Gate, number_N: IntArray, chunk: int, sums: boo
         gate_place, gate_weight = _table(
             row_V, number_V % K, (collected_V, place_V), (int(arrived_S.sum()), K), (len(collected_V), len(number_N))
         )
-        # For each token at home: the results of its own node in the order of k, then the sums, node by node.
+        # The results for each token of this rank: those of its own node in the order of k, then the sums, node by node.
         first_token, num_tokens = mine.routes.chunks[chunk].tokens[0], mine.seen[chunk].shape[1]
         row_N = mine.row_of[chunk][inside] - first_token * K
         num_across = len(across_token_U)
@@ -243,7 +243,7 @@ def _table(
 
 
 class NodeMessages(RowMessages):
-    """Dispatch crosses to gates, and ``spread`` passes on inside the node. Where sums come home, ``combine`` collects
+    """Dispatch crosses to gates, and ``spread`` passes on inside the node. Where sums return, ``combine`` collects
     rows at gates, and ``send_sums`` sends one a token home, and what stayed in the node beside them. What is not the
     last part goes on beside the crossing, or collecting, of the next.
     """
@@ -261,9 +261,9 @@ class NodeMessages(RowMessages):
         self._node_routes = node_routes
         # For each chunk, the newest part of the rows that this rank is the gate for, until it is passed on.
         self._at_gate: dict[int, Tensor] = {}
-        # The newest part of the rows that were collected there, and of those that go home with its sums.
+        # The newest part of the rows that were collected there, and of those that return with its sums.
         self._collected: dict[int, Tensor] = {}
-        self._inside_home: dict[int, Tensor] = {}
+        self._inside_returned: dict[int, Tensor] = {}
         # Columns that come by themselves, and where they belong: by message, and those that are here.
         self._coming: dict[Stage, list[tuple[Tensor, Tensor]]] = {}
         self._here: list[tuple[Tensor, Tensor]] = []
@@ -313,19 +313,19 @@ class NodeMessages(RowMessages):
         self._send(stage, arriving_NH, rows_NH, way.spread_arrive_R, way.spread_send_R, " spread")
 
     def combine(self, stage: Stage, rows_PH: Tensor) -> None:
-        """Sends a chunk's expert rows home; where sums come home, a part of those of other nodes' tokens to gates."""
+        """Sends a chunk's expert rows back; where sums return, a part of those of other nodes' tokens goes to gates."""
         way = self._node_routes.chunks[stage.chunk]
         if way.sums is None:
             super().combine(stage, rows_PH)
             return
-        # The rows of this node's tokens come first; they go home beside the sums of others.
+        # The rows of this node's tokens come first; they return beside the sums of others.
         num_inside, combine_M = sum(way.inside_arrive_R), self._routes.chunks[stage.chunk].combine_M
         part_PH = rows_PH[:, self._columns(stage.part)]
         rows_NH = self._rows(part_PH, combine_M[num_inside:])
         collected_NH = self._with_zeros(sum(way.spread_send_R), rows_NH)
         self._send(stage, collected_NH[:-1], rows_NH, way.spread_send_R, way.spread_arrive_R, " collect")
         self._collected[stage.chunk] = collected_NH
-        self._inside_home[stage.chunk] = self._rows(part_PH, combine_M[:num_inside])
+        self._inside_returned[stage.chunk] = self._rows(part_PH, combine_M[:num_inside])
         self.put_in_place()
 
     def collected(self, chunk: int, *, weighted: bool) -> Summands:
@@ -336,17 +336,17 @@ class NodeMessages(RowMessages):
         return Summands(self._collected.pop(chunk), sums.gate_place_UK, weight_UK)
 
     def send_sums(self, stage: Stage, sums_UH: Tensor) -> None:
-        """Sends the sums of what was ``collected`` home, and beside them the rows of this node's own tokens."""
+        """Sends back the sums of ``collected`` rows, and beside them the rows of this node's own tokens."""
         way = self._node_routes.chunks[stage.chunk]
         part = self._node_routes.parts - 1 if stage.kind == "send_sums" else stage.part - 1
         num_inside = sum(way.inside_send_R)
         if not part:
-            self._home[stage.chunk] = self._with_zeros(num_inside + len(way.across_token_U), self._source_TH)
-        part_NH = self._home[stage.chunk][:-1, self._columns(part)]
+            self._returned[stage.chunk] = self._with_zeros(num_inside + len(way.across_token_U), self._source_TH)
+        part_NH = self._returned[stage.chunk][:-1, self._columns(part)]
         sums_home_UH = self._arriving(stage, part_NH[num_inside:])
         self._send(stage, sums_home_UH, sums_UH, way.across_send_R, way.across_arrive_R, " across")
-        inside_home_NH, rows_NH = self._arriving(stage, part_NH[:num_inside]), self._inside_home.pop(stage.chunk)
-        self._send(stage, inside_home_NH, rows_NH, way.inside_send_R, way.inside_arrive_R, " inside")
+        inside_NH, rows_NH = self._arriving(stage, part_NH[:num_inside]), self._inside_returned.pop(stage.chunk)
+        self._send(stage, inside_NH, rows_NH, way.inside_send_R, way.inside_arrive_R, " inside")
         self.put_in_place()
 
     def _columns(self, part: int) -> slice:
@@ -367,15 +367,15 @@ class NodeMessages(RowMessages):
         rows_NH[-1] = 0
         return rows_NH
 
-    def take_home(self, stage: Stage, weight_TK: Tensor | None) -> Summands:
-        """Returns the rows and sums of a chunk that are home: sums are weighted already."""
+    def take_returned(self, stage: Stage, weight_TK: Tensor | None) -> Summands:
+        """Returns the rows and sums of a chunk that have returned: sums are weighted already."""
         self.put_in_place()
         sums = self._node_routes.chunks[stage.chunk].sums
         if sums is None:
-            return super().take_home(stage, weight_TK)
+            return super().take_returned(stage, weight_TK)
         if weight_TK is not None:
             weight_TK = torch.cat([weight_TK.reshape(-1), weight_TK.new_tensor([1.0, 0.0])])[sums.home_weight_TK]
-        return Summands(self._home.pop(stage.chunk), sums.home_place_TK, weight_TK)
+        return Summands(self._returned.pop(stage.chunk), sums.home_place_TK, weight_TK)
 
     def send_weights_to_gates(self, stage: Stage, weight_TK: Tensor) -> None:
         """Sends the routing weights of all chunks to where their sums are made."""
@@ -425,7 +425,7 @@ class NodeRun(ChunkedRun):
                 super()._cross_nodes(messages, stage, scratch, weight_TK)
 
     def _send_sums(self, messages: NodeMessages, stage: Stage, scratch: Scratch, *, weighted: bool) -> None:
-        """Adds up the rows that were collected here for other nodes, and sends the sums home."""
+        """Adds up the rows that were collected here for other nodes, and sends the sums back."""
         collected = messages.collected(stage.chunk, weighted=weighted)
         like_NH = collected.rows_NH
         sums_UH = self.memory.empty((len(collected.place_TK), like_NH.shape[1]), like_NH.dtype, like_NH.device)

@@ -83,8 +83,8 @@ class ChunkRoutes(ChunkRows):
     send_counts_R, arrive_counts_R: rows to and from each rank.
     first_S1: the first row of each slot's and the end of the last's, int32, counted from the chunk's first; of padding
         only where it is none.
-    home_TK: for each (token, k) of the chunk its place in the chunk's wire order, where its result comes home.
-    combine_M: expert rows in the order in which they go home, those that are collected at gates last.
+    home_TK: for each (token, k) of the chunk its place in the chunk's wire order, where its result arrives.
+    combine_M: expert rows in the order in which they return, those that are collected at gates last.
     """
 
     tokens: tuple[int, int]
@@ -339,7 +339,7 @@ def _arrived_rows(came: _Blocks, num_slots: int, min_rows: int, collect: bool) -
     came.keys["by gate"] = by_gate.astype(np.int64)
     came.keys["toward"] = np.where(by_gate, came.keys["gate"], came.keys["rank"])
     going_home = came.order("chunk", "by gate", "toward", "rank", "slot")
-    # With one chunk, expert rows are in expert order as they lie.
+    # Expert rows of one chunk are in expert order as they lie.
     expert_order = came.order("slot", "rank", "chunk") if came.num_chunks > 1 else by_slot[:0]
     return _ArrivedRows(
         start_CS,

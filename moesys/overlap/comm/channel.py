@@ -140,7 +140,7 @@ class Transfer:
             self._kept = channel.kept_messages()
             self._kept.add(work)
         if work is not None and channel.recorder.enabled:
-            # For messages between GPUs torch calls back at once, on a stream that waits for their end.
+            # Torch calls back at once for messages between GPUs, on a stream that waits for their end.
             work.get_future().add_done_callback(lambda _: self._record())
 
     def wait(self) -> None:
