@@ -11,7 +11,7 @@ second pass plans nothing, remembers nothing, and gathers nothing but whether an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -20,12 +20,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from moesys.frames import BACKWARD, LEARNING
 from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
 from moesys.kernels.launch import on_its_device
+from moesys.layout import ExpertLayout
 from moesys.moe.masters import Expert
-from moesys.moe.planners import BatchPlan
 from moesys.moe.store import ExpertStore, ExpertTransfer, Gradients, RestoredExperts
-from moesys.overlap.executor import Home, SavedTensors
+from moesys.overlap.executor import Home, MicroBatchRun, SavedTensors
 from moesys.torch_private import NO_BACKWARD, after_this_backward, checkpointed_region, current_backward, will_execute
 
 PLAN_TIMEOUT_S = 60.0
@@ -44,39 +45,65 @@ class Neighbours(NamedTuple):
 
 
 class LayerCall:
-    """The state that forward, recomputation and backward of one micro-batch share.
+    """The state that planning, forward, recomputation and backward of one micro-batch share.
 
-    It owns the layout of its micro-batch, so that however many micro-batches are under way, in whatever order their
-    backwards run, each finds the experts where its own forward had them. Late ones are among them.
+    ``flags``: those of the forward (``frames.Position``). ``num_tokens``: T of this rank, with padding. ``real_N``: the
+    real tokens of T, int64, where others are padding; a recomputation leaves out the same. ``timeout_s``: how long to
+    wait for layouts that are due. ``dtype``: what experts compute in.
 
-    ``dtype``: what experts compute in. ``generation``: the generation of its messages (``Channel.tagged``).
-    ``expects_backward``: whether forward saves anything for a backward. ``real_N``: the real tokens of T, int64, where
-    others are padding. They belong to the call, so that a recomputation leaves out the same.
+    ``Planner.plan`` sets these:
+
+    - ``layout``: that of this micro-batch, so that however many micro-batches are under way, in whatever order their
+      backwards run, each finds the experts where its own forward had them. Late ones are among them.
+    - ``run``: runs the micro-batch.
+    - ``counts``: is called once, when forward is launched, and returns the choices of each expert on all ranks, int64
+      [E]; None if the micro-batch is not learnt from.
+    - ``check``: waits for the device, and raises the errors that the host did not know of when forward was launched;
+      None if it knows all of them.
     """
+
+    layout: ExpertLayout
+    run: MicroBatchRun
+    counts: Callable[[], Tensor] | None
+    check: Callable[[], None] | None
 
     def __init__(
         self,
         store: ExpertStore,
-        planned: BatchPlan,
         neighbours: Neighbours,
         dtype: torch.dtype,
-        generation: int,
-        expects_backward: bool,
+        flags: int,
+        num_tokens: int,
         real_N: Tensor | None,
+        timeout_s: float,
     ) -> None:
-        self.store, self.dtype, self.generation, self.expects_backward = store, dtype, generation, expects_backward
-        self.run, self.layout, _, self.counts, self.check = planned
-        self.previous, self._upcoming, self._pass_number = neighbours
-        self._real_N = real_N
+        self.store, self.dtype, self.flags, self.num_tokens = store, dtype, flags, num_tokens
+        self.previous, self.upcoming, self._pass_number = neighbours
+        self._real_N, self.timeout_s = real_N, timeout_s
         # A recomputation runs this call's forward again, and something behind it may read what comes of it.
         self.replayed, self.output_read = False, True
-        store.dtype = dtype
-        # This is true if its forward has read experts that are computed, which may have other values later.
-        self._computed = store.masters.computed
-        self._restore = store.take_prefetched(self._pass_number, self.layout, generation)
         # Activation checkpointing runs its forward again. Until then, only experts that were lent are kept, by slot.
         self.runs_again = False
         self._lent: dict[int, Expert] | None = None
+
+    @property
+    def learning(self) -> bool:
+        """Whether layouts may change, and the schedule learns from the micro-batch."""
+        return bool(self.flags & LEARNING)
+
+    @property
+    def expects_backward(self) -> bool:
+        """Whether forward saves anything for a backward."""
+        return bool(self.flags & BACKWARD)
+
+    def begin(self, generation: int) -> None:
+        """Takes the experts that were brought ahead, once the call is planned. ``generation``: that of its messages
+        (``Channel.tagged``). A collective, where experts are late.
+        """
+        self.generation, self.store.dtype = generation, self.dtype
+        # This is true if its forward has read experts that are computed, which may have other values later.
+        self._computed = self.store.masters.computed
+        self._restore = self.store.take_prefetched(self._pass_number, self.layout, generation)
 
     def without_padding(self, rows_T: Tensor) -> Tensor:
         """Returns the rows of the real tokens."""
@@ -109,9 +136,9 @@ class LayerCall:
         """
         transfer, store = self.restore(), self.store
         transfer.start()
-        for upcoming in self._upcoming:
+        for upcoming in self.upcoming:
             upcoming.prefetch(self._pass_number, self.generation)
-        self._upcoming = ()
+        self.upcoming = ()
         experts = transfer.finish()
         experts.keep_casts, experts.kept = self.expects_backward and not store.reshard_after_forward, store.casts
         return experts

@@ -30,7 +30,7 @@ from moesys.moe.call import NUM_SAVED, LayerCall, Link, Lookahead, RoutedExperts
 from moesys.moe.masters import DTYPES, ExpertForm, Masters, OwnMasters, distributed
 from moesys.moe.metrics import LayerMetrics, LoadLog
 from moesys.moe.outside import OutsideExperts, OutsideMasters
-from moesys.moe.planners import MicroBatch, Planner, PlanReader
+from moesys.moe.planners import Planner, PlanReader
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.store import ExpertShards, ExpertStore
 from moesys.moe.whole_experts import WholeExperts
@@ -271,17 +271,15 @@ class Experts(nn.Module):
         if (executor := self._executors.get(compute)) is None:
             executor = self._executors[compute] = executor_of(self.context, compute)
         self.planned_by = executor.planned_by
-        upcoming = [store.schedule for store in neighbours.upcoming]
         flags += LEARNING * learning
-        batch = MicroBatch(expert_TK, flags, upcoming, lookahead.plan_timeout_s, num_tokens, self.token_block)
+        call = LayerCall(self.store, neighbours, dtype, flags, num_tokens, real_N, lookahead.plan_timeout_s)
         channel = self.token_channel
         channel.generation = max(channel.generation, lookahead.generation)
-        planned = self.planner.plan(batch, executor)
+        self._last_plan = self.planner.plan(call, expert_TK, executor, self.token_block)
         lookahead.generation = channel.generation
-        self._last_plan = planned.plan
         if learning and self.load_log is not None:
-            self.load_log.add(planned.plan)
-        call = LayerCall(self.store, planned, neighbours, dtype, channel.generation, bool(flags & BACKWARD), real_N)
+            self.load_log.add(self._last_plan)
+        call.begin(channel.generation)
         lookahead.entered(call)
         return call
 

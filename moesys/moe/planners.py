@@ -13,7 +13,6 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,55 +23,18 @@ from moesys.balance.plan import LayerPlan, plan_layer
 from moesys.balance.planners import plan_layout
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import ClusterSpec, ModelShape, Ordered, Strategy
-from moesys.frames import LEARNING, Position
+from moesys.frames import Position
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
+from moesys.moe.call import LayerCall
 from moesys.moe.token_blocks import check_blocks
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.executor import Executor, HostPlan, MicroBatchRun
+from moesys.overlap.executor import Executor, HostPlan
 from moesys.overlap.routes import chunk_counts, invalid_id, no_expert
-
-
-class MicroBatch(NamedTuple):
-    """A micro-batch that a layer wants planned.
-
-    expert_TK: the choices of this rank's real tokens, int64 [T, K]. flags: those of the forward (``frames.Position``);
-    with ``LEARNING`` layouts may change, and the schedule learns from the micro-batch. upcoming: the schedules of the
-    layers that come next, whose layouts are settled too. timeout_s: how long to wait for layouts that are due.
-    num_tokens: of this rank, with padding. token_block: the number that divides them on every rank in training, if
-    there is one.
-    """
-
-    expert_TK: Tensor
-    flags: int
-    upcoming: Sequence[LayoutSchedule]
-    timeout_s: float
-    num_tokens: int
-    token_block: int | None = None
-
-    @property
-    def learning(self) -> bool:
-        return bool(self.flags & LEARNING)
-
 
 # Returns a plan that lies on a device, or that nobody has made yet.
 PlanReader = Callable[[], LayerPlan]
-
-
-class BatchPlan(NamedTuple):
-    """The plan of a micro-batch, and what runs it.
-
-    ``counts``: is called once, when forward is launched, and returns the choices of each expert on all ranks, int64
-    [E]; None if the micro-batch is not learnt from. ``check``: waits for the device, and raises the errors that the
-    host did not know of when forward was launched; None if it knows all of them.
-    """
-
-    run: MicroBatchRun
-    layout: ExpertLayout
-    plan: LayerPlan | PlanReader
-    counts: Callable[[], Tensor] | None
-    check: Callable[[], None] | None = None
 
 
 @dataclass
@@ -94,23 +56,32 @@ class Planner:
         plain = isinstance(strategy.reduction, Ordered) and split.own_code is None
         self._only_splits = plain and not split.follows_planner and not strategy.plans_on_counts
 
-    def plan(self, batch: MicroBatch, executor: Executor) -> BatchPlan:
-        """Returns the plan of a micro-batch for ``executor``, and settles the layouts of the layers that come next."""
+    def plan(
+        self, call: LayerCall, expert_TK: Tensor, executor: Executor, token_block: int | None
+    ) -> LayerPlan | PlanReader:
+        """Plans a micro-batch for ``executor``, sets what ``call`` has of its plan, and settles the layouts of the layers
+        that come next. Returns the plan.
+
+        ``expert_TK``: the choices of this rank's real tokens, int64 [T, K]. ``token_block``: the number that divides
+        the tokens of every rank in training, if there is one.
+        """
         match executor.planned_by:
             case "nobody":
-                return self._alone(batch, executor)
+                return self._alone(call, expert_TK, executor, token_block)
             case "hosts":
-                return self._on_hosts(batch, executor)
+                return self._on_hosts(call, expert_TK, executor, token_block)
             case "devices":
-                return self._on_devices(batch, executor)
+                return self._on_devices(call, expert_TK, executor)
 
-    def _alone(self, batch: MicroBatch, executor: Executor) -> BatchPlan:
-        schedule, learning = self.schedule, batch.learning
+    def _alone(
+        self, call: LayerCall, expert_TK: Tensor, executor: Executor, token_block: int | None
+    ) -> LayerPlan | PlanReader:
+        schedule, learning = self.schedule, call.learning
         if learning and schedule.due:
-            schedule.commit(schedule.ready(time.monotonic() + batch.timeout_s))
-        run = executor.sort(batch.expert_TK, schedule.micro_batch)
-        if batch.token_block is not None and learning:
-            check_blocks([batch.num_tokens], batch.token_block, self.channel.members)
+            schedule.commit(schedule.ready(time.monotonic() + call.timeout_s))
+        run = executor.sort(expert_TK, schedule.micro_batch)
+        if token_block is not None and learning:
+            check_blocks([call.num_tokens], token_block, self.channel.members)
         layout, turn, tokens_E = schedule.layout, schedule.micro_batch, run.tokens_E
 
         def read() -> LayerPlan:
@@ -124,7 +95,9 @@ class Planner:
         if learning:
             schedule.require_known_loads()
             schedule.advance()
-        return BatchPlan(run, layout, read, (lambda: tokens_E) if learning else None, run.check)
+        call.run, call.layout, call.check = run, layout, run.check
+        call.counts = (lambda: tokens_E) if learning else None
+        return read
 
     def _run_own_code(self, plan: LayerPlan) -> None:
         """Makes a layout for the load of the first ``plan``. One rank needs neither: they are made so that errors of a
@@ -138,10 +111,10 @@ class Planner:
             )
         self._own_code_ran = True
 
-    def _on_hosts(self, batch: MicroBatch, executor: Executor) -> BatchPlan:
-        schedule, channel, learning = self.schedule, self.channel, batch.learning
-        deciding = [schedule, *batch.upcoming]
-        tokens_RCE, votes_RN, most_tokens = self._exchange(batch, deciding, executor.num_chunks)
+    def _on_hosts(self, call: LayerCall, expert_TK: Tensor, executor: Executor, token_block: int | None) -> LayerPlan:
+        schedule, channel, learning = self.schedule, self.channel, call.learning
+        deciding = self._deciding(call)
+        tokens_RCE, votes_RN, most_tokens = self._exchange(call, expert_TK, deciding, executor.num_chunks, token_block)
         if learning:
             _commit(deciding, votes_RN)
         load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
@@ -154,10 +127,15 @@ class Planner:
             return plan
 
         with channel.meter.planning():
-            plan = _agreed_plan(make, channel, batch.expert_TK.device) if self._by_own_code else make()
-            run = executor.run(batch.expert_TK, HostPlan(plan, tokens_RCE.numpy(), most_tokens))
-        counts = (lambda: torch.from_numpy(load.tokens_E)) if learning else None
-        return BatchPlan(run, plan.tokens.layout, plan, counts)
+            plan = _agreed_plan(make, channel, expert_TK.device) if self._by_own_code else make()
+            call.run = executor.run(expert_TK, HostPlan(plan, tokens_RCE.numpy(), most_tokens))
+        call.layout, call.check = plan.tokens.layout, None
+        call.counts = (lambda: torch.from_numpy(load.tokens_E)) if learning else None
+        return plan
+
+    def _deciding(self, call: LayerCall) -> list[LayoutSchedule]:
+        """Returns the schedules whose layouts are settled: that of this layer, and of those that come next."""
+        return [self.schedule, *(store.schedule for store in call.upcoming)]
 
     def _layer_plan(self, load: LoadMatrix) -> LayerPlan:
         """Returns the plan of ``plan_layer`` for the coming micro-batch, by as few steps as the strategy needs."""
@@ -182,21 +160,26 @@ class Planner:
         return self._holders[1]
 
     def _exchange(
-        self, batch: MicroBatch, deciding: Sequence[LayoutSchedule], num_chunks: int
+        self,
+        call: LayerCall,
+        expert_TK: Tensor,
+        deciding: Sequence[LayoutSchedule],
+        num_chunks: int,
+        token_block: int | None,
     ) -> tuple[Tensor, Tensor, int]:
         """Returns the choices of each rank's chunks for each expert, int64 [R, C, E], each rank's votes for the layouts
         that are due, and the tokens of the rank with most, with padding. A collective. Raises ValueError, on all ranks
         alike, for ids that name no expert and for tokens that are no whole blocks.
         """
-        expert_TK, channel, num_experts = batch.expert_TK, self.channel, self.shape.num_experts
-        deadline_s = time.monotonic() + batch.timeout_s
-        votes = [not batch.learning or each.ready(deadline_s) for each in deciding]
+        channel, num_experts = self.channel, self.shape.num_experts
+        deadline_s = time.monotonic() + call.timeout_s
+        votes = [not call.learning or each.ready(deadline_s) for each in deciding]
         invalid = invalid_id(expert_TK, num_experts)
         valid_TK = expert_TK if invalid is None else torch.zeros_like(expert_TK)
         counts_CE = chunk_counts(valid_TK, num_experts, num_chunks).int()
         of_ids = [0, 0] if invalid is None else [1, max(-(2**31), min(invalid, 2**31 - 1))]
-        values = torch.tensor([*of_ids, batch.num_tokens, *votes], dtype=torch.int32, device=counts_CE.device)
-        at = Position("forward", self.schedule.micro_batch, batch.flags)
+        values = torch.tensor([*of_ids, call.num_tokens, *votes], dtype=torch.int32, device=counts_CE.device)
+        at = Position("forward", self.schedule.micro_batch, call.flags)
         gathered_RN = channel.all_gather(torch.cat([counts_CE.flatten(), values]), lane="counts", at=at).cpu().long()
         tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)
         values_RN = gathered_RN[:, counts_CE.numel() :]
@@ -205,18 +188,17 @@ class Planner:
             first = found_R.index(1)
             found = f"expert_TK of rank {channel.members[first]} has the id {expert_R[first]}"
             raise no_expert(found, num_experts, self.schedule.layer)
-        if batch.token_block is not None and batch.learning:
-            check_blocks(tokens_R, batch.token_block, channel.members)
+        if token_block is not None and call.learning:
+            check_blocks(tokens_R, token_block, channel.members)
         return tokens_RCE, values_RN[:, 3:], max(tokens_R)
 
-    def _on_devices(self, batch: MicroBatch, executor: Executor) -> BatchPlan:
+    def _on_devices(self, call: LayerCall, expert_TK: Tensor, executor: Executor) -> PlanReader:
         schedule = self.schedule
-        if batch.learning:
-            self._agree([schedule, *batch.upcoming], batch.timeout_s, batch.expert_TK.device)
-        layout = schedule.layout
-        run, pending, check = executor.launch(
-            batch.expert_TK, layout, Position("forward", schedule.micro_batch, batch.flags)
-        )
+        if call.learning:
+            self._agree(self._deciding(call), call.timeout_s, expert_TK.device)
+        call.layout = layout = schedule.layout
+        at = Position("forward", schedule.micro_batch, call.flags)
+        call.run, pending, call.check = executor.launch(expert_TK, layout, at)
 
         def load() -> LoadMatrix:
             return LoadMatrix(pending.counts_RE())
@@ -229,9 +211,10 @@ class Planner:
             schedule.request()
             return tokens_E
 
-        if batch.learning:
+        call.counts = counts if call.learning else None
+        if call.learning:
             schedule.record(load)
-        return BatchPlan(run, layout, read, counts if batch.learning else None, check)
+        return read
 
     def _agree(self, deciding: Sequence[LayoutSchedule], timeout_s: float, device: torch.device) -> None:
         """Lets all ranks use the layouts that are due, or none of them. If none is due, no rank waits: all know it."""
