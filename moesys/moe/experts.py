@@ -192,6 +192,14 @@ class Experts(nn.Module):
     def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, mask_T: Tensor | None = None) -> Tensor:
         """Returns y [T, H] in x's dtype: a token's experts' outputs times their weights, summed in the order of k.
 
+        A micro-batch takes five steps, of which a recomputation by activation checkpointing repeats the last three:
+
+        1. Ranks exchange how many of their tokens choose each expert (``Planner.plan``).
+        2. The micro-batch is planned: which rank computes which token, by which copy of its expert (``Planner.plan``).
+        3. The experts of its layout are brought to this rank (``LayerCall.restore``).
+        4. The schedule is run: rows are sent to their experts, computed, and sent back (``MicroBatchRun.forward``).
+        5. The results of each token are combined, and padding is put back (``LayerCall.with_padding``).
+
         ``x_TH``: floating point [T, H]. ``expert_TK``: int64 or int32 [T, K], the chosen experts. ``weight_TK``:
         floating point [T, K]. T may differ between ranks, and may be 0.
 
@@ -216,7 +224,7 @@ class Experts(nn.Module):
         flags = BACKWARD * saves + EXPERT_GRADIENTS * trains_experts
         # Triton launches on the current device.
         with torch.cuda.device_of(x_TH):
-            call = self._replayed_or_planned(expert_TK.long(), mask_T, dtype, flags)
+            call = self._replay_or_plan(expert_TK.long(), mask_T, dtype, flags)
             if call.replayed:
                 # If nothing is saved here, the tensor that stops a recomputation is saved after the layer.
                 call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
@@ -231,9 +239,7 @@ class Experts(nn.Module):
                 self.count_scores(expert_TK, mask_T)
             return y_TH.to(x_TH.dtype)
 
-    def _replayed_or_planned(
-        self, expert_TK: Tensor, mask_T: Tensor | None, dtype: torch.dtype, flags: int
-    ) -> LayerCall:
+    def _replay_or_plan(self, expert_TK: Tensor, mask_T: Tensor | None, dtype: torch.dtype, flags: int) -> LayerCall:
         """Returns the call that a recomputation repeats, else a new one."""
         tape = current_tape()
         if tape is None:
@@ -255,21 +261,7 @@ class Experts(nn.Module):
             real_N, expert_TK = found_N, expert_TK.index_select(0, found_N)
         lookahead = self.link.lookahead
         neighbours = lookahead.enter(self.store)
-        compute = self.computed_by(dtype, expert_TK.device.type)
-        invariant = isinstance(self.strategy.reduction, LayoutInvariant)
-        if invariant and isinstance(compute, CpuExperts) and expert_TK.device.type != "cpu":
-            raise ValueError(
-                f"strategy {self.strategy.name!r} has reduction=LayoutInvariant(), but experts that are not SwiGLU "
-                f"without biases have no kernels on {expert_TK.device.type}; use reduction=Ordered() there"
-            )
-        if self.strategy.overlap.reaches_memory and dtype != DTYPES[self.shape.dtype]:
-            raise ValueError(
-                f"x is {str(dtype).removeprefix('torch.')} and strategy {self.strategy.name!r} has overlap=MegaKernel, "
-                f"which has memory for rows of {self.shape.dtype}; give x in that dtype, or declare "
-                "ModelShape(dtype=...) of x"
-            )
-        if (executor := self._executors.get(compute)) is None:
-            executor = self._executors[compute] = executor_of(self.context, compute)
+        executor = self._executor(dtype, expert_TK.device.type)
         self.planned_by = executor.planned_by
         flags += LEARNING * learning
         call = LayerCall(self.store, neighbours, dtype, flags, num_tokens, real_N, lookahead.plan_timeout_s)
@@ -282,6 +274,25 @@ class Experts(nn.Module):
         call.begin(channel.generation)
         lookahead.entered(call)
         return call
+
+    def _executor(self, dtype: torch.dtype, device_type: str) -> Executor:
+        """Returns the executor of micro-batches in ``dtype``. Raises ValueError where the strategy has none."""
+        compute = self.computed_by(dtype, device_type)
+        invariant = isinstance(self.strategy.reduction, LayoutInvariant)
+        if invariant and isinstance(compute, CpuExperts) and device_type != "cpu":
+            raise ValueError(
+                f"strategy {self.strategy.name!r} has reduction=LayoutInvariant(), but experts that are not SwiGLU "
+                f"without biases have no kernels on {device_type}; use reduction=Ordered() there"
+            )
+        if self.strategy.overlap.reaches_memory and dtype != DTYPES[self.shape.dtype]:
+            raise ValueError(
+                f"x is {str(dtype).removeprefix('torch.')} and strategy {self.strategy.name!r} has overlap=MegaKernel, "
+                f"which has memory for rows of {self.shape.dtype}; give x in that dtype, or declare "
+                "ModelShape(dtype=...) of x"
+            )
+        if (executor := self._executors.get(compute)) is None:
+            executor = self._executors[compute] = executor_of(self.context, compute)
+        return executor
 
     def require_group(self, learning: bool = True) -> None:
         """Raises RuntimeError for experts whose process group was destroyed and, if they are ``learning``, for those

@@ -59,8 +59,8 @@ class Planner:
     def plan(
         self, call: LayerCall, expert_TK: Tensor, executor: Executor, token_block: int | None
     ) -> LayerPlan | PlanReader:
-        """Plans a micro-batch for ``executor``, sets what ``call`` has of its plan, and settles the layouts of the layers
-        that come next. Returns the plan.
+        """Plans a micro-batch for ``executor``, sets what ``call`` has of its plan, and settles the layouts of the
+        layers that come next. Returns the plan.
 
         ``expert_TK``: the choices of this rank's real tokens, int64 [T, K]. ``token_block``: the number that divides
         the tokens of every rank in training, if there is one.
