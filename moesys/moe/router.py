@@ -24,7 +24,7 @@ from moesys.moe.experts import counts_of_batch, experts_beside, experts_of, mean
 from moesys.moe.token_blocks import TokenBlocks
 from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
 
-# The published sigmoid routers add this before they divide by a sum; a softmax's sum (>= 1/E) is not changed by it.
+# What the published sigmoid routers add before they divide by a sum; it leaves a softmax's sum (>= 1/E) unchanged.
 SUM_EPS = 1e-20
 
 
@@ -186,7 +186,9 @@ class Router(nn.Module):
         if node is not None:
             node.metadata["moesys_router_loss"] = losses
             # The reference is weak, because the losses own the graph and the graph would own the losses.
-            routing.logits_TE.register_hook(lambda _: kept.end(by_backward=True) if (kept := this()) else None)
+            routing.logits_TE.register_hook(
+                lambda _: None if (alive := this()) is None else alive.end(by_backward=True)
+            )
 
     def extra_repr(self) -> str:
         shape = self.shape
