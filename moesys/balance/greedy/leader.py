@@ -19,8 +19,7 @@ candidate keeps a layout until, in its turn, another one has one that would have
 then tries neighbours of it on these loads: where loads jump or are mostly noise, all remembered loads together predict
 the next one better than any single load does.
 
-With many slots, candidates take turns, and a load that stands still is not planned for: docs/balance.md ("Following the
-leader") gives the rules, and how old they make what is known of a candidate.
+With many slots, candidates take turns, and a load that stands still is not planned for.
 """
 
 from __future__ import annotations
