@@ -44,7 +44,7 @@ NOT_RUN = {
 }
 # Commands that take more than a few seconds, and those that need what these leave behind.
 SLOW = re.compile(
-    r"python (rivals|-m benchmarks leaderboard)|moesys (run (first|compare|record|experiments/\w+)\.py|compare|tune"
+    r"python -m benchmarks leaderboard|moesys (run (first|compare|record|experiments/\w+)\.py|compare|tune"
     r"|explain experiments|calibrate|simulate )"
 )
 

@@ -91,7 +91,9 @@ class ImbalanceRouting:
 
     There, three of four tokens choose their top-k in a hot set of a quarter of the experts, and the others among all,
     so that a hot expert has 3.25 of the mean load. Here counts are drawn from the popularity of experts that this
-    makes. ``docs/planners.md`` says what the description leaves open.
+    makes. Three workloads follow the description where the published program does not: the hot experts of W2 are those
+    of one rank, and as hot as those of W1; the hot set of W3 is as large as that of W1; and in W4 ranks have a half to
+    one and a half of the mean number of tokens.
     """
 
     name: str
