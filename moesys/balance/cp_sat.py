@@ -78,7 +78,7 @@ class CpSat(Balance):
     is_compiled: ClassVar[bool] = True
     deterministic_time: float = Field(2.0, gt=0, description="CP-SAT's work limit, in its deterministic seconds")
     min_replicas: MinReplicas = Field(1, description="least number of replicas of every expert")
-    replicas_within: ReplicasWithin = Field("cluster", description="where all replicas of an expert are")
+    replicas_within: ReplicasWithin = Field("cluster", description="part of the cluster with all replicas of an expert")
 
     def layout(self, problem: PlanningProblem) -> ExpertLayout:
         """Returns the layout of ``solve_cp_sat``; where model and sharding are known, that or ``Greedy``'s by seconds,

@@ -21,8 +21,8 @@ class FasterMoe(QuotaPlanner):
     """
 
     kind: Literal["faster_moe"] = "faster_moe"
-    gb_per_s: float = Field(6.25, gt=0, description="of a rank's link, GB/s")
-    tflops: float = Field(11.5, gt=0, description="of a rank, TFLOP/s")
+    gb_per_s: float = Field(6.25, gt=0, description="bandwidth of a rank's link, GB/s")
+    tflops: float = Field(11.5, gt=0, description="matmul rate of a rank, TFLOP/s")
     hidden_size: int = Field(2048, ge=1, description="elements of a row")
     intermediate_size: int = Field(4096, ge=1, description="width of an expert")
 

@@ -24,8 +24,8 @@ class UltraEp(QuotaPlanner):
     """
 
     kind: Literal["ultra_ep"] = "ultra_ep"
-    tolerance: float = Field(0.01, ge=0, description="above the mean, of the first threshold tried")
-    min_tokens: int = Field(1024, ge=1, description="the least piece, where a threshold has to be searched for")
+    tolerance: float = Field(0.01, ge=0, description="first threshold that is tried, as a share above the mean")
+    min_tokens: int = Field(1024, ge=1, description="fewest tokens of a piece while a threshold is searched for")
 
     def token_plan(self, problem: PlanningProblem) -> TokenPlan:
         """Balances each domain of the cluster by itself, so that copies stay where the fastest links are.

@@ -140,7 +140,7 @@ class DenseMlp(Declared):
     """An MLP that all tokens take: up, activation, down; gated (SwiGLU) or not. It has no bias."""
 
     kind: Literal["dense"] = "dense"
-    intermediate_size: int = Field(ge=1, description="its width")
+    intermediate_size: int = Field(ge=1, description="width of the MLP")
     gated: bool = Field(True, description="the up projection has a gate of the same width")
 
     def products(self, hidden_size: int) -> dict[str, Product]:

@@ -102,7 +102,7 @@ class ModelRun(Declared):
     often as ``global_batch`` needs.
     """
 
-    model: ModelSpec = Field(description="the model")
+    model: ModelSpec = Field(description="the whole model")
     cluster: ClusterSpec = Field(description="the cluster, whose nodes are equal")
     strategy: Strategy = Field({"name": "ep"}, validate_default=True, description="strategy of the layers with experts")
     parallelism: Parallelism = Field(Parallelism(), description="how ranks share everything else")
@@ -122,13 +122,13 @@ class ModelRun(Declared):
         0.0,
         ge=0,
         le=1e12,
-        description="of the host to start an operation, while others run: a pass of a part takes as long as its host "
-        "at least; 0: a step is one CUDA graph",
+        description="time of the CPU to launch an operation: a pass takes at least the sum of its launches; "
+        "0: a step is one CUDA graph",
     )
     backend: Literal["nccl", "gloo"] = Field(
         "nccl",
-        description='of what data-parallel ranks exchange; "gloo", on CPUs: with dense="full" nothing comes ahead, as '
-        "gathers and sums block, and a reduce-scatter sends what an all-reduce does",
+        description='backend of data-parallel collectives; "gloo" (CPUs): with dense="full" nothing is prefetched, and '
+        "a reduce-scatter sends as much as an all-reduce",
     )
     optimizer: Literal["adam", "adam_bf16", "sgd"] = Field(
         "adam", description="moments in float32, in bfloat16 (DeepSeek-V3), or none; masters are float32"

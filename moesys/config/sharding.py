@@ -39,7 +39,7 @@ class Ep(Declared):
 
     kind: Literal["ep"] = "ep"
     slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
-    """Experts that a rank can hold, one number or one per rank. None and no memory for slots: none are lent."""
+    """Experts that a rank can hold, its own included: one number or one per rank. None: owners lend nothing."""
     slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
         None, description="memory for experts in their compute dtype, 1e9 bytes per rank, instead of slots_per_rank"
     )

@@ -106,7 +106,7 @@ class Strategy(Declared):
     predictor: Predictor = Field(Last(), description="the load that balance plans for")
     split: Split = Field({"kind": "even"}, validate_default=True)
     """How the current tokens are divided over replicas."""
-    overlap: Overlap = Field(Sequential(), description="which communication runs beside computation")
+    overlap: Overlap = Field(Sequential(), description="which communication runs concurrently with computation")
     reduction: Reduction = Field(Ordered(), description="the order of sums, and so which results have the same bits")
     replan_every: int = Field(1, ge=1, description="number of micro-batches between two layout plans")
     lag: int = Field(1, ge=0, description="a plan made on micro-batch t is used from t + lag on; 0: on its own counts")

@@ -30,7 +30,7 @@ class RealTraining(Declared):
     micro_batches: int = Field(1, ge=1, description="forward and backward passes of a step")
     warmup: int = Field(3, ge=0, description="first steps, which are trained and recorded but not timed")
     steps: int = Field(30, ge=1, description="timed steps after the warm-up")
-    learning_rate: float = Field(1e-3, gt=0, description="of Adam")
+    learning_rate: float = Field(1e-3, gt=0, description="learning rate of Adam")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient norm above which gradients are scaled down")
     recompute: bool = Field(False, description="activation checkpointing of every block")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where ranks compute; cuda: each on a GPU of its host")
@@ -159,10 +159,10 @@ class CostModelWorkload(Declared):
     )
     recompute: Recompute = Field(
         "none",
-        description="in backward run layers forward again: whole, as far as backward reads it (blocks that end with "
-        "their experts), or computing alone, keeping what travelled",
+        description="what backward runs again: nothing, whole layers, layers as far as backward reads them, or layers "
+        "without their all-to-alls",
     )
-    optimizer_ms: float = Field(0.0, ge=0, description="at the end of a step")
+    optimizer_ms: float = Field(0.0, ge=0, description="time of the optimizer at the end of a step")
 
 
 class Replay(CostModelWorkload):
@@ -173,8 +173,8 @@ class Replay(CostModelWorkload):
 
     kind: Literal["replay"] = "replay"
     trace: str = Field(min_length=1, description="path of the trace file; {seed} in it becomes the trial's seed")
-    warmup: int = Field(0, ge=0, description="first micro-batches, which planners see and nobody times")
-    tokens_per_rank: int | None = Field(None, ge=1, description="scale every rank to so many tokens; None: as recorded")
+    warmup: int = Field(0, ge=0, description="first micro-batches, which planners see and which are not timed")
+    tokens_per_rank: int | None = Field(None, ge=1, description="scale each rank to this number; None: as recorded")
 
 
 class Generated(CostModelWorkload):
@@ -195,11 +195,11 @@ class Generated(CostModelWorkload):
     drift: float = Field(0.05, ge=0, le=1, description="share of log-popularity that changes per micro-batch")
     spread: float = Field(0.1, ge=0, description="standard deviation of each rank's own log-preference")
     concentration: float | None = Field(
-        None, gt=0, description="of a Dirichlet distribution around the shares; None: no straying"
+        None, gt=0, description="concentration of a Dirichlet distribution of a rank's shares; None: no such variation"
     )
     num_layers: int = Field(2, ge=1, description="number of layers")
     tokens_per_rank: int = Field(16384, ge=1, description="tokens of a rank in a micro-batch")
-    warmup: int = Field(5, ge=0, description="first micro-batches, which planners see and nobody times")
+    warmup: int = Field(5, ge=0, description="first micro-batches, which planners see and which are not timed")
     steps: int = Field(20, ge=1, description="timed steps after the warm-up")
 
 

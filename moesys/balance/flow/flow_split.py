@@ -168,11 +168,11 @@ class FlowSplit(Split):
     """Exact: the least maximum load that the layout allows, then little traffic between nodes."""
 
     kind: Literal["flow"] = "flow"
-    traffic: Literal["fast", "exact"] = Field("fast", description="traffic almost the least, or the least there is")
+    traffic: Literal["fast", "exact"] = Field("fast", description="tokens between nodes: nearly or exactly the fewest")
     max_inter_node: Annotated[float, Field(ge=0, le=1)] | Literal["seconds"] | None = Field(
         None,
-        description="share of the routed tokens that may leave their node, before balance; None: any; seconds: what "
-        "takes a step the fewest",
+        description="largest share of routed tokens that may leave their node, at the price of balance; None: any; "
+        "seconds: what is predicted to be fastest (CPU only)",
     )
 
     @property

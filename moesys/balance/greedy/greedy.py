@@ -26,14 +26,14 @@ class Greedy(Balance):
     kind: Literal["greedy"] = "greedy"
     is_compiled: ClassVar[bool] = True
     recent_batches: ClassVar[int] = 16
-    effort: int = Field(1, ge=0, description="multiples of the default work, in iterations and never by a clock")
+    effort: int = Field(1, ge=0, description="factor of the search, which is counted in steps and not in seconds")
     min_replicas: MinReplicas = Field(1, description="least number of replicas of every expert, on distinct ranks")
-    replicas_within: ReplicasWithin = Field("cluster", description="where all replicas of an expert are")
+    replicas_within: ReplicasWithin = Field("cluster", description="part of the cluster with all replicas of an expert")
     max_moves: int | None = Field(
         None, ge=0, description="replicas that may differ from the previous layout; None: all"
     )
     move_tokens: int = Field(
-        0, ge=0, description="what a moved replica costs, in tokens of the busiest rank over a plan's life"
+        0, ge=0, description="cost of a moved replica, in tokens of the busiest rank over the life of a plan"
     )
     drift: float = Field(
         0.02,
@@ -43,7 +43,7 @@ class Greedy(Balance):
         "where there is a history",
     )
     deadline_ms: float | None = Field(
-        None, gt=0, description="the search ends after so much time; then runs do not repeat bit by bit"
+        None, gt=0, description="time limit of the search; runs then do not repeat bit by bit"
     )
 
     def unfit_for_lag_0(self) -> str:
