@@ -25,7 +25,7 @@ from moesys.kernels.first_derivatives import InputGradients, first_derivatives_o
 from moesys.kernels.launch import on_its_device
 from moesys.layout import ExpertLayout
 from moesys.moe.masters import Expert
-from moesys.moe.store import ExpertStore, ExpertTransfer, Gradients, RestoredExperts
+from moesys.moe.store import ExpertStore, Reshard, Restore, RestoredExperts
 from moesys.overlap.executor import Home, MicroBatchRun, SavedTensors
 from moesys.torch_private import NO_BACKWARD, after_this_backward, checkpointed_region, current_backward, will_execute
 
@@ -115,7 +115,7 @@ class LayerCall:
             return rows_N
         return rows_N.new_zeros(num_tokens, *rows_N.shape[1:]).index_copy_(0, self._real_N, rows_N)
 
-    def restore(self, masters: Sequence[Tensor] | None = None) -> ExpertTransfer[RestoredExperts]:
+    def restore(self, masters: Sequence[Tensor] | None = None) -> Restore:
         """Returns the experts of this call, on their way or here; starts bringing them if nobody has. ``masters``:
         those of autograd, where they were read already.
         """
@@ -181,7 +181,7 @@ class Lookahead:
     def behind_backward(self, call: LayerCall) -> None:
         """Lets what waited for the dispatch of a layer's output gradients travel behind its experts."""
 
-    def delay(self, store: ExpertStore, transfer: ExpertTransfer[Gradients]) -> bool:
+    def delay(self, store: ExpertStore, transfer: Reshard) -> bool:
         """Returns whether this object starts the transfer of a gradient later, and adds it to ``.grad``."""
         return False
 

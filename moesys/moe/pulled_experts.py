@@ -20,7 +20,7 @@ from moesys.kernels.symmetric.pulls import PullPart, PullRing, PullRings, pull_r
 from moesys.layout import ExpertLayout
 from moesys.moe.masters import Master
 from moesys.moe.sharded_experts import ShardedExperts
-from moesys.moe.store import ExpertShards, Gradients, HeldByRank, RestoredExperts, Steps, index_of
+from moesys.moe.store import ExpertShards, HeldByRank, ReshardSteps, RestoreSteps, Steps, index_of
 from moesys.overlap.comm.channel import Channel
 
 
@@ -51,7 +51,7 @@ class PulledExperts(ShardedExperts):
 
     def restore(
         self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
-    ) -> Steps[RestoredExperts]:
+    ) -> RestoreSteps:
         s, mine = self.wire_slice, held[self.rank]
         wire_Es = self.on_wire(masters, dtype)
         restored_DP = self.memory.new(wire_Es, len(mine), self.padded_parameters)
@@ -64,9 +64,9 @@ class PulledExperts(ShardedExperts):
         pull = self._pull(ring, wire_Es, wanted, restored_DP, channel, "restore", detail)
         del wire_Es
         yield from pull
-        return self.restored(dtype, restored_DP.device, self.form.weights(restored_DP))
+        return self.restored_flat(restored_DP)
 
-    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Steps[Gradients]:
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> ReshardSteps:
         yield False
         s, held = self.wire_slice, layout.held_by_rank
         expert_N = [expert for experts in held for expert in experts]

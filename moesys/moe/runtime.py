@@ -28,7 +28,7 @@ from moesys.moe.experts import Experts, experts_of, require_own_indices
 from moesys.moe.gradients import channel_of, require_equal_values
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
-from moesys.moe.store import ExpertStore, ExpertTransfer, Gradients
+from moesys.moe.store import ExpertStore, Reshard
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
@@ -90,7 +90,7 @@ class MoERuntime(Lookahead):
         self._position = -1
         self._newest: LayerCall | None = None
         # Gradients on the way to their owners, in the order of backward.
-        self._reshards: list[tuple[ExpertStore, ExpertTransfer[Gradients]]] = []
+        self._reshards: list[tuple[ExpertStore, Reshard]] = []
         self._arrived: dict[ExpertStore, tuple[Tensor, ...]] = {}
         self._flushing_backward = NO_BACKWARD
         # A runtime that is dropped without ``close`` leaves neither threads nor groups behind, except those of NCCL,
@@ -166,7 +166,7 @@ class MoERuntime(Lookahead):
         for _, transfer in self._reshards:
             transfer.start()
 
-    def delay(self, store: ExpertStore, transfer: ExpertTransfer[Gradients]) -> bool:
+    def delay(self, store: ExpertStore, transfer: Reshard) -> bool:
         """Starts the transfer of a gradient behind the next layer's backward, or at the end of this one."""
         if self._flushing_backward != current_backward():
             # Transfers that are left of a backward that raised belong to no step.

@@ -14,17 +14,7 @@ from torch import Tensor
 from moesys.config import Fsep, ModelShape
 from moesys.layout import ExpertLayout
 from moesys.moe.masters import ExpertForm, Master, Part, initial_expert
-from moesys.moe.store import (
-    ExpertShards,
-    Gradients,
-    HeldByRank,
-    RestoredExperts,
-    Steps,
-    add_in_order,
-    device_of,
-    index_of,
-    without_messages,
-)
+from moesys.moe.store import ExpertShards, HeldByRank, ReshardSteps, RestoreSteps, add_in_order, device_of, index_of
 from moesys.overlap.comm.channel import Channel
 
 
@@ -186,12 +176,12 @@ class ShardedExperts(ExpertShards):
 
     def restore(
         self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
-    ) -> Steps[RestoredExperts]:
+    ) -> RestoreSteps:
         hierarchical = self.sharding.restore == "hierarchical"
         restore = self._restore_hierarchical if hierarchical else self._restore_flat
         return restore(self.on_wire(masters, dtype), held, channel, detail)
 
-    def _restore_flat(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Steps[RestoredExperts]:
+    def _restore_flat(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> RestoreSteps:
         """Restores by one all-to-all: sends every rank this rank's slice of each expert that it holds."""
         num_held = len(held[self.rank])
         received = self.memory.new(wire_Es, self.num_ranks, num_held, self.wire_slice)
@@ -206,11 +196,9 @@ class ShardedExperts(ExpertShards):
         del wire_Es
         yield True
         transfer.wait()
-        return self._joined(received)
+        return self.restored_flat(self._joined(received))
 
-    def _restore_hierarchical(
-        self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str
-    ) -> Steps[RestoredExperts]:
+    def _restore_hierarchical(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> RestoreSteps:
         """Restores by two all-to-alls: one copy of each distinct expert goes into each node, to its carriers, who then
         spread it inside.
         """
@@ -248,18 +236,18 @@ class ShardedExperts(ExpertShards):
         del wire_Es, arrived, have, first
         yield True
         second.wait()
-        return self._joined(received[index_of(carriers.by_carrier, received).argsort()])
+        return self.restored_flat(self._joined(received[index_of(carriers.by_carrier, received).argsort()]))
 
-    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Steps[Gradients]:
-        if self.num_ranks == 1:
-            return without_messages((grads_DP,) if self.flat else tuple(self.form.views(grads_DP).values()))
-        hierarchical = self.sharding.reshard == "hierarchical"
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> ReshardSteps:
+        hierarchical = self.sharding.reshard == "hierarchical" and self.num_ranks > 1
         reshard = self._reshard_hierarchical if hierarchical else self._reshard_flat
         return reshard(grads_DP, layout.held_by_rank, channel, detail)
 
-    def _reshard_flat(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Steps[Gradients]:
+    def _reshard_flat(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> ReshardSteps:
         """Sends gradients by one all-to-all: every rank receives its slice of each gradient of this rank."""
         yield False
+        if self.num_ranks == 1:
+            return (grads_DP,) if self.flat else tuple(self.form.views(grads_DP).values())
         num_held = len(held[self.rank])
         received = self.memory.new(grads_DP, sum(map(len, held)), self.wire_slice)
         transfer = channel.all_to_all(
@@ -275,9 +263,7 @@ class ShardedExperts(ExpertShards):
         transfer.wait()
         return self._summed(received, [e for experts in held for e in experts], received)
 
-    def _reshard_hierarchical(
-        self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str
-    ) -> Steps[Gradients]:
+    def _reshard_hierarchical(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> ReshardSteps:
         """Sends gradients by two all-to-alls, a hierarchical restore backwards: they go to their carriers, who add
         those of their node in rank order; then one sum per node goes to its owner, who adds nodes in their order.
         """
@@ -335,7 +321,6 @@ class ShardedExperts(ExpertShards):
         out_Ns = self.memory.new(slices_Es, len(experts), self.wire_slice)
         return torch.index_select(slices_Es, 0, index_of(experts, slices_Es), out=out_Ns)
 
-    def _joined(self, received_RDs: Tensor) -> RestoredExperts:
+    def _joined(self, received_RDs: Tensor) -> Tensor:
         whole_DP = self.memory.new(received_RDs, received_RDs.shape[1], self.padded_parameters)
-        experts = self.form.weights(self.slices.join(received_RDs, whole_DP))
-        return self.restored(whole_DP.dtype, whole_DP.device, experts)
+        return self.slices.join(received_RDs, whole_DP)

@@ -12,21 +12,19 @@ R ranks, E experts, P_e parameters of an expert, D distinct experts held by this
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from moesys.balance.layout_schedule import LayoutSchedule
 from moesys.config import LayoutInvariant, ModelShape, Sharding
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
-from moesys.moe.masters import Expert, ExpertForm, Master, Masters
+from moesys.moe.masters import Expert, ExpertForm, KeptCasts, Master, Masters
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import ExpertWeights
 
@@ -177,8 +175,11 @@ def without_messages(result: T) -> Steps[T]:
     return result
 
 
-# Those of this rank's masters, part by part.
-Gradients = tuple[Tensor, ...]
+# Restores bring the experts that this rank is to hold, and reshards the gradients of its masters, part by part.
+RestoreSteps = Steps[RestoredExperts]
+ReshardSteps = Steps[tuple[Tensor, ...]]
+Restore = ExpertTransfer[RestoredExperts]
+Reshard = ExpertTransfer[tuple[Tensor, ...]]
 
 # Distinct experts of each rank, [R], in the order of their slots.
 HeldByRank = list[tuple[int, ...]]
@@ -236,11 +237,11 @@ class ExpertShards(ABC):
     @abstractmethod
     def restore(
         self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
-    ) -> Steps[RestoredExperts]:
+    ) -> RestoreSteps:
         """Returns the transfer of the experts that this rank is to hold, to be computed with in ``dtype``."""
 
     @abstractmethod
-    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Steps[Gradients]:
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> ReshardSteps:
         """Returns the transfer of slot gradients [D, padded_parameters] to the owners of the experts, who add them up.
         It begins with those that are summed inside nodes before they leave them; all others wait for its start.
         """
@@ -298,6 +299,10 @@ class ExpertShards(ABC):
         """Returns the held ``experts`` by slot, stacked or one by one, to be computed with in ``dtype``."""
         return RestoredExperts(self.form, dtype, self.memory, device, experts, not self.flat)
 
+    def restored_flat(self, flat_DP: Tensor) -> RestoredExperts:
+        """Returns the held experts that are [D, at least P], in their compute dtype."""
+        return self.restored(flat_DP.dtype, flat_DP.device, self.form.weights(flat_DP))
+
     def share_with(self, first: ExpertShards) -> None:
         """Uses the memory of ``first`` from now on, as the layers of a linked model do."""
         self.memory = first.memory
@@ -326,65 +331,6 @@ def add_in_order(parts: Iterable[Tensor], rows: Sequence[int], total_NP: Tensor)
     return total_NP
 
 
-class KeptCasts:
-    """The newest cast of masters, as long as nothing can have changed them: while gradients are collected, and no
-    optimizer has made a step.
-
-    A tensor's version is not enough: fused optimizers leave it as it is, and so do those that go through lists of
-    DTensors. So nothing is kept of parameters that no optimizer of this process has stepped yet. A cast is dropped
-    before a step of any optimizer, and made anew where parameters have no gradient yet, as at the beginning of a step,
-    or where they, their storage or their versions are others (``state_of_masters``, that of ``Masters``). What writes
-    through ``.data`` beside their optimizer, while they have gradients, goes unseen.
-    """
-
-    def __init__(self, state_of_masters: Callable[[], tuple[int, ...] | None]) -> None:
-        self._state_of_masters = state_of_masters
-        self._kept: tuple[tuple[int, ...], ExpertWeights] | None = None
-        # The parameter, by its id, that an optimizer has stepped.
-        self._stepped: int | None = None
-        this = weakref.ref(self)
-
-        def before(*_: object) -> None:
-            if (kept := this()) is not None:
-                kept.drop()
-
-        def behind(optimizer: Optimizer, *_: object) -> None:
-            if (kept := this()) is not None:
-                kept.drop()
-                kept._note(optimizer)
-
-        for hook in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(behind)):
-            weakref.finalize(self, hook.remove)
-
-    def _note(self, optimizer: Optimizer) -> None:
-        state = self._state_of_masters()
-        if state is not None and any(id(of) == state[0] for group in optimizer.param_groups for of in group["params"]):
-            self._stepped = state[0]
-
-    def find(self, dtype: torch.dtype) -> ExpertWeights | None:
-        """Returns the cast to ``dtype``, stacked; None where it is to be made."""
-        state = self._state()
-        if self._kept is None or state != self._kept[0] or self._kept[1].gate_up.dtype != dtype:
-            return None
-        return self._kept[1]
-
-    def keep(self, cast: ExpertWeights) -> None:
-        """Keeps a new cast, if it will be known whether it is still right."""
-        state = self._state()
-        self._kept = None if state is None else (state, cast)
-
-    def drop(self) -> None:
-        """Forgets it, and gives its memory back."""
-        self._kept = None
-
-    def _state(self) -> tuple[int, ...] | None:
-        # A captured graph runs again when masters have other values.
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return None
-        state = self._state_of_masters()
-        return state if state is not None and state[0] == self._stepped else None
-
-
 class ExpertStore:
     """Restores experts for a call, or ahead of the coming one, and reshards their gradients.
 
@@ -408,13 +354,11 @@ class ExpertStore:
         self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
         # The dtype in which the layer's last call computed; None before the first.
         self.dtype: torch.dtype | None = None
-        self._prefetched: (
-            tuple[tuple[ExpertLayout, int, torch.dtype | None], ExpertTransfer[RestoredExperts]] | None
-        ) = None
+        self._prefetched: tuple[tuple[ExpertLayout, int, torch.dtype | None], Restore] | None = None
 
     def start_restore(
         self, layout: ExpertLayout, dtype: torch.dtype, generation: int, masters: Sequence[Tensor] | None = None
-    ) -> ExpertTransfer[RestoredExperts]:
+    ) -> Restore:
         """Starts bringing the experts of ``layout`` here, to be computed with in ``dtype``, by messages of
         ``generation``. A collective. ``masters``: those of autograd, where they were read already.
         """
@@ -423,14 +367,12 @@ class ExpertStore:
 
     def rejoin(
         self, layout: ExpertLayout, dtype: torch.dtype, masters: Sequence[Tensor], lent: Mapping[int, Expert]
-    ) -> ExpertTransfer[RestoredExperts]:
+    ) -> Restore:
         """Returns the experts of ``layout``, of which those that were ``lent`` are here, by slot, without messages."""
         local = self.masters.by_part(masters)
         return ExpertTransfer(without_messages(self.shards.joined(local, layout.held_by_rank, lent, dtype)))
 
-    def _with_late(
-        self, early: ExpertTransfer[RestoredExperts], layout: ExpertLayout, dtype: torch.dtype, generation: int
-    ) -> Steps[RestoredExperts]:
+    def _with_late(self, early: Restore, layout: ExpertLayout, dtype: torch.dtype, generation: int) -> RestoreSteps:
         """Returns the transfer of what ``layout`` has more than the settled one, whose experts are ``early``."""
         rank = self.shards.rank
         settled, held = self.schedule.layout.held_by_rank, layout.held_by_rank
@@ -450,7 +392,7 @@ class ExpertStore:
 
     def _start(
         self, masters: Sequence[Master], held: HeldByRank, dtype: torch.dtype, generation: int, when: str
-    ) -> ExpertTransfer[RestoredExperts]:
+    ) -> Restore:
         if self.shards.keeps_all(held):
             return ExpertTransfer(without_messages(self.shards.all_of(masters, dtype)))
         name, channel = f"layer {self.layer_index}{when}", self.channel.tagged(generation)
@@ -466,9 +408,7 @@ class ExpertStore:
             layout = self.schedule.layout
             self._prefetched = (layout, pass_number, self.dtype), self.start_restore(layout, self.dtype, generation)
 
-    def take_prefetched(
-        self, pass_number: int, layout: ExpertLayout, generation: int
-    ) -> ExpertTransfer[RestoredExperts] | None:
+    def take_prefetched(self, pass_number: int, layout: ExpertLayout, generation: int) -> Restore | None:
         """Returns the experts of ``layout`` if those settled were brought ahead for this pass, which has not computed
         others since, and forgets them. Late ones set off now: a collective, where there are some.
         """
@@ -499,9 +439,7 @@ class ExpertStore:
         added = invariant and bool((layout.replicas_RE > 0).sum(axis=0).max() > 1)
         return self.shards.new_gradients(layout, device, torch.float64 if added else torch.float32)
 
-    def start_reshard(
-        self, grads_DP: Tensor, layout: ExpertLayout, generation: int, dtype: torch.dtype
-    ) -> ExpertTransfer[Gradients]:
+    def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout, generation: int, dtype: torch.dtype) -> Reshard:
         """Starts the transfer of slot gradients to their owners (``ExpertShards.reshard``), who get them in ``dtype``,
         that of masters. A collective.
         """
@@ -510,7 +448,7 @@ class ExpertStore:
         return ExpertTransfer(_in_dtype(steps, dtype))
 
 
-def _in_dtype(steps: Steps[Gradients], dtype: torch.dtype) -> Steps[Gradients]:
+def _in_dtype(steps: ReshardSteps, dtype: torch.dtype) -> ReshardSteps:
     # Gradients pass through float32, as some layouts add gradients up in float64 and others do not.
     gradients = yield from steps
     return tuple(gradient.float().to(dtype) for gradient in gradients)

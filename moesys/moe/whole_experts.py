@@ -15,16 +15,7 @@ from torch import Tensor
 from moesys.config import ModelShape
 from moesys.layout import ExpertLayout, lender_of_experts, owner_of_experts
 from moesys.moe.masters import ExpertForm, Master, initial_expert
-from moesys.moe.store import (
-    ExpertShards,
-    Gradients,
-    HeldByRank,
-    RestoredExperts,
-    Steps,
-    add_in_order,
-    device_of,
-    index_of,
-)
+from moesys.moe.store import ExpertShards, HeldByRank, ReshardSteps, RestoreSteps, add_in_order, device_of, index_of
 from moesys.overlap.comm.channel import Channel, Transfer
 
 
@@ -122,7 +113,7 @@ class WholeExperts(ExpertShards):
 
     def restore(
         self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
-    ) -> Steps[RestoredExperts]:
+    ) -> RestoreSteps:
         first = self.owned().start
         by_owners, passed_on = self._loans(held)
         taken = [_flat(loans.received_by(self.rank)) for loans in (by_owners, passed_on)]
@@ -178,7 +169,7 @@ class WholeExperts(ExpertShards):
                     row_place.copy_(master[row])
         return rows_NP
 
-    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Steps[Gradients]:
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> ReshardSteps:
         held = layout.held_by_rank
         by_owners, passed_on = self._loans(held)
         slot = {expert: slot for slot, expert in enumerate(held[self.rank])}
