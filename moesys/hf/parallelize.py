@@ -26,9 +26,11 @@ from moesys.hf.expert_parallel import check, check_module, run, shard, strategy_
 from moesys.hf.experts_module import is_experts
 from moesys.hf.padding import follow_padding, real_tokens
 from moesys.moe.experts import Experts, require_module
-from moesys.moe.gradients import BIASES, reshard_units
+from moesys.moe.gradients import BIASES, require_equal_values, reshard_units
 from moesys.moe.runtime import MoERuntime, link
 
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.record import Meter, Recorder
 EP = "ep"
 # The modules of a block that run by themselves, each with the one around it and with its parameters.
 Holders = dict[nn.Module, tuple[nn.Module, list[nn.Parameter]]]
@@ -66,6 +68,7 @@ def parallelize(
     LoRA on parameters, a module with parameters of two dtypes, a mesh without "ep", of other ranks than there are or of
     groups that cannot be put in order, and a strategy that does not fit, and TypeError for an argument of another type.
     The model is unchanged then. Add adapters and parametrizations first: the next forward raises ValueError for
+    Raises ``RankMismatchError`` on all ranks where they bring models that differ in a parameter or in a router's bias.
     trainable parameters that were added later.
     """
     require_module(model)
@@ -96,6 +99,8 @@ def parallelize(
         for index, module in enumerate(modules)
     ]
     missing = _buffers_without_memory(model)
+    everyone = Channel(dist.group.WORLD, [0] * num_ranks, Recorder(0), Meter(), expert_mesh.device_type)
+    require_equal_values(model, everyone, "parallelize()", torch.device(expert_mesh.device_type))
     whole = {parameter for parameter in kept if not parameter.requires_grad}
     for parameter in whole:
         # FSDP moves only what it shards.

@@ -92,10 +92,10 @@ def require_equal_values(
     if (new or always is not None) and (found := channel.differing(new, Position(call), device)):
         name, first, second = found
         raise RankMismatchError(
-            f"{call}: ranks {first} and {second} have other values of {name}, which every rank should have alike; make "
-            "the model with the same seed on all ranks (seed data apart, with a torch.Generator), or load or broadcast "
-            "the values of one rank before this call; mark parameters of which ranks have parts of their own by "
-            f"parameter.tensor_model_parallel = True. {ALIKE}"
+            f"{call}: ranks {first} and {second} differ in {name}, which every rank should have alike; make the model "
+            "with the same seed on all ranks (seed data apart, with a torch.Generator), or load or broadcast the "
+            "values of one rank before this call; outside of ms.parallelize, mark parameters of which ranks have parts "
+            f"of their own by parameter.tensor_model_parallel = True. {ALIKE}"
         )
     compared.update(alike)
 

@@ -139,6 +139,59 @@ def test_copies_of_experts_with_outside_masters_read_their_own_or_are_refused() 
     assert torch.equal(copied(x_TH), wanted)
 
 
+def head(model: Any) -> None:
+    model.lm_head.weight[3, 5] += 1e-4
+
+
+def expert(model: Any) -> None:
+    model.model.layers[1].mlp.experts.down_proj.requires_grad_(False)[7] *= 2
+
+
+def bias(model: Any) -> None:
+    model.model.layers[1].mlp.gate.e_score_correction_bias[0] += 1
+
+
+def in_half(model: Any) -> None:
+    """Zeros have the same bits in either dtype."""
+    model.model.layers[0].self_attn.q_proj.to(torch.bfloat16)
+
+
+def extra(model: Any) -> None:
+    model.model.norm.scale = nn.Parameter(torch.zeros(3))
+
+
+# What rank 1 has otherwise, and its name.
+DIFFER: dict[Any, str] = {
+    head: "lm_head.weight",
+    expert: "model.layers.1.mlp.experts.down_proj",
+    bias: "model.layers.1.mlp.gate.e_score_correction_bias",
+    in_half: "model.layers.0.self_attn.q_proj.weight",
+    extra: "model.norm.scale",
+}
+
+
+@torch.no_grad()
+def differing_models(sizes: tuple[int, int]) -> list[str]:
+    mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep"))
+    said = []
+    for change in DIFFER:
+        model = drawn("deepseek_v3", EXPERTS)
+        model.model.layers[0].self_attn.q_proj = nn.Linear(3, 2, bias=False)
+        model.model.layers[0].self_attn.q_proj.weight.zero_()
+        if dist.get_rank() == 1:
+            change(model)
+        said.append(refusal(ms.parallelize, model, lent(sizes[1]), mesh))
+    return said
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=["one group", "two copies"])
+def test_models_that_differ_between_ranks_are_refused(ranks: LocalRanks, sizes: tuple[int, int]) -> None:
+    """Not: sharded into a mixture of both."""
+    for said in ranks.run(differing_models, sizes, num_ranks=2, timeout_s=60.0):
+        for name, message in zip(DIFFER.values(), said, strict=True):
+            assert message.startswith(f"RankMismatchError: parallelize(): ranks 0 and 1 differ in {name}, which")
+
+
 # --- hangs --------------------------------------------------------------------------------------------------------
 
 

@@ -459,7 +459,7 @@ def test_values_that_differ_are_noticed_in_the_first_call(ranks: LocalRanks) -> 
     names += ("head.weight", "head.weight", "head.expert_bias")
     for said in ranks.run(other_values, num_ranks=2):
         for name, text in zip(names, said, strict=True):
-            assert f"ranks 0 and 1 have other values of {name}, which every rank should have alike" in text
+            assert f"ranks 0 and 1 differ in {name}, which every rank should have alike" in text
 
 
 def equal_values() -> list[str]:

@@ -10,7 +10,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol, Self, TypeVar
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -297,8 +299,8 @@ class Channel:
     def differing(
         self, tensors: Mapping[str, Tensor], at: Position, device: torch.device
     ) -> tuple[str, int, int] | None:
-        """Returns the name of a tensor of which two ranks have other bits, and these ranks; None if there is none. The
-        same on all ranks; a collective. Raises as ``all_gather`` does.
+        """Returns the name of a tensor of which two ranks have other bits, shapes or dtypes, or that one of them lacks,
+        and these ranks; None if there is none. The same on all ranks; a collective. Raises as ``all_gather`` does.
 
         Shards of a ``DTensor`` differ by right: ranks compare those shards only of which several have a copy. Tensors
         without values, and parameters that Megatron's ``tensor_model_parallel`` marks as parts, are left out.
@@ -309,14 +311,17 @@ class Channel:
         # The host waits once for all of them.
         digests = [_digest(each).to(device) for each in shared.values()]
         numbers = torch.stack(digests).tolist() if digests else []
-        mine = {name: (_shard_of(each), number) for (name, each), number in zip(shared.items(), numbers, strict=True)}
+        mine: dict[str, tuple[str, int] | None] = dict.fromkeys(tensors)
+        for (name, each), number in zip(shared.items(), numbers, strict=True):
+            mine[name] = _shard_of(each), number ^ crc32(f"{[*each.shape]} {each.dtype}".encode())
         found_R = [json.loads(said) for said in self.gather_bytes(json.dumps(mine).encode(), at, device)]
-        first: dict[tuple[str, str], tuple[int, int]] = {}
-        for rank, found in zip(self.members, found_R, strict=True):
-            for name, (shard, digest) in found.items():
-                other, others = first.setdefault((name, shard), (rank, digest))
-                if digest != others:
-                    return name, other, rank
+        for name in dict.fromkeys(chain.from_iterable(found_R)):
+            first: dict[str, tuple[int, int | None]] = {}
+            for rank, found in zip(self.members, found_R, strict=True):
+                if (said := found.get(name, ("", None))) is not None:
+                    other, digest = first.setdefault(said[0], (rank, said[1]))
+                    if digest != said[1]:
+                        return name, other, rank
         return None
 
     def compare_calls(self) -> None:
