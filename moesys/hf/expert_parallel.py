@@ -31,7 +31,7 @@ from moesys.hf.experts_module import ExpertsModule, compute_dtype, is_experts
 from moesys.hf.padding import real_tokens
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.experts import Experts, attach
-from moesys.moe.gradients import is_freed
+from moesys.moe.gradients import is_lost
 from moesys.moe.masters import DTYPE_NAMES, local_part
 from moesys.moe.outside import OutsideExperts, Parts
 from moesys.torch_private import NO_BACKWARD, current_backward, hooks_of, unseen_by_selective_checkpoints
@@ -115,28 +115,29 @@ def _divide(num_batches: int, gradients: Tensor) -> None:
     gradients.div_(num_batches)
 
 
-def watch_optimizers(owner: nn.Module, replaced: Iterable[nn.Parameter] = ()) -> None:
-    """Makes the first step of an optimizer raise ValueError if it has parameters that nothing trains: ``replaced`` ones
-    or copies that FSDP had gathered. Ends when ``owner`` does, whose FSDP unit takes up what steps have changed.
+def watch_optimizers(owner: nn.Module, replaced: Iterable[Any] = ()) -> None:
+    """Makes a step of an optimizer raise ValueError if it has parameters that nothing trains: ``replaced`` ones or
+    copies that FSDP had gathered. Ends when ``owner`` does, whose FSDP unit takes up what steps have changed.
     """
-    known = {id(each): weakref.ref(each) for each in replaced}
-    this, checked = weakref.ref(owner), weakref.WeakSet[Optimizer]()
+    for parameter in replaced:
+        parameter.moesys_replaced = True
+    this, checked = weakref.ref(owner), weakref.WeakKeyDictionary[Optimizer, list[int]]()
 
     def before_step(optimizer: Optimizer, *_: object) -> None:
         # FSDP reads gathered parameters in backward, where optimizers step parameter by parameter.
         if current_backward() == NO_BACKWARD and isinstance(module := this(), FSDPModule):
             module.reshard()
-        if optimizer in checked:
-            return
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        lost = [each for each in parameters if is_freed(each) or (id(each) in known and known[id(each)]() is each)]
-        if lost:
+        # Groups may be added between steps.
+        if checked.get(optimizer) == (ids := [*map(id, parameters)]):
+            return
+        if lost := [each for each in parameters if is_lost(each)]:
             raise ValueError(
                 f"{len(lost)} of the {len(parameters)} parameters of {type(optimizer).__name__} are not the model's: "
                 "ms.parallelize has replaced them, or FSDP had gathered them for a forward, so nothing trains them; "
                 "make the optimizer behind ms.parallelize, and before any evaluation of a model that is not linked"
             )
-        checked.add(optimizer)
+        checked[optimizer] = ids
 
     weakref.finalize(owner, register_optimizer_step_pre_hook(before_step).remove)
 

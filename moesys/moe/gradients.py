@@ -194,10 +194,11 @@ def _parameters_of(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
     parameters = list(given) if isinstance(given, Iterable) else [given]
     if others := [type(each).__name__ for each in parameters if not isinstance(each, Tensor)]:
         raise TypeError(f"model has a {others[0]} in it; give a torch.nn.Module, or an iterable of its parameters")
-    if any(map(is_freed, parameters)):
+    if any(map(is_lost, parameters)):
         raise ValueError(
-            "model has parameters that FSDP had gathered for a forward and has freed since, whose gradients it would "
-            "leave out; give the module itself, or its parameters as model.parameters() has them now"
+            "model has parameters that nothing trains, because ms.parallelize has replaced them, or FSDP had gathered "
+            "them for a forward and has freed them since; give the module itself, or its parameters as "
+            "model.parameters() has them now"
         )
     if not parameters:
         raise ValueError("model has no parameters, or its iterator of parameters is used up; give the module itself")
@@ -213,8 +214,12 @@ def reshard_units(model: nn.Module) -> None:
             module.reshard()
 
 
-def is_freed(parameter: Tensor) -> bool:
-    """Returns whether a parameter is a copy that FSDP had gathered and has freed."""
+def is_lost(parameter: Tensor) -> bool:
+    """Returns whether nothing trains a parameter: ``ms.parallelize`` has replaced it, which it marks so, or it is a
+    copy that FSDP had gathered and has freed.
+    """
+    if getattr(parameter, "moesys_replaced", False):
+        return True
     plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided and not parameter.is_meta
     return plain and parameter.numel() > 0 and parameter.untyped_storage().size() == 0
 

@@ -134,7 +134,7 @@ def test_an_optimizer_of_gathered_copies_is_refused_and_a_link_leaves_none(ranks
         step, clip = found.split("\n")
         assert "parameters of SGD are not the model's" in step
         assert "before any evaluation of a model that is not linked" in step
-        assert "parameters that FSDP had gathered for a forward and has freed since" in clip
+        assert "or FSDP had gathered them for a forward and has freed them since" in clip
     assert ranks.run(optimizers_of_copies, tmp_path, True, num_ranks=2, timeout_s=60.0) == ["it was not refused"] * 2
 
 
@@ -142,7 +142,8 @@ def early_optimizers() -> list[str]:
     found = []
     for meta in (False, True):
         model = drawn("qwen3_moe").to("meta") if meta else drawn("qwen3_moe")
-        early = torch.optim.AdamW([{"params": [each]} for each in model.parameters()], lr=1e-3)
+        before = [*model.parameters()]
+        early = torch.optim.AdamW([{"params": [each]} for each in before], lr=1e-3)
         runtime = ms.parallelize(model, FSEP)
         late = torch.optim.AdamW(model.parameters(), lr=1e-3)
         other = nn.Linear(2, 2)
@@ -155,14 +156,22 @@ def early_optimizers() -> list[str]:
         # The same again, as a loop that catches errors goes on.
         found += [refusal(early.step), refusal(early.step)]
         runtime.close()
+        late.add_param_group({"params": before[3:5]})
+        found += [refusal(late.step), refusal(ms.clip_grad_norm_, before, 1.0)]
     return found
 
 
-def test_an_optimizer_that_was_made_before_parallelize_is_refused(ranks: LocalRanks) -> None:
+def test_parameters_from_before_parallelize_are_refused(ranks: LocalRanks) -> None:
+    """By optimizers, also in groups that are added after the first step, and by clipping."""
     for found in ranks.run(early_optimizers, num_ranks=2, timeout_s=60.0):
-        assert len(found) == 4
-        for message in found:
-            assert message.startswith("ValueError: 25 of the 25 parameters of AdamW are not the model's"), message
+        assert len(found) == 8
+        for number, message in enumerate(found):
+            if number % 4 == 3:
+                assert message.startswith("ValueError: model has parameters that nothing trains, because ms.parallel")
+                assert "give the module itself, or its parameters as model.parameters() has them now" in message
+                continue
+            count = "2 of the 27" if number % 4 == 2 else "25 of the 25"
+            assert message.startswith(f"ValueError: {count} parameters of AdamW are not the model's"), message
             assert "make the optimizer behind ms.parallelize" in message
 
 

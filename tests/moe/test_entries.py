@@ -388,12 +388,17 @@ def test_optimizers_on_matrices_do_not_get_experts() -> None:
             optimizer.step()
     assert torch.equal(masters, before)
     # Other parameters, other optimizers, and groups that such an optimizer trains by element.
-    torch.optim.Muon([layer.router.weight]).step()
+    muon = torch.optim.Muon([layer.router.weight])
+    muon.step()
     OnMatrices([{"params": [masters], "use_muon": False}]).step()
     OnMatrices([{"params": [masters], "algorithm": "adamw"}]).step()
     torch.optim.AdamW([masters]).step()
     Descent([masters], lr=0.1).step()
     assert not torch.equal(masters, before)
+    # A group that is added later is as any other.
+    muon.add_param_group({"params": [masters]})
+    with pytest.raises(TypeError, match="Muon takes masters"):
+        muon.step()
 
 
 def test_clipping_refuses_what_has_no_gradients() -> None:
