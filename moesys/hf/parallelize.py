@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
+from inspect import signature
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,9 +29,9 @@ from moesys.hf.padding import follow_padding, real_tokens
 from moesys.moe.experts import Experts, require_module
 from moesys.moe.gradients import BIASES, require_equal_values, reshard_units
 from moesys.moe.runtime import MoERuntime, link
-
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
+
 EP = "ep"
 # The modules of a block that run by themselves, each with the one around it and with its parameters.
 Holders = dict[nn.Module, tuple[nn.Module, list[nn.Parameter]]]
@@ -67,8 +68,8 @@ def parallelize(
     Raises ValueError for a model without MoE blocks, one whose experts moesys cannot run or have adapters other than
     LoRA on parameters, a module with parameters of two dtypes, a mesh without "ep", of other ranks than there are or of
     groups that cannot be put in order, and a strategy that does not fit, and TypeError for an argument of another type.
-    The model is unchanged then. Add adapters and parametrizations first: the next forward raises ValueError for
     Raises ``RankMismatchError`` on all ranks where they bring models that differ in a parameter or in a router's bias.
+    The model is unchanged then. Add adapters and parametrizations first: the next forward raises ValueError for
     trainable parameters that were added later.
     """
     require_module(model)
@@ -98,9 +99,9 @@ def parallelize(
         strategy_experts(module, strategy, expert_mesh[EP], index, num_ranks, cluster, dtype, adapters.get(module, ()))
         for index, module in enumerate(modules)
     ]
-    missing = _buffers_without_memory(model)
     everyone = Channel(dist.group.WORLD, [0] * num_ranks, Recorder(0), Meter(), expert_mesh.device_type)
     require_equal_values(model, everyone, "parallelize()", torch.device(expert_mesh.device_type))
+    missing = _buffers_without_memory(model)
     whole = {parameter for parameter in kept if not parameter.requires_grad}
     for parameter in whole:
         # FSDP moves only what it shards.
@@ -138,9 +139,11 @@ def parallelize(
     # Ranks may differ in the modules that a batch uses, such as a vision tower, and FSDP reduces what was used.
     if hasattr(first, "set_reduce_scatter_unused_params"):  # not in every torch that is supported
         first.set_reduce_scatter_unused_params(True)
-    model.register_load_state_dict_pre_hook(_refuse_whole_tensors)
+    each: Any
     for each in model.modules():
-        if isinstance(each, PreTrainedModel):
+        each.register_load_state_dict_pre_hook(partial(_refuse_whole_tensors, model))
+        # PEFT's models pass on names that they lack to the model inside.
+        if hasattr(type(each), "save_pretrained"):
             each.__dict__["save_pretrained"] = partial(_save, each.save_pretrained)
     follow_padding(model)
     known = WeakKeyDictionary({module: frozenset(_own_parameters(module)) for module in model.modules()})
@@ -359,9 +362,14 @@ def _gather(part: FSDPModule, *_: object) -> None:
     part.unshard()
 
 
-def _refuse_whole_tensors(model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object) -> None:
-    """Raises ValueError for a state with whole tensors of what the model has sharded."""
-    reshard_units(model)
+def _refuse_whole_tensors(
+    whole_model: nn.Module, model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
+) -> None:
+    """Raises ValueError for a state with whole tensors of what ``model``, a part of ``whole_model``, has sharded."""
+    if prefix and model is not whole_model:
+        # It is loaded with the module around it, which has been checked.
+        return
+    reshard_units(whole_model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and not isinstance(state.get(prefix + name, parameter), DTensor):
             raise ValueError(
@@ -371,14 +379,21 @@ def _refuse_whole_tensors(model: nn.Module, state: Mapping[str, Any], prefix: st
             )
 
 
-def _save(save: Any, folder: Any, is_main_process: bool = True, state_dict: Any = None, **options: Any) -> None:
-    """Calls ``save_pretrained`` of transformers, which gathers nothing. Raises ValueError without whole tensors."""
-    if state_dict is None or any(isinstance(each, DTensor) for each in state_dict.values()):
+def _save(save: Any, *arguments: Any, **options: Any) -> None:
+    """Calls ``save_pretrained`` of transformers or PEFT, which gathers nothing. Raises ValueError without whole tensors
+    to write.
+    """
+    given = signature(save).bind(*arguments, **options).arguments
+    state = given.get("state_dict", options.get("state_dict"))
+    missing = state is None or (not state and given.get("is_main_process", True))
+    if missing or any(isinstance(each, DTensor) for each in state.values()):
         raise ValueError(
-            "save_pretrained of transformers does not gather what ms.parallelize has sharded; call "
-            "ms.hf.save_pretrained(model, folder) on every rank, or give state_dict= with whole tensors"
+            "save_pretrained() does not gather what ms.parallelize has sharded; call ms.hf.save_pretrained(model, "
+            "folder) on every rank, or for adapters state = get_model_state_dict(model, options=StateDictOptions("
+            "full_state_dict=True, cpu_offload=True)) on every rank and model.save_pretrained(folder, state_dict=state)"
+            " on rank 0"
         )
-    save(folder, is_main_process, state_dict, **options)
+    save(*arguments, **options)
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import refusal
 from hf_models import SMALL, drawn, loaded, text, whole
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -155,9 +156,9 @@ def early_optimizers() -> list[str]:
             optimizer.step()
         # The same again, as a loop that catches errors goes on.
         found += [refusal(early.step), refusal(early.step)]
-        runtime.close()
         late.add_param_group({"params": before[3:5]})
         found += [refusal(late.step), refusal(ms.clip_grad_norm_, before, 1.0)]
+        runtime.close()
     return found
 
 
@@ -437,6 +438,16 @@ def test_experts_without_a_declaration_are_named() -> None:
 # --- calls of other libraries -------------------------------------------------------------------------------------
 
 
+# Parts of a model: a module, a module that is no FSDP unit, a block, its experts, and the model inside.
+PARTS = ("lm_head", "model.norm", "model.layers.0", "model.layers.1.mlp.experts", "model")
+
+
+def part_of(model: Any, state: dict[str, Tensor], part: str) -> tuple[Any, dict[str, Tensor]]:
+    """Returns a part of a model and its state."""
+    named = {name.removeprefix(f"{part}."): each for name, each in state.items() if name.startswith(f"{part}.")}
+    return model.get_submodule(part), named
+
+
 def foreign_calls(folder: Path) -> list[str]:
     """Returns refusals of saving and loading whole tensors; what the messages name works."""
     model = drawn("qwen3_moe")
@@ -444,8 +455,15 @@ def foreign_calls(folder: Path) -> list[str]:
     runtime = ms.parallelize(model, FSEP)
     refused = [refusal(model.save_pretrained, folder), refusal(model.model.save_pretrained, folder)]
     refused.append(refusal(partial(model.save_pretrained, folder, state_dict=get_model_state_dict(model))))
+    refused.append(refusal(partial(model.save_pretrained, save_directory=folder)))
+    refused.append(refusal(partial(model.save_pretrained, save_directory=folder, state_dict={})))
     evaluate(model, "with gradients")
     refused.append(refusal(model.load_state_dict, plain))
+    for part in PARTS:
+        whole_part, of_part = part_of(model, plain, part)
+        refused.append(refusal(partial(whole_part.load_state_dict, strict=False), of_part))
+        set_model_state_dict(whole_part, {**of_part}, options=StateDictOptions(full_state_dict=True))
+        assert all(torch.equal(whole(each), of_part[name]) for name, each in whole_part.named_parameters())
     set_model_state_dict(model, {**plain}, options=StateDictOptions(full_state_dict=True))
     assert all(torch.equal(whole(each), plain[name]) for name, each in model.named_parameters())
     model.load_state_dict(get_model_state_dict(model))
@@ -460,9 +478,47 @@ def foreign_calls(folder: Path) -> list[str]:
 
 
 def test_calls_that_would_mix_whole_and_sharded_tensors_are_refused(ranks: LocalRanks, tmp_path: Path) -> None:
-    for *saves, load in ranks.run(foreign_calls, tmp_path / "saved", num_ranks=2, timeout_s=60.0):
+    for found in ranks.run(foreign_calls, tmp_path / "saved", num_ranks=2, timeout_s=60.0):
+        saves, loads = found[:5], found[5:]
         for message in saves:
-            assert message.startswith("ValueError: save_pretrained of transformers does not gather"), message
+            assert message.startswith("ValueError: save_pretrained() does not gather what"), message
             assert "ms.hf.save_pretrained(model, folder) on every rank" in message
-        assert "was given model.embed_tokens.weight whole, and ms.parallelize has sharded it; call on every" in load
-        assert "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))" in load
+        names = ("model.embed_tokens.weight", "weight", "weight", "", "gate_up_proj", "embed_tokens.weight")
+        assert len(loads) == len(names)
+        for name, message in zip(names, loads, strict=True):
+            assert f"{name} whole, and ms.parallelize has sharded it; call on every" in message, message
+            assert "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))" in message
+
+
+def adapters_saved(folder: Path) -> list[str]:
+    """Returns refusals of PEFT's saving; what the message names works."""
+    torch.manual_seed(0)
+    model = get_peft_model(drawn("qwen3_moe"), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    wanted = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
+    ms.parallelize(model, FSEP).close()
+    refused = [
+        refusal(partial(model.save_pretrained, *given, **options))
+        for given, options in (
+            ([folder], {}),
+            ([], {"save_directory": folder}),
+            ([folder], {"state_dict": get_model_state_dict(model)}),
+        )
+    ]
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+    else:
+        refused.append(refusal(partial(model.save_pretrained, folder, state_dict=state)))
+    dist.barrier()
+    again = PeftModel.from_pretrained(drawn("qwen3_moe"), folder).state_dict()
+    assert all(torch.equal(again[name], each) for name, each in wanted.items())
+    return refused
+
+
+def test_adapters_that_nobody_gathers_are_not_saved(ranks: LocalRanks, tmp_path: Path) -> None:
+    found = ranks.run(adapters_saved, tmp_path / "saved", num_ranks=2, timeout_s=60.0)
+    for messages, count in zip(found, (3, 4), strict=True):
+        assert len(messages) == count
+        for message in messages:
+            assert message.startswith("ValueError: save_pretrained() does not gather what"), message
+            assert "model.save_pretrained(folder, state_dict=state) on rank 0" in message
