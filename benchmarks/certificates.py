@@ -16,13 +16,13 @@ from typing import Annotated
 
 import numpy as np
 
+from benchmarks.seconds_certificate import certify_seconds
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.balance.planners import plan_layout, warm_up
-from moesys.balance.seconds_certificate import certify_seconds
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Strategy, presets
 from moesys.config.overlap import Sequential
 from moesys.config.workload import Generated
@@ -193,7 +193,7 @@ def bench_certificates(
     rows = [row_of(case, [found[case, seed] for seed in range(seeds)]) for case in CASES]
     notes = [
         "Seconds of a planned layer, divided by the least that any layout with these slots and any split takes "
-        f"(ms.certify_seconds, without latencies, tiles and memory): the median of {seeds} seeds, and the largest.",
+        f"(certify_seconds, without latencies, tiles and memory): the median of {seeds} seeds, and the largest.",
         "Layouts are planned on one load and used on the next one, of the same popularity: log-normal with skew 1, "
         "nearly equal on all ranks. Hot nodes: each node has its own hot experts. Greedy has drift=0.",
         f"A layer's forward and backward of {TOKENS_PER_RANK:,} tokens per rank on nodes of 8 H100, transfers exposed.",

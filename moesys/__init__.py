@@ -17,7 +17,6 @@ from moesys.kinds import BALANCES, OVERLAPS, SPLITS, did_you_mean
 _NAMES = {
     "moesys.balance.budget": "replica_budget",
     "moesys.balance.certificate": "Certificate certify",
-    "moesys.balance.seconds_certificate": "SecondsCertificate certify_seconds",
     "moesys.balance.flow.max_load": "min_max_load",
     "moesys.balance.plan": "LayerPlan StepPlan plan_layer",
     "moesys.balance.planners": "plan_layout plan_layouts split_tokens",

@@ -24,8 +24,6 @@ from moesys.balance.predictors import LoadHistory as LoadHistory
 from moesys.balance.predictors import measured_drift as measured_drift
 from moesys.balance.proportional_split import Proportional as Proportional
 from moesys.balance.quotas import Quotas as Quotas
-from moesys.balance.seconds_certificate import SecondsCertificate as SecondsCertificate
-from moesys.balance.seconds_certificate import certify_seconds as certify_seconds
 from moesys.balance.static import Static as Static
 from moesys.balance.ultra_ep import UltraEp as UltraEp
 from moesys.collectives import CollectiveError as CollectiveError
@@ -181,7 +179,6 @@ __all__ = [
     "RestOfStep",
     "RunResult",
     "SearchBounds",
-    "SecondsCertificate",
     "Sequential",
     "Simulation",
     "Slurm",
@@ -200,7 +197,6 @@ __all__ = [
     "Watch",
     "WindowMean",
     "certify",
-    "certify_seconds",
     "clip_grad_norm_",
     "compare",
     "compare_records",

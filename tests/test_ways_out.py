@@ -27,6 +27,7 @@ import moesys as ms
 from benchmarks.__main__ import PAGES
 from benchmarks.leaderboard.planners import named_planner
 from benchmarks.leaderboard.workloads import recorded_in, settings
+from benchmarks.seconds_certificate import certify_seconds
 from moesys.__main__ import COMMANDS
 from moesys.config.hub import read_config
 from moesys.config.member import RECORDED

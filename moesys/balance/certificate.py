@@ -1,7 +1,6 @@
 """A certificate in tokens: how good a plan is, and what proves it.
 
-``certify`` compares a plan's busiest rank with bounds that no split, or no layout at all, can go below. For bounds in
-seconds, see ``seconds_certificate``.
+``certify`` compares a plan's busiest rank with bounds that no split, or no layout at all, can go below.
 """
 
 from __future__ import annotations

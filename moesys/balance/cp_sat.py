@@ -19,9 +19,9 @@ from scipy.optimize import linear_sum_assignment
 from moesys.balance.certificate import greatest_bound
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load, tight_set
+from moesys.balance.flow.step_cost import plan_seconds
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.seconds_certificate import plan_seconds
 from moesys.balance.topology import (
     domains_of,
     layout_from_rows,

@@ -13,10 +13,10 @@ import moesys as ms
 from moesys.balance.cp_sat import CpSat, solve_cp_sat
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.flow.step_cost import plan_seconds
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.seconds_certificate import plan_seconds
 from moesys.config import ClusterSpec
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 
 import moesys as ms
+from benchmarks.seconds_certificate import certify_seconds
 from moesys import cost
 from moesys.balance.planners import split_tokens
-from moesys.balance.seconds_certificate import certify_seconds
 from moesys.config import presets
 
 WIDE = ms.ModelShape(hidden_size=64, intermediate_size=8, num_experts=1, top_k=1, dtype="bfloat16")

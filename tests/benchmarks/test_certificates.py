@@ -14,6 +14,7 @@ import moesys as ms
 from benchmarks import certificates
 from benchmarks.__main__ import app
 from benchmarks.certificates import CaseRatios, Distance, PlannedCase, certify_case, row_of
+from benchmarks.seconds_certificate import certify_seconds
 
 CASE = PlannedCase("MIXTRAL_8X7B", 16, 2)
 
@@ -40,7 +41,7 @@ def test_a_case_is_certified_as_users_do_it() -> None:
         layout = ms.plan_layout(before, cluster, strategy.balance, 2, model=model, strategy=strategy)
         plan = ms.plan_layer(strategy, model, cluster, later, layout=layout)
         us[name] = ms.simulate(ms.StepPlan(strategy, model, cluster, (plan,))).length_us
-        gap = ms.certify_seconds(plan.tokens, cluster, model, strategy).gap
+        gap = certify_seconds(plan.tokens, cluster, model, strategy).gap
         assert (1 / found.least_over_laer if name == "laer" else found.over[name]) == pytest.approx(1 + gap)
     assert found.over_laer == pytest.approx(us["direct"] / us["laer"])
     assert len({round(ratio, 6) for ratio in found.over.values()}) == len(found.over) == 5

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.topology import link_domains_of, nodes_of
+from moesys.balance.flow.token_routes import list_replicas
+from moesys.balance.topology import link_domains_of, nodes_of, tokens_by_node
 from moesys.compiled import borrowing, compiled
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
 from moesys.config.workload import Recompute
@@ -34,7 +35,7 @@ from moesys.cost import (
     restore_bytes,
     row_product_seconds,
 )
-from moesys.layout import ExpertLayout
+from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray
 from moesys.row_traffic import parts_of_bytes
 
@@ -138,6 +139,35 @@ def _chunks(overlap: Overlap | None) -> int:
     if overlap is None:
         return 1
     return MEGA_CHUNKS if overlap.reaches_memory else overlap.chunks
+
+
+def plan_seconds(
+    plan: TokenPlan,
+    cluster: ClusterSpec,
+    model: ModelShape,
+    sharding: Sharding,
+    overlap: Overlap | None,
+    units_per_token: int = 1,
+    *,
+    late_slots: int = 0,
+    recompute: Recompute = "none",
+    rest_seconds: float = 0.0,
+) -> float:
+    """Returns what a layer adds to a step under ``plan``, as planners count it; a token of a micro-batch is
+    ``units_per_token`` of the plan's.
+
+    ``late_slots``: of the layout's slots those that are filled when the counts are known, the last of each rank.
+    ``rest_seconds``: of the forward of the rest of the layer, behind which experts may travel; it is not counted.
+    """
+    layout, load, domain_R = plan.layout, plan.load, link_domains_of(cluster)
+    prices = prices_of(model, cluster, load.total, overlap, units_per_token, recompute, chunked=True)
+    how = (layout, model, cluster, sharding, units_per_token)
+    prices, gradients = with_experts(prices, *how, late_slots=late_slots, rest_seconds=rest_seconds)
+    supply_DE, _ = tokens_by_node(load.tokens_RE, domain_R)
+    table = list_replicas(layout.expert_RS, layout.num_experts)
+    tokens_P = np.ascontiguousarray(plan.tokens_RER.sum(axis=0)[table.expert_P, table.rank_P])
+    cost, _ = split_cost(load.tokens_RE, supply_DE, domain_R, table, tokens_P, prices)
+    return (int(cost) + gradients) * prices.unit_s / units_per_token
 
 
 def crosses_once(overlap: Overlap | None, cluster: ClusterSpec) -> bool:

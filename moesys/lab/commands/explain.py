@@ -20,7 +20,6 @@ from moesys.balance.plan import LayerPlan, StepPlan, why_not
 from moesys.balance.planners import split_tokens
 from moesys.balance.predictors import window
 from moesys.balance.replay import Replan, ReplayBatch, replay_layer
-from moesys.balance.seconds_certificate import certify_seconds
 from moesys.config import Fsep, ModelShape, Oracle, Strategy
 from moesys.config.base import check_type
 from moesys.config.experiment import Experiment
@@ -236,7 +235,6 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[ReplayBatch], simu
         max_over_mean=tokens.max_over_mean,
         even_max_over_mean=split_tokens(load, layout, cluster, EvenSplit(), plan.turn).max_over_mean,
         least_max_over_mean=least,
-        seconds=certify_seconds(tokens, cluster, step.model, step.strategy),
         on_rank=on_rank,
         within_node=load.total - on_rank - between_nodes,
         between_nodes=between_nodes,

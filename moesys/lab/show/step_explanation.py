@@ -12,7 +12,6 @@ import numpy as np
 from rich.text import Text
 from rich.tree import Tree
 
-from moesys.balance.seconds_certificate import SecondsCertificate
 from moesys.config import BYTES_PER_GB, ClusterSpec, Fsep, Strategy
 from moesys.config.base import python_value
 from moesys.display import Columns, Display, counted, listed
@@ -75,7 +74,6 @@ class LayerExplanation:
     change: None if the layout is still the first one. num_kept: the number of plans after it that moved nothing.
     tokens_R: tokens that each rank computes. busiest_rank: the rank with most; busiest_tokens: by its heaviest experts.
     max_over_mean: over ranks; under ``EvenSplit``; and the least that any split over this layout reaches.
-    seconds: the time of a sequential step of this plan, and a lower bound for all plans.
     on_rank, within_node, between_nodes: tokens whose expert is on their own rank, on another of its node, elsewhere.
     mean_ms, critical_ms: the layer's part of those of ``StepExplanation``.
     """
@@ -90,7 +88,6 @@ class LayerExplanation:
     max_over_mean: Annotated[float, Column("ranks, this split", ".3f")]
     even_max_over_mean: Annotated[float, Column("ranks, even split", ".3f")]
     least_max_over_mean: Annotated[float, Column("ranks, least", ".3f")]
-    seconds: SecondsCertificate
     on_rank: int
     within_node: int
     between_nodes: int
@@ -409,7 +406,6 @@ def _split_branch(branch: Tree, layer: LayerExplanation) -> None:
         ("leave the node", layer.between_nodes),
     ):
         add_line(split, name, f"{tokens:,} tokens ({100 * tokens / max(1, layer.num_tokens):.1f} %)")
-    add_line(split, "seconds", str(layer.seconds))
     rank = layer.busiest_rank
     experts = ", ".join(f"expert {expert} {tokens:,}" for expert, tokens in layer.busiest_tokens.items() if tokens)
     add_line(split, "busiest", f"rank {rank} with {layer.tokens_R[rank]:,} tokens: {experts or 'none'}")

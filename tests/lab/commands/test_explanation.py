@@ -94,7 +94,6 @@ def test_every_count_is_that_of_the_plans_own_entries():
         assert found.tokens_R == plan.tokens_R.tolist()
         assert (found.max_over_mean, found.even_max_over_mean) == (plan.max_over_mean, even.max_over_mean)
         assert found.least_max_over_mean == found.max_over_mean, "a flow split attains the bound"
-        assert found.seconds.plan_s >= found.seconds.bound_s > 0
         assert (found.on_rank, found.within_node, found.between_nodes) == tuple(places.values())
         traffic = {of.kind: (of.intra_node_bytes, of.inter_node_bytes, of.times) for of in found.traffic}
         assert traffic == {

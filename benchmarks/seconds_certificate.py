@@ -12,12 +12,10 @@ from scipy.optimize import linprog, minimize_scalar
 from scipy.sparse import bmat, csr_matrix, diags, identity, kron
 
 from moesys.balance.certificate import greatest_bound
-from moesys.balance.flow.step_cost import crosses_once, prices_of, row_seconds, split_cost, with_experts
-from moesys.balance.flow.token_routes import list_replicas
+from moesys.balance.flow.step_cost import crosses_once, plan_seconds, row_seconds
 from moesys.balance.topology import link_domains_of, nodes_of, tokens_by_node
-from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Overlap, Sharding, Strategy
+from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Sharding, Strategy
 from moesys.config.overlap import Sequential
-from moesys.config.workload import Recompute
 from moesys.cost import GRADIENT_BYTES, FloatArray, restores_per_step
 from moesys.layout import TokenPlan, owner_of_experts
 from moesys.load import IntArray, LoadMatrix
@@ -88,35 +86,6 @@ def certify_seconds(plan: TokenPlan, cluster: ClusterSpec, model: ModelShape, st
     sequential = Sequential() if overlap.chunks > 1 or overlap.reaches_memory else overlap
     plan_s = plan_seconds(plan, cluster, model, strategy.sharding, sequential, late_slots=strategy.late_slots)
     return SecondsCertificate(plan_s, *_least_seconds(load, slots_R, cluster, model, strategy, plan_s))
-
-
-def plan_seconds(
-    plan: TokenPlan,
-    cluster: ClusterSpec,
-    model: ModelShape,
-    sharding: Sharding,
-    overlap: Overlap | None,
-    units_per_token: int = 1,
-    *,
-    late_slots: int = 0,
-    recompute: Recompute = "none",
-    rest_seconds: float = 0.0,
-) -> float:
-    """Returns what a layer adds to a step under ``plan``, as planners count it; a token of a micro-batch is
-    ``units_per_token`` of the plan's.
-
-    ``late_slots``: of the layout's slots those that are filled when the counts are known, the last of each rank.
-    ``rest_seconds``: of the forward of the rest of the layer, behind which experts may travel; it is not counted.
-    """
-    layout, load, domain_R = plan.layout, plan.load, link_domains_of(cluster)
-    prices = prices_of(model, cluster, load.total, overlap, units_per_token, recompute, chunked=True)
-    how = (layout, model, cluster, sharding, units_per_token)
-    prices, gradients = with_experts(prices, *how, late_slots=late_slots, rest_seconds=rest_seconds)
-    supply_DE, _ = tokens_by_node(load.tokens_RE, domain_R)
-    table = list_replicas(layout.expert_RS, layout.num_experts)
-    tokens_P = np.ascontiguousarray(plan.tokens_RER.sum(axis=0)[table.expert_P, table.rank_P])
-    cost, _ = split_cost(load.tokens_RE, supply_DE, domain_R, table, tokens_P, prices)
-    return (int(cost) + gradients) * prices.unit_s / units_per_token
 
 
 # A bound below so much of what a plan costs is worth a second look, up to how exactly it is found, in so many steps.
