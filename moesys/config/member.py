@@ -1,22 +1,21 @@
 """Member: the base of planners and splits, built-in kinds and classes of a user's own.
 
 The kind of a built-in member is a word. A class of a user's own is named by its import path, beside which
-``source_digest`` identifies its source. Reading such a name imports nothing: if the class has not been imported, it is
+``source_digest`` identifies its file. Reading such a name imports nothing: if the class has not been imported, it is
 refused. Only a record, which is never run, may name a class that is not there.
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from importlib import import_module
 from importlib.abc import SourceLoader
-from importlib.util import decode_source, module_from_spec, spec_from_loader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Self, SupportsIndex
@@ -39,13 +38,15 @@ _SCRIPTS = ("__main__", "__mp_main__")
 
 @dataclass(frozen=True)
 class OwnCode:
-    """A class of a user's own: the name and the file of its module, the text of that file when the class was defined,
-    and the name of the class there. Path and text are empty if there is no file in which the class can be found.
+    """A class of a user's own: the name and the file of its module, the content of that file when the class was
+    defined, and the name of the class there. Path and source are empty if no file defines the class.
+
+    extended: those of the user's own classes that it extends.
     """
 
     module: str
     path: str
-    text: str
+    source: bytes
     name: str
     extended: tuple[OwnCode, ...] = ()
 
@@ -54,10 +55,10 @@ class OwnCode:
         module = sys.modules.get(owner.__module__)
         path = getattr(module, "__file__", None)
         if module is None or path is None or "<locals>" in owner.__qualname__:
-            return cls(owner.__module__, "", "", owner.__qualname__, extended)
+            return cls(owner.__module__, "", b"", owner.__qualname__, extended)
         loader = module.__loader__
-        data = loader.data if isinstance(loader, _TextLoader) else Path(path).read_bytes()
-        return cls(_name_of(module), path, decode_source(data), owner.__qualname__, extended)
+        source = loader.source if isinstance(loader, _SourceInMemory) else Path(path).read_bytes()
+        return cls(_name_of(module), path, source, owner.__qualname__, extended)
 
     @property
     def import_path(self) -> str:
@@ -65,19 +66,20 @@ class OwnCode:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits over the class and what it names of its file, functions and constants, and over what it
-        extends. Other files and the rest of this one do not count.
+        """The first 16 hex digits of the sha256 of the file. If the class extends classes of the user's in other files,
+        the sha256 is that of all these files, one after another.
 
-        Raises ValueError for a class of no file or of a function, which no other process can find.
+        Raises ValueError for a class that no file defines at its top level, because no other process can find it.
         """
-        if not self.path:
-            where = "inside a function" if "<locals>" in self.name else "in no file"
-            raise ValueError(
-                f"{self.import_path} is defined {where}, where neither records nor other processes find it; define it "
-                "at the top level of a .py file"
-            )
-        made_of = [used_lines(self.text, self.name.partition(".")[0]), *(code.digest for code in self.extended)]
-        return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
+        codes = (self, *self.extended)
+        for code in codes:
+            if not code.path:
+                where = "inside a function" if "<locals>" in code.name else "in no file"
+                raise ValueError(
+                    f"{code.import_path} is defined {where}, where neither records nor other processes find it; define "
+                    "it at the top level of a .py file"
+                )
+        return sha256(b"".join(dict.fromkeys(code.source for code in codes))).hexdigest()[:16]
 
     def is_that_of(self, other: OwnCode) -> bool:
         """Returns whether both are the same class under the same name."""
@@ -86,14 +88,12 @@ class OwnCode:
         return self.digest == other.digest
 
     def load(self) -> type:
-        """Makes the class from the text, in a module that no other code can import."""
-        module = module_of_text(self.module, self.path, self.text.encode())
+        """Makes the class from the source, in a module that no other code can import."""
         root = Path(self.path).resolve().parents[self.module.count(".") + (Path(self.path).stem == "__init__")]
-        with importable(module, root):
-            run_module(module)
-        found: Any = module
-        for name in self.name.split("."):
-            found = getattr(found, name)
+        with running_module(self.module, self.path, self.source, root) as module:
+            found: Any = module
+            for name in self.name.split("."):
+                found = getattr(found, name)
         loaded: type = found
         return loaded
 
@@ -105,50 +105,42 @@ def _name_of(module: ModuleType) -> str:
     return module.__spec__.name if module.__spec__ is not None else Path(str(module.__file__)).stem
 
 
-# --- modules from text ------------------------------------------------------------------------------------------
+# --- modules from source in memory ------------------------------------------------------------------------------
 
 
-class _TextLoader(SourceLoader):
-    """Loads a module from text that was read before, whatever its file says by now."""
+class _SourceInMemory(SourceLoader):
+    """Loads a module from source that was read before, whatever its file contains by now."""
 
-    def __init__(self, path: str, data: bytes) -> None:
-        self.path, self.data = path, data
+    def __init__(self, path: str, source: bytes) -> None:
+        self.path, self.source = path, source
 
     def get_filename(self, fullname: str) -> str:
         return self.path
 
     def get_data(self, path: str | bytes) -> bytes:
-        return self.data
-
-
-def module_of_text(name: str, path: str, data: bytes) -> ModuleType:
-    """Returns a module that has not run yet; ``run_module`` runs it."""
-    spec = spec_from_loader(name, _TextLoader(path, data))
-    assert spec is not None
-    return module_from_spec(spec)
-
-
-def run_module(module: ModuleType) -> None:
-    """Raises what its text raises, SyntaxError too."""
-    loader = module.__loader__
-    assert isinstance(loader, _TextLoader)
-    exec(compile(loader.data, loader.path, "exec", dont_inherit=True), vars(module))
+        return self.source
 
 
 @contextmanager
-def importable(module: ModuleType, folder: Path) -> Iterator[None]:
-    """Lets the module import what lies in ``folder`` and in the current folder, and its classes find their module,
-    while it runs.
+def running_module(name: str, path: str, source: bytes, folder: Path) -> Iterator[ModuleType]:
+    """Runs the source of a module. Until the context ends, the module can import what is in ``folder`` and in the
+    current folder, and its classes find their module.
+
+    Raises whatever the source raises, including SyntaxError.
     """
-    before = sys.modules.get(module.__name__)
-    sys.modules[module.__name__] = module
+    spec = spec_from_loader(name, _SourceInMemory(path, source))
+    assert spec is not None
+    module = module_from_spec(spec)
+    before = sys.modules.get(name)
+    sys.modules[name] = module
     try:
         with found_in(str(folder), ""):
-            yield
+            exec(compile(source, path, "exec", dont_inherit=True), vars(module))
+            yield module
     finally:
-        del sys.modules[module.__name__]
+        del sys.modules[name]
         if before is not None:
-            sys.modules[module.__name__] = before
+            sys.modules[name] = before
 
 
 @contextmanager
@@ -163,48 +155,6 @@ def found_in(*folders: str) -> Iterator[None]:
     finally:
         for folder in folders:
             sys.path.remove(folder)
-
-
-# --- what a class is made of ------------------------------------------------------------------------------------
-
-
-def used_lines(text: str, name: str) -> str:
-    """Returns the lines of ``text`` that define ``name`` at its top level, and those that define what they name in
-    turn.
-    """
-    statements, lines = ast.parse(text).body, text.splitlines()
-    defining: dict[str, list[int]] = {}
-    for index, statement in enumerate(statements):
-        for bound in _bound(statement):
-            defining.setdefault(bound, []).append(index)
-    used: set[int] = set()
-    names = [name]
-    while names:
-        for index in set(defining.get(names.pop(), ())) - used:
-            used.add(index)
-            names += [node.id for node in ast.walk(statements[index]) if isinstance(node, ast.Name)]
-    return "\n".join(line for index in sorted(used) for line in _lines_of(statements[index], lines))
-
-
-def _lines_of(statement: ast.stmt, lines: list[str]) -> list[str]:
-    # a decorator stands before the line that a function or a class says it begins on
-    first = min([statement.lineno, *(decorator.lineno for decorator in getattr(statement, "decorator_list", ()))])
-    return lines[first - 1 : statement.end_lineno]
-
-
-def _bound(statement: ast.stmt) -> Iterator[str]:
-    """Yields the names that a statement binds at its own level, not inside a function or a class."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield statement.name
-        return
-    for node in ast.walk(statement):
-        match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-            case ast.alias(name=name, asname=asname):
-                yield asname or name.partition(".")[0]
-            case ast.Name(id=name, ctx=ast.Store()):
-                yield name
 
 
 # Context of validation: what is read is a record, of which nothing is run.
@@ -299,13 +249,13 @@ class Member(Declared):
         return args if self.own_code is None else ((name, value) for name, value in args if name != "kind")
 
     def _identity(self) -> dict[str, Any]:
-        """Returns the fields that count; for a class of a user's own all fields, and the digest of its source."""
+        """Returns the fields that count; for a class of a user's own all fields, and the digest of its file."""
         if self.own_code is None and not isinstance(self, self.recorded):
             return super()._identity()
         return self.model_dump(mode="json")
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Pickles a class of a user's own with its text, so that the receiver does not need its file."""
+        """Pickles a class of a user's own with its source, so that the receiver does not need its file."""
         if self.own_code is None:
             return super().__reduce_ex__(protocol)
         return _empty, (_union_of(type(self)), self.own_code, self.own_code.digest), self.__getstate__()
@@ -394,7 +344,7 @@ def _below(member: type[Member]) -> Iterator[type[Member]]:
 
 
 def _empty(union: type[Member], code: OwnCode, digest: str) -> Member:
-    """Returns an instance without fields, of the class that is there or is made now from its text."""
+    """Returns an instance without fields, of the class that is there or is made now from its source."""
     own: Any = union.own_class(code.import_path, digest) or code.load()
     empty: Member = own.__new__(own)
     return empty

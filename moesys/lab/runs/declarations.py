@@ -18,7 +18,7 @@ import json
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +30,7 @@ from pydantic import BaseModel, PydanticUserError, TypeAdapter
 from moesys.config import Balance, ClusterSpec, Declared, Predictor, Split, Strategy, presets
 from moesys.config.base import in_words
 from moesys.config.experiment import Experiment
-from moesys.config.member import RECORDED, found_in, importable, module_of_text, run_module
+from moesys.config.member import RECORDED, found_in, running_module
 from moesys.files import json_of, read_json, read_toml
 from moesys.kinds import did_you_mean
 
@@ -179,16 +179,16 @@ def recorded_experiment(path: Path) -> Experiment:
 
 
 def _from_python(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
-    folder = path.resolve().parent
-    module = module_of_text(_module_name(path), str(path), path.read_bytes())
-    with _own_lines(path, f"{path} cannot be run"), importable(module, folder):
-        run_module(module)
-    function = _function(module, path, all_of_them)
-    called = f"{path}: {function.__name__}()"
-    if needed := _needed(function):
-        raise ValueError(f"{called} needs {', '.join(needed)}; it is called without arguments, so give defaults")
-    with _own_lines(path, f"{called} failed"), importable(module, folder):
-        returned = function()
+    with ExitStack() as running:
+        with _own_lines(path, f"{path} cannot be run"):
+            of_file = running_module(_module_name(path), str(path), path.read_bytes(), path.resolve().parent)
+            module = running.enter_context(of_file)
+        function = _function(module, path, all_of_them)
+        called = f"{path}: {function.__name__}()"
+        if needed := _needed(function):
+            raise ValueError(f"{called} needs {', '.join(needed)}; it is called without arguments, so give defaults")
+        with _own_lines(path, f"{called} failed"):
+            returned = function()
     if function.__name__ == _LIST:
         return _several(returned, called)
     if not isinstance(returned, Experiment):
