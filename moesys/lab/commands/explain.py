@@ -16,18 +16,18 @@ import numpy as np
 
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.max_load import min_max_load
-from moesys.balance.plan import LayerPlan, StepPlan, why_not
+from moesys.balance.plan import LayerPlan, StepPlan
 from moesys.balance.planners import split_tokens
 from moesys.balance.predictors import window
 from moesys.balance.replay import Replan, ReplayBatch, replay_layer
 from moesys.config import Fsep, ModelShape, Oracle, Strategy
 from moesys.config.base import check_type
 from moesys.config.experiment import Experiment
-from moesys.config.workload import Generated, RealTraining, Replay
+from moesys.config.workload import RealTraining, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
 from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Settings, Wide, option, refusing
 from moesys.lab.runs.declarations import declared_in, import_modules_of_user, load_experiment, strategy_in
-from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
+from moesys.lab.runs.trials import SimulatedStep, rest_of, routing_of, simulated_workload
 from moesys.lab.show.step_explanation import (
     ExpertChange,
     LayerExplanation,
@@ -44,7 +44,6 @@ from moesys.load import IntArray
 from moesys.row_traffic import row_traffic
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.simulation import Simulation, critical_rank, exposed_ms
-from moesys.simulator.step_program import simulation
 from moesys.traces import Trace
 
 
@@ -108,9 +107,9 @@ def explain(
         for layer, tokens_SRE in enumerate(trace.tokens_SLRE.swapaxes(0, 1))
     ]
     plans = tuple(walk[-1].plan for walk in walks)
-    step = StepPlan(strategy, model, cluster, plans)
-    rest = rest_of(experiment.workload)
-    simulated = simulation([step], rest)
+    plan = StepPlan(strategy, model, cluster, plans)
+    step = SimulatedStep((plan,), rest_of(experiment.workload))
+    simulated = step.simulation
     timeline = simulated.timeline
     critical_ms, mean_ms = _spent_ms(simulated, simulated.spent_R)
     return StepExplanation(
@@ -129,9 +128,9 @@ def explain(
         critical_path=[
             PathPlace(where, 1000 * seconds, share) for where, seconds, share in by_place(simulated.critical_path)
         ],
-        layers=tuple(_explain_layer(layer, step, walk, simulated) for layer, walk in enumerate(walks)),
+        layers=tuple(_explain_layer(layer, plan, walk, simulated) for layer, walk in enumerate(walks)),
         mega=_mega_memory(strategy, model, plans),
-        would_not_run=why_not([step], num_layers=model_layers, recompute=rest.recompute != "none"),
+        would_not_run=step.why_not(model_layers),
     )
 
 
@@ -149,11 +148,10 @@ def _spent_ms(simulated: Simulation, layers: Iterable[int | None]) -> tuple[dict
 def _routing(experiment: Experiment) -> tuple[Trace, str]:
     """Returns what the routers want, and a description of where that comes from."""
     workload = experiment.workload
-    if isinstance(workload, Replay):
-        drawn: Replay | Generated = workload
-        words = f"replayed from {workload.trace}"
+    drawn = simulated_workload(workload)
+    if isinstance(drawn, Replay):
+        words = f"replayed from {drawn.trace}"
     else:
-        drawn = drawn_like(workload) if isinstance(workload, RealTraining) else workload
         words = f"drawn, {drawn.distribution} with skew {drawn.skew:g}, drift {drawn.drift:g}, spread {drawn.spread:g}"
     if isinstance(workload, RealTraining):
         words += "; what a training's own routers want is known only once it runs"

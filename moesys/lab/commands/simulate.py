@@ -17,10 +17,10 @@ import numpy as np
 import pydantic_core
 import typer
 
-from moesys.balance.plan import StepPlan, why_not
+from moesys.balance.plan import StepPlan
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
-from moesys.config.workload import Generated, RealTraining, Replay
+from moesys.config.workload import Generated, Replay
 from moesys.display import counted
 from moesys.lab.commands.options import (
     CLUSTER_HELP,
@@ -36,7 +36,7 @@ from moesys.lab.commands.simulate_model import simulate_whole_model
 from moesys.lab.runs.declarations import cluster_of, import_modules_of_user, load_experiment, strategy_in
 from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.runs.trials import drawn_like, has_seeds, rest_of, timed_steps
+from moesys.lab.runs.trials import SimulatedStep, has_seeds, simulated_steps, simulated_workload
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.figures import TimelinePanel, draw_timelines, save, style, write_chrome_trace
 from moesys.lab.show.progress import status_line
@@ -44,7 +44,6 @@ from moesys.lab.show.tables import AS_TABLES, Column, ColumnNote, CommandOutput,
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation, exposed_ms
-from moesys.simulator.step_program import simulation
 
 MOST_TRACED_RANKS = 64
 MOST_DRAWN_RANKS = 4
@@ -144,13 +143,12 @@ def simulate_command(
 def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | None, output: CommandOutput) -> None:
     found, shape = [], ""
     with status_line(output.quiet) as show:
-        for of_strategy, of_draws, rest in todo:
+        for of_strategy, steps in todo:
             found.append(draws := StepDraws(of_strategy))
-            for plans in of_draws:
+            for step in steps:
                 show(f"{of_strategy}: planning and simulating, draw {1 + len(draws.paths)}")
-                against = why_not(plans, num_layers=model_layers, recompute=rest.recompute != "none")
-                draws.add(simulation(plans, rest), plans, against)
-                shape = shape or _shape_words(plans[0])
+                draws.add(step, model_layers)
+                shape = shape or _shape_words(step.plans[0])
         # Before the table is printed, whose reader may stop before its end.
         out = output.folder
         files = [] if out is None else _write(found, out, f"SIMULATED: {name}, {shape}")
@@ -162,15 +160,14 @@ def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | N
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
 
-Plans = tuple[StepPlan, ...]
-Todo = tuple[str, Iterator[Plans], RestOfStep]
+Todo = tuple[str, Iterator[SimulatedStep]]
 
 
 def _todo(
     file: Path, strategies: Sequence[str], layers: int | None, cluster: str | None, step: int, draws: int
 ) -> tuple[str, list[Todo], str]:
-    """Returns the name of the simulation; the name of each strategy with the plans of a step of each draw and the rest
-    of the step; and what a draw is, in words.
+    """Returns the name of the simulation; the name of each strategy with a step of each draw; and what a draw is, in
+    words.
     """
     plan = _step_plan(file)
     if plan is None:
@@ -178,13 +175,12 @@ def _todo(
         chosen = [strategy_in(experiment, name) for name in strategies] or list(experiment.strategies)
         of_trace = f"steps of the trace from {step} on, which resemble one another"
         words = "routing of other seeds" if has_seeds(experiment.workload) else of_trace
-        rest = rest_of(experiment.workload)
-        todo = [(each.name, _drawn(each, experiment, layers, step, draws), rest) for each in chosen]
+        todo = [(each.name, _drawn(each, experiment, layers, step, draws)) for each in chosen]
         return experiment.name, todo, words
     given = {"--strategy": bool(strategies), "--cluster": cluster is not None, "--step": step != 0}
     if unused := [option for option, there in given.items() if there]:
         raise ValueError(f"{unused[0]} is for experiments, and {file} is the plan of one step; leave it out")
-    return file.stem, [(plan.strategy.name, iter([(_first_layers(plan, layers),)]), RestOfStep())], ""
+    return file.stem, [(plan.strategy.name, iter([SimulatedStep((_first_layers(plan, layers),), RestOfStep())]))], ""
 
 
 def _step_plan(file: Path) -> StepPlan | None:
@@ -206,9 +202,7 @@ def _step_plan(file: Path) -> StepPlan | None:
 
 def _changed(experiment: Experiment, layers: int | None, cluster: str | None) -> Experiment:
     """Returns the experiment on another cluster, with this number of layers."""
-    workload = experiment.workload
-    if isinstance(workload, RealTraining):
-        workload = drawn_like(workload)
+    workload = simulated_workload(experiment.workload)
     if layers is not None and isinstance(workload, Generated):
         workload = workload.replace(num_layers=layers)
     return experiment.replace(workload=workload, cluster=_cluster(cluster, experiment.cluster))
@@ -226,7 +220,9 @@ def _cluster(text: str | None, declared: ClusterSpec) -> ClusterSpec:
     return cluster_of(text)
 
 
-def _drawn(strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int) -> Iterator[Plans]:
+def _drawn(
+    strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int
+) -> Iterator[SimulatedStep]:
     """Yields the same step under the seeds of the experiment, and if routing is drawn, under other seeds after them; of
     a single trace the step and those after it, as many as there are.
     """
@@ -240,19 +236,21 @@ def _drawn(strategy: Strategy, experiment: Experiment, layers: int | None, step:
         yield next(_steps(strategy, experiment, layers, step, seed))
 
 
-def _steps(strategy: Strategy, experiment: Experiment, layers: int | None, step: int, seed: int) -> Iterator[Plans]:
-    """Yields the plans of the timed steps of a seed from ``step`` on."""
+def _steps(
+    strategy: Strategy, experiment: Experiment, layers: int | None, step: int, seed: int
+) -> Iterator[SimulatedStep]:
+    """Yields the timed steps of a seed from ``step`` on."""
     workload = experiment.workload
     assert isinstance(workload, Replay | Generated)
     if isinstance(workload, Generated) and step >= workload.steps:
         raise ValueError(
             f"step={step} is none of the workload's {workload.steps} timed steps; use 0 to {workload.steps - 1}"
         )
-    timed = islice(timed_steps(strategy, experiment.model, experiment.cluster, workload, seed), step, None)
+    timed = islice(simulated_steps(strategy, experiment.model, experiment.cluster, workload, seed), step, None)
     if (first := next(timed, None)) is None:
         raise ValueError(f"step={step} is behind the trace's last timed step; use a smaller one, or 0 for the first")
-    for plans in chain([first], timed):
-        yield tuple(_first_layers(plan, layers) for plan in plans)
+    for each in chain([first], timed):
+        yield replace(each, plans=tuple(_first_layers(plan, layers) for plan in each.plans))
 
 
 def _first_layers(plan: StepPlan, layers: int | None) -> StepPlan:
@@ -323,11 +321,12 @@ class StepDraws:
         self.paths: list[dict[str, float]] = []
         self.would_not_run: tuple[str, ...] = ()
 
-    def add(self, simulated: Simulation, micro_batches: Plans, against: tuple[str, ...]) -> None:
-        """Adds a draw; ``against``: the reasons why it would not run, if there are any."""
+    def add(self, step: SimulatedStep, model_layers: int | None) -> None:
+        """Adds a draw. ``model_layers``: the number of layers of the whole model, whose memory counts."""
+        simulated = step.simulation
         if not self.paths:
             self.first = simulated
-        self.would_not_run = self.would_not_run or against
+        self.would_not_run = self.would_not_run or step.why_not(model_layers)
         self.paths.append({where: share for where, _, share in by_place(simulated.critical_path)})
         computed_ms = {kind: 1e3 * float(seconds_R.mean()) for kind, seconds_R in simulated.computed_R.items()}
         waited_ms = {kind: 1e3 * float(seconds_R.mean()) for kind, seconds_R in simulated.waited_R.items()}
@@ -336,7 +335,7 @@ class StepDraws:
         all_exposed_ms = exposed_ms(simulated.timeline)
         for name, value in {
             "step_ms": 1e3 * simulated.length_seconds,
-            "max_over_mean": float(np.mean([of.tokens.max_over_mean for step in micro_batches for of in step.layers])),
+            "max_over_mean": float(np.mean([of.tokens.max_over_mean for plan in step.plans for of in plan.layers])),
             "experts_ms": experts_ms,
             "other_ms": sum(computed_ms.values()) - experts_ms,
             "exposed_ms": all_exposed_ms,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from moesys.traces import Trace, generate, load_trace
 if TYPE_CHECKING:
     from moesys.balance.plan import StepPlan
     from moesys.simulator.rest_of_step import RestOfStep
+    from moesys.simulator.simulation import Simulation
 
 # Unit and direction of every metric that a trial may have, in the order in which tables show them.
 METRICS: dict[str, tuple[str, Literal["lower", "higher", ""]]] = {
@@ -90,6 +92,52 @@ def run_measured(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class SimulatedStep:
+    """A step in the cost model: the plans of its micro-batches, and the rest of it."""
+
+    plans: tuple[StepPlan, ...]
+    rest: RestOfStep
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The simulated step. Raises ValueError for a step that the cost model does not support."""
+        from moesys.simulator.step_program import simulation
+
+        return simulation(self.plans, self.rest)
+
+    def why_not(self, num_layers: int | None = None) -> tuple[str, ...]:
+        """Returns all reasons why the step cannot run. ``num_layers``: as in ``moesys.balance.plan.why_not``."""
+        from moesys.balance.plan import why_not
+
+        return why_not(self.plans, num_layers=num_layers, recompute=self.rest.recompute != "none")
+
+
+def simulated_steps(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    workload: Replay | Generated,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Iterator[SimulatedStep]:
+    """Yields the timed steps. Layouts follow from the micro-batches before. A step is simulated when its simulation is
+    first read.
+
+    ``tick`` is called after every micro-batch.
+    """
+    from moesys.balance.replay import replay_steps
+
+    routing, rest, plans = routing_of(workload, model, cluster, seed), rest_of(workload), []
+    for number, micro_batch in enumerate(replay_steps(strategy, model, cluster, routing.tokens_SLRE)):
+        if number >= workload.warmup:
+            plans.append(micro_batch)
+        if len(plans) == workload.micro_batches:
+            yield SimulatedStep(tuple(plans), rest)
+            plans = []
+        tick()
+
+
 def run_simulated(
     strategy: Strategy,
     model: ModelShape,
@@ -98,44 +146,17 @@ def run_simulated(
     seed: int,
     tick: Callable[[], None] = lambda: None,
 ) -> Measurement:
-    """Simulates the steps of the workload's routing, as a pure function of everything but ``tick``."""
-    from moesys.balance.plan import why_not
-
-    rest = rest_of(workload)
+    """Measures the simulated steps, as a pure function of everything but ``tick``."""
     against: tuple[str, ...] = ()
     values: dict[str, list[float]] = {}
     tokens_SLE: list[IntArray] = []
-    for step in timed_steps(strategy, model, cluster, workload, seed, tick):
-        against = against or why_not(step, recompute=rest.recompute != "none")
-        for name, value in _simulated(step, rest).items():
+    for step in simulated_steps(strategy, model, cluster, workload, seed, tick):
+        against = against or step.why_not()
+        for name, value in _metrics(step).items():
             values.setdefault(name, []).append(value)
-        tokens_SLE += [np.stack([plan.load.tokens_E for plan in of_step.layers]) for of_step in step]
+        tokens_SLE += [np.stack([plan.load.tokens_E for plan in of_batch.layers]) for of_batch in step.plans]
     tokens_LE = np.sum(tokens_SLE, axis=0).tolist()
     return Measurement(_samples(values), tokens_LE=tokens_LE, would_not_run="; ".join(against))
-
-
-def timed_steps(
-    strategy: Strategy,
-    model: ModelShape,
-    cluster: ClusterSpec,
-    workload: Replay | Generated,
-    seed: int,
-    tick: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[StepPlan, ...]]:
-    """Yields the plans of the micro-batches of each timed step; their layouts follow from the micro-batches before.
-
-    ``tick`` is called after every micro-batch.
-    """
-    from moesys.balance.replay import replay_steps
-
-    routing, step = routing_of(workload, model, cluster, seed), []
-    for number, micro_batch in enumerate(replay_steps(strategy, model, cluster, routing.tokens_SLRE)):
-        if number >= workload.warmup:
-            step.append(micro_batch)
-        if len(step) == workload.micro_batches:
-            yield tuple(step)
-            step = []
-        tick()
 
 
 def has_seeds(workload: Workload) -> bool:
@@ -188,8 +209,12 @@ def routing_of(workload: Replay | Generated, model: ModelShape, cluster: Cluster
     return trace if workload.tokens_per_rank is None else trace.scaled(workload.tokens_per_rank)
 
 
-def drawn_like(workload: Training | ModelTraining) -> Generated:
-    """Returns a workload with as many layers, micro-batches and tokens as a training has."""
+def simulated_workload(workload: Workload) -> Replay | Generated:
+    """Returns the workload. In place of a training, whose routing is known only once it runs, it returns drawn routing
+    with as many layers, micro-batches and tokens.
+    """
+    if not isinstance(workload, RealTraining):
+        return workload
     return Generated(
         num_layers=workload.num_layers,
         tokens_per_rank=workload.batch * workload.context,
@@ -200,13 +225,12 @@ def drawn_like(workload: Training | ModelTraining) -> Generated:
     )
 
 
-def _simulated(step: Sequence[StepPlan], rest: RestOfStep) -> dict[str, float]:
+def _metrics(step: SimulatedStep) -> dict[str, float]:
     from moesys.simulator.simulation import exposed_ms
-    from moesys.simulator.step_program import simulation
 
-    model, cluster, sharding = step[0].model, step[0].cluster, step[0].strategy.sharding
-    timeline = simulation(step, rest).timeline
-    tokens = [plan.tokens for micro_batch in step for plan in micro_batch.layers]
+    model, cluster, sharding = step.plans[0].model, step.plans[0].cluster, step.plans[0].strategy.sharding
+    timeline = step.simulation.timeline
+    tokens = [plan.tokens for micro_batch in step.plans for plan in micro_batch.layers]
     restored_bytes = sum(
         bytes_RR.sum() for plan in tokens for bytes_RR in restore_bytes(plan.layout, model, cluster, sharding)
     )

@@ -22,8 +22,7 @@ from moesys.files import FolderLock, write_whole
 from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
 from moesys.lab.runs.places import Place, TrialError, no_tick, num_workers, place_for, simulating_workers
 from moesys.lab.runs.records import numbered, setting_fingerprint
-from moesys.lab.runs.trials import Measurement, has_seeds, rest_of, routing_of, timed_steps
-from moesys.simulator.step_program import simulation
+from moesys.lab.runs.trials import Measurement, SimulatedStep, has_seeds, rest_of, routing_of, simulated_steps
 from moesys.traces import save_trace
 from moesys.tuner.costs import Observer, Session
 from moesys.tuner.journal import Entry, TuneJournal
@@ -230,10 +229,11 @@ class SimulatedWorkload:
         return self.workload.recompute != "none"
 
     def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
-        return timed_steps(strategy, self.model, self.cluster, self.workload, seed)
+        steps = simulated_steps(strategy, self.model, self.cluster, self.workload, seed)
+        return (step.plans for step in steps)
 
     def step_ms(self, step: Step) -> float:
-        return 1000 * simulation(step, rest_of(self.workload)).length_seconds
+        return 1000 * SimulatedStep(step, rest_of(self.workload)).simulation.length_seconds
 
 
 class _Folder:

@@ -27,7 +27,7 @@ from moesys.lab.runs.records import (
     setting_fingerprint,
 )
 from moesys.lab.runs.statistics import MIN_SEEDS
-from moesys.lab.runs.trials import rest_of, timed_steps
+from moesys.lab.runs.trials import simulated_steps
 from moesys.lab.runs.watched_run import FloatArray, read_watched_run
 from moesys.lab.show.comparisons import comparison_sheet
 from moesys.lab.show.figures import TimelinePanel, draw_loads, draw_speedups, style
@@ -47,7 +47,6 @@ from moesys.lab.show.pages import (
     watch_page,
 )
 from moesys.simulator.simulation import Simulation
-from moesys.simulator.step_program import simulation
 from moesys.step_lines import step_files, step_journal
 
 REPORT_FILE = "report.html"
@@ -200,8 +199,8 @@ def _simulated(comparison: Comparison, words: str) -> list[str]:
         for row in comparison.rows:
             if row.samples and not row.repeat:
                 of_seed = row.strategy, experiment.model, experiment.cluster, workload, min(row.losses)
-                plans = next(timed_steps(*of_seed))
-                steps[row.name] = plans, simulation(plans, rest_of(workload))
+                step = next(simulated_steps(*of_seed))
+                steps[row.name] = step, step.simulation
     except (ValueError, OSError) as error:
         why = f'<p class="none">The steps cannot be simulated again: {escape(str(error))}</p>'
         return [section("Timelines", why)]
@@ -210,7 +209,7 @@ def _simulated(comparison: Comparison, words: str) -> list[str]:
     parts = []
     # Rows are in the order of their speed, behind the baseline.
     names = list(steps)[:2]
-    loads_RE = [steps[name][0][0].layers[0].tokens.computed_RE for name in names]
+    loads_RE = [steps[name][0].plans[0].layers[0].tokens.computed_RE for name in names]
     if len(names) == 2 and loads_RE[0].size <= _MOST_CELLS:
         with style(PAGE_STYLE):
             drawn = draw_loads(*loads_RE, title=f"{words}, layer 0", labels=(names[0], names[1]))
