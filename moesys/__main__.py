@@ -106,7 +106,7 @@ COMMANDS = {
         ),
     ),
     "plan": CommandPage(
-        "moesys.lab.commands.plan:plan_command",
+        "moesys.lab.commands.plan_load:plan_command",
         SIMULATE,
         "Plan one layer, and bound how far the plan is from the best.",
         "The tree shows which rank holds which experts and how many tokens it computes.",
@@ -116,7 +116,7 @@ COMMANDS = {
         ),
     ),
     "convert": CommandPage(
-        "moesys.lab.commands.convert:convert_command",
+        "moesys.lab.commands.convert_checkpoint:convert_command",
         CHECKPOINTS,
         "Convert a checkpoint: the hub's format to torch's, or back.",
         "from_pretrained reads the hub's format. dcp.load reads the other one, a distributed checkpoint, on any number "

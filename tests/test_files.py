@@ -19,7 +19,7 @@ from moesys.files import FolderLock, cut_torn_line, read_bytes, read_json, read_
 from moesys.lab.runs.environment import load_environments
 from moesys.lab.show.run_page import write_index
 from moesys.step_lines import read_spans, step_journal
-from moesys.tuner.journal import TuneJournal
+from moesys.tuner.findings import TuneJournal
 
 
 def test_text_takes_the_place_of_what_was_there(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ from moesys.config.hub import read_config
 from moesys.config.member import RECORDED
 from moesys.journal import Journal
 from moesys.lab.commands.options import file_to_write, folder_to_write
-from moesys.lab.commands.plan import read_layout, read_load
-from moesys.lab.commands.simulate_model import named_strategy, parallelism_of
+from moesys.lab.commands.plan_load import read_layout, read_load
+from moesys.lab.commands.whole_model import named_strategy, parallelism_of
 from moesys.lab.runs.declarations import (
     balance_of,
     cluster_of,

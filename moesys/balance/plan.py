@@ -154,7 +154,7 @@ def plan_layer(
 def _in_blocks(tokens: TokenPlan, strategy: Strategy) -> TokenPlan:
     if not isinstance(strategy.reduction, LayoutInvariant):
         return tokens
-    from moesys.balance.blocks import by_blocks
+    from moesys.balance.row_blocks import by_blocks
 
     return by_blocks(tokens, strategy.reduction.block_rows)
 

@@ -33,8 +33,17 @@ from moesys.cost import (
     rows_of,
 )
 from moesys.row_traffic import row_traffic
-from moesys.tuner.journal import Entry, TuneJournal
-from moesys.tuner.workload import MOST_BYTES, Deadline, Fidelity, OutOfTimeError, Plans, Setting, Workload, layers_of
+from moesys.tuner.findings import Entry, TuneJournal
+from moesys.tuner.tuned_workload import (
+    MOST_BYTES,
+    Deadline,
+    Fidelity,
+    OutOfTimeError,
+    Plans,
+    Setting,
+    Workload,
+    layers_of,
+)
 
 # Points of the first batch and of the largest. Each batch has twice as many points as the batch before it, so that the
 # first points already rule others out.

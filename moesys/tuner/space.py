@@ -26,7 +26,7 @@ from moesys.config import Declared, Fsep, Strategy, WindowMean
 from moesys.config.base import WordedModel, in_words, toml_fields, unknown_kind
 from moesys.config.member import Member
 from moesys.kinds import did_you_mean
-from moesys.tuner.workload import Setting
+from moesys.tuner.tuned_workload import Setting
 
 # The name of the fields that ``Space.replaced`` changes at once.
 PLACEMENT = "sharding, balance and split"

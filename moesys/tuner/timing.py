@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from moesys.config import Strategy
 from moesys.tuner.costs import Session
-from moesys.tuner.journal import Entry
-from moesys.tuner.workload import OutOfTimeError
+from moesys.tuner.findings import Entry
+from moesys.tuner.tuned_workload import OutOfTimeError
 
 MOST_TRIALS = 30
 # The share of all trials in the first round, and the size of a round relative to the round before it.

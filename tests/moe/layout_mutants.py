@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from moesys.balance import blocks
+from moesys.balance import row_blocks
 from moesys.kernels.cpu import row_invariant_gemm
 from moesys.kernels.experts import experts
 from moesys.kernels.experts.weight_gradient import RowBlocks, weight_gradient
@@ -82,8 +82,8 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "blocks are added in float32": (experts_cpu, "add_on_grid", _float_sum),
     "a grid by this rank's rows": (BlockSums, "agree", _local_rows),
     "a grid by this rank's largest": (BlockSums, "agree", _local_largest),
-    "splits cut blocks": (blocks, "by_blocks", lambda plan, block_rows: plan),
-    "splits cut other blocks": (blocks, "by_blocks", lambda plan, rows: by_blocks(plan, rows // 2 + 3)),
+    "splits cut blocks": (row_blocks, "by_blocks", lambda plan, block_rows: plan),
+    "splits cut other blocks": (row_blocks, "by_blocks", lambda plan, rows: by_blocks(plan, rows // 2 + 3)),
     "one product of all rows": (BlockSums, "blocks", lambda sums, num_rows: [slice(0, num_rows)]),
     "gradients travel in float32": (ExpertStore, "new_gradients", _float32_home),
     "weights wherever they lie": (row_invariant_gemm, "aligned", lambda rows: rows),
@@ -91,7 +91,7 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "ranks' tokens are added in float32": (Channel, "all_reduce", _float_all_reduce),
     "a norm in float32": (gradients, "_norm", _float_norm),
 }
-by_blocks = blocks.by_blocks
+by_blocks = row_blocks.by_blocks
 
 # Of kernels alone: all that takes others' places.
 KERNEL_MUTANTS: dict[str, list[tuple[object, str, Callable[..., Any]]]] = {

@@ -10,9 +10,9 @@ from tuner_cases import CLUSTERS, EP, MODEL, SMALL, cost, costs_of, drawn, sessi
 from moesys.config import Strategy
 from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
-from moesys.tuner.journal import TuneJournal
-from moesys.tuner.search import Search
-from moesys.tuner.workload import Deadline, ladder
+from moesys.tuner.findings import TuneJournal
+from moesys.tuner.strategy_search import Search
+from moesys.tuner.tuned_workload import Deadline, ladder
 
 
 class Clock(Deadline):

@@ -16,7 +16,7 @@ from moesys.balance.greedy.greedy import Greedy
 from moesys.config import ClusterSpec, Ep, Fsep, Last, Strategy, WindowMean
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.tuner.space import PARTS, Space, default_space
-from moesys.tuner.workload import Setting
+from moesys.tuner.tuned_workload import Setting
 
 CLUSTER = CLUSTERS["even"]
 SETTING = Setting(MODEL, CLUSTER, num_layers=2)

@@ -10,11 +10,11 @@ from tuner_cases import CLUSTERS, EP, SMALL, drawn, exhausted, memory_of, sessio
 
 from moesys.config import Fsep
 from moesys.tuner import timing
-from moesys.tuner.journal import TuneJournal
+from moesys.tuner.findings import TuneJournal
+from moesys.tuner.pick import tune_workload
 from moesys.tuner.space import SearchBounds
 from moesys.tuner.timing import MOST_TRIALS, Rounds, TrialFailedError
-from moesys.tuner.tune import tune_workload
-from moesys.tuner.workload import Deadline
+from moesys.tuner.tuned_workload import Deadline
 
 POINTS = list(SMALL.points(setting_of(drawn(CLUSTERS["even"], steps=1))))
 

@@ -14,7 +14,7 @@ from moesys.lab.ranks import pool
 from moesys.lab.ranks.pool import Workers
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.tuner import costs as costs_module
-from moesys.tuner.search import Search
+from moesys.tuner.strategy_search import Search
 
 FUSED = changed(SMALL, {"overlap": ("sequential", "mega_kernel")})
 

@@ -9,9 +9,9 @@ from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.limits import RankMemory, rank_memory
 from moesys.tuner.costs import Costs, Helpers, Session
-from moesys.tuner.journal import Entry, TuneJournal
+from moesys.tuner.findings import Entry, TuneJournal
 from moesys.tuner.space import Space
-from moesys.tuner.workload import Deadline, Fidelity, Plans, Setting, ladder
+from moesys.tuner.tuned_workload import Deadline, Fidelity, Plans, Setting, ladder
 
 EP = Strategy(name="ep")
 MODEL = ModelShape(hidden_size=256, intermediate_size=512, num_experts=8, top_k=2, dtype="bfloat16")

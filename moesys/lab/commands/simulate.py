@@ -32,7 +32,7 @@ from moesys.lab.commands.options import (
     option,
     refusing,
 )
-from moesys.lab.commands.simulate_model import simulate_whole_model
+from moesys.lab.commands.whole_model import simulate_whole_model
 from moesys.lab.runs.declarations import cluster_of, import_modules_of_user, load_experiment, strategy_in
 from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio

@@ -33,8 +33,8 @@ from moesys.lab.runs.tuning import tune
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.progress import TuneProgress
 from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, figure, publish
+from moesys.tuner.pick import TunePick
 from moesys.tuner.space import SearchBounds, Space
-from moesys.tuner.tune import TunePick
 
 MOST_SHOWN = 8
 

@@ -25,11 +25,11 @@ from moesys.lab.runs.records import numbered, setting_fingerprint
 from moesys.lab.runs.trials import Measurement, SimulatedStep, has_seeds, rest_of, routing_of, simulated_steps
 from moesys.traces import save_trace
 from moesys.tuner.costs import Observer, Session
-from moesys.tuner.journal import Entry, TuneJournal
+from moesys.tuner.findings import Entry, TuneJournal
+from moesys.tuner.pick import TunePick, tune_workload
 from moesys.tuner.space import SearchBounds, Space
 from moesys.tuner.timing import MOST_TRIALS, Clock, TrialFailedError
-from moesys.tuner.tune import TunePick, tune_workload
-from moesys.tuner.workload import Deadline, OutOfTimeError, Setting, Step
+from moesys.tuner.tuned_workload import Deadline, OutOfTimeError, Setting, Step
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
 # The share of the micro-batches of a training's own routing that planners see and that are not timed.
@@ -208,7 +208,7 @@ def median_ms(measurement: Measurement) -> float:
 
 @dataclass(frozen=True)
 class SimulatedWorkload:
-    """Drawn or recorded routing in the cost model: a ``tuner.workload.Workload``."""
+    """Drawn or recorded routing in the cost model: a ``Workload`` of the tuner."""
 
     model: ModelShape
     cluster: ClusterSpec

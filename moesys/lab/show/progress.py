@@ -30,7 +30,7 @@ from moesys.lab.runs.records import Record
 from moesys.lab.runs.runner import QuietProgress, StepCounter
 
 if TYPE_CHECKING:
-    from moesys.tuner.journal import Entry
+    from moesys.tuner.findings import Entry
 
 
 class Bars(Progress):

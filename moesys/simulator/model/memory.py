@@ -13,7 +13,7 @@ from moesys.config.model_run import LayerRecompute, ModelRun
 from moesys.limits import rank_memory
 from moesys.simulator.model.exchanges import Ring
 from moesys.simulator.model.model_cost import Operations
-from moesys.simulator.model.units import Units
+from moesys.simulator.model.model_units import Units
 
 # Bytes per parameter.
 MASTER_BYTES = 4

@@ -26,7 +26,7 @@ from moesys.load import IntArray, LoadMatrix
 from moesys.simulator.model.exchanges import Ring, passes_of_sum
 from moesys.simulator.model.memory import MASTER_BYTES, MOMENT_BYTES, stage_memory
 from moesys.simulator.model.model_step import WAITS, DrawnStep, ModelStep, SimulatedPart, run_parts, simulate_part
-from moesys.simulator.model.units import Units
+from moesys.simulator.model.model_units import Units
 from moesys.traces import Trace, generate
 
 

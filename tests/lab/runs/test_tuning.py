@@ -25,7 +25,7 @@ from moesys.lab.runs.declarations import load_experiment
 from moesys.lab.runs.trials import run_simulated
 from moesys.lab.runs.tuning import tune
 from moesys.traces import generate, save_trace
-from moesys.tuner import workload as tuner_workload
+from moesys.tuner import tuned_workload
 from moesys.tuner.space import SearchBounds, Space
 
 SPACE = Space(
@@ -342,7 +342,7 @@ def test_a_space_that_is_none_is_told(tmp_path, capsys, name, text, reason):
 def test_a_limit_of_minutes_holds_and_the_same_call_goes_on(tmp_path, monkeypatch):
     seconds = count()
     # A second passes from question to question.
-    monkeypatch.setattr(tuner_workload, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(tuned_workload, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     found = []
     for _ in range(40):
         found.append(tune(simulation(), SPACE, SearchBounds(6, minutes=1), out=tmp_path))

@@ -10,9 +10,9 @@ import moesys as ms
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.simulator.model.exchanges import Ring
 from moesys.simulator.model.model_step import SimulatedPart
+from moesys.simulator.model.model_units import Units
 from moesys.simulator.model.pipeline import PartSeconds
 from moesys.simulator.model.simulate_model import EndOfStep, simulate_model
-from moesys.simulator.model.units import Units
 
 SMALL = ms.ModelSpec.from_config("qwen3-moe-small")
 LINKS = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=10, inter_node_gb_per_s=5, expert_tflops=1e12)

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from moesys.config import Strategy
 from moesys.tuner.costs import CostedStrategy, Costs
 from moesys.tuner.space import PLACEMENT, Neighbour, Space
-from moesys.tuner.workload import Fidelity, OutOfTimeError, ladder
+from moesys.tuner.tuned_workload import Fidelity, OutOfTimeError, ladder
 
 # The share of points that get a longer look, and the least number of them.
 _KEPT_SHARE, _KEPT = 1 / 3, 6

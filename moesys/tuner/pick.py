@@ -11,10 +11,10 @@ from typing import Any
 from moesys.config import Declared, Strategy
 from moesys.config.experiment import Source
 from moesys.tuner.costs import Costs, Session
-from moesys.tuner.search import Search, SearchResult
 from moesys.tuner.space import PARTS, SearchBounds, Space, default_space
+from moesys.tuner.strategy_search import Search, SearchResult
 from moesys.tuner.timing import Clock, Rounds, TimedStrategy, TimingResult
-from moesys.tuner.workload import Fidelity, OutOfTimeError, Plans, Setting, Workload, value_words
+from moesys.tuner.tuned_workload import Fidelity, OutOfTimeError, Plans, Setting, Workload, value_words
 
 # Number of the experiment's strategies that are timed in any case, besides the baseline.
 _STARTS_TIMED = 3

@@ -14,7 +14,7 @@ from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, presets
 from moesys.config.workload import Generated
-from moesys.lab.commands.plan import read_load
+from moesys.lab.commands.plan_load import read_load
 from moesys.lab.runs.declarations import balance_of, cluster_of, predictor_of, split_of
 from moesys.traces import generate, save_trace
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys.balance.blocks import by_blocks
+from moesys.balance.row_blocks import by_blocks
 from moesys.layout import TokenPlan
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder

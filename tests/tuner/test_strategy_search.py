@@ -35,9 +35,9 @@ from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulation
 from moesys.tuner.costs import plan_bound_ms
-from moesys.tuner.search import Search, SearchResult
 from moesys.tuner.space import Space
-from moesys.tuner.workload import Fidelity, ladder
+from moesys.tuner.strategy_search import Search, SearchResult
+from moesys.tuner.tuned_workload import Fidelity, ladder
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from moesys.__main__ import app
-from moesys.lab.commands.simulate_model import named_strategy, parallelism_of
+from moesys.lab.commands.whole_model import named_strategy, parallelism_of
 
 ARGUMENTS = ["simulate", "--model", "qwen3-moe-small", "--cluster", "h100:1", "--tokens", "512"]
 
