@@ -63,7 +63,7 @@ SUPPORTED = -n $(WORKERS) --dist loadfile --timeout 1200 -o filterwarnings= test
 	tests/lab/runs tests/lab/show tests/moe/test_watch.py tests/tuner \
 	--deselect tests/test_command_line.py::test_help_is_whole_in_80_columns_and_its_examples_parse \
 	--deselect tests/test_command_line.py::test_a_bad_option_is_refused_in_a_line
-WARM_UP = -c 'from moesys.balance.planners import warm_up; warm_up()'
+WARM_UP = -c 'from moesys.balance.run_planner import warm_up; warm_up()'
 
 # The oldest release of each dependency that pyproject.toml allows, with the torch and the Triton of .venv.
 oldest: .venv/oldest/installed

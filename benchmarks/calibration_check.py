@@ -26,7 +26,7 @@ from moesys.lab.commands.options import AsJson, OutFolder, Wide, argument, refus
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import Ranks, start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, interleave, machine_line, repeated_ms, wall_ms
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.moe.layer import MoELayer
 from moesys.simulator.model.simulate_model import simulate_model

@@ -22,7 +22,7 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
-from moesys.balance.planners import plan_layout, warm_up
+from moesys.balance.run_planner import plan_layout, warm_up
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Strategy, presets
 from moesys.config.overlap import Sequential
 from moesys.config.workload import Generated
@@ -30,7 +30,7 @@ from moesys.lab.commands.options import Jobs, option, refusing
 from moesys.lab.ranks.pool import Workers
 from moesys.lab.runs.places import num_workers
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.load import IntArray, LoadMatrix
 from moesys.simulator.step_program import simulate
 from moesys.traces import draw_counts, generate

@@ -45,7 +45,7 @@ from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.stopwatch import Quantiles, machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 THEIRS, EP = "torchtitan", "ep"
 NUM_EXPERTS = 64

@@ -24,7 +24,7 @@ from moesys.config import LayoutInvariant, ModelShape, Ordered, Strategy
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.runs.stopwatch import Quantiles, Work, machine_line, processor_ms, wall_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import DTYPES
 

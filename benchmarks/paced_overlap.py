@@ -29,7 +29,7 @@ from moesys.lab.commands.options import option, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Quantiles, machine_line, repeated_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.moe.layer import MoELayer
 
 _SHAPE = ModelShape(hidden_size=512, intermediate_size=512, num_experts=8, top_k=2)

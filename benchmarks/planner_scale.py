@@ -25,14 +25,14 @@ from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.greedy.leader import FIRST_PLANS, search_period
 from moesys.balance.laer import Laer
-from moesys.balance.planners import plan_layouts, split_tokens
 from moesys.balance.replay import ReplayBatch, replay_layer
+from moesys.balance.run_planner import plan_layouts, split_tokens
 from moesys.config import Balance, ClusterSpec, Fsep, ModelRun, ModelSpec, Split, Strategy, presets
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import option, refusing
 from moesys.lab.runs.stopwatch import Quantiles, interleave, machine_line, repeated_ms, wall_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.simulator.model.simulate_model import simulate_model

@@ -31,8 +31,8 @@ from moesys.balance.flow.flow_split import FlowSplit, split_costs
 from moesys.balance.flow.step_cost import prices_of, with_experts
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
-from moesys.balance.planners import warm_up
 from moesys.balance.replay import replay_layer
+from moesys.balance.run_planner import warm_up
 from moesys.balance.static import Static
 from moesys.balance.topology import link_domains_of
 from moesys.config import Balance, ClusterSpec, Ep, Fsep, ModelShape, Predictor, Sharding, Strategy, presets
@@ -47,7 +47,7 @@ from moesys.lab.runs.environment import source_digest
 from moesys.lab.runs.places import num_workers
 from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 from moesys.traces import generate

@@ -22,7 +22,7 @@ from moesys.config.workload import Generated
 from moesys.lab.commands.options import option, refusing
 from moesys.lab.runs.stopwatch import machine_line, wall_ms
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, figure, publish
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulation
 from moesys.traces import generate

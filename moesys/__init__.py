@@ -19,7 +19,7 @@ _NAMES = {
     "moesys.balance.certificate": "Certificate certify",
     "moesys.balance.flow.max_load": "min_max_load",
     "moesys.balance.plan": "LayerPlan StepPlan plan_layer",
-    "moesys.balance.planners": "plan_layout plan_layouts split_tokens",
+    "moesys.balance.run_planner": "plan_layout plan_layouts split_tokens",
     "moesys.balance.planning_problem": "PlanningProblem",
     "moesys.balance.predictors": "LoadHistory measured_drift",
     "moesys.collectives": "CollectiveError",

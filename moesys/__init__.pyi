@@ -16,14 +16,14 @@ from moesys.balance.moon_ep import MoonEp as MoonEp
 from moesys.balance.plan import LayerPlan as LayerPlan
 from moesys.balance.plan import StepPlan as StepPlan
 from moesys.balance.plan import plan_layer as plan_layer
-from moesys.balance.planners import plan_layout as plan_layout
-from moesys.balance.planners import plan_layouts as plan_layouts
-from moesys.balance.planners import split_tokens as split_tokens
 from moesys.balance.planning_problem import PlanningProblem as PlanningProblem
 from moesys.balance.predictors import LoadHistory as LoadHistory
 from moesys.balance.predictors import measured_drift as measured_drift
 from moesys.balance.proportional_split import Proportional as Proportional
 from moesys.balance.quotas import Quotas as Quotas
+from moesys.balance.run_planner import plan_layout as plan_layout
+from moesys.balance.run_planner import plan_layouts as plan_layouts
+from moesys.balance.run_planner import split_tokens as split_tokens
 from moesys.balance.static import Static as Static
 from moesys.balance.ultra_ep import UltraEp as UltraEp
 from moesys.collectives import CollectiveError as CollectiveError

@@ -7,7 +7,7 @@ import gc
 
 from conftest import share_probes
 
-from moesys.balance.planners import warm_up
+from moesys.balance.run_planner import warm_up
 
 warm_up()
 share_probes()

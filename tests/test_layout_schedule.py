@@ -21,8 +21,8 @@ from moesys.balance.layout_schedule import (
     PlanTicket,
     SolvedPlan,
 )
-from moesys.balance.planners import plan_layout
 from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.run_planner import plan_layout
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 

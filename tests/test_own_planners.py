@@ -24,8 +24,8 @@ from lab_cases import moesys
 from pydantic import BaseModel
 
 import moesys as ms
-from moesys.balance.planners import checked_layout, checked_split
 from moesys.balance.quotas import QuotaPlanner
+from moesys.balance.run_planner import checked_layout, checked_split
 from moesys.config.member import RECORDED
 from moesys.kinds import BALANCES, SPLITS
 from moesys.lab.runs.declarations import balance_of, declared_in, import_module_of_user, load_experiment, split_of

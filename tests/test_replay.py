@@ -9,8 +9,8 @@ from moesys.balance.flex_moe import FlexMoe
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import plan_layer
-from moesys.balance.planners import plan_layout
 from moesys.balance.replay import Moment, replay_layer, replay_steps
+from moesys.balance.run_planner import plan_layout
 from moesys.config import ClusterSpec, Fsep, ModelShape, Oracle, Strategy
 from moesys.config.workload import Generated
 from moesys.load import LoadMatrix

@@ -93,7 +93,7 @@ def main(*, folder: str, inputs: str, store: str, steps: int, follows: bool, str
 
 def _registered(declared: dict[str, Any]) -> str:
     """Returns the name under which transformers' models train under a strategy."""
-    from moesys.balance.planners import warm_up
+    from moesys.balance.run_planner import warm_up
     from moesys.config import Strategy
     from moesys.hf.registration import register
 

@@ -50,7 +50,7 @@ from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, publish
 
 COPY_BYTES = 16
 # Counts, places, weights and flags are loaded one at a time; elements of rows are not.

@@ -18,7 +18,7 @@ from benchmarks.kernels.drawn_layer import Implementation, Layer, Results, Run, 
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward, moe_experts
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.routing import route
-from moesys.lab.show.tables import Column
+from moesys.lab.show.sheets import Column
 
 # The largest ‖found - right‖ / ‖right‖ at which a contestant is timed.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}

@@ -16,7 +16,7 @@ from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfi
 from moesys.kernels.experts.tile_tuner import OPS, Gpu, blocks_for, cache_file, tune_blocks
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 
 def bench_kernels(

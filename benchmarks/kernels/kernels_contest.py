@@ -41,7 +41,7 @@ from benchmarks.kernels.drawn_layer import (
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.lab.runs.stopwatch import Quantiles
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, plain, publish, write
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, plain, publish, write
 
 WHOLE = "forward + backward"
 # Multiplications and additions of a gated expert per row, in multiples of H·I.

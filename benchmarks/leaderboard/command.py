@@ -35,7 +35,7 @@ from moesys.lab.commands.options import (
 )
 from moesys.lab.runs.declarations import cluster_of, predictor_of
 from moesys.lab.runs.stopwatch import machine_line
-from moesys.lab.show.tables import CommandOutput, publish
+from moesys.lab.show.sheets import CommandOutput, publish
 
 # The options that the page shows, in this order.
 _SHOWN = (

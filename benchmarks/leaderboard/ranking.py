@@ -25,7 +25,7 @@ from moesys.files import write_whole
 from moesys.lab.runs.statistics import PairedRatio, paired_ratio
 from moesys.lab.show.figures import OKABE_ITO, draw_forest, style
 from moesys.lab.show.pages import PAGE_STYLE, inline_svg, page, sheet_section
-from moesys.lab.show.tables import Column, Report, Sheet, write
+from moesys.lab.show.sheets import Column, Report, Sheet, write
 
 PAGE, HTML_PAGE = "leaderboard.md", "leaderboard.html"
 TITLE = "SIMULATED: a leaderboard of planners"

@@ -37,7 +37,7 @@ from moesys.kernels.symmetric.pacing import paced_link
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.stopwatch import Quantiles
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 
 ON_GPU_RANKS, ON_GPU_BIT_RUNS = 4, 20
 TOY = Size("toy", 12, 32, 16, 4, 2)

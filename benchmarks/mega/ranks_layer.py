@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.kernels.drawn_layer import Size
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
-from moesys.balance.planners import split_tokens
+from moesys.balance.run_planner import split_tokens
 from moesys.config import ClusterSpec
 from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.activation_gradient import activation_gradient

@@ -25,7 +25,7 @@ from benchmarks.shaped.cases import NOT_TIMED, ShapedCase, asked_for, model_spec
 from benchmarks.shaped.hosts import lacks_hosts, linked_hosts, ranks_on, run_commands
 from benchmarks.shaped.processor_shares import lacks_shares
 from moesys.balance.plan import LayerPlan, StepPlan
-from moesys.balance.planners import warm_up
+from moesys.balance.run_planner import warm_up
 from moesys.config import ClusterSpec, Parallelism, Strategy
 from moesys.config.model_run import ModelRun
 from moesys.lab.calibrate.measurement import calibrate
@@ -34,7 +34,7 @@ from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import Quantiles, machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.simulator.model.simulate_model import simulate_model
 from moesys.simulator.step_program import simulation
 

@@ -14,8 +14,8 @@ from multiprocessing import get_context
 import numpy as np
 
 from moesys.balance.layout_schedule import PlanSource
-from moesys.balance.planners import split_tokens
 from moesys.balance.replay import Moment, replay_layer
+from moesys.balance.run_planner import split_tokens
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import Generated
 from moesys.lab.runs.environment import available_cores

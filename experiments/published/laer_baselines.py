@@ -22,7 +22,7 @@ from experiments.published.drawn_steps import Planning, Scenario, SimulatedStep,
 from experiments.published.laer_setup import METHODS, Constants, LaerModel, PublishedRow
 from moesys.config import Ep, Strategy
 from moesys.cost import GRADIENT_BYTES, expert_seconds
-from moesys.lab.show.tables import Column, Sheet
+from moesys.lab.show.sheets import Column, Sheet
 
 # --- Megatron -------------------------------------------------------------------------------------------------
 

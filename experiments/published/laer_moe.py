@@ -40,7 +40,7 @@ from experiments.published.laer_setup import CONSTANTS, METHODS, Constants, Laer
 from moesys.config import Overlap, presets
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
 from moesys.lab.commands.options import AsJson, OutFolder, Wide
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, figure, publish
+from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, figure, publish
 
 # --- the fit --------------------------------------------------------------------------------------------------
 # Between the ends of ``ROWS_SLOWDOWNS`` seconds lie on a straight line (within 1 in 1,000), and a dispatcher delays all

@@ -27,7 +27,7 @@ import moesys as ms
 from experiments.published.drawn_steps import Planning, Scenario
 from experiments.published.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
-from moesys.balance.planners import split_tokens
+from moesys.balance.run_planner import split_tokens
 from moesys.config import Predictor
 from moesys.config.workload import Generated
 from moesys.layout import ExpertLayout

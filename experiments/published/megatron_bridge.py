@@ -58,7 +58,7 @@ from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.overlap import Sequential
 from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, publish
 from moesys.simulator.model.model_cost import model_flops_per_token
 from moesys.simulator.model.simulate_model import simulate_model
 

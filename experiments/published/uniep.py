@@ -41,7 +41,7 @@ from moesys.config import ClusterSpec, ModelShape, Overlap, Strategy, presets
 from moesys.config.overlap import MegaKernel, Sequential
 from moesys.lab.commands.options import AsJson, OutFolder, Quiet, Wide
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, publish
+from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.load import LoadMatrix
 from moesys.simulator.mega.layer_pass import QueuedPass

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.planners import plan_layout
+from moesys.balance.run_planner import plan_layout
 from moesys.config import ClusterSpec
 from moesys.load import LoadMatrix
 

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import numpy as np
 from pydantic import Base64Bytes, NonNegativeInt, TypeAdapter
 
-from moesys.balance.planners import plan_layout, planned, warm_up
 from moesys.balance.planning_problem import PastBatch, PlanningProblem
 from moesys.balance.predictors import LoadHistory
+from moesys.balance.run_planner import plan_layout, planned, warm_up
 from moesys.config import Balance, ClusterSpec, ModelShape, Oracle, Strategy
 from moesys.config.base import in_words
 from moesys.layout import ExpertLayout

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, StrictInt
 
-from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem, check_model
+from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.config.base import in_words, python_value
 from moesys.config.member import RECORDED

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from moesys.balance.layout_schedule import LayoutSchedule
 from moesys.balance.plan import LayerPlan, plan_layer
-from moesys.balance.planners import plan_layout
 from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.run_planner import plan_layout
 from moesys.config import ClusterSpec, ModelShape, Ordered, Strategy
 from moesys.frames import Position
 from moesys.kernels.host_copies import to_device

@@ -16,7 +16,7 @@ from moesys.balance.flex_moe import FlexMoe
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
-from moesys.balance.planners import plan_layout, plan_layouts, split_tokens
+from moesys.balance.run_planner import plan_layout, plan_layouts, split_tokens
 from moesys.balance.static import Static
 from moesys.config import ClusterSpec
 from moesys.load import LoadMatrix

@@ -10,8 +10,8 @@ from hypothesis import given
 from moesys.balance.eplb import Eplb, heaviest_replicated
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import BYTES_PER_TOKEN, Laer, laer_seconds, proportional_replicas
-from moesys.balance.planners import plan_layout
 from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.run_planner import plan_layout
 from moesys.balance.static import Static
 from moesys.config import Balance, ClusterSpec, Ep, ModelShape, Strategy
 from moesys.layout import EMPTY, ExpertLayout

@@ -15,8 +15,8 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
-from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.proportional_split import Proportional
+from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.config import ClusterSpec, Split
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix

@@ -15,8 +15,8 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.flow.step_cost import plan_seconds
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.config import ClusterSpec
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix

@@ -15,8 +15,8 @@ from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.greedy.numbering import num_moves, relabelled, relabelled_inside
 from moesys.balance.greedy.search import LayoutSearch
-from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.balance.static import Static
 from moesys.config import ClusterSpec
 from moesys.layout import EMPTY, ExpertLayout

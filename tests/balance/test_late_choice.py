@@ -16,7 +16,7 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.late_slots import fill_late_slots
-from moesys.balance.planners import plan_layout, split_tokens
+from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape
 from moesys.cost import expert_seconds, restore_bytes, transfer_seconds
 from moesys.layout import EMPTY, ExpertLayout

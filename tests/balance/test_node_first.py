@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import moesys as ms
 from moesys.balance.greedy.builders import deal_to_nodes, level
 from moesys.balance.plan import StepPlan, plan_layer
-from moesys.balance.planners import plan_layout
+from moesys.balance.run_planner import plan_layout
 from moesys.config import presets
 from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulate

@@ -7,7 +7,7 @@ import pytest
 
 import moesys as ms
 from moesys.balance.greedy.builders import pin_homes
-from moesys.balance.planners import plan_layout
+from moesys.balance.run_planner import plan_layout
 from moesys.config import presets
 from moesys.layout import owner_of_experts
 

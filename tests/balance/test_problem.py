@@ -14,7 +14,7 @@ from moesys.balance.eplb import Eplb
 from moesys.balance.flex_moe import FlexMoe
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
-from moesys.balance.planners import plan_layout
+from moesys.balance.run_planner import plan_layout
 from moesys.balance.static import Static
 from moesys.config import ClusterSpec
 from moesys.layout import EMPTY, ExpertLayout

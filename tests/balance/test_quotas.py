@@ -12,9 +12,9 @@ from moesys.balance.faster_moe import FasterMoe
 from moesys.balance.llep import Llep
 from moesys.balance.moon_ep import MoonEp
 from moesys.balance.plan import plan_layer
-from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.quotas import Quotas
+from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.balance.ultra_ep import UltraEp
 from moesys.config import ClusterSpec, Ep, ModelShape, Strategy
 from moesys.load import LoadMatrix

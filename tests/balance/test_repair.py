@@ -16,7 +16,7 @@ from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.greedy.local_search import MoveConstraints, climbed, local_search, neighbour
 from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.greedy.robust_cost import NO_LIMIT, Scenarios
-from moesys.balance.planners import plan_layout, split_tokens
+from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.balance.static import Static
 from moesys.config import ClusterSpec
 from moesys.layout import EMPTY, ExpertLayout

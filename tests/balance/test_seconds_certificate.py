@@ -14,7 +14,7 @@ from ortools.sat.python import cp_model
 import moesys as ms
 from benchmarks.seconds_certificate import certify_seconds
 from moesys import cost
-from moesys.balance.planners import split_tokens
+from moesys.balance.run_planner import split_tokens
 from moesys.config import presets
 
 WIDE = ms.ModelShape(hidden_size=64, intermediate_size=8, num_experts=1, top_k=1, dtype="bfloat16")

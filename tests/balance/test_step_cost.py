@@ -19,8 +19,8 @@ from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.greedy.builders import spread
 from moesys.balance.greedy.robust_cost import draw_drifted
 from moesys.balance.plan import StepPlan, plan_layer
-from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.predictors import measured_drift
+from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.balance.topology import blocks_of_nodes, link_domains_of, tokens_by_node
 from moesys.config import presets
 from moesys.layout import EMPTY

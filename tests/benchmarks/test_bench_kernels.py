@@ -34,7 +34,7 @@ from benchmarks.kernels.drawn_layer import (
     relative_errors,
 )
 from benchmarks.kernels.kernels_contest import FLOPS, LayerResult, measure_layer
-from moesys.lab.show.tables import CommandOutput
+from moesys.lab.show.sheets import CommandOutput
 
 # Rows of a multiple of 16 bytes, as torch's grouped GEMM wants them.
 TINY = Size("tiny", 10, 16, 8, 3, 2)

@@ -18,7 +18,7 @@ from benchmarks.mega import mega_contest as contest
 from benchmarks.mega.mega_contest import SEQUENTIAL, STAND_ALONE, WHOLE, link_ms, rows_of
 from benchmarks.mega.ranks_layer import draw_layer
 from moesys.config.overlap import MegaKernel
-from moesys.lab.show.tables import CommandOutput
+from moesys.lab.show.sheets import CommandOutput
 
 CPU = torch.device("cpu")
 TINY = Size("tiny", 6, 16, 16, 2, 1)

@@ -17,8 +17,8 @@ from benchmarks.__main__ import app
 from benchmarks.harness.contest import Case, Contestant, EqualBits, Outcome, hold, of_all_ranks
 from moesys.config import ClusterSpec
 from moesys.lab.runs.stopwatch import Quantiles
-from moesys.lab.show import tables
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, markdown_table, publish, written_columns
+from moesys.lab.show import sheets
+from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, markdown_table, publish, written_columns
 
 
 def megabytes(num_bytes: int) -> str:
@@ -66,7 +66,7 @@ def test_a_report_is_written_whatever_becomes_of_its_reader(tmp_path: Path, monk
     def closed(*_: object, **__: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(tables, "print_sheet", closed)
+    monkeypatch.setattr(sheets, "print_sheet", closed)
     data = {"rows": ROWS, "cluster": ClusterSpec(ranks_per_node=3)}
     report = Report("sent", "What was sent", "measured", [Sheet("MEASURED: sent", ROWS, ["a note"])], data=data)
     with pytest.raises(BrokenPipeError):

@@ -43,7 +43,7 @@ from experiments.published.laer_moe import (
 )
 from experiments.published.laer_setup import BREAKDOWN, CONSTANTS, METHODS, ROWS, PublishedRow
 from moesys.config import ClusterSpec
-from moesys.lab.show.tables import Report, to_markdown
+from moesys.lab.show.sheets import Report, to_markdown
 from moesys.layout import ExpertLayout
 
 E8K2, E16K4 = "8x7b-e8k2", "8x7b-e16k4"

@@ -7,7 +7,7 @@ import pytest
 import moesys as ms
 from experiments.published import uniep
 from experiments.published.uniep import EvenLayer, HopperPart, overlap_row, overlap_sheet, part_row, published_parts
-from moesys.lab.show.tables import Sheet, markdown_table
+from moesys.lab.show.sheets import Sheet, markdown_table
 
 LAYER = EvenLayer(name="a layer", hidden=1024, width=512, experts=16, top_k=4, tokens=2000)
 NODE = ms.ClusterSpec(ranks_per_node=4, intra_node_gb_per_s=50, expert_tflops=60, multiprocessors=16)

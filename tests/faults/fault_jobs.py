@@ -462,7 +462,7 @@ def prepare() -> None:
         __import__(f"moesys.lab.commands.{name}")
     for name in ("moesys.hf.convert", "moesys.lab.runs.environment", "transformers.models.qwen3_moe"):
         __import__(name)
-    from moesys.balance.planners import warm_up
+    from moesys.balance.run_planner import warm_up
 
     warm_up()
     with torch.no_grad():

@@ -55,7 +55,7 @@ from moesys.lab.ranks.torchrun_ranks import TorchrunRanks
 from moesys.lab.runs.declarations import balance_of, cluster_of, declared_in, predictor_of, split_of
 from moesys.lab.runs.places import place_for
 from moesys.lab.runs.slurm import Slurm, slurm_of
-from moesys.lab.show.tables import print_full
+from moesys.lab.show.sheets import print_full
 from moesys.lab.train.text import load_files
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix

@@ -30,7 +30,7 @@ from moesys.lab.ranks.pool import RankError
 from moesys.lab.ranks.process import Outcome
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import TorchrunRanks, joins
-from moesys.lab.show.tables import Column, Report, Sheet, publish, to_markdown, write
+from moesys.lab.show.sheets import Column, Report, Sheet, publish, to_markdown, write
 
 State = Literal["passed", "failed", "skipped", "not run yet"]
 

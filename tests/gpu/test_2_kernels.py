@@ -39,8 +39,8 @@ from benchmarks.kernels.drawn_layer import SIZES, Layer, Size, draw_layer, relat
 from benchmarks.kernels.kernels_contest import IN_INTERPRETER, ON_GPU, TOY
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
-from moesys.balance.planners import split_tokens
 from moesys.balance.proportional_split import Proportional
+from moesys.balance.run_planner import split_tokens
 from moesys.config import ClusterSpec
 from moesys.config.split import Split
 from moesys.kernels.experts.activation_gradient import activation_gradient

@@ -43,7 +43,7 @@ from moesys.kernels.split.tables import SplitTables
 from moesys.kernels.symmetric.counts import count_regions, receive_counts
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.pulls import Copy, start_copies
-from moesys.lab.show.tables import plain
+from moesys.lab.show.sheets import plain
 
 # 3.6 cannot specialise epilogues that split a tile.
 SPECIALISES = not triton.__version__.startswith("3.6.")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.tensor
 
 import moesys as ms
-from moesys.balance.planners import warm_up
+from moesys.balance.run_planner import warm_up
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
 # A rank that must not wait for the other one may take this long; normal ends take 1 to 2 s.

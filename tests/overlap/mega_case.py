@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moesys as ms
-from moesys.balance.planners import split_tokens
+from moesys.balance.run_planner import split_tokens
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
 from moesys.kernels.experts.tile_tuner import ShapeClass, blocks_of

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moesys.balance.even_split import EvenSplit
-from moesys.balance.planners import split_tokens
+from moesys.balance.run_planner import split_tokens
 from moesys.config import BYTES_PER_GB, ClusterSpec, DType, ModelShape
 from moesys.cost import ExpertPass, attention_rate, elementwise_seconds, pass_seconds
 from moesys.kernels.cpu.page_pool import PagePool, Scratch

@@ -19,7 +19,7 @@ from moesys.lab.runs.declarations import import_modules_of_user, strategy_in
 from moesys.lab.runs.environment import load_environments
 from moesys.lab.runs.places import RankTrials, TrialError
 from moesys.lab.runs.records import RunFolder
-from moesys.lab.show.tables import plain, print_full
+from moesys.lab.show.sheets import plain, print_full
 
 if TYPE_CHECKING:
     from moesys.lab.train.first_difference import FirstDifference

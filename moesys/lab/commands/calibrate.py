@@ -11,7 +11,7 @@ from moesys.lab.ranks.process_start import joins, writes
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.tables import AS_TABLES, CommandOutput, Report, Sheet, publish, write
+from moesys.lab.show.sheets import AS_TABLES, CommandOutput, Report, Sheet, publish, write
 
 if TYPE_CHECKING:
     # They import torch, which takes seconds.

@@ -30,7 +30,7 @@ from moesys.lab.runs.environment import Environment, differences, load_environme
 from moesys.lab.runs.records import RunFolder, other_kind, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
 from moesys.lab.show.comparisons import comparison_sheet, format_comparison
-from moesys.lab.show.tables import Column, Sheet, figure, print_sheet
+from moesys.lab.show.sheets import Column, Sheet, figure, print_sheet
 
 T = TypeVar("T")
 

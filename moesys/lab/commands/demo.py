@@ -36,7 +36,7 @@ from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.runner import RunResult, run
 from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.show.progress import RunProgress
-from moesys.lab.show.tables import CommandOutput
+from moesys.lab.show.sheets import CommandOutput
 
 SEEDS = tuple(range(MIN_SEEDS))
 # The baseline's routing under one seed.

@@ -24,7 +24,7 @@ from rich.console import Console
 from moesys.display import counted
 from moesys.lab.commands.options import AsJson, Quiet, Wide, flag
 from moesys.lab.runs.environment import available_cores, collect_environment, cpu_name, output_of, version_of
-from moesys.lab.show.tables import Column, Sheet, print_sheet
+from moesys.lab.show.sheets import Column, Sheet, print_sheet
 
 State = Literal["ok", "slow", "missing", "broken"]
 

@@ -17,9 +17,9 @@ import numpy as np
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.plan import LayerPlan, StepPlan
-from moesys.balance.planners import split_tokens
 from moesys.balance.predictors import window
 from moesys.balance.replay import Replan, ReplayBatch, replay_layer
+from moesys.balance.run_planner import split_tokens
 from moesys.config import Fsep, ModelShape, Oracle, Strategy
 from moesys.config.base import check_type
 from moesys.config.experiment import Experiment
@@ -28,6 +28,7 @@ from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_s
 from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Settings, Wide, option, refusing
 from moesys.lab.runs.declarations import declared_in, import_modules_of_user, load_experiment, strategy_in
 from moesys.lab.runs.trials import SimulatedStep, rest_of, routing_of, simulated_workload
+from moesys.lab.show.sheets import print_full
 from moesys.lab.show.step_explanation import (
     ExpertChange,
     LayerExplanation,
@@ -38,7 +39,6 @@ from moesys.lab.show.step_explanation import (
     Traffic,
     explanation_tree,
 )
-from moesys.lab.show.tables import print_full
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 from moesys.row_traffic import row_traffic

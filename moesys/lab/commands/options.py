@@ -262,7 +262,7 @@ def _with_output(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def command(**given: Any) -> Any:
-        from moesys.lab.show.tables import CommandOutput
+        from moesys.lab.show.sheets import CommandOutput
 
         output = CommandOutput(*map(given.pop, _OUTPUT))
         return function(**given, output=output)

@@ -15,13 +15,13 @@ from moesys.balance.cp_sat import CpSat
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.plan import LayerPlan
-from moesys.balance.planners import plan_layout, split_tokens
+from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
 from moesys.display import counted
 from moesys.files import read_json, write_whole
 from moesys.lab.commands.options import CLUSTER_HELP, AsJson, OutFile, option, refusing
 from moesys.lab.runs.declarations import balance_of, cluster_of, member_words, split_of
-from moesys.lab.show.tables import add_head, add_line, print_full
+from moesys.lab.show.sheets import add_head, add_line, print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.traces import load_trace, read_array

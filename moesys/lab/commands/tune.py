@@ -32,7 +32,7 @@ from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.tuning import tune
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.progress import TuneProgress
-from moesys.lab.show.tables import Column, CommandOutput, Report, Sheet, figure, publish
+from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, figure, publish
 from moesys.tuner.pick import TunePick
 from moesys.tuner.space import SearchBounds, Space
 

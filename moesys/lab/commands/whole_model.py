@@ -18,7 +18,7 @@ from moesys.kinds import did_you_mean
 from moesys.lab.runs.declarations import cluster_of, declared_in
 from moesys.lab.show.figures import memory_chart
 from moesys.lab.show.progress import status_line
-from moesys.lab.show.tables import Column, CommandOutput, Sheet, figure, print_sheet
+from moesys.lab.show.sheets import Column, CommandOutput, Sheet, figure, print_sheet
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model
 

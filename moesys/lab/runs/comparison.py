@@ -197,11 +197,11 @@ class Comparison(Display):
 
     def __str__(self) -> str:
         text = io.StringIO()
-        named("moesys.lab.show.tables:print_sheet")(self._sheet, text)
+        named("moesys.lab.show.sheets:print_sheet")(self._sheet, text)
         return text.getvalue().rstrip()
 
     def _repr_html_(self) -> str:
-        columns = named("moesys.lab.show.tables:written_columns")(self._sheet)
+        columns = named("moesys.lab.show.sheets:written_columns")(self._sheet)
         right = [column.name for column in columns if column.align == "right"]
         return html_part(self._sheet.title, {of.name: of.cells for of in columns}, self._sheet.notes, right)
 

@@ -294,7 +294,7 @@ def _backend_of(workload: RealTraining, ranks_of_host: int) -> str:
 
 
 def _warm_up(strategies: Iterable[Strategy]) -> None:
-    from moesys.balance.planners import warm_up
+    from moesys.balance.run_planner import warm_up
 
     for strategy in strategies:
         warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))

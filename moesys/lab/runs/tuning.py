@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moesys.balance.planners import warm_up
+from moesys.balance.run_planner import warm_up
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.base import check_type, python_value
 from moesys.config.experiment import Experiment, Trial

@@ -18,7 +18,7 @@ from moesys.display import counted
 from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, Row
 from moesys.lab.runs.records import setting_fingerprint
 from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
-from moesys.lab.show.tables import Column, ColumnNote, Sheet, escaped, figure, markdown_table
+from moesys.lab.show.sheets import Column, ColumnNote, Sheet, escaped, figure, markdown_table
 
 Format = Literal["markdown", "csv", "json"]
 COMPARISON_SCHEMA = 1

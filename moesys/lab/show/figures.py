@@ -32,7 +32,7 @@ from moesys.files import whole_file, write_whole
 from moesys.lab.runs.comparison import SPEED, Comparison
 from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio, seed_ratios
 from moesys.lab.show.comparisons import ratio_words
-from moesys.lab.show.tables import figure as digits
+from moesys.lab.show.sheets import figure as digits
 from moesys.load import IntArray
 from moesys.simulator.critical_path import PathPart
 from moesys.timeline import Source, Span, Timeline

@@ -24,7 +24,7 @@ from matplotlib.transforms import Affine2D
 from moesys.display import counted, html_table, printable
 from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
 from moesys.lab.show.figures import COUNTS, OKABE_ITO, STYLE, TimelinePanel, draw_timelines, placed_rows, short, style
-from moesys.lab.show.tables import Sheet, notes_of, rows_of, written_columns
+from moesys.lab.show.sheets import Sheet, notes_of, rows_of, written_columns
 from moesys.load import IntArray
 from moesys.timeline import Timeline
 

@@ -16,7 +16,7 @@ from moesys.config import BYTES_PER_GB, ClusterSpec, Fsep, Strategy
 from moesys.config.base import python_value
 from moesys.display import Columns, Display, counted, listed
 from moesys.lab.runs.declarations import member_words
-from moesys.lab.show.tables import Column, Sheet, WholeTable, add_head, add_line, figure, print_full
+from moesys.lab.show.sheets import Column, Sheet, WholeTable, add_head, add_line, figure, print_full
 from moesys.simulator.simulation import COMPUTED_KINDS
 
 MOST_PLACES = 5

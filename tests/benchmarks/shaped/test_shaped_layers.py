@@ -20,7 +20,7 @@ from benchmarks.shaped.processor_shares import lacks_shares
 from moesys.config import ModelShape
 from moesys.lab.calibrate.measurement import fit_line
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.lab.show.tables import Sheet, to_json, to_markdown, written_columns
+from moesys.lab.show.sheets import Sheet, to_json, to_markdown, written_columns
 from moesys.load import LoadMatrix
 
 LACKS = lacks_hosts()

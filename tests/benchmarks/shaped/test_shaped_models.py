@@ -21,7 +21,7 @@ from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
 from moesys.lab.calibrate.measurement import calibrate
 from moesys.lab.calibrate.timings import CPU_GRID, Effort
-from moesys.lab.show.tables import to_markdown
+from moesys.lab.show.sheets import to_markdown
 from moesys.simulator.model.simulate_model import drawn_plans
 
 LACKS = lacks_hosts()

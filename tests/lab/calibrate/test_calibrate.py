@@ -39,8 +39,8 @@ from moesys.lab.ranks import torchrun_ranks
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.ranks.torchrun_ranks import start_ranks
-from moesys.lab.show import tables
-from moesys.lab.show.tables import CommandOutput
+from moesys.lab.show import sheets
+from moesys.lab.show.sheets import CommandOutput
 
 TINY = Grid(
     dtype="float32",
@@ -498,7 +498,7 @@ def test_what_was_measured_is_written_before_it_is_printed(monkeypatch):
 
     known = KnownRanks(KNOWN.replace(ranks_per_node=2))
     monkeypatch.setattr(torchrun_ranks, "start_ranks", lambda *_, **__: (known, known.cluster))
-    monkeypatch.setattr(tables, "print_sheet", stops)
+    monkeypatch.setattr(sheets, "print_sheet", stops)
     with pytest.raises(BrokenPipeError):
         command.calibrate_command(2, output=CommandOutput(Path("here")))
     assert "cluster" in json.loads(Path("here/calibrate.json").read_text())

@@ -12,8 +12,8 @@ from moesys.balance.eplb import Eplb
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.planners import plan_layout, split_tokens
 from moesys.balance.replay import replay_steps
+from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Strategy, WindowMean
 from moesys.config.experiment import Experiment
 from moesys.config.overlap import Pipelined

@@ -28,7 +28,7 @@ from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import rest_of, routing_of, run_simulated
 from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.figures import write_chrome_trace
-from moesys.lab.show.tables import figure
+from moesys.lab.show.sheets import figure
 from moesys.load import LoadMatrix
 from moesys.simulator.critical_path import PathPart, by_place
 from moesys.simulator.step_program import simulation

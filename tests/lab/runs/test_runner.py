@@ -19,7 +19,7 @@ import torch
 from lab_cases import moesys
 from runner_cases import EP, FSEP, partly_failing, simulation, training
 
-from moesys.balance.planners import plan_layout
+from moesys.balance.run_planner import plan_layout
 from moesys.balance.static import Static
 from moesys.config import ClusterSpec
 from moesys.config.workload import Replay
@@ -316,7 +316,7 @@ def test_ranks_of_torchrun_that_do_not_suit_are_refused(tmp_path, monkeypatch, e
 
 def test_what_strategies_need_is_compiled_before_the_first_trial(monkeypatch):
     events = []
-    monkeypatch.setattr("moesys.balance.planners.warm_up", lambda balance, split, **_: events.append(split.kind))
+    monkeypatch.setattr("moesys.balance.run_planner.warm_up", lambda balance, split, **_: events.append(split.kind))
     monkeypatch.setattr(RankTrials, "run", lambda self, trial, *_: events.append(trial.strategy.name))
     experiment = training()
     with closing(RankTrials(experiment, threads=1)) as place:

@@ -41,7 +41,7 @@ from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.statistics import PairedRatio
 from moesys.lab.runs.stopwatch import Quantiles
 from moesys.lab.show.comparisons import comparison_sheet
-from moesys.lab.show.tables import Column, ColumnNote, Report, Sheet, print_full, print_sheet, publish
+from moesys.lab.show.sheets import Column, ColumnNote, Report, Sheet, print_full, print_sheet, publish
 from moesys.lab.train.first_difference import FirstDifference
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"

@@ -203,7 +203,7 @@ def warm_up(
     compile_or_use_python(
         Path(__file__).parent,
         partial(_run_loops, Balance.class_of(loops)(), config, late_slots),
-        "compile them once: python -c 'from moesys.balance.planners import warm_up; warm_up()'" if small else "",
+        "compile them once: python -c 'from moesys.balance.run_planner import warm_up; warm_up()'" if small else "",
     )
 
 

@@ -22,7 +22,7 @@ from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.records import Samples, setting_fingerprint
 from moesys.lab.runs.statistics import PairedRatio
 from moesys.lab.show.comparisons import comparison_sheet, format_comparison, ratio_words
-from moesys.lab.show.tables import (
+from moesys.lab.show.sheets import (
     Column,
     Sheet,
     WholeTable,
@@ -208,7 +208,7 @@ def test_only_the_winner_is_bold_green_and_what_is_unclear_is_grey():
 
 def test_a_pipe_gets_the_full_width():
     code = (
-        "from test_tables import *; name = 'a-strategy-with-a-name-as-long-as-' + 'x' * 60\n"
+        "from test_sheets import *; name = 'a-strategy-with-a-name-as-long-as-' + 'x' * 60\n"
         "of = experiment(strategies=(EP, FSEP.replace(name=name)))\n"
         "print_sheet(comparison_sheet(compare_records(of, records(of, {'ep': 10.0, name: 8.0}))))"
     )
