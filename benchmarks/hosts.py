@@ -43,7 +43,8 @@ from benchmarks.shaped.processor_shares import join, lacks_shares, own_name, pro
 from moesys.config import Strategy
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
-from moesys.lab.runs.stopwatch import Quantiles, machine_line
+from moesys.lab.runs.environment import machine_line
+from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 

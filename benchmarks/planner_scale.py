@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.options import Repeats
+from benchmarks.harness.stopwatch import interleave, repeated_ms, wall_ms
 from moesys.balance.eplb import Eplb
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
@@ -30,7 +31,8 @@ from moesys.balance.run_planner import plan_layouts, split_tokens
 from moesys.config import Balance, ClusterSpec, Fsep, ModelRun, ModelSpec, Split, Strategy, presets
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import option, refusing
-from moesys.lab.runs.stopwatch import Quantiles, interleave, machine_line, repeated_ms, wall_ms
+from moesys.lab.runs.environment import machine_line
+from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import ExpertLayout

@@ -43,9 +43,8 @@ from moesys.files import FolderLock
 from moesys.journal import Journal
 from moesys.lab.commands.options import Jobs, option, refusing
 from moesys.lab.ranks.pool import Workers
-from moesys.lab.runs.environment import source_digest
+from moesys.lab.runs.environment import machine_line, source_digest
 from moesys.lab.runs.places import num_workers
-from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import ExpertLayout

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesys.lab.runs.stopwatch import Work, interleave, wall_ms
+from benchmarks.harness.stopwatch import Work, interleave, wall_ms
 
 
 def _nothing(*_: object) -> None:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 import triton
 
-from moesys.lab.runs.stopwatch import machine_line, wall_ms
+from benchmarks.harness.stopwatch import wall_ms
+from moesys.lab.runs.environment import machine_line
 
 # The bytes that are written before each run to flush the L2 cache, in multiples of its size.
 CACHES_FLUSHED = 4

@@ -34,7 +34,7 @@ from moesys.lab.commands.options import (
     refusing,
 )
 from moesys.lab.runs.declarations import cluster_of, predictor_of
-from moesys.lab.runs.stopwatch import machine_line
+from moesys.lab.runs.environment import machine_line
 from moesys.lab.show.sheets import CommandOutput, publish
 
 # The options that the page shows, in this order.

@@ -35,7 +35,7 @@ from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.pacing import paced_link
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
-from moesys.lab.runs.stopwatch import Quantiles
+from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 

@@ -31,8 +31,8 @@ from moesys.config.model_run import ModelRun
 from moesys.lab.calibrate.measurement import calibrate
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.ranks.torchrun_ranks import Ranks
-from moesys.lab.runs.environment import available_cores
-from moesys.lab.runs.stopwatch import Quantiles, machine_line
+from moesys.lab.runs.environment import available_cores, machine_line
+from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish
 from moesys.simulator.model.simulate_model import simulate_model

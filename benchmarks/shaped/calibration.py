@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.contest import Outcome
+from benchmarks.harness.stopwatch import interleave, repeated_ms, wall_ms
 from benchmarks.shaped.cases import ShapedCase
 from benchmarks.shaped.layers import CHUNKS, MOST_TOKENS, PIECES, SOME_TOKENS, even_case
 from moesys.config import ClusterSpec, ModelShape
 from moesys.lab.calibrate.measurement import fit_line
 from moesys.lab.ranks.torchrun_ranks import Ranks
-from moesys.lab.runs.stopwatch import interleave, repeated_ms, wall_ms
 from moesys.overlap.comm.channel import Channel, exchange
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.simulator.rest_of_step import RestOfStep

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from benchmarks import one_layer as layer
 from benchmarks.__main__ import app
+from benchmarks.harness.stopwatch import interleave
 from moesys.config import ModelShape
-from moesys.lab.runs.stopwatch import Quantiles, interleave
+from moesys.lab.runs.statistics import Quantiles
 from moesys.moe.layer import MoELayer
 from moesys.overlap.exact_sum import BlockSums
 

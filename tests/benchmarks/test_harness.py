@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.harness.contest import Case, Contestant, EqualBits, Outcome, hold, of_all_ranks
 from moesys.config import ClusterSpec
-from moesys.lab.runs.stopwatch import Quantiles
+from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show import sheets
 from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, markdown_table, publish, written_columns
 

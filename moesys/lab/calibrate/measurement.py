@@ -24,7 +24,7 @@ from moesys.lab.calibrate import timings
 from moesys.lab.calibrate.timings import GRIDS, Case, Effort, Grid, Pass
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.environment import cpu_name
-from moesys.lab.runs.stopwatch import Quantiles
+from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.sheets import Column
 from moesys.simulator.model.simulate_model import update_bytes
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from moesys.files import number_set, write_whole
 from moesys.lab.commands.options import Threads, option, refusing
 from moesys.lab.ranks.process_start import joins, writes
-from moesys.lab.runs.environment import available_cores
-from moesys.lab.runs.stopwatch import machine_line
+from moesys.lab.runs.environment import available_cores, machine_line
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, CommandOutput, Report, Sheet, publish, write
 

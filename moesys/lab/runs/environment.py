@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -230,3 +230,10 @@ def output_of(*command: str, timeout_s: float | None = None) -> str:
         return subprocess.run(command, capture_output=True, errors="replace", check=False, timeout=timeout_s).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
+
+
+def machine_line(threads: int, packages: Sequence[str] = ("torch",)) -> str:
+    """Returns the processor, cores, threads and versions that numbers were measured with, in one line."""
+    versions = [f"{package} {version(package)}" for package in packages]
+    python = f"Python {platform.python_version()}"
+    return ", ".join([cpu_name(), counted(available_cores(), "core"), counted(threads, "thread"), python, *versions])

@@ -11,7 +11,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 # Even the clearest difference of 5 seeds has p = 2 / 2^5 > 0.05.
 MIN_SEEDS = 6
@@ -77,6 +76,9 @@ def paired_ratio(
     n, mean = len(log_N), float(log_N.mean())
     low, high = None, None
     if n > 1:
+        # Not at the top: only tables of several seeds need it.
+        from scipy import stats
+
         half = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) * log_N.std(ddof=1) / np.sqrt(n))
         low, high = float(np.exp(mean - half)), float(np.exp(mean + half))
     return PairedRatio(n, float(np.exp(mean)), low, high, sign_flip_p(log_N))
@@ -116,3 +118,37 @@ def _median(samples: Sequence[float]) -> float:
     if not 0 < median < float("inf"):
         raise ValueError(f"the median of {len(samples)} samples is {median}, and a ratio needs a positive number")
     return median
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """``n`` samples: their median, and their 20th and 80th percentile."""
+
+    median: float
+    p20: float
+    p80: float
+    n: int
+
+    @staticmethod
+    def of(samples: Sequence[float], method: Literal["linear", "nearest"] = "linear") -> Quantiles:
+        """Returns the spread of samples; ``method``: how a percentile between two samples is found."""
+        low, high = (float(value) for value in np.percentile(samples, (20, 80), method=method))
+        return Quantiles(float(np.median(samples)), low, high, len(samples))
+
+    @staticmethod
+    def of_ratios(longer_ms: Sequence[float], shorter_ms: Sequence[float]) -> Quantiles:
+        """Returns the spread of ``longer / shorter`` in each repetition, so that what slows a whole repetition cancels.
+
+        ``Quantiles.of_ratios([2.0, 4.0, 6.0], [1.0, 2.0, 2.0])`` has the median 2.0.
+        """
+        return Quantiles.of(np.asarray(longer_ms) / np.asarray(shorter_ms))
+
+    def times(self, factor: float) -> Quantiles:
+        return Quantiles(self.median * factor, self.p20 * factor, self.p80 * factor, self.n)
+
+    def __format__(self, form: str) -> str:
+        """Returns ``1.23 [1.10, 1.38]``; ``form`` is the format of each number, by default with two digits."""
+        return "{0:{3}} [{1:{3}}, {2:{3}}]".format(self.median, self.p20, self.p80, form or ".2f")
+
+    def __str__(self) -> str:
+        return format(self)

@@ -38,8 +38,7 @@ from moesys.lab.calibrate.measurement import Figure, Timing
 from moesys.lab.commands import doctor
 from moesys.lab.commands.bisect import _words as bisect_words
 from moesys.lab.runs.comparison import compare_records
-from moesys.lab.runs.statistics import PairedRatio
-from moesys.lab.runs.stopwatch import Quantiles
+from moesys.lab.runs.statistics import PairedRatio, Quantiles
 from moesys.lab.show.comparisons import comparison_sheet
 from moesys.lab.show.sheets import Column, ColumnNote, Report, Sheet, print_full, print_sheet, publish
 from moesys.lab.train.first_difference import FirstDifference
