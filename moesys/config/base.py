@@ -49,7 +49,7 @@ def _printable(text: str, info: ValidationInfo) -> str:
 
 
 LONGEST_NAME = 200
-# A name that people give: it is printed in tables, written to terminals, and part of names of files.
+# The type of a name, which is printed in tables and is part of names of files.
 DisplayName = Annotated[str, Field(max_length=LONGEST_NAME), AfterValidator(_printable)]
 
 
@@ -223,7 +223,7 @@ def in_words(error: BaseException, *place: str) -> str:
     found: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_path((*place, *detail["loc"])), []).append(detail)
-    # A union says of a tuple that it is no number; an error inside the tuple says more.
+    # A union reports that a tuple is no number; an error inside the tuple says more.
     inner = [path for path in found if not any(other.startswith(f"{path}[") for other in found)]
     return "; ".join(_refusal(path, found[path]) for path in inner)
 

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, model_validator
 from moesys.config.base import Declared, DisplayName
 
 MOST_RANKS = 2**20
-# One byte a second, and 11 days: what is slower is a slip, and times of it would end beyond what a float holds.
+# The slowest link has one byte per second, and the longest time is 11 days: anything beyond is a slip.
 SLOWEST_GB_PER_S = 1e-9
 Microseconds = Annotated[float, Field(ge=0, le=1e12)]
 
@@ -95,7 +95,7 @@ class ClusterSpec(Declared):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        # Before anything is as long as there are ranks.
+        # This comes before any list with an entry per rank is made.
         if max(self.num_ranks, self.num_nodes) > MOST_RANKS:
             raise ValueError(
                 f"num_nodes={self.num_nodes} and ranks_per_node={self.ranks_per_node} are more than {MOST_RANKS} "

@@ -41,7 +41,7 @@ class Experiment(Declared):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="names the run folder")
     description: str = Field("", description="one line about the question; not part of the fingerprint")
-    # The default is none: what leaves it out is refused or filled in before.
+    # None is never the value: an experiment without it is refused or filled in before.
     model: ModelShape = Field(default=None, validate_default=True)
     """The layer that strategies compute; left out with ``ModelTraining``."""
     cluster: ClusterSpec = Field(description="where strategies run, or are simulated")

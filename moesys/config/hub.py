@@ -32,7 +32,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "top_k": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
 }
-# A config.json with more layers is a slip, and each layer is an object.
+# A config.json with more layers is taken for a slip, because each layer becomes an object.
 MOST_LAYERS = 10_000
 _FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _PACKAGED = files("moesys.config") / "models"
@@ -186,7 +186,7 @@ def hub_model(config: Mapping[str, Any], dtype: DType) -> HubModel:
     fields = _Fields(config)
     fields.whole("num_hidden_layers")
     has_experts_L = moe_layers(fields.values)
-    # Read once: layers of a kind are equal.
+    # Each kind of layer is read once, because layers of a kind are equal.
     experts = _experts(fields, dtype) if any(has_experts_L) else None
     dense = DenseMlp(intermediate_size=fields.whole("intermediate_size")) if not all(has_experts_L) else None
     layers = tuple(

@@ -157,7 +157,7 @@ def found_in(*folders: str) -> Iterator[None]:
             sys.path.remove(folder)
 
 
-# Context of validation: what is read is a record, of which nothing is run.
+# The context of validation in which a record is read, whose planners never run.
 RECORDED = {"recorded": True}
 
 

@@ -48,7 +48,7 @@ from moesys.tuner.tuned_workload import (
 # Points of the first batch and of the largest. Each batch has twice as many points as the batch before it, so that the
 # first points already rule others out.
 _FIRST_BATCH, _LARGEST_BATCH = 2, 16
-# Seconds between two questions whether the time is over.
+# Seconds between two checks of the time limit.
 _POLL_S = 0.1
 
 
@@ -162,7 +162,7 @@ class Costs:
             self.simulated.setdefault(fidelity, {}).setdefault(entry.fingerprint, CostedStrategy(point, entry.ms))
             known = self.steps_ms.setdefault(entry.fingerprint, {})
             known |= {int(seed): max(known.get(int(seed), []), ms, key=len) for seed, ms in entry.steps_ms.items()}
-            # A strategy that would not run rules nothing out.
+            # The time of a strategy that would not run excludes no other strategy.
             if self.fits(point):
                 self.best_ms[fidelity] = min(self.best_ms.get(fidelity, math.inf), entry.ms)
         self.session.observer.point(entry)
@@ -260,7 +260,7 @@ def plan_bound_ms(step: Sequence[StepPlan]) -> float:
     traffic = [[row_traffic(plan.tokens, model, cluster, strategy.overlap) for plan in of.layers] for of in counted]
     loads = [[rows.loads(model, cluster) for rows in rows_L] for rows_L in traffic]
     if fused:
-        # At the matmul rate; inside of a MegaKernel it takes longer, by ``fused_rate``.
+        # Products take the matmul rate; inside of a MegaKernel they take longer, by ``fused_rate``.
         rows_R = sum(plan.tokens.tokens_R for plan in layers)
         computing = float(np.max(rows_R)) * row_product_seconds(model, cluster)
     else:
@@ -269,7 +269,7 @@ def plan_bound_ms(step: Sequence[StepPlan]) -> float:
             for of, loads_L in zip(step, loads, strict=True)
         )
     link_busy = np.zeros(2 * (cluster.num_ranks + cluster.num_nodes))
-    # Forward and backward.
+    # The sum is over forward and backward.
     for by_kind in (by_kind for loads_L in loads for by_kind in loads_L):
         link_busy += 2 * sum(load.seconds_L for load in by_kind.values())
     for plan in layers:
@@ -284,7 +284,7 @@ def _computing(micro_batch: StepPlan, meets_L: Sequence[bool]) -> float:
     """Returns the seconds of a micro-batch's products."""
 
     def seconds_R(plan: LayerPlan, backward: bool) -> FloatArray:
-        # In whole tiles and waves; chunks would need more of them.
+        # Rows are computed in whole tiles and waves; chunks would need more of them.
         passes: tuple[ExpertPass, ...] = ("input_gradients", "weight_gradients") if backward else ("forward",)
         rows_RE = rows_of(plan.tokens)
         return np.sum([pass_seconds(rows_RE, micro_batch.model, micro_batch.cluster, of) for of in passes], axis=0)

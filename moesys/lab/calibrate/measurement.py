@@ -34,7 +34,7 @@ DEFAULT_EFFORT = Effort()
 PART_TIMEOUT_S = 600.0
 # A computation that loses more than this beside copies does not compute.
 MOST_COPY_SHARE = 0.95
-# TFLOP/s or GB/s of a rank, from less than a slow core reaches to more than any GPU does.
+# These limits, in TFLOP/s or GB/s per rank, reach from less than a slow core to more than any GPU.
 RATES = (1e-5, 1e5)
 # Larger tiles must reduce the error to this part: where no case distinguishes tiles, the smallest are chosen.
 CLEARLY_BETTER = 0.95
@@ -263,7 +263,7 @@ def _measure_fused_tiles(found: Calibration) -> None:
     if found.device_type == "cpu":
         found.add_default("fused_rate", "on a CPU, MegaKernels run only in Triton's interpreter")
         return
-    # Not at the top: it imports Triton, which a CPU need not have.
+    # This import is here because it imports Triton, which a machine without GPUs need not have.
     from moesys.lab.calibrate import gpu_timings
 
     by_rank = found.run("fused tiles", gpu_timings.fused_tiles, found.grid.mega, found.grid.dtype)
@@ -370,7 +370,7 @@ def _measure_flags(found: Calibration) -> None:
         on_cpu = "on a CPU, flags are seen only in Triton's interpreter"
         found.add_default("flag_us", on_cpu if found.device_type == "cpu" else "no two ranks share a node")
         return
-    # Not at the top: it imports Triton.
+    # This import is here because it imports Triton.
     from moesys.lab.calibrate import gpu_timings
 
     first, second = pairs[0]

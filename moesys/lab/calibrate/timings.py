@@ -50,7 +50,7 @@ Calls = dict[Pass, Callable[[], object]]
 COLD_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 EPSILON = 1e-6
 ROTARY_WIDTH = 64
-# The most calls of a window. A GPU's are launched before the first starts; a stream takes about 1,000 launches.
+# A window has at most this many calls. A GPU's are launched before the first starts; a stream takes about 1,000.
 MOST_CALLS = {"cpu": 10_000, "cuda": 16}
 # A stream is held for this many times as long as the calls took before, and no longer than the host may need: longer
 # holds would end further apart on the ranks of an all-to-all.

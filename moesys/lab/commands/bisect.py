@@ -47,7 +47,7 @@ def bisect_command(
     seed = _seed(seed, experiment, folder, first, second)
     workload, pair = experiment.workload, (first, second)
     arguments = (pair, experiment.model, experiment.cluster, workload, seed)
-    # Not at the top: it imports torch, and a wrong path is refused before.
+    # This import is here because it imports torch, and a wrong path is refused before.
     from moesys.lab.train.first_difference import find_first_difference
 
     try:
@@ -81,7 +81,7 @@ def _words(found: FirstDifference) -> str:
 def _seed(seed: int | None, experiment: Experiment, folder: RunFolder, first: Strategy, second: Strategy) -> int:
     """Returns ``seed``; by default the seed whose recorded losses differ first, or the first one if none does."""
     if seed is None:
-        # Not at the top: it imports scipy.
+        # This import is here because it imports scipy.
         from moesys.lab.runs.comparison import compare_records
 
         pair = experiment.replace(strategies=tuple(dict.fromkeys((first, second))), repeat_baseline=False)

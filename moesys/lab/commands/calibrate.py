@@ -13,7 +13,7 @@ from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, CommandOutput, Report, Sheet, publish, write
 
 if TYPE_CHECKING:
-    # They import torch, which takes seconds.
+    # These modules import torch, which takes seconds.
     from moesys.lab.calibrate.measurement import Calibration
 
 MOST_LOCAL_RANKS = 8
@@ -37,7 +37,7 @@ def calibrate_command(
     The folder gets all samples so far after each timing, so that a crash does not lose them.
     """
     check_ranks(ranks, device)
-    # Not at the top: they import torch, and what was given wrongly is refused before.
+    # These imports are here because they import torch, and wrong options are refused before.
     from moesys.lab.calibrate.measurement import PARTS, calibrate
     from moesys.lab.calibrate.timings import GRIDS, Effort
     from moesys.lab.ranks.torchrun_ranks import start_ranks
@@ -55,7 +55,7 @@ def calibrate_command(
         grid, effort = GRIDS[device], Effort(repeats=repeats)
         found = calibrate(started, cluster, device_type=device, grid=grid, effort=effort, tell=tell, keep=keep)
     if writes():
-        # First, as the reader of the printed tables may close the pipe.
+        # Files are written first, because the reader of the printed tables may close the pipe.
         if out is not None:
             write_whole(out / CLUSTER_FILE, spec_text(found))
         publish(report(found, threads), output)

@@ -22,7 +22,7 @@ def convert_command(
     quiet: Quiet = False,
 ) -> None:
     """Converts ``source`` to the other format, and prints the new folder."""
-    # Checked here, because transformers and torch take seconds to import.
+    # Paths are checked here, because transformers and torch take seconds to import.
     for path, what in ((source, "give the folder of a checkpoint"), (config, "give the config.json of the model")):
         if path is not None and not path.exists():
             raise ValueError(f"{path} does not exist; {what}")
@@ -32,7 +32,7 @@ def convert_command(
         check_transformers()
     except ImportError as error:
         raise ValueError(str(error)) from None
-    # Not at the top: it imports transformers, which may be missing.
+    # This import is here because it imports transformers, which may be missing.
     from moesys.hf.convert import convert
 
     with bytes_progress(sys.stderr, quiet) as tick:

@@ -39,7 +39,7 @@ from moesys.lab.show.progress import RunProgress
 from moesys.lab.show.sheets import CommandOutput
 
 SEEDS = tuple(range(MIN_SEEDS))
-# The baseline's routing under one seed.
+# The routing that the demo replays is the baseline's under one seed.
 TRACE = "seed-{seed}.npz"
 MOST_RANKS = 8
 
@@ -69,7 +69,7 @@ FOLD = LARGE_CLUSTER.num_ranks // NUM_RANKS
 
 def training_experiment() -> Experiment:
     """Returns a training on local ranks, on GPUs if there are any: two layers of OLMoE with two experts per rank."""
-    # Not at the top: the command line imports this, and need not wait for torch.
+    # This import is here because the command line need not wait for torch.
     from moesys.lab.ranks.devices import best_device
 
     device = best_device()

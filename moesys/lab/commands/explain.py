@@ -287,7 +287,7 @@ def _mega_memory(strategy: Strategy, model: ModelShape, plans: tuple[LayerPlan, 
     overlap = strategy.overlap
     if not overlap.reaches_memory:
         return None
-    # Not at the top: these modules import Triton.
+    # These imports are here because the modules import Triton.
     from moesys.moe.pulled_experts import ring_bytes
     from moesys.overlap.device_split import room_for_rows
     from moesys.overlap.mega_executor import symmetric_bytes
@@ -303,7 +303,7 @@ def _mega_memory(strategy: Strategy, model: ModelShape, plans: tuple[LayerPlan, 
     held_rows = most_rows if on_device else num_rows
     hidden, width, size = model.hidden_size, model.intermediate_size, model.bytes_per_element
     waiting = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
-    # MoELayer decides in the same way: what is restored node by node is sent.
+    # MoELayer decides in the same way: experts that are restored node by node are sent, not pulled.
     pulls = num_ranks > 1 and isinstance(strategy.sharding, Fsep) and strategy.sharding.flat
     return MegaKernelMemory(
         symmetric_bytes(overlap, model, most_tokens, num_ranks, num_replicas),

@@ -130,7 +130,7 @@ def refusing() -> Iterator[None]:
 
 
 def _reason(error: ValueError | OSError) -> str:
-    # Not at the top: it needs pydantic.
+    # This import is here because it needs pydantic.
     from moesys.config.base import in_words
 
     if not (isinstance(error, OSError) and error.filename):

@@ -105,7 +105,7 @@ def run_command(
         if writes():
             if not quiet:
                 print(result.summary, file=told)
-            # Not at the top, here and below: a typo in the file is told before torch and scipy are there.
+            # Imports here and below are late, so that a typo in the file is reported before torch and scipy are loaded.
             from moesys.lab.commands.compare import report
 
             comparisons.append(report(result, form, wide=wide))
@@ -172,7 +172,7 @@ def _sweep_files(comparisons: Sequence[Comparison], path_stem: Path) -> list[Pat
     experiments = [comparison.experiment for comparison in comparisons]
     if len(experiments) == 1 or (field := _swept_field(experiments)) is None:
         return []
-    # Not at the top: most runs draw nothing.
+    # These imports are here because most runs draw nothing.
     from moesys.lab.show.figures import speedup_chart
     from moesys.lab.show.run_page import subject
 

@@ -118,7 +118,7 @@ def simulate_command(
             raise typer.BadParameter(f"{each.opts[0]} is for {of}; leave it out")
     import_modules_of_user(imports or ())
     if output.folder is not None:
-        # Before all is simulated.
+        # The folder is made first, so that an error comes before the simulation.
         output.folder.mkdir(parents=True, exist_ok=True)
     if file is not None:
         _simulate(*_todo(file, strategy or (), layers, cluster, step, draws), model_layers, output)
@@ -149,7 +149,7 @@ def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | N
                 show(f"{of_strategy}: planning and simulating, draw {1 + len(draws.paths)}")
                 draws.add(step, model_layers)
                 shape = shape or _shape_words(step.plans[0])
-        # Before the table is printed, whose reader may stop before its end.
+        # Files are written first, because the reader of the printed table may close the pipe.
         out = output.folder
         files = [] if out is None else _write(found, out, f"SIMULATED: {name}, {shape}")
     sheet = step_sheet(f"SIMULATED: {name}, {shape}", found, words)

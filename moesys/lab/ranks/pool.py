@@ -34,7 +34,7 @@ from moesys.lab.ranks.process import (
 
 T = TypeVar("T")
 
-# How long a rank that must end by itself may take before it is killed.
+# A rank that must end by itself is killed after this time.
 _EXIT_S = 5.0
 # Work that ends within this time ends before workers would have started.
 ALONE_S = 2.0
@@ -415,7 +415,7 @@ class Workers:
         process = self._processes.get(worker)
         try:
             outcome = process.ask(job) if process else None
-        # Whatever an answer raises when it is unpickled.
+        # An answer can raise anything when it is unpickled.
         except Exception:
             outcome = None
         if outcome is not None and outcome.kind != "died":

@@ -47,10 +47,10 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ("numpy", "torch", "torch.distributed", __name__)
 _PR_SET_PDEATHSIG = 1
 _SERVER_FOLDER = "moesys-ranks-"
-# Bytes of a path to that folder: the address of a socket in it has at most 107.
+# A path to that folder has at most this many bytes, because the address of a socket in it has at most 107.
 _LONGEST_PLACE = 64
 STORE_ADDRESS = "127.0.0.1"
-# Seconds to wait for a process after all those that must answer: to end its death, or to print its stacks.
+# Seconds that a process has, after all others have answered, to finish dying or to print its stacks.
 DEATH_S = 0.3
 
 
@@ -175,7 +175,7 @@ class ChildProcess:
     def _received(self) -> bytes | None:
         """Waits for bytes, without limit: whoever loses patience kills the process. Returns None if it is dead."""
         try:
-            # Both, as a child of the process may hold its end of the pipe open after the process has died.
+            # Both are waited for, because a child of the process may hold its end of the pipe open after its death.
             multiprocessing.connection.wait([self.jobs, self.process.sentinel])
             return self.jobs.recv_bytes() if self.jobs.poll() else None
         except (EOFError, OSError):
@@ -184,7 +184,7 @@ class ChildProcess:
     def ask(self, job: Job) -> Outcome:
         """Sends the job and waits without limit."""
         begin_s = time.monotonic()
-        # One that has died answers nothing.
+        # A process that has died does not answer.
         with contextlib.suppress(OSError):
             self.jobs.send(job)
         data = self._received()
@@ -199,7 +199,7 @@ class ChildProcess:
 
     def leave_group(self) -> None:
         """Lets the process, which has answered, leave the run's group, as every rank of the run has answered."""
-        # One that has died since is replaced by the next run.
+        # A process that has died since is replaced by the next run.
         with contextlib.suppress(OSError):
             self.jobs.send(None)
 

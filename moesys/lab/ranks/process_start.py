@@ -71,7 +71,7 @@ def stop_signals_blocked() -> Iterator[None]:
     """Makes processes that are started inside block SIGINT and SIGTERM, also while they import modules. Batch systems
     send these signals to all processes of a job, and this process ends its children itself.
     """
-    # Its start would end what is blocked here.
+    # The tracker unblocks the signals when it starts, so it starts before they are blocked.
     multiprocessing.resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

@@ -23,7 +23,7 @@ from moesys.lab.ranks.process_start import LOOPBACK, first_line, joins
 
 T = TypeVar("T")
 
-# How long ranks wait for one that failed in a place where nothing tells them.
+# Ranks wait this long for a rank that failed where no message reports it.
 COLLECTIVE_TIMEOUT_S = 120.0
 _POLL_S = 0.01
 
@@ -108,7 +108,7 @@ class TorchrunRanks:
         except Exception as error:
             reason, trace = f"raised {first_line(error)}", traceback.format_exc()
         if reason:
-            # Cuts off peers that wait for this rank. Where all went well they may still read: then only once all agree.
+            # This cuts off peers that wait for this rank. After success they may still read, so all ranks agree first.
             self._leave()
         seconds = time.monotonic() - begin_s
         outcomes = self.gather(

@@ -262,7 +262,7 @@ def _needed(function: Callable[..., Any]) -> list[str]:
 
 def _returns_experiment(function: Callable[..., Any]) -> bool:
     annotation = function.__annotations__.get("return")
-    # A string where the file postpones its annotations: Experiment or ms.Experiment.
+    # The annotation is a string if the file postpones annotations: Experiment or ms.Experiment.
     return annotation is Experiment or str(annotation).rpartition(".")[2] == Experiment.__name__
 
 

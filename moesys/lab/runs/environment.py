@@ -76,7 +76,7 @@ def collect_environment(torch_threads: int | None = None) -> tuple[Environment, 
     """Returns the environment of this process, and the text of the uncommitted changes. ``torch_threads``: by default
     torch's own number.
     """
-    # Not at the top: whoever only reads environments need not wait for it.
+    # This import is here because reading environments does not need torch.
     import torch
 
     commit, diff = _git_state(Path(__file__).parents[2])
@@ -152,7 +152,7 @@ def save_environment(environment: Environment, diff: str, folder: Path) -> str:
 
 def load_environments(folder: Path) -> dict[str, Environment]:
     """Returns the environments of a run folder, by id. Raises ValueError for a file that is none."""
-    # Not at the top: doctor reads versions where a package may be missing.
+    # This import is here because doctor reads versions where a package may be missing.
     from pydantic import TypeAdapter, ValidationError
 
     from moesys.config.base import in_words

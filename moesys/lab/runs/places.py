@@ -36,9 +36,9 @@ T = TypeVar("T")
 
 # Collectives notice lost ranks long before; this only ends what would hang for ever.
 _TRIAL_TIMEOUT_S = 24 * 3600.0
-# Read when Triton is loaded.
+# Triton reads this variable when it is loaded.
 _INTERPRETING = {"TRITON_INTERPRET": "1"}
-# Read when torch first maps peers' memory: more ranks than GPUs may use it.
+# torch reads this variable when it first maps peers' memory. It allows several ranks to share a GPU.
 _SHARING_GPUS = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
@@ -249,7 +249,7 @@ class RankTrials(Place):
         from moesys.lab.ranks.pool import RankError
 
         if not joins():
-            # In this process, and not on all ranks at once.
+            # Loops are compiled in this process, and not by all ranks at once.
             _warm_up(strategies)
         if self._ranks is None:
             self._ranks = self._local_ranks()

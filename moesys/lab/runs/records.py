@@ -122,7 +122,7 @@ def _differing_fields(there: Declared, here: Declared, path: str) -> dict[str, t
         kinds = getattr(there, "kind", None), getattr(here, "kind", None)
         if kinds[0] != kinds[1]:
             return {f"{path}.kind": kinds}
-        # A class of one's own, of which the record has what it was made of. A file that is read twice makes two.
+        # These are two classes of one name: the file of a user's planner was read twice, or has changed.
         a, b = (planner.model_dump().get("source_digest") for planner in (there, here))
         if a != b:
             return {f"{path}.source_digest": (a, b)}
@@ -174,7 +174,7 @@ class RunFolder:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(folder)
         try:
-            # Only now, under the lock, is what is there for certain.
+            # Under the lock nobody else changes the folder.
             saved = folder / EXPERIMENT_FILE
             there = recorded_experiment(saved) if saved.exists() else None
             if there is not None and differences(there, experiment):

@@ -98,7 +98,7 @@ class RunResult(Display):
     @cached_property
     def comparison(self) -> Comparison:
         """The statistics of the records."""
-        # Not at the top: it imports scipy, which help and errors need not wait for.
+        # This import is here because it imports scipy, which help and errors need not wait for.
         from moesys.lab.runs.comparison import compare_records
 
         return compare_records(self.experiment, self.records)
@@ -252,7 +252,7 @@ class _Recorder(TrialObserver):
         self._clear_steps()
         anew = {trial.identity for trial in left}
         self.progress.begin(self.experiment, [r for r in self.records() if r.identity not in anew], len(left))
-        # It imports torch, after the progress has begun.
+        # This imports torch, so it comes after the progress has begun.
         self._here = collect_environment(threads)
 
     def start(self, trial: Trial) -> None:

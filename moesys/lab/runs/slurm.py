@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 _POLL_S = 0.2
-# The time that jobs of this machine have to end when they are cancelled.
+# Cancelled jobs of this machine have this time to end.
 _CANCEL_S = 5.0
 
 
@@ -152,7 +152,7 @@ class SlurmTrials(Place):
             time.sleep(_POLL_S)
 
     def _executor(self, experiment: Experiment, folder: Path) -> submitit.AutoExecutor:
-        # Not at the top: it is an extra.
+        # This import is here because submitit is an extra.
         import submitit
 
         slurm, cluster, workload = self._slurm, experiment.cluster, experiment.workload

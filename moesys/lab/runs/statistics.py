@@ -76,7 +76,7 @@ def paired_ratio(
     n, mean = len(log_N), float(log_N.mean())
     low, high = None, None
     if n > 1:
-        # Not at the top: only tables of several seeds need it.
+        # This import is here because only tables of several seeds need scipy.
         from scipy import stats
 
         half = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) * log_N.std(ddof=1) / np.sqrt(n))
@@ -104,7 +104,7 @@ def sign_flip_p(differences_N: NDArray[np.float64]) -> float:
         sums_F = np.abs((1 - 2 * flipped_FN) @ differences_N)
     else:
         rng, num_blocks = np.random.default_rng(0), 2**8
-        # In blocks, because all draws of thousands of seeds would take gigabytes.
+        # Draws are made in blocks, because all draws of thousands of seeds would take gigabytes.
         blocks = (rng.integers(0, 2, (2**_EXACT_SEEDS // num_blocks, n)) for _ in range(num_blocks))
         sums_F = np.abs(np.concatenate([(1 - 2 * flipped_BN) @ differences_N for flipped_BN in blocks]))
         # The first draw is what was measured, with no sign flipped.

@@ -291,7 +291,7 @@ class _Folder:
                 f"the baseline, strategy {baseline.name!r}, fails: {error}; put another one first"
             ) from None
         assert measurement.routing is not None
-        # First, so that whoever finds the trial finds its routing.
+        # The routing is written first, so that a recorded trial always has it.
         save_trace(measurement.routing, path)
         self.journal.add(Entry.about(baseline, "measured", of, median_ms(measurement)))
 
@@ -308,7 +308,7 @@ class _Folder:
 
     def _setting(self) -> dict[str, str]:
         """Returns everything that costs depend on besides the strategy."""
-        # Not at the top: torch is there only where something is tuned.
+        # This import is here because it imports torch.
         from moesys.lab.runs.environment import collect_environment, source_digest
 
         experiment, workload = self.experiment, self.experiment.workload
@@ -316,7 +316,7 @@ class _Folder:
         setting["moesys"] = source_digest()
         if isinstance(workload, RealTraining):
             environment, _ = collect_environment(self._threads)
-            # The source says more than its commit.
+            # The digest of the source replaces the commit.
             setting["machine"] = replace(environment, git_commit="", git_diff="").machine_line
         if isinstance(workload, Replay):
             routings = [routing_of(workload, experiment.model, experiment.cluster, seed) for seed in self._seeds]

@@ -82,7 +82,7 @@ def read_watched_run(folder: Path) -> WatchedRun:
     num_ranks_S = np.array(first.num_ranks)[first.kept_N]
     columns: dict[int, _LayerColumns] = defaultdict(lambda: _LayerColumns(len(steps_S)))
     tokens_E: dict[int, IntArray] = {}
-    # Most are those of all ranks, and the others name theirs.
+    # Most events happen on all ranks; the others name their rank.
     events: dict[RunEvent, None] = {}
     for rank in files:
         lines = first if rank == lowest else _RankLines.read(files[rank])

@@ -40,7 +40,7 @@ from moesys.timeline import Source, Span, Timeline
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "moesys",
     "svg.fonttype": "none",
-    # Names of strategies are no formulas, whatever is in them.
+    # matplotlib must not read names of strategies as formulas.
     "text.parse_math": False,
     "font.size": 9,
     "axes.titlesize": 10,
@@ -51,7 +51,7 @@ STYLE: dict[Any, Any] = {
 }
 OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 GREY = "#8A8A8A"
-# From light to dark; cells without a value are grey.
+# Colours go from light to dark; cells without a value are grey.
 COUNTS = mpl.colormaps["Blues"].with_extremes(bad="#CCCCCC")
 # The most frequent kinds of spans have one colour in all figures; other kinds take the spare ones.
 _KIND_COLOURS = {
@@ -77,7 +77,7 @@ _SHORT_SPAN_SHARE = 0.002
 _LETTER_SHARE = 0.008
 _LEGEND_COLUMNS = 7
 _PASS = re.compile(r"layer (\d+) (forward|recomputation|backward)(?: \d+)?(.*)")
-# Inches: as wide as a telephone.
+# The width in inches is that of a telephone.
 _FOREST_WIDTH, _FOREST_ROW = 4.7, 0.36
 # A wider range of ratios has a logarithmic axis.
 _LINEAR_RANGE = 4.0
@@ -348,7 +348,7 @@ def draw_forest(
     drawn = new(figsize=(_FOREST_WIDTH, _FOREST_ROW * len(ratios) + 0.9), layout="constrained")
     axes = drawn.subplots()
     ends, rows = [1.0], np.arange(len(ratios))
-    # Only beside the dots, or the line would run through the names.
+    # The line is drawn beside the dots only, because it would run through the names.
     axes.vlines(np.ones(len(ratios)), rows - 0.2, rows + 0.25, color=_ink(), linewidth=1)
     for row, (name, ratio) in enumerate(ratios.items()):
         low, high = ratio.low or ratio.estimate, ratio.high or ratio.estimate
@@ -434,7 +434,7 @@ def memory_chart(
     """
     with style():
         names, left = list(map(short, parts)), np.zeros(len(parts))
-        # As wide as the longest name needs.
+        # The figure grows with the longest name.
         width = max(6.4, 4 + 0.13 * max(map(len, names)))
         figure = Figure(figsize=(width, 1.6 + 0.45 * len(parts)), layout="constrained")
         axes = figure.subplots()

@@ -28,7 +28,7 @@ from moesys.lab.show.sheets import Sheet, notes_of, rows_of, written_columns
 from moesys.load import IntArray
 from moesys.timeline import Timeline
 
-# The colour of texts and axes in figures, in whose place the page's own colour of text is written.
+# The colour of texts and axes in figures. The page replaces it by its own colour of text.
 _INK = "#010203"
 PAGE_STYLE: dict[Any, Any] = STYLE | {
     "savefig.transparent": True,
@@ -54,7 +54,7 @@ td { vertical-align: top; } td:not(.left) { white-space: nowrap; } .left { text-
 .best { font-weight: bold; } .unclear { color: var(--soft); }
 th { cursor: pointer; } .headline { font-size: 1.15rem; margin: 1rem 0; }
 """
-# Sorts a table by the column whose header is clicked, and the other way round if it is clicked again.
+# A click on a header sorts the table by its column, and a second click reverses the order.
 _SORT = """<script>
 for (const header of document.querySelectorAll("th")) header.onclick = () => {
   const body = header.closest("table").tBodies[0], column = header.cellIndex;
@@ -65,7 +65,7 @@ for (const header of document.querySelectorAll("th")) header.onclick = () => {
   body.append(...[...body.rows].sort(compare));
 };
 </script>"""
-# Inches, and pixels for each point of a figure: the least, in which its texts can be read, and the most.
+# Sizes in inches, and the least and the most pixels per point of a figure: below the least its texts are illegible.
 _WIDTH, _CURVE_HEIGHT, _LEAST_HEIGHT = 9.6, 2.2, 1.7
 _LEAST_SCALE, _MOST_SCALE = 1.04, 1.5
 # Above this quantile of its values a heat map has one colour, or a single peak would leave all others alike. Times of

@@ -44,7 +44,7 @@ class Bars(Progress):
         transient: bool = True,
     ) -> None:
         self._refresh: Callable[[], str] | None = None
-        # Names are not markup.
+        # Rich must not read names as markup.
         words = TextColumn("{task.description}", markup=False)
         # The time left is estimated from all steps so far, however long they take.
         super().__init__(

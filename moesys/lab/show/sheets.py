@@ -278,7 +278,7 @@ class WholeTable:
             if place and groups[place] != groups[place - 1]:
                 table.add_section()
             style = "bold green" if place in sheet.best else "dim" if place in sheet.unclear else None
-            # Text, because rich would take brackets in a string for its markup.
+            # It is a Text, because rich reads brackets in a string as markup.
             table.add_row(*map(Text, cells), style=style)
         return table
 
@@ -309,7 +309,7 @@ def plain(value: Any) -> Any:
 
 def escaped(text: str) -> str:
     """Returns one line of Markdown that shows the text as it is."""
-    # Of brackets, tildes and ampersands only those of links, struck out text and entities: intervals have brackets.
+    # Brackets, tildes and ampersands are escaped only where they begin links, struck out text and entities.
     return re.sub(r"([\\`*_<>|$]|\](?=[(\[:])|~(?=~)|&(?=#?\w+;))", r"\\\1", _one_line(text))
 
 
@@ -355,7 +355,7 @@ def _size(content: RenderableType, file: IO[str]) -> Measurement:
 
 def _print_notes(console: Console, notes: Sequence[str]) -> None:
     for note in notes:
-        # Text, because rich replaces :words: of other strings by symbols.
+        # It is a Text, because rich replaces :words: in strings by symbols.
         console.print(Text(printable(note)), soft_wrap=not console.is_terminal)
 
 

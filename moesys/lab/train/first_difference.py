@@ -98,7 +98,7 @@ class _CopyingTrainer(Trainer):
         return self._seen
 
     def clip(self) -> Tensor:
-        # Backward computes those of the last layer first.
+        # Backward computes the gradients of the last layer first.
         for name, parameter in reversed(list(self.model.named_parameters())):
             self._see(f"gradient of {name}", parameter.grad)
         norm = super().clip()

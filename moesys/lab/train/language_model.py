@@ -23,7 +23,7 @@ from moesys.moe.runtime import MoERuntime, link
 
 VOCABULARY = 256
 
-# Whatever torch's default is.
+# The dtype does not depend on torch's default.
 PARAMETER_DTYPE = torch.float32
 
 
@@ -66,7 +66,7 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(H, dtype=PARAMETER_DTYPE)
         self.head = nn.Linear(H, VOCABULARY, bias=False, dtype=PARAMETER_DTYPE)
         self._draw(model.initializer_range, seed)
-        # Drawn on the CPU, so that every device starts from the same weights.
+        # Weights are drawn on the CPU, so that every device starts from the same ones.
         if device is not None and device.type != "cpu":
             self.to(device)
 
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden_size, hidden_size, bias=False, dtype=PARAMETER_DTYPE)
 
     def forward(self, x_BCH: Tensor) -> Tensor:
-        # Heads before places: [B, heads, C, H / heads].
+        # Heads come before positions: [B, heads, C, H / heads].
         query, key, value = (
             part_BCH.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part_BCH in self.qkv(x_BCH).chunk(3, dim=2)
         )

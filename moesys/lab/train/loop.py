@@ -127,14 +127,14 @@ class Trainer:
         if isinstance(workload, Training):
             self.learner = ByteLearner(shape, strategy, cluster, workload, seed, group, self.device)
         else:
-            # Not at the top: transformers is imported where it is needed.
+            # This import is here because it imports transformers, which not every training needs.
             from moesys.lab.train.model_learner import ModelLearner
 
             self.learner = ModelLearner(strategy, cluster, workload, seed, group, self.device)
         self.model = self.learner.model
         self.group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
-        # The first that ranks do together: where one has failed, the others learn it here, and wait for no new group.
+        # This is the first collective: if a rank has failed, the others learn it before they wait for a new group.
         self.text = self._agreed(self.learner.text)
         self.runtime = self.learner.link()
         # Parameters are of several meshes, or no DTensors: foreach takes no mixture.
@@ -245,7 +245,7 @@ class Trainer:
 
 def _compute_by_kernels(runtime: MoERuntime) -> None:
     """Raises ValueError where Triton would compile them."""
-    # Here, so that Triton's kernels are loaded only where they run.
+    # This import is here so that Triton's kernels are loaded only where they run.
     from moesys.kernels.experts.numerics import INTERPRETED
     from moesys.overlap.experts_triton import TritonExperts
 

@@ -79,7 +79,7 @@ def _config(workload: ModelTraining) -> Any:
         raise ValueError(f"model={workload.model!r}: transformers knows no model_type={kind!r}")
     try:
         config = transformers.AutoConfig.for_model(kind, **fields)
-    # Its validators raise classes of their own, in several lines.
+    # The validators of transformers raise classes of their own, with messages of several lines.
     except Exception as error:
         words = " ".join(str(error).split())
         raise ValueError(f"model={workload.model!r}: transformers refuses its config.json: {words}") from error
@@ -104,7 +104,7 @@ def _model(workload: ModelTraining, config: Any, seed: int) -> Any:
         model, told = learners.from_pretrained(
             folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
         )
-    # Its readers raise classes of their own.
+    # The readers of transformers raise classes of their own.
     except Exception as error:
         raise ValueError(f"model={workload.model!r}: its weights cannot be read: {error}") from error
     if wanting := sorted([*told["missing_keys"], *(each[0] for each in told["mismatched_keys"])]):

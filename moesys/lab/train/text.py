@@ -31,7 +31,7 @@ SKIPPED_FOLDERS = {
     *("test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"),
     *("site-packages", "dist-packages", "__pycache__"),
 }
-# Written when Python is built or installed, so that they differ between machines.
+# These files are written when Python is built or installed, so they differ between machines.
 SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 
@@ -160,7 +160,7 @@ def _mapped(path: Path, dtype: str) -> Tokens:
         num_bytes = path.stat().st_size
         if not num_bytes or num_bytes % size:
             raise ValueError(f"data: {path} has {num_bytes} bytes, which are no whole tokens of {size} bytes each")
-        # Copied where it is written to, which nobody does: torch takes no memory that is read-only.
+        # Nobody writes to it. torch takes no read-only memory, so the mapping copies a page when it is written to.
         return np.memmap(path, dtype, mode="c")
     except OSError as error:
         raise ValueError(f"data: cannot read {path}: {error.strerror}") from None
@@ -178,7 +178,7 @@ def _files(path: Path) -> list[Path]:
 def _encoder(tokenizer: str) -> Encode:
     if tokenizer == BYTES:
         return lambda text, _: np.frombuffer(bytearray(text), dtype=np.uint8)
-    # Not at the top: it comes with transformers.
+    # This import is here because it comes with transformers, which is an extra.
     from tokenizers import Tokenizer
 
     try:
