@@ -99,12 +99,14 @@ def _literals(annotation: Any) -> list[Any]:
 
 def _write() -> None:
     import moesys as ms
+    from moesys import config
     from moesys.config import workload
 
     page = ROOT / "docs" / "strategy.md"
     text = page.read_text(encoding="utf-8")
-    names = {name for found in FIELDS.finditer(text) for name in found[2].split(", ")}
-    classes = {name: getattr(workload, name, None) or getattr(ms, name) for name in names}
+    classes = {}
+    for name in {name for found in FIELDS.finditer(text) for name in found[2].split(", ")}:
+        classes[name] = next(getattr(module, name) for module in (workload, config, ms) if hasattr(module, name))
     page.write_text(with_fields(text, classes), encoding="utf-8")
 
 

@@ -174,7 +174,10 @@ def run_files(blocks: list) -> dict:
 def test_the_reference_has_the_fields_of_every_class() -> None:
     text, classes = text_of("strategy"), {declared.__name__: declared for declared in declared_types()}
     tables = [name for found in FIELDS.finditer(text) for name in found[2].split(", ")]
-    assert sorted(tables) == sorted(name for name, declared in classes.items() if described_fields(declared))
+    # The search space of MegaKernels is a table of its own page.
+    assert {name for name in ms.MegaKernel.model_fields if f"`{name}`" not in text_of("kernels")} == {"kind"}
+    with_own = {name for name, declared in classes.items() if described_fields(declared)} - {"MegaKernel"}
+    assert sorted(tables) == sorted(with_own)
     assert [name for name in classes if f"`{name}`" not in text and f"## {name}" not in text] == []
     assert with_fields(text, classes) == text, "fields differ from docs/strategy.md: run `python -m docs.hooks`"
 
