@@ -1,4 +1,4 @@
-"""Numbers between host and device, for which nobody waits before they are needed.
+"""Copies of numbers between host and device that are waited for only when the numbers are needed.
 
 A copy from or to memory that is not pinned makes the host wait for all that the device was given before.
 """

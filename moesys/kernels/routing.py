@@ -56,7 +56,7 @@ def route(group_TK: Tensor, num_groups: int) -> SortedRouting:
     # The last block is numbered to its end.
     if num_choices > 2**31 - BLOCK_CHOICES:
         raise ValueError(f"{num_choices} choices; rows are numbered by int32, so use at most {2**31 - BLOCK_CHOICES}")
-    # Without choices one empty block still gives every group its first row.
+    # If there are no choices, one empty block still writes the first row of every group.
     num_blocks = max(1, triton.cdiv(num_choices, BLOCK_CHOICES))
     group_TK = group_TK.contiguous()
     entry_P = torch.empty(num_choices, dtype=torch.int32, device=device)

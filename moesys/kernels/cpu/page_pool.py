@@ -44,7 +44,7 @@ class PagePool:
             return torch.empty(shape, dtype=dtype, device=device)
         with self._lock:
             pages = self._take(num_bytes)
-        # The tensor's storage holds on to this array, and nobody else does: when it is gone, so are all views.
+        # Only the tensor's storage refers to this array: when the array is freed, no view is left.
         array = np.frombuffer(pages, dtype=np.uint8, count=num_bytes)
         weakref.finalize(array, self._returned.append, pages).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)

@@ -174,9 +174,9 @@ def readable_by_tma(*tensors: Tensor) -> bool:
 
 
 def run_with_descriptors(launch: Callable[[], object], device: torch.device) -> None:
-    """Calls ``launch``, whose kernels may make descriptors: they lie in memory of torch's on ``device``.
+    """Calls ``launch``, whose kernels may make descriptors, in memory that torch allocates on ``device``.
 
-    Triton has one allocator a context for this, so a context of its own changes nobody's.
+    Triton has one allocator per context, so ``launch`` runs in a context of its own and changes no other allocator.
     """
 
     def allocate(num_bytes: int, alignment: int, stream: int | None) -> Tensor:

@@ -20,7 +20,7 @@ from moesys.kernels.launch import kernel
 
 # Columns of a step, or of a program that combines: with 4 warps, 16 bytes of each row for each thread in 16 bits.
 MOST_COLUMNS = 1024
-# So many of a token's rows are on their way at once.
+# Rows of a token that are loaded at the same time.
 ROWS_IN_FLIGHT = tl.constexpr(8)
 
 

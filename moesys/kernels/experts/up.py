@@ -146,8 +146,8 @@ def rows_by_halves(  # type: ignore[no-untyped-def]
     """Returns float32 [rows, halves · tiling.columns] of h, from ``column`` of each half on; ``left_row`` [rows, 1]
     points to rows of x, ``matrix`` to [halves · I, H].
     """
-    # Of the matrix' rows that a tile needs, those of the gate and those of up lie I apart. Those that it lacks are the
-    # last one.
+    # A tile needs rows of the gate and of up, which lie I apart in the matrix. Columns beyond I load row I - 1 of their
+    # half.
     in_both = tl.arange(0, halves * tiling.columns)
     matrix_row = tl.minimum(column + in_both % tiling.columns, I - 1) + in_both // tiling.columns * I
     right_tile = matrix + matrix_row.to(tl.int64)[None, :] * H + tl.arange(0, tiling.contraction)[:, None]

@@ -212,7 +212,7 @@ def _sum_of_blocks(  # type: ignore[no-untyped-def]
     steps: tl.constexpr = (block_rows + tiling.contraction - 1) // tiling.contraction
     gathers: tl.constexpr = entry_ptr is not None
     in_step = tl.arange(0, tiling.contraction)
-    # What is left behind whole blocks, if less than half of one, belongs to the last (``balance.blocks``).
+    # A remainder of less than half a block belongs to the last block (``balance.blocks``).
     last = tl.maximum((2 * (end - first) + block_rows) // (2 * block_rows) - 1, 0)
     last_steps = (end - first - last * block_rows + tiling.contraction - 1) // tiling.contraction
     total = tl.zeros((left.columns.shape[0], right.columns.shape[0]), tl.float64)

@@ -84,7 +84,7 @@ class MegaMemory:
 
     Flags hold epochs and counters return to zero by themselves, so nothing here is cleared between launches.
     ``epoch_1`` int32, on the device, so that a captured graph counts on when it is replayed. ``times``: where launches
-    write down when each task ran, None where nobody asks.
+    write the time of each task, None if times are not recorded.
     """
 
     def __init__(self, heap: Heap, meet: Callable[[], object] = lambda: None) -> None:
@@ -269,7 +269,7 @@ def _pull_choices(  # type: ignore[no-untyped-def]
     source = tl.maximum(source, 0)
     place = tl.load(table.place_N + row, mask=kept, other=0)
     entry = tl.load(at(world, source, pulls.entries, tl.int32) + place, mask=kept, other=0)
-    # A source that was given up may have said otherwise before: no row is to come from outside of its region.
+    # After a time-out, the entries of a source may be stale: no row may be pulled from outside of its region.
     entry = tl.where(kept, tl.maximum(entry, 0), -1)
     tl.store(pulls.entry_N + row, entry, mask=row < num_rows)
     if pulls.position_NK is not None:
@@ -286,7 +286,7 @@ def raise_or_count(  # type: ignore[no-untyped-def]
     """Says that a ``fetch`` has arrived, or, with flags of ``experts``, its ``group`` when this is the last of
     ``of_group`` fetches that come to it. The counter returns to zero. Nothing of a fetch that has not ``came``.
     """
-    # Only this GPU reads these flags, and who counts last has had a barrier: both are more than is needed.
+    # Only this GPU reads these flags, and the last count has had a barrier: system scope and barrier are needless.
     if came:
         if experts:
             if is_last(flags.fetched_G + group, of_group):

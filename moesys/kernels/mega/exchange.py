@@ -81,7 +81,7 @@ def most_flags(tokens: int, top_k: int, num_replicas: int, block_rows: int, colu
 
 
 class Exchange(NamedTuple):
-    """One micro-batch, seen by one rank. Tables are int32 unless said.
+    """One micro-batch, seen by one rank. Tables are int32 where no dtype is given.
 
     As a destination: ``first_G1``: a group's first row. ``block_first_B``, ``block_rows_B``: a block's first row and
     rows. ``source_N``, ``place_N``: the rank that a row comes from and its place in that rank's list; both -1 behind
@@ -145,10 +145,10 @@ def exchange(
 
 
 class Flags(NamedTuple):
-    """The flags of a source that say that a tile of rows has come home; int32.
+    """The flags at a source that are raised when a tile of its rows is back; int32.
 
-    ``first_B``: the flag of a block of this rank at the block's source, with flags of tiles to be added to the number
-    of a tile inside its group; ``flag_TK``: of what brings a choice home, here; -1 where it is dropped.
+    ``first_B``: for each block of this rank, the flag at the block's source; with flags of tiles, the number of a tile
+    inside its group is added. ``flag_TK``: for each choice of this rank, the flag of its row; -1 where it is dropped.
     """
 
     first_B: Tensor
@@ -170,9 +170,12 @@ def combine_flags(exchange: Exchange, rank: int, block_rows: int, of_experts: bo
 
 
 class TileSequence(NamedTuple):
-    """``tiles``, those of a group in turns; of each group the number of its first, int64 [G]; of each tile the number
-    of the first tile behind its group, int32 [M], M behind the last; of each tile the number that it would have if
-    those of a group came as they lie, int64 [M].
+    """Tiles in the order in which they are taken.
+
+    - ``tiles``: the tiles; those of a group are interleaved;
+    - ``first_tile_G``: the number of each group's first tile, int64;
+    - ``group_end_M``: for each tile, the number of the first tile after its group, int32; M where there is no tile;
+    - ``lies_M``: for each tile, its number if the tiles of a group were in memory order, int64.
     """
 
     tiles: Tiles
@@ -230,7 +233,7 @@ def first_rows(exchange: Exchange, position_NK: Tensor, tiles: TileSequence) -> 
     source_N1 = exchange.source_N.long().clamp(min=0)[:, None]
     at_NK = torch.searchsorted(line, source_N1 * LINE + position_NK.long().clamp(min=0), right=True)
     turn_NK = at_NK - source_N1 * num_replicas
-    # Places behind the list are what a source that was given up said before.
+    # After a time-out, positions of a source may be stale and lie behind its list.
     in_list_NK = (position_NK >= 0) & (turn_NK < num_replicas)
     replica_NK = replica_RP[source_N1, turn_NK.clamp(max=num_replicas - 1)]
     group_P = torch.full((num_replicas,), -1, dtype=torch.int64, device=device)
@@ -426,7 +429,7 @@ def _make_tiles(  # type: ignore[no-untyped-def]
     for start in range(0, number, WRITTEN):
         tile = start + tl.arange(0, WRITTEN)
         inside = tile < number
-        # Of the parts of the round, one tile each in turn.
+        # Take one tile from each part of the round in turn.
         part = tile % num_ranks
         in_round = part * (number // num_ranks) + tl.minimum(part, number % num_ranks) + tile // num_ranks
         lies = (begin + in_round) % number

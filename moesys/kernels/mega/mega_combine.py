@@ -1,11 +1,11 @@
-"""MegaKernel B: rows are multiplied, pushed home as they come, and summed there; weight gradients fill the waiting.
+"""MegaKernel B: multiplies rows, pushes each back to its source, and sums there; weight gradients fill the waits.
 
 Forward multiplies activations by ``down`` and sums each token's rows by their routing weights (``combine``); backward
 multiplies the gradient of h by ``gate_up``, sums without weights, sends the routing weights' gradients along and has
 the tiles of both weight gradients. One launch, or one of each kind of task after another.
 
 The queue: tiles of the product, mixed with pushes where those are tasks of their own; then tiles of weight gradients
-mixed with sums. A sum waits for flags that peers raise, and a peer raises them without waiting for anyone's sums.
+mixed with sums. A sum waits for flags that peers raise, and a peer raises them without waiting for sums.
 
 N rows here in order of groups, G groups, T tokens of this rank, K choices of each, H hidden, L width of a row here.
 """
@@ -90,7 +90,7 @@ class CombineSizes(NamedTuple):
     ``RANKS``, ``CHOICES``: powers of two, at least R and K. ``experts``: flags are of experts, not tiles. ``apart``:
     pushes are tasks of their own. ``multiply``, ``push``, ``outer``, ``sums``: which tasks there are. Shares: of tiles
     of the product, and of weight gradients, in the order of the queue (``tasks``). ``push_columns``,
-    ``copy_columns``: that go home at a time from registers, and from memory.
+    ``copy_columns``: columns that are pushed at a time from registers, and from memory.
     """
 
     H: int
@@ -272,7 +272,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
             group_first = tl.load(table.first_G1 + group)
             num_rows = tl.minimum(tl.load(table.first_G1 + group + 1) - row, tiling.rows)
             in_rows = tl.arange(0, tiling.rows)
-            # What has not come pushes nothing: peers may not be where its flags would say.
+            # After a time-out no row is pushed, because peers may not be in this epoch.
             kept = in_rows < tl.where(came, num_rows, 0)
             tiles_of_group = tl.cdiv(tl.load(table.first_G1 + group + 1) - group_first, tiling.rows)
             tile_in_group = (row - group_first) // tiling.rows
@@ -286,7 +286,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                     pushed = push_rows(
                         launch, data, Task(task, number, epoch), tile, RowHomes(kept, source, entry), sizes
                     )
-                    # Not before, as rows that are still to be computed hold no link.
+                    # Only now, because rows that are not computed yet must not occupy the link.
                     row_bytes: tl.constexpr = H * dtype.primitive_bitwidth // 8
                     arrive(
                         launch.pace, set_off(launch.pace, kept & (source != tl.load(launch.world + RANK)), row_bytes)
@@ -305,7 +305,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                     if sizes.apart:
                         out_row = data.out_NH + row.to(tl.int64) * H + in_rows * H
                         push_tile(out, out_row, column, kept, H, sizes.push_columns)
-                        # Only this GPU reads it: to tell other GPUs is more than is needed.
+                        # Only this GPU reads this flag: system scope is more than is needed.
                         raise_flag(launch.flags.multiplied + row_tile * num_column_tiles + column_tile, epoch, came)
                     else:
                         # Here, so that they need no registers during the product.

@@ -280,7 +280,7 @@ def _fetch(  # type: ignore[no-untyped-def]
     region = at(world, source, launch.offsets.x, dtype) + of_token
     _copy(data.rows_NH, first, kept, region, copied, of_first_row, sizes)
     if data.x_NH is not None:
-        # Before the flag: who has seen dx of all rows come home publishes, and what is pulled from there changes.
+        # Copied before the flag is raised: a source with all rows of dx publishes the next epoch, and its x changes.
         region = at(world, source, launch.offsets.x_again, dtype) + of_token
         _copy(data.x_NH, first, kept, region, copied, of_first_row, sizes)
     if data.weight_N is not None:

@@ -15,8 +15,8 @@ from moesys.kernels.experts.tile_tuner import HOPPER, INTERPRETED, SINGLE, capab
 from moesys.kernels.mega.exchange import TileOrder
 from moesys.kernels.mega.tasks import WHOLE
 
-# Beside all else that backward's combine does, these spill weight gradients' tiles of more columns: Triton 3.6, and any
-# for GPUs after Hopper (``python -m benchmarks kernels --aot``).
+# Triton 3.6, and every release for GPUs after Hopper, spills registers in backward's combine if tiles of weight
+# gradients have more columns (``python -m benchmarks kernels --aot``).
 OLD_TRITON, NARROW_COLUMNS = triton.__version__.startswith("3.6."), 128
 # The bytes of one load, and of all loads that a thread has in flight.
 LOAD_BYTES, FLIGHT_BYTES = 16, 128
@@ -28,7 +28,7 @@ class MegaPoint(Protocol):
     ``fused``: sides that are one launch with their product, else one launch after another. ``dispatch_share``: at least
     this part of the tasks before the last fetch are fetches; 1 pulls all first, 0 pulls what the next tiles need.
     ``combine_share``: 0 has tiles of the product push their rows themselves; else pushes are tasks of their own, at
-    most this part of the tasks. ``reduce_share``: at most this part of the last tasks sums rows that came home while
+    most this part of the tasks. ``reduce_share``: at most this part of the last tasks sums returned rows while
     there are tiles of weight gradients. ``granularity`` of the flags that are waited for. ``deduplicate``: a token that
     goes to several experts of a rank is pulled once. ``overlap_weight_gradients``: their tiles are tasks of backward's
     combine. ``keep_x``: rows of x stay from forward to backward, else they are pulled again. ``fetch_rows``: rows of

@@ -1,7 +1,7 @@
-"""The way home of MegaKernel B's rows, and their sums there: device functions of its tasks.
+"""Device functions of MegaKernel B's tasks: rows are pushed back to their sources, and summed there.
 
-A source's staging has a place for each of its choices, so whoever pushes needs to ask nobody; then he raises the flag
-that the source's sums wait for.
+A source's staging has a place for each of its choices, so a push needs no agreement with the source. It then raises
+the flag that the source's sums wait for.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Task(NamedTuple):
 
 @triton.jit
 def push_tile(out, home_row, column, kept, H: tl.constexpr, push_columns: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pushes a tile home from registers, halved until it is ``push_columns`` wide: its addresses take two registers
-    each.
+    """Pushes a tile to its sources from registers, halved until it is ``push_columns`` wide, because each address
+    takes two registers.
     """
     if out.shape[1] > push_columns:
         left, right = out.reshape(out.shape[0], 2, out.shape[1] // 2).permute(0, 2, 1).split()
@@ -67,7 +67,7 @@ def push_tile(out, home_row, column, kept, H: tl.constexpr, push_columns: tl.con
 def push_rows(  # type: ignore[no-untyped-def]
     launch, data, task, tile, homes, sizes: tl.constexpr
 ):
-    """Pushes the finished rows of a tile home. Returns whether they were finished."""
+    """Pushes the finished rows of a tile to their sources. Returns whether they were finished."""
     H: tl.constexpr = sizes.H
     came = True
     for column_tile in range(sizes.num_column_tiles):
@@ -92,7 +92,7 @@ def push_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def push_dweights(launch, partial_ptr, row, homes, num_sums: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pushes the routing weights' gradients of a tile's rows home: their partial sums, added in order."""
+    """Pushes the routing weights' gradients of a tile's rows to their sources: partial sums, added in order."""
     total = sum_of_partials(partial_ptr, row + tl.arange(0, homes.kept.shape[0]), homes.kept, num_sums)
     dweights = at(launch.world, homes.source, launch.offsets.dweight, tl.float32)
     tl.store(dweights + homes.entry, total, mask=homes.kept)
@@ -130,7 +130,7 @@ def raise_at_sources(  # type: ignore[no-untyped-def]
 def sum_rows(  # type: ignore[no-untyped-def]
     launch, rows, data, task, num_tokens, sizes: tl.constexpr, block_columns: tl.constexpr
 ):
-    """Adds up some columns of some tokens, once their rows have come home, in the order of their choices."""
+    """Sums some columns of some tokens, once their rows are back, in the order of their choices."""
     H: tl.constexpr = sizes.H
     K: tl.constexpr = sizes.K
     CHOICES: tl.constexpr = sizes.CHOICES

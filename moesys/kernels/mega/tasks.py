@@ -84,7 +84,7 @@ def _fetches_before(  # type: ignore[no-untyped-def]
 
 # --- records --------------------------------------------------------------------------------------
 
-# What a task is, by number; 0 for one that was not there.
+# The kinds of tasks, by number; 0 marks a place without a task.
 KINDS = ("", "fetch", "product", "push", "sum", "outer_product")
 FETCH, PRODUCT, PUSH, SUM, OUTER_PRODUCT = (tl.constexpr(kind) for kind in range(1, len(KINDS)))
 # Places in a record, int64; times in nanoseconds of the device's clock.

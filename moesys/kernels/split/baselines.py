@@ -170,7 +170,7 @@ def _share_by_room(  # type: ignore[no-untyped-def]
     room = room >> tl.maximum(_bits(mean) + _bits(largest) - PRODUCT_BITS, 0)
     weight = tl.where(tl.max(room, 0) > 0, room, replicas)
 
-    # In proportion: floors, and one more for the largest remainders, of equal ones by place.
+    # Quotas in proportion: floors, and one more for the largest remainders; the lower place wins a tie.
     share, whole = tokens * weight, tl.sum(weight, 0)
     quota, remainder = share // whole, share % whole
     holders = tl.sum(holds.to(tl.int64), 0)
@@ -191,5 +191,5 @@ def _share_by_room(  # type: ignore[no-untyped-def]
 def _bits(number):  # type: ignore[no-untyped-def]
     """Returns how many bits a number has."""
     bit = tl.arange(0, 64).to(tl.int64)
-    # Of the last only that it is none.
+    # Bit 63 is left out: a shift by 63 gives a negative number.
     return tl.sum(((bit < 63) & (number >= tl.full([], 1, tl.int64) << tl.minimum(bit, 62))).to(tl.int64), 0)

@@ -182,8 +182,8 @@ def _sent(  # type: ignore[no-untyped-def]
 
 
 class ArrivedRows(NamedTuple):
-    """The rows that arrive at a destination, int64 unless said. *Arrivals* are numbered by (chunk, source, expert,
-    token, choice), *expert rows* by (chunk, expert, source, token, choice).
+    """The rows that arrive at a destination; int64 where no dtype is given. *Arrivals* are numbered by (chunk, source,
+    expert, token, choice), *expert rows* by (chunk, expert, source, token, choice).
 
     ``gather_M``: the arrival that each expert row is; ``return_M``: each arrival's expert row, from its chunk's first
     on; ``by_source_M``: arrivals sorted by source. ``order_row_M``, ``order_arrival_M``: expert rows and arrivals by

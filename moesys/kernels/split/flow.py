@@ -1,15 +1,15 @@
-"""The exact split of counts that are on a device: who computes how many tokens of whom, in three launches.
+"""The exact split of counts that are on a device: the tokens of each source for each replica, in three launches.
 
-It is ``FlowSplit(traffic="fast")`` (docs/balance.md), to the byte: tokens begin at home, and what ranks have above
-the least limit that can be kept is pushed along cheapest paths of ranks that hold a common expert, in phases of one
-labelling and ``STEPS`` steps. The limit is found first, by pushes of hops alone: it begins as a lower bound, and where
-ranks reach no room, their mean is a bound as well.
+The result equals that of ``FlowSplit(traffic="fast")`` (docs/balance.md), to the byte. Tokens begin at their source
+(``AtHome``). What ranks have above the least possible limit is pushed along cheapest paths of ranks that hold a common
+expert, in phases of one labelling and ``STEPS`` steps. The limit is found first, by pushes that count hops only: it
+begins as a lower bound, and where ranks reach no rank with room, their mean is a bound as well.
 
-Experts are shared out independently, a program each, and so are quotas filled, a program a replica. In between one
-program pushes: a lane has a replica, and all it knows of the replica's group, expert and rank. Replicas of a group and
-of an expert are neighbours, those of a rank are once they are gathered, so that every sum is a difference of prefix
-sums. Lanes talk through ``tl.gather`` and ``tl.cumsum`` alone, which synchronise by themselves: no program reads memory
-that it has written, or that another program of the same launch writes. All is int64 where it counts tokens.
+The first launch distributes the tokens of experts, one program per expert, and the last fills quotas, one program per
+replica. In between one program pushes: each lane has one replica, with its group, expert and rank. Replicas of a group
+and of an expert are neighbours, those of a rank are once they are gathered, so that every sum is a difference of prefix
+sums. Lanes communicate by ``tl.gather`` and ``tl.cumsum`` only, which synchronise by themselves: no program reads
+memory that it has written, or that another program of the same launch writes. Counts of tokens are int64.
 
 R ranks, E experts, P replicas, as in ``tables``.
 """
@@ -29,7 +29,8 @@ from moesys.kernels.split.tables import SplitTables, fill_quotas, lanes_of, sum_
 
 # A bound that costs nothing: ordinary loads of 64 ranks take 10 to 30, the wildest that were tried no more than 64.
 PHASES = 1024
-# Of the algorithm, and so of its bytes: steps of a phase, what a crossing costs in hops, the label of no path.
+# Constants of the algorithm, which decide its result: steps of a phase, the cost of leaving a node in hops, and the
+# label of a rank from which no path leads to room.
 STEPS = tl.constexpr(4)
 CROSSING = tl.constexpr(1 << 20)
 UNREACHED = tl.constexpr(1 << 50)
@@ -83,7 +84,9 @@ def split(tokens_RE: Tensor, tables: SplitTables, turn: int | Tensor = 0, phases
 
 
 class AtHome(NamedTuple):
-    """int64, of each replica: its tokens when every token is at home, and the tokens that its node has for it."""
+    """For each replica, int64: its tokens if every token stays at its source where possible, and the tokens of its
+    expert that the ranks of its node have.
+    """
 
     tokens_P: Tensor
     supply_P: Tensor
@@ -117,11 +120,10 @@ def _least(values, lane, first, last, widest):  # type: ignore[no-untyped-def]
 def _share_out(  # type: ignore[no-untyped-def]
     tokens_RE, turn_1, turn, tables, home, num_ranks, num_experts, LANES: tl.constexpr
 ):
-    """Finds, one expert per program and one rank per lane, each replica's tokens with every token at home, and those
-    that its node has.
+    """Computes ``AtHome``, with one program per expert and one lane per rank.
 
-    A rank keeps its own tokens of what it holds; what else its node has is shared evenly by the node's replicas, and
-    what comes from nodes without one by all.
+    A rank keeps its own tokens for experts that it holds. The node's replicas share the other tokens of their node
+    evenly, and all replicas share the tokens of nodes without a replica.
     """
     expert = tl.program_id(0).to(tl.int64)
     rank = tl.arange(0, LANES)
@@ -163,7 +165,7 @@ def _push(  # type: ignore[no-untyped-def]
     expert_last = tl.where(real, tl.load(tables.first_E1 + expert + 1, mask=real, other=0) - 1, lane)
     group_first = tl.load(tables.group_first_P + lane, mask=real, other=lane)
     group_last = tl.load(tables.group_last_P + lane, mask=real, other=lane)
-    # Of a rank, places among the replicas by rank; at such a place, the replica there.
+    # ``by_rank`` lists the replicas by rank; ``rank_first`` to ``rank_last`` are the places of a rank in this list.
     rank = tl.load(tables.rank_P + lane, mask=real, other=0)
     by_rank = tl.load(tables.by_rank_P + lane, mask=real, other=lane)
     rank_first = tl.where(real, tl.load(tables.first_R1 + rank, mask=real, other=0), lane)
@@ -190,7 +192,7 @@ def _push(  # type: ignore[no-untyped-def]
     phase = 0
     while (phase < phases) & ((crossing == 0) | (busiest > limit)):
         if busiest <= limit:
-            # The least limit is known. Once more from home, now for the least traffic.
+            # The least limit is known. Start again from the sources, now for the least traffic.
             crossing = crossing + CROSSING
             tokens = tl.load(home.tokens_P + lane, mask=real, other=0)
             load = sum_of(tl.gather(tokens, by_rank, 0), rank_first, rank_last)
@@ -224,13 +226,13 @@ def _push(  # type: ignore[no-untyped-def]
                 enter = tl.where(foreign >= 0, crossing, 0).to(tl.int64)
                 leave = -tl.where(foreign > 0, crossing, 0).to(tl.int64)
 
-                # What each rank gives, by the first of its replicas on a cheapest path: near, in its node, or far.
+                # Each rank sends from the first of its replicas on a cheapest path: near, inside its node, or far.
                 can = on_path & (tokens > 0) & (load >= limit)
                 hop = tl.gather(tl.where(can, lane, LANES), by_rank, 0)
                 is_hop = _least(hop, lane, rank_first, last_there, widest_rank) == lane
                 spare = tl.where(label < UNREACHED, tl.maximum(load - limit, 0), 0)
                 wish = tl.where(is_hop, tl.minimum(spare, tokens), 0)
-                # What is not at home leaves for less, but no more than that.
+                # Only tokens from other nodes leave at the lower cost.
                 leaving = tl.where(foreign > 0, foreign, UNBOUNDED)
                 leaving = tl.where(cost == exchange + leave, leaving, 0)
                 give = _serve(tl.where(local, UNBOUNDED, leaving), wish, group_first)
@@ -239,7 +241,7 @@ def _push(  # type: ignore[no-untyped-def]
                 given_near = sum_of(give_near, group_first, group_last)
                 given_far = sum_of(give_far, expert_first, expert_last)
 
-                # What each rank takes, from one pool: those inside of nodes are numbered first.
+                # Each rank receives from one pool; pools inside of nodes have the lowest numbers.
                 passed = tl.gather(tl.where(is_hop & (give == 0), tokens, 0), by_rank, 0)
                 room = tl.maximum(limit - load, 0) + sum_of(passed, rank_first, rank_last)
                 takes = (label == near) & (room > 0)
@@ -251,7 +253,7 @@ def _push(  # type: ignore[no-untyped-def]
                 take_near = tl.where(pool < LANES, take, 0)
                 take_far = take - take_near
 
-                # Where some tokens are missing at home, a group takes no more than those.
+                # A group that lacks tokens of its own node receives at most as many from other nodes.
                 open_far = sum_of(take_far, group_first, group_last)
                 open_far = tl.where(foreign < 0, tl.minimum(open_far, -foreign), open_far)
                 open_once = tl.where(one_a_group, open_far, 0)

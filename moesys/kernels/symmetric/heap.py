@@ -1,10 +1,10 @@
-"""Symmetric heap: one arena a rank, with the same regions at the same places in each, which peers read and write by
+"""Symmetric heap: one arena per rank, with the same regions at the same places in each, which peers read and write by
 address.
 
-Three homes, one way to use them: memory shared between processes of the CPU, where kernels run in Triton's interpreter;
-virtual ranks inside one device; GPUs that map each other's memory (``torch.distributed._symmetric_memory``). A kernel
+An arena is in memory that processes share on a CPU, where kernels run in Triton's interpreter, in the memory of one
+device with virtual ranks, or on GPUs that map each other's memory (``torch.distributed._symmetric_memory``). A kernel
 gets ``world``, with the addresses of all ranks' arenas as its own rank sees them, and the offset of a region. Arenas
-are never handed to a kernel as tensors: the interpreter copies those back when it ends, over what peers have written.
+are never passed to a kernel as tensors: the interpreter copies those back when it ends, over what peers have written.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Heap:
                 # Everyone has mapped it, or will not.
                 dist.barrier(group)
         finally:
-            # Without a name it goes when the last process that maps it goes, even if a peer has died in here.
+            # Memory without a name is freed with the last process that maps it, even if a peer has died in here.
             path.unlink()
         return Heap._of(layout, rank, own, [arena.data_ptr() for arena in arenas], timeout_s, arenas)
 

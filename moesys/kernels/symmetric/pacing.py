@@ -1,8 +1,8 @@
-"""A link of a declared pace, for ranks that share a device, where copies between them would cost next to nothing.
+"""A link of a declared bandwidth, for ranks that share a device, where copies between them cost next to nothing.
 
-A rank has one, on which its messages follow one another: a task that moves rows between ranks ends, and tells of it, no
-sooner than its bytes would be through. So communication becomes a chosen part of the time, and what hides it shows.
-Where there is no link a kernel is compiled without a trace of it.
+Each rank has one link, which sends its messages one after another: a task that moves rows between ranks ends, and
+raises its flags, no sooner than a link of this bandwidth would have sent its bytes. So communication takes a chosen
+part of the time, and its overlap can be measured. Without a link, kernels contain none of this code.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Signals between ranks, and between the programs of a rank: flags that hold the epoch in which they were last raised.
 
 An epoch is one direction of one micro-batch of one layer. A flag is raised by storing the epoch, and waited for until
-it is at least that, so it never has to be cleared. Everything a program stored before it raises a flag is seen by who
-has waited for it (release and acquire at system scope, by atomics that Triton has had since 3.6).
+it is at least that, so it never has to be cleared. A program that has waited for a flag sees everything that was
+stored before the flag was raised (release and acquire at system scope, by atomics that Triton has had since 3.6).
 
-Nobody waits for ever. A program that gives up writes down for whom and for what it waited, and tells all ranks; from
-then on every wait returns at once, so that all kernels end, and ``raise_if_given_up`` says on each what was written.
-Results computed without what was waited for raise no flag: a rank whose waits all ended well has what it should have,
-and one that has not fills its outputs with NaN.
+Every wait is bounded. A program whose wait times out writes a report of what it waited for, and notifies all ranks;
+from then on every wait returns at once, so that all kernels end, and ``raise_if_given_up`` raises the report on each
+rank. Results computed after a time-out raise no flag: a rank whose waits all succeeded has correct results, and a rank
+whose waits did not fills its outputs with NaN.
 
-Waits end by the clock that kernels see. What the host gives to the interpreter is called in branches that are never
-compiled.
+Waits time out by the clock that kernels see. Functions of the host are called in branches that only the interpreter
+takes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def agreed_ns(world):  # type: ignore[no-untyped-def]
 
 
 class PeerTimeoutError(RuntimeError):
-    """A rank waited in vain, this one or another; ``peer`` is for whom."""
+    """A wait of this rank or another timed out; ``peer`` is the rank that was waited for."""
 
     def __init__(self, message: str, peer: int) -> None:
         super().__init__(message)
@@ -102,7 +102,7 @@ def raise_if_given_up(heap: Heap) -> None:
 @kernel(do_not_specialize=["rank"])
 def _read_report(world, rank, out_ptr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Reads all but the first word, which chooses who writes. It may be a peer's, which lies in that rank's arena."""
-    # It may have told after all waits of this rank, so that none has acquired what it wrote.
+    # The peer may have published its report after all waits of this rank, so this rank has not acquired it yet.
     tl.atomic_add(at(world, tl.load(world + RANK), ABORT, tl.int32), 0, sem="acquire", scope="sys")
     tl.debug_barrier()
     for word in range(1, WORDS):
@@ -138,11 +138,11 @@ def _spoil(world, outputs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 class TimeoutWatch:
-    """Tells the host of kernels that gave up, without making it wait for those that run.
+    """Reports waits that timed out to the host, which does not wait for running kernels.
 
-    On a GPU every direction ends with a copy of what peers say into memory of the host, and whoever looks there sees
-    what has arrived by then: an error comes with a later direction than the one that failed. All waits in between
-    return at once. In a captured graph the copy is a part of it. On the CPU kernels have ended when they return.
+    On a GPU every direction ends with a copy of the ranks' status into memory of the host. The host reads what has
+    arrived there, so it raises an error in a later direction than the one that failed. All waits in between return at
+    once. A captured graph contains the copy. On the CPU kernels have ended when they return.
     """
 
     def __init__(self, heap: Heap) -> None:
@@ -176,7 +176,7 @@ class TimeoutWatch:
 @triton.jit
 def raise_flag(flag, epoch, mask=None):  # type: ignore[no-untyped-def]
     """Raises a flag, or all flags of a tensor of pointers, after everything that this program has stored."""
-    # For all its threads; callers that stored nothing, or by the thread that raises, would not need it.
+    # The barrier covers the stores of all threads; it is needless where this thread alone has stored, or none has.
     tl.debug_barrier()
     tl.atomic_xchg(flag, epoch, mask=mask, sem="release", scope="sys")
 
@@ -226,8 +226,8 @@ def _poll(flag, mask, epoch):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _give_up(found, epoch, peer, expert, index, stage: tl.constexpr, world):  # type: ignore[no-untyped-def]
-    """Writes the report if this is the first program of its rank that gives up, and then tells all ranks whose
-    it is.
+    """Writes the report if this is the first program of its rank whose wait times out, and then writes the number of
+    this rank into the arena of every rank.
     """
     own = tl.load(world + RANK).to(tl.int32)
     report = at(world, own, REPORT, tl.int32)
@@ -246,6 +246,6 @@ def _give_up(found, epoch, peer, expert, index, stage: tl.constexpr, world):  # 
         for rank in range(tl.load(world + NUM_RANKS).to(tl.int32)):
             tl.atomic_xchg(at(world, rank, ABORT, tl.int32), own + 1, sem="release", scope="sys")
     else:
-        # Who wrote it may be about to tell: no launch behind this one is to begin before somebody has. Release is more
-        # than is needed, as such a launch sees all stores of this one.
+        # The program that wrote the report may not have notified this rank yet; a later launch must see that a wait
+        # timed out. Release is more than is needed, as such a launch sees all stores of this one.
         tl.atomic_xchg(at(world, own, ABORT, tl.int32), own + 1, sem="release", scope="sys")
