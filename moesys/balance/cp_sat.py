@@ -52,7 +52,7 @@ MIXER = 0x9E3779B1
 # CP-SAT adds in int64, which has room for sums of a few times all tokens.
 MOST_TOKENS = 1 << 50
 RANDOM_SEED = 1
-# The experts that tell equal ranks apart; their weights are powers of two.
+# The number of experts that distinguish equal ranks; their weights are powers of two.
 SYMMETRY_EXPERTS = 14
 
 
@@ -129,7 +129,7 @@ def solve_cp_sat(planning: PlanningProblem, config: CpSat) -> CpSatPlan:
             f"balance=CpSat() plans {load.total} tokens, more than 2^50; scale the load down, for only its proportions "
             "matter, or use balance=Greedy()"
         )
-    # Without a model Greedy counts tokens, as this does.
+    # Without a model Greedy minimises tokens, as this planner does.
     start = _as_greedy(config).layout(replace(planning, model=None))
     problem = CpSatProblem.of(planning, config.min_replicas, config.replicas_within)
     bound, _ = greatest_bound(problem.tokens_E, planning.slots_R, problem.domain_R, problem.min_replicas)
@@ -150,8 +150,8 @@ def solve_cp_sat(planning: PlanningProblem, config: CpSat) -> CpSatPlan:
 
 
 def _relabelled(problem: CpSatProblem, layout: ExpertLayout) -> ExpertLayout:
-    """Returns the same rows on ranks with equally many slots, where the most of their tokens are at home on the node;
-    the layout itself where that is no better, because the split may answer with other tokens.
+    """Returns a layout whose rows are exchanged between ranks with equally many slots, so that most tokens stay on
+    their node; the given layout if that is no better, because the split may move other tokens.
     """
     assigned_RE, node_R, usable_R = problem.assigned(layout), np.asarray(problem.node_R), np.asarray(problem.usable_R)
     at_home_NR = np.minimum(problem.supply_NE[:, None], assigned_RE[None]).sum(axis=2)
@@ -393,7 +393,7 @@ def _exchangeable(problem: CpSatProblem, by_node: bool) -> list[list[int]]:
 
 
 def _codes(tokens_E: Sequence[int]) -> dict[int, int]:
-    """Returns weights of the heaviest experts, whose sum tells the ranks that hold them apart."""
+    """Returns weights of the heaviest experts; ranks that hold different ones of them have different sums."""
     heaviest = sorted(range(len(tokens_E)), key=lambda expert: (-tokens_E[expert], expert))[:SYMMETRY_EXPERTS]
     return {expert: 1 << (SYMMETRY_EXPERTS - place) for place, expert in enumerate(heaviest)}
 

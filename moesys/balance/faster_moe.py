@@ -32,7 +32,7 @@ class FasterMoe(QuotaPlanner):
         With i shadows it is (3·c + 4·f)·B_i + i·w, where B_0 >= B_1 >= ... are the tokens of experts: c = 4·d·I / flops
         of a token's products, f = 4·d / net of its row, w = 2·d·I·4 / net of an expert, for rows of d elements in
         float32 and experts of two matrices. It ends at the first shadow that does not pay, and before the last expert.
-        A shadowed expert is on every rank, which computes its own tokens with it; all others compute at home.
+        A shadowed expert is on every rank, which computes its own tokens with it; owners compute all other experts.
 
         Source: laekov/fastmoe, fmoe/fastermoe/shadow_policy.py, whose experts have I = alpha·d. It assumes one count an
         expert and never adds them up over a rank. The config has its defaults; the model's sizes are taken where they

@@ -1,11 +1,11 @@
-"""Late slots: a few experts a rank, chosen on the current counts and fetched in the critical path; only where it pays.
+"""Late slots: a few experts per rank that are chosen on the current counts and fetched on the critical path, if that
+is predicted to be faster.
 
-A layout from history is right about almost everything, and the little that it misses decides: some ranks have more than
-the mean and hold experts that nobody else does. The minimum cut names these ranks (``min_max_flow``), and the only
-remedy is a copy of one of their experts on another rank. So copies are added one after another, each where it promises
-most, and of all that were tried, in this order, so many are kept that the sum of seconds is least.
+With a layout from history, some ranks have more tokens than the mean of experts that no other rank holds. The minimum
+cut finds these ranks (``min_max_flow``); only a copy of one of their experts on another rank lowers their load. Copies
+are added one after another, each where it saves most, and the first of them are kept whose sum of seconds is least.
 
-R ranks, E experts, S slots, L late ones of them, N nodes: domains of the links, which rows are dear to leave.
+R ranks, E experts, S slots, L late ones of them, N nodes, which are the domains of the fastest links.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ def fill_late_slots(
     """Returns ``layout`` with ``late_R`` more slots on each rank, [R], which hold what ``load`` is worth fetching for,
     if anything.
 
-    What is weighed: seconds of the rank that computes longest, forward and backward, after an exact split; seconds of
-    a node's link, for tokens that a copy brings to another node or home; and seconds of the busiest link that experts
-    take, now, for backward where they are brought again, and as gradients. Where experts travel node by node, a second
-    late copy in a node comes from inside. It is a pure function: equal arguments give equal layouts, on every rank.
-    Copies that would only save tokens between nodes are not looked for: that is the business of the layout that came
-    ahead.
+    The sum of seconds has three terms: the rank that computes longest, forward and backward, after an exact split; a
+    node's link, for tokens that a copy takes to another node or brings back; and the busiest link of experts, now, in
+    backward if they are sent again, and as gradients. If experts travel node by node, a second late copy in a node is
+    sent inside it. The function is pure: equal arguments give equal layouts, on every rank. Copies that would only
+    save tokens between nodes are not considered; the layout from history has them.
 
     Raises ValueError when load, model, layout and cluster do not belong together.
     """
@@ -76,7 +75,7 @@ def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) ->
     """Returns what late copies are weighed by."""
     b = model.bytes_per_element
     again = sharding.reshard_after_forward and not sharding.prefetch_layers
-    # Also of gradients that travel behind another layer: its rows and theirs share the links.
+    # Gradients count even if they travel during another layer, because its rows share the links with them.
     element_bytes = b + b * again + GRADIENT_BYTES
     num_bytes, intra = model.expert_parameters * element_bytes, cluster.intra_node_gb_per_s * 1e9
     inter = cluster.inter_node_gb_per_s * 1e9
@@ -151,7 +150,7 @@ def _find_copy(tokens_E, supply_NE, table, flow, free_R, open_R, node_R, limit, 
         for rank in range(free_R.size):
             if not open_R[rank]:
                 continue
-            # With the copy the rank is one of the set, of which the busiest has at least the mean.
+            # The copy adds the rank to the set, whose busiest rank has at least the mean of the set.
             with_copy = max((tight_tokens - tokens) / num_tight, (tight_tokens + flow.load_R[rank]) / (num_tight + 1))
             moved = np.int64(min(tokens, max(with_copy - flow.load_R[rank], 0.0)))
             crossed = _crossed(supply_NE, table, flow, node_R, expert, node_R[table.rank_P[giver]], node_R[rank], moved)
@@ -163,8 +162,8 @@ def _find_copy(tokens_E, supply_NE, table, flow, free_R, open_R, node_R, limit, 
 
 @borrowing
 def _crossed(supply_NE, table, flow, node_R, expert, from_node, to_node, moved):  # type: ignore[no-untyped-def]
-    """Returns how many tokens of an expert more would cross if some moved from one node to another; less than 0 where
-    they come home. Across are those that their node has more than it computes.
+    """Returns how many more tokens of an expert would cross if some moved from one node to another; less than 0 if
+    they return to their node. Those tokens cross that a node has and does not compute.
     """
     if from_node == to_node:
         return np.int64(0)

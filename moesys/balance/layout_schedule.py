@@ -82,7 +82,7 @@ class PlanTicket(Protocol):
         """Returns what the planner remembers; of a plan that was not made, nothing."""
 
     def cancel(self) -> None:
-        """Says that nobody will use the plan, so that it need not be made."""
+        """Cancels a plan that will not be used, so that it need not be made."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class LayoutSchedule:
         self.events: list[PlanEvent] = []
         self.num_experts = model.num_experts
         if cluster.num_ranks > 1:
-            # Before any rank waits for another one's plan, and not in the middle of a training.
+            # Compile before any rank waits for another one's plan, and not in the middle of a training.
             size = cluster.num_ranks * model.num_experts
             warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots), load_size=size)
         self.layout = self._first_layout()
@@ -201,11 +201,11 @@ class LayoutSchedule:
         self._pending: deque[tuple[int, PlanTicket]] = deque()
         # The plan that was requested last.
         self._newest: PlanTicket | None = None
-        # The planner is told of these micro-batches, the newest that the history has seen.
+        # The newest micro-batches that the history has seen; requests pass them to the planner.
         self._recent: deque[PastBatch] = deque(maxlen=strategy.balance.recent_batches)
         # Micro-batches that the history has not seen: number, layout, load.
         self._unread: list[tuple[int, ExpertLayout, Callable[[], LoadMatrix]]] = []
-        # The micro-batch for which a plan is still to be asked for.
+        # The micro-batch for which a plan has to be requested.
         self._asked_for: int | None = None
 
     @property
@@ -275,7 +275,7 @@ class LayoutSchedule:
             self._asked_for = due
 
     def require_known_loads(self) -> None:
-        """Raises ValueError where ``Oracle()`` would plan for loads that nobody knows."""
+        """Raises ValueError if ``Oracle()`` would plan for loads that are not known."""
         if self.follows_history and self._history is None and self._tokens_SRE is None:
             raise ValueError(
                 "predictor=Oracle() plans for loads that are still to come, which only a replay knows; train inside of "

@@ -14,8 +14,8 @@ from moesys.layout import TokenPlan, owner_of_experts
 
 
 class Llep(QuotaPlanner):
-    """LLEP (arXiv 2601.17111) as a baseline: experts at home up to a cap, the rest to the least loaded ranks; for
-    ``lag=0``.
+    """LLEP (arXiv 2601.17111) as a baseline: owners compute their experts up to a cap, the least loaded ranks the rest;
+    for ``lag=0``.
     """
 
     kind: Literal["llep"] = "llep"
@@ -28,18 +28,19 @@ class Llep(QuotaPlanner):
     def token_plan(self, problem: PlanningProblem) -> TokenPlan:
         """Treats experts from the most tokens down, at a tie the lower one first.
 
-        A rank's load is what it was given plus all tokens of experts at home that are still to come. An expert keeps at
-        home what the cap, ``alpha`` times total // R or, where that is 0, the total, leaves room for. The rest goes in
-        chunks to the least loaded other rank, at a tie the lower one, as much as its room takes; a chunk of fewer than
-        ``min_tokens`` is made only if it is the last. What nobody takes goes to the least loaded of the others, above
-        its cap. Where the hottest expert has less than ``skip_below`` times the mean of experts, all stay at home. An
-        expert's tokens, by source rank and position, are cut in the order of its parts, home first.
+        A rank's load is what it was given plus all tokens of its own experts that are not treated yet. The owner of an
+        expert computes what the cap, ``alpha`` times total // R or, if that is 0, the total, leaves room for. The rest
+        goes in chunks to the least loaded other rank, at a tie the lower one, up to its cap; a chunk of fewer than
+        ``min_tokens`` is made only if it is the last. If no rank has room, the rest goes to the least loaded of the
+        others, above its cap. If the hottest expert has less than ``skip_below`` times the mean of experts, owners
+        compute all. An expert's tokens, by source rank and position, are cut in the order of its parts, the owner's
+        first.
 
         Source: the paper, and SalesforceAIResearch/LeastLoadedEP, llep/gpt_oss_llep.py. They differ: here are the
         paper's ``alpha`` of 1 (code: 1.1), its ``skip_below`` of 1.3 on experts (code: off, and on ranks) and its
-        sorting of ranks after every chunk, also where nothing stays at home (code: once); the whole cap is the code's.
-        The original borrows without limit. Here a rank without a free slot is passed over, and what finds no slot at
-        all stays at home: with a slot for every expert it is the original.
+        sorting of ranks after every chunk, also if an owner computes nothing (code: once); the whole cap is the code's.
+        The original lends without limit. Here a rank without a free slot is passed over, and the owner computes what
+        finds no slot at all: with a slot for every expert this is the original.
         """
         load, alone = problem.load, problem.load.num_ranks == 1
         home_E, tokens_E = owner_of_experts(load.num_experts, load.num_ranks), load.tokens_E.tolist()

@@ -1,4 +1,4 @@
-"""MoonEP: experts at home, and loads made exactly equal by copies, each receiver served by one giver."""
+"""MoonEP: experts on their owners, and loads made exactly equal by copies, each receiver served by one sender."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moesys.load import IntArray
 
 
 class MoonEp(QuotaPlanner):
-    """MoonEP as a baseline: experts at home, and loads made exactly equal by copies; for ``lag=0``.
+    """MoonEP as a baseline: experts on their owners, and loads made exactly equal by copies; for ``lag=0``.
 
-    A rank needs twice the slots of the experts that live there.
+    A rank needs twice as many slots as it owns experts.
     """
 
     kind: Literal["moon_ep"] = "moon_ep"
@@ -24,15 +24,15 @@ class MoonEp(QuotaPlanner):
         """Gives every rank the mean of tokens, to within one.
 
         1. A rank may receive total // R tokens, the first total mod R ranks one more.
-        2. As long as some rank has more than it may and some less: that with the greatest excess fills up that with the
-           greatest lack, at once and alone, at a tie the lower rank. So a giver may fall short and be filled up by
-           another.
-        3. A giver serves its largest open promise, at a tie that to the lower rank, by the expert at home that has most
-           tokens left, at a tie the lower one; as many tokens as both have.
+        2. While some rank has more than it may have and another less, the rank with the greatest excess promises the
+           rank with the greatest lack all that it lacks, at a tie the lower rank. So a sender may promise more than its
+           excess, and then receives from another.
+        3. A sender serves its largest open promise, at a tie that to the lower rank, by the expert of its own that has
+           most tokens left, at a tie the lower one; as many tokens as both have.
         4. Tokens of an expert, by source rank and position, go in consecutive ranges to its ranks in their order.
            Nothing prefers a token's own rank.
 
-        Every receiver has one giver, so a rank borrows at most the ceil(E / R) experts that live on one. Source: the
+        Every receiver has one sender, so a rank borrows at most the ceil(E / R) experts that one owns. Source: the
         planner reference and kernel in a public fork of MoonshotAI/MoonEP; the original could not be read. Where the
         kernel has rank 0 plan and broadcast, here every rank plans for itself. Its segments are padded to 128 rows;
         these are not.

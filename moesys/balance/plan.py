@@ -206,7 +206,7 @@ class StepPlan(Display):
     def from_json(cls, text: str | bytes) -> StepPlan:
         """Raises ValueError for anything else than a plan."""
         try:
-            # Its plans are made, so that planners of somebody's own need not be there.
+            # The plans in it are finished, so the classes of users' own planners need not be imported.
             return _StepFields.model_validate_json(text, context=RECORDED).plan()
         except ValueError as error:
             raise ValueError(f"the text is no plan of a step: {in_words(error)}") from None

@@ -90,13 +90,13 @@ def _weighted(newest_RE, all_RE, of_newest_E, of_all_E):  # type: ignore[no-unty
 
 
 class LoadHistory:
-    """What a predictor remembers. ``observe`` every micro-batch's load; ``predicted`` is the load to plan for.
+    """The memory of a predictor. Call ``observe`` with every micro-batch's load; ``predicted`` is the load to plan for.
 
     - ``Last``: the newest load.
     - ``WindowMean``: the sum of the newest ``steps`` loads, fewer at the start: their mean without its rounding.
     - ``Ema``: in 1/256 tokens, the mean of all loads with weights decay^k for that of k micro-batches ago. Weights are
       divided by the sum of those that there are, so that a short history is not drawn towards its first load.
-    - ``Adaptive``: what one candidate predicts, that with the least error (``_Contest``).
+    - ``Adaptive``: the prediction of the candidate with the least error (``_Contest``).
 
     Counts of all but ``Last`` and a candidate like it are in fractions of a token: ``units_per_token``. Integers in
     fixed point throughout: the same loads give the same bytes on every rank. Raises ValueError for ``Oracle``, which
@@ -175,7 +175,7 @@ def window(config: Predictor) -> int | None:
 
 
 class _Memory(Protocol):
-    """What one kind of predictor keeps. A new one is empty; ``estimate_RE`` asks for a load first."""
+    """The memory of one kind of predictor. A new one is empty; ``estimate_RE`` needs at least one load."""
 
     @property
     def units_per_token(self) -> int: ...

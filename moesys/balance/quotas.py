@@ -65,7 +65,7 @@ def spare_slots(problem: PlanningProblem, at_least: int = 0) -> list[int]:
 
 def borrowed_plan(problem: PlanningProblem, quota_RE: IntArray, rows: Iterable[Row]) -> TokenPlan:
     """Returns the plan of ``rows`` (source, expert, destination, tokens), in any order and with repeats, over the
-    layout of experts at home and then of those with a quota elsewhere, both by number.
+    layout of a rank's own experts and then of others for which it has a quota, both by number.
     """
     load = problem.load
     home_E = owner_of_experts(load.num_experts, load.num_ranks)

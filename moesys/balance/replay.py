@@ -56,7 +56,7 @@ class ReplayBatch:
 
     @cached_property
     def plan(self) -> LayerPlan:
-        """Who goes where, planned when it is first read."""
+        """The plan of this layer, computed when it is first read."""
         return plan_layer(self.strategy, self.model, self.cluster, self.load, layout=self.layout, turn=self.micro_batch)
 
 
@@ -112,7 +112,7 @@ def replay_steps(
 
 
 class _Requests:
-    """Hands requests on to a planner, and remembers those that nobody has taken note of."""
+    """Passes requests to a planner, and keeps those that were not read yet."""
 
     def __init__(self, planner: PlanSource) -> None:
         self._planner = planner

@@ -64,7 +64,7 @@ def _assign_blocks(tokens_RE, held_ER, entries, first_entry_E1, block_rows, owne
             want_SR[entries[entry, 0], entries[entry, 2]] = entries[entry, 3]
             rows += entries[entry, 3]
         used_R[:] = -1
-        # Of the source, the rows that are not in a block.
+        # ``rest``: rows of ``source`` that are not in a block yet.
         source, rest, current = 0, tokens_RE[0, expert], -1
         while rows > 0:
             while rest == 0:
@@ -92,8 +92,8 @@ def _assign_blocks(tokens_RE, held_ER, entries, first_entry_E1, block_rows, owne
 
 @borrowing
 def _chosen(held_R, want_SR, left_R, used_R, source, current, rest, room, tokens_R):  # type: ignore[no-untyped-def]
-    """Returns who computes a block of ``room`` rows that begins in ``source``, of which ``rest`` are left. A rank that
-    has had a stretch of that source's, and is not the ``current`` one, may have no second.
+    """Returns the rank that computes a block of ``room`` rows that begins in ``source``, of which ``rest`` are left. A
+    rank that has had rows of this source, and is not the ``current`` one, gets no second range of them.
     """
     best, chosen = -np.inf, current
     inside = min(room, rest)
@@ -107,9 +107,9 @@ def _chosen(held_R, want_SR, left_R, used_R, source, current, rest, room, tokens
             value += min(want_SR[after, rank], rows)
             after, more = after + 1, more - rows
         if rank == current and 2 * value >= room:
-            # Who has begun goes on, as it may not come again.
+            # The current rank continues, because it gets no second range of this source.
             return rank
-        # Whom the next source wants too had better come last.
+        # A rank that the next source wants too is preferably the last one of this source.
         later = 0.25 * min(want_SR[after, rank], room) if room == inside else 0.0
         if value - later > best:
             best, chosen = value - later, rank

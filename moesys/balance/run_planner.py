@@ -106,8 +106,8 @@ def split_tokens(
     defaults, its kind alone.
 
     ``turn``, the number of the micro-batch, rotates the tokens that do not divide evenly over the replicas. ``model``
-    is the layer's shape where it is known: ``FlowSplit(max_inter_node="seconds")`` asks for it, others count tokens.
-    ``overlap`` says how rows travel: where one sum a node comes home, ``FlowSplit`` keeps rows to near nodes.
+    is the layer's shape, if known: ``FlowSplit(max_inter_node="seconds")`` needs it, other splits count tokens.
+    ``overlap`` decides how rows travel: if each node returns one sum, ``FlowSplit`` prefers near nodes.
 
     Raises ValueError when load, model, layout and cluster do not belong together, where a split by seconds gets no
     model, for ``Quotas``, and where a split of one's own raises, or returns what does not send every token to a holder.
@@ -158,7 +158,7 @@ def checked_split(problem: PlanningProblem, config: Split) -> TokenPlan:
     name = f"split={config.kind}"
     plan = _called(f"{name}: split(problem)", config.split, problem, TokenPlan)
     try:
-        # Anew, for what was made by construction nobody has checked, nor for which load and layout it is.
+        # Built again, because a split of one's own may return a plan that was not checked, or one for another load.
         return TokenPlan(plan.entries, problem.load, problem.layout_in_force)
     except ValueError as error:
         raise ValueError(f"{name}: split(problem) returned a plan that cannot be: {error}") from None

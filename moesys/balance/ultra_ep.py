@@ -1,4 +1,4 @@
-"""UltraEP: experts at home, and the least threshold of load that a greedy reaches with the slots (arXiv 2606.04101)."""
+"""UltraEP (arXiv 2606.04101): experts on their owners, and copies for the least threshold that a greedy reaches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ RETRIES = 2
 
 
 class UltraEp(QuotaPlanner):
-    """UltraEP (arXiv 2606.04101) as a baseline: experts at home, copies inside a domain, the least threshold that a
-    greedy reaches; for ``lag=0``.
+    """UltraEP (arXiv 2606.04101) as a baseline: experts on their owners, copies inside a domain, the least threshold
+    that a greedy reaches; for ``lag=0``.
     """
 
     kind: Literal["ultra_ep"] = "ultra_ep"
@@ -30,10 +30,10 @@ class UltraEp(QuotaPlanner):
     def token_plan(self, problem: PlanningProblem) -> TokenPlan:
         """Balances each domain of the cluster by itself, so that copies stay where the fastest links are.
 
-        *Greedy* for a threshold: ranks from the most tokens down, and the experts at home of each likewise, at ties the
-        lower first. While a rank has more than the threshold, it gives as much of an expert as it must, as the receiver
-        has room for below the threshold, and as leaves the home one token; to the rank with most room that has a free
-        slot and no copy of it. A piece below the least piece is not given, and the next expert is tried.
+        *Greedy* for a threshold: ranks from the most tokens down, and the experts that each owns likewise, at ties the
+        lower first. While a rank has more than the threshold, it sends as much of an expert as it must, as the receiver
+        has room for below the threshold, and as leaves the owner one token; to the rank with most room that has a free
+        slot and no copy of it. A piece below the least piece is not sent, and the next expert is tried.
 
         *Search*: with the mean, rounded up, times 1 + ``tolerance``, and twice with a hundredth of the busiest rank
         more, where the least piece is the rank's need over the ranks that could take some. If all fail, the least
@@ -45,8 +45,7 @@ class UltraEp(QuotaPlanner):
 
         Source: Dots-Infra/UltraEP v1.0.0, csrc/kernels/placement.cu and README. The kernel's search probes four
         thresholds at a time with warps, and the greedy need not be monotone; our reading keeps the range above the
-        greatest probe that fails below the least that does not. Where no threshold is feasible everything stays at
-        home.
+        greatest probe that fails below the least that does not. If no threshold is feasible, owners compute everything.
         """
         load = problem.load
         home_E, tokens_E = owner_of_experts(load.num_experts, load.num_ranks), load.tokens_E
@@ -65,7 +64,7 @@ class UltraEp(QuotaPlanner):
 
 
 class _Domain:
-    """The ranks of a domain, whose part of ``quota_RE`` is all at home before ``level``."""
+    """The ranks of a domain, whose part of ``quota_RE`` is all on owners before ``level``."""
 
     def __init__(self, ranks: list[int], quota_RE: IntArray, spare_R: list[int], config: UltraEp) -> None:
         self.ranks, self.quota_RE, self.spare_R, self.config = ranks, quota_RE, spare_R, config
@@ -102,7 +101,7 @@ class _Domain:
         return best
 
     def _greedy(self, threshold: int, least_piece: int | None) -> list[Row] | None:
-        """Moves (giver, receiver, expert, tokens) after which no rank has more than the threshold; None: it fails."""
+        """Returns moves (sender, receiver, expert, tokens) by which no rank exceeds the threshold, None if it fails."""
         room_R = {rank: max(threshold - self.load_R[rank], 0) for rank in self.ranks}
         free_R = {rank: self.spare_R[rank] for rank in self.ranks}
         moves: list[Row] = []

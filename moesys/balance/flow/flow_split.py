@@ -42,10 +42,10 @@ class Assignment(NamedTuple):
 
 @compiled
 def local_first(tokens_RE, supply_NE, tokens_E, node_R, table, groups, turn):  # type: ignore[no-untyped-def]
-    """Returns the ``Assignment`` with every token at home.
+    """Returns the ``Assignment`` in which tokens stay at their source where possible.
 
-    A rank keeps its own tokens of what it holds; what else its node has is shared evenly by the node's replicas, and
-    what comes from nodes without one by all. Remainders begin at replica ``turn``.
+    A rank keeps its own tokens for experts that it holds. The node's replicas share the other tokens of their node
+    evenly, and all replicas share the tokens of nodes without a replica. Remainders begin at replica ``turn``.
     """
     num_ranks, num_experts = tokens_RE.shape
     num_replicas, num_groups = groups.group_P.size, groups.expert_G.size
@@ -106,8 +106,8 @@ def _cheapest_assignment(tokens_RE: IntArray, holds_RE: np.ndarray, room_R: IntA
     - to a holder d on n: as many as source d itself has for nothing, more for 1 each (they leave their rank);
     - to the exchange of e, for more than all that could be saved inside nodes, and from it to any holder.
 
-    That the first tokens are d's own is exact although sources are not told apart: ``route_tokens`` gives d its own
-    first.
+    Sources of a node are not distinguished, and yet the first tokens are d's own: ``route_tokens`` gives d its own
+    tokens first.
     """
     num_ranks, num_experts = tokens_RE.shape
     num_nodes = int(node_R[-1]) + 1

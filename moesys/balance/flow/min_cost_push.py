@@ -1,14 +1,15 @@
 """Minimum-cost pushes, compiled: which rank gets how many tokens of an expert, for the least traffic between nodes.
 
-Every token begins at home (``local_first``). No limit on loads allows less traffic, and pushing what ranks have above
-the limit along cheapest paths keeps it the least (successive shortest paths, on all ranks at once). A path goes from
-rank to rank, each time by tokens of an expert that both hold. A hop costs 1; a hop that takes tokens away from home
-``CROSSING`` more, one that brings such tokens back as much less.
+Every token begins at its source where possible (``local_first``), which is the least traffic without a limit on
+loads. Pushing what ranks have above the limit along cheapest paths keeps the traffic the least for that limit
+(successive shortest paths, on all ranks at once). A path goes from rank to rank, each time by tokens of an expert that
+both hold. A hop costs 1; a hop by which tokens leave their node costs ``CROSSING`` more, and one that brings such
+tokens back costs as much less.
 
 A *phase* labels every rank with the cost of its cheapest path to a rank with room, and takes ``STEPS`` steps. In a
 *step* every rank above the limit gives what it can along one of its cheapest hops. Tokens of an expert that stay in a
 node form a pool, and those that cross form one; a rank receives from the pool of the lowest number only: nodes' pools
-first, each kind by expert. Givers and receivers of a pool are served in the order of their ranks. No step depends on
+first, each kind by expert. Senders and receivers of a pool are served in the order of their ranks. No step depends on
 the order in which ranks or pools are visited, so that ``kernels.split`` can do the same on a GPU, to the same bytes.
 """
 
@@ -155,7 +156,7 @@ def _label(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-d
 
 @inlined
 def _cost_to_leave(groups, assigned, labels, group):  # type: ignore[no-untyped-def]
-    """Returns the cost of a token that leaves a group for another node: a crossing less where it is not at home now."""
+    """Returns the cost of a token that leaves a group for another node: a crossing less if it is from another node."""
     returns = assigned.here_G[group] > assigned.supply_G[group]
     return labels.exchange_E[groups.expert_G[group]] - (CROSSING if returns else 0)
 
@@ -185,7 +186,7 @@ def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-de
             local_G[group] += give
         elif from_G[group] == _cost_to_leave(groups, assigned, labels, group):
             if here_G[group] > supply_G[group]:
-                # what is not at home leaves for less, but no more than that
+                # Only tokens from other nodes leave at the lower cost.
                 give = min(give, here_G[group] - supply_G[group] - _given(table, groups, labels, group, rank))
             across_E[groups.expert_G[group]] += give
         else:
@@ -300,7 +301,7 @@ def _given(table, groups, labels, group, before):  # type: ignore[no-untyped-def
 
 @inlined
 def _open_to_cross(table, groups, assigned, labels, group, pool):  # type: ignore[no-untyped-def]
-    """Returns how many tokens a group can take from other nodes: where some are missing at home, no more than those."""
+    """Returns how many tokens a group can receive from other nodes: if it lacks tokens of its node, at most as many."""
     tokens = 0
     for index in range(groups.first_G[group], groups.end_G[group]):
         if labels.taker_R[table.rank_P[index]] == pool:

@@ -9,8 +9,8 @@ is left is waited for. Rows of one chunk travel while another is computed. Produ
 
 Where tokens cross to a node once and sums come home (``row_traffic``), as many cross as are expected of K independent
 choices, by nodes, not by ranks; rows then spread inside, and sums are collected there, part by part. Rows go to near
-nodes first, as a split routes them. Where every row comes home, bits are those of direct rows, and so have to be
-layouts.
+nodes first, as a split routes them. If every row returns by itself, results must have the bits of direct rows, so
+layouts must be the same too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray
 from moesys.row_traffic import parts_of_bytes
 
-# What the dearest token costs at most, and all tokens together: a sum of several steps still fits.
+# The most that the dearest token may cost, and all tokens together, so that sums of several steps fit into int64.
 DEAREST, ALL_TOKENS = 1 << 20, 1 << 58
 # MegaKernels overlap rows with products as nearly as so many chunks do.
 MEGA_CHUNKS = 4
@@ -49,13 +49,15 @@ class Prices(NamedTuple):
     """Seconds of a token, in a unit of ``unit_s`` seconds; int64. C nodes with NICs of their own; three passes:
     forward, recomputation, backward.
 
-    ``row`` [1]: computed, in all; ``before_3``, ``after_3``: of that, until results leave, and after they have come
-    home; ``home_3``: whether they do; ``inside`` [1]: sent or received inside its domain by a rank, once; ``nics``
-    [1]: sent or received by a node between domains, once; ``nics_R``: the node of each rank; ``beside_32C``: of experts
-    that come while rows are on their way there, over each node's NICs and inside domains; ``behind_32C``: of what
-    travels behind the products of a pass; ``rest`` [1]: of the rest of a layer, between forward and the next layer's;
-    ``once`` [1]: choices of a token that crosses once, 0 where every row does; ``parts`` [1]: in how many it does;
-    ``chunks`` [1]: in which rows travel; ``copy_share``: of computing, lost while messages move.
+    - ``row`` [1]: all computation; ``before_3`` of it before results are sent, ``after_3`` after they are back;
+    - ``home_3``: 1 if results are sent back in a pass, else 0;
+    - ``inside`` [1]: a row sent or received inside its domain by a rank, once;
+    - ``nics`` [1]: a row sent or received by a node between domains, once; ``nics_R``: the node of each rank;
+    - ``beside_32C``: experts that travel together with rows, over each node's NICs and inside domains;
+    - ``behind_32C``: messages that travel during the products of a pass;
+    - ``rest`` [1]: the rest of a layer, between its forward and that of the next layer;
+    - ``once`` [1]: choices of a token that crosses once, 0 if every row crosses; ``parts`` [1]: in how many parts;
+    - ``chunks`` [1]: chunks of rows; ``copy_share``: share of computation that is lost while messages travel.
     """
 
     unit_s: float
@@ -171,7 +173,7 @@ def plan_seconds(
 
 
 def crosses_once(overlap: Overlap | None, cluster: ClusterSpec) -> bool:
-    """Returns whether tokens cross to a node once and their sums come home, and nodes are what fast links join."""
+    """Returns whether tokens cross to a node once and return as sums, and every node is one domain of fast links."""
     if overlap is None or not overlap.sums_by_node(cluster.num_nodes):
         return False
     return cluster.domain_sizes == cluster.node_sizes
@@ -192,11 +194,11 @@ def with_experts(
     late_slots: int = 0,
     rest_seconds: float = 0.0,
 ) -> tuple[Prices, int]:
-    """Returns ``prices`` with the experts of ``layout`` on their way, and what gradients cost that nothing hides, where
-    counts are of ``units_per_token`` a token, shifted by ``scale`` bits.
+    """Returns ``prices`` with the transfers of the experts of ``layout``, and the cost of gradients that are sent while
+    nothing is computed, for counts in ``units_per_token`` per token, shifted by ``scale`` bits.
 
-    The last ``late_slots`` of a rank are filled when the counts are known: their experts come beside rows, also where
-    others are prefetched. ``rest_seconds``: of the forward of the rest of a layer, behind which experts travel.
+    The last ``late_slots`` of a rank are filled when the counts are known: their experts travel together with rows,
+    even if others are prefetched. ``rest_seconds``: the forward of the rest of a layer, during which experts travel.
     """
     passes, waited_s = np.zeros((2, 3, 2, cluster.num_nodes)), 0.0
     beside_32C, behind_32C = passes
@@ -240,8 +242,8 @@ def _busiest(all_bytes: tuple[FloatArray, ...], cluster: ClusterSpec) -> FloatAr
 
 
 def _sharded_seconds(layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, element_bytes: int) -> FloatArray:
-    """Returns ``_busiest`` where every rank receives a slice of each of its experts from every other rank, or its
-    gradients go the same way back; without matrices of all pairs of ranks.
+    """Returns ``_busiest`` if every rank receives a slice of each of its experts from every other rank, or sends their
+    gradients back the same way; without matrices of all pairs of ranks.
     """
     held_R = np.count_nonzero(layout.replicas_RE, axis=1)
     node_R, domain_R = nodes_of(cluster), link_domains_of(cluster)
@@ -256,10 +258,10 @@ def _sharded_seconds(layout: ExpertLayout, model: ModelShape, cluster: ClusterSp
 
 @compiled
 def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: ignore[no-untyped-def]
-    """Returns what a split costs in a step, and what of it the busiest rank does not; in the unit of ``prices``.
+    """Returns the cost of a split in a step, and what exceeds the busiest rank's products, in the unit of ``prices``.
 
-    ``node_R``, ``supply_NE``: of domains; ``tokens_P``: of each replica of ``table``. What of an expert leaves a domain
-    is taken from its sources there, and what comes is given to its replicas, in proportion to their tokens.
+    ``node_R``, ``supply_NE``: of domains; ``tokens_P``: tokens of each replica of ``table``. Tokens of an expert that
+    leave a domain count for its sources there, and those that arrive for its replicas, in proportion to their tokens.
     """
     num_ranks, num_experts = tokens_RE.shape
     load_R, kept_R = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
@@ -318,7 +320,7 @@ def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: 
 
 @borrowing
 def _pass_cost(way, between_C, inside_C, spread_C, busiest_C, home, prices):  # type: ignore[no-untyped-def]
-    """Returns what forward, recomputation or backward costs; ``home``: results on their way."""
+    """Returns the cost of forward, recomputation or backward; ``home``: the cost of sending results back."""
     chunks, parts, share = prices.chunks[0], prices.parts[0], prices.copy_share
     home = home // chunks * prices.home_3[way]
     ready = last = left_over = np.int64(0)
