@@ -1,6 +1,6 @@
-"""Balance: from a load to the layout that fits it, and from a layout to where each token goes.
+"""Load balance: layouts of experts for a load, and splits of tokens over the replicas of a layout.
 
-There are two time scales. The slow one: ``LoadHistory`` predicts a load from those that were, and ``plan_layout``
-chooses who holds what. The fast one, in every micro-batch: ``split_tokens`` divides the current tokens over the
-replicas. Everything is a pure function on integers: equal inputs give equal bytes, on every rank and in every run.
+Layouts change slowly: ``LoadHistory`` predicts a load from earlier ones, and ``plan_layout`` chooses the rank of each
+replica. Splits change in every micro-batch: ``split_tokens`` divides the current tokens over the replicas. All of these
+are pure functions on integers: equal inputs give equal bytes, on every rank and in every run.
 """

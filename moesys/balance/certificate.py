@@ -23,7 +23,7 @@ BoundKind = Literal["mean", "hottest expert", "slots", "whole experts", "domain"
 
 @dataclass(frozen=True, repr=False)
 class Certificate(Display):
-    """The busiest rank of a plan, in tokens, beside what bounds it from below.
+    """The tokens of the busiest rank of a plan, and lower bounds on them.
 
     ``tight`` proves ``layout_bound``, the least busiest rank of any split over this layout: the ranks of the set alone
     hold its experts. ``bound`` holds for every split over every layout with these slots; ``bound_kind`` says why:

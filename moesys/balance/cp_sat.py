@@ -300,7 +300,7 @@ def solve(
     objective: Objective,
     seconds: float,
 ) -> Answer:
-    """Searches new experts for the ``free`` ranks; the others keep theirs, and all ranks share the tokens anew.
+    """Searches new experts for the ``free`` ranks; the others keep theirs, and tokens are divided over all ranks again.
 
     Minimises the busiest rank's tokens, which lie in ``limits``, or within the same limits the tokens between nodes.
     Free ranks may hold what any of them holds now.
@@ -349,7 +349,7 @@ def solve(
     spent = solver.response_proto.deterministic_time
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, 0, spent)
-    # a whole number, of tokens held exactly: they are at most 2^50
+    # A whole number of tokens, which a float holds exactly, as it is at most 2^50.
     bound = int(solver.best_objective_bound)
     rows = [
         [expert for expert in movable if solver.boolean_value(holds[rank, expert])] if rank in free else row

@@ -1,12 +1,12 @@
-"""When a layer's layout changes: history in, plans asked for, layouts agreed on.
+"""The schedule of a layer's layouts: it records loads, requests plans, and changes the layout on all ranks at once.
 
-After the loads of micro-batch t are known, a plan may be asked for; loads that a device counted are read when one is
-asked for, and not before. It is used from micro-batch t + lag on, by every rank or by none: each rank says whether it
-has the plan (a vote that travels with the counts), and where one has not, after waiting for it, all keep the old
-layout. That is recorded as an event, for it ends the claim of equal bits.
+After the loads of micro-batch t are known, a plan may be requested; loads that a device counted are read only then. The
+plan is used from micro-batch t + lag on, by every rank or by none: each rank votes whether it has the plan (the vote
+travels with the counts), and if one has not received it in time, all keep the old layout. That is recorded as an event,
+because results may then differ in bits.
 
-What is chosen on the counts of the very micro-batch, late slots and with lag=0 the whole layout, is no part of this: it
-is a function of those counts (``plan.plan_layer``).
+Layouts that depend on the counts of their own micro-batch, which are late slots and, with lag=0, the whole layout, are
+not part of this: they are a function of those counts (``plan.plan_layer``).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from moesys.load import IntArray, LoadMatrix
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything a layout is a function of. ``layer`` only says which of a model's layers asked.
+    """All arguments of a layout. ``layer`` is only the index of the layer that requests it.
 
     ``load`` counts 1/``units_per_token`` tokens of one micro-batch. ``before``: the plan that was requested before,
-    which is made before this one, and whose memory the planner finds.
+    which is made before this one, and whose memory the planner gets.
     """
 
     layer: int
@@ -51,8 +51,8 @@ class PlanRequest:
     before: PlanTicket | None = None
 
     def solve(self, alike: bool = False) -> SolvedPlan:
-        """Returns the plan. With ``alike`` there is no deadline, so that every rank that asks gets the same; without
-        it, one rank must ask for all.
+        """Returns the plan. With ``alike`` there is no deadline, so that every rank computes the same plan; without it,
+        one rank must plan for all.
         """
         balance = self.strategy.balance.with_moves_priced(self.units_per_token, self.strategy.replan_every)
         problem = PlanningProblem.of_layout(
@@ -70,16 +70,16 @@ class PlanRequest:
 
 
 class PlanTicket(Protocol):
-    """A plan that was asked for."""
+    """A plan that was requested."""
 
     def ready(self, timeout_s: float) -> bool:
-        """Returns whether the plan is there, after at most ``timeout_s`` seconds. Raises the planner's errors."""
+        """Returns whether the plan is ready, after at most ``timeout_s`` seconds. Raises the planner's errors."""
 
     def layout(self) -> ExpertLayout:
         """Returns the plan, once it is ready."""
 
     def memory(self) -> bytes:
-        """Returns what the planner remembers; of a plan that was not made, nothing."""
+        """Returns the memory of the planner; nothing if the plan was not made."""
 
     def cancel(self) -> None:
         """Cancels a plan that will not be used, so that it need not be made."""
@@ -87,7 +87,7 @@ class PlanTicket(Protocol):
 
 @dataclass(frozen=True)
 class SolvedPlan:
-    """A plan that is there: what a layer without a runtime plans for itself, on every rank alike."""
+    """A finished plan, such as a layer without a runtime makes for itself on every rank."""
 
     solution: ExpertLayout
     remembered: bytes = b""
@@ -169,8 +169,8 @@ _STATE = TypeAdapter(_State)
 class LayoutSchedule:
     """One layer's layouts over its micro-batches. The same calls on every rank give the same layouts.
 
-    ``tokens_SRE``: this layer's loads of all micro-batches, which only a replay knows. ``predictor=Oracle()`` plans for
-    that of the first micro-batch that a plan serves, and raises ValueError where it should learn and knows none.
+    ``tokens_SRE``: this layer's loads of all micro-batches, which are known in a replay only. ``predictor=Oracle()``
+    plans for that of the first micro-batch in which a plan is used, and raises ValueError in training without them.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The plans of a step: everything that is decided before a micro-batch runs.
 
-A ``LayerPlan`` says who wants what, who holds what and who goes where in one layer; a ``StepPlan`` says that for all
-layers of a step. Both can be printed, and survive a round trip through JSON.
+A ``LayerPlan`` has the load, the layout and the split of one layer; a ``StepPlan`` has those of all layers of a step.
+Both can be printed, and saved and loaded as JSON.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def _in_blocks(tokens: TokenPlan, strategy: Strategy) -> TokenPlan:
 class StepPlan(Display):
     """All layers of a step: one micro-batch, forward and backward, under ``strategy`` on ``cluster``.
 
-    ``previous``: the layouts of the micro-batch before, layer by layer, for readers who ask what moved. No time depends
-    on them: FSEP restores every slot of every layout, and EP's owners, who lend, follow from the ranks.
+    ``previous``: the layouts of the micro-batch before, layer by layer, which show what moved. No time depends on them:
+    FSEP restores every slot of every layout, and the owners that lend in EP follow from the number of ranks.
 
     Raises ValueError where layers, model and cluster do not fit.
     """

@@ -1,9 +1,8 @@
 """QuotaPlanner: the base of planners on the current counts that also decide which rank computes how many tokens of
 which source; and ``Quotas``, the split that follows them.
 
-R ranks, E experts. Every expert is held by the rank where it lives, its owner under ``Ep``, and some are lent for a
-micro-batch. A *quota* is how many tokens of an expert a rank computes; which sources they come from is each planner's
-own rule.
+R ranks, E experts. Every expert is on the rank that owns it under ``Ep``, and some are lent for a micro-batch. A
+*quota* is the number of tokens of an expert that a rank computes; each planner has its own rule for their sources.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Row = tuple[int, int, int, int]
 
 
 class QuotaPlanner(Balance):
-    """A planner that decides who computes how many tokens of which source, by its method ``token_plan``."""
+    """A planner whose method ``token_plan`` decides how many tokens of each source every rank computes."""
 
     has_quotas: ClassVar[bool] = True
 

@@ -30,7 +30,7 @@ class Moment:
 class Replan:
     """A plan that came into force.
 
-    made_after: the newest micro-batch whose load was known when it was asked for. replaced: the layout before it.
+    made_after: the newest micro-batch whose load was known when it was requested. replaced: the layout before it.
     """
 
     request: PlanRequest
@@ -74,8 +74,8 @@ def replay_layer(
 
     Layouts follow from history as in training: the strategy's own predictor, ``replan_every`` and ``lag``; only
     ``Oracle`` knows what is to come. ``moments``: which micro-batches are run, and how many are known by then; by
-    default all, each when those before it are known. Where a moment knows nothing new, nothing is planned for it.
-    ``planner``: who makes the plans; by default the strategy's own, at once and without a deadline.
+    default all, each when those before it are known. If a moment adds no loads, nothing is planned for it. ``planner``
+    makes the plans; by default the strategy's own, at once and without a deadline.
     """
     schedule = LayoutSchedule(layer, strategy, model, cluster, tokens_SRE)
     schedule.source = requests = _Requests(planner or InlinePlanner())

@@ -1,7 +1,7 @@
 """by_blocks: a plan whose ranks compute whole blocks of an expert's rows, so that a block's gradient is one product.
 
-The rows of an expert form one line, by (source rank, token, k), cut every ``block_rows``, wherever a source ends. What
-is left at the end, if less than half a block, belongs to the last one: small products cost almost what whole ones do.
+The rows of an expert, ordered by (source rank, token, k), are cut every ``block_rows``, wherever a source ends. A
+remainder of less than half a block belongs to the last block, because small products cost almost as much as whole ones.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def by_blocks(plan: TokenPlan, block_rows: int) -> TokenPlan:
 
 @borrowing
 def _assign_blocks(tokens_RE, held_ER, entries, first_entry_E1, block_rows, owner_N, want_SR, left_R, used_R):  # type: ignore[no-untyped-def]
-    """Writes who computes each block, expert by expert. ``entries``: the plan's, by expert. Scratch, zeros: ``want_SR``
-    [R + 1, R], what is left of the plan of an expert; ``left_R``: what each rank got less than planned so far;
-    ``used_R``: the source of which it has had rows.
+    """Writes the rank of each block, expert by expert. ``entries``: those of the plan, by expert. Scratch, zeros:
+    ``want_SR`` [R + 1, R], the rest of the plan of an expert; ``left_R``: rows that each rank was planned to get from
+    earlier sources and did not; ``used_R``: the last source of which it has had rows.
     """
     R, E = tokens_RE.shape
     block = 0

@@ -20,7 +20,7 @@ def nodes_of(cluster: ClusterSpec) -> IntArray:
 
 
 def link_domains_of(cluster: ClusterSpec) -> IntArray:
-    """Returns the domain of each rank, int64 [R]: ``domain_of_rank``, as fast. What leaves it is what is dear."""
+    """Returns the domain of fast links of each rank, int64 [R]; like ``domain_of_rank``, but faster."""
     return np.repeat(np.arange(len(cluster.domain_sizes)), cluster.domain_sizes)
 
 
@@ -100,9 +100,10 @@ def usable_slots(slots_R: Iterable[int], num_experts: int) -> list[int]:
 
 
 def experts_with_room(replicas: int, slots_R: Sequence[int], num_experts: int) -> int:
-    """Returns how many experts fit on these ranks with so many replicas each, no two of an expert on one rank.
+    """Returns how many experts fit on these ranks with ``replicas`` replicas each, no two of an expert on one rank.
 
-    k of them do if and only if min(S_r, k) over the ranks sum to k · ``replicas`` (Gale and Ryser), and then fewer do.
+    k experts fit if and only if the sum of min(S_r, k) over the ranks is at least k · ``replicas`` (Gale and Ryser),
+    and then fewer fit too.
     """
     return bisect_right(
         range(1, num_experts + 1), 0, key=lambda k: replicas * k > sum(min(each, k) for each in slots_R)

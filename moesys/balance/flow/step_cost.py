@@ -1,15 +1,16 @@
-"""What a split costs in a step, compiled: products on the busiest rank, and rows on the busiest links.
+"""The cost of a split in a step, compiled: products on the busiest rank, and rows on the busiest links.
 
-A step sends every row to its expert and back, forward and backward, and again where a layer is recomputed. An
-all-to-all takes as long as its busiest link; a rank computes once its own rows are there, so that of the way to the
-experts only its own links count. Experts that come meanwhile share the links with these rows. Those that travel behind
-other work, prefetched or delayed, have the links alone while ranks compute, then share them with the results, and what
-is left is waited for. Rows of one chunk travel while another is computed. Products, gathers and links are those of
-``moesys.cost``, without latencies, tiles and memory. Integers, but for shares, which doubles cut alike on all ranks.
+A step sends every row to its expert and back, forward and backward, and again if a layer is recomputed. An all-to-all
+takes as long as its busiest link; a rank computes once its own rows have arrived, so that in dispatch only its own
+links count. Experts that travel at the same time share the links with these rows. Experts that are prefetched, and
+gradients that are delayed, have the links alone while ranks compute, then share them with the results, and the step
+waits for the rest. Rows of one chunk travel while another is computed. Products, gathers and links are those of
+``moesys.cost``, without latencies, tiles and memory. Numbers are integers; shares are doubles, which all ranks round
+alike.
 
-Where tokens cross to a node once and sums come home (``row_traffic``), as many cross as are expected of K independent
-choices, by nodes, not by ranks; rows then spread inside, and sums are collected there, part by part. Rows go to near
-nodes first, as a split routes them. If every row returns by itself, results must have the bits of direct rows, so
+If tokens cross to a node once and return as sums (``row_traffic``), the number that crosses is the expectation for K
+independent choices, by nodes, not by ranks; rows then spread inside, and sums are made there, part by part. Rows go to
+near nodes first, as a split routes them. If every row returns by itself, results must have the bits of direct rows, so
 layouts must be the same too.
 """
 
@@ -41,7 +42,7 @@ from moesys.row_traffic import parts_of_bytes
 
 # The most that the dearest token may cost, and all tokens together, so that sums of several steps fit into int64.
 DEAREST, ALL_TOKENS = 1 << 20, 1 << 58
-# MegaKernels overlap rows with products as nearly as so many chunks do.
+# MegaKernels overlap rows with products about as well as this many chunks.
 MEGA_CHUNKS = 4
 
 
@@ -329,7 +330,7 @@ def _pass_cost(way, between_C, inside_C, spread_C, busiest_C, home, prices):  # 
         experts, experts_inside = prices.beside_32C[way, :, nics]
         behind = max(prices.behind_32C[way, 0, nics], prices.behind_32C[way, 1, nics])
         rows, with_experts = _in_parts(between, inside, spread, parts), between + min(between, experts)
-        # Rows have half of links that experts want too, until these are there: the first chunk's, and the next one's.
+        # Rows have half of a link until its experts have arrived: the rows of the first chunk, and of the next one.
         arrival = max(_in_parts(with_experts, inside, spread, parts), experts + min(experts, between * min(chunks, 2)))
         arrival = max(arrival, spread + inside + min(inside, experts_inside))
         arrival = max(arrival, spread + experts_inside + min(experts_inside, inside * min(chunks, 2)))
@@ -369,8 +370,8 @@ def _beside(computing, moving, share):  # type: ignore[no-untyped-def]
 
 @borrowing
 def _in_parts(between, inside, spread, parts):  # type: ignore[no-untyped-def]
-    """Returns what rows cost on their way: those between nodes beside those inside, and, of each part, spread inside
-    while the next one crosses.
+    """Returns the cost of sending rows: those between nodes at the same time as those inside, and each part spread
+    inside while the next one crosses.
     """
     return (max(between, inside) + (parts - 1) * max(between, inside + spread) + spread) // parts
 

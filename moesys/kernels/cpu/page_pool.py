@@ -1,8 +1,8 @@
-"""Memory for large tensors on the CPU: fresh pages are dear, so they are used again, and huge.
+"""Memory for large tensors on the CPU, on huge pages that are reused, because fresh pages are expensive.
 
 A large allocation is new to the process every time, and its first touch is a page fault every 4 KiB: on a virtual
-machine that takes longer than the arithmetic that fills it. Pages that are used again do not fault at all, and huge
-ones fault once every 2 MiB.
+machine that takes longer than the arithmetic that fills it. Reused pages do not fault, and huge pages fault once
+every 2 MiB.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ GRAIN_BYTES = 1 << 16
 
 
 class PagePool:
-    """Uninitialised CPU tensors on pages that are used again as soon as no tensor lies on them.
+    """Uninitialised CPU tensors on pages that are reused as soon as no tensor is on them.
 
-    Idle and lent pages together are at most twice of what was lent at once. Storages cannot be resized. Other devices
-    have allocators of their own.
+    Idle and used pages together are at most twice the pages that were used at one time. Storages cannot be resized.
+    Tensors on other devices come from torch's allocators.
     """
 
     def __init__(self) -> None:
@@ -83,8 +83,8 @@ class PagePool:
 
 
 class Scratch:
-    """Buffers that are overwritten again and again, each grown to the largest size that was asked for. ``memory`` holds
-    them, and the tensors of the same pass that last.
+    """Buffers that are overwritten in each use, each as large as the largest request. ``memory`` is the pool of these
+    buffers, and of tensors of the same pass that stay.
     """
 
     def __init__(self, memory: PagePool, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class Scratch:
         """Returns an uninitialised tensor, in the memory of the last one of that ``name``."""
         size = math.prod(shape)
         if name not in self._buffers or self._buffers[name].numel() < size:
-            # The old one first: its pages may come to use elsewhere.
+            # Release the old buffer first, so that its pages can be reused.
             self._buffers.pop(name, None)
             self._buffers[name] = self.memory.empty((size,), dtype, self._device)
         return self._buffers[name][:size].view(shape)

@@ -19,7 +19,7 @@ from moesys.kernels.torch_internals import HAS_ONEDNN, onednn_product
 
 LARGEST_MINIMUM = 32
 LARGE_WEIGHT = 1 << 18
-# A tensor-core tile treats its rows alike, wherever they lie in it.
+# A tensor-core tile computes a row in the same way at every place in the tile.
 DEVICE_TILE_ROWS = 64
 SMALL_MATRIX = 1 << 16
 # Below this, kernels depend on rows and addresses in ways that no probe has found all of.
@@ -162,8 +162,8 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def aligned(rows: Tensor) -> Tensor:
-    """Returns the rows at an address as allocations have it: on that depends BLAS' order of sums in narrow matrices, of
-    either operand's. Where a matrix lies among others depends on the layout.
+    """Returns the rows at an address that is aligned like an allocation. BLAS' order of sums in narrow matrices depends
+    on the alignment of both operands, and the address of a matrix among others depends on the layout.
     """
     return rows if is_aligned(rows) else rows.clone()
 
@@ -171,9 +171,9 @@ def aligned(rows: Tensor) -> Tensor:
 def _multiply(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor) -> None:
     """Writes ``out = x @ weightᵀ``.
 
-    float32 on the CPU goes to oneDNN where the weight is large, as torch's own 16-bit products do: beside MKL, to which
-    torch sends it, it is 5 to 15 % faster with hundreds of rows, and treats rows alike from the second on. But it takes
-    half a millisecond to prepare for each new number of rows, in which MKL is done with a small one.
+    oneDNN multiplies float32 on the CPU if the weight is large, as torch does in 16 bits. It is 5 to 15 % faster than
+    MKL, which torch uses, with hundreds of rows, and computes rows alike from the second on. But it prepares for each
+    new number of rows for half a millisecond, in which MKL finishes a small product.
     """
     large = weight_NK.numel() >= LARGE_WEIGHT
     if HAS_ONEDNN and large and x_MK.dtype == torch.float32 and x_MK.device.type == "cpu":

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# On a CPU torch computes the last elements of an array, fewer than these, by another path than the rest ...
+# On a CPU torch computes the last elements of an array, fewer than these, by another code path.
 TAIL_ELEMENTS = 64
-# ... and from so many elements on it cuts an array between threads, which gives it more ends.
+# An array of at least so many elements is divided over threads, and each part has last elements of its own.
 THREADED_ELEMENTS = 1 << 15
-# Rows go through in blocks of about so many elements, whose intermediate results stay in a core's cache.
+# Rows are computed in blocks of about so many elements, whose intermediate results stay in a core's cache.
 BLOCK_ELEMENTS = 1 << 18
 
 

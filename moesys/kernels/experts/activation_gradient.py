@@ -34,8 +34,8 @@ from moesys.kernels.experts.token_rows import gather_rows
 from moesys.kernels.launch import kernel
 from moesys.kernels.routing import SortedRouting
 
-# The routing weight's gradient is summed over so many columns at a time, in every tile, so that its bits do not depend
-# on how wide a tile is. The epilogue takes as many at a time, so that it fits in registers beside a 128x256 tile.
+# The routing weight's gradient is summed over this many columns at a time in every tile, so that its bits do not
+# depend on the width of a tile. The epilogue takes as many at a time, to fit in registers with a 128x256 tile.
 SUM_COLUMNS = 32
 # Entries of a program that adds partial sums.
 SUM_ENTRIES = 128
@@ -220,7 +220,7 @@ def store_gradients(  # type: ignore[no-untyped-def]
         tl.store(pointers.wa_PI + at_I, rounded(a * weight[:, None], dtype), mask=in_tile)
         num_sums: tl.constexpr = (I + sizes.sum_columns - 1) // sizes.sum_columns
         sums = _row_sums(tl.where(in_tile, da * a, 0.0))
-        # the last tile may be wider than what is left, by whole sums
+        # the last tile may be wider than the columns that remain, by whole sums
         rows_to_store = tl.where(first_column < I, num_rows, 0)
         tl.store(
             pointers.partial_PN + row * num_sums + first_column // sizes.sum_columns, sums, mask=row < rows_to_store

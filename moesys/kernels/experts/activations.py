@@ -85,8 +85,8 @@ def slope_one(h, activation: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sigmoid(x):  # type: ignore[no-untyped-def]
-    # exp overflows to infinity, whose inverse is the right zero. Triton's own exp and division take care of numbers
-    # that are too small to matter beside 1, in twice as many instructions.
+    # exp overflows to infinity, whose inverse is the right zero. Triton's own exp and division also handle numbers
+    # that are too small to change 1 + exp(-x), with twice as many instructions.
     if INTERPRETED:
         return 1 / (1 + tl.exp(-x))
     else:

@@ -1,8 +1,8 @@
 """The experts of a layer on one device: routed rows through up, activation and down and back, forward and backward.
 
 Only x and the pre-activations h are kept for backward, which computes activations anew (SonicMoE's dataflow, arXiv
-2512.14080): 2·T·H + 4·T·K·I bytes in 16 bits, gated, and the routing. Everything runs on the device; the host is never
-asked how many rows an expert has.
+2512.14080): 2·T·H + 4·T·K·I bytes in 16 bits, gated, and the routing. Everything runs on the device; the host never
+reads how many rows an expert has.
 
 T tokens, H hidden, K choices of a token, P = T·K rows, E experts, I their width, U = 2·I where they are gated, else I.
 """

@@ -1,7 +1,7 @@
-"""The grouped GEMM: every group's rows through its matrix, as it lies or transposed.
+"""The grouped GEMM: multiplies the rows of each group by the matrix of the group, transposed or not.
 
-Down is one, of activations and ``down`` transposed; so is the gradient of up's input, of the gradients of h and
-``gate_up`` as it lies.
+The product by ``down``, transposed, is one, and so is the gradient of the input of ``gate_up``: gradients of h times
+``gate_up``, not transposed.
 
 P rows in order of groups, of width L; G groups, E matrices, N the width of the result.
 """

@@ -1,4 +1,4 @@
-"""Products of tiles of rows that lie one behind the other, with operands read through pointers or by TMA.
+"""Products of tiles of consecutive rows, with operands read through pointers or by TMA.
 
 The order in which a row's products are summed depends on the contraction width of a step and on nothing else. Grouped
 GEMMs and MegaKernels multiply here, so that both give the same bits.
@@ -115,8 +115,8 @@ def columns_by_columns(  # type: ignore[no-untyped-def]
     step = tl.arange(0, tiling.contraction)
     total = tl.zeros((left.columns.shape[0], right.columns.shape[0]), tl.float32)
     if gathers:
-        # Entries are loaded one step ahead. Loaded in their own step they would be pipelined like the rows that wait
-        # for them, and each stage of the pipeline would do for half a step.
+        # Entries are loaded one step ahead. Loaded in their own step they would be pipelined like the rows that need
+        # them, and each stage of the pipeline would cover half a step only.
         next_entry = tl.load(entry_ptr + first + step, mask=step < end - first, other=0)
     for row in tl.range(first, end, tiling.contraction, num_stages=tiling.stages):
         token = None

@@ -28,7 +28,7 @@ OPERAND_BYTES = 2
 POWERS_OF_TWO = ("rows", "columns", "contraction", "warps")
 
 
-# Registers of a multiprocessor of NVIDIA's, of which one thread may have so many.
+# Registers of an NVIDIA multiprocessor, the most that one thread can have, and the threads of a warp.
 NUM_REGISTERS, MOST_REGISTERS, THREADS_OF_WARP = 65536, 255, 32
 
 
@@ -69,12 +69,12 @@ class Tiling(NamedTuple):
 class TileConfig:
     """Sizes of one tile of a grouped GEMM, and how programs work on it.
 
-    ``contraction`` decides in which groups products are summed, and so the bits; nothing else does, but ``columns``
-    below 32 in the activation gradient. ``raster``: so many row tiles sweep all column tiles together, to find them in
-    the L2 cache. ``programs``: how many are resident, by default one a multiprocessor. ``operands``: by which way they
-    come to the tensor cores. "pointers": copied through addresses, gathered where the op gathers. "tma": by tensor
-    descriptors. "specialised": so too, by a warp of their own that runs ahead of the two groups of warps that multiply,
-    which need ``warps`` = 4 of Triton; it adds two groups more. Raises ValueError for what no kernel can be cut into.
+    Bits depend on ``contraction``, the products that are summed in one group, and on ``columns`` below 32 in the
+    activation gradient, and on nothing else. ``raster``: row tiles that sweep all column tiles together, so that these
+    stay in the L2 cache. ``programs``: resident programs, by default one per multiprocessor. ``operands``: how operands
+    are loaded. "pointers": through addresses, gathered where the op gathers. "tma": by tensor descriptors.
+    "specialised": by tensor descriptors in a warp of its own, which runs ahead of two groups of warps that multiply;
+    Triton needs ``warps`` = 4 for these, and adds two groups more. Raises ValueError for sizes that no kernel can have.
     """
 
     rows: int = 128

@@ -199,7 +199,7 @@ class Gpu:
 
 
 def capability_of(device: torch.device) -> int:
-    """Returns the number in ``sm_90`` and the like; that of a Hopper GPU if there is no GPU."""
+    """Returns the compute capability, 90 for ``sm_90``; that of a Hopper GPU if there is no GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return HOPPER
     major, minor = torch.cuda.get_device_capability(device)

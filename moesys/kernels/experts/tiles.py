@@ -1,6 +1,6 @@
-"""Tiles of a grouped GEMM: which there are, and in which order programs take them.
+"""Tiles of a grouped GEMM, and the order in which programs take them.
 
-G groups of rows that lie one behind the other, P rows in all.
+G groups of consecutive rows, P rows in all.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _write_tiles(  # type: ignore[no-untyped-def]
         place, inside = first_tile[:, None] + tile, tile < tiles[:, None]
         tl.store(table.group_M + place, group[:, None], mask=inside)
         tl.store(table.row_M + place, first_row[:, None] + tile * BLOCK_ROWS, mask=inside)
-    # All programs share what is left.
+    # All programs share the places without a tile.
     for start in range(count + tl.program_id(0) * WRITTEN, most, tl.num_programs(0) * WRITTEN):
         tile = start + tl.arange(0, WRITTEN)
         tl.store(table.group_M + tile, -1, mask=tile < most)
@@ -142,7 +142,7 @@ class RowTiles:
         self._tiles: dict[int, Tiles] = {}
 
     def of(self, block: TileConfig) -> Tiles:
-        """Returns the table for ``block.rows``, made when it is first asked for."""
+        """Returns the table for ``block.rows``, which is made in the first call."""
         if block.rows not in self._tiles:
             self._tiles[block.rows] = tile_table(self._first_G1, self._num_rows, block.rows)
         return self._tiles[block.rows]

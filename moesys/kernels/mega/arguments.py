@@ -1,4 +1,4 @@
-"""The arguments of both MegaKernels: what lies where on this rank, from epoch to epoch and for one micro-batch.
+"""The arguments of both MegaKernels: the memory of this rank that lasts, and the tables of one micro-batch.
 
 R ranks, T tokens of this rank, K choices of each, N rows here in order of groups, G groups, M row tiles, H hidden.
 """
@@ -283,8 +283,8 @@ def _pull_choices(  # type: ignore[no-untyped-def]
 def raise_or_count(  # type: ignore[no-untyped-def]
     flags, fetch, group, of_group, epoch, came, experts: tl.constexpr
 ):
-    """Says that a ``fetch`` has arrived, or, with flags of ``experts``, its ``group`` when this is the last of
-    ``of_group`` fetches that come to it. The counter returns to zero. Nothing of a fetch that has not ``came``.
+    """Raises the flag of a ``fetch``, or, with flags of ``experts``, that of its ``group`` if this is the last of the
+    group's ``of_group`` fetches. The counter returns to zero. Does nothing unless the fetch ``came``.
     """
     # Only this GPU reads these flags, and the last count has had a barrier: system scope and barrier are needless.
     if came:

@@ -1,11 +1,11 @@
-"""The ways of the rows of a dispatch and a combine, as tables on the device: one rank's part of a token plan.
+"""Tables on the device that say where the rows of a dispatch and a combine go: one rank's part of a token plan.
 
 A source lists its choices in order of (expert, token, choice) (``routing.route``). Replicas are numbered by (expert,
-rank), so the plan cuts that list into one piece a replica, one behind the other, which is all that a destination needs
-to find its rows. An expert's rows lie there in order of (source, token, choice).
+rank), so the plan cuts that list into one consecutive piece per replica, by which a destination finds its rows. At the
+destination, an expert's rows are in order of (source, token, choice).
 
-Each kernel makes all tables of a kind in one launch, as on small tables every operator of torch costs as much as a
-kernel. Programs need nothing of each other: what lies before a block, a tile or a choice, each sums up for itself.
+Each kernel makes all tables of a kind in one launch, because for small tables every operator of torch costs as much as
+a kernel. Programs are independent: each computes for itself the sums over what precedes its block, tile or choice.
 Nothing here waits for the device.
 
 R ranks, P replicas in all, G groups of this rank (its own replicas), B = G·R + 1 blocks (of a group and a source, and
@@ -52,12 +52,12 @@ class Replicas(NamedTuple):
 def regions(
     tokens: int, top_k: int, hidden: int, dtype: torch.dtype, num_ranks: int, num_flags: int
 ) -> Mapping[str, Region]:
-    """Returns the regions that ranks share: T·H elements that are pulled, as many that backward pulls beside them,
-    T·K·H that are pushed, and a few numbers for each choice.
+    """Returns the regions that ranks share: T·H elements that are pulled, T·H more that backward pulls too, T·K·H that
+    are pushed, and a few numbers for each choice.
 
-    One of each is enough. A peer writes into this rank's staging, and this rank into what peers pull, only in an epoch
-    that this rank has published, and it publishes the next one when its combine of the last is done: by then every row
-    that was pulled from here has come back.
+    One region of each kind is enough. A peer writes into this rank's staging, and this rank into the regions that peers
+    pull, only in an epoch that this rank has published. It publishes the next one when its combine of the last is
+    done: by then every row that was pulled from it is back.
     """
     entries = tokens * top_k
     return {
@@ -247,7 +247,7 @@ def first_rows(exchange: Exchange, position_NK: Tensor, tiles: TileSequence) -> 
     number_M = torch.empty_like(tiles.lies_M)
     number_M.index_copy_(0, tiles.lies_M, torch.arange(len(number_M), device=device))
     lies_NK = tiles.first_tile_G[group_NK] + (row_NK - exchange.first_G1[group_NK]) // tiles.tiles.block_rows
-    # Places of what is not here may lie outside.
+    # Positions of rows of other ranks may be out of range.
     tile_NK = number_M[lies_NK.clamp(0, len(number_M) - 1)]
     tile_NK = torch.where(here_NK, tile_NK, torch.iinfo(torch.int64).max)
     tile_N, k_N = tile_NK.min(1)

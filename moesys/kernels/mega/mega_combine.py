@@ -59,7 +59,7 @@ PUSH_COLUMNS = 64
 class CombineRows(NamedTuple):
     """The rows that are multiplied, the matrices, and the places of the product's rows.
 
-    ``out_NH``: where they lie until tasks of their own push them, None without such tasks; ``out_TH``: their sums.
+    ``out_NH``: the products until push tasks send them, None without such tasks; ``out_TH``: their sums.
     ``weight_TK``: the routing weights, None for 1; ``partial_NS``: see ``dispatch_activation_gradient``.
     """
 
@@ -154,7 +154,7 @@ def routing_weight_gradients(memory: MegaMemory, rows: MegaRows) -> Tensor:
     """
     T, K = rows.exchange.replica_TK.shape
     dweight_TK = memory.heap.own("dweight")[: T * K].view(T, K)
-    # A dropped choice has none, and what lies in the region is another micro-batch's.
+    # A dropped choice has no gradient; its place in the region still has that of another micro-batch.
     return torch.where(rows.exchange.replica_TK >= 0, dweight_TK, 0.0)
 
 

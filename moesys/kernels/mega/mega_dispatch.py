@@ -99,8 +99,8 @@ def dispatch_activation_gradient(
     x_again: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Returns (dy [N, H], dh [N, U], weighted a [N, I], partial sums float32 [N, ⌈I / 32⌉] of the routing weights'
-    gradients), from regions ``x`` and ``weight`` of every rank; see ``activation_gradient``. Last, rows [N, H] of
-    region ``x_again``, which are pulled beside those of dy, or None.
+    gradients), from regions ``x`` and ``weight`` of every rank; see ``activation_gradient``. The last result is rows
+    [N, H] of region ``x_again``, which are pulled together with those of dy, or None.
     """
     _, H, I = down.shape
     N = len(rows.entry_N)

@@ -48,9 +48,9 @@ def mixed_task(  # type: ignore[no-untyped-def]
 ):
     """Returns (is it work, its number among its kind) of the queue's ``task``.
 
-    Before each work task come the fetches that its sweep needs, and at least so many that ``share`` / ``WHOLE`` of all
-    tasks until then are fetches. A share of 0 brings what is needed just before it is, ``WHOLE`` all before any work.
-    Each sweep needs ``fetches_of_sweep`` more, or, where ``needed_ptr`` is not None, as many times as that says.
+    Before each work task come the fetches that its sweep needs, and at least as many that ``share`` / ``WHOLE`` of all
+    tasks until then are fetches. With a share of 0, fetches come just before they are needed, with ``WHOLE`` before any
+    work. Each sweep needs ``fetches_of_sweep`` more, or the multiple of it in ``needed_ptr`` if that is not None.
     """
     # The first work task that is not before ``task``: where they are is a rising function of their number.
     low, high = 0, num_work
@@ -77,7 +77,7 @@ def _fetches_before(  # type: ignore[no-untyped-def]
             needed = (sweep + 1) * fetches_of_sweep
         else:
             needed = tl.load(needed_ptr + sweep, mask=num_work > 0, other=0) * fetches_of_sweep
-        # Narrowed when it is no more than there are: a share of nearly all asks for a thousand times the work.
+        # The minimum is taken in int64: a share near ``WHOLE`` gives a thousand times the number of work tasks.
         spread = tl.minimum(tl.cast(work, tl.int64) * share // (WHOLE - share), num_fetches).to(tl.int32)
         return tl.minimum(tl.maximum(needed, spread), num_fetches)
 

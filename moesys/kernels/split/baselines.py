@@ -26,7 +26,7 @@ from moesys.kernels.host_copies import to_device
 from moesys.kernels.launch import kernel
 from moesys.kernels.split.tables import IntArray, SplitTables, fill_quotas
 
-# Products of two numbers of so many bits together fit int64.
+# A product of two numbers that have at most this many bits together fits int64.
 PRODUCT_BITS = tl.constexpr(62)
 # Experts that a program looks at together, and its warps.
 EXPERTS = 16

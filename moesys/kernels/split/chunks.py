@@ -1,12 +1,12 @@
-"""The way of each row in messages that are cut into chunks, as tables on a device: one rank's part of a plan.
+"""Tables on a device that say where each row goes in messages that are cut into chunks: one rank's part of a plan.
 
-A source lists its choices in order of (expert, chunk, token, choice), which is that of (expert, token, choice), as
-chunks are tokens one behind the other. The plan cuts an expert's part of the list into one piece a replica, and chunks
-cut pieces into *blocks*. Every order that messages and products need is one of blocks, inside of which rows keep
-theirs: a kernel copies the blocks, a program each, which sums up for itself what lies before its own.
+A source lists its choices in order of (expert, chunk, token, choice), which is that of (expert, token, choice), because
+chunks are consecutive tokens. The plan cuts an expert's part of the list into one piece per replica, and chunks cut
+pieces into *blocks*. Messages and products need rows in different orders of blocks, and in the same order inside a
+block: a kernel copies the blocks, one program each, which computes the offset of its block itself.
 
 R ranks, E experts, P replicas as in ``tables``, in order of (rank, expert) where they are called Q; C chunks, K choices
-of a token, N choices of this rank, G replicas here, M rows that come here.
+of a token, N choices of this rank, G replicas of this rank, M rows that arrive.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ COPIED = 512
 class ChunkBlocks(NamedTuple):
     """The blocks that this rank sends and receives, in rows, int64.
 
-    - ``sent_CQ``: what it sends of each chunk to each replica; ``list_CQ``: where that begins in its list;
-    - ``arriving_CRG``: what comes to each replica here;
-    - ``sizes_2CR``: of each chunk, rows to each rank and from each.
+    - ``sent_CQ``: rows of each chunk to each replica; ``list_CQ``: where they begin in this rank's list;
+    - ``arriving_CRG``: rows of each chunk from each rank to each replica of this rank;
+    - ``sizes_2CR``: rows of each chunk to each rank, and from each.
     """
 
     sent_CQ: Tensor

@@ -54,9 +54,9 @@ class TensorPlan(NamedTuple):
 def split(tokens_RE: Tensor, tables: SplitTables, turn: int | Tensor = 0, phases: int = PHASES) -> TensorPlan:
     """Returns the split of ``tokens_RE``, int64 [R, E], over the replicas of ``tables``.
 
-    ``turn``, the number of the micro-batch or a tensor there of it, rotates remainders. ``phases``: so many at most;
-    the kernel ends when nothing is left to push. Nothing waits for the host, and no count makes Triton compile anew;
-    what does is another power of two of R or of P.
+    ``turn``, the number of the micro-batch or a tensor on the device with it, rotates remainders. ``phases``: the most;
+    the kernel ends when nothing is left to push. Nothing waits for the host. Triton compiles anew for another power of
+    two of R or of P, and not for other counts.
 
     Raises:
         ValueError: counts of another shape or dtype, or on another device than the tables; no phases.

@@ -162,10 +162,10 @@ def _fill_quotas(  # type: ignore[no-untyped-def]
     num_levels,
     LANES: tl.constexpr,
 ):
-    """Finds, one replica per program and one source per lane, what each source sends to the replica.
+    """Computes the tokens that each source sends to a replica, with one replica per program and one source per lane.
 
-    In each part of the cluster, an expert's sources lie on a line one after another, each as long as its tokens, and so
-    do its replicas: what a source sends to a replica is where the two overlap. Finest parts come first.
+    In each part of the cluster, an expert's sources are intervals one after another, each as long as its tokens, and so
+    are its replicas: a source sends to a replica the overlap of the two intervals. The finest parts come first.
     """
     replica = tl.program_id(0).to(tl.int64)
     expert, own_rank = tl.load(tables.expert_P + replica).to(tl.int64), tl.load(tables.rank_P + replica)

@@ -1,4 +1,4 @@
-"""Counts of all ranks' choices, through the symmetric heap: what a plan on the device is made from.
+"""Counts of all ranks' choices, exchanged through the symmetric heap, for plans that devices make.
 
 A rank writes its row into every peer's table and then publishes its epoch (``arguments.publish``): one flag says that
 its tokens may be pulled and that its counts are there, so counts cost no wait between ranks of their own.

@@ -152,7 +152,7 @@ class Heap:
             try:
                 arenas = [own if peer == rank else _map(Path(name)) for peer, name in enumerate(paths)]
             finally:
-                # Everyone has mapped it, or will not.
+                # After this barrier no rank maps the memory any more.
                 dist.barrier(group)
         finally:
             # Memory without a name is freed with the last process that maps it, even if a peer has died in here.

@@ -1,15 +1,14 @@
-"""Parts of experts, and gradients of them, that every rank shares and its peers pull, beside the MegaKernels.
+"""Pulls of experts and their gradients from the memory of peers, concurrently with MegaKernels.
 
-A pull is announced by all ranks in the same order. Each rank copies what it shares into its arena and raises a flag;
-then, on a stream of its own, it waits for its peers' flags, copies what it wants from their arenas, and raises a flag
-that it has it. Arenas hold what was shared last and the time before, so two pulls are under way at most: before the
-third, a rank makes its first one come before all that it launches behind it. So a rank that waits until its peers have
-pulled waits for nothing that they have still to launch.
+All ranks start pulls in the same order. Each rank copies what it shares into its arena and raises a flag; then, on a
+separate stream, it waits for its peers' flags, copies what it needs from their arenas, and raises a second flag. An
+arena has room for two pulls, so at most two run at a time: before a rank starts a third, its first one is ordered
+before everything that it launches later. So a rank that waits for its peers to finish a pull never waits for work that
+they have not launched yet.
 
 Copies go by address (``start_copies``), between memory that this rank can reach: its own, and arenas of peers
-(``heap``). On NVIDIA's GPUs they are asynchronous copies of CuPy's runtime or the driver, which copy engines carry out
-beside the multiprocessors. Elsewhere programs move 16 bytes per thread at a time where both addresses allow it, else 4,
-else one.
+(``heap``). On NVIDIA's GPUs they are asynchronous copies of CuPy's runtime or the driver, which copy engines execute
+concurrently with the multiprocessors. Elsewhere each thread moves 16, 4 or 1 bytes at a time, as both addresses allow.
 
 R ranks.
 """
@@ -32,8 +31,8 @@ from moesys.kernels.symmetric.cuda_driver import copy_engines
 from moesys.kernels.symmetric.heap import BASES, RANK, Heap, Region, at, require_no_capture
 from moesys.kernels.symmetric.signals import PUBLISH, PULL, TimeoutWatch, raise_flag, wait
 
-# Words of 4 bytes that a program moves at a time: 16 bytes for each of 128 threads, eight times, all on their way
-# before the first is stored; so many programs have half a megabyte on its way.
+# Words of 4 bytes that a program moves at a time: 16 bytes for each of 128 threads, eight times, all loaded before the
+# first is stored; ``PROGRAMS`` programs have half a megabyte in flight.
 BLOCK_WORDS = 4096
 PROGRAMS = 1 if INTERPRETED.value else 32
 WARPS = 4
@@ -112,7 +111,7 @@ class PullPart(NamedTuple):
 
 
 class Pull:
-    """A pull that is on its way until ``wait``; what is launched after that finds its rows."""
+    """A pull that may run until ``wait``; kernels that are launched after that see its rows."""
 
     def __init__(self, ring: PullRing, epoch: int, wanted: Sequence[PullPart], into: Tensor) -> None:
         self._ring, self.epoch, self.wanted, self.into = ring, epoch, wanted, into
@@ -141,11 +140,11 @@ class PullRing:
         return self._heap.layout.regions["shared"].shape[1]
 
     def start(self, shared: Tensor, wanted: Sequence[PullPart], into: Tensor) -> Pull:
-        """Starts a pull. ``shared``: contiguous; ``into``: all destinations are parts of it; it becomes NaN if the pull
-        is given up. All ranks start the same pulls in the same order.
+        """Starts a pull. ``shared``: contiguous; ``into``: contains all destinations; it becomes NaN if the pull times
+        out. All ranks start the same pulls in the same order.
 
-        Raises ``PeerTimeoutError`` where the host knows by now that one was given up before, ValueError where more is
-        shared than there is room for.
+        Raises ``PeerTimeoutError`` if the host has seen by now that an earlier pull timed out, and ValueError if
+        ``shared`` is larger than the ring.
         """
         as_bytes = shared.view(-1).view(torch.uint8)
         if len(as_bytes) > self.num_bytes:

@@ -33,7 +33,7 @@ from moesys.kernels.symmetric.heap import ABORT, NUM_RANKS, RANK, REPORT, REPORT
 INTERPRETED_POLL_S = 5e-4
 # Programs that fill outputs with NaN.
 SPOILERS = 32
-# What is waited for, by number.
+# The stages that are waited for, by number.
 STAGES = ("publish", "dispatch", "combine", "pull")
 PUBLISH, DISPATCH, COMBINE, PULL = (tl.constexpr(stage) for stage in range(len(STAGES)))
 
@@ -65,7 +65,7 @@ def now_ns():  # type: ignore[no-untyped-def]
 
 @triton.jit
 def agreed_ns(world):  # type: ignore[no-untyped-def]
-    """Returns a time on which all threads of a program agree: the latest that this rank had asked for before. They meet
+    """Returns a time on which all threads of a program agree: the latest that this rank has read before. Threads meet
     at barriers, so none may leave a loop by a clock that it alone has read.
     """
     seen = at(world, tl.load(world + RANK), SEEN_NS, tl.int64)
@@ -101,7 +101,7 @@ def raise_if_given_up(heap: Heap) -> None:
 
 @kernel(do_not_specialize=["rank"])
 def _read_report(world, rank, out_ptr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Reads all but the first word, which chooses who writes. It may be a peer's, which lies in that rank's arena."""
+    """Reads the report of ``rank`` without its first word, which only chooses the program that writes it."""
     # The peer may have published its report after all waits of this rank, so this rank has not acquired it yet.
     tl.atomic_add(at(world, tl.load(world + RANK), ABORT, tl.int32), 0, sem="acquire", scope="sys")
     tl.debug_barrier()
