@@ -30,6 +30,7 @@ pytest_plugins = ["gpu_plugin"]
 pytest.register_assert_rewrite("hf_cases")
 
 
+SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 # Tests that use ranks have a fixture that gives them; these files start ranks, workers or other programs themselves.
 PROCESSES = (
     *("balance/test_agreement", "benchmarks/shaped/", "benchmarks/test_bench_hosts", "benchmarks/test_bench_models"),
@@ -89,9 +90,14 @@ def pytest_configure() -> None:
         # how long examples take says how busy the machine is
         "suppress_health_check": [HealthCheck.too_slow],
     }
-    settings.register_profile("quick", max_examples=12, **shared)
+    settings.register_profile("quick", max_examples=6, **shared)
     settings.register_profile("sweep", max_examples=400, **shared)
-    settings.load_profile("sweep" if os.environ.get("MOESYS_SWEEP") == "1" else "quick")
+    settings.load_profile("sweep" if SWEEP else "quick")
+
+
+def examples(usual: int, sweep: int) -> settings:
+    """Returns the settings of a test whose examples take long: how many it has, and how many with MOESYS_SWEEP=1."""
+    return settings(max_examples=sweep if SWEEP else usual)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -99,7 +105,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     # Not at the top: ranks import this file without the folders of pytest.
     import faults
 
-    if os.environ.get("MOESYS_SWEEP") == "1" and (trials := faults.tried(faults.journal())):
+    if SWEEP and (trials := faults.tried(faults.journal())):
         terminalreporter.section("faults, with this code")
         for line in faults.table(trials):
             terminalreporter.line(line)

@@ -6,7 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 from balance_cases import instances, zipf_load
-from hypothesis import given, settings
+from conftest import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
@@ -82,7 +83,7 @@ def test_cp_sat_proves_its_gap_of_two_percent_in_the_sample(num_experts, num_ran
     assert plan.status == ("optimal" if plan.bound == busiest else "feasible")
 
 
-@settings(max_examples=15)
+@examples(4, 15)
 @given(instance=instances(max_ranks=5, max_experts=8, spare_slots=1))
 def test_cp_sat_is_never_worse_than_greedy_and_repeats_itself(instance):
     load, cluster, slots = instance.load, instance.cluster, instance.slots
@@ -99,7 +100,7 @@ def test_cp_sat_is_never_worse_than_greedy_and_repeats_itself(instance):
     assert plan_layout(load, cluster, config, slots) == plan.layout
 
 
-@settings(max_examples=15 if SWEEP else 2, deadline=None)
+@examples(2, 15)
 @given(instance=instances(), prefetched=st.booleans(), restore=st.sampled_from(["flat", "hierarchical"]))
 def test_with_a_model_a_step_costs_no_more_seconds_than_with_either_greedy(instance, prefetched, restore):
     load, cluster, slots = instance.load, instance.cluster, instance.slots

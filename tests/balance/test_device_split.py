@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from balance_cases import instances, layouts, zipf_load
+from conftest import examples
 from flow_reference import split_reference
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moesys.balance.eplb import Eplb
@@ -66,7 +67,7 @@ def test_the_references_bytes_are_the_hosts(data, instance, turn):
 
 
 # Programs are slow in the interpreter, and there is one an expert and one a replica.
-@settings(max_examples=10)
+@examples(3, 20)
 @given(data=st.data(), instance=instances(max_ranks=6, max_experts=6), turn=st.integers(-3, 9))
 def test_the_kernels_bytes_are_the_hosts(data, instance, turn):
     layout, cluster = data.draw(layouts(instance)), data.draw(with_domains(instance.cluster))
@@ -210,7 +211,7 @@ def assert_shares_are_the_hosts(config, load, layout, cluster, turn):
 
 # A program of the interpreter a replica.
 @pytest.mark.parametrize("kind", [kind for kind, split in Split.kinds().items() if split().on_device])
-@settings(max_examples=8)
+@examples(2, 20)
 @given(data=st.data(), instance=instances(max_ranks=8, max_experts=6), turn=st.integers(-3, 9))
 def test_every_split_of_devices_is_the_hosts(kind, data, instance, turn):
     """With each replica twice on its rank, too: ``EvenSplit`` counts both."""

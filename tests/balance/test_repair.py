@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 from balance_cases import instances
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moesys.balance.eplb import Eplb
@@ -54,7 +54,6 @@ def relocate(tokens_E, constraints, expert_RS, most_moves):
     return local_search(itself, constraints, True, expert_RS, NO_LIMIT, most_moves, 1)[1]
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     instance=instances(max_ranks=8, max_experts=14),
     budget=st.integers(0, 6),

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from conftest import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from launches import launches
 from torch import Tensor
@@ -140,7 +141,7 @@ def test_choices_of_no_expert_are_refused() -> None:
             pending.routes  # noqa: B018, as it is made when it is asked for
 
 
-@settings(max_examples=4)
+@examples(2, 20)
 @given(micro=micros(), split=st.sampled_from(SPLITS))
 def test_every_table_is_the_hosts(micro: Micro, split: ms.Split) -> None:
     plan = micro.plan(split)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from conftest import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from mega_case import Case, Drawn, MegaRun, new_home
 from task_order import numbers_in_groups, tiles_of_rank
@@ -71,7 +72,7 @@ def test_tiles_are_those_of_the_kernels_in_their_order(ranks):
             assert here == of_kernels[rank][place][backward]
 
 
-@settings(max_examples=200 if SWEEP else 8)
+@examples(4, 200)
 @given(
     rows_GR=st.integers(1, 5).flatmap(lambda R: st.lists(st.lists(st.integers(0, 30), min_size=R, max_size=R))),
     tile_rows=st.sampled_from([1, 4, 16]),

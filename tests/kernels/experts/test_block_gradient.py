@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from conftest import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_references import block_gradient_reference, groups_by_size_reference
 from torch import Tensor
@@ -99,7 +100,7 @@ def stretches(rng: np.random.Generator, rows: np.ndarray, block_rows: int) -> li
 
 
 # Programs are slow in the interpreter.
-@settings(max_examples=5)
+@examples(2, 20)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(BLOCKS), st.sampled_from(sorted(DTYPES)))
 def test_neither_slots_nor_their_order_nor_ranks_show(seed: int, block_rows: int, dtype: str) -> None:
     rng = np.random.default_rng(seed)

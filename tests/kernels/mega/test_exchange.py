@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from itertools import accumulate, zip_longest
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from conftest import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,7 +35,7 @@ from moesys.overlap.mega_executor import replicas_of, tokens_by_replica
 from moesys.overlap.routes import build_routes
 
 # The interpreter is slow.
-examples = settings(max_examples=200 if os.environ.get("MOESYS_SWEEP") == "1" else 4)
+few = examples(2, 200)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def micro(layout: ExpertLayout, expert_RTK: list[Tensor], numbers: np.random.Gen
     return Micro(layout, expert_RTK, TokenPlan.from_dense(tokens_RER, LoadMatrix(tokens_RE), layout))
 
 
-@examples
+@few
 @given(drawn=micros(), behind=st.integers(0, 3))
 def test_a_destination_knows_its_rows_and_a_source_where_they_are(drawn: Micro, behind: int) -> None:
     for rank in range(drawn.num_ranks):
@@ -164,7 +164,7 @@ def test_a_destination_knows_its_rows_and_a_source_where_they_are(drawn: Micro, 
         assert found.row_TK.tolist() == row_TK.tolist()
 
 
-@examples
+@few
 @given(drawn=micros())
 def test_routes_have_the_same_rows_in_the_same_order(drawn: Micro) -> None:
     """What ``Sequential`` runs by: its arrivals are numbered by (source, slot, token, choice)."""
@@ -187,7 +187,7 @@ def test_routes_have_the_same_rows_in_the_same_order(drawn: Micro) -> None:
         ] == arrivals[in_order].tolist()
 
 
-@examples
+@few
 @given(drawn=micros(), block_rows=st.sampled_from([1, 4, 16]), of_experts=st.booleans())
 def test_both_sides_of_a_combine_mean_the_same_flag(drawn: Micro, block_rows: int, of_experts: bool) -> None:
     tables = [drawn.tables(rank) for rank in range(drawn.num_ranks)]
@@ -209,7 +209,7 @@ def test_both_sides_of_a_combine_mean_the_same_flag(drawn: Micro, block_rows: in
         assert max((flag for source, flag in raised_by if source == rank), default=-1) < room
 
 
-@examples
+@few
 @given(drawn=micros(), block_rows=st.sampled_from([1, 4, 16]), order=st.sampled_from(["largest_first", "slots"]))
 def test_a_token_is_copied_from_where_it_comes_first(drawn: Micro, block_rows: int, order) -> None:
     positions = [route(e, drawn.layout.num_experts).row_TK for e in drawn.expert_RTK]
@@ -280,7 +280,7 @@ def tokens_of_groups(draw: st.DrawFn) -> list[list[int]]:
 ORDER = st.sampled_from(["largest_first", "slots"])
 
 
-@examples
+@few
 @given(tokens_RG=tokens_of_groups(), behind=st.integers(0, 20), block_rows=st.sampled_from([1, 4, 16]), order=ORDER)
 def test_tiles_come_in_both_orders_from_one_s_own_rows_on(tokens_RG, behind: int, block_rows: int, order) -> None:
     for rank in range(len(tokens_RG)):
@@ -298,7 +298,7 @@ def test_tiles_come_in_both_orders_from_one_s_own_rows_on(tokens_RG, behind: int
         assert ends_M[used:] == [most] * (most - used)
 
 
-@examples
+@few
 @given(num_ranks=st.integers(1, 9), tiles=st.integers(1, 4), groups=st.integers(1, 3), order=ORDER)
 def test_ranks_that_are_equally_far_ask_different_sources(num_ranks: int, tiles: int, groups: int, order) -> None:
     tokens_RG = [[tiles * 4] * groups] * num_ranks
