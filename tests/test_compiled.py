@@ -232,7 +232,7 @@ def test_code_that_cannot_be_kept_ends_nothing_and_a_line_names_the_folder(loops
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("planted", ["lock", "folder"])
+@pytest.mark.parametrize("planted", ["lock", pytest.param("folder", marks=pytest.mark.slow)])
 def test_a_lock_or_folder_that_cannot_be_opened_is_passed_over_and_code_in_it_is_read(loops, planted):
     assert ends(loops.start()) == (0, [COMPILES])
     [folder] = loops.cache.iterdir()
