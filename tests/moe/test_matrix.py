@@ -347,7 +347,7 @@ SATURATED = Case(
 
 
 @pytest.mark.timeout(3600)
-@settings(max_examples=400 if SWEEP else 3, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400 if SWEEP else 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=drawn_cases())
 @example(drawn=(SATURATED, 2))
 def test_in_random_cases_chunks_change_no_bit_and_nothing_is_wrong(ranks: LocalRanks, drawn: tuple[Case, int]) -> None:
