@@ -93,7 +93,7 @@ def test_experiments_that_commands_name_are_read_by_the_installed_command(monkey
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("file", ["rebalance_ablation", "own_planner"])
+@pytest.mark.parametrize("file", [pytest.param("rebalance_ablation", marks=pytest.mark.slow), "own_planner"])
 def test_the_installed_command_finds_what_an_experiment_imports(file: str) -> None:
     """As ``python -m`` does, which has the current folder on its path."""
     # The package is this checkout's, of which Python finds nothing else.
