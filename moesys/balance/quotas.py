@@ -37,6 +37,7 @@ class Quotas(Split):
 
     kind: Literal["quotas"] = "quotas"
     follows_planner: ClassVar[bool] = True
+    is_compiled: ClassVar[bool] = True
 
     def split(self, problem: PlanningProblem) -> TokenPlan:
         """Raises ValueError: the tokens are divided where the layout is planned, in ``plan_layer``."""

@@ -21,6 +21,8 @@ class Split(Member):
     table: ClassVar[dict[str, tuple[str, str]]] = SPLITS
     # True if tokens are divided as the planner of the layout decided.
     follows_planner: ClassVar[bool] = False
+    # True if inner loops are compiled when the split first runs.
+    is_compiled: ClassVar[bool] = False
 
     # Any: a ``PlanningProblem`` in, a ``TokenPlan`` out, both of which belong to packages above this one.
     def split(self, problem: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -166,6 +166,8 @@ LIMITS_PERCENT = (101, 102, 105, 110, 120, 140)
 
 class FlowSplit(Split):
     """Exact: the least maximum load that the layout allows, then little traffic between nodes."""
+
+    is_compiled: ClassVar[bool] = True
 
     kind: Literal["flow"] = "flow"
     traffic: Literal["fast", "exact"] = Field("fast", description="tokens between nodes: nearly or exactly the fewest")

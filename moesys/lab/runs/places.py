@@ -294,10 +294,11 @@ def _backend_of(workload: RealTraining, ranks_of_host: int) -> str:
 
 
 def _warm_up(strategies: Iterable[Strategy]) -> None:
-    from moesys.balance.run_planner import warm_up
-
     for strategy in strategies:
-        warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
+        if strategy.balance.is_compiled or strategy.split.is_compiled or strategy.late_slots:
+            from moesys.balance.run_planner import warm_up
+
+            warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
 
 
 # --- simulated trials ---------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 from lab_cases import moesys
-from runner_cases import EP, FSEP, partly_failing, simulation, training
+from runner_cases import EP, FSEP, PIPELINED, partly_failing, simulation, training
 
+import moesys as ms
 from moesys.balance.run_planner import plan_layout
 from moesys.balance.static import Static
 from moesys.config import ClusterSpec
@@ -26,6 +27,7 @@ from moesys.config.workload import Replay
 from moesys.lab.commands import compare as compare_module
 from moesys.lab.commands.compare import compare
 from moesys.lab.commands.report import print_locations
+from moesys.lab.commands.run import run_command
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import collect_environment, load_environments
 from moesys.lab.runs.places import RankTrials, TrialObserver
@@ -322,8 +324,8 @@ def test_what_strategies_need_is_compiled_before_the_first_trial(monkeypatch):
     with closing(RankTrials(experiment, threads=1)) as place:
         for _ in place.run_all(experiment.trials(), experiment, TrialObserver()):
             pass
-    assert set(events[:2]) == {"even", "flow"}
-    assert events[2:] == [trial.strategy.name for trial in experiment.trials()]
+    # The even split has no loops to compile.
+    assert events == ["flow", *(trial.strategy.name for trial in experiment.trials())]
 
 
 def test_numbers_of_each_trial_are_logged_and_an_error_of_the_logger_is_one_warning(tmp_path):
@@ -438,3 +440,38 @@ def test_a_folder_in_the_place_of_an_experiment_names_the_file_in_it(tmp_path, c
     folder = run(simulation(), tmp_path, jobs=1).path
     assert moesys("explain", folder) == 2
     assert f"give a .py, .json or .toml file, as {folder / 'experiment.json'}" in capsys.readouterr().err
+
+
+class FirstRankError(Exception):
+    """The first trial would run on its ranks now."""
+
+
+def test_a_run_enters_few_files_until_the_first_rank(tmp_path, monkeypatch):
+    """Declarations check themselves, so the files of ``config`` are not counted."""
+    package, entered, at_ranks = f"{Path(ms.__file__).parent}/", [], 0
+
+    def note(frame, event, _):
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(package) and (not entered or entered[-1] != file):
+            entered.append(file)
+
+    def first_rank(*_, **__):
+        nonlocal at_ranks
+        sys.setprofile(None)
+        at_ranks += 1
+        raise FirstRankError
+
+    path = tmp_path / "small.toml"
+    path.write_text(training(strategies=(EP, PIPELINED)).to_toml())
+    monkeypatch.setattr(LocalRanks, "call", first_rank)
+    # The first run imports what the second one enters.
+    for out in (tmp_path / "first", tmp_path / "second"):
+        entered.clear()
+        sys.setprofile(note)
+        with pytest.raises(FirstRankError):
+            run_command(path, out=out, quiet=True)
+    files = {file.removeprefix(package) for file in entered}
+    config = {file for file in files if file.startswith("config/")}
+    assert at_ranks == 2
+    assert len(files - config) <= 15, sorted(files)
+    assert len(config) <= 9
