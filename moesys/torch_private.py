@@ -169,6 +169,22 @@ def after_this_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def gather_with(owner: Any, part: Any) -> bool:
+    """Makes the FSDP unit of ``part`` gather its parameters and reduce their gradients whenever that of ``owner``, a
+    module around it, does, instead of when ``part`` runs, which may be on some ranks only. Returns whether it does.
+
+    Needs ``FSDPModule._get_fsdp_state`` and its ``_fsdp_param_groups``, over all of which the hooks of a unit go.
+    Without them False: ranks then wait for each other if they differ in the parts that they use.
+    """
+    mine, others = (getattr(each._get_fsdp_state(), "_fsdp_param_groups", None) for each in (owner, part))
+    if mine is None or others is None:
+        return False
+    # The first group that is gathered in backward brings the last of the unit before it, which has most.
+    mine[:0] = others
+    others.clear()
+    return True
+
+
 def default_store() -> dist.Store:
     """Returns the rendezvous store of the default process group, through which ranks say that they are alive.
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -212,6 +215,22 @@ def test_plain_gradients_are_unscaled_beside_those_of_a_mesh(group):
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, torch.tensor(0.25))
         assert found_inf.item() == infinite
         assert gradients[0].tolist() == [2.0] * 3
+
+
+def test_a_unit_is_gathered_with_the_one_around_it(group):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    x, whole = torch.randn(2, 3), copy.deepcopy(model)
+    for each in (model[1], model):
+        fully_shard(each, mesh=init_device_mesh("cpu", (1,)))
+    assert torch_private.gather_with(model, model[1])
+    gathered = []
+    model[0].register_forward_hook(lambda *_: gathered.append(type(model[1].weight)))
+    for each in (model, whole):
+        each(x).square().sum().backward()
+    assert gathered == [torch.nn.Parameter]
+    for name, each in whole.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), each.grad)
+    assert not torch_private.gather_with(SimpleNamespace(_get_fsdp_state=object), model)
 
 
 def test_process_groups_are_counted(group):

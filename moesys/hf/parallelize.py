@@ -31,6 +31,7 @@ from moesys.moe.gradients import BIASES, require_equal_values, reshard_units
 from moesys.moe.runtime import MoERuntime, link
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
+from moesys.torch_private import gather_with
 
 EP = "ep"
 # The modules of a block that run by themselves, each with the one around it and with its parameters.
@@ -126,6 +127,7 @@ def parallelize(
     # A part of a block computes with the inputs that it would have inside of the block's unit.
     of_parts = replace(of_blocks, cast_forward_inputs=False)
     owner_of = {module: block for block in blocks for module in block.modules()}
+    parts: list[tuple[nn.Module, Any]] = []
     for together in [*units, [model]]:
         first: Any = together[0]
         is_part = first is not model and first not in blocks
@@ -135,7 +137,12 @@ def parallelize(
         # FSDP registers other hooks for a list, so a single module is passed by itself.
         fsdp(first if len(together) == 1 else together, mesh=dense_mesh, mp_policy=of_unit)
         if is_part:
-            owner_of.get(first, model).register_forward_pre_hook(partial(_gather, first))
+            # Parts of several blocks are gathered with the model.
+            owners = {owner_of.get(each, model) for each in together}
+            parts.append((owners.pop() if len(owners) == 1 else model, first))
+    for owner, part in parts:
+        if not gather_with(owner, part):
+            owner.register_forward_pre_hook(partial(_gather, part))
     # Ranks may differ in the modules that a batch uses, such as a vision tower, and FSDP reduces what was used.
     if hasattr(first, "set_reduce_scatter_unused_params"):  # not in every torch that is supported
         first.set_reduce_scatter_unused_params(True)

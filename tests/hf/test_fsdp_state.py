@@ -203,23 +203,24 @@ def test_optimizers_may_step_in_backward(ranks: LocalRanks) -> None:
 
 
 class Branch(nn.Module):
-    """Adds a projection to what a module returns, where it is told to."""
+    """Adds a projection, in a dtype of its own, to what a module returns, where it is told to."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.inner, self.branch, self.used = inner, nn.Linear(48, 48, bias=False), True
+        self.inner, self.branch, self.used = inner, nn.Linear(48, 48, bias=False, dtype=dtype), True
         nn.init.constant_(self.branch.weight, 0.01)
 
     def forward(self, hidden: Tensor) -> Tensor:
         found = self.inner(hidden)
-        return found + self.branch(found) if self.used else found
+        return found + self.branch(found.to(self.branch.weight.dtype)).to(found.dtype) if self.used else found
 
 
-def gradients_of_branches(used: list[bool]) -> list[str]:
-    model = drawn("qwen3_moe")
-    first, model.model.norm = model.model.layers[0], Branch(model.model.norm)
-    first.post_attention_layernorm = Branch(first.post_attention_layernorm)
-    branches = [model.model.norm, first.post_attention_layernorm]
+def gradients_of_branches(used: list[bool], dtype: torch.dtype, of_branches: torch.dtype) -> list[str]:
+    model = drawn("qwen3_moe", experts_implementation="eager").to(dtype)
+    model.model.norm = Branch(model.model.norm, of_branches)
+    model.model.embed_tokens = Branch(model.model.embed_tokens, of_branches)
+    for layer in model.model.layers:
+        layer.post_attention_layernorm = Branch(layer.post_attention_layernorm, of_branches)
 
     def loss(of: Any, rank: int) -> Tensor:
         for each in of.modules():
@@ -227,24 +228,38 @@ def gradients_of_branches(used: list[bool]) -> list[str]:
                 each.used = used[rank]
         return loss_of(of, rank)
 
-    assert branches
     alone = copy.deepcopy(model)
     (sum(loss(alone, rank) for rank in range(2)) / 2).backward()
     runtime = ms.parallelize(model, EP)
-    loss(model, dist.get_rank()).backward()
+    # Units differ between the first pass and later ones.
+    for _ in range(2):
+        model.zero_grad()
+        loss(model, dist.get_rank()).backward()
     runtime.close()
-    wanted = {name: each.grad for name, each in alone.named_parameters()}
-    return [
-        name
-        for name, each in model.named_parameters()
-        if far(each.grad, torch.zeros(()) if wanted[name] is None else wanted[name])
-    ]
+    bound, wrong = 0.1 if dtype == HALF else 1e-4, []
+    for name, each in alone.named_parameters():
+        found, wanted = whole(model.get_parameter(name).grad), torch.zeros(()) if each.grad is None else each.grad
+        if not float((found.double() - wanted.double()).norm()) <= bound * float(wanted.double().norm()):
+            wrong.append(name)
+    return wrong
 
 
-def test_ranks_may_use_different_modules(ranks: LocalRanks) -> None:
-    """Such as a vision tower, for an image on one rank. What no rank uses has a gradient of zero."""
+@pytest.mark.parametrize(
+    ("dtype", "of_branches"),
+    [
+        (torch.float32, torch.float32),
+        (HALF, torch.float32),
+        (torch.float64, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_ranks_may_use_different_modules(ranks: LocalRanks, dtype: torch.dtype, of_branches: torch.dtype) -> None:
+    """Such as a vision tower, for an image on one rank, also where its dtype gives it an FSDP unit of its own. What no
+    rank uses has a gradient of zero.
+    """
     for used in ([True, False], [False, False]):
-        assert ranks.run(gradients_of_branches, used, num_ranks=2, timeout_s=60.0) == [[], []]
+        assert ranks.run(gradients_of_branches, used, dtype, of_branches, num_ranks=2, timeout_s=60.0) == [[], []]
 
 
 # --- dtypes -------------------------------------------------------------------------------------------------------
