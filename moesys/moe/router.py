@@ -24,7 +24,7 @@ from moesys.moe.experts import counts_of_batch, experts_beside, experts_of, mean
 from moesys.moe.token_blocks import TokenBlocks
 from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
 
-# What the published sigmoid routers add before they divide by a sum; it leaves a softmax's sum (>= 1/E) unchanged.
+# The published sigmoid routers add this before they divide by a sum; a softmax's sum (>= 1/E) is not changed by it.
 SUM_EPS = 1e-20
 
 
