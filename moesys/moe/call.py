@@ -78,6 +78,8 @@ class LayerCall:
         timeout_s: float,
     ) -> None:
         self.store, self.dtype, self.flags, self.num_tokens = store, dtype, flags, num_tokens
+        # Whether layouts may change, and the schedule learns from the micro-batch; and whether a backward will follow.
+        self.learning, self.expects_backward = bool(flags & LEARNING), bool(flags & BACKWARD)
         self.previous, self.upcoming, self._pass_number = neighbours
         self._real_N, self.timeout_s = real_N, timeout_s
         # A recomputation runs this call's forward again, and something behind it may read what comes of it.
@@ -85,16 +87,6 @@ class LayerCall:
         # Activation checkpointing runs its forward again. Until then, only experts that were lent are kept, by slot.
         self.runs_again = False
         self._lent: dict[int, Expert] | None = None
-
-    @property
-    def learning(self) -> bool:
-        """Whether layouts may change, and the schedule learns from the micro-batch."""
-        return bool(self.flags & LEARNING)
-
-    @property
-    def expects_backward(self) -> bool:
-        """Whether forward saves anything for a backward."""
-        return bool(self.flags & BACKWARD)
 
     def begin(self, generation: int) -> None:
         """Takes the experts that were brought ahead, once the call is planned. ``generation``: that of its messages
