@@ -1,5 +1,9 @@
 """LayerCall: one micro-batch's way through one layer, from its plan to its gradients, as an autograd.Function.
 
+From ``Experts.forward`` to the first product a micro-batch is handed over as four objects: its ``LayerCall``, which
+``Planner`` plans and ``RoutedExperts`` computes; the ``MicroBatchRun`` of its executor, which runs the schedule; the
+``RowMessages`` of a direction; and the ``ForwardPass``, which computes expert rows.
+
 ``Lookahead`` is the interface to the other layers of a linked model; by itself it is that of a layer without others.
 
 Activation checkpointing: ``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`` is enough; regions inside

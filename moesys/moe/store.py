@@ -4,6 +4,10 @@ Both keep float32 masters of logical shape [E, P_e], which ``WholeExperts`` (EP)
 ``ShardedExperts`` (FSEP) over all ranks, expert by expert: what a ``DTensor`` calls ``Shard(0)`` and ``Shard(1)``, so
 that distributed checkpoints reshard by themselves.
 
+The weights of an expert belong to the ``Masters`` of a layer, in the parts of an ``ExpertForm``; ``ExpertShards`` know
+which of them a rank owns. The ``ExpertStore`` of a layer starts an ``ExpertTransfer``, which ends with
+``RestoredExperts``: the ``ExpertWeights`` of each slot.
+
 Restoring gives a rank the experts its layout holds, in the compute dtype; resharding returns the gradients of its
 slots to the owners, who add them in rank order: in float32, or in float64, where no order shows (``LayoutInvariant``).
 
