@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from moesys.balance.layout_schedule import PlanEvent
-from moesys.collectives import device_of, guarded
+from moesys.collectives import device_of
 from moesys.config.base import python_value
 from moesys.frames import ALIKE, Position, RankMismatchError
 from moesys.moe.call import PLAN_TIMEOUT_S, LayerCall, Lookahead, Neighbours
 from moesys.moe.experts import Experts, experts_of, require_own_indices
-from moesys.moe.gradients import channel_of, require_equal_values
+from moesys.moe.gradients import channel_of, require_equal_values, reshard_units
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.store import ExpertStore, Reshard
@@ -33,7 +33,7 @@ from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.timeline import Timeline
-from moesys.torch_private import NO_BACKWARD, after_this_backward, current_backward, group_timeout_s
+from moesys.torch_private import NO_BACKWARD, after_this_backward, current_backward
 
 
 def link(model: nn.Module, *, plan_timeout_s: float | None = None, record_spans: bool = False) -> MoERuntime:
@@ -51,24 +51,28 @@ def link(model: nn.Module, *, plan_timeout_s: float | None = None, record_spans:
 class MoERuntime(Lookahead):
     """One per model, made by ``link``. ``close`` stops the planner thread and unlinks the layers.
 
+    It has no strong references to the layers, so that a model and a runtime that are dropped end their threads and
+    connections at once.
     Experts travel on a process group of their own, so that they never queue behind tokens; plans on a third, by gloo.
     """
 
     def __init__(self, model: nn.Module, plan_timeout_s: float | None, record_spans: bool) -> None:
         (plan_timeout_s,) = python_value((plan_timeout_s,))
-        self.layers = experts_of(model)
-        channel = channel_of(self.layers)
+        layers = experts_of(model)
+        channel = channel_of(layers)
         group = channel.group
-        if any(layer.link.linked for layer in self.layers):
+        if any(layer.link.linked for layer in layers):
             raise ValueError("a layer of this model is linked already; close its runtime first")
-        require_own_indices(self.layers)
-        _compare_layers(self.layers, plan_timeout_s, channel)
-        require_equal_values(model, channel, "link()", _device_of(self.layers, channel))
+        require_own_indices(layers)
+        _compare_layers(layers, plan_timeout_s, channel)
+        require_equal_values(model, channel, "link()", _device_of(layers, channel))
+        # Layers have the runtime, and with strong references both ways they would wait for Python's collector.
+        self._layers = [weakref.ref(layer) for layer in layers]
         self.recorder = Recorder(channel.rank, record_spans, channel.device_type)
         self._groups: list[dist.ProcessGroup] = []
         weight_group = planner_group = None
         if group is not None:
-            most_s = group_timeout_s(group, self.layers[0].token_channel.device_type) / 2
+            most_s = channel.timeout_s / 2
             if plan_timeout_s is not None and plan_timeout_s > most_s:
                 raise ValueError(
                     f"plan_timeout_s={plan_timeout_s} is more than half of the group's time-out, {most_s:g} s; a rank "
@@ -76,12 +80,11 @@ class MoERuntime(Lookahead):
                 )
             plan_timeout_s = min(PLAN_TIMEOUT_S, most_s) if plan_timeout_s is None else plan_timeout_s
             # Experts are waited for: their kernels take multiprocessors before others that are ready.
-            weight_group = self._new_group(
-                group, dist.get_backend(group), on_urgent_stream(dist.get_backend_config(group))
-            )
-            planner_group = self._new_group(group, "gloo", None)
+            options = on_urgent_stream(dist.get_backend_config(group))
+            weight_group = self._new_group(channel, dist.get_backend(group), options)
+            planner_group = self._new_group(channel, "gloo", None)
         self._heartbeat = Heartbeat(dist.get_rank()) if group is not None else None
-        plan_channel = Channel(planner_group, self.layers[0].cluster.node_of_rank, Recorder(0), Meter())
+        plan_channel = Channel(planner_group, channel.node_of_rank, Recorder(0), Meter())
         plan_channel.heartbeat = self._heartbeat
         super().__init__(PLAN_TIMEOUT_S if plan_timeout_s is None else plan_timeout_s)
         self._planner = PlannerThread(plan_channel, self.plan_timeout_s)
@@ -97,23 +100,27 @@ class MoERuntime(Lookahead):
         # which all ranks destroy together. The exit of the process stops threads by itself, and waits for no group.
         self._drop = weakref.finalize(self, _release, self._planner, self._heartbeat, self._groups, "gloo")
         self._drop.atexit = False
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        reshard = partial(_reshard_after_evaluation, units)
-        self._hooks = [model.register_forward_hook(reshard, always_call=True)] if units else []
-        for layer in self.layers:
+        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._hooks = [model.register_forward_hook(_reshard_after_evaluation, always_call=True)] if sharded else []
+        for layer in layers:
             like = layer.token_channel
             weight_channel = Channel(
                 weight_group, like.node_of_rank, self.recorder, layer.meter, like.device_type, layer.identity
             )
-            layer.join(self, self.layers[0], weight_channel, self._planner, self._heartbeat)
+            layer.join(self, layers[0], weight_channel, self._planner, self._heartbeat)
 
-    def _new_group(self, group: dist.ProcessGroup, backend: str, options: object | None) -> dist.ProcessGroup:
-        members = dist.get_process_group_ranks(group)
+    @property
+    def layers(self) -> list[Experts]:
+        """The experts of the model, as long as they exist, in the order of its modules."""
+        return [layer for each in self._layers if (layer := each()) is not None]
+
+    def _new_group(self, channel: Channel, backend: str, options: object | None) -> dist.ProcessGroup:
+        members = channel.members
         # Ranks outside the group do not come here, so only its members may take part in making the new one.
         subset = len(members) < dist.get_world_size()
-        timeout = timedelta(seconds=group_timeout_s(group, self.layers[0].token_channel.device_type))
+        timeout = timedelta(seconds=channel.timeout_s)
         make = partial(dist.new_group, members, timeout, backend, options, use_local_synchronization=subset)
-        new_group = guarded("link()", group, make, device_type=self.layers[0].token_channel.device_type)
+        new_group = channel.guard("link()", make)
         self._groups.append(new_group)
         return new_group
 
@@ -269,7 +276,7 @@ def on_urgent_stream(backends: str) -> object | None:
 
 
 @torch.compiler.disable
-def _reshard_after_evaluation(units: list[FSDPModule], model: nn.Module, _inputs: object, output: object) -> None:
+def _reshard_after_evaluation(model: nn.Module, _inputs: object, output: object) -> None:
     """Frees what FSDP keeps gathered after a forward for its backward, where none will follow: an optimizer that is
     made next would otherwise be given copies of parameters. ``output``: None where the forward raised.
     """
@@ -279,8 +286,7 @@ def _reshard_after_evaluation(units: list[FSDPModule], model: nn.Module, _inputs
         # A model that has not run yet, or that is inside of another, has nothing to reset.
         with suppress(AttributeError, RuntimeError):
             model.reset_iter_state()
-    for unit in units:
-        unit.reshard()
+    reshard_units(model)
 
 
 def _release(

@@ -84,7 +84,6 @@ def usage_while_training(folder: Path) -> dict[str, list[int]]:
 
 def files_and_threads(wanted: set[tuple[int, int]]) -> tuple[int, int]:
     """Returns how many files and threads there are, as soon as they are as ``wanted``: threads take time to end."""
-    gc.collect()
     for _ in range(50):
         found = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
         if found in wanted:
@@ -94,15 +93,24 @@ def files_and_threads(wanted: set[tuple[int, int]]) -> tuple[int, int]:
 
 
 def drop_linked_models() -> list[tuple[int, int]]:
-    """Links and drops a model on one rank after the other, without a call in which they meet."""
+    """Links and drops a model on one rank after the other, without a call in which they meet, and without Python's
+    collector, which may take hours to come.
+    """
     found: list[tuple[int, int]] = []
-    for _ in range(3):
-        model = Stack(SHAPE, FSEP, num_layers=2)
-        ms.link(model)
-        model(torch.randn(24, SHAPE.hidden_size)).square().mean().backward()
-        del model
-        found.append(files_and_threads(set(found)))
-        dist.barrier()
+    gc.disable()
+    try:
+        for _ in range(3):
+            model = Stack(SHAPE, FSEP, num_layers=2)
+            runtime = ms.link(model)
+            model(torch.randn(24, SHAPE.hidden_size)).square().mean().backward()
+            assert runtime.layers == [each.experts for each in model.moe]
+            del model
+            assert runtime.layers == []
+            del runtime
+            found.append(files_and_threads(set(found)))
+            dist.barrier()
+    finally:
+        gc.enable()
     return found
 
 
