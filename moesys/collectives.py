@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from moesys import frames
 from moesys.frames import ALIKE, FRAME_BYTES, HEADER_BYTES, RankMismatchError
-from moesys.torch_private import default_store, group_timeout_s
+from moesys.torch_private import default_store, group_timeout_s, is_registered
 
 # Ranks that are alive report their own failure within this many seconds after the time-out of their group.
 FAILURE_GRACE_S = 5.0
@@ -50,6 +50,20 @@ def guarded(what: str, group: dist.ProcessGroup | None, call: Callable[[], T], *
         raise
     except RuntimeError as error:
         raise failure_of(what, group, error, device_type, FAILURE_GRACE_S, None) from error
+
+
+def require_group(group: dist.ProcessGroup | None, whose: str) -> None:
+    """Raises RuntimeError where a process group was destroyed. ``whose``: what the error says that it belongs to."""
+    if group is not None and not is_registered(group):
+        raise group_destroyed(whose)
+
+
+def group_destroyed(whose: str) -> RuntimeError:
+    """Returns the error to raise where the process group of ``whose`` was destroyed."""
+    return RuntimeError(
+        f"the process group of {whose} was destroyed (destroy_process_group); make the model again after "
+        "init_process_group, and load the state_dict() of this one"
+    )
 
 
 @contextmanager
@@ -93,10 +107,12 @@ def meet(what: str, group: dist.ProcessGroup | None, device: torch.device, paylo
     """Returns every rank's ``payload``, of which about 4,000 bytes are sent, between tensors on ``device``. The first
     collective of a call of ``group`` (None: one rank alone) that sends no frames otherwise; ``what`` names the call.
 
-    Raises ``RankMismatchError`` on all ranks where they are in different calls.
+    Raises ``RankMismatchError`` on all ranks where they are in different calls, and RuntimeError where the group was
+    destroyed.
     """
     if group is None:
         return [payload]
+    require_group(group, what)
     begun = payload[: frames.PAYLOAD_BYTES]
     frame = frames.header(frames.NO_LAYER, frames.Position(what), 0, len(begun)).tobytes() + begun
     sent_F = torch.from_numpy(np.frombuffer(frame.ljust(FRAME_BYTES, b"\0"), np.uint8).copy()).to(device)

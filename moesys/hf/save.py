@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from moesys.collectives import agreement, guarded
 from moesys.files import whole_folder
 from moesys.hf.hub_files import INDEX, SINGLE, HubNames, NewHubFiles, loading_dtype, without_memory
-from moesys.moe.experts import require_module
+from moesys.moe.experts import experts_of, require_module
 
 T = TypeVar("T")
 
@@ -53,6 +53,8 @@ def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str
     """
     with agreement(_CALL, ValueError):
         live, empty = _transformers_model(model)
+        for experts in experts_of(model):
+            experts.require_group(learning=False)
         names = HubNames(empty, getattr(live, "_weight_conversions", None))
         config, state, files = _plan(live, empty, names, get_model_state_dict(live), max_shard_size)
     _check_alike(files)

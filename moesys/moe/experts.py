@@ -352,6 +352,7 @@ class Experts(nn.Module):
         -1 for padding: for ``predictor=Oracle()``. A collective of the ranks that share the experts; as many
         micro-batches on each.
         """
+        self.token_channel.require_group()
         E = self.shape.num_experts
         counts = [torch.bincount(expert_TK[expert_TK >= 0].long(), minlength=E) for expert_TK in micro_batches]
         counts_N = torch.cat([torch.zeros(0, dtype=torch.int64), *counts]).to(self.store.masters.device)
@@ -515,8 +516,10 @@ def experts_beside(model: nn.Module, paths: Iterable[str], without: str) -> list
 def ranks_of_routers(layer: Experts, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Returns ``group``, by default the ranks that share the experts of ``layer``; None for one rank alone.
 
-    Raises ValueError where these are fewer ranks than the job has and no ``group`` is given.
+    Raises ValueError where these are fewer ranks than the job has and no ``group`` is given, and RuntimeError where the
+    group of ``layer`` was destroyed.
     """
+    layer.require_group(learning=False)
     own = layer.group
     if group is None and own is not None and dist.get_world_size(own) < dist.get_world_size():
         raise ValueError(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from moesys.collectives import guarded, meet
+from moesys.collectives import group_destroyed, guarded, meet
 from moesys.frames import ALIKE, NO_LAYER, Position, RankMismatchError
 from moesys.moe.experts import Experts, experts_of
 from moesys.moe.layer import MoELayer
@@ -264,12 +264,18 @@ def _reduce(values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpTyp
 
 
 def _groups_of_shards(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Returns the groups over which a tensor is sharded; none for one that is whole here."""
+    """Returns the groups over which a tensor is sharded; none for one that is whole here. Raises RuntimeError where
+    they were destroyed.
+    """
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh
     cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return tuple(mesh.get_group(dim) for dim in cut if mesh.size(dim) > 1)
+    try:
+        return tuple(mesh.get_group(dim) for dim in cut if mesh.size(dim) > 1)
+    except RuntimeError:
+        # A mesh has the names of its groups.
+        raise group_destroyed("these parameters") from None
 
 
 def channel_of(layers: Sequence[Experts]) -> Channel:

@@ -311,7 +311,8 @@ class PlanningState:
     begins anew. Models with ``MoELayer``s have it in their own state already. Groups of experts keep what is theirs, so
     load it into as many groups of the same ranks.
 
-    Raises ValueError where layers of the same ranks have one ``layer_index``.
+    Raises ValueError where layers of the same ranks have one ``layer_index``, and RuntimeError for layers whose process
+    group was destroyed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -330,5 +331,6 @@ class PlanningState:
 
 
 def _key(experts: Experts) -> str:
+    experts.require_group(learning=False)
     ranks = [0] if experts.group is None else dist.get_process_group_ranks(experts.group)
     return f"layer {experts.layer_index} on ranks {ranks[0]} to {ranks[-1]}"

@@ -256,6 +256,8 @@ def _watchable(model: nn.Module) -> list[Experts]:
             "transformers run under a strategy, as docs/transformers.md says"
         )
     require_own_indices(layers)
+    for layer in layers:
+        layer.require_group(learning=False)
     if watched := [layer.layer_index for layer in layers if layer.load_log is not None]:
         raise ValueError(f"layer {watched[0]} of this model is watched already; close its Watch first")
     return layers

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -197,36 +198,59 @@ def test_a_frozen_store_ends_the_others_within_their_time_out(ranks: LocalRanks)
         assert silent == (0,)
 
 
-def outlive_the_group(restart: bool) -> list[str]:
-    group = dist.new_group([0, 1])
-    model = nn.ModuleList(ms.MoELayer(SHAPE, STRATEGIES["ep"], layer_index=5, group=group) for _ in range(1))
-    model[0](torch.randn(20, 16)).sum().backward()
-    dist.destroy_process_group(group)
+def outlive_the_group(restart: bool, folder: Path) -> dict[str, list[str]]:
+    """Returns what calls of a training say by what they must name."""
+    group, others = dist.new_group([0, 1]), dist.new_group([0, 1])
+    shape = SHAPE.replace(scoring_func="sigmoid", router_aux_loss_coef=0.1)
+    make = partial(ms.MoELayer, shape, STRATEGIES["ep"], layer_index=5)
+    model, alive = (nn.ModuleList([make(group=each)]) for each in (group, dist.group.WORLD))
+    balancer, logits_TE = ms.QuantileBalancer(model), torch.randn(20, 6)
+    for each in (model, alive):
+        each[0](torch.randn(20, 16)).sum().backward()
+    model[0](torch.randn(20, 16))
+    for each in (group, others):
+        dist.destroy_process_group(each)
     if restart:
         dist.new_group([0, 1])
-    calls = (
-        lambda: model[0](torch.randn(20, 16)),
-        lambda: model.eval()[0](torch.randn(20, 16)),
-        lambda: ms.sync_gradients(model),
-        lambda: ms.clip_grad_norm_(model, 1.0),
-        lambda: ms.link(model),
-    )
-    said = []
-    for call in calls:
-        with pytest.raises(RuntimeError) as error:
-            call()
-        said.append(str(error.value))
+    calls: dict[str, tuple[Callable[[], object], ...]] = {
+        "layer 5": (
+            lambda: model[0](torch.randn(20, 16)),
+            lambda: ms.router_loss(model, over="global_batch"),
+            lambda: model.eval()[0](torch.randn(20, 16)),
+            lambda: ms.sync_gradients(model),
+            lambda: ms.clip_grad_norm_(model, 1.0),
+            lambda: ms.link(model),
+            lambda: ms.update_router_bias(model, rate=0.1),
+            lambda: ms.global_aux_loss(model, [logits_TE]),
+            balancer.update,
+            lambda: ms.QuantileBalancer(model),
+            lambda: ms.PlanningState(model).state_dict(),
+            lambda: ms.Watch(model, folder),
+            lambda: model[0].full_state_dict(),
+            lambda: model[0].experts.foresee([torch.zeros(1, 2, dtype=torch.int64)]),
+        ),
+        "these parameters": (lambda: ms.clip_grad_norm_(list(model.parameters()), 1.0),),
+        "update_router_bias()": (lambda: ms.update_router_bias(alive, others, rate=0.1),),
+        "global_aux_loss()": (lambda: ms.global_aux_loss(alive, [logits_TE], others),),
+    }
+    said: dict[str, list[str]] = {}
+    for whose, each in calls.items():
+        for call in each:
+            with pytest.raises(RuntimeError) as error:
+                call()
+            said.setdefault(whose, []).append(str(error.value))
     return said
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["no group", "another group"])
-def test_a_layer_that_outlives_its_process_group_is_named(ranks: LocalRanks, restart: bool) -> None:
-    for said in ranks.run(outlive_the_group, restart, num_ranks=2):
-        for text in said:
-            assert text == (
-                "the process group of layer 5 was destroyed (destroy_process_group); make the model again after "
-                "init_process_group, and load the state_dict() of this one"
-            )
+def test_a_layer_that_outlives_its_process_group_is_named(ranks: LocalRanks, restart: bool, tmp_path: Path) -> None:
+    for said in ranks.run(outlive_the_group, restart, tmp_path, num_ranks=2):
+        for whose, texts in said.items():
+            for text in texts:
+                assert text == (
+                    f"the process group of {whose} was destroyed (destroy_process_group); make the model again after "
+                    "init_process_group, and load the state_dict() of this one"
+                )
 
 
 def evaluate_alone() -> str:

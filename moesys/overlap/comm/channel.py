@@ -23,7 +23,7 @@ from torch.futures import Future
 from torch.nn.parameter import is_lazy
 
 from moesys import frames
-from moesys.collectives import EXPLAINED, FAILURE_GRACE_S, failure_of
+from moesys.collectives import EXPLAINED, FAILURE_GRACE_S, failure_of, group_destroyed
 from moesys.frames import NO_LAYER, VALUES, Header, Identity, Position
 from moesys.kernels.host_copies import HostCopy, to_device
 from moesys.overlap.comm.background import BackgroundThread
@@ -399,11 +399,7 @@ class Channel:
     def require_group(self) -> None:
         """Raises RuntimeError where the process group was destroyed."""
         if self.group is not None and not is_registered(self.group):
-            whose = "these layers" if self.identity.layer < 0 else f"layer {self.identity.layer}"
-            raise RuntimeError(
-                f"the process group of {whose} was destroyed (destroy_process_group); make the model again after "
-                "init_process_group, and load the state_dict() of this one"
-            )
+            raise group_destroyed("these layers" if self.identity.layer < 0 else f"layer {self.identity.layer}")
 
     def guard(self, what: str, call: Callable[[], T]) -> T:
         """Returns ``call()``, a collective; where it fails ``CollectiveError`` names it and the ranks that are gone."""
