@@ -79,7 +79,7 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already, and not an empty folder; give another, or remove it")
-    with errors_of_checkpoints(out), _signals_between_pieces(tick) as tick:
+    with errors_of_checkpoints(out), _one_interruption(tick) as tick:
         if (source / METADATA).exists():
             _to_hub(source, out, config or source, tick)
             return "hub"
@@ -93,9 +93,17 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
 
 
 @contextmanager
-def _signals_between_pieces(tick: Tick) -> Iterator[Tick]:
-    """Keeps Ctrl-C and SIGTERM until a piece is done, because torch's C++ turns what they raise into other errors."""
+def _one_interruption(tick: Tick) -> Iterator[Tick]:
+    """Raises KeyboardInterrupt for the first Ctrl-C or SIGTERM, at once, and leaves others unheard, so that they do not
+    stop the removal of what was written. What the signal does outside follows at the end: torch's C++ may have turned
+    the KeyboardInterrupt into another error, or dropped it.
+    """
     kept: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        kept.append(number)
+        if len(kept) == 1:
+            raise KeyboardInterrupt
 
     def tick_and_stop(done: int, total: int) -> None:
         tick(done, total)
@@ -103,7 +111,7 @@ def _signals_between_pieces(tick: Tick) -> Iterator[Tick]:
             raise KeyboardInterrupt
 
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, lambda number, _: kept.append(number)) for number in numbers}
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield tick_and_stop
     finally:

@@ -201,7 +201,7 @@ def test_a_frozen_store_ends_the_others_within_their_time_out(ranks: LocalRanks)
 def outlive_the_group(restart: bool, folder: Path) -> dict[str, list[str]]:
     """Returns what calls of a training say by what they must name."""
     group, others = dist.new_group([0, 1]), dist.new_group([0, 1])
-    shape = SHAPE.replace(scoring_func="sigmoid", router_aux_loss_coef=0.1)
+    shape = SHAPE.model_copy(update={"scoring_func": "sigmoid", "router_aux_loss_coef": 0.1})
     make = partial(ms.MoELayer, shape, STRATEGIES["ep"], layer_index=5)
     model, alive = (nn.ModuleList([make(group=each)]) for each in (group, dist.group.WORLD))
     balancer, logits_TE = ms.QuantileBalancer(model), torch.randn(20, 6)
