@@ -16,8 +16,11 @@ import pytest
 
 import moesys as ms
 from moesys.files import FolderLock, cut_torn_line, read_bytes, read_json, read_toml, whole_file, write_whole
+from moesys.kernels.experts.tile_tuner import read_blocks
+from moesys.lab.commands.plan_load import read_layout
 from moesys.lab.runs.environment import load_environments
 from moesys.lab.show.run_page import write_index
+from moesys.lab.train.text import load_files
 from moesys.step_lines import read_spans, step_journal
 from moesys.tuner.findings import TuneJournal
 
@@ -133,6 +136,11 @@ READERS: dict[str, Callable[[Path], object]] = {
     "index.html": lambda path: write_index(path.parent),
     "tune.jsonl": lambda path: TuneJournal(path, {}),
     "config.json": lambda path: ms.ModelSpec.from_config(path.parent),
+    "plan.json": read_layout,
+    "blocks.json": read_blocks,
+    "text": lambda path: load_files([str(path)], "bytes", 256),
+    "tokens.bin": lambda path: load_files([str(path)], "bytes", 256),
+    "tokenizer.json": lambda path: load_files([], str(path), 256),
 }
 
 

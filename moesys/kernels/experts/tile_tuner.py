@@ -227,6 +227,8 @@ def blocks_of(shape: ShapeClass, device: torch.device, capability: int = HOPPER)
 def read_blocks(path: Path) -> TileConfigs:
     """Returns configurations from a JSON file. Raises a ValueError that names it."""
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no regular file; name a JSON file")
         return TileConfigs.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{PINNED}={path}: {error}") from None

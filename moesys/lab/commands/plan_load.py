@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from moesys.balance.plan import LayerPlan
 from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Split
 from moesys.display import counted
-from moesys.files import read_json, write_whole
+from moesys.files import read_bytes, read_json, write_whole
 from moesys.lab.commands.options import CLUSTER_HELP, AsJson, OutFile, option, refusing
 from moesys.lab.runs.declarations import balance_of, cluster_of, member_words, split_of
 from moesys.lab.show.sheets import add_head, add_line, print_full
@@ -108,9 +109,9 @@ def read_load(path: Path, micro_batch: int | None = None, layer: int | None = No
     try:
         match path.suffix:
             case ".npy":
-                return LoadMatrix(read_array(path.read_bytes()))
+                return LoadMatrix(read_array(read_bytes(path)))
             case ".csv":
-                return LoadMatrix(np.loadtxt(path, delimiter=",", dtype=np.int64, ndmin=2))
+                return LoadMatrix(np.loadtxt(io.BytesIO(read_bytes(path)), delimiter=",", dtype=np.int64, ndmin=2))
             case _:
                 content = read_json(path)
                 return LoadMatrix(content["tokens_RE"] if isinstance(content, dict) else content)
@@ -136,7 +137,7 @@ def _of_trace(path: Path, micro_batch: int | None, layer: int | None) -> LoadMat
 def read_layout(path: Path) -> ExpertLayout:
     """Reads the layout of a plan that was written before. Raises ValueError, which names the file, for other files."""
     try:
-        return LayerPlan.from_json(path.read_text(encoding="utf-8")).layout
+        return LayerPlan.from_json(read_bytes(path).decode()).layout
     except FileNotFoundError:
         raise ValueError(f"previous {path} is not a file; give a plan that moesys plan --out wrote") from None
     except ValueError as error:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TextIO
 
+from moesys.files import read_bytes
 from moesys.lab.commands.compare import written_for_display
 from moesys.lab.commands.options import OutFile, argument, refusing
 from moesys.lab.show.run_page import page_of_run, write_index, write_page
@@ -33,7 +34,7 @@ def print_locations(folders: Sequence[Path], told: TextIO) -> None:
         print(f"Results: {folder}", file=told)
         if page := written_for_display(page_of_run, folder):
             # Between the table and the facts about the run are the figures that this run has.
-            figures = re.findall("<h2>(.*?)</h2>", page.read_text(encoding="utf-8"))[1:-1]
+            figures = re.findall("<h2>(.*?)</h2>", read_bytes(page).decode())[1:-1]
             print(f"  {page.name}: {', '.join(['table', *figures]).lower()}", file=told)
     if page := written_for_display(write_index, folders[-1].parent):
         print(f"All runs: {page}", file=told)

@@ -22,6 +22,7 @@ from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay
 from moesys.display import counted
+from moesys.files import read_bytes
 from moesys.lab.commands.options import (
     CLUSTER_HELP,
     MODEL_LAYERS_HELP,
@@ -188,7 +189,7 @@ def _step_plan(file: Path) -> StepPlan | None:
     if file.suffix != ".json" or not file.is_file():
         return None
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_bytes(file).decode()
         fields = pydantic_core.from_json(text)
     except ValueError as error:
         raise ValueError(f"{file} is no StepPlan and no experiment: {error}") from None

@@ -31,7 +31,7 @@ from moesys.config import Balance, ClusterSpec, Declared, Predictor, Split, Stra
 from moesys.config.base import in_words
 from moesys.config.experiment import Experiment
 from moesys.config.member import RECORDED, found_in, running_module
-from moesys.files import json_of, read_json, read_toml
+from moesys.files import json_of, read_bytes, read_json, read_toml
 from moesys.kinds import did_you_mean
 
 # The name of the module of a file whose own name is that of another module.
@@ -173,7 +173,7 @@ def recorded_experiment(path: Path) -> Experiment:
     Raises ValueError, which names the file.
     """
     try:
-        return Experiment.model_validate_json(path.read_bytes(), context=RECORDED)
+        return Experiment.model_validate_json(read_bytes(path), context=RECORDED)
     except ValueError as error:
         raise ValueError(f"{path} declares no experiment: {error}") from None
 
@@ -181,7 +181,7 @@ def recorded_experiment(path: Path) -> Experiment:
 def _from_python(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
     with ExitStack() as running:
         with _own_lines(path, f"{path} cannot be run"):
-            of_file = running_module(_module_name(path), str(path), path.read_bytes(), path.resolve().parent)
+            of_file = running_module(_module_name(path), str(path), read_bytes(path), path.resolve().parent)
             module = running.enter_context(of_file)
         function = _function(module, path, all_of_them)
         called = f"{path}: {function.__name__}()"
@@ -373,7 +373,7 @@ def import_module_of_user(name: str) -> str:
             spec = find_spec(module_name)
             raise ValueError(f"{name} cannot be imported\n{_reason_in(str(spec and spec.origin), error)}") from None
     source = getattr(module, "__file__", None)
-    if file and not (source and Path(source).read_bytes() == file.read_bytes()):
+    if file and not (source and Path(source).read_bytes() == read_bytes(file)):
         raise ValueError(
             f"{name}: {module_name} was imported from {source} already; give one of the files another name"
         )

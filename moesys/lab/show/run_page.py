@@ -272,7 +272,7 @@ def _listed(path: Path) -> tuple[str, str, str, str]:
             words = f"step {newest.step:,}{numbers}"
             return words, counted(newest.num_ranks, "rank"), "watched training", _minute(newest.time_s)
         board = path / _LEADERBOARD
-        wins = re.findall(r'<p class="headline">(.*?)</p>', board.read_text(encoding="utf-8"))
+        wins = re.findall(r'<p class="headline">(.*?)</p>', read_bytes(board).decode())
         return unescape(" ".join(wins)), "planners", kind, _minute(board.stat().st_mtime)
     except (ValueError, OSError) as error:
         return f"cannot be read: {error}", "", kind, ""
@@ -311,7 +311,7 @@ def write_page(folder: Path, out: Path | None = None) -> Path:
             path = folder / _LEADERBOARD
             if out is None:
                 return path
-            text = path.read_text(encoding="utf-8")
+            text = read_bytes(path).decode()
         case _:
             if not any(kind_of(child) for child in folder.iterdir() if child.is_dir()):
                 what = f"is {kind}" if (kind := other_kind(folder)) else "has nothing that moesys wrote"

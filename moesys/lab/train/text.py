@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moesys.files import opened, read_bytes
+
 Tokens = NDArray[Any]
 # Turns the bytes of a text into tokens; the second argument names their source, for errors.
 Encode = Callable[[bytes, str], Tokens]
@@ -138,7 +140,7 @@ def _parts(paths: Sequence[str], encode: Encode, vocab_size: int) -> Iterator[tu
             yield _mapped(file, "<u2" if vocab_size <= MOST_OF_UINT16 else "<u4"), str(file)
             continue
         try:
-            text = file.read_bytes()
+            text = read_bytes(file)
         except OSError as error:
             raise ValueError(f"data: cannot read {file}: {error.strerror}") from None
         yield encode(text, str(file)), str(file)
@@ -157,11 +159,12 @@ def _within(vocab_size: int, tokens_N: Tokens, source: str) -> Tokens:
 def _mapped(path: Path, dtype: str) -> Tokens:
     size = np.dtype(dtype).itemsize
     try:
-        num_bytes = path.stat().st_size
-        if not num_bytes or num_bytes % size:
-            raise ValueError(f"data: {path} has {num_bytes} bytes, which are no whole tokens of {size} bytes each")
-        # Nobody writes to it. torch takes no read-only memory, so the mapping copies a page when it is written to.
-        return np.memmap(path, dtype, mode="c")
+        with opened(path) as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if not num_bytes or num_bytes % size:
+                raise ValueError(f"data: {path} has {num_bytes} bytes, which are no whole tokens of {size} bytes each")
+            # Nobody writes to it. torch takes no read-only memory, so the mapping copies a page when it is written to.
+            return np.memmap(file, dtype, mode="c")
     except OSError as error:
         raise ValueError(f"data: cannot read {path}: {error.strerror}") from None
 
@@ -182,7 +185,7 @@ def _encoder(tokenizer: str) -> Encode:
     from tokenizers import Tokenizer
 
     try:
-        known = Tokenizer.from_file(str(Path(os.path.expanduser(tokenizer))))
+        known = Tokenizer.from_buffer(read_bytes(Path(os.path.expanduser(tokenizer))))
     # It raises no narrower class.
     except Exception as error:
         raise ValueError(f'tokenizer={tokenizer!r} is neither "bytes" nor a tokenizer.json: {error}') from None
