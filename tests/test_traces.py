@@ -286,8 +286,8 @@ def test_spread_sets_ranks_apart():
     [
         (5, 0, "top_k=5 does not fit num_experts=4; use 1 <= top_k <= 4"),
         (0, 0, "top_k=0 does not fit num_experts=4; use 1 <= top_k <= 4"),
-        (1, -1, "seed=-1 must be at least 0 and less than 2**32; use 0 or more, and less than that"),
-        (1, 2**32, "seed=4294967296 must be at least 0 and less than 2**32; use 0 or more, and less than that"),
+        (1, -1, "seed=-1 is out of range; use 0 <= seed < 2**32"),
+        (1, 2**32, "seed=4294967296 is out of range; use 0 <= seed < 2**32"),
     ],
 )
 def test_what_the_generator_refuses(top_k, seed, message):

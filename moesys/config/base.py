@@ -58,7 +58,7 @@ def check_seed(seed: int) -> int:
     numpy takes the others for those of a layer.
     """
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} must be at least 0 and less than 2**32; use 0 or more, and less than that")
+        raise ValueError(f"seed={seed} is out of range; use 0 <= seed < 2**32")
     return seed
 
 
