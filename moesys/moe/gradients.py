@@ -83,12 +83,14 @@ def require_equal_values(
     are left out, except for ``always``. A collective if any are left, or if ``always`` is given. ``device``: where
     messages travel.
     """
-    units = (each for each in model.modules() if isinstance(each, FullyShardedDataParallel))
-    split = {id(parameter) for unit in units for parameter in unit.parameters()}
     buffers = ((name, each) for name, each in model.named_buffers() if name.rpartition(".")[2] in BIASES)
-    alike = {name: each for name, each in chain(model.named_parameters(), buffers) if id(each) not in split}
     compared = channel.compared.setdefault(call, set())
-    new = {name: each for name, each in alike.items() if name not in compared} | dict(always or {})
+    # Parameters that have no values yet, such as lazy ones, are new in a later call.
+    unseen = ((name, each) for name, each in chain(model.named_parameters(), buffers) if name not in compared)
+    seen = {name: each for name, each in unseen if is_shared(each)}
+    units = (each for each in model.modules() if isinstance(each, FullyShardedDataParallel)) if seen else ()
+    split = {id(parameter) for unit in units for parameter in unit.parameters()}
+    new = {name: each for name, each in seen.items() if id(each) not in split} | dict(always or {})
     if (new or always is not None) and (found := channel.differing(new, Position(call), device)):
         name, first, second = found
         raise RankMismatchError(
@@ -97,7 +99,7 @@ def require_equal_values(
             "values of one rank before this call; outside of ms.parallelize, mark parameters of which ranks have parts "
             f"of their own by parameter.tensor_model_parallel = True. {ALIKE}"
         )
-    compared.update(alike)
+    compared.update(seen)
 
 
 def _gradient_dtypes(

@@ -316,8 +316,9 @@ class PlanningState:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._experts = {_key(experts): experts for experts in experts_of(model)}
-        if len(self._experts) < len(layers := experts_of(model)):
+        layers = experts_of(model)
+        self._experts = {_key(experts): experts for experts in layers}
+        if len(self._experts) < len(layers):
             require_own_indices(layers)
 
     def state_dict(self) -> dict[str, str]:

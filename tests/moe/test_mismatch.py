@@ -451,12 +451,19 @@ def other_values() -> list[str]:
     model = beside_experts(0)
     model.head.register_buffer("expert_bias", torch.tensor([1.0, rank]))
     said.append(refused(lambda: ms.link(model)))
+    # A lazy parameter gets its values behind the first call.
+    model = beside_experts(0)
+    model["late"] = nn.LazyLinear(3)
+    ms.sync_gradients(model)
+    torch.manual_seed(rank)
+    model.late(torch.ones(1, 16))
+    said.append(refused(lambda: ms.sync_gradients(model)))
     return said
 
 
 def test_values_that_differ_are_noticed_in_the_first_call(ranks: LocalRanks) -> None:
     names = ("head.weight", "head.weight", "moe.router.weight", "moe.router.e_score_correction_bias", "head.weight")
-    names += ("head.weight", "head.weight", "head.expert_bias")
+    names += ("head.weight", "head.weight", "head.expert_bias", "late.weight")
     for said in ranks.run(other_values, num_ranks=2):
         for name, text in zip(names, said, strict=True):
             assert f"ranks 0 and 1 differ in {name}, which every rank should have alike" in text
