@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moesys.balance.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.balance.plan import LayerPlan
-from moesys.collectives import guarded
+from moesys.collectives import guarded, require_group
 from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, ModelShape, Strategy
 from moesys.config.base import python_value
 from moesys.frames import BACKWARD, EXPERT_GRADIENTS, LEARNING, Identity, Position
@@ -516,10 +516,11 @@ def experts_beside(model: nn.Module, paths: Iterable[str], without: str) -> list
 def ranks_of_routers(layer: Experts, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Returns ``group``, by default the ranks that share the experts of ``layer``; None for one rank alone.
 
-    Raises ValueError where these are fewer ranks than the job has and no ``group`` is given, and RuntimeError where the
-    group of ``layer`` was destroyed.
+    Raises ValueError where these are fewer ranks than the job has and no ``group`` is given, and RuntimeError where a
+    group was destroyed.
     """
     layer.require_group(learning=False)
+    require_group(group, "the argument group")
     own = layer.group
     if group is None and own is not None and dist.get_world_size(own) < dist.get_world_size():
         raise ValueError(
@@ -562,9 +563,9 @@ def mean_over_ranks(values: Sequence[int], layer: Experts, group: dist.ProcessGr
     channel, device = layer.token_channel, layer.store.masters.device
     if group is not None:
         channel = Channel(group, channel.node_of_rank, channel.recorder, layer.meter, device.type)
-    values_RN = channel.all_gather(
-        torch.tensor(values, device=device), lane="counts", at=Position(call), read=device.type == "cpu"
-    )
+    # No later call reads from a channel that is made here, and would compare what ranks call.
+    read = group is not None or device.type == "cpu"
+    values_RN = channel.all_gather(torch.tensor(values, device=device), lane="counts", at=Position(call), read=read)
     return values_RN.sum(dim=0).clamp(min=1) / channel.num_ranks
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moesys.collectives import guarded, meet
+from moesys.collectives import guarded
 from moesys.config import ModelShape
 from moesys.kernels.topk import topk_by_index
 from moesys.moe.arguments import require_module
@@ -384,10 +384,10 @@ def global_aux_loss(
         num_tokens += len(score_TE)
     if newest.requires_grad:
         first.preferred_E = tokens_E = first.preferred_E.to(newest.device) + tokens_E
-    flat = torch.cat([tokens_E, tokens_E.new_tensor([num_tokens])])
-    meet("global_aux_loss()", ranks, flat.device)
+    [mean] = mean_over_ranks([num_tokens], first, group, "global_aux_loss()").to(newest.device)
     if ranks is not None:
-        reduce = partial(dist.all_reduce, flat, group=ranks)
-        guarded("global_aux_loss()", ranks, reduce, device_type=flat.device.type)
-    mean = flat[E].clamp(min=1) / (1 if ranks is None else dist.get_world_size(ranks))
-    return E * (token_shares(flat[:E], K, "softmax") * score_E / mean).sum()
+        # The counts of this rank are added up further in the next micro-batch.
+        tokens_E = tokens_E.clone()
+        reduce = partial(dist.all_reduce, tokens_E, group=ranks)
+        guarded("global_aux_loss()", ranks, reduce, device_type=tokens_E.device.type)
+    return E * (token_shares(tokens_E, K, "softmax") * score_E / mean).sum()

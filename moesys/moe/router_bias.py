@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from moesys.collectives import guarded, meet
+from moesys.collectives import guarded, meet, require_group
 from moesys.moe.arguments import require_module
 from moesys.moe.experts import Experts, counts_of_batch, experts_beside, experts_of, ranks_of_routers
 from moesys.moe.gradients import BIASES, channels_of, require_equal_values, reshard_units
@@ -77,7 +77,7 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None,
             moves[path] = bias_E, used
     layers = _experts_beside(model, moves)
     if layers:
-        meet("update_router_bias()", group, layers[0].store.masters.device)
+        _meet_others("update_router_bias()", group, layers[0])
     tokens_LE = counts_of_batch(layers, group, "update_router_bias()")
     for (path, (bias_E, _)), tokens_E in zip(moves.items(), tokens_LE, strict=True):
         _check(bias_E, tokens_E, path)
@@ -147,7 +147,7 @@ class QuantileBalancer:
                 'ModelShape(scoring_func="sigmoid"), or balance its routers by ms.router_loss or ms.global_aux_loss'
             )
         layers = _experts_beside(model, biases)
-        self._model, self._ranks = model, ranks_of_routers(layers[0], group)
+        self._model, self._layer, self._ranks = model, layers[0], ranks_of_routers(layers[0], group)
         routers = [_router(model, path, scoring_func) for path in biases]
         for (path, bias_E), layer, router in zip(biases.items(), layers, routers, strict=True):
             _check(bias_E, layer.counted_E, path)
@@ -175,7 +175,7 @@ class QuantileBalancer:
         histograms, biases = self._histograms.values(), _biases(self._model)
         _compare(self._model, biases, "QuantileBalancer.update()")
         flat = torch.cat([each.counted for each in histograms])
-        meet("QuantileBalancer.update()", self._ranks, flat.device)
+        _meet_others("QuantileBalancer.update()", self._ranks, self._layer)
         if self._ranks is not None:
             reduce = partial(dist.all_reduce, flat, group=self._ranks)
             guarded("QuantileBalancer.update()", self._ranks, reduce, device_type=flat.device.type)
@@ -315,6 +315,15 @@ def _compare(model: nn.Module, biases: Mapping[str, Tensor], call: str) -> None:
     layers = experts_of(model)
     for channel in channels_of(layers):
         require_equal_values(model, channel, call, layers[0].store.masters.device, always=biases)
+
+
+def _meet_others(call: str, group: dist.ProcessGroup | None, layer: Experts) -> None:
+    """Raises ``RankMismatchError`` where ranks of ``group`` beside those that share the experts are in another call.
+    Those have met in ``_compare``.
+    """
+    require_group(group, "the argument group")
+    if group is not None and not {*dist.get_process_group_ranks(group)} <= {*layer.token_channel.members}:
+        meet(call, group, layer.store.masters.device)
 
 
 def _experts_beside(model: nn.Module, paths: Iterable[str]) -> list[Experts]:

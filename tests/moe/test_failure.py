@@ -207,7 +207,7 @@ def outlive_the_group(restart: bool, folder: Path) -> dict[str, list[str]]:
     balancer, logits_TE = ms.QuantileBalancer(model), torch.randn(20, 6)
     for each in (model, alive):
         each[0](torch.randn(20, 16)).sum().backward()
-    model[0](torch.randn(20, 16))
+        each[0](torch.randn(20, 16))
     for each in (group, others):
         dist.destroy_process_group(each)
     if restart:
@@ -230,8 +230,11 @@ def outlive_the_group(restart: bool, folder: Path) -> dict[str, list[str]]:
             lambda: model[0].experts.foresee([torch.zeros(1, 2, dtype=torch.int64)]),
         ),
         "these parameters": (lambda: ms.clip_grad_norm_(list(model.parameters()), 1.0),),
-        "update_router_bias()": (lambda: ms.update_router_bias(alive, others, rate=0.1),),
-        "global_aux_loss()": (lambda: ms.global_aux_loss(alive, [logits_TE], others),),
+        "the argument group": (
+            lambda: ms.update_router_bias(alive, others, rate=0.1),
+            lambda: ms.global_aux_loss(alive, [logits_TE], others),
+            lambda: ms.router_loss(alive, over="global_batch", group=others),
+        ),
     }
     said: dict[str, list[str]] = {}
     for whose, each in calls.items():

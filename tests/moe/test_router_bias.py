@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -71,6 +72,24 @@ def test_counts_and_biases_are_those_of_one_process_with_the_whole_batch(ranks: 
     expected = balanced([[whole_TH] for whole_TH in whole_S])
     assert [sum(counts[0]) for counts, _ in expected] == [2 * sum(map(sum, SIZES))] * STEPS
     assert_equal(ranks.run(balanced_on_ranks, num_ranks=2), [expected] * 2)
+
+
+def frames_of_a_move() -> list[int]:
+    """How many frames are gathered where the given ranks are those that share the experts."""
+    one, other = model_of(SHAPE), model_of(SHAPE)
+    balancer = ms.QuantileBalancer(other, dist.group.WORLD)
+    for model in (one, other):
+        model(tokens(0, 0, dist.get_rank())).sum().backward()
+    found = []
+    for move in (partial(ms.update_router_bias, one, dist.group.WORLD), balancer.update):
+        with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gather:
+            move()
+        found.append(gather.call_count)
+    return found
+
+
+def test_one_frame_compares_biases_and_calls(ranks: LocalRanks) -> None:
+    assert ranks.run(frames_of_a_move, num_ranks=2) == [[1, 1]] * 2
 
 
 def loss_shape(scoring_func: Any) -> ms.ModelShape:
