@@ -1,0 +1,143 @@
+"""Values that every rank should have alike, parameters and biases of routers, are compared, and differences named."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from test_mismatch import EP, SHAPE, refused, tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+
+BIASED = SHAPE.replace(scoring_func="sigmoid")
+
+
+def beside_experts(seed: int) -> nn.ModuleDict:
+    """A model whose head is drawn with ``seed``."""
+    torch.manual_seed(seed)
+    return nn.ModuleDict({"head": nn.Linear(16, 3), "moe": ms.MoELayer(BIASED, EP)})
+
+
+def other_values() -> list[str]:
+    rank = dist.get_rank()
+    said = [refused(lambda call=call: call(beside_experts(rank))) for call in (ms.sync_gradients, ms.link)]
+    # What one rank has loaded, what one rank has moved, and the replicas of a tensor that is sharded as well.
+    model = beside_experts(0)
+    with torch.no_grad():
+        model.moe.router.weight.mul_(1 + rank)
+    said.append(refused(lambda: ms.sync_gradients(model)))
+    model = beside_experts(0)
+    model.moe.router.e_score_correction_bias[3] = rank / 8
+    said.append(refused(lambda: ms.sync_gradients(model)))
+    model = beside_experts(0)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    local = model.head.weight.detach() + torch.tensor(1e-7 * rank)
+    model.head.weight = nn.Parameter(DTensor.from_local(local, mesh, [Replicate(), Shard(0)], run_check=False))
+    said.append(refused(lambda: ms.sync_gradients(model)))
+    # The second call has a head that the first had not; then a router of another library has a bias.
+    model = beside_experts(rank)
+    ms.sync_gradients(model.moe)
+    said += [refused(lambda: ms.sync_gradients(model)), refused(lambda: ms.update_router_bias(model, rate=0.1))]
+    model = beside_experts(0)
+    model.head.register_buffer("expert_bias", torch.tensor([1.0, rank]))
+    said.append(refused(lambda: ms.link(model)))
+    # A lazy parameter gets its values behind the first call.
+    model = beside_experts(0)
+    model["late"] = nn.LazyLinear(3)
+    ms.sync_gradients(model)
+    torch.manual_seed(rank)
+    model.late(torch.ones(1, 16))
+    said.append(refused(lambda: ms.sync_gradients(model)))
+    return said
+
+
+def test_values_that_differ_are_noticed_in_the_first_call(ranks: LocalRanks) -> None:
+    names = ("head.weight", "head.weight", "moe.router.weight", "moe.router.e_score_correction_bias", "head.weight")
+    names += ("head.weight", "head.weight", "head.expert_bias", "late.weight")
+    for said in ranks.run(other_values, num_ranks=2):
+        for name, text in zip(names, said, strict=True):
+            assert f"ranks 0 and 1 differ in {name}, which every rank should have alike" in text
+
+
+def equal_values() -> list[str]:
+    """Calls that must pass: shards that differ by right, and values that change after the first call."""
+    model = beside_experts(0)
+    for _ in range(3):
+        model.moe(tokens(dist.get_rank())).sum().backward()
+        ms.sync_gradients(model)
+    mesh = init_device_mesh("cpu", (2,))
+    local = model.head.weight.detach() + dist.get_rank()
+    model.head.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+    # Parts that ranks have by right: of FSDP's first version, and under Megatron's mark.
+    model["wrapped"] = FullyShardedDataParallel(nn.Linear(16, 4), device_id=torch.device("cpu"), use_orig_params=True)
+    model["part"] = nn.Linear(2, 3 + dist.get_rank(), bias=False)
+    model.part.weight.tensor_model_parallel = True
+    ms.link(model, plan_timeout_s=np.float32(5)).close()
+    return [name for name, each in model.named_parameters() if each.grad is None]
+
+
+def test_values_that_are_equal_or_sharded_pass(ranks: LocalRanks) -> None:
+    beside = ["wrapped._fsdp_wrapped_module.weight", "wrapped._fsdp_wrapped_module.bias", "part.weight"]
+    assert ranks.run(equal_values, num_ranks=2) == [["head.weight", "head.bias", *beside]] * 2
+
+
+# The dtypes of parameters and of what is kept beside them.
+KEPT = (torch.float64, torch.complex64, torch.complex128, torch.int64, torch.int32, torch.bfloat16, torch.bool)
+
+
+def values_behind_comparisons() -> list[bool]:
+    """Returns for each tensor whether the comparisons of its values have left it as it was."""
+    model = beside_experts(0)
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(5, 3, generator=generator).mul(9).to(dtype) for dtype in KEPT]
+    model["kept"] = nn.ParameterList(nn.Parameter(each, requires_grad=False) for each in drawn)
+    model.kept.append(nn.Parameter(drawn[0].to_sparse(), requires_grad=False))
+    model["lazy"] = nn.LazyLinear(3)
+    model.kept.register_buffer("expert_bias", torch.arange(4, dtype=torch.float64))
+    tensors = [each for each in (*model.parameters(), *model.buffers()) if not is_lazy(each)]
+    before = [each.detach().clone() for each in tensors]
+    ms.link(model).close()
+    ms.sync_gradients(model)
+    ms.update_router_bias(model, rate=0)
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each.to_dense() for each in before]
+    now = [each.full_tensor() if isinstance(each, DTensor) else each.to_dense() for each in tensors]
+    return [torch.equal(one, other) for one, other in zip(whole, now, strict=True)]
+
+
+def test_a_comparison_of_values_changes_none(ranks: LocalRanks) -> None:
+    for kept in ranks.run(values_behind_comparisons, num_ranks=2):
+        assert len(kept) > len(KEPT)
+        assert all(kept)
+
+
+def forgotten(synchronised: bool) -> list[str]:
+    """Returns the warnings of a training of five micro-batches, two to a step."""
+    layer, rank = ms.MoELayer(SHAPE, EP), dist.get_rank()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for number in range(5):
+            checkpoint(layer, tokens(rank + 10 * number), use_reentrant=False).square().sum().backward()
+            if number % 2:
+                if synchronised:
+                    ms.sync_gradients(layer)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(each.message) for each in found]
+
+
+def test_gradients_that_nobody_sums_are_noticed(ranks: LocalRanks) -> None:
+    assert ranks.run(forgotten, True, num_ranks=2) == [[], []]
+    for said in ranks.run(forgotten, False, num_ranks=2):
+        assert len(said) == 2  # in micro-batches 2 and 4
+        assert all("ranks 0 and 1 have other values of gate.weight of layer 0" in text for text in said)
+        assert all("call ms.sync_gradients(model) between backward and the optimizer's step" in text for text in said)
