@@ -13,8 +13,8 @@ from torch import Tensor
 import moesys as ms
 from moesys.balance.layout_schedule import PlanEvent
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.moe.call import _in_dtype
 from moesys.moe.masters import DTYPES
+from moesys.moe.store import ExpertTransfer, _in_dtype, without_messages
 from moesys.overlap.experts_triton import TritonExperts
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
@@ -144,7 +144,7 @@ def test_masters_of_any_dtype_get_what_float32_holds() -> None:
     """As some layouts add gradients up in float64, and others have them in float32 at once."""
     gradient = torch.tensor([1 + 2**-8 + 2**-30, 1 / 3], dtype=torch.float64)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        (found,) = _in_dtype(lambda: lambda: (gradient,), dtype)()()
+        (found,) = ExpertTransfer(_in_dtype(without_messages((gradient,)), dtype)).finish()
         assert torch.equal(found, gradient.float().to(dtype))
 
 
