@@ -243,3 +243,21 @@ def test_a_tiny_run() -> None:
     cluster = result.calibration.cluster
     assert cluster.inter_node_us >= 0
     assert 0 <= cluster.copy_share < 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(bool(LACKS), reason=LACKS)
+def test_strategies_are_simulated_in_the_order_that_the_clock_shows() -> None:
+    """Chunks pay on slow links and cost time on fast ones, and an exact split pays on uneven loads."""
+    asked = [overlap_case(2, 100, 0), overlap_case(2, 2000, 0), split_case(2, 2000, 0)]
+    asked = [replace(case, strategies=(case.strategies[0], case.strategies[-1])) for case in asked]
+    results = run_cases(asked, repeats=12, shares=not lacks_shares())
+    right, differ = ranked_pairs(results)
+    times = [
+        (setting.case, setting.strategy.name, setting.measured_ms, setting.simulated_ms)
+        for result in results
+        for setting in result.settings
+    ]
+    assert differ, times
+    assert right == differ, times
