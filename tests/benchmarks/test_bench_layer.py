@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.harness.stopwatch import interleave
 from torch import Tensor
 from typer.testing import CliRunner
 
 from benchmarks import one_layer as layer
 from benchmarks.__main__ import app
+from benchmarks.harness.stopwatch import interleave
 from moesys.config import ModelShape
 from moesys.lab.runs.statistics import Quantiles
 from moesys.moe.layer import MoELayer
