@@ -126,7 +126,10 @@ def parallelize(
             unit.set_force_sum_reduction_for_comms(True)
     # A part of a block computes with the inputs that it would have inside of the block's unit.
     of_parts = replace(of_blocks, cast_forward_inputs=False)
-    owner_of = {module: block for block in blocks for module in block.modules()}
+    blocks_of: dict[nn.Module, set[nn.Module]] = {}
+    for block in blocks:
+        for module in block.modules():
+            blocks_of.setdefault(module, set()).add(block)
     parts: list[tuple[nn.Module, Any]] = []
     for together in [*units, [model]]:
         first: Any = together[0]
@@ -138,7 +141,7 @@ def parallelize(
         fsdp(first if len(together) == 1 else together, mesh=dense_mesh, mp_policy=of_unit)
         if is_part:
             # Parts of several blocks are gathered with the model.
-            owners = {owner_of.get(each, model) for each in together}
+            owners = set().union(*(blocks_of.get(each, {model}) for each in together))
             parts.append((owners.pop() if len(owners) == 1 else model, first))
     for owner, part in parts:
         if not gather_with(owner, part):
@@ -391,7 +394,7 @@ def _save(save: Any, *arguments: Any, **options: Any) -> None:
     to write.
     """
     given = signature(save).bind(*arguments, **options).arguments
-    state: Any = given.get("state_dict", options.get("state_dict"))
+    state = given.get("state_dict", options.get("state_dict"))
     missing = state is None or (not state and given.get("is_main_process", True))
     if missing or any(isinstance(each, DTensor) for each in state.values()):
         raise ValueError(
