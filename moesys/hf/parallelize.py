@@ -394,7 +394,7 @@ def _save(save: Any, *arguments: Any, **options: Any) -> None:
     to write.
     """
     given = signature(save).bind(*arguments, **options).arguments
-    state = given.get("state_dict", options.get("state_dict"))
+    state: Any = given.get("state_dict", options.get("state_dict"))
     missing = state is None or (not state and given.get("is_main_process", True))
     if missing or any(isinstance(each, DTensor) for each in state.values()):
         raise ValueError(
