@@ -1,7 +1,7 @@
 """The command ``simulate``: how long the simulator takes for one step, on few ranks and on many.
 
 Layers of Qwen3-30B-A3B on H100, with experts sharded over all ranks, layouts by ``Greedy`` and splits by ``FlowSplit``
-on generated loads. A few layers are planned and repeated; planning is not timed. MegaKernels use a second thread.
+on generated loads. A few layers are planned and repeated; planning is not timed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def bench_simulate(
         for name, layers, ranks in asked:
             tell(f"{name}, {layers} layers on {ranks} ranks")
             timings.append(time_step(name, layers, ranks, repeats))
-    machine = machine_line(2 if "mega_kernel" in names else 1, ("numpy", "numba"))
+    machine = machine_line(1, ("numpy", "numba"))
     title = "MEASURED: time of the simulator"
     sheet = Sheet(title, timings, [f"Medians of {repeats} repetitions, without planning. {machine}"])
     data = {"machine": machine, "rows": timings}

@@ -77,7 +77,7 @@ FLOORS_IN = {
         {"layout_schedule", "replay"},
     ),
     "overlap": ({"comm"}, {"*"}),
-    "simulator": ({"mega"}, {"*"}, {"model"}),
+    "simulator": ({"*"}, {"model"}),
     "lab": ({"ranks"}, {"train"}, {"runs"}, {"show"}, {"calibrate"}, {"commands"}),
 }
 

@@ -44,7 +44,7 @@ from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, publish
 from moesys.layout import TokenPlan
 from moesys.load import LoadMatrix
-from moesys.simulator.mega.layer_pass import QueuedPass
+from moesys.simulator.mega_pass import mega_pass
 from moesys.simulator.step_program import run_step
 
 # The rates of the tables; the rate that is fitted to one published time follows them. No kernel has slower tiles than
@@ -136,8 +136,8 @@ class HopperPart(EvenLayer, frozen=True):
 
     def simulated_ms(self, fused_rate: float = 1.0) -> float:
         cluster = CLUSTERS[self.cluster].replace(fused_rate=fused_rate)
-        queued = QueuedPass.of(KERNELS[self.kernel], self.model, cluster, self.plan(cluster), backward=False)
-        found = queued.run(np.zeros(cluster.num_ranks))
+        layer = (KERNELS[self.kernel], self.model, cluster, self.plan(cluster))
+        found = mega_pass(*layer, backward=False, start_R=np.zeros(cluster.num_ranks))
         dispatch, combine = found.moved
         start_R, end_R = {
             "dispatch": (dispatch.start_R, dispatch.end_R),

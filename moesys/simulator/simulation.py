@@ -17,7 +17,7 @@ from moesys.cost import FloatArray, LinkLoad
 from moesys.display import Columns, Display, by_column
 from moesys.simulator.critical_path import START, AllToAll, Computing, Event, PathPart, walk_back
 from moesys.simulator.links import ChannelName, Links, links_of_ranks
-from moesys.simulator.mega.layer_pass import MegaPass
+from moesys.simulator.mega_pass import MegaPass
 from moesys.timeline import Block, Timeline
 
 # The kinds of spans on the lane ``compute``.

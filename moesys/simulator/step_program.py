@@ -26,6 +26,7 @@ import numpy as np
 
 from moesys.balance.plan import StepPlan
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Strategy
+from moesys.config.overlap import MegaKernel
 from moesys.cost import (
     ExpertPass,
     FloatArray,
@@ -43,7 +44,7 @@ from moesys.layout import TokenPlan
 from moesys.row_traffic import RowTraffic, row_traffic
 from moesys.schedule import Direction, Stage, StageKind, schedule_of
 from moesys.simulator.critical_path import AllToAll
-from moesys.simulator.mega.layer_pass import queued_ahead
+from moesys.simulator.mega_pass import mega_pass, publish_seconds
 from moesys.simulator.rest_of_step import RestOfStep, ShardedRest
 from moesys.simulator.simulation import SLOWER_RANKS, Lanes, Simulation
 from moesys.timeline import Timeline
@@ -136,11 +137,6 @@ class _Step:
         self.late: dict[int, _Exchange | None] = {}
         self.restores: dict[tuple[int, str], tuple[LinkLoad, ...]] = {}
         self.rows: dict[int, LayerRows] = {}
-        if self.strategy.overlap.reaches_memory:
-            forward = [(plan, False) for plan in plans]
-            again = 2 if self.rest.runs_again else 1
-            backward = [(plan, number == again) for plan in reversed(plans) for number in range(1, again + 1)]
-            self.queued = queued_ahead(self.strategy.overlap, self.model, self.cluster, forward + backward)
 
     # --- a layer --------------------------------------------------------------------------------------------
 
@@ -242,8 +238,7 @@ class _Step:
                     under_way[stage] = self.lanes.send("tokens", lane, load, detail)
                     self._put_in_place(came_R, detail)
                 case "publish":
-                    self.fused = next(self.queued)
-                    self.lanes.compute(self.fused.publish_seconds_R, "gather", name)
+                    self.lanes.compute(publish_seconds(*self._fused(layer, way)), "gather", name)
                 case "wait_for_experts":
                     self._wait_for_experts(layer, way)
                 case "experts":
@@ -269,10 +264,15 @@ class _Step:
         rows = self._rows(layer)
         if way == "backward" and self.rest.recompute == "computing":
             self.lanes.compute(self._pass_seconds(rows.rows_RE, "forward"), "experts", f"layer {layer} recomputation")
-        found = self.fused.run(entered_R, self.lanes.now_R)
+        found = mega_pass(*self._fused(layer, way), entered_R, self.lanes.now_R)
         seconds_L = np.sum([moved.link_seconds_L for moved in found.moved], axis=0)
         both_ways = LinkLoad(seconds_L, rows.whole.used_4R | rows.whole.reversed().used_4R)
         self.lanes.run_fused(found, both_ways, f"layer {layer} {way}")
+
+    def _fused(self, layer: int, way: Direction) -> tuple[MegaKernel, ModelShape, ClusterSpec, TokenPlan, bool]:
+        overlap = self.strategy.overlap
+        assert overlap.reaches_memory
+        return overlap, self.model, self.cluster, self.plans[layer], way == "backward"
 
     def _wait_for_experts(self, layer: int, way: Direction) -> None:
         """Waits for the layer's experts, after it has issued the restores of the next layers, and in backward the

@@ -1,4 +1,4 @@
-"""Hosts and kernels have the same tasks: which there are, in which order, of which group."""
+"""Kernels have the tasks that their rules say: which there are, in which order, of which group."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ from conftest import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from mega_case import Case, Drawn, MegaRun, new_home
-from task_order import numbers_in_groups, tiles_of_rank
-from tile_simulator import tile_pass
+from task_order import WHOLE, Task, numbers_in_groups, tasks_of_rank, tiles_of_rank
 
 import moesys as ms
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.mega import tasks
 from moesys.kernels.mega.exchange import Replicas, exchange, ordered_tiles
 from moesys.kernels.mega.point import blocks_at
-from moesys.kernels.mega.tasks import KINDS as KERNEL_KINDS
 from moesys.kernels.mega.tasks import TaskTimes
 from moesys.overlap.experts_triton import ACTIVATION
-from moesys.simulator.mega.queues import KINDS, WEIGHT_GRADIENTS
-from moesys.simulator.mega.tiles import RASTER, WHOLE, TileSizes
+from moesys.simulator.mega_pass import RASTER, TileSizes
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 SIZES = {"tile_rows": 16, "tile_columns": 32, "fetch_rows": 16, "sum_tokens": 16}
@@ -36,8 +33,6 @@ POINTS = (
 )[: None if SWEEP else 1]
 # Groups of many row tiles and of none, more tiles than a sweep has.
 CASE = Case(4, 2, 40, 24, "float32", (96, 8), 3, POINTS, seed=1)
-
-Task = tuple[str, str, int]
 
 
 def tasks_of_kernels(case: Case) -> list[tuple[list[Task], ...]]:
@@ -59,17 +54,9 @@ def test_tiles_are_those_of_the_kernels_in_their_order(ranks):
     drawn = Drawn(CASE)
     assert drawn.plan.tokens_R.max() > RASTER * SIZES["tile_rows"]
     model = ms.ModelShape(hidden_size=CASE.hidden, intermediate_size=CASE.width, num_experts=4, top_k=2)
-    cluster = ms.ClusterSpec(ranks_per_node=2, multiprocessors=3)
     of_kernels = ranks.run(tasks_of_kernels, CASE, num_ranks=2, timeout_s=120)
-    for (place, point), backward in product(enumerate(POINTS), (False, True)):
-        queues = tile_pass(point, model, cluster, drawn.plan, np.zeros(2), backward).queues
-        for rank in range(2):
-            here = [
-                (queues.names[launch], KINDS[kind], int(group))
-                for launch, kind, group in zip(queues.launch, queues.kind, queues.group, strict=True)
-                if queues.launches.rank[launch] == rank and queues.names[launch] not in WEIGHT_GRADIENTS
-            ]
-            assert here == of_kernels[rank][place][backward]
+    for (place, point), backward, rank in product(enumerate(POINTS), (False, True), range(2)):
+        assert tasks_of_rank(point, model, drawn.plan, rank, backward) == of_kernels[rank][place][backward]
 
 
 @examples(4, 200)
@@ -100,10 +87,9 @@ def test_row_tiles_are_those_of_the_kernels(rows_GR, tile_rows, order):
         assert sorted(number_M.tolist()) == list(range(used))
 
 
-def test_kinds_and_shares_are_called_as_kernels_call_them():
+def test_shares_and_sweeps_are_those_of_the_kernels():
     assert tasks.WHOLE.value == WHOLE
     assert TileConfig().raster == RASTER
-    assert ("", *KINDS) == KERNEL_KINDS
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

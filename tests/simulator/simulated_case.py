@@ -1,4 +1,4 @@
-"""Layers under simulated MegaKernels: what the tests of tiles and of blocks share."""
+"""Layers under simulated MegaKernels, and the times of their transfers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 import moesys as ms
-from moesys.cost import FloatArray, dispatch_bytes, restore_bytes, transfer_seconds
+from moesys.cost import dispatch_bytes, restore_bytes, transfer_seconds
 from moesys.layout import ExpertLayout, TokenPlan
-from moesys.simulator.mega.layer_pass import MegaPass, QueuedPass
-from moesys.simulator.mega.units import Coarseness
 
 # A GPU of few multiprocessors, so that small layers keep it as busy as large ones keep an H100.
 GPU = ms.ClusterSpec(
@@ -48,20 +46,6 @@ def restore_seconds(
 ) -> float:
     """Returns the seconds of the all-to-alls that restore the experts of ``layout``; 0 if nothing is missing."""
     return sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in restore_bytes(layout, model, cluster, sharding))
-
-
-def mega_pass(
-    overlap: ms.MegaKernel,
-    model: ms.ModelShape,
-    cluster: ms.ClusterSpec,
-    plan: TokenPlan,
-    start_R: FloatArray,
-    backward: bool,
-    experts_R: FloatArray | None = None,
-    coarse: Coarseness | None = None,
-) -> MegaPass:
-    """Queued and run, of blocks; ``tile_pass`` of tiles."""
-    return QueuedPass.of(overlap, model, cluster, plan, backward, coarse).run(start_R, experts_R)
 
 
 def shape(name: str) -> ms.ModelShape:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_case import dispatch_seconds, mega_pass, restore_seconds
+from simulated_case import dispatch_seconds, restore_seconds
 from test_step_program import AHEAD, EP, FOUR, FREE, FSEP, HOME, MODEL, ON_DEMAND, chunked, fsep, plans, steps
 
 import moesys as ms
 from moesys import cost
 from moesys.config.workload import Recompute
 from moesys.simulator.critical_path import by_place
-from moesys.simulator.mega.layer_pass import ComputeSpan, MegaPass, RowTransfer
+from moesys.simulator.mega_pass import ComputeSpan, MegaPass, RowTransfer, mega_pass
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Lanes, Simulation, exposed_ms
 from moesys.simulator.step_program import run_step
@@ -254,8 +254,8 @@ def test_a_pass_of_a_mega_kernel_is_that_of_its_own_simulator_where_it_is_alone(
     fused = EP.replace(overlap=ms.MegaKernel())
     (plan,) = plans(fused, FOUR, EVEN)
     start_R = np.zeros(4)
-    forward = mega_pass(fused.overlap, MODEL, FOUR, plan, start_R, backward=False)
-    backward = mega_pass(fused.overlap, MODEL, FOUR, plan, forward.end_R, backward=True)
+    forward = mega_pass(fused.overlap, MODEL, FOUR, plan, False, start_R)
+    backward = mega_pass(fused.overlap, MODEL, FOUR, plan, True, forward.end_R)
     assert run_step(fused, MODEL, FOUR, [[plan]]).length_seconds == pytest.approx(backward.end_R.max())
 
 
