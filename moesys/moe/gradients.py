@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from moesys.collectives import group_destroyed, guarded, meet
 from moesys.frames import ALIKE, NO_LAYER, Position, RankMismatchError
@@ -85,9 +86,7 @@ def require_equal_values(
     """
     buffers = ((name, each) for name, each in model.named_buffers() if name.rpartition(".")[2] in BIASES)
     compared = channel.compared.setdefault(call, set())
-    # Parameters that have no values yet, such as lazy ones, are new in a later call.
-    unseen = ((name, each) for name, each in chain(model.named_parameters(), buffers) if name not in compared)
-    seen = {name: each for name, each in unseen if is_shared(each)}
+    seen = {name: each for name, each in chain(model.named_parameters(), buffers) if name not in compared}
     units = (each for each in model.modules() if isinstance(each, FullyShardedDataParallel)) if seen else ()
     split = {id(parameter) for unit in units for parameter in unit.parameters()}
     new = {name: each for name, each in seen.items() if id(each) not in split} | dict(always or {})
@@ -99,7 +98,9 @@ def require_equal_values(
             "values of one rank before this call; outside of ms.parallelize, mark parameters of which ranks have parts "
             f"of their own by parameter.tensor_model_parallel = True. {ALIKE}"
         )
-    compared.update(seen)
+    # Parameters that have no values yet are compared again. Names decide about the collective, as ranks may differ in
+    # which parameters have values.
+    compared.update(name for name, each in seen.items() if not (each.is_meta or is_lazy(each)))
 
 
 def _gradient_dtypes(

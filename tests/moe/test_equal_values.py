@@ -82,11 +82,14 @@ def equal_values() -> list[str]:
     model["part"] = nn.Linear(2, 3 + dist.get_rank(), bias=False)
     model.part.weight.tensor_model_parallel = True
     ms.link(model, plan_timeout_s=np.float32(5)).close()
+    # Only one rank has values of what is new in the second call.
+    model["late"] = nn.Linear(2, 3, bias=False, device="meta" if dist.get_rank() else "cpu")
+    ms.link(model).close()
     return [name for name, each in model.named_parameters() if each.grad is None]
 
 
 def test_values_that_are_equal_or_sharded_pass(ranks: LocalRanks) -> None:
-    beside = ["wrapped._fsdp_wrapped_module.weight", "wrapped._fsdp_wrapped_module.bias", "part.weight"]
+    beside = ["wrapped._fsdp_wrapped_module.weight", "wrapped._fsdp_wrapped_module.bias", "part.weight", "late.weight"]
     assert ranks.run(equal_values, num_ranks=2) == [["head.weight", "head.bias", *beside]] * 2
 
 
