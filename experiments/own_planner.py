@@ -20,7 +20,7 @@ class NodeByNode(ms.Balance):
 
     most_replicas: int = 8
 
-    def layout(self, problem: ms.PlanningProblem) -> ms.ExpertLayout:
+    def layout(self, problem: ms.planning.PlanningProblem) -> ms.planning.ExpertLayout:
         slots_R, node_R = np.array(problem.slots_R), np.array(problem.cluster.node_of_rank)
         if np.bincount(node_R, slots_R).min() < problem.load.num_experts:
             node_R = np.zeros_like(node_R)  # no room for every expert on every node: the cluster is one
@@ -37,7 +37,7 @@ class NodeByNode(ms.Balance):
                 for rank in sorted(free, key=lambda r: load_R[r])[: replicas_E[expert]]:
                     expert_RS[rank, (expert_RS[rank] >= 0).sum()] = expert
                     load_R[rank] += share_E[expert]
-        return ms.ExpertLayout(expert_RS, problem.load.num_experts)
+        return ms.planning.ExpertLayout(expert_RS, problem.load.num_experts)
 
 
 def experiment() -> ms.Experiment:

@@ -25,7 +25,7 @@ def experiment(model: str = MODELS[0]) -> ms.Experiment:
         description=f"strategies on {model}",
         cluster=ms.ClusterSpec(ranks_per_node=2),
         strategies=(ep, lent, fsep, fsep.replace(name="unified", overlap=ms.Pipelined(chunks=2))),
-        workload=ms.ModelTraining(model=model, context=128, batch=16, warmup=2, steps=8),
+        workload=ms.models.ModelTraining(model=model, context=128, batch=16, warmup=2, steps=8),
         seeds=tuple(range(6)),
     )
 

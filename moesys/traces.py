@@ -36,6 +36,8 @@ from moesys.display import CONTROL, Columns, Display, counted, listed
 from moesys.files import opened, read_bytes, whole_file
 from moesys.load import IntArray, as_int64, frozen_int64
 
+__all__ = ["Trace", "generate", "load_trace", "megatron_trace", "save_trace", "vllm_trace"]
+
 FORMAT_VERSION = 1
 # Counts of a trace that is read: 2 GiB in memory.
 MOST_COUNTS = 2**28

@@ -270,7 +270,7 @@ def test_planners_decide_the_same_in_python_as_compiled(monkeypatch):
                 load = drawn_load(cluster, num_experts, seed)
                 layout = ms.plan_layout(load, cluster, ms.Greedy(), slots, model=model, previous=layout)
                 for split in splits if SWEEP else (splits[(number + seed) % 3],):
-                    plan = ms.split_tokens(load, layout, cluster, split, seed, model=model)
+                    plan = ms.planning.split_tokens(load, layout, cluster, split, seed, model=model)
                     found.append(layout.expert_RS.tobytes() + np.ascontiguousarray(plan.entries).tobytes())
         return found
 

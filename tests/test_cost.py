@@ -88,9 +88,9 @@ def test_links_carry_what_crosses_them():
 
 
 def test_dispatch_moves_the_plans_rows():
-    load = ms.LoadMatrix([[5, 0, 0, 0, 0, 2], [0, 0, 3, 0, 0, 0], [0] * 6, [0, 0, 0, 1, 0, 0]])
-    layout = ms.ExpertLayout([[0, 1], [2, 3], [4, -1], [5, -1]], 6)
-    plan = ms.split_tokens(load, layout, CLUSTER, ms.EvenSplit())
+    load = ms.planning.LoadMatrix([[5, 0, 0, 0, 0, 2], [0, 0, 3, 0, 0, 0], [0] * 6, [0, 0, 0, 1, 0, 0]])
+    layout = ms.planning.ExpertLayout([[0, 1], [2, 3], [4, -1], [5, -1]], 6)
+    plan = ms.planning.split_tokens(load, layout, CLUSTER, ms.EvenSplit())
     expected_RR = np.zeros((4, 4))
     expected_RR[0, 3], expected_RR[3, 1] = 2 * 2 * 7, 1 * 2 * 7
     assert np.array_equal(cost.dispatch_bytes(plan, SHAPE), expected_RR)
@@ -98,7 +98,7 @@ def test_dispatch_moves_the_plans_rows():
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[ms.ClusterSpec, ms.ExpertLayout]:
+def cases(draw: st.DrawFn) -> tuple[ms.ClusterSpec, ms.planning.ExpertLayout]:
     """A cluster of uneven nodes and a layout with empty slots and duplicates."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     R, E = sum(sizes), SHAPE.num_experts
@@ -106,14 +106,14 @@ def cases(draw: st.DrawFn) -> tuple[ms.ClusterSpec, ms.ExpertLayout]:
     slots = draw(st.integers(-(-E // R), 6))
     expert_RS = rng.integers(-1, E, (R, slots))
     expert_RS.flat[rng.choice(R * slots, E, replace=False)] = np.arange(E)
-    return ms.ClusterSpec(num_nodes=len(sizes), ranks_per_node=tuple(sizes)), ms.ExpertLayout(expert_RS, E)
+    return ms.ClusterSpec(num_nodes=len(sizes), ranks_per_node=tuple(sizes)), ms.planning.ExpertLayout(expert_RS, E)
 
 
 @given(cases(), st.integers(0, 2**32))
 def test_tokens_between_nodes_are_those_of_the_plan(case, seed):
     cluster, layout = case
-    load = ms.LoadMatrix(np.random.default_rng(seed).integers(0, 99, (cluster.num_ranks, SHAPE.num_experts)))
-    plan = ms.split_tokens(load, layout, cluster, ms.EvenSplit())
+    load = ms.planning.LoadMatrix(np.random.default_rng(seed).integers(0, 99, (cluster.num_ranks, SHAPE.num_experts)))
+    plan = ms.planning.split_tokens(load, layout, cluster, ms.EvenSplit())
     bytes_RR = cost.dispatch_bytes(plan, SHAPE)
     node_R = np.array(cluster.node_of_rank)
     crossing = bytes_RR[node_R[:, None] != node_R].sum()
@@ -143,7 +143,7 @@ def test_restored_bytes_are_those_of_the_formulas(case):
 
 
 def test_with_messages_of_every_slot_an_expert_held_twice_travels_twice():
-    layout = ms.ExpertLayout([[0, 0], [1, 2]], num_experts=3)
+    layout = ms.planning.ExpertLayout([[0, 0], [1, 2]], num_experts=3)
     cluster, sharding = ms.ClusterSpec(ranks_per_node=2), ms.Fsep(slots_per_rank=2)
     slice_bytes = -(-SHAPE.expert_parameters // 2)
     for every_slot, slots_of_first in ((False, 1), (True, 2)):
@@ -174,7 +174,9 @@ class RecordingChannel:
         return SimpleNamespace(wait=lambda: None)
 
 
-def sent_by_layers(cluster: ms.ClusterSpec, layout: ms.ExpertLayout, sharding: ms.Fsep | ms.Ep) -> list[np.ndarray]:
+def sent_by_layers(
+    cluster: ms.ClusterSpec, layout: ms.planning.ExpertLayout, sharding: ms.Fsep | ms.Ep
+) -> list[np.ndarray]:
     """``bytes_RR`` of each all-to-all of a restore and of the reshard after it, as every rank's shards would send."""
     R = cluster.num_ranks
     by_rank = []
@@ -222,14 +224,14 @@ def test_bytes_are_what_the_layers_send_from_each_rank_to_each(sharding, case):
 
 
 def test_owners_restore_nothing_and_send_no_gradients():
-    layout = ms.ExpertLayout([[0, 1], [2, 3], [4, 5], [-1, -1]], 6)
+    layout = ms.planning.ExpertLayout([[0, 1], [2, 3], [4, 5], [-1, -1]], 6)
     assert cost.restore_bytes(layout, SHAPE, CLUSTER, ms.Ep()) == ()
     assert cost.reshard_bytes(layout, SHAPE, CLUSTER, ms.Ep()) == ()
     assert cost.reshard_seconds(layout, SHAPE, CLUSTER, ms.Ep()) == 0
 
 
 def test_a_lent_expert_travels_whole_and_its_gradient_in_float32():
-    layout = ms.ExpertLayout([[0, 1], [2, 3], [4, 5], [0, -1]], 6)
+    layout = ms.planning.ExpertLayout([[0, 1], [2, 3], [4, 5], [0, -1]], 6)
     sharding = ms.Ep(slots_per_rank=2)
     (lent_RR,) = cost.restore_bytes(layout, SHAPE, CLUSTER, sharding)
     assert cost.transfer_seconds(lent_RR, CLUSTER) == 2 * 105 / 10e9
@@ -239,7 +241,7 @@ def test_a_lent_expert_travels_whole_and_its_gradient_in_float32():
 def test_laers_restore_is_that_of_its_report():
     """e8k2 on 32 ranks: 682.6 MB a rank, 528.5 MB of it between nodes, in one all-to-all."""
     strategy, model, cluster = presets.fsep(2), presets.LAER_E8K2, presets.LAER_A100
-    layout = ms.ExpertLayout([[2 * (rank % 4), 2 * (rank % 4) + 1] for rank in range(32)], 8)
+    layout = ms.planning.ExpertLayout([[2 * (rank % 4), 2 * (rank % 4) + 1] for rank in range(32)], 8)
     (bytes_RR,) = cost.restore_bytes(layout, model, cluster, strategy.sharding)
     assert bytes_RR.sum(axis=0) == pytest.approx(682.6e6, rel=1e-4)
     assert cost.link_seconds(bytes_RR, cluster)[-1] == pytest.approx(8 * 528.5e6 / 88.9539e9, rel=1e-4)
@@ -299,8 +301,8 @@ def test_a_roofline_is_the_higher_of_flops_and_bytes():
 @given(cases(), st.integers(0, 2**32))
 def test_rows_of_a_plan_are_those_that_its_ranks_compute(case, seed):
     cluster, layout = case
-    load = ms.LoadMatrix(np.random.default_rng(seed).integers(0, 99, (cluster.num_ranks, SHAPE.num_experts)))
-    plan = ms.split_tokens(load, layout, cluster, ms.EvenSplit())
+    load = ms.planning.LoadMatrix(np.random.default_rng(seed).integers(0, 99, (cluster.num_ranks, SHAPE.num_experts)))
+    plan = ms.planning.split_tokens(load, layout, cluster, ms.EvenSplit())
     assert cost.rows_of(plan).tolist() == plan.tokens_RER.sum(axis=0).T.tolist()
 
 

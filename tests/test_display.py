@@ -17,23 +17,25 @@ from rich.console import Console
 from runner_cases import EP, FSEP, simulation
 
 import moesys as ms
+from moesys.simulator import step_program
+from moesys.timeline import Timeline
 
 ODD = "<b>[red]"
 CLUSTER = ms.ClusterSpec(ranks_per_node=2)
 MODEL = ms.ModelShape(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2)
 STRATEGY = FSEP.replace(name=ODD)
 EXPERIMENT = simulation(name="tour", strategies=(EP, STRATEGY))
-TRACE = ms.Trace(np.arange(64).reshape(2, 2, 2, 8) % 5 + 4, top_k=2, name=ODD)
-LOAD = ms.LoadMatrix(TRACE.tokens_SLRE[0, 0])
-PLAN = ms.plan_layer(STRATEGY, MODEL, CLUSTER, LOAD)
-STEP = ms.StepPlan(STRATEGY, MODEL, CLUSTER, (PLAN, PLAN))
-SIMULATION = ms.simulation([STEP])
-SPEC = ms.ModelSpec.from_config("qwen3-moe-small").replace(name=ODD)
-COST = ms.count_model(SPEC, 128)
+TRACE = ms.traces.Trace(np.arange(64).reshape(2, 2, 2, 8) % 5 + 4, top_k=2, name=ODD)
+LOAD = ms.planning.LoadMatrix(TRACE.tokens_SLRE[0, 0])
+PLAN = ms.planning.plan_layer(STRATEGY, MODEL, CLUSTER, LOAD)
+STEP = ms.planning.StepPlan(STRATEGY, MODEL, CLUSTER, (PLAN, PLAN))
+SIMULATION = step_program.simulation([STEP])
+SPEC = ms.models.ModelSpec.from_config("qwen3-moe-small").replace(name=ODD)
+COST = ms.models.count_model(SPEC, 128)
 RESULTS: dict[str, Any] = {
     "Trace": TRACE,
     "LoadMatrix": LOAD,
-    "PlanningProblem": ms.PlanningProblem.of_layout(LOAD, CLUSTER, 5),
+    "PlanningProblem": ms.planning.PlanningProblem.of_layout(LOAD, CLUSTER, 5),
     "LayerPlan": PLAN,
     "StepPlan": STEP,
     "ExpertLayout": PLAN.layout,
@@ -41,7 +43,7 @@ RESULTS: dict[str, Any] = {
     "Certificate": PLAN.certificate,
     "Simulation": SIMULATION,
     "Timeline": SIMULATION.timeline,
-    "measured Timeline": ms.Timeline(SIMULATION.timeline.spans, "measured"),
+    "measured Timeline": Timeline(SIMULATION.timeline.spans, "measured"),
     "ModelSpec": SPEC,
     "ModelCost": COST,
 }
@@ -75,7 +77,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "Comparison": run_result.comparison,
         "TuneResult": ms.tune(EXPERIMENT, bounds=bounds, out=tmp_path_factory.mktemp("tuned")),
         "StepExplanation": ms.explain(STRATEGY, EXPERIMENT),
-        "ModelStep": ms.simulate_model(ms.ModelRun(model=SPEC, cluster=CLUSTER, strategy=EP, seq_len=128)),
+        "ModelStep": ms.models.simulate_model(
+            ms.models.ModelRun(model=SPEC, cluster=CLUSTER, strategy=EP, seq_len=128)
+        ),
     }
 
 
@@ -162,7 +166,7 @@ def test_a_plot_is_a_figure_of_pyplot_or_is_on_the_given_axes(name: str, request
 
 
 def test_a_large_table_says_what_it_left_out() -> None:
-    load = ms.LoadMatrix(np.ones((30, 40), dtype=np.int64))
+    load = ms.planning.LoadMatrix(np.ones((30, 40), dtype=np.int64))
     assert str(load).endswith("20 of 30 rows, 20 of 41 columns")
     assert "20 of 30 rows, 20 of 41 columns" in load._repr_html_()
 

@@ -18,7 +18,7 @@ from moesys.config import (
     Adaptive,
     Balance,
     ClusterSpec,
-    Declared,
+    Declaration,
     DenseMlp,
     Ema,
     Ep,
@@ -107,7 +107,7 @@ def words_in(annotation: Any) -> list[str]:
     return inner + [part for part in get_args(annotation) if isinstance(part, str)]
 
 
-def changed(declared: Declared, field: str) -> Declared | None:
+def changed(declared: Declaration, field: str) -> Declaration | None:
     """Returns the declaration with another valid value of one field, None if there is none among those tried."""
     words = words_in(type(declared).model_fields[field].annotation)
     for value in (*words, *((word,) for word in words), *NUMBERS, *PARTS):
@@ -117,7 +117,7 @@ def changed(declared: Declared, field: str) -> Declared | None:
     return None
 
 
-def changes_of(declared: Declared) -> dict[str, Declared]:
+def changes_of(declared: Declaration) -> dict[str, Declaration]:
     """Returns the declaration with another value of each field that has one, by field."""
     fields = [name for name in type(declared).model_fields if (type(declared), name) not in NOT_CHANGED]
     return {name: other for name in fields if name != "kind" and (other := changed(declared, name)) is not None}
@@ -149,7 +149,7 @@ def test_every_field_takes_numbers_of_numpy_and_torch_as_those_of_python(declare
 
 def test_no_field_is_missing_above():
     compared = {(type(declared), field) for declared in (*DECLARED, *MEMBERS) for field in changes_of(declared)}
-    kinds = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, Declared)]
+    kinds = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, Declaration)]
     kinds += [getattr(overlap, name) for name, _ in OVERLAPS.values()] + [type(member) for member in MEMBERS]
     everything = {(kind, field) for kind in kinds for field in kind.model_fields if field != "kind"}
     assert everything - compared == NOT_CHANGED

@@ -184,7 +184,7 @@ IRREGULAR_PARTICIPLES = words_of(
 # Nouns that end in "ed".
 NOUNS_IN_ED = {"Bed", "Feed", "Need", "Seed", "Shed", "Speed"}
 # Public names and kinds of the configuration, which users write.
-PUBLIC_PARTICIPLES = {"Declared", "Generated", "Ordered", "Pipelined"}
+PUBLIC_PARTICIPLES = {"Generated", "Ordered", "Pipelined"}
 
 
 @cache

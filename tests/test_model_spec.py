@@ -26,7 +26,7 @@ def num_parameters(config: dict[str, Any]) -> int:
 
 @every_small
 def test_parameters_of_small_models_are_those_of_transformers(config: dict[str, Any]) -> None:
-    assert ms.ModelSpec.from_config(config).num_parameters == num_parameters(config)
+    assert ms.models.ModelSpec.from_config(config).num_parameters == num_parameters(config)
 
 
 @pytest.mark.parametrize("model_type", family_names())
@@ -35,12 +35,12 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(model_type: str) -> N
     assert {name: getattr(made, name) for name in defaults} == defaults
     # Of DeepSeek-V2 the choices of a token have no default.
     config = {"model_type": model_type, "num_hidden_layers": 5, "num_experts_per_tok": 2}
-    assert ms.ModelSpec.from_config(config).num_parameters == num_parameters(config)
+    assert ms.models.ModelSpec.from_config(config).num_parameters == num_parameters(config)
 
 
 @pytest.mark.parametrize("name", [*model_names(), *published_names()])
 def test_parameters_of_packaged_models_are_those_of_transformers(name: str) -> None:
-    model = ms.ModelSpec.from_config(name)
+    model = ms.models.ModelSpec.from_config(name)
     assert model.name == name
     assert model.num_parameters == num_parameters(read_config(name))
 
@@ -48,7 +48,7 @@ def test_parameters_of_packaged_models_are_those_of_transformers(name: str) -> N
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_printed_parameters_are_counted(name: str) -> None:
     """Some figures are rounded and some are cut: less than one of the last printed digit apart."""
-    model, (billions, active_billions, of_embeddings) = ms.ModelSpec.from_config(name), PUBLISHED[name]
+    model, (billions, active_billions, of_embeddings) = ms.models.ModelSpec.from_config(name), PUBLISHED[name]
     active = model.active_parameters + (of_embeddings - 1) * model.embedding_parameters
     for printed, counted in ((billions, model.num_parameters), (active_billions, active)):
         if printed is not None:
@@ -61,16 +61,16 @@ def test_a_folder_a_file_and_their_content_are_one_model(tmp_path: Path) -> None
     folder = tmp_path / "my-model-1.5b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    models = [ms.ModelSpec.from_config(each) for each in (folder, str(folder / "config.json"), config)]
+    models = [ms.models.ModelSpec.from_config(each) for each in (folder, str(folder / "config.json"), config)]
     assert [model.name for model in models] == ["my-model-1.5b", "my-model-1.5b", "deepseek_v3"]
     assert len({model.fingerprint() for model in models}) == 1
 
 
 @every_small
 def test_a_model_survives_json_and_toml(config: dict[str, Any]) -> None:
-    model = ms.ModelSpec.from_config(config, dtype="float32", name="mine")
+    model = ms.models.ModelSpec.from_config(config, dtype="float32", name="mine")
     assert model.name == "mine"
-    assert ms.ModelSpec.from_json(model.to_json()) == ms.ModelSpec.from_toml(model.to_toml()) == model
+    assert ms.models.ModelSpec.from_json(model.to_json()) == ms.models.ModelSpec.from_toml(model.to_toml()) == model
 
 
 @every_small
@@ -80,17 +80,17 @@ def test_windows_are_those_of_transformers(config: dict[str, Any]) -> None:
     # A family that has no kinds of layers has one window, if its attention knows any.
     kinds = getattr(made, "layer_types", None) or ["sliding_attention"] * made.num_hidden_layers
     expected = [getattr(made, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds]
-    assert [layer.attention.window for layer in ms.ModelSpec.from_config(config).layers] == expected
+    assert [layer.attention.window for layer in ms.models.ModelSpec.from_config(config).layers] == expected
 
 
 def test_layers_are_of_the_kinds_that_the_file_says() -> None:
-    model = ms.ModelSpec.from_config(SMALL["gpt_oss"])
+    model = ms.models.ModelSpec.from_config(SMALL["gpt_oss"])
     assert [layer.attention.window for layer in model.layers] == [4, None, 4]
     assert list(model.layer_counts.values()) == [2, 1]
-    assert ms.ModelSpec.from_config(SMALL["glm4_moe"]).moe_layers == (2,)
-    assert ms.ModelSpec.from_config(SMALL["qwen2_moe every other"]).moe_layers == (1,)
-    grouped = ms.ModelSpec.from_config(SMALL["deepseek_v3"]).layers[1].mlp
-    assert isinstance(grouped, ms.MoeMlp)
+    assert ms.models.ModelSpec.from_config(SMALL["glm4_moe"]).moe_layers == (2,)
+    assert ms.models.ModelSpec.from_config(SMALL["qwen2_moe every other"]).moe_layers == (1,)
+    grouped = ms.models.ModelSpec.from_config(SMALL["deepseek_v3"]).layers[1].mlp
+    assert isinstance(grouped, ms.models.MoeMlp)
     assert (grouped.shape.scoring_func, grouped.shape.n_group, grouped.shape.topk_group) == ("sigmoid", 2, 1)
 
 
@@ -104,8 +104,8 @@ def test_layers_are_of_the_kinds_that_the_file_says() -> None:
     ],
 )
 def test_experts_are_those_of_the_presets(shape: ms.ModelShape, name: str) -> None:
-    mlp = ms.ModelSpec.from_config(name).layers[-1].mlp
-    assert isinstance(mlp, ms.MoeMlp)
+    mlp = ms.models.ModelSpec.from_config(name).layers[-1].mlp
+    assert isinstance(mlp, ms.models.MoeMlp)
     # How a model is trained is not read.
     assert mlp.shape == shape.replace(router_aux_loss_coef=0.0, router_bias_update_rate=0.0)
 
@@ -118,68 +118,68 @@ def _changed(base: str, **changes: Any) -> dict[str, Any]:
     ("declare", "message"),
     [
         (
-            lambda: ms.ModelSpec.from_config({"model_type": "llama"}),
+            lambda: ms.models.ModelSpec.from_config({"model_type": "llama"}),
             "the config.json has model_type='llama', whose layers are not known; known are deepseek_v2, deepseek_v3, "
             "glm4_moe, gpt_oss, kimi_k2, mixtral, olmoe, qwen2_moe, qwen3_moe; or declare a ModelSpec, layer by layer",
         ),
         (
-            lambda: ms.ModelSpec.from_config({"text_config": {"model_type": "qwen3_moe"}}),
+            lambda: ms.models.ModelSpec.from_config({"text_config": {"model_type": "qwen3_moe"}}),
             "has model_type=None, whose layers are not known; take that of the language model, which is its "
             "text_config",
         ),
         (
-            lambda: ms.ModelSpec.from_config("nowhere"),
+            lambda: ms.models.ModelSpec.from_config("nowhere"),
             "give a config.json, a folder with one, or one of deepseek-v3-small",
         ),
         (
-            lambda: ms.ModelSpec.from_config(_changed("olmoe", num_attention_heads="4")),
+            lambda: ms.models.ModelSpec.from_config(_changed("olmoe", num_attention_heads="4")),
             "the config.json of model_type='olmoe' has num_attention_heads='4', which is no whole number of at least 1",
         ),
         (
-            lambda: ms.ModelSpec.from_config(_changed("olmoe", vocab_size=None)),
+            lambda: ms.models.ModelSpec.from_config(_changed("olmoe", vocab_size=None)),
             "has vocab_size=None, and no other is known for it; write a whole number of at least 1",
         ),
         (
-            lambda: ms.ModelSpec.from_config(_changed("olmoe", num_hidden_layers=None)),
+            lambda: ms.models.ModelSpec.from_config(_changed("olmoe", num_hidden_layers=None)),
             "has num_hidden_layers=None, and no other is known for it",
         ),
         (
-            lambda: ms.ModelSpec.from_config(_changed("qwen3_moe", attention_bias="yes")),
+            lambda: ms.models.ModelSpec.from_config(_changed("qwen3_moe", attention_bias="yes")),
             "has attention_bias='yes', which is neither true nor false",
         ),
         (
-            lambda: ms.ModelSpec.from_config(_changed("deepseek_v2", mlp_bias=True)),
+            lambda: ms.models.ModelSpec.from_config(_changed("deepseek_v2", mlp_bias=True)),
             "has mlp_bias=True, and moesys knows models with mlp_bias=False alone; declare a ModelSpec",
         ),
         (
-            lambda: ms.ModelSpec.from_config(_changed("gpt_oss", layer_types=["full_attention"])),
+            lambda: ms.models.ModelSpec.from_config(_changed("gpt_oss", layer_types=["full_attention"])),
             "has layer_types=['full_attention'], which is no list of sliding_attention and full_attention for each "
             "layer",
         ),
         (
-            lambda: ms.ModelSpec.from_config(_changed("gpt_oss", sliding_window=None)),
+            lambda: ms.models.ModelSpec.from_config(_changed("gpt_oss", sliding_window=None)),
             "has sliding_window=None, and no other is known for it",
         ),
         (
-            lambda: ms.Gqa(num_heads=6, num_kv_heads=4, head_dim=8),
+            lambda: ms.models.Gqa(num_heads=6, num_kv_heads=4, head_dim=8),
             "num_kv_heads=4 does not divide num_heads=6; equally many heads of queries share one of keys, so choose a "
             "divisor",
         ),
         (
-            lambda: ms.MoeMlp(shape=ms.presets.DEEPSEEK_V3, shared_intermediate_size=8),
+            lambda: ms.models.MoeMlp(shape=ms.presets.DEEPSEEK_V3, shared_intermediate_size=8),
             "shared_intermediate_size=8 and n_shared_experts=1 of shape both say how wide the shared expert is; leave "
             "one out",
         ),
         (
-            lambda: ms.MoeMlp(shape=ms.presets.MIXTRAL_8X7B, shared_gate=True),
+            lambda: ms.models.MoeMlp(shape=ms.presets.MIXTRAL_8X7B, shared_gate=True),
             "shared_gate=True has no shared expert to scale; give shared_intermediate_size, or drop the gate",
         ),
         (
-            lambda: ms.ModelSpec.from_config("olmoe-small").replace(hidden_size=64),
+            lambda: ms.models.ModelSpec.from_config("olmoe-small").replace(hidden_size=64),
             "hidden_size=64, but the experts of layers[0] have hidden_size=128; give both the same",
         ),
         (
-            lambda: ms.ModelSpec.from_config("olmoe-small").replace(dtype="float32"),
+            lambda: ms.models.ModelSpec.from_config("olmoe-small").replace(dtype="float32"),
             "dtype='float32', but the experts of layers[0] have dtype='bfloat16'; give both the same",
         ),
     ],

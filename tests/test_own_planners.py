@@ -52,7 +52,8 @@ class InTurn(ms.Balance):
     turn: int = 0
 
     def layout(self, problem):
-        return ms.ExpertLayout(rows(problem) if not self.turn else rows(problem)[::-1], problem.load.num_experts)
+        expert_RS = rows(problem) if not self.turn else rows(problem)[::-1]
+        return ms.planning.ExpertLayout(expert_RS, problem.load.num_experts)
 
 
 def experiment():
@@ -138,7 +139,7 @@ def test_what_is_refused(fields: dict, message: str) -> None:
 
 
 class WithQuotas(QuotaPlanner):
-    def token_plan(self, problem: ms.PlanningProblem) -> ms.TokenPlan:
+    def token_plan(self, problem: ms.planning.PlanningProblem) -> ms.planning.TokenPlan:
         raise AssertionError("nothing checks what it returns, so nothing calls it")
 
 
@@ -176,7 +177,7 @@ def test_a_class_of_no_file_plans_and_cannot_be_recorded() -> None:
     class Here(Rotated):
         pass
 
-    load = ms.LoadMatrix(np.ones((4, 5), dtype=int))
+    load = ms.planning.LoadMatrix(np.ones((4, 5), dtype=int))
     assert ms.plan_layout(load, CLUSTER, Here(), 2) == ms.plan_layout(load, CLUSTER, Rotated(), 2)
     for use in (Here().to_json, OWN.replace(balance=Here()).fingerprint, lambda: pickle.dumps(Here())):
         with pytest.raises(ValueError, match="is defined inside a function, where neither records nor other processes"):
@@ -220,7 +221,7 @@ def test_other_processes_make_the_very_class_whatever_its_file_says_by_now(file:
 import pickle, moesys as ms
 strategy = pickle.loads(open({str(sent)!r}, "rb").read())
 assert pickle.loads(pickle.dumps(strategy)) == strategy
-load = ms.LoadMatrix([[1] * 5] * 2)
+load = ms.planning.LoadMatrix([[1] * 5] * 2)
 print(strategy.fingerprint(), ms.plan_layout(load, ms.ClusterSpec(ranks_per_node=2), strategy.balance, 3).experts_of(0))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -233,8 +234,8 @@ print(strategy.fingerprint(), ms.plan_layout(load, ms.ClusterSpec(ranks_per_node
 class Returns(ms.Balance):
     rows: tuple[tuple[int, ...], ...]
 
-    def layout(self, problem: ms.PlanningProblem) -> ms.ExpertLayout:
-        return ms.ExpertLayout(self.rows, problem.load.num_experts)
+    def layout(self, problem: ms.planning.PlanningProblem) -> ms.planning.ExpertLayout:
+        return ms.planning.ExpertLayout(self.rows, problem.load.num_experts)
 
 
 slots = st.lists(st.integers(0, 3), min_size=1, max_size=3).filter(lambda slots_R: sum(slots_R) >= 3)
@@ -248,8 +249,11 @@ def test_a_layout_is_taken_where_it_is_one_of_these_slots(slots_R: list[int], da
     is_one = all(len(of_rank) == max(slots_R) for of_rank in rows)
     is_one &= all(len(set(of_rank)) == len(of_rank) <= slots for of_rank, slots in zip(held, slots_R, strict=True))
     is_one &= {expert for of_rank in held for expert in of_rank} == {0, 1, 2}
-    load, cluster = ms.LoadMatrix(np.ones((len(slots_R), 3), dtype=int)), ms.ClusterSpec(ranks_per_node=len(slots_R))
-    problem = ms.PlanningProblem.of_layout(load, cluster, slots_R)
+    load, cluster = (
+        ms.planning.LoadMatrix(np.ones((len(slots_R), 3), dtype=int)),
+        ms.ClusterSpec(ranks_per_node=len(slots_R)),
+    )
+    problem = ms.planning.PlanningProblem.of_layout(load, cluster, slots_R)
     balance = Returns(rows=tuple(map(tuple, rows)))
     if is_one:
         assert checked_layout(problem, balance).expert_RS.tolist() == rows
@@ -261,8 +265,8 @@ def test_a_layout_is_taken_where_it_is_one_of_these_slots(slots_R: list[int], da
 class Sends(ms.Split):
     entries: tuple[tuple[int, int, int, int], ...]
 
-    def split(self, problem: ms.PlanningProblem) -> ms.TokenPlan:
-        return ms.TokenPlan.by_construction(
+    def split(self, problem: ms.planning.PlanningProblem) -> ms.planning.TokenPlan:
+        return ms.planning.TokenPlan.by_construction(
             np.array(self.entries).reshape(-1, 4), problem.load, problem.layout_in_force
         )
 
@@ -270,12 +274,12 @@ class Sends(ms.Split):
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 1)), unique=True, max_size=6), st.data())
 def test_a_split_is_taken_where_every_token_goes_to_a_holder(routes: list[tuple[int, int, int]], data) -> None:
     entries = tuple((*route, data.draw(st.integers(1, 2))) for route in sorted(routes))
-    layout, load = ms.ExpertLayout([[0, 1], [0, -1]], 2), ms.LoadMatrix([[2, 1], [0, 2]])
+    layout, load = ms.planning.ExpertLayout([[0, 1], [0, -1]], 2), ms.planning.LoadMatrix([[2, 1], [0, 2]])
     sent = [[sum(n for s, e, _, n in entries if (s, e) == (source, expert)) for expert in (0, 1)] for source in (0, 1)]
     is_one = sent == load.tokens_RE.tolist() and not any((expert, rank) == (1, 1) for _, expert, rank in routes)
-    problem = ms.PlanningProblem.of_split(load, layout, ms.ClusterSpec(ranks_per_node=2))
+    problem = ms.planning.PlanningProblem.of_split(load, layout, ms.ClusterSpec(ranks_per_node=2))
     if is_one:
-        assert checked_split(problem, Sends(entries=entries)) == ms.TokenPlan(entries, load, layout)
+        assert checked_split(problem, Sends(entries=entries)) == ms.planning.TokenPlan(entries, load, layout)
     else:
         with pytest.raises(ValueError, match=r"^split=test_own_planners:Sends: split"):
             checked_split(problem, Sends(entries=entries))
@@ -490,7 +494,7 @@ def test_nothing_is_imported_for_a_record(
     for changed in (experiment, experiment.replace(seeds=(0, 1))):
         with pytest.raises(ValueError, match=r"balance.kind: hostile:InTurn there, in_turn:InTurn here"):
             ms.run(changed, tmp_path)
-    step = ms.StepPlan.from_json(one_step(experiment).to_json().replace("in_turn:", "hostile:"))
+    step = ms.planning.StepPlan.from_json(one_step(experiment).to_json().replace("in_turn:", "hostile:"))
     assert ms.simulate(step).length_us == ms.simulate(one_step(experiment)).length_us
     with pytest.raises(ValueError, match="hostile:InTurn is named by a record, and a record is run by nobody"):
         ms.plan_layout(step.layers[0].load, step.cluster, step.strategy.balance, 3)
@@ -500,7 +504,7 @@ def test_nothing_is_imported_for_a_record(
     assert trace.exists()
 
 
-def one_step(experiment: ms.Experiment) -> ms.StepPlan:
-    strategy, load = experiment.strategies[1], ms.LoadMatrix([[9, 1, 1, 3, 2]] * 2)
-    plan = ms.plan_layer(strategy, experiment.model, experiment.cluster, load)
-    return ms.StepPlan(strategy, experiment.model, experiment.cluster, (plan,))
+def one_step(experiment: ms.Experiment) -> ms.planning.StepPlan:
+    strategy, load = experiment.strategies[1], ms.planning.LoadMatrix([[9, 1, 1, 3, 2]] * 2)
+    plan = ms.planning.plan_layer(strategy, experiment.model, experiment.cluster, load)
+    return ms.planning.StepPlan(strategy, experiment.model, experiment.cluster, (plan,))

@@ -10,10 +10,10 @@ import pytest
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.laer import Laer
 from moesys.balance.static import Static
-from moesys.config import ClusterSpec, Declared, Ep, Fsep, Strategy, WindowMean, presets
+from moesys.config import ClusterSpec, Declaration, Ep, Fsep, Strategy, WindowMean, presets
 from moesys.config.overlap import Sequential
 
-CONSTANTS = {name: value for name, value in vars(presets).items() if isinstance(value, Declared)}
+CONSTANTS = {name: value for name, value in vars(presets).items() if isinstance(value, Declaration)}
 RACKS = [presets.gb200, presets.gb300]
 CLUSTERS = [presets.a100, presets.h800, presets.h100, presets.h200, presets.b200, *RACKS]
 

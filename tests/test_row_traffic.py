@@ -15,20 +15,22 @@ SUMS = ms.Sequential(node_dispatch="once", combine="per_node")
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[ms.TokenPlan, ms.ModelShape, ms.ClusterSpec]:
+def plans(draw: st.DrawFn) -> tuple[ms.planning.TokenPlan, ms.ModelShape, ms.ClusterSpec]:
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)))
     cluster = ms.ClusterSpec(num_nodes=len(sizes), ranks_per_node=sizes)
     E, K, R = draw(st.integers(2, 9)), draw(st.integers(1, 2)), cluster.num_ranks
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     chosen = [rng.random((draw(st.integers(0, 40)), E)).argsort(axis=1)[:, :K] for _ in range(R)]
-    load = ms.LoadMatrix(np.array([np.bincount(each.ravel(), minlength=E) for each in chosen]))
+    load = ms.planning.LoadMatrix(np.array([np.bincount(each.ravel(), minlength=E) for each in chosen]))
     layout = ms.plan_layout(load, cluster, ms.Greedy(), -(-E // R) + 1)
     shape = ms.ModelShape(hidden_size=8, intermediate_size=4, num_experts=E, top_k=K)
-    return ms.split_tokens(load, layout, cluster, ms.FlowSplit()), shape, cluster
+    return ms.planning.split_tokens(load, layout, cluster, ms.FlowSplit()), shape, cluster
 
 
 @given(plans())
-def test_what_crosses_is_spread_and_what_stays_goes_at_once(case: tuple[ms.TokenPlan, ms.ModelShape, ms.ClusterSpec]):
+def test_what_crosses_is_spread_and_what_stays_goes_at_once(
+    case: tuple[ms.planning.TokenPlan, ms.ModelShape, ms.ClusterSpec],
+):
     plan, shape, cluster = case
     node_R = np.array(cluster.node_of_rank)
     same_RR = node_R[:, None] == node_R
@@ -71,8 +73,10 @@ def test_expected_crossings_are_those_of_drawn_tokens(num_nodes: int, K: int):
     node_R, R = np.array(cluster.node_of_rank), cluster.num_ranks
     popularity_E = rng.normal(size=E)
     chosen = [(popularity_E + rng.gumbel(size=(T, E))).argsort(axis=1)[:, -K:] for _ in range(R)]
-    load = ms.LoadMatrix(np.array([np.bincount(each.ravel(), minlength=E) for each in chosen]))
-    plan = ms.split_tokens(load, ms.plan_layout(load, cluster, ms.Greedy(), E // R + 2), cluster, ms.FlowSplit())
+    load = ms.planning.LoadMatrix(np.array([np.bincount(each.ravel(), minlength=E) for each in chosen]))
+    plan = ms.planning.split_tokens(
+        load, ms.plan_layout(load, cluster, ms.Greedy(), E // R + 2), cluster, ms.FlowSplit()
+    )
     crossing_RN = np.zeros((R, num_nodes))
     for rank, chosen_TK in enumerate(chosen):
         mine = plan.entries[plan.entries[:, 0] == rank]
@@ -104,8 +108,8 @@ def test_a_choice_limited_to_groups_reaches_fewer_nodes(num_nodes: int, E: int, 
     node_RTK = chosen_RTK // (E // num_nodes)
     reached = np.array([[(node_RTK[rank] == node).any(axis=1).sum() for node in range(R)] for rank in range(R)])
     np.fill_diagonal(reached, 0)
-    load = ms.LoadMatrix(np.array([np.bincount(each.ravel(), minlength=E) for each in chosen_RTK]))
-    plan = ms.split_tokens(load, ms.plan_layout(load, cluster, ms.Static(), E // R), cluster, ms.EvenSplit())
+    load = ms.planning.LoadMatrix(np.array([np.bincount(each.ravel(), minlength=E) for each in chosen_RTK]))
+    plan = ms.planning.split_tokens(load, ms.plan_layout(load, cluster, ms.Static(), E // R), cluster, ms.EvenSplit())
     free = ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=E, top_k=K)
     limited = free.replace(scoring_func="sigmoid", n_group=groups, topk_group=left)
     sent = [row_traffic(plan, model, cluster, ONCE).rows_RR["dispatch"] for model in (free, limited)]

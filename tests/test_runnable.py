@@ -18,7 +18,7 @@ MEGA = EP.replace(name="mega", overlap=ms.MegaKernel())
 def plan(cluster: ms.ClusterSpec, strategy: ms.Strategy = MEGA, skewed: bool = False) -> LayerPlan:
     tokens_RE = np.zeros((cluster.num_ranks, 8), dtype=np.int64)
     tokens_RE[:, : 2 if skewed else 8] = 16 if skewed else 4
-    return plan_layer(strategy, MODEL, cluster, ms.LoadMatrix(tokens_RE))
+    return plan_layer(strategy, MODEL, cluster, ms.planning.LoadMatrix(tokens_RE))
 
 
 @pytest.mark.parametrize(

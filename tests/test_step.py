@@ -22,12 +22,12 @@ STRATEGY = ms.Strategy(
 )
 
 
-def plan_of(tokens_RE: object, turn: int = 0) -> ms.LayerPlan:
-    return ms.plan_layer(STRATEGY, MODEL, CLUSTER, ms.LoadMatrix(np.array(tokens_RE)), turn=turn)
+def plan_of(tokens_RE: object, turn: int = 0) -> ms.planning.LayerPlan:
+    return ms.planning.plan_layer(STRATEGY, MODEL, CLUSTER, ms.planning.LoadMatrix(np.array(tokens_RE)), turn=turn)
 
 
 LAYERS = (plan_of([[4, 0, 1], [2, 3, 0]], turn=3), plan_of([[0, 9, 1], [1, 9, 0]], turn=np.int64(3)))
-PREVIOUS = (ms.ExpertLayout([[0, 1], [2, -1]], 3), ms.ExpertLayout([[0, 1], [1, 2]], 3))
+PREVIOUS = (ms.planning.ExpertLayout([[0, 1], [2, -1]], 3), ms.planning.ExpertLayout([[0, 1], [1, 2]], 3))
 STEP = StepPlan(STRATEGY, MODEL, CLUSTER, LAYERS, PREVIOUS)
 
 
@@ -78,7 +78,7 @@ def test_a_step_prints_every_layer():
             "layers[0] is for 2 ranks and 3 experts, the step for 2 and 4; plan all for the same cluster and model",
         ),
         (
-            {"previous": (PREVIOUS[0], ms.ExpertLayout([[0, 1, 2]], 3))},
+            {"previous": (PREVIOUS[0], ms.planning.ExpertLayout([[0, 1, 2]], 3))},
             "previous[1] is for 1 ranks and 3 experts, the step for 2 and 3; plan all for the same cluster and model",
         ),
     ],

@@ -24,7 +24,7 @@ from moesys.__main__ import app
 TYPOS = Path(__file__).with_name("typos.txt")
 SHAPE = {"hidden_size": 8, "intermediate_size": 16, "num_experts": 8, "top_k": 2}
 shape, ep, cluster = ms.ModelShape(**SHAPE), ms.presets.ep(), ms.presets.cpu(2)
-load = ms.LoadMatrix(np.ones((2, 8), dtype=np.int64))
+load = ms.planning.LoadMatrix(np.ones((2, 8), dtype=np.int64))
 x = torch.ones(4, 8)
 
 
@@ -98,8 +98,10 @@ def test_short_names_are_understood_and_never_written() -> None:
     assert (short, short.fingerprint(), short.to_json()) == (long, long.fingerprint(), long.to_json())
     assert ms.ModelShape(**SHAPE, dtype="bf16") == ms.ModelShape(**SHAPE, dtype="bfloat16")
     assert ms.plan_layout(load, cluster, "greedy", 4) == ms.plan_layout(load, cluster, ms.Greedy(), 4)
-    model = ms.ModelSpec.from_config("qwen3-moe-small")
-    assert ms.ModelRun(model="qwen3-moe-small", cluster=cluster) == ms.ModelRun(model=model, cluster=cluster)
+    model = ms.models.ModelSpec.from_config("qwen3-moe-small")
+    assert ms.models.ModelRun(model="qwen3-moe-small", cluster=cluster) == ms.models.ModelRun(
+        model=model, cluster=cluster
+    )
 
 
 def test_the_package_shows_its_public_names_and_its_version() -> None:

@@ -45,6 +45,7 @@ from moesys.lab.runs.declarations import (
 )
 from moesys.lab.runs.places import num_workers, place_for
 from moesys.lab.runs.records import RunFolder
+from moesys.lab.runs.runner import RunResult
 from moesys.lab.runs.slurm import slurm_of
 from moesys.lab.runs.trials import routing_of
 from moesys.lab.runs.tuning import JOURNAL, tune
@@ -54,6 +55,7 @@ from moesys.lab.train.text import load_files
 from moesys.simulator.model.model_cost import model_flops_per_token
 from moesys.simulator.model.simulate_model import split_evenly
 from moesys.step_lines import StepLine
+from moesys.timeline import Timeline
 from moesys.tuner.timing import Clock
 
 ROOT = Path(__file__).parents[1]
@@ -94,49 +96,49 @@ def trained(**changes: Any) -> ms.Experiment:
     return experiment(**{"workload": ms.Training(num_layers=1, context=16, batch=1, warmup=0, steps=1)} | changes)
 
 
-def layer(num_heads: int = 4, num_kv_heads: int = 4, mlp: Any = None) -> ms.LayerSpec:
-    attention = ms.Gqa(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=4)
-    return ms.LayerSpec(attention=attention, mlp=mlp or ms.MoeMlp(shape=shape()))
+def layer(num_heads: int = 4, num_kv_heads: int = 4, mlp: Any = None) -> ms.models.LayerSpec:
+    attention = ms.models.Gqa(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=4)
+    return ms.models.LayerSpec(attention=attention, mlp=mlp or ms.models.MoeMlp(shape=shape()))
 
 
-def model_run(num_layers: int = 4, of: ms.LayerSpec | None = None, **changes: Any) -> ms.ModelRun:
+def model_run(num_layers: int = 4, of: ms.models.LayerSpec | None = None, **changes: Any) -> ms.models.ModelRun:
     layers = (of or layer(),) * num_layers
-    model = ms.ModelSpec(name="m", hidden_size=16, vocab_size=32, dtype="float32", layers=layers)
+    model = ms.models.ModelSpec(name="m", hidden_size=16, vocab_size=32, dtype="float32", layers=layers)
     fields: dict[str, Any] = {"model": model, "cluster": cluster(4), "seq_len": 16}
-    parallel = {name: changes.pop(name) for name in list(changes) if name in ms.Parallelism.model_fields}
-    return ms.ModelRun(**fields | {"parallelism": ms.Parallelism(**parallel)} | changes)
+    parallel = {name: changes.pop(name) for name in list(changes) if name in ms.models.Parallelism.model_fields}
+    return ms.models.ModelRun(**fields | {"parallelism": ms.models.Parallelism(**parallel)} | changes)
 
 
-def load(num_ranks: int = 4, num_experts: int = 8, tokens: int = 3) -> ms.LoadMatrix:
-    return ms.LoadMatrix(np.full((num_ranks, num_experts), tokens))
+def load(num_ranks: int = 4, num_experts: int = 8, tokens: int = 3) -> ms.planning.LoadMatrix:
+    return ms.planning.LoadMatrix(np.full((num_ranks, num_experts), tokens))
 
 
-def layout(num_ranks: int = 4, num_slots: int = 3, num_experts: int = 8) -> ms.ExpertLayout:
-    return ms.ExpertLayout(np.arange(num_ranks * num_slots).reshape(num_ranks, -1) % num_experts, num_experts)
+def layout(num_ranks: int = 4, num_slots: int = 3, num_experts: int = 8) -> ms.planning.ExpertLayout:
+    return ms.planning.ExpertLayout(np.arange(num_ranks * num_slots).reshape(num_ranks, -1) % num_experts, num_experts)
 
 
-def plan(num_ranks: int = 4, **sizes: int) -> ms.TokenPlan:
-    return ms.split_tokens(load(num_ranks), layout(num_ranks, **sizes), cluster(num_ranks), ms.EvenSplit())
+def plan(num_ranks: int = 4, **sizes: int) -> ms.planning.TokenPlan:
+    return ms.planning.split_tokens(load(num_ranks), layout(num_ranks, **sizes), cluster(num_ranks), ms.EvenSplit())
 
 
-def laid(balance: ms.Balance, of: ms.ClusterSpec, slots: Any, **options: Any) -> ms.ExpertLayout:
+def laid(balance: ms.Balance, of: ms.ClusterSpec, slots: Any, **options: Any) -> ms.planning.ExpertLayout:
     return ms.plan_layout(load(of.num_ranks), of, balance, slots, **options)
 
 
-def trace(*sizes: int, top_k: int = 2) -> ms.Trace:
+def trace(*sizes: int, top_k: int = 2) -> ms.traces.Trace:
     """Of [S, L, R, E]."""
-    return ms.Trace(np.full(sizes, 2), top_k)
+    return ms.traces.Trace(np.full(sizes, 2), top_k)
 
 
-def megatron(*records: dict[str, Any], rank: int = 0, num_experts: int = 8) -> ms.Trace:
+def megatron(*records: dict[str, Any], rank: int = 0, num_experts: int = 8) -> ms.traces.Trace:
     usual = {"step": 0, "block": "decoder", "layer": 0, "top_indices": [[0, 1]]}
     written(f"megatron/router_trace_rank{rank}.jsonl", *(json.dumps(usual | record) for record in records or [{}]))
-    return ms.megatron_trace("megatron", num_experts)
+    return ms.traces.megatron_trace("megatron", num_experts)
 
 
-def vllm(routed: Any, *others: Any, num_experts: int = 8, num_ranks: int = 1, each: int = 1) -> ms.Trace:
+def vllm(routed: Any, *others: Any, num_experts: int = 8, num_ranks: int = 1, each: int = 1) -> ms.traces.Trace:
     lines = [json.dumps({"choices": [{} if one is None else {"routed_experts": one}]}) for one in (routed, *others)]
-    return ms.vllm_trace(written("vllm.jsonl", *lines), num_experts, num_ranks, each)
+    return ms.traces.vllm_trace(written("vllm.jsonl", *lines), num_experts, num_ranks, each)
 
 
 def written(path: str | Path, *lines: str) -> str:
@@ -145,12 +147,12 @@ def written(path: str | Path, *lines: str) -> str:
     return str(path)
 
 
-def saved(of: ms.Trace, path: str = "routing.npz") -> str:
-    ms.save_trace(of, path)
+def saved(of: ms.traces.Trace, path: str = "routing.npz") -> str:
+    ms.traces.save_trace(of, path)
     return path
 
 
-def replay(of: ms.Trace, num_ranks: int = 4, **fields: Any) -> ms.Trace:
+def replay(of: ms.traces.Trace, num_ranks: int = 4, **fields: Any) -> ms.traces.Trace:
     return routing_of(ms.Replay(trace=saved(of), **fields), shape(), cluster(num_ranks), 0)
 
 
@@ -161,8 +163,8 @@ def python(text: str) -> tuple[ms.Experiment, ...]:
     return load_experiments(Path(written("written.py", head + body + text)))
 
 
-def hub(**changes: Any) -> ms.ModelSpec:
-    return ms.ModelSpec.from_config(read_config("mixtral-8x7b") | changes)
+def hub(**changes: Any) -> ms.models.ModelSpec:
+    return ms.models.ModelSpec.from_config(read_config("mixtral-8x7b") | changes)
 
 
 def tuned(of: ms.Experiment | None = None, space: ms.Space | None = None, **options: Any) -> Any:
@@ -183,17 +185,17 @@ def linear() -> nn.Module:
     return module
 
 
-def run_twice(first: ms.Experiment, second: ms.Experiment, out: str = "runs", **options: Any) -> ms.RunResult:
+def run_twice(first: ms.Experiment, second: ms.Experiment, out: str = "runs", **options: Any) -> RunResult:
     ms.run(first, "runs", jobs=1)
     return ms.run(second, out, jobs=1, **options)
 
 
-def replayed_again(**options: Any) -> ms.RunResult:
+def replayed_again(**options: Any) -> RunResult:
     """A run folder that goes on with another trace."""
     of = experiment(workload=ms.Replay(trace="routing.npz"))
     saved(trace(2, 1, 2, 8))
     ms.run(of, "replayed", jobs=1)
-    saved(ms.Trace(np.full((2, 1, 2, 8), 4), 2))
+    saved(ms.traces.Trace(np.full((2, 1, 2, 8), 4), 2))
     return ms.run(of, "replayed", jobs=1, **options)
 
 
@@ -204,7 +206,7 @@ class Idle(ms.Balance):
 class Written(ms.Balance):
     """A planner of a user's own."""
 
-    def layout(self, problem: ms.PlanningProblem) -> ms.ExpertLayout:
+    def layout(self, problem: ms.planning.PlanningProblem) -> ms.planning.ExpertLayout:
         return ms.plan_layout(problem.load, problem.cluster, ms.Static(), problem.slots_R)
 
 
@@ -229,8 +231,8 @@ def imported_again(module: str) -> ms.Strategy:
     return found
 
 
-def observed(predictor: Any, *loads: ms.LoadMatrix) -> ms.LoadHistory:
-    history = ms.LoadHistory(predictor)
+def observed(predictor: Any, *loads: ms.planning.LoadMatrix) -> ms.planning.LoadHistory:
+    history = ms.planning.LoadHistory(predictor)
     for one in loads:
         history.observe(one)
     return history
@@ -288,7 +290,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file.write(f"\ndef experiments(): return {experiments}\n")
         ms.run(small, "runs", jobs=1).path.rename("run_folder")
         ms.run(small.replace(model=shape(hidden_size=32)), "runs", jobs=1).path.rename("other_folder")
-        written("step.json", ms.StepPlan(strategy(), shape(), cluster(4), (ms.LayerPlan(plan(), 0),)).to_json())
+        written(
+            "step.json",
+            ms.planning.StepPlan(strategy(), shape(), cluster(4), (ms.planning.LayerPlan(plan(), 0),)).to_json(),
+        )
         written("load.csv", "1,2,3", "3,2,1")
         watched()
     return folder

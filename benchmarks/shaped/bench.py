@@ -54,7 +54,7 @@ _MODEL_NOTES = (
     "Measured: forward, backward and AdamW of transformers' small models under FSDP2 (`ms.hf.parallelize`), float32, "
     f"sequences of {LENGTH} tokens. Routing is replayed: experts are drawn by 1 / n^{ZIPF}, in an order that differs "
     f"by layer. Loss and all gradients are those of transformers' own code on each rank, to {TOLERANCE:g}.",
-    "Simulated: `ms.simulate_model` with the plans of the steps, the bandwidth of all-to-alls, the latency of "
+    "Simulated: `ms.models.simulate_model` with the plans of the steps, the bandwidth of all-to-alls, the latency of "
     "all-to-alls of a byte behind products, and the computing speed by `moesys calibrate`.",
 )
 

@@ -252,8 +252,8 @@ def model_case(model: str, hosts: int, mbit_per_s: float, latency_us: float, hid
     return ShapedCase(model, mbit_per_s, latency_us, tokens, shape, tuple(strategies(hosts)))
 
 
-def model_spec(model: str, hidden_size: int) -> ms.ModelSpec:
-    return ms.ModelSpec.from_config(config_of(model, hidden_size).to_dict(), dtype="float32")
+def model_spec(model: str, hidden_size: int) -> ms.models.ModelSpec:
+    return ms.models.ModelSpec.from_config(config_of(model, hidden_size).to_dict(), dtype="float32")
 
 
 # The cases of one layer, each with the bandwidths at which it runs. A kind is the first word of the name.

@@ -11,7 +11,7 @@ from moesys.config.balance import MinReplicas as MinReplicas
 from moesys.config.balance import ReplicasWithin as ReplicasWithin
 from moesys.config.balance import Within as Within
 from moesys.config.base import BYTES_PER_GB as BYTES_PER_GB
-from moesys.config.base import Declared as Declared
+from moesys.config.base import Declaration as Declaration
 from moesys.config.base import DType as DType
 from moesys.config.cluster import ClusterSpec as ClusterSpec
 from moesys.config.cluster import Microseconds as Microseconds

@@ -91,7 +91,7 @@ class WordedModel(BaseModel):
             return super().model_validate_json(json_data, **options)
 
 
-class Declared(WordedModel):
+class Declaration(WordedModel):
     """Base of everything a person declares: frozen, strict about names, re-validated by ``replace``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always", allow_inf_nan=False)
@@ -123,7 +123,7 @@ class Declared(WordedModel):
                     f"{cls.__name__} has no field {name!r}; its fields are {_fields(cls)}"
                     f"{did_you_mean(name, cls.model_fields)}"
                 )
-            if isinstance(value, Declared) and get_origin(cls.model_fields[name].annotation) is tuple:
+            if isinstance(value, Declaration) and get_origin(cls.model_fields[name].annotation) is tuple:
                 kind = type(value).__name__
                 raise ValueError(f"{name} must be a tuple of {kind}; write {name}=({kind.lower()},)")
         fields = python_value(fields)
@@ -206,7 +206,7 @@ def unknown_kind(kind: Any, kinds: Iterable[str], others: str = "") -> str:
     return f"kind={reprlib.repr(kind)} is not one of {', '.join(kinds)}{others}{did_you_mean(kind, kinds)}"
 
 
-def of_class(declared: type[Declared], fields: Any, info: ValidationInfo) -> Any:
+def of_class(declared: type[Declaration], fields: Any, info: ValidationInfo) -> Any:
     """Returns ``fields`` as a ``declared``. Errors keep the path inside it, so that callers can add their own."""
     return declared.__pydantic_validator__.validate_python(fields, context=info.context)
 
@@ -315,7 +315,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _identity(value: Any) -> Any:
-    if isinstance(value, Declared):
+    if isinstance(value, Declaration):
         return value._identity()
     if isinstance(value, tuple | list):
         return [_identity(item) for item in value]

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from moesys.config.base import Declared, DisplayName
+from moesys.config.base import Declaration, DisplayName
 
 MOST_RANKS = 2**20
 # The slowest link has one byte per second, and the longest time is 11 days: anything beyond is a slip.
@@ -16,7 +16,7 @@ SLOWEST_GB_PER_S = 1e-9
 Microseconds = Annotated[float, Field(ge=0, le=1e12)]
 
 
-class ClusterSpec(Declared):
+class ClusterSpec(Declaration):
     """Ranks in domains and nodes, and how fast bytes and flops go. Ranks are numbered node by node.
 
     A domain is what the fastest links join (an NVLink domain): a node, a part of one, or whole nodes together. What

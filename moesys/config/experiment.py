@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared, Seed
+from moesys.config.base import Declaration, Seed
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.strategy import Oracle, Strategy
@@ -30,7 +30,7 @@ class Trial:
     repeat: int = 0
 
 
-class Experiment(Declared):
+class Experiment(Declaration):
     """Strategies on one workload, seed by seed. The first strategy is the baseline.
 
     ``model`` may be left out where ``workload=ModelTraining(...)`` says it. ``seeds`` is the total: an experiment that

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared, KindUnion
+from moesys.config.base import Declaration, KindUnion
 from moesys.config.model import ModelShape
 
 
@@ -32,7 +32,7 @@ class Product:
         return 2 * self.inputs * self.outputs
 
 
-class Gqa(Declared):
+class Gqa(Declaration):
     """Grouped-query attention (arXiv 2305.13245); ``num_kv_heads == num_heads`` is attention of many heads."""
 
     kind: Literal["gqa"] = "gqa"
@@ -84,7 +84,7 @@ class Gqa(Declared):
                 return ()
 
 
-class Mla(Declared):
+class Mla(Declaration):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), as it trains: keys and values of each
     head are made from the latent, and nothing is absorbed.
     """
@@ -136,7 +136,7 @@ class Mla(Declared):
 Attention = Annotated[Gqa | Mla, KindUnion()]
 
 
-class DenseMlp(Declared):
+class DenseMlp(Declaration):
     """An MLP that all tokens take: up, activation, down; gated (SwiGLU) or not. It has no bias."""
 
     kind: Literal["dense"] = "dense"
@@ -151,7 +151,7 @@ class DenseMlp(Declared):
         }
 
 
-class MoeMlp(Declared):
+class MoeMlp(Declaration):
     """Experts behind a router, and the shared expert beside them.
 
     Its width is ``shared_intermediate_size``, or without it n_shared_experts times the intermediate_size of ``shape``.
@@ -204,7 +204,7 @@ class MoeMlp(Declared):
 Mlp = Annotated[DenseMlp | MoeMlp, KindUnion()]
 
 
-class LayerSpec(Declared):
+class LayerSpec(Declaration):
     """One layer: attention and an MLP, each behind an RMSNorm, each added to the row that it read."""
 
     attention: Attention = Field(description="attention of the layer")

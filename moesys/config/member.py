@@ -31,7 +31,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from moesys.config.base import Declared, kind_in, of_class, unknown_kind
+from moesys.config.base import Declaration, kind_in, of_class, unknown_kind
 
 _SCRIPTS = ("__main__", "__mp_main__")
 
@@ -161,7 +161,7 @@ def found_in(*folders: str) -> Iterator[None]:
 RECORDED = {"recorded": True}
 
 
-class Member(Declared):
+class Member(Declaration):
     """Base of ``Balance`` and ``Split``, each of which is the union of what extends it."""
 
     # The class of a union declares its field, the method of its members, the class name and module of each built-in

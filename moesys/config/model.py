@@ -6,10 +6,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import BYTES_PER_ELEMENT, Declared, DType
+from moesys.config.base import BYTES_PER_ELEMENT, Declaration, DType
 
 
-class ModelShape(Declared):
+class ModelShape(Declaration):
     """One MoE layer. Field names are those of the published configurations (Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3).
 
     ``dtype`` is what experts compute in; master parameters are float32 whatever it says.

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import BYTES_PER_ELEMENT, Declared, LongName
+from moesys.config.base import BYTES_PER_ELEMENT, Declaration, LongName
 from moesys.config.cluster import ClusterSpec
 from moesys.config.layer_spec import MoeMlp
 from moesys.config.model import ModelShape
@@ -20,7 +20,7 @@ PipelineSchedule = Literal["1f1b", "zero_bubble"]
 LayerRecompute = Literal["none", "selective", "full"]
 
 
-class Parallelism(Declared):
+class Parallelism(Declaration):
     """Groups of ranks, numbered as Megatron does: tensor groups are neighbours, then context, then data, and pipeline
     stages lie farthest apart. Expert groups are neighbours inside a stage; each has its own layouts.
 
@@ -97,7 +97,7 @@ class Groups:
     expert_data: int
 
 
-class ModelRun(Declared):
+class ModelRun(Declaration):
     """A model, the ranks that train it, and how. Every data-parallel rank takes ``micro_batch`` sequences at once, as
     often as ``global_batch`` needs.
     """

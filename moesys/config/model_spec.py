@@ -11,13 +11,13 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import BYTES_PER_ELEMENT, Declared, DisplayName, DType
+from moesys.config.base import BYTES_PER_ELEMENT, Declaration, DisplayName, DType
 from moesys.config.hub import config_named, hub_model, read_config
 from moesys.config.layer_spec import LayerSpec, MoeMlp
 from moesys.display import Columns, Display, by_column, counted
 
 
-class ModelSpec(Display, Declared):
+class ModelSpec(Display, Declaration):
     """A decoder of transformers' families: an embedding, layers, an RMSNorm, and a head that predicts the next token.
 
     ``dtype`` is that of activations and of the weights that products read; masters are float32 whatever it says. In

@@ -6,14 +6,14 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared, KindUnion
+from moesys.config.base import Declaration, KindUnion
 from moesys.config.cluster import ClusterSpec
 
 # On one rank there is nothing to overlap with, whatever the overlap.
 ALONE_BY_KERNELS = "moesys.overlap.experts_triton:SingleRankExecutor"
 
 
-class _Messages(Declared):
+class _Messages(Declaration):
     """How rows travel where they travel as messages. ``node_dispatch="once"``: a token crosses to a node once, however
     many of its experts are there, and spreads inside (DeepSeek's DeepEP, two-stage dispatch).
 
@@ -97,7 +97,7 @@ class Pipelined(_Messages):
         return [f"tokens in {chunks}, the next arriving and the last going home behind one"]
 
 
-class MegaKernel(Declared):
+class MegaKernel(Declaration):
     """Dispatch and experts, experts and combine fused into kernels whose programs take tasks from a queue (UniEP, arXiv
     2604.19241). Its fields are one search space: which sides are fused, in which order tasks come, how fine flags are.
     None of them changes a bit. Runs on GPUs that reach each other's memory; on the CPU in Triton's interpreter.

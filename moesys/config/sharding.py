@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from moesys.config.base import Declared, KindUnion
+from moesys.config.base import Declaration, KindUnion
 
 SlotCount = Annotated[int, Field(ge=0, strict=True)]
 SlotGigabytes = Annotated[float, Field(ge=0, le=1e9)]
@@ -27,7 +27,7 @@ def one_per_rank(name: str, given: Any, num_ranks: int, of: str = "the cluster")
     return values
 
 
-class Ep(Declared):
+class Ep(Declaration):
     """Classic expert parallelism: every expert lives whole on its owner rank.
 
     With ``slots_per_rank``, or memory for them in ``slot_gb_per_rank``, an owner lends copies of its experts to other
@@ -87,7 +87,7 @@ def _without_added(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value or name not in ("prefetch_layers", "delay_reshard")}
 
 
-class Fsep(Declared):
+class Fsep(Declaration):
     """Fully sharded expert parallelism (LAER-MoE, section 4): every expert is sharded over all ranks and restored into
     slots by all-to-all, so the layout may change every micro-batch.
 

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from moesys.config.balance import Balance
-from moesys.config.base import BYTES_PER_GB, Declared, DisplayName, KindUnion
+from moesys.config.base import BYTES_PER_GB, Declaration, DisplayName, KindUnion
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.overlap import Overlap, Sequential
@@ -19,20 +19,20 @@ from moesys.config.sharding import Ep, Sharding, one_per_rank
 from moesys.config.split import Split
 
 
-class Last(Declared):
+class Last(Declaration):
     """The newest load."""
 
     kind: Literal["last"] = "last"
 
 
-class WindowMean(Declared):
+class WindowMean(Declaration):
     """The mean of the newest ``steps`` loads (LAER-MoE: 5)."""
 
     kind: Literal["window_mean"] = "window_mean"
     steps: int = Field(5, ge=1, description="number of newest loads that are averaged")
 
 
-class Ema(Declared):
+class Ema(Declaration):
     """Exponential moving average: ``decay`` of the old, the rest of the newest."""
 
     kind: Literal["ema"] = "ema"
@@ -40,7 +40,7 @@ class Ema(Declared):
     """The load of k micro-batches ago has the weight ``decay`` to the power of k."""
 
 
-class Adaptive(Declared):
+class Adaptive(Declaration):
     """Uses the predictor that was closest lately: each one is tested on every load before it sees the load."""
 
     kind: Literal["adaptive"] = "adaptive"
@@ -51,7 +51,7 @@ class Adaptive(Declared):
     memory: int = Field(16, ge=1, description="loads over which an error is forgotten to 1/e")
 
 
-class Oracle(Declared):
+class Oracle(Declaration):
     """Predicts the load of the micro-batch that the plan will serve, which no predictor can beat.
 
     It is available in simulations, and in training in which routing is replayed.
@@ -63,7 +63,7 @@ class Oracle(Declared):
 Predictor = Annotated[Last | WindowMean | Ema | Adaptive | Oracle, KindUnion()]
 
 
-class Ordered(Declared):
+class Ordered(Declaration):
     """The same bits for every overlap: rows of an expert by (source rank, token, k), replicas by rank."""
 
     kind: Literal["ordered"] = "ordered"
@@ -71,7 +71,7 @@ class Ordered(Declared):
     gradient_bytes: ClassVar[int] = 4
 
 
-class LayoutInvariant(Declared):
+class LayoutInvariant(Declaration):
     """The same bits for every overlap, layout, split and sharding, and for any number of ranks.
 
     The rows of an expert, by (source rank, token, k) over all ranks, are cut into blocks of ``block_rows`` (the last
@@ -96,7 +96,7 @@ class LayoutInvariant(Declared):
 Reduction = Annotated[Ordered | LayoutInvariant, KindUnion()]
 
 
-class Strategy(Declared):
+class Strategy(Declaration):
     """Everything that decides how an MoE layer runs, and nothing that decides what it computes."""
 
     name: DisplayName = Field(min_length=1, description="name in tables; not part of the fingerprint")

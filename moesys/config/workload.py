@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared, KindUnion, LongName
+from moesys.config.base import Declaration, KindUnion, LongName
 from moesys.config.hub import config_named, num_moe_layers, parse_config, read_config, shape_of
 from moesys.config.model import ModelShape
 
@@ -22,7 +22,7 @@ _SHARED = ("n_shared_experts", "shared_expert_intermediate_size")
 _REMOVED: dict[str, Any] = {"shaped_links": False, "cpus_per_host": None}
 
 
-class RealTraining(Declared):
+class RealTraining(Declaration):
     """The fields that all training on real ranks has in common."""
 
     context: int = Field(128, ge=2, description="tokens of a sequence")
@@ -148,7 +148,7 @@ class ModelTraining(RealTraining):
         return "layers" if self.recompute and any(fields.get(name) for name in _SHARED) else super().recomputed
 
 
-class CostModelWorkload(Declared):
+class CostModelWorkload(Declaration):
     """The fields of all workloads of the cost model: the rest of a step, which moves and computes the same under every
     strategy.
     """

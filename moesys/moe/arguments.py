@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moesys.config import ClusterSpec, ModelShape, Strategy, presets
-from moesys.config.base import Declared
+from moesys.config.base import Declaration
 from moesys.files import number_set
 from moesys.kernels.torch_internals import refuse_function_transforms
 from moesys.torch_private import require_values
@@ -132,7 +132,7 @@ def check_kinds(**given: object) -> None:
 
 def declaration(shape: ModelShape, strategy: Strategy, cluster: ClusterSpec, seed: int | None) -> dict[str, Any]:
     """Returns what must be the same on all ranks that share experts, as JSON values; names are left out."""
-    declared: dict[str, Declared] = {"ModelShape": shape, "strategy": strategy, "cluster": cluster}
+    declared: dict[str, Declaration] = {"ModelShape": shape, "strategy": strategy, "cluster": cluster}
     fields = {key: {k: v for k, v in _fields(each).items() if k != "name"} for key, each in declared.items()}
     return fields | {"seed": seed, "torch": torch.__version__, "moesys": _version()}
 
@@ -145,7 +145,7 @@ def _version() -> str:
         return "not installed"
 
 
-def _fields(declared: Declared) -> dict[str, Any]:
+def _fields(declared: Declaration) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name in type(declared).model_fields:
         try:

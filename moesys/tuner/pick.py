@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from moesys.config import Declared, Strategy
+from moesys.config import Declaration, Strategy
 from moesys.config.experiment import Source
 from moesys.tuner.costs import Costs, Session
 from moesys.tuner.space import PARTS, SearchBounds, Space, default_space
@@ -225,7 +225,7 @@ def _choices_of(pick: Strategy, space: Space, search: SearchResult) -> tuple[Cho
     pick_ms = next((one.ms for one in search.ranking if one.strategy.fingerprint() == pick.fingerprint()), None)
     values: dict[str, Any] = {}
     for name in ("sharding", "overlap"):
-        part: Declared = getattr(pick, name)
+        part: Declaration = getattr(pick, name)
         kind = values[f"{name}.kind"] = getattr(part, "kind", "")
         values |= {f"{name}.{field}": getattr(part, field) for field in space.choices(name, kind)}
     values |= {name: getattr(pick, name) for name in PARTS if name not in ("sharding", "overlap")}

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from moesys.balance.flow.flow_split import FlowSplit
-from moesys.config import Declared, Fsep, Strategy, WindowMean
+from moesys.config import Declaration, Fsep, Strategy, WindowMean
 from moesys.config.base import WordedModel, in_words, toml_fields, unknown_kind
 from moesys.config.member import Member
 from moesys.kinds import did_you_mean
@@ -316,11 +316,11 @@ def _slot_counts(setting: Setting, tokens_per_rank: int) -> tuple[int, ...]:
 # --- members of a space -----------------------------------------------------------------------------------------------
 
 
-def _classes_of(part: str) -> dict[str, type[Declared]]:
+def _classes_of(part: str) -> dict[str, type[Declaration]]:
     """Returns the classes of a union by kind; none of a field that is no union."""
     if (union := _extensible(part)) is not None:
         return dict(union.kinds())
-    members = [member for member in get_args(Strategy.model_fields[part].annotation) if issubclass(member, Declared)]
+    members = [member for member in get_args(Strategy.model_fields[part].annotation) if issubclass(member, Declaration)]
     return {member.model_fields["kind"].get_default(): member for member in members}
 
 
@@ -361,7 +361,7 @@ def _once(strategies: Iterable[Strategy | None], patience: float = math.inf) -> 
 
 
 def _in_file(value: Any) -> Any:
-    if isinstance(value, Declared):
+    if isinstance(value, Declaration):
         return value.model_dump(mode="json", exclude_none=True)
     return _NONE if value is None else value
 
@@ -369,7 +369,7 @@ def _in_file(value: Any) -> Any:
 # --- values that are refused ------------------------------------------------------------------------------------------
 
 
-def _adapter(declared: type[Declared], field: str) -> TypeAdapter[Any]:
+def _adapter(declared: type[Declaration], field: str) -> TypeAdapter[Any]:
     """Returns the validation of a field, including its bounds."""
     info = declared.model_fields[field]
     taken: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.plan import LayerPlan, StepPlan
 from moesys.balance.static import Static
-from moesys.config import ClusterSpec, Declared, Ep, Fsep, Last, ModelShape, Strategy
+from moesys.config import ClusterSpec, Declaration, Ep, Fsep, Last, ModelShape, Strategy
 from moesys.config.base import LONGEST_NAME
 from moesys.config.overlap import Sequential
 from moesys.limits import out_of_memory
@@ -217,7 +217,7 @@ def _name_of(strategy: Strategy) -> str:
 
 def value_words(value: Any) -> str:
     """Returns a field's value as tables and comments show it."""
-    if not isinstance(value, Declared):
+    if not isinstance(value, Declaration):
         return "none" if value is None else str(value)
     fields = {name: info for name, info in type(value).model_fields.items() if name != "kind"}
     changed = [

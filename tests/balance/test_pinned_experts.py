@@ -27,10 +27,10 @@ def test_greedy_leaves_experts_at_home_where_they_stay_whole(lend):
     model, cluster = presets.OLMOE_1B_7B, presets.h100(2)
     rng = np.random.default_rng(0)
     tokens_E = rng.lognormal(sigma=1.0, size=model.num_experts)
-    load = ms.LoadMatrix(rng.poisson(4096 * tokens_E / tokens_E.sum(), (16, model.num_experts)) * 8)
+    load = ms.planning.LoadMatrix(rng.poisson(4096 * tokens_E / tokens_E.sum(), (16, model.num_experts)) * 8)
     owner_E, experts = owner_of_experts(model.num_experts, 16), np.arange(model.num_experts)
 
-    def plan(sharding: ms.Ep | ms.Fsep) -> ms.ExpertLayout:
+    def plan(sharding: ms.Ep | ms.Fsep) -> ms.planning.ExpertLayout:
         strategy = ms.Strategy(name="whole", sharding=sharding, balance=ms.Greedy())
         return plan_layout(load, cluster, strategy.balance, 6, model=model, strategy=strategy)
 
@@ -46,13 +46,13 @@ def test_copies_that_pay_beat_planners_that_know_the_counts_as_well():
     model, cluster = presets.DEEPSEEK_V3, presets.h100(2)
     rng = np.random.default_rng(0)
     share_E = rng.lognormal(sigma=1.5, size=model.num_experts)
-    load = ms.LoadMatrix(rng.poisson(8192 * model.top_k * share_E / share_E.sum(), (16, model.num_experts)))
+    load = ms.planning.LoadMatrix(rng.poisson(8192 * model.top_k * share_E / share_E.sum(), (16, model.num_experts)))
     ep = ms.Strategy(name="ep", sharding=ms.Ep(slots_per_rank=32), lag=0)
 
     def layer(**planner: object) -> tuple[float, int]:
         strategy = ep.replace(**planner)
-        plan = ms.plan_layer(strategy, model, cluster, load)
-        length_ms = ms.simulate(ms.StepPlan(strategy, model, cluster, (plan,))).length_us / 1e3
+        plan = ms.planning.plan_layer(strategy, model, cluster, load)
+        length_ms = ms.simulate(ms.planning.StepPlan(strategy, model, cluster, (plan,))).length_us / 1e3
         return length_ms, int(plan.layout.filled_R.sum()) - model.num_experts
 
     ours_ms, copies = layer(balance=ms.Greedy(drift=0), split=ms.FlowSplit(max_inter_node="seconds"))

@@ -25,7 +25,7 @@ def drawn_plan(seed: int) -> TokenPlan:
     held_RE[rng.integers(R, size=E), np.arange(E)] = True
     S = held_RE.sum(axis=1).max()
     expert_RS = [[*np.flatnonzero(held_E), *[-1] * (S - held_E.sum())] for held_E in held_RE]
-    load, layout = ms.LoadMatrix(tokens_RE), ms.ExpertLayout(np.array(expert_RS), E)
+    load, layout = ms.planning.LoadMatrix(tokens_RE), ms.planning.ExpertLayout(np.array(expert_RS), E)
     tokens_RER = np.zeros((R, E, R), dtype=np.int64)
     for source, expert in np.argwhere(tokens_RE):
         holders = np.flatnonzero(held_RE[:, expert])
@@ -81,8 +81,8 @@ def test_a_rank_gets_about_as_much_as_before(seed: int, block_rows: int) -> None
 
 @pytest.mark.parametrize("block_rows", [1, 16])
 def test_one_holder_keeps_its_tokens(block_rows: int) -> None:
-    load = ms.LoadMatrix([[5, 20], [7, 3]])
-    plan = ms.split_tokens(
-        load, ms.ExpertLayout(np.array([[0], [1]]), 2), ms.ClusterSpec(ranks_per_node=2), ms.EvenSplit()
+    load = ms.planning.LoadMatrix([[5, 20], [7, 3]])
+    plan = ms.planning.split_tokens(
+        load, ms.planning.ExpertLayout(np.array([[0], [1]]), 2), ms.ClusterSpec(ranks_per_node=2), ms.EvenSplit()
     )
     assert by_blocks(plan, block_rows) == plan

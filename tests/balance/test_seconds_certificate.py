@@ -60,8 +60,8 @@ def test_more_slots_never_raise_the_bound_however_little_a_token_costs(faster):
     tokens_RE[0, 3], tokens_RE[4, 0], tokens_RE[4, 3], tokens_RE[5, 2] = 218, 46, 4, 314
     links = {"intra_node_gb_per_s": 300.0 * faster, "inter_node_gb_per_s": 89.0 * faster}
     cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=(1, 6), expert_tflops=100.0 * faster, **links)
-    layout = ms.ExpertLayout([[2], [0], [3], [0], [0], [0], [1]], 4)
-    plan = split_tokens(ms.LoadMatrix(tokens_RE), layout, cluster, ms.EvenSplit())
+    layout = ms.planning.ExpertLayout([[2], [0], [3], [0], [0], [0], [1]], 4)
+    plan = split_tokens(ms.planning.LoadMatrix(tokens_RE), layout, cluster, ms.EvenSplit())
     model, found = WIDE.replace(num_experts=4, top_k=1), []
     for slots in (1, 2, 3, 4):
         strategy = ms.Strategy(name="bounded", sharding=ms.Fsep(slots_per_rank=slots), overlap=ms.Sequential())
@@ -71,7 +71,9 @@ def test_more_slots_never_raise_the_bound_however_little_a_token_costs(faster):
     assert all(more <= fewer * (1 + 1e-6) for fewer, more in pairwise(found))
 
 
-def least_of_all(load: ms.LoadMatrix, cluster: ms.ClusterSpec, model: ms.ModelShape, sharding: ms.Fsep) -> float:
+def least_of_all(
+    load: ms.planning.LoadMatrix, cluster: ms.ClusterSpec, model: ms.ModelShape, sharding: ms.Fsep
+) -> float:
     """Seconds of the cheapest layout and split, by CP-SAT, for equal nodes whose links inside cost nothing: of
     each pass its slowest node, from the first row to the last product; results; gradients of weights; and those of
     experts on their way home.
@@ -135,7 +137,7 @@ def test_the_bound_is_below_the_optimum_of_small_problems(seed):
     nodes, ranks, E = (int(numbers.integers(*of)) for of in ((2, 4), (1, 4), (2, 6)))
     slots = min(-(-E // (nodes * ranks)) + int(numbers.integers(0, 3)), E)
     popular_E = numbers.lognormal(0, 1.2, E) * numbers.lognormal(0, 0.5, (nodes * ranks, E))
-    load = ms.LoadMatrix(numbers.poisson(40 * popular_E))
+    load = ms.planning.LoadMatrix(numbers.poisson(40 * popular_E))
     links = {"intra_node_gb_per_s": 1e9, "inter_node_gb_per_s": float(numbers.choice([0.3, 3.0]))}
     cluster = ms.ClusterSpec(num_nodes=nodes, ranks_per_node=ranks, expert_tflops=0.01, **links)
     model = ms.ModelShape(hidden_size=64, intermediate_size=int(numbers.choice([1, 8])), num_experts=E, top_k=1)
@@ -154,8 +156,8 @@ def test_the_bound_is_below_the_optimum_of_small_problems(seed):
 
 def test_the_bound_is_reached_where_nothing_need_cross():
     """Two nodes, each with the experts that its ranks want, and nothing else to pay."""
-    load = ms.LoadMatrix([[500, 500, 0, 0], [0, 0, 500, 500]])
-    layout = ms.ExpertLayout([[0, 1], [2, 3]], num_experts=4)
+    load = ms.planning.LoadMatrix([[500, 500, 0, 0], [0, 0, 500, 500]])
+    layout = ms.planning.ExpertLayout([[0, 1], [2, 3]], num_experts=4)
     cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=1, expert_tflops=0.1)
     sharding = ms.Fsep(slots_per_rank=2, prefetch_layers=1, delay_reshard=True)
     strategy = ms.Strategy(name="hidden", sharding=sharding)
@@ -163,15 +165,15 @@ def test_the_bound_is_reached_where_nothing_need_cross():
     found = certify_seconds(plan, cluster, WIDE.replace(num_experts=4), strategy)
     assert found.gap == pytest.approx(0, abs=1e-4)
     assert (found.rows_s, found.experts_s, found.limit) == (0, 0, "products")
-    crossed = ms.ExpertLayout([[2, 3], [0, 1]], num_experts=4)
+    crossed = ms.planning.ExpertLayout([[2, 3], [0, 1]], num_experts=4)
     plan = split_tokens(load, crossed, cluster, ms.FlowSplit())
     assert certify_seconds(plan, cluster, WIDE.replace(num_experts=4), strategy).gap > 0.05
 
 
 def test_rows_and_experts_are_weighed_against_each_other():
     """By hand: on each of two nodes two experts are wanted, and a rank has slots for three."""
-    load = ms.LoadMatrix([[900, 90, 10], [900, 90, 10]])
-    layout = ms.ExpertLayout([[0, 1, -1], [0, 2, -1]], num_experts=3)
+    load = ms.planning.LoadMatrix([[900, 90, 10], [900, 90, 10]])
+    layout = ms.planning.ExpertLayout([[0, 1, -1], [0, 2, -1]], num_experts=3)
     cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=1, inter_node_gb_per_s=1.0)
     model = ms.ModelShape(hidden_size=8, intermediate_size=20, num_experts=3, top_k=1)
     strategy = ms.Strategy(name="waits", sharding=ms.Fsep(slots_per_rank=3, reshard_after_forward=False))
@@ -186,10 +188,10 @@ def test_rows_and_experts_are_weighed_against_each_other():
 
 
 def test_a_certificate_says_what_limits():
-    load = ms.LoadMatrix(np.random.default_rng(0).integers(0, 4000, (32, 128)))
+    load = ms.planning.LoadMatrix(np.random.default_rng(0).integers(0, 4000, (32, 128)))
     model, cluster = presets.QWEN3_30B_A3B, presets.h100(4)
     strategy = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=5), balance=ms.Greedy(), split=ms.FlowSplit())
-    layer = ms.plan_layer(strategy, model, cluster, load)
+    layer = ms.planning.plan_layer(strategy, model, cluster, load)
     found = certify_seconds(layer.tokens, cluster, model, strategy)
     assert found.limit == "rows between nodes"
     assert 0 < found.gap < 0.5
@@ -197,7 +199,7 @@ def test_a_certificate_says_what_limits():
 
 
 def test_a_certificate_of_another_strategy_is_refused():
-    load, layout = ms.LoadMatrix([[1, 2], [3, 4]]), ms.ExpertLayout([[0, 1], [0, 1]], num_experts=2)
+    load, layout = ms.planning.LoadMatrix([[1, 2], [3, 4]]), ms.planning.ExpertLayout([[0, 1], [0, 1]], num_experts=2)
     cluster, model = ms.ClusterSpec(ranks_per_node=2), WIDE.replace(num_experts=2)
     plan = split_tokens(load, layout, cluster, ms.EvenSplit())
     strategy = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=1))
@@ -218,7 +220,7 @@ def test_the_bound_is_below_plans_of_lent_experts(seed):
     model = ms.ModelShape(hidden_size=512, intermediate_size=1024, num_experts=E, top_k=2)
     by_node_NE = numbers.lognormal(0, 1.5, (len(nodes), E))
     popular_RE = by_node_NE[np.array(cluster.node_of_rank)] * numbers.lognormal(0, 0.3, (R, E))
-    load = ms.LoadMatrix(numbers.poisson(300 * popular_RE))
+    load = ms.planning.LoadMatrix(numbers.poisson(300 * popular_RE))
     sharding = ms.Ep(slots_per_rank=slots, lend="flat", prefetch_layers=1, delay_reshard=bool(seed % 2))
     strategy = ms.Strategy(name="lent", sharding=sharding)
     layout = ms.plan_layout(load, cluster, ms.Greedy(), slots, model=model, strategy=strategy)

@@ -36,14 +36,16 @@ def model_of(instance: Instance) -> ms.ModelShape:
     return WIDE.replace(num_experts=instance.load.num_experts)
 
 
-def cost_of(plan: ms.TokenPlan, cluster: ms.ClusterSpec, prices: Prices) -> int:
+def cost_of(plan: ms.planning.TokenPlan, cluster: ms.ClusterSpec, prices: Prices) -> int:
     node_R, table = link_domains_of(cluster), list_replicas(plan.layout.expert_RS, plan.load.num_experts)
     supply_NE, _ = tokens_by_node(plan.load.tokens_RE, node_R)
     tokens_P = plan.tokens_RER.sum(axis=0)[table.expert_P, table.rank_P]
     return int(split_cost(plan.load.tokens_RE, supply_NE, node_R, table, tokens_P, prices)[0])
 
 
-def step_seconds(plan: ms.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSpec, sharding: ms.Fsep) -> float:
+def step_seconds(
+    plan: ms.planning.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSpec, sharding: ms.Fsep
+) -> float:
     """A step's products and links, all-to-all by all-to-all, from the bytes of the cost model."""
     R, N = cluster.num_ranks, cluster.num_nodes
     node_R = np.asarray(cluster.node_of_rank)
@@ -71,7 +73,7 @@ def test_a_split_costs_what_its_bytes_and_rows_take(data, instance, joined):
     elif cluster.num_nodes > 1:
         cluster = cluster.replace(intra_node_gb_per_s=1e9)
     # a node's traffic is shared out in whole tokens
-    load = ms.LoadMatrix(instance.load.tokens_RE * 1000)
+    load = ms.planning.LoadMatrix(instance.load.tokens_RE * 1000)
     plan = split_tokens(load, layout, cluster, ms.FlowSplit(), data.draw(st.integers(0, 3)))
     sharding = ms.Fsep(slots_per_rank=layout.num_slots)
     prices, _ = with_experts(prices_of(model, cluster, plan.load.total), layout, model, cluster, sharding)
@@ -79,7 +81,9 @@ def test_a_split_costs_what_its_bytes_and_rows_take(data, instance, joined):
     assert cost_of(plan, cluster, prices) * prices.unit_s == pytest.approx(expected_s, rel=1e-3)
 
 
-def once_seconds(plan: ms.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSpec, overlap: ms.Overlap) -> float:
+def once_seconds(
+    plan: ms.planning.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSpec, overlap: ms.Overlap
+) -> float:
     """A step's products, and every all-to-all of its rows, forward and backward, from the bytes of each stage."""
     loads = row_traffic(plan, model, cluster, overlap).stage_loads(model, cluster)
     sent_s = 2 * sum(float(load.seconds_L.max()) for load in loads.values())
@@ -93,8 +97,10 @@ def once_seconds(plan: ms.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSp
 )
 def test_a_split_costs_what_rows_take_that_cross_once(data, tokens_RE, top_k):
     """Exactly between two ranks that are nodes, as it is by nodes that tokens are counted."""
-    load = ms.LoadMatrix(tokens_RE)
-    layout = ms.ExpertLayout(data.draw(st.sampled_from([[[0, 1], [2, 3]], [[0, 1, 2], [3, 1, 2]]])), num_experts=4)
+    load = ms.planning.LoadMatrix(tokens_RE)
+    layout = ms.planning.ExpertLayout(
+        data.draw(st.sampled_from([[[0, 1], [2, 3]], [[0, 1, 2], [3, 1, 2]]])), num_experts=4
+    )
     model = WIDE.replace(num_experts=4, top_k=top_k)
     cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=1, memory_gb_per_s=1000)
     overlap = ms.Sequential(node_dispatch="once", combine="per_node")
@@ -109,13 +115,13 @@ def test_a_split_costs_what_rows_take_that_cross_once(data, tokens_RE, top_k):
 def test_plans_are_those_of_direct_rows_where_bits_are():
     """Every row comes home, and no overlap changes a bit: so it changes no layout, and no split."""
     model, cluster = presets.QWEN3_30B_A3B, presets.h100(4)
-    load = ms.LoadMatrix(np.random.default_rng(0).integers(0, 4000, (32, 128)))
+    load = ms.planning.LoadMatrix(np.random.default_rng(0).integers(0, 4000, (32, 128)))
     plans = []
     for dispatch in ("direct", "once"):
         overlap, sharding = ms.Sequential(node_dispatch=dispatch), ms.Fsep(slots_per_rank=8)
         strategy = ms.Strategy(name=dispatch, sharding=sharding, balance=ms.Greedy(), overlap=overlap)
         strategy = strategy.replace(split=ms.FlowSplit(max_inter_node="seconds"))
-        plans.append(ms.plan_layer(strategy, model, cluster, load).tokens)
+        plans.append(ms.planning.plan_layer(strategy, model, cluster, load).tokens)
     assert plans[0] == plans[1]
 
 
@@ -124,7 +130,7 @@ def test_a_layout_for_rows_that_cross_once_takes_less_than_one_for_rows_that_all
     """Simulated, and about what it was thought to cost."""
     model, cluster = presets.QWEN3_30B_A3B, presets.h100(4)
     how = ms.Generated(skew=1.0, spread=0.1, num_layers=1, tokens_per_rank=8192, warmup=0, steps=1)
-    load = ms.LoadMatrix(generate(how, 32, 128, 8, seed=0).tokens_SLRE[0, 0])
+    load = ms.planning.LoadMatrix(generate(how, 32, 128, 8, seed=0).tokens_SLRE[0, 0])
     once = ms.Sequential(node_dispatch="once", combine="per_node")
     strategy = ms.Strategy(
         name="once",
@@ -150,7 +156,7 @@ def test_a_split_by_seconds_costs_no_more_than_the_least_load_and_the_least_traf
     layout, model, cluster = data.draw(layouts(instance)), model_of(instance), instance.cluster
     prices = prices_of(model, cluster, instance.load.total)
 
-    def split(cap: float | str | None) -> ms.TokenPlan:
+    def split(cap: float | str | None) -> ms.planning.TokenPlan:
         config = ms.FlowSplit(traffic=traffic, max_inter_node=cap)
         return split_tokens(instance.load, layout, cluster, config, model=model)
 
@@ -163,7 +169,7 @@ def test_a_split_by_seconds_costs_no_more_than_the_least_load_and_the_least_traf
 
 def test_a_split_by_seconds_sends_rows_over_wires_only_where_that_is_quicker():
     """Rank 0 has all tokens of expert 0, and rank 1 on another node holds it as well."""
-    load, layout = ms.LoadMatrix([[800], [200]]), ms.ExpertLayout([[0], [0]], num_experts=1)
+    load, layout = ms.planning.LoadMatrix([[800], [200]]), ms.planning.ExpertLayout([[0], [0]], num_experts=1)
     model, busiest = WIDE.replace(intermediate_size=4096), []
     for gb_per_s in (1e-3, 1e6):
         cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=1, inter_node_gb_per_s=gb_per_s, expert_tflops=1)
@@ -173,7 +179,7 @@ def test_a_split_by_seconds_sends_rows_over_wires_only_where_that_is_quicker():
 
 
 def test_a_split_by_seconds_asks_for_the_model():
-    load, layout = ms.LoadMatrix([[1]]), ms.ExpertLayout([[0]], num_experts=1)
+    load, layout = ms.planning.LoadMatrix([[1]]), ms.planning.ExpertLayout([[0]], num_experts=1)
     with pytest.raises(ValueError, match="max_inter_node='seconds' is of a layer's shape; give model"):
         split_tokens(load, layout, ms.ClusterSpec(), ms.FlowSplit(max_inter_node="seconds"))
 
@@ -189,7 +195,7 @@ def test_spread_layouts_hold_every_expert_and_fill_every_slot(instance, evenly):
     expert_RS = np.full((len(slots_R), slots_R.max()), EMPTY)
     rank_A = np.flatnonzero(slots_R)
     spread(tokens_E, slots_R, np.asarray(instance.cluster.node_of_rank), rank_A, evenly, expert_RS)
-    layout = ms.ExpertLayout(expert_RS, num_experts)
+    layout = ms.planning.ExpertLayout(expert_RS, num_experts)
     assert layout.num_duplicates == 0
     np.testing.assert_array_equal(layout.filled_R, slots_R)
 
@@ -220,14 +226,16 @@ def test_blocks_of_nodes_are_a_tree_from_fine_to_coarse(nodes):
 
 def test_drifted_loads_have_as_many_tokens_and_the_drift_that_was_asked_for():
     how = ms.Generated(skew=1.0, drift=0.3, num_layers=1, tokens_per_rank=8192, warmup=0, steps=2)
-    before, after = map(ms.LoadMatrix, generate(how, 4, 256, 8, seed=0).tokens_SLRE[:, 0])
+    before, after = map(ms.planning.LoadMatrix, generate(how, 4, 256, 8, seed=0).tokens_SLRE[:, 0])
     assert measured_drift(before, after) == pytest.approx(0.3, abs=0.1)
     assert measured_drift(before, before) == pytest.approx(0)
-    assert measured_drift(ms.LoadMatrix(np.ones((2, 3), dtype=int)), ms.LoadMatrix([[1, 2, 3]] * 2)) == 0
+    assert (
+        measured_drift(ms.planning.LoadMatrix(np.ones((2, 3), dtype=int)), ms.planning.LoadMatrix([[1, 2, 3]] * 2)) == 0
+    )
     assert (draw_drifted(before.tokens_RE, 0.0, -1.0, 1)[0] == before.tokens_RE).all()
     for tokens_RE in draw_drifted(before.tokens_RE, 0.3, -1.0, 4):
         assert tokens_RE.sum() == pytest.approx(before.total, rel=1e-3)
-        assert measured_drift(before, ms.LoadMatrix(tokens_RE)) == pytest.approx(0.3, abs=0.12)
+        assert measured_drift(before, ms.planning.LoadMatrix(tokens_RE)) == pytest.approx(0.3, abs=0.12)
 
 
 @dataclass(frozen=True)
@@ -237,7 +245,7 @@ class Situation:
     model: ms.ModelShape
     cluster: ms.ClusterSpec
     strategy: ms.Strategy
-    loads: tuple[ms.LoadMatrix, ms.LoadMatrix]
+    loads: tuple[ms.planning.LoadMatrix, ms.planning.LoadMatrix]
     recompute: str = "none"
     rest_seconds: float = 0.0
 
@@ -275,7 +283,7 @@ class Situation:
             warmup=0,
             steps=2,
         )
-        before, now = map(ms.LoadMatrix, generate(how, R, E, model.top_k, seed).tokens_SLRE[:, 0])
+        before, now = map(ms.planning.LoadMatrix, generate(how, R, E, model.top_k, seed).tokens_SLRE[:, 0])
         strategy = ms.Strategy(name="drawn", sharding=sharding, overlap=overlap, late_slots=late)
         rest_seconds = one_of(0.0, 0.5, 1.0) * cost.expert_seconds(float(tokens * model.top_k), model, cluster, False)
         recompute = one_of("none", "none", "layers", "selective", "computing")
@@ -338,7 +346,7 @@ def test_plans_are_judged_as_they_are_simulated(num_situations):
 def test_late_experts_are_judged_as_they_are_simulated(sharding):
     """They are waited for beside rows, while the others travel behind products: 3 to 5 % of this layer."""
     cluster = presets.h100(2).replace(inter_node_gb_per_s=100.0)
-    load = ms.LoadMatrix(np.tile([30_000, 8_000, 6_000, 4_000, 4_000, 4_000, 4_000, 4_000], (16, 1)))
+    load = ms.planning.LoadMatrix(np.tile([30_000, 8_000, 6_000, 4_000, 4_000, 4_000, 4_000, 4_000], (16, 1)))
     ahead = sharding(slots_per_rank=2, prefetch_layers=1, delay_reshard=True)
     late = ms.Strategy(name="late", sharding=ahead, late_slots=1)
     situation = Situation(presets.MIXTRAL_8X7B, cluster, late, (load, load), rest_seconds=0.1)
@@ -352,7 +360,7 @@ def test_copies_that_travel_ahead_are_judged_as_they_are_simulated(nodes, slots)
     """Inside a node they are hidden; between nodes they take longer than the products that they travel behind."""
     model, cluster, seconds = presets.MIXTRAL_8X7B, presets.h100(nodes), {}
     how = ms.Generated(skew=1.0, num_layers=1, tokens_per_rank=8192, warmup=0, steps=1)
-    load = ms.LoadMatrix(generate(how, cluster.num_ranks, 8, 2, seed=0).tokens_SLRE[0, 0])
+    load = ms.planning.LoadMatrix(generate(how, cluster.num_ranks, 8, 2, seed=0).tokens_SLRE[0, 0])
     for ahead in (False, True):
         sharding = ms.Ep(slots_per_rank=slots, prefetch_layers=int(ahead), delay_reshard=ahead)
         lent = Situation(model, cluster, ms.Strategy(name="lent", sharding=sharding), (load, load))
@@ -367,7 +375,7 @@ def test_ranks_leave_slots_empty_where_experts_are_dear():
     sharding = ms.Fsep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True)
     hidden = ms.Strategy(name="hidden", sharding=sharding)
     cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, inter_node_gb_per_s=0.1)
-    load = ms.LoadMatrix(np.random.default_rng(0).integers(1, 50, (4, 4)))
+    load = ms.planning.LoadMatrix(np.random.default_rng(0).integers(1, 50, (4, 4)))
     model = presets.MIXTRAL_8X7B.replace(num_experts=4)
     known = {"model": model}
     near = cluster.replace(inter_node_gb_per_s=1e6, intra_node_gb_per_s=1e6)
@@ -378,7 +386,7 @@ def test_ranks_leave_slots_empty_where_experts_are_dear():
     # So few products hide nothing on slow links.
     assert plan_layout(load, cluster, ms.Greedy(), 3, strategy=hidden, **known).filled_R.tolist() == [1, 1, 1, 1]
     # With so many tokens that rows are dearer than experts, all slots pay.
-    many = ms.LoadMatrix(load.tokens_RE * 10**7)
+    many = ms.planning.LoadMatrix(load.tokens_RE * 10**7)
     assert plan_layout(many, cluster, ms.Greedy(), 3, strategy=waited_for, **known).filled_R.sum() == 12
     # The same, in units of a ten-millionth of a token.
     units = {"units_per_token": 10**7, **known}

@@ -21,7 +21,7 @@ CASE = PlannedCase("MIXTRAL_8X7B", 16, 2)
 
 def test_a_case_is_certified_as_users_do_it() -> None:
     model, cluster = ms.presets.MIXTRAL_8X7B, ms.presets.h100(2)
-    before, later = map(ms.LoadMatrix, CASE.loads(1))
+    before, later = map(ms.planning.LoadMatrix, CASE.loads(1))
     flat, lent = ms.Fsep(slots_per_rank=2), ms.Ep(slots_per_rank=2)
     by_node = ms.Fsep(slots_per_rank=2, restore="hierarchical", reshard="hierarchical")
     once = ms.Sequential(node_dispatch="once", combine="per_node")
@@ -39,8 +39,8 @@ def test_a_case_is_certified_as_users_do_it() -> None:
     for name, more in declared.items():
         strategy = ms.Strategy.model_validate({"name": name} | greedy | more)
         layout = ms.plan_layout(before, cluster, strategy.balance, 2, model=model, strategy=strategy)
-        plan = ms.plan_layer(strategy, model, cluster, later, layout=layout)
-        us[name] = ms.simulate(ms.StepPlan(strategy, model, cluster, (plan,))).length_us
+        plan = ms.planning.plan_layer(strategy, model, cluster, later, layout=layout)
+        us[name] = ms.simulate(ms.planning.StepPlan(strategy, model, cluster, (plan,))).length_us
         gap = certify_seconds(plan.tokens, cluster, model, strategy).gap
         assert (1 / found.least_over_laer if name == "laer" else found.over[name]) == pytest.approx(1 + gap)
     assert found.over_laer == pytest.approx(us["direct"] / us["laer"])

@@ -56,12 +56,12 @@ import moesys as ms
 class InTurn(ms.Balance):
     def layout(self, problem):
         rows = np.arange(sum(problem.slots_R)).reshape(len(problem.slots_R), -1)
-        return ms.ExpertLayout(rows % problem.load.num_experts, problem.load.num_experts)
+        return ms.planning.ExpertLayout(rows % problem.load.num_experts, problem.load.num_experts)
 
 
 class Loses(ms.Balance):
     def layout(self, problem):
-        return ms.ExpertLayout(np.zeros((len(problem.slots_R), 1), int), problem.load.num_experts)
+        return ms.planning.ExpertLayout(np.zeros((len(problem.slots_R), 1), int), problem.load.num_experts)
 
 
 class First(ms.Split):
@@ -71,7 +71,7 @@ class First(ms.Split):
         for source, expert in np.argwhere(load.tokens_RE):
             holder = layout.replicas_RE[:, expert].argmax()
             tokens_RER[source, expert, holder] = load.tokens_RE[source, expert]
-        return ms.TokenPlan.from_dense(tokens_RER, load, layout)
+        return ms.planning.TokenPlan.from_dense(tokens_RER, load, layout)
 """
 MODEL = ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, dtype="bfloat16")
 CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=2)

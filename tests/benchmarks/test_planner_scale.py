@@ -99,10 +99,10 @@ def test_the_step_is_that_of_the_whole_model() -> None:
     cluster = ms.presets.h100(1)
     split = ms.FlowSplit(max_inter_node="seconds")
     strategy = ms.Strategy(name="ours", sharding=ms.Fsep(slots_per_rank=2), balance=ms.Greedy(), split=split)
-    model = ms.ModelSpec.from_config("deepseek-v3-small")
-    run = ms.ModelRun(model=model, cluster=cluster, strategy=strategy, micro_batch=2)
+    model = ms.models.ModelSpec.from_config("deepseek-v3-small")
+    run = ms.models.ModelRun(model=model, cluster=cluster, strategy=strategy, micro_batch=2)
     routing = ms.Generated(num_layers=2, tokens_per_rank=8192, warmup=0, steps=20, drift=0.3)
-    step = ms.simulate_model(run, ms.generate(routing, 8, 8, 2, seed=0), draws=1)
+    step = ms.models.simulate_model(run, ms.traces.generate(routing, 8, 8, 2, seed=0), draws=1)
     assert WHOLE_MODEL.step_ms() == pytest.approx(1000 * step.seconds)
 
 

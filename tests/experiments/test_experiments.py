@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys.lab.runs.comparison import JUDGED_STEPS
+from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, compare_records
 from moesys.lab.runs.declarations import load_experiment
 
 FOLDER = Path(__file__).parents[2] / "experiments"
@@ -34,7 +34,7 @@ def in_small(experiment: ms.Experiment) -> ms.Experiment:
     wrong gradient. Weights are large, so that few tokens are near a tie.
     """
     model = experiment.model.replace(hidden_size=16, intermediate_size=16, initializer_range=0.1)
-    if isinstance(experiment.workload, ms.ModelTraining):
+    if isinstance(experiment.workload, ms.models.ModelTraining):
         model = experiment.model
         workload = experiment.workload.replace(context=16, batch=1, warmup=0, steps=JUDGED_STEPS)
     elif isinstance(experiment.workload, ms.Training):
@@ -49,10 +49,10 @@ def in_small(experiment: ms.Experiment) -> ms.Experiment:
     return experiment.replace(model=model, workload=workload, seeds=(0,), repeat_baseline=False)
 
 
-def compared(experiment: ms.Experiment, out: Path) -> ms.Comparison:
+def compared(experiment: ms.Experiment, out: Path) -> Comparison:
     result = ms.run(experiment, out)
     assert [record.trace for record in result.failed] == []
-    return ms.compare_records(experiment, result.records)
+    return compare_records(experiment, result.records)
 
 
 def module_of(name: str) -> ModuleType:
@@ -143,7 +143,7 @@ def test_a_planner_of_ones_own_has_a_layout_for_any_nodes_and_slots(
     slots_R = [count for of_node in slots for count in of_node]
     E = data.draw(st.integers(1, sum(slots_R)))
     tokens = st.lists(st.integers(0, 9), min_size=E, max_size=E)
-    load = ms.LoadMatrix(data.draw(st.lists(tokens, min_size=len(slots_R), max_size=len(slots_R))))
+    load = ms.planning.LoadMatrix(data.draw(st.lists(tokens, min_size=len(slots_R), max_size=len(slots_R))))
     cluster = ms.ClusterSpec(num_nodes=len(slots), ranks_per_node=tuple(map(len, slots)))
     layout = ms.plan_layout(load, cluster, module_of("own_planner").NodeByNode(), slots_R)
     # Where each node has room, each holds every expert.

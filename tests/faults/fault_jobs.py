@@ -337,7 +337,7 @@ def train_by_trainer(job: Job, rank: int, clocks: Clocks) -> dict[str, Any]:
 class Ticking(ms.Balance):
     """A user's planner."""
 
-    def layout(self, problem: ms.PlanningProblem) -> ms.ExpertLayout:
+    def layout(self, problem: ms.planning.PlanningProblem) -> ms.planning.ExpertLayout:
         tick()
         return ms.plan_layout(problem.load, problem.cluster, ms.Greedy(), problem.slots_R)
 

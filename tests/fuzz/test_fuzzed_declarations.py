@@ -75,13 +75,13 @@ def declared() -> list[Any]:
         overlap=ms.Pipelined(chunks=2),
     )
     mega = ms.Strategy(name="mega", overlap=ms.MegaKernel(), balance=ms.Static())
-    model = ms.ModelSpec.from_config("olmoe-1b-7b")
+    model = ms.models.ModelSpec.from_config("olmoe-1b-7b")
     model = model.replace(layers=model.layers[:2])
     cluster = ms.presets.h100(2)
-    training = ms.ModelTraining(model="olmoe-small")
+    training = ms.models.ModelTraining(model="olmoe-small")
     return [
         *(strategy, mega, cluster, model, lab_cases.experiment(strategies=(strategy, mega))),
-        ms.ModelRun(model=model, cluster=cluster, strategy=strategy.replace(sharding=ms.Fsep(slots_per_rank=8))),
+        ms.models.ModelRun(model=model, cluster=cluster, strategy=strategy.replace(sharding=ms.Fsep(slots_per_rank=8))),
         *(lab_cases.experiment(workload=training, model=training.shape), lab_cases.simulated()),
         Slurm(partition="gpu", further={"a": "b"}),
         Space({"sharding": ("ep", "fsep"), "sharding.fsep.slots_per_rank": (2, 3), "split": ("even", strategy.split)}),
@@ -141,14 +141,14 @@ def model_config(folder: Path) -> Attempt:
     def attempt(draw: Random) -> None:
         path.write_bytes(json_bytes(draw, draw.choice(configs)))
         with refused("config.json"):
-            found = ms.ModelSpec.from_config(path)
+            found = ms.models.ModelSpec.from_config(path)
             said = json_said(path.read_bytes())
             assert same(found.hidden_size, said.get("hidden_size", found.hidden_size))
             assert same(found.vocab_size, said.get("vocab_size", found.vocab_size))
             assert found.num_layers == said.get("num_hidden_layers", found.num_layers)
-            assert ms.ModelSpec.from_json(found.to_json()) == found
+            assert ms.models.ModelSpec.from_json(found.to_json()) == found
         with refused("config.json"):
-            workload = ms.ModelTraining(model=str(path))
+            workload = ms.models.ModelTraining(model=str(path))
             assert json.loads(workload.config) == json_said(path.read_bytes())
             assert workload.num_layers <= json_said(path.read_bytes())["num_hidden_layers"]
 
@@ -348,15 +348,15 @@ FOUND: list[tuple[Callable[[Path], object], str]] = [
     (lambda _: named_planner(f'{{"kind": {DEEP}}}'), "planner=.* is not JSON"),
     (lambda _: named_planner("a\0b.py:Own"), "planner=.* is not a file"),
     (
-        lambda folder: ms.ModelSpec.from_config(written(folder, "c.json", MODEL)),
+        lambda folder: ms.models.ModelSpec.from_config(written(folder, "c.json", MODEL)),
         "num_hidden_layers=1000000000000; use at",
     ),
     (
-        lambda folder: ms.ModelSpec.from_config(MODEL | {"num_hidden_layers": 3, "mlp_layer_types": ["sparse"]}),
+        lambda folder: ms.models.ModelSpec.from_config(MODEL | {"num_hidden_layers": 3, "mlp_layer_types": ["sparse"]}),
         "num_hidden_layers=3 and 1 mlp_layer_types; give one a layer",
     ),
-    (lambda folder: ms.ModelSpec.from_config(written(folder, "c.json", DEEP)), r"c\.json is not JSON"),
-    (lambda _: ms.ModelSpec.from_config("a\0b"), "cannot read"),
+    (lambda folder: ms.models.ModelSpec.from_config(written(folder, "c.json", DEEP)), r"c\.json is not JSON"),
+    (lambda _: ms.models.ModelSpec.from_config("a\0b"), "cannot read"),
     (lambda _: ms.Ep(slot_gb_per_rank=1e308), "slot_gb_per_rank.*less than or equal to 1000000000"),
     (with_tokenizer, "tokenizer=.* does not encode .*text.txt"),
 ]

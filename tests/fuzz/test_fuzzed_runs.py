@@ -55,7 +55,7 @@ from moesys.tuner.findings import Entry, TuneJournal
 
 # --- traces -------------------------------------------------------------------------------------------------------
 
-TRACE = ms.generate(ms.Generated(num_layers=2, tokens_per_rank=40, warmup=0, steps=3), 2, 6, 2, seed=3)
+TRACE = ms.traces.generate(ms.Generated(num_layers=2, tokens_per_rank=40, warmup=0, steps=3), 2, 6, 2, seed=3)
 
 
 def trace_of_moesys(folder: Path) -> Attempt:

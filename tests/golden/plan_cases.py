@@ -50,7 +50,7 @@ SPLITS = {
 }
 
 
-def drawn_load(cluster: ms.ClusterSpec, num_experts: int, seed: int) -> ms.LoadMatrix:
+def drawn_load(cluster: ms.ClusterSpec, num_experts: int, seed: int) -> ms.planning.LoadMatrix:
     """Few experts with most of the tokens, others each node's own, some without any. Integers only: no machine rounds
     them in its own way.
     """
@@ -58,7 +58,7 @@ def drawn_load(cluster: ms.ClusterSpec, num_experts: int, seed: int) -> ms.LoadM
     popularity_E = rng.integers(0, 8, num_experts) ** 2
     popularity_NE = rng.integers(1, 4, (cluster.num_nodes, num_experts))
     draw_RE = rng.integers(0, 16, (cluster.num_ranks, num_experts))
-    return ms.LoadMatrix(draw_RE * popularity_E * popularity_NE[list(cluster.node_of_rank)])
+    return ms.planning.LoadMatrix(draw_RE * popularity_E * popularity_NE[list(cluster.node_of_rank)])
 
 
 def plan_lines() -> Iterator[str]:
@@ -81,7 +81,7 @@ def plan_lines() -> Iterator[str]:
             layout = ms.plan_layout(load, cluster, BALANCERS[balancer], slots, previous=layout)
         except ValueError:
             continue
-        plan = ms.split_tokens(load, layout, cluster, SPLITS[split], turn=seed % 7)
+        plan = ms.planning.split_tokens(load, layout, cluster, SPLITS[split], turn=seed % 7)
         yield (
             f"{case} | {split}: "
             f"layout {_digest(layout.expert_RS)} tokens {_digest(plan.entries)} "

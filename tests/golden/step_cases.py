@@ -10,6 +10,9 @@ import numpy as np
 from plan_cases import drawn_load
 
 import moesys as ms
+from moesys.simulator import step_program
+from moesys.simulator.rest_of_step import RestOfStep
+from moesys.timeline import Timeline
 
 MODEL = ms.ModelShape(hidden_size=512, intermediate_size=768, num_experts=16, top_k=2, dtype="bfloat16")
 CLUSTERS = {
@@ -78,11 +81,11 @@ STRATEGIES = {
 }
 # micro-batches, and what else a step does
 RESTS = (
-    (1, ms.RestOfStep()),
-    (1, ms.RestOfStep(other_seconds=2e-4, latency_seconds=1e-5, optimizer_seconds=1e-4)),
-    (2, ms.RestOfStep()),
-    (1, ms.RestOfStep(other_seconds=1e-4, recompute="layers")),
-    (1, ms.RestOfStep(other_seconds=1e-4, recompute="computing", travel_behind_rest=True, every_slot_travels=True)),
+    (1, RestOfStep()),
+    (1, RestOfStep(other_seconds=2e-4, latency_seconds=1e-5, optimizer_seconds=1e-4)),
+    (2, RestOfStep()),
+    (1, RestOfStep(other_seconds=1e-4, recompute="layers")),
+    (1, RestOfStep(other_seconds=1e-4, recompute="computing", travel_behind_rest=True, every_slot_travels=True)),
 )
 NUM_LAYERS = 2
 
@@ -96,7 +99,9 @@ def step_lines() -> Iterator[str]:
         strategy = ms.Strategy(name=name, **STRATEGIES[name])
         # by the name, so that a new strategy moves no other step
         num_micro_batches, rest = RESTS[crc32(f"{cluster_name} | {name}".encode()) % len(RESTS)]
-        simulation = ms.simulation([_plan(strategy, cluster, turn) for turn in range(num_micro_batches)], rest)
+        simulation = step_program.simulation(
+            [_plan(strategy, cluster, turn) for turn in range(num_micro_batches)], rest
+        )
         yield f"{cluster_name} | {name} | {_words(rest, num_micro_batches)}: {_ms(simulation.length_seconds)} ms"
         yield f"  ranks end {' '.join(_ms(1e-6 * end_us) for end_us in _ends_us(simulation.timeline, cluster))}"
         yield f"  computing {_by_kind(simulation.computed_R)}"
@@ -105,13 +110,13 @@ def step_lines() -> Iterator[str]:
             yield f"    {part.rank} {part.kind} {_ms(part.seconds)} {part.lane.removeprefix('compute')}".rstrip()
 
 
-def _plan(strategy: ms.Strategy, cluster: ms.ClusterSpec, turn: int) -> ms.StepPlan:
+def _plan(strategy: ms.Strategy, cluster: ms.ClusterSpec, turn: int) -> ms.planning.StepPlan:
     loads = [drawn_load(cluster, MODEL.num_experts, seed=10 * turn + layer) for layer in range(NUM_LAYERS)]
-    layers = tuple(ms.plan_layer(strategy, MODEL, cluster, load, turn=turn) for load in loads)
-    return ms.StepPlan(strategy, MODEL, cluster, layers)
+    layers = tuple(ms.planning.plan_layer(strategy, MODEL, cluster, load, turn=turn) for load in loads)
+    return ms.planning.StepPlan(strategy, MODEL, cluster, layers)
 
 
-def _ends_us(timeline: ms.Timeline, cluster: ms.ClusterSpec) -> list[float]:
+def _ends_us(timeline: Timeline, cluster: ms.ClusterSpec) -> list[float]:
     return [max(span.end_us for span in timeline.spans if span.rank == rank) for rank in range(cluster.num_ranks)]
 
 
@@ -124,7 +129,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.12g}"
 
 
-def _words(rest: ms.RestOfStep, num_micro_batches: int) -> str:
+def _words(rest: RestOfStep, num_micro_batches: int) -> str:
     said = [f"{num_micro_batches} micro-batches"] * (num_micro_batches > 1)
     said += [f"other {_ms(rest.other_seconds)} ms"] * (rest.other_seconds > 0)
     said += [f"recomputes {rest.recompute}"] * (rest.recompute != "none")

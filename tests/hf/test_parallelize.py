@@ -25,6 +25,7 @@ import moesys as ms
 from moesys.hf import expert_parallel
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.experts import experts_of
+from moesys.moe.runtime import MoERuntime
 
 EXPERTS = 12
 GREEDY: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
@@ -51,7 +52,7 @@ def steps(model: nn.Module, optimizer: Any, numbers: range) -> list[tuple[float,
 
 def made(
     model: nn.Module, strategy: ms.Strategy, sizes: tuple[int, ...] | None, cluster: ms.ClusterSpec | None = None
-) -> tuple[Any, Any, ms.MoERuntime]:
+) -> tuple[Any, Any, MoERuntime]:
     mesh = None if sizes is None else init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep")[-len(sizes) :])
     runtime = ms.parallelize(model, strategy, mesh, cluster=cluster)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3), runtime

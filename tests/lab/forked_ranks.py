@@ -22,6 +22,7 @@ import torch.distributed.tensor
 
 import moesys as ms
 from moesys.balance.run_planner import warm_up
+from moesys.moe.runtime import MoERuntime
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
 # A rank that must not wait for the other one may take this long; normal ends take 1 to 2 s.
@@ -48,7 +49,7 @@ class FreedSlowly:
         sleep(0.5)
 
 
-def trained() -> tuple[torch.nn.ModuleList, ms.MoERuntime]:
+def trained() -> tuple[torch.nn.ModuleList, MoERuntime]:
     model = torch.nn.ModuleList(ms.MoELayer(SHAPE, STRATEGY, layer_index=index) for index in range(2))
     runtime = ms.link(model)
     for step in range(2):

@@ -15,7 +15,7 @@ class Waiting(ms.Balance):
 
     seconds: float
 
-    def layout(self, problem: ms.PlanningProblem) -> ms.ExpertLayout:
+    def layout(self, problem: ms.planning.PlanningProblem) -> ms.planning.ExpertLayout:
         time.sleep(self.seconds)
         return in_turn(problem)
 
@@ -23,12 +23,12 @@ class Waiting(ms.Balance):
 class Dying(ms.Balance):
     """Kills the process that plans, if it was started for that: a worker, or a job of submitit."""
 
-    def layout(self, problem: ms.PlanningProblem) -> ms.ExpertLayout:
+    def layout(self, problem: ms.planning.PlanningProblem) -> ms.planning.ExpertLayout:
         if multiprocessing.parent_process() is not None or "SUBMITIT_EXECUTOR" in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
         return in_turn(problem)
 
 
-def in_turn(problem: ms.PlanningProblem) -> ms.ExpertLayout:
+def in_turn(problem: ms.planning.PlanningProblem) -> ms.planning.ExpertLayout:
     R, S = len(problem.slots_R), max(problem.slots_R)
-    return ms.ExpertLayout(np.arange(R * S).reshape(R, S) % problem.load.num_experts, problem.load.num_experts)
+    return ms.planning.ExpertLayout(np.arange(R * S).reshape(R, S) % problem.load.num_experts, problem.load.num_experts)

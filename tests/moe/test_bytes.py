@@ -47,7 +47,7 @@ def test_restored_bytes_are_those_of_the_formulas(ranks: LocalRanks, name: str, 
     R, b = 4, 4 if dtype == "float32" else 2
     s = -(-SHAPE.expert_parameters // R)
     for batch in range(3):
-        layout = ms.ExpertLayout(flat[0][batch][0], SHAPE.num_experts)
+        layout = ms.planning.ExpertLayout(flat[0][batch][0], SHAPE.num_experts)
         assert layout.num_duplicates == 0
         for rank in range(R):
             received = sum(flat[rank][batch][1].values())

@@ -79,7 +79,7 @@ def test_every_layout_is_planned_for_the_load_that_it_serves(
                 [np.bincount(layer.flatten(), minlength=E) for layer in skewed(rank, (micro_batch + step) % S).numpy()]
                 for rank in range(4)
             ]
-            loads = [ms.LoadMatrix(np.array(counts_RE)) for counts_RE in zip(*counts_RLE, strict=True)]
+            loads = [ms.planning.LoadMatrix(np.array(counts_RE)) for counts_RE in zip(*counts_RLE, strict=True)]
             slots_R = FORESEEING.slots(SHAPE, CLUSTER)
             layouts = [ms.plan_layout(load, CLUSTER, FORESEEING.balance, slots_R) for load in loads]
             wanted.append([layout.expert_RS.tolist() for layout in layouts])

@@ -92,7 +92,7 @@ def test_restored_bytes_and_spans(ranks: LocalRanks, sharding: str) -> None:
     strategy = strategy.replace(lag=0, late_slots=0) if sharding == "lag 0" else strategy
     R, parameters = CLUSTER.num_ranks, SHAPE.expert_parameters
     for rank, (timeline, layouts, received) in enumerate(ranks.run(step, strategy)):
-        layout = ms.ExpertLayout(layouts[1], SHAPE.num_experts)
+        layout = ms.planning.ExpertLayout(layouts[1], SHAPE.num_experts)
         held = set(layout.experts_of(rank))
         assert layout.num_duplicates == 0
         if isinstance(strategy.sharding, ms.Ep):

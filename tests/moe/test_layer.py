@@ -90,7 +90,7 @@ def test_metrics_tell_load_and_starved_experts() -> None:
     assert metrics.plan_ms > 0
     assert layer.metrics().plan_ms == 0.0
     assert "2 tokens, max/mean 1.000, turn 0" in str(layer.last_plan)
-    assert ms.LayerPlan.from_json(layer.last_plan.to_json()) == layer.last_plan
+    assert ms.planning.LayerPlan.from_json(layer.last_plan.to_json()) == layer.last_plan
 
 
 def test_planning_is_neither_waiting_for_counts_nor_for_plans(monkeypatch: pytest.MonkeyPatch) -> None:

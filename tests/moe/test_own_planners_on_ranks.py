@@ -69,13 +69,13 @@ BALANCE_FAULTS = {
     "overfills": "foreign_planners:FaultyBalance: layout(problem) put 4 experts on rank 2, which has 3 slots",
     "twice": "foreign_planners:FaultyBalance: layout(problem) put expert 0 on rank 0 4 times",
     "shape": "foreign_planners:FaultyBalance: layout(problem) returned expert_RS of shape [3, 5] for 6 experts",
-    "list": "foreign_planners:FaultyBalance: layout(problem) returned list; let it return an ms.ExpertLayout",
+    "list": "foreign_planners:FaultyBalance: layout(problem) returned list; let it return an ms.planning.ExpertLayout",
 }
 SPLIT_FAULTS = {
     "raises": "foreign_planners:FaultySplit: split(problem) raised KeyError: 'an idea that I did not have'",
     "stranger": "which does not hold it",
     "loses": "the plan sends 0 tokens of source",
-    "list": "foreign_planners:FaultySplit: split(problem) returned list; let it return an ms.TokenPlan",
+    "list": "foreign_planners:FaultySplit: split(problem) returned list; let it return an ms.planning.TokenPlan",
 }
 
 

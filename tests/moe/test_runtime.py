@@ -250,7 +250,7 @@ def different_histories() -> None:
     schedule = model.moe[0].experts.schedule
     schedule.layout = schedule.layout if dist.get_rank() else ExpertLayout(schedule.layout.expert_RS[::-1], 6)
     load = torch.ones(dist.get_world_size(), 6, dtype=torch.int64).numpy()
-    schedule.observe(ms.LoadMatrix(load))
+    schedule.observe(ms.planning.LoadMatrix(load))
     schedule.ready(time.monotonic() + 10.0)
 
 
@@ -265,7 +265,7 @@ def infeasible_plan() -> None:
     ms.link(model)
     schedule = model.moe[0].experts.schedule
     schedule.slots_R = (1, 1)
-    schedule.observe(ms.LoadMatrix(torch.ones(2, 6, dtype=torch.int64).numpy()))
+    schedule.observe(ms.planning.LoadMatrix(torch.ones(2, 6, dtype=torch.int64).numpy()))
     schedule.ready(time.monotonic() + 10.0)
 
 

@@ -43,7 +43,9 @@ def x_of(step: int, micro_batch: int, rank: int) -> torch.Tensor:
     return torch.randn(24, H, generator=generator) + torch.arange(H) / H
 
 
-def train_watched(folder: Path, strategy: ms.Strategy, checkpointed: bool) -> list[list[dict[int, ms.LayerPlan]]]:
+def train_watched(
+    folder: Path, strategy: ms.Strategy, checkpointed: bool
+) -> list[list[dict[int, ms.planning.LayerPlan]]]:
     """Three steps, and an evaluation after each. Returns plans by step, micro-batch and layer."""
     model = two_layers(strategy)
     runtime = ms.link(model, record_spans=True)

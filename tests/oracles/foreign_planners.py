@@ -17,12 +17,12 @@ class Rotated(ms.Balance):
     shifts: tuple[int, ...] = (0,)
     note: str | None = None
 
-    def layout(self, problem: ms.PlanningProblem) -> ms.ExpertLayout:
+    def layout(self, problem: ms.planning.PlanningProblem) -> ms.planning.ExpertLayout:
         first = self.step * int(problem.load.tokens_E.argmax()) + sum(self.shifts)
-        return ms.ExpertLayout(rows_from(first, problem), problem.load.num_experts)
+        return ms.planning.ExpertLayout(rows_from(first, problem), problem.load.num_experts)
 
 
-def rows_from(first: int, problem: ms.PlanningProblem) -> np.ndarray:
+def rows_from(first: int, problem: ms.planning.PlanningProblem) -> np.ndarray:
     expert_RS, next_expert = np.full((len(problem.slots_R), max(problem.slots_R)), -1), first
     for rank, slots in enumerate(problem.slots_R):
         filled = min(slots, problem.load.num_experts)
@@ -34,11 +34,11 @@ def rows_from(first: int, problem: ms.PlanningProblem) -> np.ndarray:
 class FirstHolder(ms.Split):
     """All tokens of an expert to the first rank that holds it."""
 
-    def split(self, problem: ms.PlanningProblem) -> ms.TokenPlan:
-        return ms.TokenPlan(entries_to_first(problem), problem.load, problem.layout_in_force)
+    def split(self, problem: ms.planning.PlanningProblem) -> ms.planning.TokenPlan:
+        return ms.planning.TokenPlan(entries_to_first(problem), problem.load, problem.layout_in_force)
 
 
-def entries_to_first(problem: ms.PlanningProblem) -> np.ndarray:
+def entries_to_first(problem: ms.planning.PlanningProblem) -> np.ndarray:
     source, expert = np.nonzero(problem.load.tokens_RE)
     first_E = (problem.layout_in_force.replicas_RE > 0).argmax(axis=0)
     return np.column_stack([source, expert, first_E[expert], problem.load.tokens_RE[source, expert]])
@@ -49,10 +49,10 @@ class FaultyBalance(Rotated):
 
     fault: Literal["raises", "exits", "raises on rank 1", "loses", "overfills", "twice", "shape", "list", "impure"]
 
-    def layout(self, problem: ms.PlanningProblem) -> ms.ExpertLayout:
+    def layout(self, problem: ms.planning.PlanningProblem) -> ms.planning.ExpertLayout:
         right, E = rows_from(0, problem), problem.load.num_experts
         if (problem.load.tokens_RE == problem.load.tokens_RE[0, 0]).all():
-            return ms.ExpertLayout(right, E)
+            return ms.planning.ExpertLayout(right, E)
         match self.fault:
             case "raises":
                 raise KeyError("an idea that I did not have")
@@ -72,13 +72,13 @@ class FaultyBalance(Rotated):
                 return right.tolist()
             case "impure":
                 right = right if dist.get_rank() else right[::-1]
-        return ms.ExpertLayout(right, E)
+        return ms.planning.ExpertLayout(right, E)
 
 
 class FaultySplit(ms.Split):
     fault: Literal["raises", "raises on rank 1", "stranger", "loses", "list", "impure"]
 
-    def split(self, problem: ms.PlanningProblem) -> ms.TokenPlan:
+    def split(self, problem: ms.planning.PlanningProblem) -> ms.planning.TokenPlan:
         entries = entries_to_first(problem)
         match self.fault:
             case "raises":
@@ -96,4 +96,4 @@ class FaultySplit(ms.Split):
                 holders_E = [np.flatnonzero(copies_R)[-1] for copies_R in problem.layout_in_force.replicas_RE.T]
                 if dist.get_rank():
                     entries[:, 2] = np.array(holders_E)[entries[:, 1]]
-        return ms.TokenPlan.by_construction(entries, problem.load, problem.layout_in_force)
+        return ms.planning.TokenPlan.by_construction(entries, problem.load, problem.layout_in_force)

@@ -133,7 +133,7 @@ def differing(found: Any, expected: Any) -> list[str]:
 
 
 def test_choices_of_no_expert_are_refused() -> None:
-    layout = ms.ExpertLayout(np.array([[0], [1]]), 2)
+    layout = ms.planning.ExpertLayout(np.array([[0], [1]]), 2)
     expert_RTK = [torch.tensor([[0], [1]]), torch.tensor([[0], [-1]])]
     micro = Micro(layout, ms.ClusterSpec(ranks_per_node=2), expert_RTK, num_chunks=1, turn=0)
     for pending in micro.on_devices(ms.EvenSplit()):

@@ -21,9 +21,11 @@ SHAPE = ms.ModelShape(hidden_size=1536, intermediate_size=768, num_experts=128, 
 SMALL = ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
 
 
-def plan(tokens_RE) -> ms.TokenPlan:
+def plan(tokens_RE) -> ms.planning.TokenPlan:
     strategy = ms.Strategy(name="ep", sharding=ms.Ep(slots_per_rank=2))
-    return ms.plan_layer(strategy, SMALL, ms.ClusterSpec(ranks_per_node=4), ms.LoadMatrix(tokens_RE)).tokens
+    return ms.planning.plan_layer(
+        strategy, SMALL, ms.ClusterSpec(ranks_per_node=4), ms.planning.LoadMatrix(tokens_RE)
+    ).tokens
 
 
 def test_rows_beyond_the_cap_are_refused_with_the_cap_that_would_do():

@@ -14,7 +14,7 @@ from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.device_split import RowLimit, room_for_rows, split_tables
 
 # The experts of four ranks, of which the first holds one more; each source sends so many tokens to each replica.
-LAYOUT = ms.ExpertLayout(np.array([[0, 1], [1, 2], [3, -1], [4, -1]]), 5)
+LAYOUT = ms.planning.ExpertLayout(np.array([[0, 1], [1, 2], [3, -1], [4, -1]]), 5)
 TOKENS_RP = torch.tensor([[3, 1, 0, 2, 0, 1], [0, 4, 0, 0, 0, 0], [0, 0, 0, 0, 5, 0], [1, 0, 1, 0, 0, 0]])
 ROWS_R = [3 + 1 + 1 + 4, 1 + 2, 5, 1]
 # The ranks of their group.

@@ -61,7 +61,9 @@ def plan_of(model: ms.ModelShape, num_ranks: int, tokens: int, skew: float = 0.0
     popularity = np.exp(skew * numbers.normal(size=model.num_experts))
     chosen = [numbers.multinomial(tokens * model.top_k, popularity / popularity.sum()) for _ in range(num_ranks)]
     cluster = ms.ClusterSpec(ranks_per_node=num_ranks)
-    return ms.plan_layer(ms.Strategy(name="ep"), model, cluster, ms.LoadMatrix(np.stack(chosen))).tokens
+    return ms.planning.plan_layer(
+        ms.Strategy(name="ep"), model, cluster, ms.planning.LoadMatrix(np.stack(chosen))
+    ).tokens
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from moesys.simulator.mega_pass import ComputeSpan, MegaPass, RowTransfer, mega_
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Lanes, Simulation, exposed_ms
 from moesys.simulator.step_program import run_step
+from moesys.timeline import Timeline
 
 EVEN = np.full((4, 4), 100)
 SLOWED = {"copy_share": 0.3, "memory_gb_per_s": 1.0, "multiprocessors": 3, "tile_rows": 8, "tile_columns": 16}
@@ -58,7 +59,7 @@ def test_the_path_is_as_long_as_the_step_and_no_lane_is_longer(step, chunks, res
     # Whoever ends last has nothing but computing and waiting behind it.
     assert (computed_R + waited_R).max() == pytest.approx(length)
     # None overlap on a lane, or this would raise.
-    assert ms.Timeline(found.timeline.spans, "simulated").spans == tuple(sorted(found.timeline.spans))
+    assert Timeline(found.timeline.spans, "simulated").spans == tuple(sorted(found.timeline.spans))
 
 
 @given(steps(*ON_DEMAND, *AHEAD), st.integers(1, 4), st.sampled_from(get_args(Recompute)))
@@ -219,8 +220,8 @@ def test_gradients_may_travel_in_fewer_bytes():
 
 def test_every_slot_may_have_its_own_messages():
     """Rank 0 holds expert 0 twice: half of what it holds is sent for nothing."""
-    layout = ms.ExpertLayout([[0, 0], [1, 2], [3, 1], [2, 3]], num_experts=4)
-    plan = ms.split_tokens(ms.LoadMatrix(EVEN), layout, FOUR, ms.EvenSplit())
+    layout = ms.planning.ExpertLayout([[0, 0], [1, 2], [3, 1], [2, 3]], num_experts=4)
+    plan = ms.planning.split_tokens(ms.planning.LoadMatrix(EVEN), layout, FOUR, ms.EvenSplit())
     once, twice = (
         run_step(fsep(), MODEL, FOUR, [[plan]], RestOfStep(every_slot_travels=every_slot)).moved_L
         for every_slot in (False, True)
@@ -245,7 +246,7 @@ def test_a_step_of_mega_kernels_is_as_long_as_its_path(step, rest, slowed):
     computed_R = np.sum(list(found.computed_R.values()), axis=0)
     waited_R = np.sum(list(found.waited_R.values()), axis=0)
     assert (computed_R + waited_R).max() == pytest.approx(length)
-    assert ms.Timeline(found.timeline.spans, "simulated").spans == tuple(sorted(found.timeline.spans))
+    assert Timeline(found.timeline.spans, "simulated").spans == tuple(sorted(found.timeline.spans))
     moved_L = np.sum(list(found.moved_L.values()), axis=0)
     assert moved_L.max() <= length * (1 + 1e-9)
 

@@ -49,7 +49,7 @@ def test_times_and_order_of_an_h200_are_predicted_from_its_calibration(
     """``median`` of the errors; ``right`` ``of`` the pairs whose measured ranges are apart are in order."""
     generator, E = torch.Generator().manual_seed(0), MODEL.num_experts
     choices = [torch.rand(TOKENS, E, generator=generator).topk(MODEL.top_k).indices.flatten() for _ in range(R)]
-    load = ms.LoadMatrix(np.stack([np.bincount(of_rank.numpy(), minlength=E) for of_rank in choices]))
+    load = ms.planning.LoadMatrix(np.stack([np.bincount(of_rank.numpy(), minlength=E) for of_rank in choices]))
     cluster, layout = quarter_of_h200(), ExpertLayout(np.arange(E).reshape(R, E // R), E)
     plan = split_tokens(load, layout, cluster, ms.EvenSplit())
     measured, simulated_ms, ranges_ms = cells("overlap_h200_2026-11-27.md"), {}, {}

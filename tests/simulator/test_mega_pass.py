@@ -97,8 +97,8 @@ def test_a_rank_alone_takes_its_waves():
 def test_what_travels_alone_takes_its_link():
     """All of rank 0's rows go to rank 1 and home; nothing else takes time."""
     cluster = PLAIN.replace(ranks_per_node=2, expert_tflops=1e9)
-    load = ms.LoadMatrix([[0, 0, 0, 0, 2000, 0, 0, 0], [0] * 8])
-    plan = ms.plan_layer(ms.Strategy(name="ep"), SMALL, cluster, load).tokens
+    load = ms.planning.LoadMatrix([[0, 0, 0, 0, 2000, 0, 0, 0], [0] * 8])
+    plan = ms.planning.plan_layer(ms.Strategy(name="ep"), SMALL, cluster, load).tokens
     seconds = 2 * dispatch_seconds(plan, SMALL, cluster)
     assert length(mega_pass(ms.MegaKernel(), SMALL, cluster, plan, False, np.zeros(2))) == pytest.approx(seconds, 1e-3)
 
@@ -166,7 +166,9 @@ def test_no_pass_is_shorter_than_its_path_or_its_busiest_lane_and_nothing_is_los
 
 def test_flops_of_whole_tiles_are_those_of_the_layer():
     cluster = FOUR.replace(memory_gb_per_s=None, fused_rate=1.0)
-    plan = ms.plan_layer(ms.Strategy(name="ep"), SMALL, cluster, ms.LoadMatrix(np.full((4, 8), 256))).tokens
+    plan = ms.planning.plan_layer(
+        ms.Strategy(name="ep"), SMALL, cluster, ms.planning.LoadMatrix(np.full((4, 8), 256))
+    ).tokens
     for backward in (False, True):
         found = mega_pass(ms.MegaKernel(), SMALL, cluster, plan, backward, np.zeros(4))
         flops = (2 if backward else 1) * 6 * 512 * 256 * plan.load.total

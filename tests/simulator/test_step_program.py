@@ -18,6 +18,7 @@ from moesys import cost
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.simulator.simulation import Lanes, critical_rank, exposed_ms
 from moesys.simulator.step_program import RestOfStep, run_step
+from moesys.timeline import Timeline
 
 MODEL = ms.ModelShape(hidden_size=64, intermediate_size=96, num_experts=4, top_k=2, dtype="bfloat16")
 FOUR = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=50, inter_node_gb_per_s=20, expert_tflops=1)
@@ -30,14 +31,21 @@ LENT = ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=2), split=ms.FlowS
 
 
 def simulate_step(
-    strategy: ms.Strategy, model: ms.ModelShape, cluster: ms.ClusterSpec, layers: list[ms.TokenPlan], **rest: float
-) -> ms.Timeline:
+    strategy: ms.Strategy,
+    model: ms.ModelShape,
+    cluster: ms.ClusterSpec,
+    layers: list[ms.planning.TokenPlan],
+    **rest: float,
+) -> Timeline:
     """One micro-batch through layers with these plans, in order; ``rest`` as in ``RestOfStep``."""
     return run_step(strategy, model, cluster, [layers], RestOfStep(**rest)).timeline
 
 
-def plans(strategy: ms.Strategy, cluster: ms.ClusterSpec, *loads: Any) -> list[ms.TokenPlan]:
-    return [ms.plan_layer(strategy, MODEL, cluster, ms.LoadMatrix(tokens_RE)).tokens for tokens_RE in loads]
+def plans(strategy: ms.Strategy, cluster: ms.ClusterSpec, *loads: Any) -> list[ms.planning.TokenPlan]:
+    return [
+        ms.planning.plan_layer(strategy, MODEL, cluster, ms.planning.LoadMatrix(tokens_RE)).tokens
+        for tokens_RE in loads
+    ]
 
 
 def fsep(**options: Any) -> ms.Strategy:
@@ -49,7 +57,9 @@ def chunked(strategy: ms.Strategy, chunks: int) -> ms.Strategy:
 
 
 @st.composite
-def steps(draw: st.DrawFn, *shardings: ms.Ep | ms.Fsep) -> tuple[ms.Strategy, ms.ClusterSpec, list[ms.TokenPlan]]:
+def steps(
+    draw: st.DrawFn, *shardings: ms.Ep | ms.Fsep
+) -> tuple[ms.Strategy, ms.ClusterSpec, list[ms.planning.TokenPlan]]:
     """A strategy without chunks, a cluster of uneven nodes, and plans of one to three layers; idle ranks included."""
     sizes = draw(st.sampled_from([(1,), (3,), (2, 2), (1, 3), (1, 2, 1)]))
     speed = st.sampled_from([0.1, 1.0, 10.0, 1000.0])
@@ -92,7 +102,7 @@ AHEAD = (
 )
 
 
-def expert_seconds(plan: ms.TokenPlan, cluster: ms.ClusterSpec) -> np.ndarray:
+def expert_seconds(plan: ms.planning.TokenPlan, cluster: ms.ClusterSpec) -> np.ndarray:
     """Forward and backward, [R]."""
     rows_R = plan.tokens_R.astype(float)
     return cost.expert_seconds(rows_R, MODEL, cluster, False) + cost.expert_seconds(rows_R, MODEL, cluster, True)
@@ -348,7 +358,7 @@ def test_a_rank_without_rows_counts_as_one_that_waits():
 
 
 def test_an_empty_timeline_has_no_exposed_time():
-    empty = ms.Timeline((), "simulated")
+    empty = Timeline((), "simulated")
     assert (exposed_ms(empty), critical_rank(empty)) == (0.0, 0)
 
 

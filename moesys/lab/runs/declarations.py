@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, PydanticUserError, TypeAdapter
 
-from moesys.config import Balance, ClusterSpec, Declared, Predictor, Split, Strategy, presets
+from moesys.config import Balance, ClusterSpec, Declaration, Predictor, Split, Strategy, presets
 from moesys.config.base import in_words
 from moesys.config.experiment import Experiment
 from moesys.config.member import RECORDED, found_in, running_module
@@ -118,7 +118,7 @@ def _replaced(declared: Any, names: Sequence[str], values: Sequence[Any]) -> Ite
         places |= {one.name: place for place, one in enumerate(declared) if hasattr(one, "name")}
         known: Collection[str] = places
     else:
-        known = type(declared).model_fields if isinstance(declared, Declared) else ()
+        known = type(declared).model_fields if isinstance(declared, Declaration) else ()
     if name not in known:
         what = f"use one of {', '.join(known)}{did_you_mean(name, known)}" if known else "end the path before it"
         where = "the list" if isinstance(declared, tuple) else type(declared).__name__

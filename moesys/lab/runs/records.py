@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict
 
-from moesys.config import Declared
+from moesys.config import Declaration
 from moesys.config.experiment import Experiment, Source
 from moesys.files import FolderLock, write_whole
 from moesys.journal import Journal
@@ -117,7 +117,7 @@ def differences(there: Experiment, here: Experiment) -> dict[str, tuple[Any, Any
     return found
 
 
-def _differing_fields(there: Declared, here: Declared, path: str) -> dict[str, tuple[Any, Any]]:
+def _differing_fields(there: Declaration, here: Declaration, path: str) -> dict[str, tuple[Any, Any]]:
     if type(there) is not type(here):
         kinds = getattr(there, "kind", None), getattr(here, "kind", None)
         if kinds[0] != kinds[1]:
@@ -129,7 +129,7 @@ def _differing_fields(there: Declared, here: Declared, path: str) -> dict[str, t
     found: dict[str, tuple[Any, Any]] = {}
     for name in type(here).model_fields:
         a, b = getattr(there, name), getattr(here, name)
-        if isinstance(a, Declared) and isinstance(b, Declared):
+        if isinstance(a, Declaration) and isinstance(b, Declaration):
             found |= _differing_fields(a, b, f"{path}.{name}")
         elif a != b and name not in here.display_fields:
             found[f"{path}.{name}"] = (a, b)

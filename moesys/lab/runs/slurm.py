@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from moesys.config import Declared
+from moesys.config import Declaration
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import RealTraining
 from moesys.lab.ranks.process_start import joins, threads_of, variables_set
@@ -43,7 +43,7 @@ _POLL_S = 0.2
 _CANCEL_S = 5.0
 
 
-class Slurm(Declared):
+class Slurm(Declaration):
     """Options of the jobs, in the words of ``sbatch``. Each trial is a job of one array, with one task if it is
     simulated, and with one task per rank if it is measured.
 

@@ -14,7 +14,6 @@ import pytest
 from lab_cases import experiment, moesys
 from typer.testing import CliRunner
 
-import moesys as ms
 from moesys.__main__ import app
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import StepPlan, plan_layer
@@ -32,6 +31,7 @@ from moesys.lab.show.sheets import figure
 from moesys.load import LoadMatrix
 from moesys.simulator.critical_path import PathPart, by_place
 from moesys.simulator.step_program import simulation
+from moesys.timeline import Span, Timeline
 from moesys.traces import Trace, save_trace
 
 MODEL = ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
@@ -200,9 +200,9 @@ def test_files_of_strategies_whose_names_look_alike_are_numbered(tmp_path):
 
 def test_events_of_a_lane_do_not_overlap_in_nanoseconds(tmp_path):
     ends_us = np.cumsum(np.random.default_rng(0).random(1000))
-    spans = [ms.Span(0, "compute", start, end, "experts") for start, end in pairwise([0.0, *ends_us.tolist()])]
+    spans = [Span(0, "compute", start, end, "experts") for start, end in pairwise([0.0, *ends_us.tolist()])]
     path = [PathPart(0, "compute", "experts", "", 1e-6 * span.duration_us, 1e-3) for span in spans]
-    trace = write_chrome_trace(ms.Timeline(spans, "simulated"), tmp_path / "trace.json", path)
+    trace = write_chrome_trace(Timeline(spans, "simulated"), tmp_path / "trace.json", path)
     events = json.loads(trace.read_text())["traceEvents"]
     for process in (-1, 0):
         of_lane = [event for event in events if event["pid"] == process and event["ph"] == "X"]

@@ -23,7 +23,7 @@ def test_it_says_and_writes_what_is_simulated(tmp_path: Path) -> None:
     steps = json.loads((tmp_path / "out" / "model.json").read_text())
     assert [step["run"]["strategy"]["name"] for step in steps] == ["ep", "mine"]
     for step in steps:
-        again = ms.simulate_model(ms.ModelRun.model_validate(step["run"]))
+        again = ms.models.simulate_model(ms.models.ModelRun.model_validate(step["run"]))
         assert step["seconds"] == again.seconds
         assert sum(step["seconds_by_part"].values()) == pytest.approx(again.seconds)
         assert f"{again.tokens_per_second:,.0f}" in found.output
@@ -62,7 +62,7 @@ def test_what_cannot_be_is_refused(arguments: list[str], said: str) -> None:
 
 
 def test_short_names_and_long_ones() -> None:
-    assert parallelism_of("tp=2, pp=4,vp=2") == ms.Parallelism(tp=2, pp=4, vp=2)
-    assert parallelism_of("") == ms.Parallelism()
+    assert parallelism_of("tp=2, pp=4,vp=2") == ms.models.Parallelism(tp=2, pp=4, vp=2)
+    assert parallelism_of("") == ms.models.Parallelism()
     assert named_strategy("laer:3") == ms.presets.laer(3)
     assert named_strategy("fsep:2").slots(ms.presets.MIXTRAL_8X7B, ms.presets.h100()) == (2,) * 8

@@ -27,11 +27,11 @@ SIZES = {"context": 32, "batch": 2, "warmup": 0}
 @pytest.mark.parametrize("steps", [7, 300])
 @pytest.mark.parametrize(
     "workload",
-    [ms.Training(num_heads=2, **SIZES), ms.ModelTraining(model="olmoe-small", **SIZES)],
+    [ms.Training(num_heads=2, **SIZES), ms.models.ModelTraining(model="olmoe-small", **SIZES)],
     ids=["own", "olmoe"],
 )
 def test_losses_of_all_strategies_have_the_same_bits(
-    ranks: LocalRanks, workload: ms.Training | ms.ModelTraining, steps: int
+    ranks: LocalRanks, workload: ms.Training | ms.models.ModelTraining, steps: int
 ) -> None:
     model = getattr(workload, "shape", SHAPE)
     losses, moved = {}, {}

@@ -24,18 +24,18 @@ LENT = EP.replace(name="lent", sharding=ms.Ep(slots_per_rank=6), balance=ms.Gree
 FSEP = LENT.replace(name="fsep", sharding=ms.Fsep(slots_per_rank=6), overlap=ms.Pipelined(chunks=2))
 
 
-def workload(model: str, **changes: Any) -> ms.ModelTraining:
+def workload(model: str, **changes: Any) -> ms.models.ModelTraining:
     small = {"context": 32, "batch": 2, "warmup": 1, "steps": 2, "learning_rate": 3e-4}
-    return ms.ModelTraining(model=model, **small | changes)
+    return ms.models.ModelTraining(model=model, **small | changes)
 
 
-def losses(trainings: list[tuple[ms.Strategy, ms.ModelTraining]], seed: int = 3) -> list[list[float]]:
+def losses(trainings: list[tuple[ms.Strategy, ms.models.ModelTraining]], seed: int = 3) -> list[list[float]]:
     return [
         [result.loss for result in train(strategy, how.shape, CLUSTER, how, seed=seed)] for strategy, how in trainings
     ]
 
 
-def plain_losses(model: Any, how: ms.ModelTraining, seed: int = 3) -> list[float]:
+def plain_losses(model: Any, how: ms.models.ModelTraining, seed: int = 3) -> list[float]:
     """Of transformers alone, on one rank that has both ranks' batches."""
     optimizer = torch.optim.Adam(model.parameters(), lr=how.learning_rate)
     text = load_text().split()[0]
@@ -155,7 +155,7 @@ def test_a_step_tells_the_load_of_the_model_s_layers(ranks: LocalRanks) -> None:
     assert result.step_ms > 0
 
 
-def one_step(how: ms.ModelTraining) -> Any:
+def one_step(how: ms.models.ModelTraining) -> Any:
     return next(train(FSEP, how.shape, CLUSTER, how, seed=0))
 
 
@@ -171,16 +171,16 @@ def test_tokens_beyond_the_vocabulary_are_told_by_file_and_place(ranks: LocalRan
 def test_a_model_without_experts_and_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8, "intermediate_size": 8}))
     with pytest.raises(ValueError, match="none of num_experts, num_local_experts, n_routed_experts"):
-        ms.ModelTraining(model=str(tmp_path))
+        ms.models.ModelTraining(model=str(tmp_path))
     dense = read_config("deepseek-v3-small") | {"first_k_dense_replace": 3}
     (tmp_path / "config.json").write_text(json.dumps(dense))
     with pytest.raises(ValueError, match="no layer with experts"):
-        ms.ModelTraining(model=str(tmp_path))
+        ms.models.ModelTraining(model=str(tmp_path))
     with pytest.raises(ValueError, match=r"cannot read .*; give a config\.json, a folder with one, or one of deepseek"):
-        ms.ModelTraining(model=str(tmp_path / "nowhere"))
+        ms.models.ModelTraining(model=str(tmp_path / "nowhere"))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
-        ms.ModelTraining(model=str(tmp_path))
+        ms.models.ModelTraining(model=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_an_odd_configuration_is_told_by_its_field(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(read_config(name) | changes))
     with pytest.raises(ValueError, match=found):
-        ms.ModelTraining(model=str(tmp_path))
+        ms.models.ModelTraining(model=str(tmp_path))
 
 
 @pytest.mark.parametrize(

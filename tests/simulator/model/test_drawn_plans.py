@@ -14,7 +14,7 @@ from moesys.config.workload import Generated
 from moesys.simulator.model.simulate_model import drawn_plans, simulate_model
 from moesys.traces import Trace, generate
 
-MODEL = ms.ModelSpec.from_config("deepseek-v3-small")
+MODEL = ms.models.ModelSpec.from_config("deepseek-v3-small")
 LENT = ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=4), balance=ms.Greedy(), split=ms.FlowSplit())
 RUN = ModelRun(model=MODEL, cluster=ms.presets.h100(2).replace(ranks_per_node=2, name=""), strategy=LENT, seq_len=512)
 # Drifting, so that it matters which micro-batches came before.

@@ -14,7 +14,7 @@ from moesys.simulator.model.model_units import Units
 from moesys.simulator.model.pipeline import PartSeconds
 from moesys.simulator.model.simulate_model import EndOfStep, simulate_model
 
-SMALL = ms.ModelSpec.from_config("qwen3-moe-small")
+SMALL = ms.models.ModelSpec.from_config("qwen3-moe-small")
 LINKS = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=10, inter_node_gb_per_s=5, expert_tflops=1e12)
 LAYERS = 20
 RUN = ModelRun(

@@ -52,19 +52,19 @@ def test_published_models_are_transformers_at_their_full_width(name: str, num_la
     config = read_config(name)
     if num_layers is not None:
         config |= {"num_hidden_layers": num_layers}
-    cost = count_model(ms.ModelSpec.from_config(config), 6, scores="eager")
+    cost = count_model(ms.models.ModelSpec.from_config(config), 6, scores="eager")
     assert flops_by_part(cost) == +forward_flops(meta_model(config), 6)
 
 
 @every_small
 def test_each_part_has_the_flops_that_torch_counts(config: dict[str, Any]) -> None:
-    cost = count_model(ms.ModelSpec.from_config(config), 10, scores="eager")
+    cost = count_model(ms.models.ModelSpec.from_config(config), 10, scores="eager")
     assert flops_by_part(cost) == +forward_flops(meta_model(config), 10)
 
 
 @every_small
 def test_backward_has_the_flops_that_torch_counts(config: dict[str, Any]) -> None:
-    cost = count_model(ms.ModelSpec.from_config(config), 7, scores="eager")
+    cost = count_model(ms.models.ModelSpec.from_config(config), 7, scores="eager")
     assert cost.flops + cost.backward_flops == step_flops(meta_model(config), 7)
 
 
@@ -77,7 +77,10 @@ def test_experts_that_run_row_by_row_have_these_flops_too(name: str) -> None:
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(2 * 11).reshape(2, 11), use_cache=False)
-    assert counter.get_total_flops() == 2 * count_model(ms.ModelSpec.from_config(SMALL[name]), 11, scores="eager").flops
+    assert (
+        counter.get_total_flops()
+        == 2 * count_model(ms.models.ModelSpec.from_config(SMALL[name]), 11, scores="eager").flops
+    )
 
 
 def _checkpoint_halves(layer: nn.Module, hidden: torch.Tensor, **given: Any) -> torch.Tensor:
@@ -105,7 +108,7 @@ def test_what_runs_again_is_what_torch_runs_again(name: str) -> None:
     output of the experts too, as it is what routing weights scale.
     """
     config = SMALL[name]
-    cost = count_model(ms.ModelSpec.from_config(config), 7, scores="eager")
+    cost = count_model(ms.models.ModelSpec.from_config(config), 7, scores="eager")
     step = cost.flops + cost.backward_flops
     down = sum(each.flops for layer in cost.layers for each in layer.operations if each.name == "expert_down")
     for recompute, expected in (
@@ -127,14 +130,14 @@ def test_pairs_are_those_that_the_mask_of_transformers_lets_through(seq_len: int
     pairs = int(allowed(0, 0, at[:, None], at[None, :]).sum())
     scores = {}
     for kind in ("flash", "eager"):
-        model = ms.ModelSpec.from_config(SMALL["gpt_oss"] | {"sliding_window": window})
+        model = ms.models.ModelSpec.from_config(SMALL["gpt_oss"] | {"sliding_window": window})
         scores[kind] = count_model(model, seq_len, scores=kind).layers[0].of("attention_scores").flops
     assert scores["flash"] * seq_len**2 == scores["eager"] * pairs
 
 
 @given(st.integers(1, 64), st.sampled_from(["deepseek_v3", "olmoe", "qwen3_moe"]))
 def test_a_pair_costs_what_torch_counts_of_a_flash_kernel(seq_len: int, name: str) -> None:
-    model = ms.ModelSpec.from_config(SMALL[name])
+    model = ms.models.ModelSpec.from_config(SMALL[name])
     attention = model.layers[0].attention
     query = key = (1, attention.num_heads, seq_len, attention.qk_head_dim)
     value = (1, attention.num_heads, seq_len, attention.v_head_dim)
@@ -161,7 +164,7 @@ def test_a_pair_costs_what_torch_counts_of_a_flash_kernel(seq_len: int, name: st
     ],
 )
 def test_flops_of_a_token_are_those_that_others_divide_by(name: str, least: float, most: float) -> None:
-    model = ms.ModelSpec.from_config(name)
+    model = ms.models.ModelSpec.from_config(name)
     counted = model_flops_per_token(model, 4096) / 1e9
     assert 0.99 * least < counted < 1.01 * most
     # They leave the router out.
@@ -171,13 +174,13 @@ def test_flops_of_a_token_are_those_that_others_divide_by(name: str, least: floa
 
 # --- by hand --------------------------------------------------------------------------------------------------------
 
-BY_HAND = ms.ModelSpec(
+BY_HAND = ms.models.ModelSpec(
     hidden_size=64,
     vocab_size=96,
     layers=(
-        ms.LayerSpec(
-            attention=ms.Gqa(num_heads=4, num_kv_heads=2, head_dim=32, qk_norm="head"),
-            mlp=ms.MoeMlp(
+        ms.models.LayerSpec(
+            attention=ms.models.Gqa(num_heads=4, num_kv_heads=2, head_dim=32, qk_norm="head"),
+            mlp=ms.models.MoeMlp(
                 shape=ms.ModelShape(
                     hidden_size=64, intermediate_size=40, num_experts=6, top_k=3, dtype="bfloat16", n_shared_experts=1
                 )
@@ -233,9 +236,9 @@ class _SwiGlu(torch.autograd.Function):
 
 def test_torch_keeps_the_same_of_a_layer_of_fused_kernels() -> None:
     H, heads, width, I, S = 64, 4, 16, 96, 5
-    attention = ms.Gqa(num_heads=heads, num_kv_heads=heads, head_dim=width)
-    layer = ms.LayerSpec(attention=attention, mlp=ms.DenseMlp(intermediate_size=I))
-    expected = count_model(ms.ModelSpec(hidden_size=H, vocab_size=8, layers=(layer,)), S).layers[0].saved_bytes()
+    attention = ms.models.Gqa(num_heads=heads, num_kv_heads=heads, head_dim=width)
+    layer = ms.models.LayerSpec(attention=attention, mlp=ms.models.DenseMlp(intermediate_size=I))
+    expected = count_model(ms.models.ModelSpec(hidden_size=H, vocab_size=8, layers=(layer,)), S).layers[0].saved_bytes()
     products = (*attention.products(H).values(), *layer.mlp.products(H).values())
     qkv, output, up, down = (torch.randn(each.outputs, each.inputs, dtype=torch.bfloat16) for each in products)
     weights = [each.requires_grad_() for each in (qkv, output, up, down)]
@@ -328,7 +331,7 @@ def test_what_runs_again_has_no_product_of_which_backward_reads_nothing() -> Non
 
 
 def test_the_page_names_every_tensor_that_is_kept() -> None:
-    costs = [count_model(ms.ModelSpec.from_config(config), 1) for config in SMALL.values()]
+    costs = [count_model(ms.models.ModelSpec.from_config(config), 1) for config in SMALL.values()]
     kept = {name for cost in costs for each in (cost.embedding, *cost.layers, cost.head) for name in each.saved()}
     page = (Path(__file__).parents[3] / "docs" / "simulate.md").read_text(encoding="utf-8")
     table = page.partition("| tensor |")[2].partition("\n## ")[0]
@@ -344,18 +347,18 @@ def test_a_sequence_without_tokens_is_refused() -> None:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> ms.ModelSpec:
+def models(draw: st.DrawFn) -> ms.models.ModelSpec:
     size = st.integers(1, 48)
     hidden_size = draw(size)
     dtype = draw(st.sampled_from(["float32", "bfloat16", "float16"]))
 
-    def attention() -> ms.Gqa | ms.Mla:
+    def attention() -> ms.models.Gqa | ms.models.Mla:
         if draw(st.booleans()):
             widths = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
             latent = {name: draw(size) for name in widths}
-            return ms.Mla(q_lora_rank=draw(st.none() | size), bias=draw(st.booleans()), **latent)
+            return ms.models.Mla(q_lora_rank=draw(st.none() | size), bias=draw(st.booleans()), **latent)
         kv_heads = draw(st.integers(1, 4))
-        return ms.Gqa(
+        return ms.models.Gqa(
             num_heads=kv_heads * draw(st.integers(1, 4)),
             num_kv_heads=kv_heads,
             head_dim=draw(size),
@@ -366,9 +369,9 @@ def models(draw: st.DrawFn) -> ms.ModelSpec:
             sinks=draw(st.booleans()),
         )
 
-    def mlp() -> ms.DenseMlp | ms.MoeMlp:
+    def mlp() -> ms.models.DenseMlp | ms.models.MoeMlp:
         if draw(st.booleans()):
-            return ms.DenseMlp(intermediate_size=draw(size), gated=draw(st.booleans()))
+            return ms.models.DenseMlp(intermediate_size=draw(size), gated=draw(st.booleans()))
         num_experts = draw(st.integers(1, 8))
         shape = ms.ModelShape(
             hidden_size=hidden_size,
@@ -378,7 +381,7 @@ def models(draw: st.DrawFn) -> ms.ModelSpec:
             dtype=dtype,
         )
         shared = draw(st.none() | size)
-        return ms.MoeMlp(
+        return ms.models.MoeMlp(
             shape=shape,
             shared_intermediate_size=shared,
             shared_gate=shared is not None and draw(st.booleans()),
@@ -386,8 +389,8 @@ def models(draw: st.DrawFn) -> ms.ModelSpec:
             router_bias=draw(st.booleans()),
         )
 
-    layers = [ms.LayerSpec(attention=attention(), mlp=mlp()) for _ in range(draw(st.integers(1, 3)))]
-    return ms.ModelSpec(
+    layers = [ms.models.LayerSpec(attention=attention(), mlp=mlp()) for _ in range(draw(st.integers(1, 3)))]
+    return ms.models.ModelSpec(
         hidden_size=hidden_size,
         vocab_size=draw(size),
         tied_embeddings=draw(st.booleans()),
@@ -397,7 +400,7 @@ def models(draw: st.DrawFn) -> ms.ModelSpec:
 
 
 @given(models(), st.integers(1, 64), st.booleans())
-def test_what_always_holds(model: ms.ModelSpec, seq_len: int, fp8: bool) -> None:
+def test_what_always_holds(model: ms.models.ModelSpec, seq_len: int, fp8: bool) -> None:
     cost = count_model(model, seq_len, fp8=fp8)
     assert cost.parameters == model.num_parameters
     assert model.active_parameters <= model.num_parameters + model.tied_embeddings * model.embedding_parameters
@@ -411,7 +414,7 @@ def test_what_always_holds(model: ms.ModelSpec, seq_len: int, fp8: bool) -> None
     assert len(distinct) == len(model.layer_counts)
 
 
-def _layer_holds(layer: Operations, model: ms.ModelSpec) -> None:
+def _layer_holds(layer: Operations, model: ms.models.ModelSpec) -> None:
     assert sum(layer.of(part).parameters for part in layer.parts) == layer.parameters
     kept = [layer.saved(recompute) for recompute in RECOMPUTES]
     assert kept[2].items() < kept[1].items() < kept[0].items()
@@ -425,7 +428,7 @@ def _layer_holds(layer: Operations, model: ms.ModelSpec) -> None:
 
 
 @given(models(), st.integers(1, 32))
-def test_all_but_scores_is_as_much_for_every_token(model: ms.ModelSpec, seq_len: int) -> None:
+def test_all_but_scores_is_as_much_for_every_token(model: ms.models.ModelSpec, seq_len: int) -> None:
     one, many = count_model(model, 1), count_model(model, seq_len)
     for each, several in zip(
         (one.embedding, *one.layers, one.head), (many.embedding, *many.layers, many.head), strict=True
@@ -438,12 +441,12 @@ def test_all_but_scores_is_as_much_for_every_token(model: ms.ModelSpec, seq_len:
 
 
 @given(models(), st.integers(1, 32), st.integers(0, 8))
-def test_a_window_as_long_as_the_sequence_is_none(model: ms.ModelSpec, seq_len: int, more: int) -> None:
-    def with_window(window: int | None) -> ms.ModelSpec:
+def test_a_window_as_long_as_the_sequence_is_none(model: ms.models.ModelSpec, seq_len: int, more: int) -> None:
+    def with_window(window: int | None) -> ms.models.ModelSpec:
         return model.replace(
             layers=tuple(
                 layer.replace(attention=layer.attention.replace(window=window))
-                if isinstance(layer.attention, ms.Gqa)
+                if isinstance(layer.attention, ms.models.Gqa)
                 else layer
                 for layer in model.layers
             )

@@ -17,8 +17,8 @@ from moesys.simulator.model.model_cost import count_model
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model, split_evenly
 
-SMALL = ms.ModelSpec.from_config("qwen3-moe-small")
-DENSE_FIRST = ms.ModelSpec.from_config("deepseek-v3-small")
+SMALL = ms.models.ModelSpec.from_config("qwen3-moe-small")
+DENSE_FIRST = ms.models.ModelSpec.from_config("deepseek-v3-small")
 # A cluster on which only products take time.
 FREE = ms.ClusterSpec(
     num_nodes=2, ranks_per_node=4, intra_node_gb_per_s=1e9, inter_node_gb_per_s=1e9, expert_tflops=1.0
@@ -38,7 +38,7 @@ def step_of(run: ModelRun, **changes: Any) -> ModelStep:
 
 @pytest.mark.parametrize("model", [SMALL, DENSE_FIRST])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_where_only_products_count_the_step_is_their_flops(model: ms.ModelSpec, recompute: str) -> None:
+def test_where_only_products_count_the_step_is_their_flops(model: ms.models.ModelSpec, recompute: str) -> None:
     run = ModelRun(
         model=model, cluster=FREE, seq_len=512, global_batch=16, parallelism=Parallelism(recompute=recompute)
     )

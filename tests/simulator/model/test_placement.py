@@ -12,7 +12,7 @@ from moesys.simulator.model.exchanges import Ring, place_groups, place_pairs
 from moesys.simulator.model.simulate_model import simulate_model
 
 SLOW = ms.presets.h100(2).replace(ranks_per_node=4, name="")
-SMALL = ms.ModelSpec.from_config("qwen3-moe-small")
+SMALL = ms.models.ModelSpec.from_config("qwen3-moe-small")
 GB = 1e9
 
 

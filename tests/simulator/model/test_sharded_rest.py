@@ -20,15 +20,15 @@ from moesys.simulator.model.simulate_model import simulate_model
 from moesys.simulator.rest_of_step import RestOfStep, RestUnit
 from moesys.simulator.step_program import run_step
 
-SMALL = ms.ModelSpec.from_config("qwen3-moe-small")
-DENSE_FIRST = ms.ModelSpec.from_config("deepseek-v3-small")
+SMALL = ms.models.ModelSpec.from_config("qwen3-moe-small")
+DENSE_FIRST = ms.models.ModelSpec.from_config("deepseek-v3-small")
 # Only links take time, and each rank has all experts.
 LINKS = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=10, inter_node_gb_per_s=5, expert_tflops=1e12)
 ALONE = Parallelism(dense="full", ep=1)
 GB = 1e9
 
 
-def run_of(model: ms.ModelSpec, cluster: ms.ClusterSpec, parallel: Parallelism = ALONE) -> ModelRun:
+def run_of(model: ms.models.ModelSpec, cluster: ms.ClusterSpec, parallel: Parallelism = ALONE) -> ModelRun:
     return ModelRun(model=model, cluster=cluster, parallelism=parallel, seq_len=256, global_batch=8)
 
 
@@ -40,7 +40,7 @@ def seconds_of_one(run: ModelRun) -> float:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model", [SMALL, DENSE_FIRST])
-def test_all_that_is_sharded_travels(model: ms.ModelSpec, tied: bool) -> None:
+def test_all_that_is_sharded_travels(model: ms.models.ModelSpec, tied: bool) -> None:
     """Twice gathered and once reduced: the embedding and every layer; the head, and what is tied to it, gathered once.
     Four ranks pass three quarters through the NICs of each node.
     """
@@ -66,7 +66,7 @@ def test_a_stage_of_its_own_gathers_its_copy_of_tied_weights() -> None:
 
 
 @pytest.mark.parametrize("model", [SMALL, DENSE_FIRST])
-def test_behind_long_products_only_the_first_and_the_last_show(model: ms.ModelSpec) -> None:
+def test_behind_long_products_only_the_first_and_the_last_show(model: ms.models.ModelSpec) -> None:
     slow = LINKS.replace(expert_tflops=1e-6)
     run = run_of(model, slow)
     alone = run.replace(parallelism=ALONE.replace(dense="replicated"))
@@ -79,7 +79,7 @@ def test_behind_long_products_only_the_first_and_the_last_show(model: ms.ModelSp
 
 
 @pytest.mark.parametrize("model", [SMALL, DENSE_FIRST])
-def test_over_gloo_nothing_hides_and_gradients_go_round_twice(model: ms.ModelSpec) -> None:
+def test_over_gloo_nothing_hides_and_gradients_go_round_twice(model: ms.models.ModelSpec) -> None:
     run = run_of(model, LINKS.replace(expert_tflops=1e-6))
     hidden = run.replace(parallelism=ALONE.replace(dense="replicated"))
     units, ring = Units.of(run), Ring.of_dense(run)
