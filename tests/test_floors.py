@@ -73,7 +73,7 @@ FLOORS_IN = {
         {"*"},
         {"greedy"},
         {"cp_sat"},
-        {"planners"},
+        {"run_planner"},
         {"plan", "budget"},
         {"layout_schedule", "replay"},
     ),

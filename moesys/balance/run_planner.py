@@ -170,7 +170,7 @@ def _called(what: str, method: Callable[[PlanningProblem], Any], problem: Planni
     except (Exception, SystemExit) as error:
         raise ValueError(f"{what} raised {type(error).__name__}: {error}") from error
     if not isinstance(returned, kind):
-        raise ValueError(f"{what} returned {type(returned).__name__}; let it return an ms.{kind.__name__}")
+        raise ValueError(f"{what} returned {type(returned).__name__}; let it return an ms.planning.{kind.__name__}")
     return returned
 
 
