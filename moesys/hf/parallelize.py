@@ -141,7 +141,7 @@ def parallelize(
         fsdp(first if len(together) == 1 else together, mesh=dense_mesh, mp_policy=of_unit)
         if is_part:
             # Parts of several blocks are gathered with the model.
-            owners = set().union(*(blocks_of.get(each, {model}) for each in together))
+            owners: set[nn.Module] = set().union(*(blocks_of.get(each, {model}) for each in together))
             parts.append((owners.pop() if len(owners) == 1 else model, first))
     for owner, part in parts:
         if not gather_with(owner, part):
