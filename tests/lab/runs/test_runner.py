@@ -386,12 +386,11 @@ RUN = "print(ms.run(experiment, out='runs').summary)\n"
 @pytest.mark.parametrize(
     ("arguments", "script", "runs"),
     [
-        (["script.py"], SCRIPT + RUN, False),
-        (["script.py"], SCRIPT + GUARD + RUN, True),
-        (["-"], SCRIPT + GUARD + RUN, False),
-        (["-c", SCRIPT + RUN], "", True),
+        pytest.param(["script.py"], SCRIPT + RUN, False, id="no guard"),
+        pytest.param(["script.py"], SCRIPT + GUARD + RUN, True, id="guard", marks=pytest.mark.slow),
+        pytest.param(["-"], SCRIPT + GUARD + RUN, False, id="standard input", marks=pytest.mark.slow),
+        pytest.param(["-c", SCRIPT + RUN], "", True, id="command", marks=pytest.mark.slow),
     ],
-    ids=["no guard", "guard", "standard input", "command"],
 )
 def test_a_script_that_ranks_cannot_import_is_refused_before_a_trial(arguments, script, runs, tmp_path):
     (tmp_path / "script.py").write_text(script)
