@@ -22,23 +22,20 @@ PACKAGES = -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 # Dozens of processes import moesys and its tests: byte code is kept, also where the environment says otherwise.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all golden collected hosts oldest newest newest-python lint aot docs
+.PHONY: demo test test-all golden hosts oldest newest newest-python lint aot docs
 
 demo: .venv/installed
 	$(BIN)/python -m moesys demo
 
 # First, side by side, what would leave cores idle one after the other.
 test: .venv/installed
-	$(MAKE) -j lint hosts golden collected
+	$(MAKE) -j lint golden
 	$(PYTEST)
 
-# Compiles the loops of planners and simulators, which ranks and workers would otherwise compile side by side.
-golden: .venv/installed
-	$(BIN)/pytest --timeout 1200 $(GOLDEN)
-
-# Makes byte code of tests, as each worker would otherwise. What cannot be collected, the tests themselves say.
-collected: hosts
-	-$(BIN)/pytest --collect-only -qq >/dev/null
+# Compiles the loops of planners and simulators, and collects all tests, which makes byte code of them and of what they
+# import: ranks and workers would otherwise do both side by side.
+golden: hosts
+	$(BIN)/pytest --timeout 1200 -k test_golden
 
 # Slow cases too, and with MOESYS_SWEEP more of what is drawn. GPU checks are a run of their own: pytest -m gpu tests/gpu.
 test-all: lint hosts golden aot oldest newest-python
@@ -89,13 +86,12 @@ newest: hosts
 docs: .venv/docs-installed
 	$(BIN)/mkdocs build --strict
 
-# torch first: the range in pyproject.toml would choose a CUDA build of several gigabytes. All cores make byte code, of
-# four million lines; pip would with one, and of two million more that few import. Some files are for other Pythons.
+# torch first: the range in pyproject.toml would choose a CUDA build of several gigabytes. Python makes byte code of what
+# it imports; pip would make it of six million lines.
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --no-compile '$(TORCH)'
 	$(BIN)/pip install --no-compile -e '.[test]'
-	-$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' .venv/lib
 	touch $@
 
 # The oldest Triton that moesys runs on, torch 2.11's: it stands aside, and is only asked to compile.
@@ -124,7 +120,7 @@ docs: .venv/docs-installed
 # They stand aside too, without what they depend on: some want older packages than the environment has.
 .venv/hosts: .venv/installed tests/torchtitan/requirements.txt
 	rm -rf $@ $@.part
-	$(BIN)/pip install --no-deps --target $@.part -r tests/torchtitan/requirements.txt
+	$(BIN)/pip install --no-deps --no-compile --target $@.part -r tests/torchtitan/requirements.txt
 	mv $@.part $@
 	touch $@
 
