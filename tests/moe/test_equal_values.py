@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from test_mismatch import EP, SHAPE, refused, tokens
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.overlap.comm.channel import _digest
 
 BIASED = SHAPE.replace(scoring_func="sigmoid")
 
@@ -144,3 +146,18 @@ def test_gradients_that_nobody_sums_are_noticed(ranks: LocalRanks) -> None:
         assert len(said) == 2  # in micro-batches 2 and 4
         assert all("ranks 0 and 1 have other values of gate.weight of layer 0" in text for text in said)
         assert all("call ms.sync_gradients(model) between backward and the optimizer's step" in text for text in said)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+def test_a_digest_depends_on_all_bits_and_not_on_where_they_lie(dtype: torch.dtype) -> None:
+    for size in (1, 2, 3, 8, 13):
+        memory = torch.randn(size + 1).to(dtype)
+        x, elsewhere = memory[1:], memory[1:].clone()
+        assert _digest(x) == _digest(elsewhere)
+        for others in ([0], [size - 1], [0, size - 1], range(size)):
+            changed = x.clone()
+            changed[[*others]] *= -1
+            assert _digest(changed) != _digest(x)
+        if size > 1:
+            assert _digest(x.flip(0)) != _digest(x)
+    assert _digest(torch.zeros(0, 3, dtype=dtype)) == 0

@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parameter import is_lazy
@@ -107,9 +107,8 @@ def exchange(
 
 # Messages that nobody has waited for are kept for this many calls: the call that failed, and the call after it.
 KEPT_CALLS = 2
-# A digest is computed in pieces of so many elements, and of their bits as integers, by the size of an element.
+# A digest is computed in pieces of so many integers of eight bytes.
 _DIGESTED_AT_ONCE = 1 << 18
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 T = TypeVar("T")
 
@@ -439,12 +438,15 @@ def _digest(tensor: Tensor) -> Tensor:
     """Returns a number, int64 [], that depends on the bits of all elements and on their order."""
     local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     # Sparse tensors are digested as dense ones.
-    integers_N = local.to_dense().contiguous().view(-1).view(_INTEGERS[local.element_size()])
-    odd_N = torch.arange(1, 2 * min(len(integers_N), _DIGESTED_AT_ONCE), 2, device=local.device)
+    bytes_N = local.to_dense().contiguous().view(-1).view(torch.uint8)
+    if len(bytes_N) % 8 or bytes_N.storage_offset() % 8:
+        bytes_N = nn.functional.pad(bytes_N, (0, -len(bytes_N) % 8))
+    integers_N = bytes_N.view(torch.int64)
+    odd_N = torch.arange(1, 2 * min(len(integers_N), _DIGESTED_AT_ONCE) + 1, 2, device=local.device)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for piece_N in integers_N.split(_DIGESTED_AT_ONCE):
-        # The factor makes two pieces that change places show.
-        total.mul_(3).add_((piece_N * odd_N[: len(piece_N)]).sum())
+        # The factor makes two pieces that change places show, and the shift makes signs that change in pairs show.
+        total.mul_(3).add_(((piece_N ^ (piece_N >> 32)) * odd_N[: len(piece_N)]).sum())
     return total
 
 
