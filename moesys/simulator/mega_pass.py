@@ -174,7 +174,7 @@ def mega_pass(
     pushed_R = second_at_R + np.maximum(second.in_waves_R + behind_R, fill_R + push_R) + gap * (not pushes)
 
     # Sums follow weight gradients that are tasks of kernel B, and come before those in kernels of their own.
-    gradients = work.weight_gradients(overlap.overlap_weight_gradients) if backward else ProductTiles(*np.zeros((3, R)))
+    gradients = work.weight_gradients(overlap.overlap_weight_gradients) if backward else TileTimes(*np.zeros((3, R)))
     own_R = pushed_R + gap * (not pushes)
     arrived_R, last_R = _last(pushed_R + flag, needs_RR.T)
     if overlap.overlap_weight_gradients:
@@ -231,7 +231,7 @@ def _last(at_R: FloatArray, needs_RR: BoolArray) -> tuple[FloatArray, IntArray]:
     return at_RR.max(axis=0), at_RR.argmax(axis=0)
 
 
-class ProductTiles(NamedTuple):
+class TileTimes(NamedTuple):
     """The tiles of a product: how many a rank has, in which seconds all its programs compute them, and the same if the
     last wave takes as long as a whole one.
     """
@@ -257,19 +257,19 @@ class _Work:
         self.flop_seconds = slower / product_rate(cluster, backward)
         self.byte_seconds = slower * memory_seconds(1.0, cluster)
 
-    def first_product(self, fused: bool) -> ProductTiles:
+    def first_product(self, fused: bool) -> TileTimes:
         """Returns A's product: ``gate_up`` with the activation, or ``down`` with the activation's gradient."""
         H, I = self.model.hidden_size, self.model.intermediate_size
         if self.backward:
             return self._by_rows(H, I, self.sizes.columns, 1, H + 5 * I, fused)
         return self._by_rows(H, I, self.sizes.halves, 2, H + 3 * I, fused)
 
-    def second_product(self, fused: bool) -> ProductTiles:
+    def second_product(self, fused: bool) -> TileTimes:
         """Returns B's product: ``down``, or ``gate_up`` transposed."""
         H, L = self.model.hidden_size, self.model.intermediate_size * (2 if self.backward else 1)
         return self._by_rows(L, H, self.sizes.columns, 1, H + L, fused)
 
-    def weight_gradients(self, fused: bool) -> ProductTiles:
+    def weight_gradients(self, fused: bool) -> TileTimes:
         """Returns the products of the gradients of ``gate_up`` and of ``down``."""
         H, I, found = self.model.hidden_size, self.model.intermediate_size, []
         for left, right in ((2 * I, H), (H, I)):
@@ -278,7 +278,7 @@ class _Work:
             bytes_RE = self.rows_RE * ((left + right) * self.model.bytes_per_element)
             bytes_RE = bytes_RE + self.held_RE * (left * right * GRADIENT_BYTES)
             found.append(self._tiles(self.held_RE * tiles, flops_RE, bytes_RE, fused))
-        return ProductTiles(*np.sum(found, axis=0))
+        return TileTimes(*np.sum(found, axis=0))
 
     def moving(self, others_R: FloatArray) -> FloatArray:
         """Returns the seconds of memory in which rows are fetched, or pushed: those of others are written, or read, and
@@ -301,17 +301,15 @@ class _Work:
             largest_R = tiles_R / np.maximum((self.row_tiles_RE > 0).sum(axis=1), 1)
         return np.minimum(np.maximum(largest_R, RASTER) / tiles_R, 1)
 
-    def _by_rows(
-        self, depth: int, width: int, columns: int, halves: int, row_elements: int, fused: bool
-    ) -> ProductTiles:
+    def _by_rows(self, depth: int, width: int, columns: int, halves: int, row_elements: int, fused: bool) -> TileTimes:
         tiles_RE = self.row_tiles_RE * -(-width // columns)
         flops_RE = tiles_RE * (2.0 * self.sizes.rows * columns * halves * depth)
         elements_RE = self.held_RE * (halves * width * depth) + self.rows_RE * row_elements
         return self._tiles(tiles_RE, flops_RE, elements_RE * (tiles_RE > 0) * self.model.bytes_per_element, fused)
 
-    def _tiles(self, tiles_RE: FloatArray, flops_RE: FloatArray, bytes_RE: FloatArray, fused: bool) -> ProductTiles:
+    def _tiles(self, tiles_RE: FloatArray, flops_RE: FloatArray, bytes_RE: FloatArray, fused: bool) -> TileTimes:
         flop_seconds = self.flop_seconds / (self.fused_rate if fused else 1.0)
         tiles_R = tiles_RE.sum(axis=1)
         seconds_R = np.maximum(flops_RE * flop_seconds, bytes_RE * self.byte_seconds).sum(axis=1)
         waves_R = np.ceil(tiles_R / self.programs) * self.programs / np.maximum(tiles_R, 1)
-        return ProductTiles(tiles_R, seconds_R, seconds_R * np.maximum(waves_R, 1))
+        return TileTimes(tiles_R, seconds_R, seconds_R * np.maximum(waves_R, 1))
