@@ -42,7 +42,7 @@ PACKAGES = {
     "moesys/tuner": ("tuner",),
     "moesys, hosts": ("hf", "torchtitan"),
     "moesys/lab": ("lab",),
-    "moesys, entry points": ("__init__", "__main__"),
+    "moesys, entry points": ("__init__", "__main__", "models", "planning"),
 }
 BUDGETS = {
     "moesys/config": Budget(2_273, 17),
@@ -55,12 +55,12 @@ BUDGETS = {
     "moesys/tuner": Budget(1_151, 8),
     "moesys, hosts": Budget(2_452, 15),
     "moesys/lab": Budget(8_293, 52),
-    "moesys, entry points": Budget(228, 2),
+    "moesys, entry points": Budget(277, 4),
     "benchmarks": Budget(6_752, 52),
     "experiments": Budget(1_396, 15),
     "tests": Budget(47_441, 318),
 }
-TOTAL = Budget(36_382, 248)
+TOTAL = Budget(36_431, 250)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
