@@ -11,7 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 from inspect import signature
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -140,9 +140,9 @@ def parallelize(
         # FSDP registers other hooks for a list, so a single module is passed by itself.
         fsdp(first if len(together) == 1 else together, mesh=dense_mesh, mp_policy=of_unit)
         if is_part:
-            # Parts of several blocks are gathered with the model.
-            owners: set[nn.Module] = set().union(*(blocks_of.get(each, {model}) for each in together))
-            parts.append((owners.pop() if len(owners) == 1 else model, first))
+            # Parts of several blocks are gathered with the innermost block around them all, or with the model.
+            around = set.intersection(*(blocks_of.get(each, set()) for each in together))
+            parts.append((min(around, key=lambda block: sum(1 for _ in block.modules()), default=model), first))
     for owner, part in parts:
         if not gather_with(owner, part):
             owner.register_forward_pre_hook(partial(_gather, part))
@@ -151,7 +151,7 @@ def parallelize(
         first.set_reduce_scatter_unused_params(True)
     each: Any
     for each in model.modules():
-        each.register_load_state_dict_pre_hook(partial(_refuse_whole_tensors, model))
+        each.register_load_state_dict_pre_hook(partial(_refuse_whole_tensors, ref(model)))
         # PEFT's models pass on names that they lack to the model inside.
         if hasattr(type(each), "save_pretrained"):
             each.__dict__["save_pretrained"] = partial(_save, each.save_pretrained)
@@ -373,13 +373,14 @@ def _gather(part: FSDPModule, *_: object) -> None:
 
 
 def _refuse_whole_tensors(
-    whole_model: nn.Module, model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
+    whole_model: ref[nn.Module], model: nn.Module, state: Mapping[str, Any], prefix: str, *_: object
 ) -> None:
     """Raises ValueError for a state with whole tensors of what ``model``, a part of ``whole_model``, has sharded."""
-    if prefix and model is not whole_model:
+    whole = whole_model()
+    if prefix and model is not whole:
         # It is loaded with the module around it, which has been checked.
         return
-    reshard_units(whole_model)
+    reshard_units(whole or model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and not isinstance(state.get(prefix + name, parameter), DTensor):
             raise ValueError(

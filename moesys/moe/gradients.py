@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from moesys.collectives import group_destroyed, guarded, meet
 from moesys.frames import ALIKE, NO_LAYER, Position, RankMismatchError
@@ -90,7 +89,10 @@ def require_equal_values(
     units = (each for each in model.modules() if isinstance(each, FullyShardedDataParallel)) if seen else ()
     split = {id(parameter) for unit in units for parameter in unit.parameters()}
     new = {name: each for name, each in seen.items() if id(each) not in split} | dict(always or {})
-    if (new or always is not None) and (found := channel.differing(new, Position(call), device)):
+    found, without_values = None, set[str]()
+    if new or always is not None:
+        found, without_values = channel.differing(new, Position(call), device)
+    if found:
         name, first, second = found
         raise RankMismatchError(
             f"{call}: ranks {first} and {second} differ in {name}, which every rank should have alike; make the model "
@@ -98,9 +100,8 @@ def require_equal_values(
             "values of one rank before this call; outside of ms.parallelize, mark parameters of which ranks have parts "
             f"of their own by parameter.tensor_model_parallel = True. {ALIKE}"
         )
-    # Parameters that have no values yet are compared again. Names decide about the collective, as ranks may differ in
-    # which parameters have values.
-    compared.update(name for name, each in seen.items() if not (each.is_meta or is_lazy(each)))
+    # What has no values on some rank is compared again by all of them.
+    compared.update(seen.keys() - without_values)
 
 
 def _gradient_dtypes(

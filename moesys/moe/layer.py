@@ -207,7 +207,8 @@ class MoELayer(nn.Module):
         if not (self.training and torch.is_grad_enabled()) or ((tape := current_tape()) and tape.mode == "replay"):
             return
         at = Position("comparison of routers", number)
-        if found := experts.token_channel.differing(self._replicated_state(), at, experts.store.masters.device):
+        found, _ = experts.token_channel.differing(self._replicated_state(), at, experts.store.masters.device)
+        if found:
             name, first, second = found
             warnings.warn(
                 f"ranks {first} and {second} have other values of {name} of layer {experts.layer_index}, which every "

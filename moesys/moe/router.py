@@ -134,8 +134,8 @@ class Router(nn.Module):
                 "e_score_correction_bias", torch.empty(shape.num_experts, dtype=torch.float32, device=device)
             )
         self.chooser = Chooser(shape)
-        # The losses of its passes, each for as long as the graph of its output exists, and when the newest began.
-        self._passes: list[ref[_Losses]] = []
+        # When its passes began, and their losses, each for as long as the graph of its output exists.
+        self._passes: list[tuple[int, ref[_Losses]]] = []
         self._began_ns = 0
         # This keeps the newest also where its output is not used.
         self._newest: _Losses | None = None
@@ -179,8 +179,8 @@ class Router(nn.Module):
     def _keep(self, losses: _Losses, routing: Routing) -> None:
         """Keeps the losses of a new pass, and those of the passes before it that may share a step with it."""
         self._newest, self._began_ns = None, perf_counter_ns()
-        self._passes = [each for each in self._passes if (kept := each()) is not None and kept.ended_ns is None]
-        self._passes.append(this := ref(losses))
+        self._passes = [one for one in self._passes if (kept := one[1]()) is not None and kept.ended_ns is None]
+        self._passes.append((self._began_ns, this := ref(losses)))
         self._newest = losses
         node: Any = routing.weight_TK.grad_fn
         if node is not None:
@@ -189,6 +189,10 @@ class Router(nn.Module):
             routing.logits_TE.register_hook(
                 lambda _: None if (alive := this()) is None else alive.end(by_backward=True)
             )
+
+    def alive(self) -> list[_Losses]:
+        """Returns the losses of passes through which backward may still go, the oldest first."""
+        return [losses for _, each in self._passes if (losses := each()) is not None]
 
     def extra_repr(self) -> str:
         shape = self.shape
@@ -292,14 +296,14 @@ def router_loss(
     routers = {name: module for name, module in model.named_modules() if isinstance(module, Router) and module.training}
     newest_ns = max((router._began_ns for router in routers.values()), default=0)
     # A router that was not run again after a forward that raised would keep the graph of that forward.
-    repeated_ns = max((router._began_ns for router in routers.values() if len(router._passes) > 1), default=0)
+    repeated = [(passes[0][0], passes[-1][0]) for router in routers.values() if len(passes := router._passes) > 1]
     for router in routers.values():
-        if router._began_ns < repeated_ns and router._newest is not None and router._newest.own.requires_grad:
+        dropped = any(first_ns <= router._began_ns < last_ns for first_ns, last_ns in repeated)
+        if dropped and router._newest is not None and router._newest.own.requires_grad:
             router._newest = None
     found: dict[str, list[_Losses]] = {}
     for name, router in routers.items():
-        kept_N = [losses for each in router._passes if (losses := each()) is not None]
-        if losses_N := [each for each in kept_N if each.ended_ns is None or each.ended_ns > newest_ns]:
+        if losses_N := [each for each in router.alive() if each.ended_ns is None or each.ended_ns > newest_ns]:
             found[name] = losses_N
         for losses in losses_N:
             losses.end()

@@ -164,6 +164,7 @@ class MoERuntime(Lookahead):
         before, and the gradients of the layer behind.
         """
         self._end_pass()
+        self._forget_other_backward()
         before = call.previous
         for _ in range(call.store.prefetch_layers):
             if before is None:
@@ -174,15 +175,20 @@ class MoERuntime(Lookahead):
             transfer.start()
 
     def delay(self, store: ExpertStore, transfer: Reshard) -> bool:
-        """Starts the transfer of a gradient behind the next layer's backward, or at the end of this one."""
-        if self._flushing_backward != current_backward():
-            # Transfers that are left of a backward that raised belong to no step.
-            self._reshards.clear()
-            self._arrived.clear()
+        """Takes a transfer of gradients, which starts behind the next layer's backward, or at the end of this one."""
+        self._forget_other_backward()
+        if self._flushing_backward == NO_BACKWARD:
             self._flushing_backward = current_backward()
             after_this_backward(self._flush)
         self._reshards.append((store, transfer))
         return True
+
+    def _forget_other_backward(self) -> None:
+        """Drops the transfers that are left of a backward that raised, as they belong to no step."""
+        if self._flushing_backward != current_backward():
+            self._reshards.clear()
+            self._arrived.clear()
+            self._flushing_backward = NO_BACKWARD
 
     def after_backward(self) -> None:
         """Takes in the gradients that travelled behind a layer's backward, which is through."""

@@ -87,6 +87,7 @@ def equal_values() -> list[str]:
     # Only one rank has values of what is new in the second call.
     model["late"] = nn.Linear(2, 3, bias=False, device="meta" if dist.get_rank() else "cpu")
     ms.link(model).close()
+    ms.link(model).close()
     return [name for name, each in model.named_parameters() if each.grad is None]
 
 
@@ -161,3 +162,5 @@ def test_a_digest_depends_on_all_bits_and_not_on_where_they_lie(dtype: torch.dty
         if size > 1:
             assert _digest(x.flip(0)) != _digest(x)
     assert _digest(torch.zeros(0, 3, dtype=dtype)) == 0
+    # Of all bits set, no half is that of another integer.
+    assert _digest(torch.full((2,), -1)) != _digest(torch.zeros(2, dtype=torch.int64))

@@ -109,6 +109,8 @@ def exchange(
 KEPT_CALLS = 2
 # A digest is computed in pieces of so many integers of eight bytes.
 _DIGESTED_AT_ONCE = 1 << 18
+# The golden section of 2^64, as a signed integer.
+_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
 
 T = TypeVar("T")
 
@@ -297,31 +299,33 @@ class Channel:
 
     def differing(
         self, tensors: Mapping[str, Tensor], at: Position, device: torch.device
-    ) -> tuple[str, int, int] | None:
-        """Returns the name of a tensor of which two ranks have other bits, shapes or dtypes, or that one of them lacks,
-        and these ranks; None if there is none. The same on all ranks; a collective. Raises as ``all_gather`` does.
+    ) -> tuple[tuple[str, int, int] | None, set[str]]:
+        """Returns the name of a tensor of which two ranks have other bits, shapes or dtypes, or, unless it is a
+        ``DTensor``, that one of them lacks, and these ranks; None if there is none. Returns also the names of the
+        tensors that have no values on some rank. The same on all ranks; a collective. Raises as ``all_gather`` does.
 
         Shards of a ``DTensor`` differ by right: ranks compare those shards only of which several have a copy. Tensors
         without values, and parameters that Megatron's ``tensor_model_parallel`` marks as parts, are left out.
         """
         if self.group is None:
-            return None
+            return None, set()
         shared = {name: each for name, each in tensors.items() if is_shared(each)}
         # The host waits once for all of them.
         digests = [_digest(each).to(device) for each in shared.values()]
         numbers = torch.stack(digests).tolist() if digests else []
-        mine: dict[str, tuple[str, int] | None] = dict.fromkeys(tensors)
+        mine: dict[str, tuple[str, int] | bool] = {name: has_values(each) for name, each in tensors.items()}
         for (name, each), number in zip(shared.items(), numbers, strict=True):
             mine[name] = _shard_of(each), number ^ crc32(f"{[*each.shape]} {each.dtype}".encode())
         found_R = [json.loads(said) for said in self.gather_bytes(json.dumps(mine).encode(), at, device)]
+        without = {name for found in found_R for name, said in found.items() if said is False}
         for name in dict.fromkeys(chain.from_iterable(found_R)):
             first: dict[str, tuple[int, int | None]] = {}
             for rank, found in zip(self.members, found_R, strict=True):
-                if (said := found.get(name, ("", None))) is not None:
+                if not isinstance(said := found.get(name, ("", None)), bool):
                     other, digest = first.setdefault(said[0], (rank, said[1]))
                     if digest != said[1]:
-                        return name, other, rank
-        return None
+                        return (name, other, rank), without
+        return None, without
 
     def compare_calls(self) -> None:
         """Compares the calls of gathers that the host has not waited for. Raises as ``all_gather`` does."""
@@ -416,9 +420,14 @@ class Channel:
             raise failure_of(named, self.group, error, self.device_type, grace_s, without_heartbeat) from error
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Returns False for a tensor on the meta device, and for a lazy parameter."""
+    return not (tensor.is_meta or is_lazy(tensor))
+
+
 def is_shared(tensor: Tensor) -> bool:
     """Returns whether other ranks have the same part of a tensor, and it has values."""
-    if tensor.is_meta or is_lazy(tensor):
+    if not has_values(tensor):
         return False
     if not isinstance(tensor, DTensor):
         return not getattr(tensor, "tensor_model_parallel", False)
@@ -445,8 +454,11 @@ def _digest(tensor: Tensor) -> Tensor:
     odd_N = torch.arange(1, 2 * min(len(integers_N), _DIGESTED_AT_ONCE) + 1, 2, device=local.device)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for piece_N in integers_N.split(_DIGESTED_AT_ONCE):
-        # The factor makes two pieces that change places show, and the shift makes signs that change in pairs show.
-        total.mul_(3).add_(((piece_N ^ (piece_N >> 32)) * odd_N[: len(piece_N)]).sum())
+        # Both steps map integers one to one. They make signs that change in pairs show.
+        mixed_N = piece_N * _MULTIPLIER
+        mixed_N ^= mixed_N >> 32 & 0xFFFFFFFF
+        # The factor makes two pieces that change places show.
+        total.mul_(3).add_((mixed_N * odd_N[: len(piece_N)]).sum())
     return total
 
 

@@ -12,6 +12,7 @@ from torch.futures import Future
 
 from moesys.config import Fsep, ModelShape
 from moesys.moe.pulled_experts import PulledExperts
+from moesys.moe.store import ExpertTransfer
 from moesys.overlap.comm import channel as channels
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import DeviceClock, Meter, Recorder
@@ -181,9 +182,10 @@ def test_a_pull_ends_where_its_own_stream_does(gpu: Gpu, monkeypatch: pytest.Mon
         ModelShape(hidden_size=2, intermediate_size=2, num_experts=2, top_k=1), 0, [0], Fsep(slots_per_rank=2), None, 1
     )
     channel = Channel(None, [0], Recorder(0, enabled=True, device_type="cuda"), Meter("cuda"), "cuda")
-    arrive = experts._start(Ring(), torch.zeros(1), [], torch.zeros(1), channel, "restore", "layer 0")  # type: ignore[arg-type]
+    pull = experts._pull(Ring(), torch.zeros(1), [], torch.zeros(1), channel, "restore", "layer 0")  # type: ignore[arg-type]
+    transfer = ExpertTransfer(pull)
     gpu.does(10.0)
-    arrive()
+    transfer.finish()
     (span,) = channel.recorder.timeline().spans
     assert (span.lane, span.detail, span.end_us - span.start_us) == ("restore", "layer 0", pytest.approx(6000))
     assert streams == ["its own"]
