@@ -38,58 +38,50 @@ class ClusterSpec(Declaration):
     )
     name: DisplayName = Field("", description="name in tables; not part of the fingerprint")
     intra_node_gb_per_s: float = Field(
-        216.269, ge=SLOWEST_GB_PER_S, description="bandwidth between two ranks of a domain, in or out of each, GB/s"
+        216.269, ge=SLOWEST_GB_PER_S, description="bandwidth of a rank inside its domain, each way, GB/s"
     )
     inter_node_gb_per_s: float = Field(
-        88.9539, ge=SLOWEST_GB_PER_S, description="bandwidth between domains, in or out of a whole node, GB/s"
+        88.9539, ge=SLOWEST_GB_PER_S, description="bandwidth of a node between domains, each way, GB/s"
     )
     expert_tflops: float = Field(237.0, ge=1e-12, le=1e12, description="dense matmul rate of a rank, TFLOP/s")
     backward_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="matmul rate for gradients of inputs and weights; None: as forward"
+        None, ge=1e-12, le=1e12, description="rate of products for gradients; None: as forward"
     )
     attention_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="rate of attention scores and their weighted sums; None: as other products"
+        None, ge=1e-12, le=1e12, description="rate of attention scores; None: as other products"
     )
     attention_backward_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="rate of the gradients of attention scores; None: as attention_tflops"
+        None, ge=1e-12, le=1e12, description="rate of their gradients; None: as attention_tflops"
     )
-    fp8_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="rate of float8 products, also in backward; None: no float8"
-    )
-    peak_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="dense 16-bit peak by data sheet; MFU is relative to it"
-    )
+    fp8_tflops: float | None = Field(None, ge=1e-12, le=1e12, description="rate of float8 products; None: no float8")
+    peak_tflops: float | None = Field(None, ge=1e-12, le=1e12, description="dense 16-bit peak by data sheet, for MFU")
     memory_gb_per_s: float | None = Field(
         None, ge=SLOWEST_GB_PER_S, description="bandwidth of a rank's memory, GB/s; None: memory costs no time"
     )
     elementwise_gb_per_s: float | None = Field(
         None,
         ge=SLOWEST_GB_PER_S,
-        description="bytes that norms, rotary embeddings, activations and residuals read and write at least, over "
-        "their time, GB/s; None: as memory_gb_per_s",
+        description="minimal bytes of norms, rotary embeddings, activations and residuals over time, GB/s; "
+        "None: memory_gb_per_s",
     )
     elementwise_backward_gb_per_s: float | None = Field(
-        None, ge=SLOWEST_GB_PER_S, description="the same for their gradients, GB/s; None: as elementwise_gb_per_s"
+        None, ge=SLOWEST_GB_PER_S, description="the same of their gradients, GB/s; None: elementwise_gb_per_s"
     )
     optimizer_gb_per_s: float | None = Field(
         None,
         ge=SLOWEST_GB_PER_S,
-        description="bytes that an optimizer reads and writes at least, over its time, GB/s; None: as memory_gb_per_s",
+        description="minimal bytes of the optimizer over its time, GB/s; None: memory_gb_per_s",
     )
     memory_gb: float | None = Field(None, gt=0, le=1e9, description="memory of a rank, 1e9 bytes; None: unknown")
-    multiprocessors: int = Field(
-        1, ge=1, description="multiprocessors of a rank: products run in waves of that many tiles"
-    )
-    tile_rows: int = Field(1, ge=1, description="rows of a tile; an expert's rows are rounded up to whole tiles")
-    tile_columns: int = Field(1, ge=1, description="columns of a tile of a product")
-    copy_share: float = Field(
-        0.0, ge=0, lt=1, description="share of a rank's computing power that is lost while its messages move"
-    )
+    multiprocessors: int = Field(1, ge=1, description="multiprocessors of a rank: tiles that run at a time")
+    tile_rows: int = Field(1, ge=1, description="rows of a tile; an expert has whole tiles")
+    tile_columns: int = Field(1, ge=1, description="columns of a tile")
+    copy_share: float = Field(0.0, ge=0, lt=1, description="share of computing power that is lost while messages move")
     fused_rate: float = Field(
-        1.0, gt=0, le=1, description="rate of tiles inside a MegaKernel divided by the rate in a separate kernel"
+        1.0, gt=0, le=1, description="rate of tiles inside a MegaKernel, relative to a separate kernel"
     )
-    launch_us: Microseconds = Field(0.0, description="time from the end of one kernel to the start of the next")
-    flag_us: Microseconds = Field(0.0, description="time from raising a flag on one rank until another sees it")
+    launch_us: Microseconds = Field(0.0, description="time from the end of a kernel to the next")
+    flag_us: Microseconds = Field(0.0, description="time until a flag is seen on another rank")
     intra_node_us: Microseconds = Field(0.0, description="latency of a message inside a domain")
     inter_node_us: Microseconds = Field(0.0, description="latency of a message between domains")
 

@@ -40,16 +40,16 @@ class Experiment(Declaration):
     display_fields: ClassVar[frozenset[str]] = frozenset({"name", "description"})
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="names the run folder")
-    description: str = Field("", description="one line about the question; not part of the fingerprint")
+    description: str = Field("", description="the question, in a line; not part of the fingerprint")
     # None is never the value: an experiment without it is refused or filled in before.
     model: ModelShape = Field(default=None, validate_default=True)
-    """The layer that strategies compute; left out with ``ModelTraining``."""
+    """The layer that is computed; left out with `ModelTraining`."""
     cluster: ClusterSpec = Field(description="where strategies run, or are simulated")
     strategies: tuple[Strategy, ...] = Field(min_length=1)
-    """Strategies that are compared; the first one is the baseline."""
+    """Strategies that are compared; the first is the baseline."""
     workload: Workload = Field(description="what is trained, generated or replayed")
     seeds: tuple[Seed, ...] = Field(tuple(range(8)), min_length=1)
-    """Seeds of the trials; strategies are paired by seed."""
+    """Seeds of trials; strategies are paired by seed."""
     repeat_baseline: bool = Field(False, description="run the baseline twice per seed; the second is a row of its own")
 
     @model_validator(mode="before")

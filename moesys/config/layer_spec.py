@@ -39,13 +39,13 @@ class Gqa(Declaration):
     num_heads: int = Field(ge=1, description="heads of queries")
     num_kv_heads: int = Field(ge=1, description="heads of keys and values")
     head_dim: int = Field(ge=1, description="width of a head")
-    window: int | None = Field(None, ge=1, description="keys that a query sees, itself among them; None: all before it")
-    qkv_bias: bool = Field(False, description="queries, keys and values have a bias")
-    output_bias: bool = Field(False, description="the output projection has a bias")
+    window: int | None = Field(None, ge=1, description="keys that a query sees, its own included; None: all before it")
+    qkv_bias: bool = Field(False, description="biases of queries, keys and values")
+    output_bias: bool = Field(False, description="bias of the output projection")
     qk_norm: Literal["head", "row"] | None = Field(
-        None, description="RMSNorm of queries and keys: of each head (Qwen3) or of all heads together (OLMoE)"
+        None, description="RMSNorm of queries and keys: per head (Qwen3), or whole rows (OLMoE)"
     )
-    sinks: bool = Field(False, description="each head has a learnt logit that takes a share of the softmax (GPT-OSS)")
+    sinks: bool = Field(False, description="a learnt logit per head in the softmax (GPT-OSS)")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -90,13 +90,13 @@ class Mla(Declaration):
     """
 
     kind: Literal["mla"] = "mla"
-    num_heads: int = Field(ge=1, description="number of attention heads")
-    q_lora_rank: int | None = Field(None, ge=1, description="width of the latent of queries; None: queries have none")
+    num_heads: int = Field(ge=1, description="heads")
+    q_lora_rank: int | None = Field(None, ge=1, description="width of the queries' latent; None: no latent")
     kv_lora_rank: int = Field(ge=1, description="width of the latent of keys and values")
-    qk_nope_head_dim: int = Field(ge=1, description="width of a head's queries and keys without position")
-    qk_rope_head_dim: int = Field(ge=1, description="width with rotary position; all heads share that of the key")
+    qk_nope_head_dim: int = Field(ge=1, description="width of queries and keys without position")
+    qk_rope_head_dim: int = Field(ge=1, description="width with rotary position; heads share the key's")
     v_head_dim: int = Field(ge=1, description="width of a head's values")
-    bias: bool = Field(False, description="projections to latents and the output projection have a bias")
+    bias: bool = Field(False, description="biases of the projections to latents and to the output")
     # A query sees every key before it, and no logit takes a share of the softmax.
     window: ClassVar[None] = None
     sinks: ClassVar[bool] = False
@@ -141,7 +141,7 @@ class DenseMlp(Declaration):
 
     kind: Literal["dense"] = "dense"
     intermediate_size: int = Field(ge=1, description="width of the MLP")
-    gated: bool = Field(True, description="the up projection has a gate of the same width")
+    gated: bool = Field(True, description="the up projection has a gate")
 
     def products(self, hidden_size: int) -> dict[str, Product]:
         """Returns the two products by name. Gate and up are one."""
@@ -158,13 +158,11 @@ class MoeMlp(Declaration):
     """
 
     kind: Literal["moe"] = "moe"
-    shape: ModelShape = Field(description="shape of the experts and of the router")
+    shape: ModelShape = Field(description="shape of experts and router")
     shared_intermediate_size: int | None = Field(None, ge=1, description="width of the shared expert (Qwen2-MoE)")
-    shared_gate: bool = Field(False, description="a sigmoid of each token scales the shared expert (Qwen2-MoE)")
-    expert_bias: bool = Field(False, description="both products of an expert have a bias (GPT-OSS)")
-    router_bias: bool = Field(
-        False, description="the router has a learnt bias (GPT-OSS); DeepSeek-V3's correction is no parameter"
-    )
+    shared_gate: bool = Field(False, description="a sigmoid per token scales the shared expert (Qwen2-MoE)")
+    expert_bias: bool = Field(False, description="biases of an expert's products (GPT-OSS)")
+    router_bias: bool = Field(False, description="a learnt bias of the router (GPT-OSS)")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -207,8 +205,8 @@ Mlp = Annotated[DenseMlp | MoeMlp, KindUnion()]
 class LayerSpec(Declaration):
     """One layer: attention and an MLP, each behind an RMSNorm, each added to the row that it read."""
 
-    attention: Attention = Field(description="attention of the layer")
-    mlp: Mlp = Field(description="dense MLP, or experts, of the layer")
+    attention: Attention = Field(description="`Gqa` or `Mla`")
+    mlp: Mlp = Field(description="`DenseMlp` or `MoeMlp`")
 
     @property
     def has_experts(self) -> bool:

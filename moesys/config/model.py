@@ -19,21 +19,19 @@ class ModelShape(Declaration):
     intermediate_size: int = Field(ge=1, description="I, width of one expert (moe_intermediate_size elsewhere)")
     num_experts: int = Field(ge=1, description="E, routed experts")
     top_k: int = Field(ge=1, description="K, experts a token is sent to (num_experts_per_tok elsewhere)")
-    dtype: DType = Field("float32", description="dtype of computation and of restored experts; masters are float32")
+    dtype: DType = Field("float32", description="dtype of computation; masters are float32")
     scoring_func: Literal["softmax", "sigmoid"] = Field(
-        "softmax", description="softmax over all experts, or sigmoid with a correction bias (DeepSeek-V3)"
+        "softmax", description="softmax, or sigmoid with a correction bias (DeepSeek-V3)"
     )
-    norm_topk_prob: bool = Field(True, description="the K chosen weights are divided by their sum")
-    n_group: int = Field(1, ge=1, description="expert groups of the group-limited choice; 1 for none")
+    norm_topk_prob: bool = Field(True, description="divide the K weights by their sum")
+    n_group: int = Field(1, ge=1, description="groups of experts; 1: none")
     topk_group: int = Field(1, ge=1, description="groups a token may choose from")
-    routed_scaling_factor: float = Field(1.0, gt=0, description="factor on the routing weights, after normalisation")
-    n_shared_experts: int = Field(0, ge=0, description="shared experts, fused into one SwiGLU of n × I")
+    routed_scaling_factor: float = Field(1.0, gt=0, description="factor on the normalised weights")
+    n_shared_experts: int = Field(0, ge=0, description="shared experts, one SwiGLU of n × I")
     router_aux_loss_coef: float = Field(0.0, ge=0, description="coefficient of the load-balancing loss")
     router_z_loss_coef: float = Field(0.0, ge=0, description="coefficient of the router z-loss")
-    router_bias_update_rate: float = Field(
-        0.0, ge=0, description="step size of the correction bias (DeepSeek-V3's gamma); 0: constant"
-    )
-    initializer_range: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
+    router_bias_update_rate: float = Field(0.0, ge=0, description="step of the correction bias; 0: constant")
+    initializer_range: float = Field(0.02, gt=0, description="standard deviation of initial weights")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

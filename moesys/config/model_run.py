@@ -28,22 +28,20 @@ class Parallelism(Declaration):
     experts never see a token twice.
     """
 
-    tp: int = Field(
-        1, ge=1, description="tensor parallelism: ranks that share each product of attention and dense layers"
-    )
+    tp: int = Field(1, ge=1, description="tensor parallelism of attention and dense layers")
     cp: int = Field(1, ge=1, description="context parallelism: ranks that share a sequence")
-    pp: int = Field(1, ge=1, description="pipeline parallelism: stages")
-    vp: int = Field(1, ge=1, description="virtual pipeline: parts of the model in each stage; more than 1: interleaved")
-    ep: int | None = Field(None, ge=1, description="expert parallelism: ranks of an expert group; None: all of a stage")
+    pp: int = Field(1, ge=1, description="pipeline stages")
+    vp: int = Field(1, ge=1, description="parts of the model per stage; more than 1: interleaved")
+    ep: int | None = Field(None, ge=1, description="ranks of an expert group; None: all of a stage")
     schedule: PipelineSchedule = Field("1f1b", description="schedule of the pipeline")
     overlap_micro_batches: bool = Field(
-        False, description="run a micro-batch's forward concurrently with another's backward"
+        False, description="run a forward concurrently with another micro-batch's backward"
     )
     dense: Literal["replicated", "optimizer", "full"] = Field(
-        "optimizer", description="what data-parallel ranks shard of dense parameters: nothing, optimizer states, or all"
+        "optimizer", description="what is sharded of dense parameters: nothing, optimizer states, or all"
     )
     recompute: LayerRecompute = Field(
-        "none", description="what runs again in backward: nothing, what backward reads and is cheap, or whole layers"
+        "none", description="what runs again in backward: nothing, what is cheap, or whole layers"
     )
 
     @model_validator(mode="after")
@@ -103,32 +101,28 @@ class ModelRun(Declaration):
     """
 
     model: ModelSpec = Field(description="the whole model")
-    cluster: ClusterSpec = Field(description="the cluster, whose nodes are equal")
-    strategy: Strategy = Field({"name": "ep"}, validate_default=True, description="strategy of the layers with experts")
+    cluster: ClusterSpec = Field(description="the cluster, of equal nodes")
+    strategy: Strategy = Field({"name": "ep"}, validate_default=True, description="strategy of MoE layers")
     parallelism: Parallelism = Field(Parallelism(), description="how ranks share everything else")
     seq_len: int = Field(4096, ge=1, description="tokens of a sequence")
     micro_batch: int = Field(1, ge=1, description="sequences of a data-parallel rank in a micro-batch")
     global_batch: int | None = Field(
         None, ge=1, description="sequences of a step; None: one micro-batch of every data-parallel rank and stage"
     )
-    fp8: bool = Field(False, description="products with weights in float8; masters, scores, router and head are not")
-    fp8_rows: bool = Field(
-        False, description="with fp8: dispatch rows and gradients in float8; both return in the model's dtype"
-    )
+    fp8: bool = Field(False, description="products with weights in float8, except router and head")
+    fp8_rows: bool = Field(False, description="with fp8: rows and gradients are dispatched in float8")
     gradient_dtype: Annotated[Literal["float32", "bfloat16"], LongName] = Field(
-        "float32", description="dtype of gradients that are kept between micro-batches and summed over ranks"
+        "float32", description="dtype of gradients between micro-batches and in sums over ranks"
     )
     host_us: float = Field(
         0.0,
         ge=0,
         le=1e12,
-        description="time of the CPU to launch an operation: a pass takes at least the sum of its launches; "
-        "0: a step is one CUDA graph",
+        description="CPU time to launch each operation, a lower bound of a pass; 0: a step is one CUDA graph",
     )
     backend: Literal["nccl", "gloo"] = Field(
         "nccl",
-        description='backend of data-parallel collectives; "gloo" (CPUs): with dense="full" nothing is prefetched, and '
-        "a reduce-scatter sends as much as an all-reduce",
+        description='backend of data-parallel collectives; gloo (CPUs): nothing is prefetched with dense="full"',
     )
     optimizer: Literal["adam", "adam_bf16", "sgd"] = Field(
         "adam", description="moments in float32, in bfloat16 (DeepSeek-V3), or none; masters are float32"

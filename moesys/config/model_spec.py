@@ -26,10 +26,10 @@ class ModelSpec(Display, Declaration):
 
     name: DisplayName = Field("", description="name in tables; not part of the fingerprint")
     hidden_size: int = Field(ge=1, description="H, width of a token")
-    vocab_size: int = Field(ge=1, description="V, rows of the embedding and columns of the head")
-    tied_embeddings: bool = Field(False, description="the head's weights are those of the embedding")
-    layers: tuple[LayerSpec, ...] = Field(min_length=1, description="layers in the order in which they run")
-    dtype: DType = Field("bfloat16", description="dtype of activations and of the weights that products read")
+    vocab_size: int = Field(ge=1, description="V, rows of the embedding")
+    tied_embeddings: bool = Field(False, description="the head has the embedding's weights")
+    layers: tuple[LayerSpec, ...] = Field(min_length=1, description="layers in order")
+    dtype: DType = Field("bfloat16", description="dtype of activations and of weights in products")
 
     @classmethod
     def from_config(

@@ -22,11 +22,9 @@ class _Messages(Declaration):
     nothing else: no overlap changes them.
     """
 
-    node_dispatch: Literal["direct", "once"] = Field(
-        "direct", description="one row per choice, or one row per node and token"
-    )
+    node_dispatch: Literal["direct", "once"] = Field("direct", description="one row per choice, or per node and token")
     combine: Literal["ordered", "per_node"] = Field(
-        "ordered", description="return every row, or one partial sum per node and token (with node_dispatch='once')"
+        "ordered", description="return every row, or one sum per node and token (with node_dispatch='once')"
     )
 
     @model_validator(mode="after")
@@ -89,7 +87,7 @@ class Pipelined(_Messages):
     """Tokens in ``chunks``: dispatch of the next and combine of the last in flight while one is computed."""
 
     kind: Literal["pipelined"] = "pipelined"
-    chunks: int = Field(ge=1, description="number of parts into which the tokens of a micro-batch are divided")
+    chunks: int = Field(ge=1, description="parts of the tokens of a micro-batch")
 
     def words(self) -> list[str]:
         """Describes what runs beside what, for ``explain``."""

@@ -11,10 +11,8 @@ from moesys.config.base import Declaration, KindUnion
 
 SlotCount = Annotated[int, Field(ge=0, strict=True)]
 SlotGigabytes = Annotated[float, Field(ge=0, le=1e9)]
-PrefetchLayers = Annotated[
-    int, Field(ge=0, description="following layers whose experts are gathered ahead (linked layers)")
-]
-DelayReshard = Annotated[bool, Field(description="send gradients during the next layer's backward (linked layers)")]
+PrefetchLayers = Annotated[int, Field(ge=0, description="following linked layers whose experts are gathered ahead")]
+DelayReshard = Annotated[bool, Field(description="send gradients during the next linked layer's backward")]
 
 
 def one_per_rank(name: str, given: Any, num_ranks: int, of: str = "the cluster") -> tuple[Any, ...]:
@@ -39,12 +37,12 @@ class Ep(Declaration):
 
     kind: Literal["ep"] = "ep"
     slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
-    """Experts that a rank can hold, its own included: one number or one per rank. None: owners lend nothing."""
+    """Experts that a rank can hold, its own included: one number or one per rank; None: nothing is lent."""
     slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
-        None, description="memory for experts in their compute dtype, 1e9 bytes per rank, instead of slots_per_rank"
+        None, description="memory for slots, 1e9 bytes, instead of slots_per_rank"
     )
     lend: Literal["flat", "hierarchical"] = Field(
-        "flat", description="a copy to every holder, or one per node, which returns one sum (a numerics class)"
+        "flat", description="a copy to every holder, or one per node (a numerics class)"
     )
     prefetch_layers: PrefetchLayers = 0
     delay_reshard: DelayReshard = False
@@ -98,19 +96,19 @@ class Fsep(Declaration):
 
     kind: Literal["fsep"] = "fsep"
     slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
-    """Experts that a rank can hold at a time, one number or one per rank."""
+    """Experts that a rank can hold: one number or one per rank."""
     slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
-        None, description="memory for experts in their compute dtype, 1e9 bytes per rank, instead of slots_per_rank"
+        None, description="memory for slots, 1e9 bytes, instead of slots_per_rank"
     )
     prefetch_layers: PrefetchLayers = 0
     delay_reshard: DelayReshard = False
     reshard_after_forward: bool = True
-    """Frees experts after forward and gathers them again in backward; False keeps them."""
+    """Free experts after forward and gather them again in backward."""
     restore: Literal["flat", "hierarchical"] = Field(
         "flat", description="one all-to-all, or one copy per node that is spread inside it"
     )
     reshard: Literal["flat", "hierarchical"] = Field(
-        "flat", description="each gradient returns by itself, or a node's are summed first (a numerics class)"
+        "flat", description="each gradient alone, or summed inside nodes first (a numerics class)"
     )
 
     @model_validator(mode="after")

@@ -87,7 +87,7 @@ class LayoutInvariant(Declaration):
         32,
         ge=32,
         multiple_of=32,
-        description="block of tokens for router and shared experts; each rank has a multiple of it",
+        description="block of tokens of router and shared experts; a rank has a multiple",
     )
     # Bytes of an element of an expert's gradient: float64, in which gradients of ranks are added.
     gradient_bytes: ClassVar[int] = 8
@@ -100,16 +100,16 @@ class Strategy(Declaration):
     """Everything that decides how an MoE layer runs, and nothing that decides what it computes."""
 
     name: DisplayName = Field(min_length=1, description="name in tables; not part of the fingerprint")
-    sharding: Sharding = Field(Ep(), description="how expert weights are distributed over ranks")
+    sharding: Sharding = Field(Ep(), description="how experts are distributed over ranks")
     balance: Balance = Field({"kind": "static"}, validate_default=True)
-    """The planner of layouts: which rank holds which experts."""
+    """The planner of layouts."""
     predictor: Predictor = Field(Last(), description="the load that balance plans for")
     split: Split = Field({"kind": "even"}, validate_default=True)
     """How the current tokens are divided over replicas."""
-    overlap: Overlap = Field(Sequential(), description="which communication runs concurrently with computation")
-    reduction: Reduction = Field(Ordered(), description="the order of sums, and so which results have the same bits")
-    replan_every: int = Field(1, ge=1, description="number of micro-batches between two layout plans")
-    lag: int = Field(1, ge=0, description="a plan made on micro-batch t is used from t + lag on; 0: on its own counts")
+    overlap: Overlap = Field(Sequential(), description="which stages run concurrently")
+    reduction: Reduction = Field(Ordered(), description="the order of sums")
+    replan_every: int = Field(1, ge=1, description="micro-batches between two layout plans")
+    lag: int = Field(1, ge=0, description="micro-batches from a plan's newest load to its use; 0: the current counts")
     late_slots: int = Field(
         0, ge=0, description="slots per rank that are filled after routing if that is predicted to be faster"
     )

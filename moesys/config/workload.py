@@ -28,12 +28,12 @@ class RealTraining(Declaration):
     context: int = Field(128, ge=2, description="tokens of a sequence")
     batch: int = Field(4, ge=1, description="sequences of a rank in a micro-batch")
     micro_batches: int = Field(1, ge=1, description="forward and backward passes of a step")
-    warmup: int = Field(3, ge=0, description="first steps, which are trained and recorded but not timed")
-    steps: int = Field(30, ge=1, description="timed steps after the warm-up")
+    warmup: int = Field(3, ge=0, description="first steps, trained but not timed")
+    steps: int = Field(30, ge=1, description="timed steps")
     learning_rate: float = Field(1e-3, gt=0, description="learning rate of Adam")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient norm above which gradients are scaled down")
     recompute: bool = Field(False, description="activation checkpointing of every block")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where ranks compute; cuda: each on a GPU of its host")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where ranks compute; cuda: each on a GPU")
 
     @model_validator(mode="before")
     @classmethod
@@ -66,10 +66,8 @@ class Training(RealTraining):
 
     kind: Literal["training"] = "training"
     num_layers: int = Field(2, ge=1, description="blocks of attention and experts")
-    num_heads: int = Field(4, ge=1, description="number of attention heads")
-    interpret: bool = Field(
-        False, description="experts by the GPU's kernels, on the CPU in Triton's interpreter; its times mean nothing"
-    )
+    num_heads: int = Field(4, ge=1, description="attention heads")
+    interpret: bool = Field(False, description="kernels in Triton's interpreter on the CPU; its times mean nothing")
 
     @model_validator(mode="after")
     def _interprets_on_the_cpu(self) -> Self:
@@ -90,15 +88,15 @@ class ModelTraining(RealTraining):
     """
 
     kind: Literal["model_training"] = "model_training"
-    model: str = Field(min_length=1, description="a config.json, a folder with one, or the name of a packaged model")
+    model: str = Field(min_length=1, description="a config.json, its folder, or a packaged name")
     data: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Text files, folders of them, or .bin files of tokens."""
     tokenizer: str = Field("bytes", min_length=1)
     """A tokenizer.json, or "bytes"."""
     dtype: Annotated[Literal["float32", "bfloat16"], LongName] = Field(
-        "float32", description="what layers compute in; masters are float32"
+        "float32", description="dtype of layers; masters are float32"
     )
-    config: str = Field("", description="content of the config.json, read where it is left out", repr=False)
+    config: str = Field("", description="content of the config.json; read if left out", repr=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -153,16 +151,13 @@ class CostModelWorkload(Declaration):
     strategy.
     """
 
-    micro_batches: int = Field(1, ge=1, description="forward and backward passes of a step, each with its own plans")
-    other_ms: float = Field(
-        0.0, ge=0, description="forward of the rest of a layer, such as attention; backward takes twice that"
-    )
+    micro_batches: int = Field(1, ge=1, description="forward and backward passes of a step")
+    other_ms: float = Field(0.0, ge=0, description="forward of the rest of a layer; backward takes twice that")
     recompute: Recompute = Field(
         "none",
-        description="what backward runs again: nothing, whole layers, layers as far as backward reads them, or layers "
-        "without their all-to-alls",
+        description="what runs again in backward: nothing, whole layers, what it reads, or layers without all-to-alls",
     )
-    optimizer_ms: float = Field(0.0, ge=0, description="time of the optimizer at the end of a step")
+    optimizer_ms: float = Field(0.0, ge=0, description="time of the optimizer in a step")
 
 
 class Replay(CostModelWorkload):
@@ -172,8 +167,8 @@ class Replay(CostModelWorkload):
     """
 
     kind: Literal["replay"] = "replay"
-    trace: str = Field(min_length=1, description="path of the trace file; {seed} in it becomes the trial's seed")
-    warmup: int = Field(0, ge=0, description="first micro-batches, which planners see and which are not timed")
+    trace: str = Field(min_length=1, description="path of a trace; {seed} becomes the trial's seed")
+    warmup: int = Field(0, ge=0, description="first micro-batches, seen by planners but not timed")
     tokens_per_rank: int | None = Field(None, ge=1, description="scale each rank to this number; None: as recorded")
 
 
@@ -189,18 +184,16 @@ class Generated(CostModelWorkload):
     kind: Literal["generated"] = "generated"
     distribution: Literal["uniform", "log_normal", "zipf"] = "log_normal"
     """Distribution of expert popularity."""
-    skew: float = Field(
-        1.0, ge=0, le=100, description="standard deviation of log-popularity, or the exponent of Zipf's law"
-    )
+    skew: float = Field(1.0, ge=0, le=100, description="standard deviation of log-popularity, or Zipf's exponent")
     drift: float = Field(0.05, ge=0, le=1, description="share of log-popularity that changes per micro-batch")
-    spread: float = Field(0.1, ge=0, description="standard deviation of each rank's own log-preference")
+    spread: float = Field(0.1, ge=0, description="standard deviation of each rank's log-preference")
     concentration: float | None = Field(
-        None, gt=0, description="concentration of a Dirichlet distribution of a rank's shares; None: no such variation"
+        None, gt=0, description="concentration of the Dirichlet distribution of a rank's shares; None: none"
     )
     num_layers: int = Field(2, ge=1, description="number of layers")
     tokens_per_rank: int = Field(16384, ge=1, description="tokens of a rank in a micro-batch")
-    warmup: int = Field(5, ge=0, description="first micro-batches, which planners see and which are not timed")
-    steps: int = Field(20, ge=1, description="timed steps after the warm-up")
+    warmup: int = Field(5, ge=0, description="first micro-batches, seen by planners but not timed")
+    steps: int = Field(20, ge=1, description="timed steps")
 
 
 Workload = Annotated[Training | ModelTraining | Replay | Generated, KindUnion()]
