@@ -620,6 +620,16 @@ def test_an_interruption_stays_one(tmp_path: Path, source: str, stop: Callable[[
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "start"]
 
 
+def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    drawn("qwen3_moe").save_pretrained(tmp_path / "hub")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        convert(tmp_path / "hub", tmp_path / "start", None, lambda *_: signal.raise_signal(signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "start" / ".metadata").exists()
+
+
 def wrapped() -> None:
     """As torch's C++ makes another error of it."""
     try:

@@ -14,7 +14,6 @@ Reading a file imports no module that it names. ``import_module_of_user`` import
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -91,7 +90,7 @@ def _values(words: str) -> list[Any]:
 
     def read(word: str) -> Any:
         try:
-            return json.loads(word)
+            return json_of(word, word)
         except ValueError:
             return word
 
