@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 import re
 import secrets
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import sha256
@@ -209,6 +211,47 @@ def test_what_it_extends_counts(file: Path) -> None:
         sys.modules.pop("base_of_one", None)
         prints.add(fingerprint(file, own.replace("turn: int = 0", "turn: int = 0\n    word: str = ''")))
     assert len(prints) == 2
+
+
+def pickled(folder: Path, load: str) -> bytes:
+    """Pickles a ``planners:Mine`` of the folder, in another process, where ``load`` imports it."""
+    code = f"import pickle, sys\n{load}\nsys.stdout.buffer.write(pickle.dumps(Mine()))"
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, stdout=subprocess.PIPE).stdout
+
+
+MINE = "import moesys as ms\n\n\nclass Mine(ms.Balance):\n    def layout(self, problem):\n        return problem.{}\n"
+
+
+def test_a_class_whose_base_was_edited_is_not_made_under_the_old_identity(tmp_path: Path) -> None:
+    base = f"base_{secrets.token_hex(4)}"
+    (tmp_path / f"{base}.py").write_text(MINE.format("old"))
+    (tmp_path / "planners.py").write_text(f"import {base}\n\n\nclass Mine({base}.Mine):\n    pass\n")
+    sent = pickled(tmp_path, "from planners import Mine")
+    (tmp_path / f"{base}.py").write_text(MINE.format("new"))
+    with pytest.raises(ValueError, match=r"planners:Mine extends a class whose file has changed .* restore that file"):
+        pickle.loads(sent)
+    del sys.modules[base]
+    (tmp_path / f"{base}.py").write_text(MINE.format("old"))
+    assert pickle.loads(sent).kind == "planners:Mine"
+
+
+def test_a_class_that_only_a_script_defines_is_refused_where_it_arrives(tmp_path: Path) -> None:
+    script = "if __name__ == '__main__':\n    " + MINE.format("none").replace("\n", "\n    ")
+    (tmp_path / "planners.py").write_text(script)
+    sent = pickled(tmp_path, "import runpy\nMine = runpy.run_path('planners.py', run_name='__main__')['Mine']")
+    with pytest.raises(ValueError, match=r"planners:Mine is defined under a condition, .* at the top level"):
+        pickle.loads(sent)
+
+
+def test_a_class_of_an_archive_plans_and_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"zipped_{secrets.token_hex(4)}"
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr(f"{name}.py", MINE.format("load"))
+    monkeypatch.syspath_prepend(tmp_path / "all.zip")
+    mine = importlib.import_module(name).Mine()
+    assert OWN.replace(balance=mine).balance == mine
+    with pytest.raises(ValueError, match=r"Mine is defined in no file, .* at the top level of a \.py file"):
+        pickle.dumps(mine)
 
 
 @pytest.mark.ranks

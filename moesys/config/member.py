@@ -57,7 +57,13 @@ class OwnCode:
         if module is None or path is None or "<locals>" in owner.__qualname__:
             return cls(owner.__module__, "", b"", owner.__qualname__, extended)
         loader = module.__loader__
-        source = loader.source if isinstance(loader, _SourceInMemory) else Path(path).read_bytes()
+        if isinstance(loader, _SourceInMemory):
+            source = loader.source
+        elif Path(path).is_file():
+            source = Path(path).read_bytes()
+        else:
+            # In an archive, deleted, generated, or a pipe, which is read once.
+            return cls(owner.__module__, "", b"", owner.__qualname__, extended)
         return cls(_name_of(module), path, source, owner.__qualname__, extended)
 
     @property
@@ -74,11 +80,7 @@ class OwnCode:
         codes = (self, *self.extended)
         for code in codes:
             if not code.path:
-                where = "inside a function" if "<locals>" in code.name else "in no file"
-                raise ValueError(
-                    f"{code.import_path} is defined {where}, where neither records nor other processes find it; define "
-                    "it at the top level of a .py file"
-                )
+                raise code._not_found("inside a function" if "<locals>" in code.name else "in no file")
         return sha256(b"".join(dict.fromkeys(code.source for code in codes))).hexdigest()[:16]
 
     def is_that_of(self, other: OwnCode) -> bool:
@@ -87,12 +89,23 @@ class OwnCode:
             return self is other
         return self.digest == other.digest
 
+    def _not_found(self, where: str) -> ValueError:
+        return ValueError(
+            f"{self.import_path} is defined {where}, where neither records nor other processes find it; define it at "
+            "the top level of a .py file"
+        )
+
     def load(self) -> type:
-        """Makes the class from the source, in a module that no other code can import."""
+        """Makes the class from the source, in a module that no other code can import.
+
+        Raises ValueError if a module that is imported, not run as a script, does not define the class.
+        """
         root = Path(self.path).resolve().parents[self.module.count(".") + (Path(self.path).stem == "__init__")]
         with running_module(self.module, self.path, self.source, root) as module:
             found: Any = module
             for name in self.name.split("."):
+                if not hasattr(found, name):
+                    raise self._not_found("under a condition, such as __name__ == '__main__'")
                 found = getattr(found, name)
         loaded: type = found
         return loaded
@@ -344,7 +357,15 @@ def _below(member: type[Member]) -> Iterator[type[Member]]:
 
 
 def _empty(union: type[Member], code: OwnCode, digest: str) -> Member:
-    """Returns an instance without fields, of the class that is there or is made now from its source."""
+    """Returns an instance without fields, of the class that is there or is made now from its source.
+
+    Raises ValueError if what is made now is not the class that was pickled.
+    """
     own: Any = union.own_class(code.import_path, digest) or code.load()
+    if own.own_code.digest != digest:
+        raise ValueError(
+            f"{code.import_path} extends a class whose file has changed since it was pickled "
+            f"(source_digest={digest!r}, now {own.own_code.digest!r}); restore that file, or start again"
+        )
     empty: Member = own.__new__(own)
     return empty
