@@ -8,10 +8,11 @@ writes it from the table below.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.metadata import version
 from typing import Any
 
-from moesys.kinds import BALANCES, OVERLAPS, SPLITS, did_you_mean
+from moesys.kinds import BALANCES, OVERLAPS, SPLITS, did_you_mean, public_path
 
 # The public names of each module. Those of planners, splits and overlaps are in ``kinds``.
 _NAMES = {
@@ -66,10 +67,11 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_MODULE_OF[name]), name)
     if name == "__version__":
         return version("moesys")
-    raise AttributeError(
-        f"module 'moesys' has no attribute {name!r}; its public names are in moesys.__all__"
-        f"{did_you_mean(name, __all__)}"
-    )
+    # Python asks for a module of the package here before it imports it, as for ``from moesys import files``.
+    elsewhere = "" if name.startswith("_") or PathFinder.find_spec(name, __path__) else public_path(name)
+    names = f"its public names are in moesys.__all__{did_you_mean(name, __all__)}"
+    hint = f"it is {elsewhere}" if elsewhere else names
+    raise AttributeError(f"module 'moesys' has no attribute {name!r}; {hint}")
 
 
 def __dir__() -> list[str]:

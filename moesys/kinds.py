@@ -1,5 +1,5 @@
-"""The planners, splits and overlaps of moesys: the name of the class of each kind and its module; and the choice that a
-misspelt name is closest to.
+"""The planners, splits and overlaps of moesys: the name of the class of each kind and its module; where a public name
+is, and the choice that a misspelt one is closest to.
 
 A module is imported when its kind is named, so that declaring a strategy loads no planner but its own.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 BALANCES = {
@@ -33,6 +34,21 @@ OVERLAPS = {
     "pipelined": ("Pipelined", "moesys.config.overlap"),
     "mega_kernel": ("MegaKernel", "moesys.config.overlap"),
 }
+
+
+def public_path(name: str) -> str:
+    """Returns how users write a public name, such as ``ms.planning.LoadMatrix``, and "" for a name that is not public.
+
+    It imports the public modules, and is for messages of errors. An installation without the simulator lacks one.
+    """
+    for module in ("moesys", "moesys.planning", "moesys.traces", "moesys.models"):
+        try:
+            names = import_module(module).__all__
+        except ImportError:
+            continue
+        if name in names:
+            return f"{module.replace('moesys', 'ms')}.{name}"
+    return ""
 
 
 def did_you_mean(given: Any, choices: Iterable[str]) -> str:

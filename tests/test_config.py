@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from typing import get_args
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+import moesys as ms
 from moesys.balance.cp_sat import CpSat
 from moesys.balance.eplb import Eplb
 from moesys.balance.even_split import EvenSplit
@@ -541,3 +544,28 @@ def test_a_cluster_that_was_asked_for_its_nodes_is_the_same_declaration():
     assert asked.replace(num_nodes=3).node_of_rank == (0, 0, 1, 1, 2, 2)
     experiment = Experiment(name="x", model=MODEL, cluster=asked, strategies=(EP,), workload=Generated(num_layers=1))
     assert experiment.replace(seeds=(0, 1)).cluster == fresh
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("LoadMatrix", "it is ms.planning.LoadMatrix"),
+        ("ModelSpec", "it is ms.models.ModelSpec"),
+        ("vllm_trace", "it is ms.traces.vllm_trace"),
+        ("greedyy", "its public names are in moesys.__all__; did you mean 'Greedy'?"),
+    ],
+)
+def test_a_name_of_another_public_module_is_named_there(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(f"module 'moesys' has no attribute {name!r}; {hint}") + "$"):
+        getattr(ms, name)
+
+
+def test_a_call_is_written_without_the_simulator_too() -> None:
+    code = (
+        "import sys\nsys.modules['moesys.simulator'] = None\nimport moesys as ms\nfrom moesys.config import ModelSpec\n"
+        "try: ms.Strategy(name='one', sharding=ModelSpec)\nexcept ValueError as error: print(error)\n"
+        "try: ms.ModelSpec\nexcept AttributeError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "ModelSpec is a class; write moesys.config.model_spec.ModelSpec(" in done.stdout
+    assert "module 'moesys' has no attribute 'ModelSpec'; its public names are in moesys.__all__" in done.stdout

@@ -9,7 +9,6 @@ import reprlib
 import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from inspect import signature
 from types import FunctionType
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
@@ -30,7 +29,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from moesys.display import CONTROL
-from moesys.kinds import did_you_mean
+from moesys.kinds import did_you_mean, public_path
 
 FINGERPRINT_SCHEMA = 2
 BYTES_PER_GB = 10**9
@@ -296,10 +295,10 @@ def _check_called(value: Any) -> None:
 def _call(called: type | FunctionType) -> str:
     """Returns how a class or a function is called, with the arguments that have no default."""
     needed = [f"{name}=..." for name, of in signature(called).parameters.items() if of.default is of.empty]
-    ours = isinstance(called, type) and called.__module__.startswith("moesys.")
-    modules = ("moesys", "moesys.planning", "moesys.traces", "moesys.models") if ours else ()
-    public = (f"{module}." for module in modules if called.__name__ in import_module(module).__all__)
-    return f"{next(public, '').replace('moesys', 'ms')}{called.__name__}({', '.join(needed)})"
+    path = called.__name__
+    if isinstance(called, type) and called.__module__.startswith("moesys."):
+        path = public_path(path) or f"{called.__module__}.{path}"
+    return f"{path}({', '.join(needed)})"
 
 
 def toml_fields(text: str) -> dict[str, Any]:
