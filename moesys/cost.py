@@ -287,8 +287,8 @@ def _flat(held_R: IntArray, slice_bytes: float) -> FloatArray:
 
 
 def _hierarchical(held_RE: IntArray, node_R: IntArray, slice_bytes: float) -> tuple[FloatArray, FloatArray]:
-    """Returns ``bytes_RR`` between and inside of nodes. The carriers are those of ``moe.node_carriers``: in each node,
-    slices of outside rank r go to the rank whose place there is r mod the node's size.
+    """Returns ``bytes_RR`` between and inside of nodes. The carriers are those of ``moe.sharded_experts``: in each
+    node, slices of outside rank r go to the rank whose place there is r mod the node's size.
     """
     num_ranks = len(node_R)
     between_RR, inside_RR = np.zeros((num_ranks, num_ranks)), np.zeros((num_ranks, num_ranks))

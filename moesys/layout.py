@@ -178,7 +178,7 @@ class TokenPlan(Display):
     ``entries`` int64 [N, 4], rows (source, expert, destination, tokens) with tokens > 0, sorted by the first two.
     Over destinations they sum to the load exactly, and only ranks that hold the expert are destinations. Which tokens
     go where follows: a source's tokens for an expert, in (token, k) order, are cut into contiguous ranges, one a
-    destination in the order of entries, which is that of ranks unless blocks ask for another (``balance.blocks``).
+    destination in the order of entries, which is that of ranks unless blocks ask for another (``balance.row_blocks``).
     """
 
     entries: IntArray

@@ -120,7 +120,8 @@ def _changed(base: str, **changes: Any) -> dict[str, Any]:
         (
             lambda: ms.models.ModelSpec.from_config({"model_type": "llama"}),
             "the config.json has model_type='llama', whose layers are not known; known are deepseek_v2, deepseek_v3, "
-            "glm4_moe, gpt_oss, kimi_k2, mixtral, olmoe, qwen2_moe, qwen3_moe; or declare a ModelSpec, layer by layer",
+            "glm4_moe, gpt_oss, kimi_k2, mixtral, olmoe, qwen2_moe, qwen3_moe; or declare an "
+            "ms.models.ModelSpec, layer by layer",
         ),
         (
             lambda: ms.models.ModelSpec.from_config({"text_config": {"model_type": "qwen3_moe"}}),
@@ -149,7 +150,7 @@ def _changed(base: str, **changes: Any) -> dict[str, Any]:
         ),
         (
             lambda: ms.models.ModelSpec.from_config(_changed("deepseek_v2", mlp_bias=True)),
-            "has mlp_bias=True, and moesys knows models with mlp_bias=False alone; declare a ModelSpec",
+            "has mlp_bias=True, and moesys knows models with mlp_bias=False alone; declare an ms.models.ModelSpec",
         ),
         (
             lambda: ms.models.ModelSpec.from_config(_changed("gpt_oss", layer_types=["full_attention"])),

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
+from moesys.config import Overlap
 from moesys.schedule import Direction, Schedule, Stage, schedule_of
 
 MESSAGES = {"dispatch_weights", "dispatch", "combine", "combine_dweights"}
@@ -34,7 +35,7 @@ def in_flight(schedule: Schedule, stage: Stage) -> set[Stage]:
 
 
 @given(overlaps, directions)
-def test_stages_wait_for_stages_before_them_and_for_each_once(overlap: ms.Overlap, direction: Direction):
+def test_stages_wait_for_stages_before_them_and_for_each_once(overlap: Overlap, direction: Direction):
     """A mapping holds each stage once."""
     schedule = schedule_of(overlap, direction, 1)
     behind: set[Stage] = set()
@@ -45,7 +46,7 @@ def test_stages_wait_for_stages_before_them_and_for_each_once(overlap: ms.Overla
 
 
 @given(overlaps, directions)
-def test_every_message_is_waited_for(overlap: ms.Overlap, direction: Direction):
+def test_every_message_is_waited_for(overlap: Overlap, direction: Direction):
     schedule = schedule_of(overlap, direction, 1)
     waited_for = {earlier for all_earlier in schedule.values() for earlier in all_earlier}
     assert {stage for stage in schedule if stage.kind in MESSAGES} <= waited_for
@@ -83,7 +84,7 @@ def test_weight_gradients_are_computed_while_the_last_of_several_chunks_goes_hom
 
 
 @pytest.mark.parametrize("overlap", [ms.Sequential(), ms.Pipelined(chunks=1)])
-def test_sequential_does_one_thing_after_another(overlap: ms.Overlap):
+def test_sequential_does_one_thing_after_another(overlap: Overlap):
     forward = ["dispatch 0", "wait_for_experts 0", "experts 0", "combine 0", "sum 0"]
     assert words(schedule_of(overlap, "forward", 1)) == forward
     gradients = ["combine_dweights 0", "weight_gradients 0", "gather_dweights 0"]

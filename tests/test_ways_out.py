@@ -13,6 +13,7 @@ import shutil
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -430,13 +431,13 @@ def test_public_names_that_are_named_exist() -> None:
 
 
 def test_calls_that_are_named_have_their_arguments() -> None:
-    found = named(r"\b([A-Z]\w+\([^()]*\))")
+    found = named(r"\b((?:ms\.[a-z]+\.)?[A-Z]\w+\([^()]*\))")
     assert len(found) > 30
     for call, path in found.items():
         name, _, arguments = call.removesuffix(")").partition("(")
         if name in OTHERS:
             continue
-        (called,) = {getattr(part, name) for part in (ms, ms.models, ms.planning, ms.traces) if hasattr(part, name)}
+        called = attrgetter(name.removeprefix("ms."))(ms)
         known = getattr(called, "model_fields", None) or inspect.signature(called).parameters
         for argument in re.findall(r"(\w+)=", arguments):
             assert argument in known, f"{call} in {path}"

@@ -51,7 +51,7 @@ _LAYER_NOTES = (
     "the same size, computing by even steps of fewer tokens, interleaved with the measured ones.",
 )
 _MODEL_NOTES = (
-    "Measured: forward, backward and AdamW of transformers' small models under FSDP2 (`ms.hf.parallelize`), float32, "
+    "Measured: forward, backward and AdamW of transformers' small models under FSDP2 (`ms.parallelize`), float32, "
     f"sequences of {LENGTH} tokens. Routing is replayed: experts are drawn by 1 / n^{ZIPF}, in an order that differs "
     f"by layer. Loss and all gradients are those of transformers' own code on each rank, to {TOLERANCE:g}.",
     "Simulated: `ms.models.simulate_model` with the plans of the steps, the bandwidth of all-to-alls, the latency of "

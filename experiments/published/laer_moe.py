@@ -11,7 +11,7 @@ answer.
 
 The 24 rows are four simulations of each method: a simulation knows neither the data set nor the coefficient of the
 auxiliary loss, nor the bias that distinguishes Qwen's layers from Mixtral's. Routing is generated
-(``moesys/config/laer_routing.py``, fitted to the published micro-batches), with experts made less equal
+(``laer_routing.py``, fitted to the published micro-batches), with experts made less equal
 (``skew_growth``) and, for iterations 21 to 70, of which the rows are means, calmer (``unrest``).
 
 The last table replaces parts of LAER-MoE one after another; all else stays, hardware, attention, dispatcher,

@@ -43,7 +43,7 @@ class Quotas(Split):
         """Raises ValueError: the tokens are divided where the layout is planned, in ``plan_layer``."""
         raise ValueError(
             "split=Quotas() divides tokens as the planner of the layout does, which is not known here; "
-            "use plan_layer with the strategy, or FlowSplit()"
+            "use ms.planning.plan_layer with the strategy, or FlowSplit()"
         )
 
 

@@ -33,8 +33,8 @@ class Trial:
 class Experiment(Declaration):
     """Strategies on one workload, seed by seed. The first strategy is the baseline.
 
-    ``model`` may be left out where ``workload=ModelTraining(...)`` says it. ``seeds`` is the total: an experiment that
-    is run again adds nothing to seeds that are done.
+    ``model`` may be left out where ``workload=ms.models.ModelTraining(...)`` says it. ``seeds`` is the total: an
+    experiment that is run again adds nothing to seeds that are done.
     """
 
     display_fields: ClassVar[frozenset[str]] = frozenset({"name", "description"})
@@ -61,7 +61,9 @@ class Experiment(Declaration):
         if isinstance(workload, dict) and workload.get("kind") == "model_training":
             workload = ModelTraining.model_validate(workload)
         if not isinstance(workload, ModelTraining):
-            raise ValueError("model is missing; declare model=ModelShape(...), as only ModelTraining says it by itself")
+            raise ValueError(
+                "model is missing; declare model=ModelShape(...), as only ms.models.ModelTraining says it by itself"
+            )
         return fields | {"model": workload.shape, "workload": workload}
 
     @model_validator(mode="after")

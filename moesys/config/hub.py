@@ -209,7 +209,8 @@ class _Fields:
             way_out = (
                 "take that of the language model, which is its text_config"
                 if SAME_AS.get(text_type, text_type) in families
-                else f"known are {', '.join(sorted({*families, *SAME_AS}))}; or declare a ModelSpec, layer by layer"
+                else f"known are {', '.join(sorted({*families, *SAME_AS}))}; "
+                "or declare an ms.models.ModelSpec, layer by layer"
             )
             raise ValueError(f"the config.json has model_type={model_type!r}, whose layers are not known; {way_out}")
         # A field of several names that the file gives under one is not taken from the defaults under another.
@@ -219,7 +220,9 @@ class _Fields:
         self.values = {name: value for name, value in defaults.items() if name not in given} | dict(config)
         for name, allowed in _ONLY.items():
             if self.values.get(name) not in allowed:
-                raise self.wrong(name, f"and moesys knows models with {name}={allowed[0]!r} alone; declare a ModelSpec")
+                raise self.wrong(
+                    name, f"and moesys knows models with {name}={allowed[0]!r} alone; declare an ms.models.ModelSpec"
+                )
 
     def whole(self, name: str) -> int:
         if (value := self.optional(name)) is None:

@@ -144,7 +144,7 @@ class BlockSums:
         return len(self.blocks(int(self.rows_E[self.expert_S[slot]]))) <= 1
 
     def blocks(self, num_rows: int) -> list[slice]:
-        """Returns the blocks of a slot's rows, which begin where a block does (``balance.blocks``)."""
+        """Returns the blocks of a slot's rows, which begin where a block does (``balance.row_blocks``)."""
         num_blocks = (2 * num_rows + self.block_rows) // (2 * self.block_rows)
         firsts = [self.block_rows * number for number in range(max(num_blocks, int(num_rows > 0)))]
         return [slice(first, last) for first, last in pairwise([*firsts, num_rows])]

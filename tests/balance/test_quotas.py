@@ -169,7 +169,7 @@ def test_they_plan_layouts_from_history_too_and_refuse_too_few_slots(config):
 
 def test_a_split_knows_no_quotas_without_their_planner():
     layout = plan_layout(EXAMPLE, ClusterSpec(ranks_per_node=4), MoonEp(), 4)
-    with pytest.raises(ValueError, match="use plan_layer with the strategy"):
+    with pytest.raises(ValueError, match=r"use ms\.planning\.plan_layer with the strategy"):
         split_tokens(EXAMPLE, layout, ClusterSpec(ranks_per_node=4), Quotas())
 
 

@@ -15,14 +15,14 @@ import moesys as ms
 from benchmarks.seconds_certificate import certify_seconds
 from moesys import cost
 from moesys.balance.run_planner import split_tokens
-from moesys.config import presets
+from moesys.config import Overlap, presets
 
 WIDE = ms.ModelShape(hidden_size=64, intermediate_size=8, num_experts=1, top_k=1, dtype="bfloat16")
 SPLITS = (ms.EvenSplit(), ms.Proportional(), ms.FlowSplit(), ms.FlowSplit(max_inter_node=0.0))
 
 
 def strategies(slots_R: tuple[int, ...]) -> st.SearchStrategy[ms.Strategy]:
-    def made(prefetch: int, delay: bool, again: bool, restore: str, reshard: str, overlap: ms.Overlap) -> ms.Strategy:
+    def made(prefetch: int, delay: bool, again: bool, restore: str, reshard: str, overlap: Overlap) -> ms.Strategy:
         sharding = ms.Fsep(
             slots_per_rank=slots_R,
             prefetch_layers=prefetch,

@@ -22,7 +22,7 @@ from moesys.balance.plan import StepPlan, plan_layer
 from moesys.balance.predictors import measured_drift
 from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.balance.topology import blocks_of_nodes, link_domains_of, tokens_by_node
-from moesys.config import presets
+from moesys.config import Overlap, presets
 from moesys.layout import EMPTY
 from moesys.row_traffic import row_traffic
 from moesys.simulator.rest_of_step import RestOfStep
@@ -81,9 +81,7 @@ def test_a_split_costs_what_its_bytes_and_rows_take(data, instance, joined):
     assert cost_of(plan, cluster, prices) * prices.unit_s == pytest.approx(expected_s, rel=1e-3)
 
 
-def once_seconds(
-    plan: ms.planning.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSpec, overlap: ms.Overlap
-) -> float:
+def once_seconds(plan: ms.planning.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSpec, overlap: Overlap) -> float:
     """A step's products, and every all-to-all of its rows, forward and backward, from the bytes of each stage."""
     loads = row_traffic(plan, model, cluster, overlap).stage_loads(model, cluster)
     sent_s = 2 * sum(float(load.seconds_L.max()) for load in loads.values())

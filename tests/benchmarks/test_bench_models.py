@@ -111,7 +111,7 @@ def test_bytes_that_live_at_the_same_time_are_counted() -> None:
         ("moesystem.moe.store", "other"),
         ("moesys.moe.layer", "experts"),
         ("moesys.moe.store", "slots"),
-        ("moesys.overlap.comm.frames", "exchange"),
+        ("moesys.overlap.comm.channel", "exchange"),
         ("transformers.models.olmoe.modeling_olmoe", "rest"),
         ("torch.distributed.fsdp._fully_shard._fsdp_param", "fsdp"),
     ],

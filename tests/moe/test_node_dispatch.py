@@ -12,6 +12,7 @@ from conftest import assert_equal
 from harness import Case, assert_same_bits, assert_same_training, gradients_of, run_cases, train
 
 import moesys as ms
+from moesys.config import Overlap
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.row_traffic import row_traffic
 
@@ -115,7 +116,7 @@ def summed_by_node(dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     expert_TK = chosen(rank, 30, K)
     weight_TK = torch.rand(30, K, generator=torch.Generator().manual_seed(rank))
 
-    def output(overlap: ms.Overlap, weight_TK: torch.Tensor) -> torch.Tensor:
+    def output(overlap: Overlap, weight_TK: torch.Tensor) -> torch.Tensor:
         strategy = ms.Strategy(name="ep", overlap=overlap)
         return ms.Experts(shape(dtype), strategy, cluster=cluster)(x_TH, expert_TK, weight_TK).detach()
 
@@ -141,7 +142,7 @@ def test_a_nodes_sum_is_in_the_order_of_k_and_home_adds_own_rows_then_node_by_no
         assert torch.equal(found, expected)
 
 
-def large_rows(overlap: ms.Overlap) -> tuple[list[torch.Tensor], int, dict]:
+def large_rows(overlap: Overlap) -> tuple[list[torch.Tensor], int, dict]:
     """(output and gradients, parts in which rows cross, bytes this rank received) of one micro-batch.
 
     Parts may be so small that few rows are several.
@@ -181,7 +182,7 @@ def chosen(rank: int, num_tokens: int, K: int) -> torch.Tensor:
     return torch.rand(num_tokens, 7, generator=torch.Generator().manual_seed(rank)).argsort(dim=1)[:, :K].contiguous()
 
 
-def counted_bytes(cluster: ms.ClusterSpec, overlap: ms.Overlap, tokens: list[int]) -> tuple[list, dict]:
+def counted_bytes(cluster: ms.ClusterSpec, overlap: Overlap, tokens: list[int]) -> tuple[list, dict]:
     """(entries of the plan, bytes this rank received) of one micro-batch there and back."""
     rank, K = dist.get_rank(), 4
     experts = ms.Experts(shape(), FSEP.replace(overlap=overlap), cluster=cluster)
@@ -238,7 +239,7 @@ def expected_bytes(
     return received
 
 
-def all_counted(cases: list[tuple[ms.ClusterSpec, ms.Overlap, list[int]]]) -> list[tuple[list, dict]]:
+def all_counted(cases: list[tuple[ms.ClusterSpec, Overlap, list[int]]]) -> list[tuple[list, dict]]:
     return [counted_bytes(*case) for case in cases]
 
 

@@ -14,6 +14,7 @@ from shuffling_planner import ShufflingPlanner
 from torch import Tensor
 
 import moesys as ms
+from moesys.config import Overlap
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.layout import ExpertLayout
 from moesys.moe.sharded_experts import ShardedExperts
@@ -117,7 +118,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula(homes: dict[str, Any], name:
             assert received.get(("reshard", "inter_node"), 0) == between
 
 
-def trained(sharding: ms.Fsep, overlap: ms.Overlap, linked: bool, checkpointed: bool) -> dict[str, Any]:
+def trained(sharding: ms.Fsep, overlap: Overlap, linked: bool, checkpointed: bool) -> dict[str, Any]:
     """Gradients of two micro-batches of three layers, and what slots had of the first layer's, in backward's order."""
     strategy = ms.Strategy(name="home", sharding=sharding, balance=ms.Eplb(), overlap=overlap)
     model = Stack(SHAPE, strategy, num_layers=3, cluster=CLUSTERS["nodes of 1 and 3"])

@@ -13,6 +13,7 @@ from conftest import assert_equal
 from harness import Stack, whole
 
 import moesys as ms
+from moesys.config import Overlap
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.pulls import PullPart, PullRing, PullRings, pull_regions
 from moesys.kernels.symmetric.signals import PeerTimeoutError
@@ -97,7 +98,7 @@ def test_they_are_those_that_are_sent(ranks, shape, dtype, under_way):
         assert restored[0] == restored[1] != {}
 
 
-def step(overlap: ms.Overlap) -> list[torch.Tensor]:
+def step(overlap: Overlap) -> list[torch.Tensor]:
     """Outputs and gradients of linked layers, whose experts and gradients travel behind each other."""
     shape = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=3, top_k=2)
     model = Stack(shape, LINKED.replace(overlap=overlap), 4)

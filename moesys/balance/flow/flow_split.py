@@ -186,12 +186,12 @@ class FlowSplit(Split):
     ) -> Callable[[Tensor, int], Tensor]:
         if self.traffic != "fast":
             raise ValueError(
-                f"traffic={self.traffic!r} is solved on the host only; use traffic='fast', or split_tokens"
+                f"traffic={self.traffic!r} is solved on the host only; use traffic='fast', or ms.planning.split_tokens"
             )
         if self.max_inter_node is not None:
             raise ValueError(
                 f"max_inter_node={self.max_inter_node} takes a search over limits, which runs on the host only; "
-                "use max_inter_node=None, or split_tokens"
+                "use max_inter_node=None, or ms.planning.split_tokens"
             )
         from moesys.kernels.split.flow import split
 

@@ -5,11 +5,11 @@ depend on which program does it, on how many there are, or on the size of the ti
 says how many rows one product takes. One side of the product is not stored by rows: it is read from its token, whose
 index is loaded in the loop (ScatterMoE, arXiv 2403.08245, reads so without a permuted copy).
 
-With ``RowBlocks`` the bits show neither which ranks had an expert's rows, nor how many (``balance.blocks`` cuts rows,
-``overlap.exact_sum`` has the grid). A group's rows are cut into blocks. A block's outer products are summed in float32,
-as those of a group without blocks are; that sum is rounded to a multiple of the expert's grid, which is so coarse that
-float64 adds blocks exactly. The sum of several ranks' totals in float64 is therefore the total of all blocks, in any
-order.
+With ``RowBlocks`` the bits show neither which ranks had an expert's rows, nor how many (``balance.row_blocks`` cuts
+rows, ``overlap.exact_sum`` has the grid). A group's rows are cut into blocks. A block's outer products are summed in
+float32, as those of a group without blocks are; that sum is rounded to a multiple of the expert's grid, which is so
+coarse that float64 adds blocks exactly. The sum of several ranks' totals in float64 is therefore the total of all
+blocks, in any order.
 
 G groups, P rows in order of groups, T tokens, L and R the widths of both sides.
 """
@@ -212,7 +212,7 @@ def _sum_of_blocks(  # type: ignore[no-untyped-def]
     steps: tl.constexpr = (block_rows + tiling.contraction - 1) // tiling.contraction
     gathers: tl.constexpr = entry_ptr is not None
     in_step = tl.arange(0, tiling.contraction)
-    # A remainder of less than half a block belongs to the last block (``balance.blocks``).
+    # A remainder of less than half a block belongs to the last block (``balance.row_blocks``).
     last = tl.maximum((2 * (end - first) + block_rows) // (2 * block_rows) - 1, 0)
     last_steps = (end - first - last * block_rows + tiling.contraction - 1) // tiling.contraction
     total = tl.zeros((left.columns.shape[0], right.columns.shape[0]), tl.float64)

@@ -205,7 +205,9 @@ class RankTrials(Place):
         workload = experiment.workload
         assert isinstance(workload, RealTraining)
         if isinstance(workload, ModelTraining) and find_spec("transformers") is None:
-            raise ValueError("workload=ModelTraining(...) trains models of transformers: pip install 'moesys[hf]'")
+            raise ValueError(
+                "workload=ms.models.ModelTraining(...) trains models of transformers: pip install 'moesys[hf]'"
+            )
         self._workload, self._threads, self._num_ranks = workload, threads, experiment.cluster.num_ranks
         self._ranks: Ranks | None = None
         if not joins():

@@ -336,7 +336,7 @@ def _check_recording(experiment: Experiment, path: str) -> None:
     if experiment.source != "measured":
         raise ValueError(
             f"record_routing={path!r} records a training, and workload={type(experiment.workload).__name__} is none; "
-            "use workload=Training(...), or write drawn routing with save_trace(generate(...))"
+            "use workload=Training(...), or write drawn routing with ms.traces.save_trace(ms.traces.generate(...))"
         )
     if "{seed}" not in path and len(experiment.seeds) > 1:
         raise ValueError(

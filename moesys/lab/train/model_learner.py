@@ -41,7 +41,9 @@ class ModelLearner:
         device: torch.device,
     ) -> None:
         if not dist.is_initialized() or group not in (None, dist.group.WORLD):
-            raise ValueError("workload=ModelTraining(...) trains on all ranks of the default process group; make one")
+            raise ValueError(
+                "workload=ms.models.ModelTraining(...) trains on all ranks of the default process group; make one"
+            )
         config = _config(workload)
         self.text = load_files(workload.data, workload.tokenizer, config.vocab_size)
         self.model: Any = _model(workload, config, seed).to(device).train()

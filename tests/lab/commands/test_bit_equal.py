@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 import moesys as ms
 from moesys.__main__ import app
+from moesys.config import Reduction
 from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, compare_records
 from moesys.lab.runs.records import Record, RunFolder
 from moesys.lab.show.comparisons import comparison_sheet
@@ -20,7 +21,7 @@ STEPS = 2 * JUDGED_STEPS
 LOSSES = [5.0 - step / 8 for step in range(STEPS)]
 
 
-def invariant(*reductions: ms.Reduction) -> ms.Experiment:
+def invariant(*reductions: Reduction) -> ms.Experiment:
     """``ep``, ``fsep`` and ``plain`` with these, as many."""
     plain = EP.replace(name="plain")
     strategies = (of.replace(reduction=reduction) for of, reduction in zip((EP, FSEP, plain), reductions, strict=False))
@@ -68,7 +69,7 @@ def test_what_is_equal_is_no_error() -> None:
         (ms.LayoutInvariant(), ms.LayoutInvariant(block_rows=512)),
     ],
 )
-def test_other_reductions_promise_nothing(reductions: tuple[ms.Reduction, ...]) -> None:
+def test_other_reductions_promise_nothing(reductions: tuple[Reduction, ...]) -> None:
     of = invariant(*reductions)
     comparison = compare_records(of, records(of, 3))
     assert not comparison.rows[1].agreement.exact
