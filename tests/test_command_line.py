@@ -328,7 +328,7 @@ def test_settings_change_fields_and_several_values_make_several_experiments(sett
         ("strategies.fsp.lag=1", "'fsp' is not in the list; use one of 0, 1, ep, fsep; did you mean 'fsep'?"),
         ("workload.skew.x=1", "'x' is not in float; end the path before it"),
         ("workload.skew=-1", "--set workload.skew=-1: "),
-        ("seeds=" + "[" * 60_000, "seeds"),
+        ("seeds=" + "[" * 60_000, "[[: seeds[0]='[["),
         ("seeds", "--set seeds gives no value; write it as in strategies.1.overlap.chunks=2,4"),
     ],
 )
