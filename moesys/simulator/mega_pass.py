@@ -9,8 +9,10 @@ Sums wait until every rank that holds rows of this one has pushed. Kernels that 
 
 A rank's matmul rate and memory rate are shared by its programs, or by its multiprocessors if there are more of these;
 in a kernel that does more than a product, the matmul rate is multiplied by ``fused_rate``. A group's tiles take the
-time of their flops, including those of rows and columns that they lack, or of the group's bytes. Rows travel over the
-links of the rank and of its peers; each transfer takes as long as the busiest of them.
+time of their flops, including those of rows and columns that they lack, or of the group's bytes. A product takes at
+least the time of its flops in whole waves; bytes are not rounded up. Weight gradients follow the rank's own pushes, as
+they do in the queue. Rows travel over the links of the rank and of its peers; each transfer takes as long as the
+busiest of them.
 
 As for ``Sequential``, the model leaves out tables of routing, routing weights and their gradients, and epilogues. R
 ranks, E experts, L links as in ``cost.link_seconds``, H hidden, I expert width. All times in seconds.
@@ -175,13 +177,12 @@ def mega_pass(
 
     # Sums follow weight gradients that are tasks of kernel B, and come before those in kernels of their own.
     gradients = work.weight_gradients(overlap.overlap_weight_gradients) if backward else TileTimes(*np.zeros((3, R)))
-    own_R = pushed_R + gap * (not pushes)
+    own_R = gradients_at_R = pushed_R + gap * (not pushes)
     arrived_R, last_R = _last(pushed_R + flag, needs_RR.T)
     if overlap.overlap_weight_gradients:
         own_R = own_R + gradients.in_waves_R
     ready_R = np.maximum(own_R, arrived_R)
-    summed_R = ready_R + work.sum_seconds(plan.load.tokens_RE.sum(axis=1))
-    end_R, gradients_at_R = summed_R, second_at_R + second.seconds_R
+    end_R = summed_R = ready_R + work.sum_seconds(plan.load.tokens_RE.sum(axis=1))
     spans = [("experts", first_end_R - first.seconds_R, first.seconds_R), ("experts", second_at_R, second.seconds_R)]
     spans += [("sum", ready_R, summed_R - ready_R)]
     if backward:
@@ -191,9 +192,10 @@ def mega_pass(
         spans.insert(
             2 if overlap.overlap_weight_gradients else 3, ("weight_gradients", gradients_at_R, gradients.seconds_R)
         )
+    combine_at_R = second_at_R + (fill_R if pushes else second.in_waves_R + gap)
     moved = (
         RowTransfer("dispatch", launched_R, fetched_R, dispatch.seconds_L),
-        RowTransfer("combine", np.minimum(second_at_R + fill_R, pushed_R), pushed_R, combine.seconds_L),
+        RowTransfer("combine", np.minimum(combine_at_R, pushed_R), pushed_R, combine.seconds_L),
     )
     computed = tuple(ComputeSpan(kind, at_R, at_R + seconds_R) for kind, at_R, seconds_R in spans)
     return MegaPass(end_R, computed, moved, np.where(arrived_R > own_R, last_R, np.arange(R)))
@@ -233,7 +235,7 @@ def _last(at_R: FloatArray, needs_RR: BoolArray) -> tuple[FloatArray, IntArray]:
 
 class TileTimes(NamedTuple):
     """The tiles of a product: how many a rank has, in which seconds all its programs compute them, and the same if the
-    last wave takes as long as a whole one.
+    flops of the last wave take as long as those of a whole one.
     """
 
     tiles_R: FloatArray
@@ -308,8 +310,8 @@ class _Work:
         return self._tiles(tiles_RE, flops_RE, elements_RE * (tiles_RE > 0) * self.model.bytes_per_element, fused)
 
     def _tiles(self, tiles_RE: FloatArray, flops_RE: FloatArray, bytes_RE: FloatArray, fused: bool) -> TileTimes:
-        flop_seconds = self.flop_seconds / (self.fused_rate if fused else 1.0)
+        flop_seconds_RE = flops_RE * (self.flop_seconds / (self.fused_rate if fused else 1.0))
         tiles_R = tiles_RE.sum(axis=1)
-        seconds_R = np.maximum(flops_RE * flop_seconds, bytes_RE * self.byte_seconds).sum(axis=1)
+        seconds_R = np.maximum(flop_seconds_RE, bytes_RE * self.byte_seconds).sum(axis=1)
         waves_R = np.ceil(tiles_R / self.programs) * self.programs / np.maximum(tiles_R, 1)
-        return TileTimes(tiles_R, seconds_R, seconds_R * np.maximum(waves_R, 1))
+        return TileTimes(tiles_R, seconds_R, np.maximum(seconds_R, flop_seconds_RE.sum(axis=1) * waves_R))

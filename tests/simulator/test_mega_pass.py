@@ -154,6 +154,12 @@ def test_no_pass_is_shorter_than_its_path_or_its_busiest_lane_and_nothing_is_los
         assert (moved.start_R <= moved.end_R).all()
         assert (moved.end_R <= found.end_R + 1e-12).all()
         assert (moved.end_R - moved.start_R).max() >= 0
+    # The queue has weight gradients behind pushes, and a kernel that pushes follows one that multiplies.
+    products, gradients = found.computed[1], [of for of in found.computed if of.kind == "weight_gradients"]
+    assert len(gradients) == backward
+    assert all((of.start_R >= combine.end_R - 1e-12).all() for of in gradients)
+    if overlap.fused in ("none", "dispatch"):
+        assert (combine.start_R >= products.end_R - 1e-12).all()
     # Both transfers follow one another, as rows come home after they have come.
     assert length(found) >= (dispatch.link_seconds_L + combine.link_seconds_L)[: 2 * cluster.num_ranks].max() * (
         1 - 1e-9
@@ -204,6 +210,36 @@ def test_no_more_programs_make_a_pass_slower(layer):
     ends_R = [mega_pass(overlap.replace(programs=programs), *of_layer).end_R for programs in (1, 2, 5, 13)]
     for before_R, after_R in pairwise(ends_R):
         assert (after_R <= before_R * (1 + 1e-12)).all()
+
+
+@given(layers(), st.integers(1, 9), st.integers(1, 31))
+def test_no_more_rows_make_a_pass_faster(layer, tiles, more):
+    """Sources have rows for each expert that together fill ``tiles``, or fewer or more. Transfers of fused kernels
+    overlap better if there are more tiles, so these have no more.
+    """
+    overlap, model, cluster, _, backward, start_R = layer
+    R, load = cluster.num_ranks, ms.planning.LoadMatrix
+    full = tiles * 128 // R
+    apart = overlap.replace(fused="none", combine_share=0.0)
+    for point, rows in ((overlap, (full - more, full)), (apart, (full - more, full, full + more))):
+        loads = [load(np.full((R, model.num_experts), of_each)) for of_each in rows]
+        plans = [ms.planning.plan_layer(ms.Strategy(name="ep"), model, cluster, of).tokens for of in loads]
+        ends_R = [mega_pass(point, model, cluster, plan, backward, start_R).end_R for plan in plans]
+        for fewer_R, more_R in pairwise(ends_R):
+            assert (fewer_R <= more_R * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("fused", ["both", "dispatch", "combine", "none"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_second_tile_of_each_expert_makes_no_pass_faster(fused, backward):
+    """Memory bounds these products: their bytes are no more in a wave that is not full."""
+    model, cluster, found = ms.presets.QWEN3_30B_A3B, ms.presets.h100(1), []
+    R, E = cluster.num_ranks, model.num_experts
+    for rows in (1, 8, 16, 17, 18, 32, 33):
+        load = ms.planning.LoadMatrix(np.full((R, E), rows))
+        plan = ms.planning.plan_layer(ms.Strategy(name="ep"), model, cluster, load).tokens
+        found.append(length(mega_pass(ms.MegaKernel(fused=fused), model, cluster, plan, backward, np.zeros(R))))
+    assert found == sorted(found)
 
 
 @given(layers())
