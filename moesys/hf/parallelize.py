@@ -140,9 +140,10 @@ def parallelize(
         # FSDP registers other hooks for a list, so a single module is passed by itself.
         fsdp(first if len(together) == 1 else together, mesh=dense_mesh, mp_policy=of_unit)
         if is_part:
-            # Parts of several blocks are gathered with the innermost block around them all, or with the model.
+            # A part is gathered with the innermost block around it, and one of blocks side by side with the model.
             around = set.intersection(*(blocks_of.get(each, set()) for each in together))
-            parts.append((min(around, key=lambda block: sum(1 for _ in block.modules()), default=model), first))
+            inner = min(around, key=lambda block: sum(1 for _ in block.modules()), default=model)
+            parts.append((inner if all(inner in {*block.modules()} for block in around) else model, first))
     for owner, part in parts:
         if not gather_with(owner, part):
             owner.register_forward_pre_hook(partial(_gather, part))
