@@ -111,7 +111,7 @@ def _one_interruption(tick: Tick) -> Iterator[Tick]:
             raise KeyboardInterrupt
 
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    # What is ignored stays ignored, and a handler that is not Python's (None) could not be given back.
+    # Ignored signals stay ignored, and a handler that is not Python's (None) could not be restored.
     heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     before = {number: signal.signal(number, stop) for number in heard}
     try:

@@ -82,7 +82,7 @@ class LayerCall:
         timeout_s: float,
     ) -> None:
         self.store, self.dtype, self.flags, self.num_tokens = store, dtype, flags, num_tokens
-        # Whether layouts may change, and the schedule learns from the micro-batch; and whether a backward will follow.
+        # The first says whether layouts may change and the schedule learns; the second, whether a backward will follow.
         self.learning, self.expects_backward = bool(flags & LEARNING), bool(flags & BACKWARD)
         self.previous, self.upcoming, self._pass_number = neighbours
         self._real_N, self.timeout_s = real_N, timeout_s

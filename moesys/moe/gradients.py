@@ -100,7 +100,7 @@ def require_equal_values(
             "values of one rank before this call; outside of ms.parallelize, mark parameters of which ranks have parts "
             f"of their own by parameter.tensor_model_parallel = True. {ALIKE}"
         )
-    # What has no values on some rank is compared again by all of them.
+    # All ranks compare again the tensors that have no values on some rank.
     compared.update(seen.keys() - without_values)
 
 

@@ -319,7 +319,7 @@ def _compare(model: nn.Module, biases: Mapping[str, Tensor], call: str) -> None:
 
 def _meet_others(call: str, group: dist.ProcessGroup | None, layer: Experts) -> None:
     """Raises ``RankMismatchError`` where ranks of ``group`` beside those that share the experts are in another call.
-    Those have met in ``_compare``.
+    The ranks that share the experts have met in ``_compare``.
     """
     require_group(group, "the argument group")
     if group is not None and not {*dist.get_process_group_ranks(group)} <= {*layer.token_channel.members}:

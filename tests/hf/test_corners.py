@@ -160,7 +160,7 @@ def extra(model: Any) -> None:
     model.model.norm.scale = nn.Parameter(torch.zeros(3))
 
 
-# What rank 1 has otherwise, and its name.
+# The changes of rank 1, each with the name of the tensor that differs then.
 DIFFER: dict[Any, str] = {
     head: "lm_head.weight",
     expert: "model.layers.1.mlp.experts.down_proj",

@@ -32,7 +32,7 @@ def beside_experts(seed: int) -> nn.ModuleDict:
 def other_values() -> list[str]:
     rank = dist.get_rank()
     said = [refused(lambda call=call: call(beside_experts(rank))) for call in (ms.sync_gradients, ms.link)]
-    # What one rank has loaded, what one rank has moved, and the replicas of a tensor that is sharded as well.
+    # One rank has loaded other values, or has moved a bias, or replicas of a sharded tensor differ.
     model = beside_experts(0)
     with torch.no_grad():
         model.moe.router.weight.mul_(1 + rank)
@@ -162,5 +162,5 @@ def test_a_digest_depends_on_all_bits_and_not_on_where_they_lie(dtype: torch.dty
         if size > 1:
             assert _digest(x.flip(0)) != _digest(x)
     assert _digest(torch.zeros(0, 3, dtype=dtype)) == 0
-    # Of all bits set, no half is that of another integer.
+    # An integer with all bits set is not digested as 0 is.
     assert _digest(torch.full((2,), -1)) != _digest(torch.zeros(2, dtype=torch.int64))
