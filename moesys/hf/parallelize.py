@@ -142,8 +142,7 @@ def parallelize(
         if is_part:
             # A part is gathered with the innermost block around it, and one of blocks side by side with the model.
             around = set.intersection(*(blocks_of.get(each, set()) for each in together))
-            inner = min(around, key=lambda block: sum(1 for _ in block.modules()), default=model)
-            parts.append((inner if all(inner in {*block.modules()} for block in around) else model, first))
+            parts.append((next((block for block in around if around <= blocks_of[block]), model), first))
     for owner, part in parts:
         if not gather_with(owner, part):
             owner.register_forward_pre_hook(partial(_gather, part))

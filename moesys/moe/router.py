@@ -136,7 +136,6 @@ class Router(nn.Module):
         self.chooser = Chooser(shape)
         # When its passes began, and their losses, each for as long as the graph of its output exists.
         self._passes: list[tuple[int, ref[_Losses]]] = []
-        self._began_ns = 0
         # This keeps the newest also where its output is not used.
         self._newest: _Losses | None = None
         self.reset_parameters(generator)
@@ -178,9 +177,9 @@ class Router(nn.Module):
 
     def _keep(self, losses: _Losses, routing: Routing) -> None:
         """Keeps the losses of a new pass, and those of the passes before it that may share a step with it."""
-        self._newest, self._began_ns = None, perf_counter_ns()
+        self._newest = None
         self._passes = [one for one in self._passes if (kept := one[1]()) is not None and kept.ended_ns is None]
-        self._passes.append((self._began_ns, this := ref(losses)))
+        self._passes.append((perf_counter_ns(), this := ref(losses)))
         self._newest = losses
         node: Any = routing.weight_TK.grad_fn
         if node is not None:
@@ -200,7 +199,7 @@ class Router(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Losses belong to a graph, and a tensor of a graph can be neither copied nor pickled with its model.
-        return self.__dict__ | {"_passes": [], "_began_ns": 0, "_newest": None}
+        return self.__dict__ | {"_passes": [], "_newest": None}
 
 
 def load_balancing_loss(
@@ -294,13 +293,14 @@ def router_loss(
     if over not in ("micro_batch", "global_batch"):
         raise ValueError(f'over={over!r} is not known; give "micro_batch" or "global_batch"')
     routers = {name: module for name, module in model.named_modules() if isinstance(module, Router) and module.training}
-    newest_ns = max((router._began_ns for router in routers.values()), default=0)
+    newest_ns = max((router._passes[-1][0] for router in routers.values() if router._passes), default=0)
     # A router that was not run again after a forward that raised would keep the graph of that forward.
     repeated = [(passes[0][0], passes[-1][0]) for router in routers.values() if len(passes := router._passes) > 1]
     for router in routers.values():
-        dropped = any(first_ns <= router._began_ns < last_ns for first_ns, last_ns in repeated)
-        if dropped and router._newest is not None and router._newest.own.requires_grad:
-            router._newest = None
+        if router._newest is not None and router._newest.own.requires_grad:
+            began_ns = router._passes[-1][0]
+            if any(first_ns <= began_ns < last_ns for first_ns, last_ns in repeated):
+                router._newest = None
     found: dict[str, list[_Losses]] = {}
     for name, router in routers.items():
         if losses_N := [each for each in router.alive() if each.ended_ns is None or each.ended_ns > newest_ns]:
