@@ -1,14 +1,13 @@
-"""The layer computes what transformers' MoE blocks compute: outputs and every gradient, on one rank; that ranks and
-strategies change nothing is proved by test_matrix.py.
-"""
+"""The layer computes what transformers' MoE blocks compute: outputs and every gradient, whoever holds the experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
-from harness import Case, inputs, run_layer
+from harness import Case, inputs, run_cases
 from torch import Tensor, nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
@@ -16,6 +15,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeConfig, OlmoeSparseMoe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
 import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
 
 OUTPUT_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 2e-6
@@ -81,23 +81,49 @@ def block(kind: type[nn.Module], config: object) -> nn.Module:
     return module
 
 
+def strategies(num_experts: int, num_ranks: int) -> list[ms.Strategy]:
+    """EP, and FSEP where another layout follows every micro-batch; all others are in test_matrix.py."""
+    slots = -(-num_experts // num_ranks) + (2 if num_ranks > 1 else 0)
+    moving = {"balance": ms.Laer(), "split": ms.EvenSplit(), "overlap": ms.Pipelined(chunks=3)}
+    return [
+        ms.Strategy(name="ep"),
+        ms.Strategy(name="fsep, moving, pipelined", sharding=ms.Fsep(slots_per_rank=slots), **moving),
+    ]
+
+
 def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
+SMALL, WIDE = (64, 48, 40), (1024, 96, 24)
 MODELS = (mixtral, qwen3_moe, olmoe, deepseek_v3)
+# Every model on two ranks, and long rows where routing differs most: other numbers of ranks are in test_matrix.py.
+FEW = [(model, 2, SMALL) for model in MODELS]
+MORE = [
+    pytest.param(*case, marks=pytest.mark.slow) for case in product(MODELS, (1, 2, 4), (SMALL, WIDE)) if case not in FEW
+]
 
 
-@pytest.mark.parametrize(("H", "I", "tokens"), [(64, 48, 80), (1024, 96, 24)], ids=["small", "wide"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "sizes"),
+    [*FEW, *MORE],
+    ids=lambda value: f"H{value[0]}" if isinstance(value, tuple) else None,
+)
 def test_agrees_with_transformers(
-    model: Callable[[int, int], tuple[ms.ModelShape, nn.Module]], H: int, I: int, tokens: int
+    ranks: LocalRanks,
+    model: Callable[[int, int], tuple[ms.ModelShape, nn.Module]],
+    num_ranks: int,
+    sizes: tuple[int, ...],
 ) -> None:
+    H, I, tokens = sizes
     shape, oracle = model(H, I)
     weights = {name: tensor.detach().clone() for name, tensor in oracle.state_dict().items()}
-    counts = [[tokens - 5 * batch] for batch in range(3)]
-    case = Case(shape, ms.Strategy(name="ep"), counts, weights=weights, skew=0.5)
-    expected = [_through_oracle(oracle, case, batch) for batch in range(len(counts))]
+    counts = [[tokens + 3 * rank - 5 * batch for rank in range(num_ranks)] for batch in range(3)]
+    cases = [
+        Case(shape, strategy, counts, weights=weights, skew=0.5, shuffle_layouts=True)
+        for strategy in strategies(shape.num_experts, num_ranks)
+    ]
+    expected = [_through_oracle(oracle, cases[0], batch) for batch in range(len(counts))]
     wanted = {name: p.grad for name, p in oracle.named_parameters()}
     experts = torch.cat([wanted.pop("experts.gate_up_proj").flatten(1), wanted.pop("experts.down_proj").flatten(1)], 1)
     wanted = {
@@ -105,26 +131,35 @@ def test_agrees_with_transformers(
     }
     wanted["experts.masters"] = experts
 
-    found = run_layer(case)
-    for batch, (y, dx) in enumerate(expected):
-        assert relative(found["outputs"][batch], y) <= OUTPUT_TOLERANCE
-        assert relative(found["dx"][batch], dx) <= GRADIENT_TOLERANCE
-    assert found["gradients"].keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert relative(found["gradients"][name], gradient) <= GRADIENT_TOLERANCE, name
+    by_rank = ranks.run(run_cases, cases, num_ranks=num_ranks)
+    for index, case in enumerate(cases):
+        results = [result[index] for result in by_rank]
+        for batch, (y, dx) in enumerate(expected):
+            actual_y = torch.cat([result["outputs"][batch] for result in results])
+            actual_dx = torch.cat([result["dx"][batch] for result in results])
+            assert relative(actual_y, y) <= OUTPUT_TOLERANCE, case.strategy.name
+            assert relative(actual_dx, dx) <= GRADIENT_TOLERANCE, case.strategy.name
+        assert results[0]["gradients"].keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            assert relative(results[0]["gradients"][name], gradient) <= GRADIENT_TOLERANCE, (case.strategy.name, name)
+        layouts = results[0]["layouts"]
+        # One rank alone computes all experts under every layout, and plans none.
+        if "moving" in case.strategy.name and num_ranks > 1:
+            assert layouts[0] != layouts[1] != layouts[2]
 
 
 def _through_oracle(oracle: nn.Module, case: Case, batch: int) -> tuple[Tensor, Tensor]:
-    """The same tokens through the block: (y, dx); gradients of parameters add up in the block."""
-    x, dy = (tensor[None] for tensor in inputs(case, batch, 0))
-    y = oracle(x.requires_grad_())
-    y.backward(dy)
+    """All ranks' tokens through the block at once: (y, dx); gradients of parameters add up in the block."""
+    pairs = [inputs(case, batch, rank) for rank in range(len(case.tokens[batch]))]
+    x = torch.cat([x for x, _ in pairs])[None].requires_grad_()
+    y = oracle(x)
+    y.backward(torch.cat([dy for _, dy in pairs])[None])
     assert x.grad is not None
     return y[0].detach(), x.grad[0]
 
 
 def test_state_returns_in_the_names_of_transformers() -> None:
-    for model in MODELS:
+    for model in (mixtral, qwen3_moe, olmoe, deepseek_v3):
         shape, oracle = model(32, 16)
         layer = ms.MoELayer(shape, ms.Strategy(name="ep"))
         layer.load_full_state_dict(oracle.state_dict())
