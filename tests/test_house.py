@@ -58,7 +58,7 @@ BUDGETS = {
     "moesys, entry points": Budget(278, 4),
     "benchmarks": Budget(6_752, 52),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(47_578, 318),
+    "tests": Budget(47_584, 318),
 }
 TOTAL = Budget(36_451, 250)
 OUTSIDE = ("benchmarks", "experiments", "tests")
