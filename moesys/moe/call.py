@@ -30,7 +30,7 @@ from moesys.kernels.launch import on_its_device
 from moesys.layout import ExpertLayout
 from moesys.moe.masters import Expert
 from moesys.moe.store import ExpertStore, Reshard, Restore, RestoredExperts
-from moesys.overlap.executor import Home, MicroBatchRun, SavedTensors
+from moesys.overlap.executor import MicroBatchRun, SavedTensors, SharedMemory
 from moesys.torch_private import NO_BACKWARD, after_this_backward, checkpointed_region, current_backward, will_execute
 
 PLAN_TIMEOUT_S = 60.0
@@ -160,12 +160,12 @@ class Lookahead:
     on demand, and nothing travels behind other layers: all of these methods do nothing.
 
     ``plan_timeout_s``: how long a rank waits for layouts that are due. ``generation``: that of the newest call.
-    ``homes``: what executors share (``LayerContext``).
+    ``shared_memory``: that of the layers' executors (``LayerContext``).
     """
 
     def __init__(self, plan_timeout_s: float = PLAN_TIMEOUT_S) -> None:
         self.plan_timeout_s, self.generation = plan_timeout_s, 0
-        self.homes: dict[str, Home] = {}
+        self.shared_memory: dict[str, SharedMemory] = {}
 
     def enter(self, store: ExpertStore) -> Neighbours:
         """Begins a micro-batch of a layer."""

@@ -178,8 +178,8 @@ class Experts(nn.Module):
         declared = (self.strategy, self.shape, self.cluster)
         self.planner = Planner(*declared, self.schedule, channel)
         self.link = Link()
-        homes = self.link.lookahead.homes
-        self.context = LayerContext(*declared, channel, self.shards.memory, self.schedule.tell, homes)
+        shared_memory = self.link.lookahead.shared_memory
+        self.context = LayerContext(*declared, channel, self.shards.memory, self.schedule.tell, shared_memory)
         self._executors: dict[ExpertCompute, Executor] = {}
         # Set by ``Watch``: records the load of each micro-batch.
         self.load_log: LoadLog | None = None
@@ -372,7 +372,7 @@ class Experts(nn.Module):
         ``PeerTimeoutError`` where a MegaKernel was given up, ValueError where one was planned more rows than
         ``rows_cap`` or a token chose no expert, and ``RankMismatchError`` where ranks were in different calls.
         """
-        for each in (*self._executors.values(), *self.context.homes.values()):
+        for each in (*self._executors.values(), *self.context.shared_memory.values()):
             each.check()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
@@ -399,7 +399,7 @@ class Experts(nn.Module):
         """Becomes one of the layers of a linked model, whose ``first`` has the memory for all."""
         self.link.lookahead = lookahead
         self.shards.share_with(first.shards)
-        self.context.memory, self.context.homes = self.shards.memory, lookahead.homes
+        self.context.memory, self.context.shared_memory = self.shards.memory, lookahead.shared_memory
         self.schedule.source = plan_source
         self.store.channel = weight_channel
         self.token_channel.recorder = weight_channel.recorder
@@ -409,7 +409,7 @@ class Experts(nn.Module):
         """Ends what ``join`` began: the layer plans and restores on demand again."""
         self.link.cut()
         self.shards.unshare()
-        self.context.memory, self.context.homes = self.shards.memory, self.link.lookahead.homes
+        self.context.memory, self.context.shared_memory = self.shards.memory, self.link.lookahead.shared_memory
         self.schedule.source = InlinePlanner()
         self.store.channel = self.token_channel
         self.store.drop_prefetched()

@@ -149,8 +149,8 @@ class DeviceLaunch(NamedTuple):
     check: Callable[[], None] | None = None
 
 
-class Home(Protocol):
-    """The memory of executors that the layers of a linked model share."""
+class SharedMemory(Protocol):
+    """Memory that the executors of a linked model's layers share."""
 
     def check(self) -> None:
         """Waits for the device, and raises the errors of what ran there."""
@@ -159,7 +159,8 @@ class Home(Protocol):
 @dataclass
 class LayerContext:
     """The layer and the rank that an executor is chosen for. ``memory``: where large tensors lie. ``tell``: takes a
-    sentence about a micro-batch, by its number. ``homes``: what executors of a linked model's layers share, by name.
+    sentence about a micro-batch, by its number. ``shared_memory``: what the executors of a linked model's layers share,
+    by the name of what it is for.
     """
 
     strategy: Strategy
@@ -168,7 +169,7 @@ class LayerContext:
     channel: Channel
     memory: PagePool
     tell: Callable[..., None]
-    homes: dict[str, Home]
+    shared_memory: dict[str, SharedMemory]
 
     def sums_of(self, plan: LayerPlan, device: torch.device) -> BlockSums | None:
         """Returns how weight gradients are summed where layouts may not show; None where they may."""

@@ -113,9 +113,9 @@ class MegaExecutor(Executor):
 
     def run(self, expert_TK: Tensor, planned: HostPlan) -> MegaKernelRun:
         layer, channel = self.layer, self.layer.channel
-        tokens, home = planned.plan.tokens, self._home(expert_TK.device)
+        tokens, heaps = planned.plan.tokens, self._heaps(expert_TK.device)
         at = (expert_TK, tokens, channel.rank, planned.most_tokens, channel.recorder)
-        run = plan_mega(self.overlap, layer.shape, home, *at)
+        run = plan_mega(self.overlap, layer.shape, heaps, *at)
         run.sums = layer.sums_of(planned.plan, expert_TK.device)
         return run
 
@@ -127,23 +127,24 @@ class MegaExecutor(Executor):
                 self._tables = layout, split, replicas_of(layout, channel.rank, device)
             _, split, replicas = self._tables
             parts = (expert_TK, split, replicas, at.number, channel.recorder)
-            run, pending = plan_mega_later(self.overlap, layer.shape, self._home(device), *parts)
+            run, pending = plan_mega_later(self.overlap, layer.shape, self._heaps(device), *parts)
         pending.call = call_bits(channel.identity, at)
         channel.generation += 1
         return DeviceLaunch(run, pending, pending.check)
 
-    def _home(self, device: torch.device) -> MegaHome:
-        """Returns where the MegaKernels of a linked model's layers meet, made when the first one runs."""
-        channel, homes = self.layer.channel, self.layer.homes
-        if "mega" not in homes:
-            homes["mega"] = MegaHome(channel.group, device, self.overlap.timeout_s or channel.timeout_s)
-        return cast(MegaHome, homes["mega"])
+    def _heaps(self, device: torch.device) -> MegaHeaps:
+        """Returns the heaps that the layers of a linked model share, which the first run of a MegaKernel makes."""
+        channel, shared = self.layer.channel, self.layer.shared_memory
+        if "mega" not in shared:
+            shared["mega"] = MegaHeaps(channel.group, device, self.overlap.timeout_s or channel.timeout_s)
+        return cast(MegaHeaps, shared["mega"])
 
 
-class MegaHome:
-    """The memory in which the MegaKernels of a group's layers meet: one heap, which layers use in turn, since an epoch
-    ends before the next begins (``kernels.mega.exchange.regions``). It grows, on all ranks at once, when a micro-batch
-    needs more: to at least twice the size that was too small, so that sizes that grow slowly seldom make a new one.
+class MegaHeaps:
+    """The memory in which the MegaKernels of a group's layers exchange rows: one heap for each shape of rows, which
+    layers use in turn, since an epoch ends before the next begins (``kernels.mega.exchange.regions``). A heap grows, on
+    all ranks at once, when a micro-batch needs more: to at least twice the size that was too small, so that sizes that
+    grow slowly seldom make a new one.
 
     Raises RuntimeError on the CPU where Triton does not interpret.
     """
@@ -199,7 +200,7 @@ class MegaHome:
 def plan_mega(
     overlap: MegaKernel,
     model: ModelShape,
-    home: MegaHome,
+    heaps: MegaHeaps,
     expert_TK: Tensor,
     plan: TokenPlan,
     rank: int,
@@ -212,7 +213,7 @@ def plan_mega(
     would change bits.
     """
     device = expert_TK.device
-    require_rows(overlap, plan, most_tokens, model.top_k, home.members)
+    require_rows(overlap, plan, most_tokens, model.top_k, heaps.members)
     replicas = replicas_of(plan.layout, rank, device)
     blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), device)
     blocks.require_warpgroups(getattr(torch, model.dtype), device)
@@ -222,7 +223,7 @@ def plan_mega(
         tokens_by_replica(plan, device),
         replicas,
         int(plan.tokens_R[rank]),
-        home.memory(model, most_tokens, flags),
+        heaps.memory(model, most_tokens, flags),
         blocks,
         overlap,
         recorder,
@@ -233,7 +234,7 @@ def plan_mega(
 def plan_mega_later(
     overlap: MegaKernel,
     model: ModelShape,
-    home: MegaHome,
+    heaps: MegaHeaps,
     expert_TK: Tensor,
     split: DeviceSplit,
     replicas: Replicas,
@@ -241,7 +242,7 @@ def plan_mega_later(
     recorder: Recorder | None = None,
 ) -> tuple[MegaKernelRun, PendingPlan]:
     """Returns the run of one micro-batch, and its plan, which forward makes on the device by ``split``, for at most
-    ``overlap.most_tokens`` on any rank. A collective where the home has no room yet; otherwise no rank waits for
+    ``overlap.most_tokens`` on any rank. A collective where the heap is still too small; otherwise no rank waits for
     another here.
 
     Raises ValueError, on this rank alone, for more tokens than that; on all ranks, where tiles would change bits.
@@ -254,9 +255,9 @@ def plan_mega_later(
         )
     blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), expert_TK.device)
     blocks.require_warpgroups(getattr(torch, model.dtype), expert_TK.device)
-    memory = home.memory(model, most_tokens, flags)
-    room = room_for_rows(overlap, most_tokens, model.top_k, home.num_ranks)
-    pending = PendingPlan(split, turn, home.limit, room, most_tokens * model.top_k)
+    memory = heaps.memory(model, most_tokens, flags)
+    room = room_for_rows(overlap, most_tokens, model.top_k, heaps.num_ranks)
+    pending = PendingPlan(split, turn, heaps.limit, room, most_tokens * model.top_k)
     executor = MegaKernelRun(expert_TK, model.num_experts, pending, replicas, room, memory, blocks, overlap, recorder)
     return executor, pending
 
@@ -307,7 +308,7 @@ class MegaKernelRun:
         else x itself.
 
         Raises ``PeerTimeoutError``: on the CPU if a rank waited in vain; on a GPU if one did in a direction before,
-        as far as the host knows by now (``MegaHome.check`` waits until it knows). ValueError, in the same way, if a
+        as far as the host knows by now (``MegaHeaps.check`` waits until it knows). ValueError, in the same way, if a
         device's plan has too many rows for a rank.
         """
         return at_once(self.forward_stages(x_TH, weight_TK, wait_for_experts))

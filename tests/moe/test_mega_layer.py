@@ -153,4 +153,4 @@ def test_two_micro_batches_under_way_and_recomputation(ranks: LocalRanks) -> Non
 def test_on_the_cpu_it_says_how_to_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mega_executor, "INTERPRETED", SimpleNamespace(value=False))
     with pytest.raises(RuntimeError, match=r"runs on GPUs; on the CPU use Sequential\(\) .* TRITON_INTERPRET=1"):
-        mega_executor.MegaHome(None, torch.device("cpu"), 1.0)
+        mega_executor.MegaHeaps(None, torch.device("cpu"), 1.0)

@@ -25,7 +25,7 @@ from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.device_split import device_split
 from moesys.overlap.executor import ExpertGradients, ExpertWeights, SavedTensors
 from moesys.overlap.experts_triton import ACTIVATION, TritonExperts
-from moesys.overlap.mega_executor import MegaHome, MegaKernelRun, plan_mega, plan_mega_later, replicas_of
+from moesys.overlap.mega_executor import MegaHeaps, MegaKernelRun, plan_mega, plan_mega_later, replicas_of
 from moesys.overlap.routes import build_routes
 
 CPU = torch.device("cpu")
@@ -212,10 +212,10 @@ def by_one_process(drawn: Drawn, rank: int) -> Results:
 
 
 class MegaRun:
-    """One rank's calls of a micro-batch, on a home that others may share."""
+    """One rank's calls of a micro-batch, on heaps that others may share."""
 
-    def __init__(self, drawn: Drawn, rank: int, home: MegaHome) -> None:
-        self.drawn, self.rank, self.home = drawn, rank, home
+    def __init__(self, drawn: Drawn, rank: int, heaps: MegaHeaps) -> None:
+        self.drawn, self.rank, self.heaps = drawn, rank, heaps
         self.weights, self.weight_TK = drawn.weights(rank), drawn.weight_RTK[rank]
 
     def forward(self, point: ms.MegaKernel) -> tuple[MegaKernelRun, Tensor, SavedTensors]:
@@ -228,10 +228,10 @@ class MegaRun:
         case, layout = self.drawn.case, self.drawn.layout
         expert_TK = self.drawn.expert_RTK[self.rank]
         if point.most_tokens is None:
-            return plan_mega(point, case.model, self.home, expert_TK, self.drawn.plan, self.rank, max(case.tokens))
+            return plan_mega(point, case.model, self.heaps, expert_TK, self.drawn.plan, self.rank, max(case.tokens))
         assert case.split is not None
         split, replicas = device_split(layout, case.cluster, case.split, CPU), replicas_of(layout, self.rank, CPU)
-        return plan_mega_later(point, case.model, self.home, expert_TK, split, replicas, case.turn)[0]
+        return plan_mega_later(point, case.model, self.heaps, expert_TK, split, replicas, case.turn)[0]
 
     def backward(self, executor: MegaKernelRun, y_TH: Tensor, saved: SavedTensors) -> Results:
         self._be_late("backward")
@@ -249,13 +249,13 @@ class MegaRun:
             time.sleep(seconds)
 
 
-def new_home(num_ranks: int, timeout_s: float = TIMEOUT_S) -> MegaHome:
-    return MegaHome(dist.group.WORLD if num_ranks > 1 else None, CPU, timeout_s)
+def new_heaps(num_ranks: int, timeout_s: float = TIMEOUT_S) -> MegaHeaps:
+    return MegaHeaps(dist.group.WORLD if num_ranks > 1 else None, CPU, timeout_s)
 
 
 def by_mega_kernels(drawn: Drawn, rank: int) -> list[Results]:
     """Of each point of the search space. Collective."""
-    case, run = drawn.case, MegaRun(drawn, rank, new_home(drawn.case.num_ranks))
+    case, run = drawn.case, MegaRun(drawn, rank, new_heaps(drawn.case.num_ranks))
     if case.reversed_backward:
         called = [run.forward(point) for point in case.points]
         return [run.backward(*call) for call in reversed(called)][::-1]

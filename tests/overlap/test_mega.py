@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mega_case import Case, Drawn, MegaRun, by_one_process, by_sequential, differences, new_home
+from mega_case import Case, Drawn, MegaRun, by_one_process, by_sequential, differences, new_heaps
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -171,9 +171,9 @@ def test_layers_share_a_home_that_grows(ranks: LocalRanks) -> None:
 
 
 def shared_home_differs(layers: list[Case]) -> list[str]:
-    rank, home = dist.get_rank(), new_home(4)
+    rank, heaps = dist.get_rank(), new_heaps(4)
     drawn = [Drawn(case) for case in layers]
-    runs = [MegaRun(each, rank, home) for each in drawn]
+    runs = [MegaRun(each, rank, heaps) for each in drawn]
     calls = [run.forward(ms.MegaKernel(rows_cap=4.0, keep_x=False)) for run in runs]
     found = [run.backward(*call) for run, call in zip(runs[::-1], calls[::-1], strict=True)][::-1]
     expected = [by_sequential(each, rank) for each in drawn]
@@ -187,7 +187,7 @@ def shared_home_differs(layers: list[Case]) -> list[str]:
 
 def test_rows_of_x_stay_only_where_they_are_kept() -> None:
     """Of 35 tokens that choose two experts each."""
-    run = MegaRun(Drawn(replace(USUAL, tokens=(35,), num_experts=3)), 0, new_home(1))
+    run = MegaRun(Drawn(replace(USUAL, tokens=(35,), num_experts=3)), 0, new_heaps(1))
     x_TH = run.drawn.x_RTH[0]
     again = ms.MegaKernel(keep_x=False)
     assert run.forward(again)[2].arrivals_MH is x_TH

@@ -13,7 +13,7 @@ import moesys as ms
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
 from moesys.overlap.device_split import room_for_rows
-from moesys.overlap.mega_executor import MegaHome, plan_mega, require_rows, symmetric_bytes
+from moesys.overlap.mega_executor import MegaHeaps, plan_mega, require_rows, symmetric_bytes
 
 # Every token of four ranks wants experts 0 and 1, which rank 0 holds.
 SKEWED = np.array([[8, 8, 0, 0]] * 4)
@@ -93,10 +93,10 @@ def test_flags_double_and_what_a_graph_may_hold_lives_on():
 
 
 def test_the_heap_doubles_only_what_was_too_little():
-    home = MegaHome(None, CPU, 1.0)
+    heaps = MegaHeaps(None, CPU, 1.0)
 
     def tokens(asked: int, flags: int = 5) -> tuple[int, int]:
-        regions = home.memory(SMALL, asked, flags).heap.layout.regions
+        regions = heaps.memory(SMALL, asked, flags).heap.layout.regions
         return regions["x"].shape[0], regions["combined"].shape[-1]
 
     first = tokens(10)
@@ -109,18 +109,18 @@ def test_the_heap_doubles_only_what_was_too_little():
 
 
 def test_nothing_grows_while_a_graph_is_captured(monkeypatch):
-    home = MegaHome(None, CPU, 1.0)
-    memory = home.memory(SMALL, 10, 5)
+    heaps = MegaHeaps(None, CPU, 1.0)
+    memory = heaps.memory(SMALL, 10, 5)
     memory.require(10, 2, 3, 4)
     capturing(monkeypatch)
-    assert home.memory(SMALL, 10, 5) is memory
+    assert heaps.memory(SMALL, 10, 5) is memory
     memory.require(10, 2, 3, 4)
     words = "would have to grow while a CUDA graph is captured; run a micro-batch of this size once"
     with pytest.raises(RuntimeError, match=f"flags of a MegaKernel {words}"):
         memory.require(11, 2, 3, 4)
     with pytest.raises(RuntimeError, match=f"the arena of a MegaKernel {words}"):
-        home.memory(SMALL, 11, 5)
-    assert home.memory(SMALL, 10, 5) is memory
+        heaps.memory(SMALL, 11, 5)
+    assert heaps.memory(SMALL, 10, 5) is memory
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ def test_nothing_grows_while_a_graph_is_captured(monkeypatch):
 def test_tiles_that_a_gpu_would_multiply_in_another_way_are_refused(point, words):
     """By where tensors are: the interpreter has one kind of product, and plans with any tile."""
     model, expert_TK = SMALL.replace(dtype="bfloat16"), torch.zeros(8, 2, dtype=torch.int64)
-    home = SimpleNamespace(members=[0])
-    home.memory = lambda *_: None
+    heaps = SimpleNamespace(members=[0])
+    heaps.memory = lambda *_: None
     with pytest.raises(ValueError, match=f"{words} another kind"):
-        plan_mega(point, model, home, expert_TK.to("meta"), plan(SKEWED // 4), 0, 8)
-    assert plan_mega(point, model, home, expert_TK, plan(SKEWED // 4), 0, 8).point == point
+        plan_mega(point, model, heaps, expert_TK.to("meta"), plan(SKEWED // 4), 0, 8)
+    assert plan_mega(point, model, heaps, expert_TK, plan(SKEWED // 4), 0, 8).point == point
     # It has no tensor-core product.
     single = model.replace(dtype="float32")
-    assert plan_mega(point, single, home, expert_TK.to("meta"), plan(SKEWED // 4), 0, 8).point == point
+    assert plan_mega(point, single, heaps, expert_TK.to("meta"), plan(SKEWED // 4), 0, 8).point == point
 
 
 def test_private_rows_of_a_layer_of_qwen3_30b_are_fewer_than_twice_what_comes():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import set_up_rank
-from mega_case import CPU, Case, Drawn, MegaRun, new_home
+from mega_case import CPU, Case, Drawn, MegaRun, new_heaps
 from torch import Tensor
 
 import moesys as ms
@@ -63,10 +63,10 @@ def noted_outputs() -> Iterator[list[Sequence[Tensor]]]:
 
 def survive(second: Case, point: ms.MegaKernel) -> tuple[list[str], list[float]]:
     """A micro-batch that goes well, one in which the victim dies, and another try: what they say after how long."""
-    rank, home = dist.get_rank(), new_home(4, TIMEOUT_S)
-    well = MegaRun(Drawn(replace(FIRST, split=second.split)), rank, home)
+    rank, heaps = dist.get_rank(), new_heaps(4, TIMEOUT_S)
+    well = MegaRun(Drawn(replace(FIRST, split=second.split)), rank, heaps)
     well.backward(*well.forward(point))
-    run = DyingRun(Drawn(second), rank, home)
+    run = DyingRun(Drawn(second), rank, heaps)
     said, seconds = [], []
     for attempt in range(2):
         _meet_survivors(rank, attempt)
@@ -136,8 +136,8 @@ def test_all_others_end_in_time_and_say_where_it_was(mortal_ranks: LocalRanks, n
 
 
 def be_late(case: Case) -> None:
-    rank, home = dist.get_rank(), new_home(4, TIMEOUT_S)
-    run = MegaRun(Drawn(case), rank, home)
+    rank, heaps = dist.get_rank(), new_heaps(4, TIMEOUT_S)
+    run = MegaRun(Drawn(case), rank, heaps)
     run.backward(*run.forward(ms.MegaKernel(rows_cap=4.0)))
 
 

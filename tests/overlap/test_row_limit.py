@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from mega_case import Case, Drawn, MegaRun, new_home
+from mega_case import Case, Drawn, MegaRun, new_heaps
 
 import moesys as ms
 from moesys.collectives import RankMismatchError
@@ -83,8 +83,8 @@ POINT = ms.MegaKernel(most_tokens=9, rows_cap=1.0)
 
 def refused(case: Case) -> list[str]:
     """A micro-batch with too many rows for a rank, again, and one of more tokens than were declared."""
-    rank, home = dist.get_rank(), new_home(4)
-    run = MegaRun(Drawn(case), rank, home)
+    rank, heaps = dist.get_rank(), new_heaps(4)
+    run = MegaRun(Drawn(case), rank, heaps)
     said = []
     for point in (POINT, POINT, POINT.replace(most_tokens=8)):
         with pytest.raises(ValueError, match="use MegaKernel") as error:

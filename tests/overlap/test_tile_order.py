@@ -12,7 +12,7 @@ import torch.distributed as dist
 from conftest import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from mega_case import Case, Drawn, MegaRun, new_home
+from mega_case import Case, Drawn, MegaRun, new_heaps
 from task_order import WHOLE, Task, numbers_in_groups, tasks_of_rank, tiles_of_rank
 
 import moesys as ms
@@ -38,7 +38,7 @@ CASE = Case(4, 2, 40, 24, "float32", (96, 8), 3, POINTS, seed=1)
 def tasks_of_kernels(case: Case) -> list[tuple[list[Task], ...]]:
     """(launch, kind, group) of this rank's tasks by number, forward and backward, of each point. Collective."""
     drawn, found = Drawn(case), []
-    run = MegaRun(drawn, dist.get_rank(), new_home(case.num_ranks))
+    run = MegaRun(drawn, dist.get_rank(), new_heaps(case.num_ranks))
     # What is recorded is asked of memory that is there after the first call.
     memory = run.forward(case.points[0])[0].memory
     for point in case.points:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from mega_case import Case, Drawn, MegaRun, new_home
+from mega_case import Case, Drawn, MegaRun, new_heaps
 
 import moesys as ms
 from moesys.kernels.symmetric import signals
@@ -45,7 +45,7 @@ class Waits:
 def waits(point: ms.MegaKernel) -> list[list[tuple[str, int]]]:
     """Of forward and backward of two micro-batches."""
     rank = dist.get_rank()
-    run, found = MegaRun(Drawn(CASE), rank, new_home(CASE.num_ranks)), []
+    run, found = MegaRun(Drawn(CASE), rank, new_heaps(CASE.num_ranks)), []
     with pytest.MonkeyPatch.context() as patch:
         for _ in range(2):
             executor = run.plan(point)

@@ -23,7 +23,7 @@ from moesys.kernels.symmetric.counts import Origin, count_regions, receive_count
 from moesys.kernels.symmetric.heap import TIMEOUT_S, Heap
 from moesys.kernels.symmetric.ordered_sum import ordered_sum
 from moesys.kernels.symmetric.pulls import PullPart, PullRings
-from moesys.overlap.mega_executor import MegaHome
+from moesys.overlap.mega_executor import MegaHeaps
 
 # When waits run out, if it is not when all wait.
 STEPS_BEFORE = range(10, 1200)
@@ -122,12 +122,12 @@ def pulls(num_ranks: int, turns: int = 4, elements: int = 10, side: bool = False
 
 
 def mega(*layers: Case, backward: bool = True) -> WeakCase:
-    """Micro-batches of layers on one home, each by its case's first point."""
+    """Micro-batches of layers that share heaps, each by its case's first point."""
 
     def work(rank: int, group: Group, times: float) -> list[Results] | None:
-        home, found = MegaHome(group, CPU, TIMEOUT_S), []
+        heaps, found = MegaHeaps(group, CPU, TIMEOUT_S), []
         for layer, case in enumerate(layers):
-            run = MegaRun(drawn_of(case), rank, home)
+            run = MegaRun(drawn_of(case), rank, heaps)
             call = run.forward(case.points[0])
             if times <= 2 * layer + 1:
                 return None

@@ -20,7 +20,7 @@ from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, raise_if_given
 from moesys.lab.calibrate.timings import Effort, ExpertCase, Pool, layers_of, one_rank_plan, seconds_of, timed
 from moesys.lab.ranks.devices import rank_device
 from moesys.overlap.executor import ExpertGradients
-from moesys.overlap.mega_executor import MegaHome, plan_mega
+from moesys.overlap.mega_executor import MegaHeaps, plan_mega
 
 POINTS = {"apart": MegaKernel(fused="none", overlap_weight_gradients=False), "fused": MegaKernel()}
 PING_PONGS = 1000
@@ -45,10 +45,10 @@ def fused_tiles(
     x_TH, dy_TH = (of.detach() for of in pool.draw(2, T, H))
     weight_TK, expert_TK = torch.rand(T, K, device=device), torch.rand(T, E, device=device).topk(K).indices
     plan = one_rank_plan(expert_TK.flatten().bincount(minlength=E).tolist())
-    homes = [MegaHome(None, device, TIMEOUT_S) for _ in POINTS]
+    shared = [MegaHeaps(None, device, TIMEOUT_S) for _ in POINTS]
 
-    def step(point: MegaKernel, home: MegaHome) -> Callable[[], object]:
-        executor = plan_mega(point, model, home, expert_TK, plan, 0, T)
+    def step(point: MegaKernel, heaps: MegaHeaps) -> Callable[[], object]:
+        executor = plan_mega(point, model, heaps, expert_TK, plan, 0, T)
 
         def both_ways() -> None:
             _, saved = executor.forward(x_TH, weight_TK, lambda: held)
@@ -56,9 +56,9 @@ def fused_tiles(
 
         return both_ways
 
-    windows = timed([step(*of) for of in zip(POINTS.values(), homes, strict=True)], effort, device)
-    for home in homes:
-        home.check()
+    windows = timed([step(*of) for of in zip(POINTS.values(), shared, strict=True)], effort, device)
+    for heaps in shared:
+        heaps.check()
     return dict(zip(POINTS, windows, strict=True))
 
 
