@@ -1,14 +1,15 @@
 """The schedule of a layer on one rank: its stages in the order in which they are issued, and what each waits for.
 
 Executors run it and the simulator times it, so that what is simulated is what runs. While the experts of a chunk are
-computed, the next chunk's rows are on their way to their experts, and the last chunk's on their way home. Backward goes
-the same way with the gradient of the output, and computes weight gradients while the last chunk travels home. One chunk
-is ``Sequential``: then everything comes after everything before it. Recomputation is forward as far as backward reads
-what comes of it: to the pre-activations, and nothing travels home.
+computed, the next chunk's rows are sent to their experts, and the last chunk's results are sent back. Backward goes the
+same way with the gradient of the output, and computes weight gradients while the last chunk is sent back. One chunk is
+``Sequential``: then every stage waits for all before it. Recomputation is forward up to the pre-activations, which is
+all that backward reads, and no results are sent back.
 
-Where a token crosses to a node once (``node_dispatch``), what came into a node is spread in it before the experts, and
-where it comes home as one sum a node (``combine="per_node"``), what was collected in the node is summed and sent on.
-Large messages of one chunk do so in parts (``row_traffic.num_parts``): while one crosses, the last is spread.
+Where a token crosses to a node once (``node_dispatch``), rows that came into a node are spread in it before the experts
+run. Where one sum per node returns (``combine="per_node"``), results are collected in the node, summed and sent back.
+Large messages of one chunk are sent in parts (``row_traffic.num_parts``): while a part crosses, the part before it is
+spread.
 """
 
 from __future__ import annotations
@@ -26,26 +27,27 @@ StageKind = Literal[
     "dispatch_weights",  # routing weights of all chunks, to the experts of their rows
     "dispatch",  # a chunk's rows, to their experts; those of other nodes once to the node
     "spread",  # a chunk's rows that came into this node once, to their experts
-    "combine",  # a chunk's results, home; where sums come home, those of other nodes to where they came into this one
-    "send_sums",  # of what came together there, home, with the results of this node's own tokens
-    "combine_dweights",  # gradients of the routing weights of all chunks, home
+    "combine",  # a chunk's results, to their sources; where sums return, those of other nodes' tokens to gates
+    "send_sums",  # sums of the results that gates collected, to their sources, and the results of this node's tokens
+    "combine_dweights",  # gradients of the routing weights of all chunks, to their sources
     # What a rank waits for or computes.
     "publish",  # this rank's rows are put where the MegaKernels of others pull them
     "wait_for_experts",  # the layer's experts are here
     "experts",  # products of a chunk's rows with their experts, in backward the gradients of their inputs
     "pre_activations",  # the first of those products
-    "sum",  # of the results of each token of a chunk
-    "weight_gradients",  # of the experts, over the rows of all chunks
+    "sum",  # the results of each token of a chunk are summed
+    "weight_gradients",  # the gradients of experts, over the rows of all chunks
     "gather_dweights",  # gradients of routing weights, in the order of the tokens
     "mega_kernels",  # all that is left, which overlaps by itself
 ]
 
 
 class Stage(NamedTuple):
-    """A stage of one direction; ``chunk`` is 0 for one that is of all chunks.
+    """A stage of one direction; ``chunk`` is 0 for a stage of all chunks.
 
-    ``part``: of a dispatch that crosses to nodes, and beside which the part before it is spread; of a combine for
-    nodes, beside which the sums of the part before it go home. The last part's way on is a stage of its own.
+    ``part``: the part of a dispatch that crosses to nodes, beside which the part before it is spread; or of a combine
+    at gates, beside which the sums of the part before it return. The last part is spread, and its sums return, in a
+    stage of its own.
     """
 
     kind: StageKind
@@ -71,9 +73,9 @@ def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, num_n
     once, per_node = overlap.crosses_once(num_nodes), overlap.sums_by_node(num_nodes)
     here, last = Stage("wait_for_experts"), chunks - 1
     arrive: StageKind = "spread" if once else "dispatch"
-    come_home: StageKind = "send_sums" if per_node else "combine"
+    returned: StageKind = "send_sums" if per_node else "combine"
     products: StageKind = "pre_activations" if again else "experts"
-    # Backward's experts want routing weights; forward's only whoever sums for another node.
+    # In backward the ranks of the experts need routing weights; in forward only gates that sum results do.
     weights = [Stage("dispatch_weights")] if backward or (per_node and not again) else []
     waits: dict[Stage, tuple[Stage, ...]] = dict.fromkeys(weights, ())
 
@@ -89,7 +91,7 @@ def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, num_n
 
     def sum_up(chunk: int) -> None:
         if chunk >= 0:
-            waits[Stage("sum", chunk)] = (Stage(come_home, chunk),)
+            waits[Stage("sum", chunk)] = (Stage(returned, chunk),)
 
     def spread(chunk: int) -> None:
         if once and chunk < chunks:

@@ -109,7 +109,7 @@ class RowMessages:
         """Returns the rows of a chunk that have returned, once: each token is the sum of some of them. ``weight_TK``:
         the chunk's routing weights, where rows are to be weighted.
         """
-        return Summands(self._returned.pop(stage.chunk), self._routes.chunks[stage.chunk].home_TK, weight_TK)
+        return Summands(self._returned.pop(stage.chunk), self._routes.chunks[stage.chunk].wire_place_TK, weight_TK)
 
     # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
 

@@ -137,8 +137,8 @@ class PendingRoutes:
         sent = self.sent
         num_arrivals = sum(map(sum, arrive_CR))
         arrived = arrived_rows(self.found.arriving_CRG, num_arrivals)
-        top_k = sent.home_TK.shape[1]
-        bounds = chunk_bounds(len(sent.home_TK), C)
+        top_k = sent.wire_place_TK.shape[1]
+        bounds = chunk_bounds(len(sent.wire_place_TK), C)
         ends = np.cumsum([0, *map(sum, arrive_CR)]).tolist()
         chunks = []
         for chunk, (first, last, begin, end) in enumerate(zip(bounds, bounds[1:], ends, ends[1:], strict=False)):
@@ -155,7 +155,7 @@ class PendingRoutes:
                     first_S1=arrived.first_CG1[chunk],
                     gather_P=arrived.gather_M[begin:end],
                     return_M=return_M,
-                    home_TK=sent.home_TK[first:last],
+                    wire_place_TK=sent.wire_place_TK[first:last],
                     combine_M=return_M,
                 )
             )

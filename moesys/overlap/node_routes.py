@@ -1,9 +1,9 @@
 """Node routes: how a token crosses to a node once, however many of its experts are there, and spreads inside.
 
-Every rank has a *gate* in each other node (``row_traffic.gates``). One row a token and node
-goes to the gate, which passes on a row a choice to the ranks of its node; rows of the own node go to their experts at
-once (DeepSeek's DeepEP, two-stage dispatch). Results may return the same way: each gate sums those of a token, in
-the order of k, and sends one row.
+Every rank has a *gate* in each other node: the rank there that receives its rows (``row_traffic.gates``). A token is
+sent once to the gate of each other node, which passes it on to its experts' ranks, one row for each choice; tokens of
+the same node go to their experts directly (the two-stage dispatch of DeepSeek's DeepEP). Results may return the same
+way: each gate sums those of a token, in the order of k, and sends one row.
 
 A gate learns what it passes on, and sums, from *visits*: for each choice that comes through it, in the source's wire
 order, the token's number among those that its source sends to the node, times K, plus k.
@@ -33,28 +33,33 @@ from moesys.schedule import Direction, Schedule, Stage, schedule_of
 
 @dataclass(frozen=True)
 class NodeSums:
-    """Tables by which one chunk's results are summed in order; places of zero rows and zero weights fill rows up to K.
+    """Tables by which one chunk's results are summed in order. A token with fewer than K results is filled up with the
+    places of a row of zeros and of a weight of zero.
 
-    gate_place_UK, gate_weight_UK: of the rows that this rank is the gate for, which of the collected each is the sum
-        of, and which arrived weights belong to these. Behind the last of both stands a zero.
-    home_place_TK, home_weight_TK: of this rank's tokens, which of the rows of its node, behind which stand the sums of
-        others and a row of zeros; which of the chunk's routing weights, behind which stand 1, of sums that are weighted
-        already, and 0.
+    gate_place_UK: for each row that this rank is the gate for, the collected rows that are summed. A row of zeros
+        follows the last collected row.
+    gate_weight_UK: the places of these rows' routing weights among those that arrived, which a zero follows.
+    own_place_TK: for each of this rank's tokens, the rows that are summed. Rows that return inside this node come
+        first, then the sums of other nodes, then a row of zeros.
+    own_weight_TK: the places of these rows' weights: the chunk's routing weights, then 1, for sums that are weighted
+        already, then 0.
     """
 
     gate_place_UK: Tensor
     gate_weight_UK: Tensor
-    home_place_TK: Tensor
-    home_weight_TK: Tensor
+    own_place_TK: Tensor
+    own_weight_TK: Tensor
 
 
 @dataclass(frozen=True)
 class NodeChunk:
-    """The way of one chunk. Counts are [R], of rows.
+    """The routes of one chunk. Counts are rows by rank, [R].
 
-    inside: rows of the chunk's wire order, [first, last), that stay in this node; inside_send_R, inside_arrive_R.
-    across_token_U: the tokens that cross, node by node; across_send_R to gates, across_arrive_R at this one.
-    spread_row_N: which of the rows that arrived here each row passed on is; spread_send_R, spread_arrive_R.
+    inside: the rows [first, last) of the chunk's wire order that stay in this node.
+    across_token_U: the tokens that cross to other nodes, node by node.
+    spread_row_N: for each row that this gate passes on, the row that it received.
+    inside_send_R, across_send_R, spread_send_R: rows that this rank sends inside its node, to gates, and as a gate.
+    inside_arrive_R, across_arrive_R, spread_arrive_R: rows that it receives in these three ways.
     sums: None where every row returns.
     """
 
@@ -206,14 +211,14 @@ def _chunk(mine: _Visits, gate: _Gate, number_N: IntArray, chunk: int, sums: boo
         row_N = mine.row_of[chunk][inside] - first_token * K
         num_across = len(across_token_U)
         place_N = np.arange(len(row_N) + num_across)
-        home_place, home_weight = _table(
+        own_place, own_weight = _table(
             np.concatenate([row_N // K, across_token_U - first_token]),
             np.concatenate([row_N % K, np.full(num_across, K)]),
             (place_N, np.concatenate([row_N, np.full(num_across, num_tokens * K)])),
             (num_tokens, K),
             (len(place_N), num_tokens * K + 1),
         )
-        node_sums = NodeSums(*map(to_device, (gate_place, gate_weight, home_place, home_weight)))
+        node_sums = NodeSums(*map(to_device, (gate_place, gate_weight, own_place, own_weight)))
 
     return NodeChunk(
         inside=(first, first + len(inside)),
@@ -243,9 +248,10 @@ def _table(
 
 
 class NodeMessages(RowMessages):
-    """Dispatch crosses to gates, and ``spread`` passes on inside the node. Where sums return, ``combine`` collects
-    rows at gates, and ``send_sums`` sends one a token home, and what stayed in the node beside them. What is not the
-    last part goes on beside the crossing, or collecting, of the next.
+    """The messages of rows that cross to a node once. ``dispatch`` sends rows to gates, and ``spread`` passes them on
+    inside the node. Where sums return, ``combine`` collects rows at gates, and ``send_sums`` returns one sum per token,
+    and beside it the rows that stayed in the node. While a part of the columns crosses, the part before it is passed
+    on; the last part is passed on by itself.
     """
 
     def __init__(
@@ -343,8 +349,8 @@ class NodeMessages(RowMessages):
         if not part:
             self._returned[stage.chunk] = self._with_zeros(num_inside + len(way.across_token_U), self._source_TH)
         part_NH = self._returned[stage.chunk][:-1, self._columns(part)]
-        sums_home_UH = self._arriving(stage, part_NH[num_inside:])
-        self._send(stage, sums_home_UH, sums_UH, way.across_send_R, way.across_arrive_R, " across")
+        arriving_UH = self._arriving(stage, part_NH[num_inside:])
+        self._send(stage, arriving_UH, sums_UH, way.across_send_R, way.across_arrive_R, " across")
         inside_NH, rows_NH = self._arriving(stage, part_NH[:num_inside]), self._inside_returned.pop(stage.chunk)
         self._send(stage, inside_NH, rows_NH, way.inside_send_R, way.inside_arrive_R, " inside")
         self.put_in_place()
@@ -374,8 +380,8 @@ class NodeMessages(RowMessages):
         if sums is None:
             return super().take_returned(stage, weight_TK)
         if weight_TK is not None:
-            weight_TK = torch.cat([weight_TK.reshape(-1), weight_TK.new_tensor([1.0, 0.0])])[sums.home_weight_TK]
-        return Summands(self._returned.pop(stage.chunk), sums.home_place_TK, weight_TK)
+            weight_TK = torch.cat([weight_TK.reshape(-1), weight_TK.new_tensor([1.0, 0.0])])[sums.own_weight_TK]
+        return Summands(self._returned.pop(stage.chunk), sums.own_place_TK, weight_TK)
 
     def send_weights_to_gates(self, stage: Stage, weight_TK: Tensor) -> None:
         """Sends the routing weights of all chunks to where their sums are made."""

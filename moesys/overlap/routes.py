@@ -83,7 +83,7 @@ class ChunkRoutes(ChunkRows):
     send_counts_R, arrive_counts_R: rows to and from each rank.
     first_S1: the first row of each slot's and the end of the last's, int32, counted from the chunk's first; of padding
         only where it is none.
-    home_TK: for each (token, k) of the chunk its place in the chunk's wire order, where its result arrives.
+    wire_place_TK: for each (token, k) of the chunk its place in the chunk's wire order, where its result arrives.
     combine_M: expert rows in the order in which they return, those that are collected at gates last.
     """
 
@@ -93,7 +93,7 @@ class ChunkRoutes(ChunkRows):
     send_counts_R: tuple[int, ...]
     arrive_counts_R: tuple[int, ...]
     first_S1: Tensor
-    home_TK: Tensor
+    wire_place_TK: Tensor
     combine_M: Tensor
 
 
@@ -201,10 +201,10 @@ def build_routes(
     num_slots = len(plan.layout.held_by_rank[rank])
 
     bounds = chunk_bounds(num_tokens, num_chunks)
-    send_row_N, home_N, by_destination_N = _sent_rows(expert_TK, num_experts, bounds, sent)
+    send_row_N, wire_place_N, by_destination_N = _sent_rows(expert_TK, num_experts, bounds, sent)
     arrived = _arrived_rows(came, num_slots, min_rows, collect)
     send_CR, arrive_CR = (blocks.totals("rank", num_ranks) for blocks in (sent, came))
-    chunks = _chunks(bounds, send_CR, arrive_CR, arrived, _on(home_N, device).view(num_tokens, top_k))
+    chunks = _chunks(bounds, send_CR, arrive_CR, arrived, _on(wire_place_N, device).view(num_tokens, top_k))
     order_row_P, order_arrival_P = _on(arrived.order_row_P, device), _on(arrived.order_arrival_P, device)
     rows_S = arrived.valid_CS.sum(axis=0)
     order: tuple[tuple[int, Tensor, Tensor], ...] = ()
@@ -227,12 +227,12 @@ def build_routes(
 
 
 def _chunks(
-    bounds: Sequence[int], send_CR: IntArray, arrive_CR: IntArray, arrived: _ArrivedRows, home_NK: Tensor
+    bounds: Sequence[int], send_CR: IntArray, arrive_CR: IntArray, arrived: _ArrivedRows, wire_place_NK: Tensor
 ) -> tuple[ChunkRoutes, ...]:
-    """Returns the routes of each chunk. ``bounds``: the first token of each, and the end of the last; ``home_NK``: the
-    place of each choice in the wire order of its chunk.
+    """Returns the routes of each chunk. ``bounds``: the first token of each, and the end of the last;
+    ``wire_place_NK``: the place of each choice in the wire order of its chunk.
     """
-    top_k, device = home_NK.shape[1], home_NK.device
+    top_k, device = wire_place_NK.shape[1], wire_place_NK.device
     gather_P, return_M, combine_M = (_on(of, device) for of in (arrived.gather_P, arrived.return_M, arrived.combine_M))
     first_CS1 = _on(np.pad(np.cumsum(arrived.padded_CS, axis=1), ((0, 0), (1, 0))), device, torch.int32)
     first_row, first_arrival = ([0, *np.cumsum(of.sum(axis=1)).tolist()] for of in (arrived.padded_CS, arrive_CR))
@@ -249,7 +249,7 @@ def _chunks(
             first_S1=first_CS1[chunk],
             gather_P=gather_P[slice(*rows_2)],
             return_M=return_M[slice(*arrivals_2)],
-            home_TK=home_NK[slice(*tokens_2)],
+            wire_place_TK=wire_place_NK[slice(*tokens_2)],
             combine_M=combine_M[slice(*arrivals_2)],
         )
         for chunk, (tokens_2, arrivals_2, rows_2) in enumerate(
@@ -303,9 +303,9 @@ def _sent_rows(
     listed_N = _stable_order(chunk_N * num_experts + expert_N, len(num_C) * num_experts)
     wire = sent.order("chunk", "rank", "slot")
     send_row_N = listed_N[sent.rows(exclusive(sent.num_B), wire)]
-    home_N = np.empty_like(send_row_N)
-    home_N[send_row_N] = np.arange(len(send_row_N)) - np.repeat(first_C, num_C)
-    return send_row_N, home_N, sent.rows(sent.starts(wire), sent.order("rank", "chunk", "slot"))
+    wire_place_N = np.empty_like(send_row_N)
+    wire_place_N[send_row_N] = np.arange(len(send_row_N)) - np.repeat(first_C, num_C)
+    return send_row_N, wire_place_N, sent.rows(sent.starts(wire), sent.order("rank", "chunk", "slot"))
 
 
 class _ArrivedRows(NamedTuple):
@@ -338,7 +338,7 @@ def _arrived_rows(came: _Blocks, num_slots: int, min_rows: int, collect: bool) -
     by_gate = (came.keys["gate"] >= 0) & collect
     came.keys["by gate"] = by_gate.astype(np.int64)
     came.keys["toward"] = np.where(by_gate, came.keys["gate"], came.keys["rank"])
-    going_home = came.order("chunk", "by gate", "toward", "rank", "slot")
+    returning = came.order("chunk", "by gate", "toward", "rank", "slot")
     # Expert rows of one chunk are in expert order as they lie.
     expert_order = came.order("slot", "rank", "chunk") if came.num_chunks > 1 else by_slot[:0]
     return _ArrivedRows(
@@ -347,7 +347,7 @@ def _arrived_rows(came: _Blocks, num_slots: int, min_rows: int, collect: bool) -
         padded_CS,
         gather_P=rows.gather,
         return_M=return_M,
-        combine_M=return_M[came.rows(arrival_B, going_home)],
+        combine_M=return_M[came.rows(arrival_B, returning)],
         by_source_M=came.rows(arrival_B, np.lexsort((arrival_B, came.keys["rank"]))),
         order_row_P=came.rows(row_B, expert_order),
         order_arrival_P=came.rows(arrival_B, expert_order),

@@ -28,7 +28,7 @@ from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
 from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
 from moesys.kernels.mega.push_rows import (
-    RowHomes,
+    RowSources,
     RowTile,
     Task,
     push_dweights,
@@ -282,9 +282,9 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                     source = tl.load(table.source_N + row + in_rows, mask=kept, other=0)
                     entry = tl.load(rows.entry_N + row + in_rows, mask=kept, other=0)
                     if data.partial_NS is not None:
-                        push_dweights(launch, data.partial_NS, row, RowHomes(kept, source, entry), sizes.num_sums)
+                        push_dweights(launch, data.partial_NS, row, RowSources(kept, source, entry), sizes.num_sums)
                     pushed = push_rows(
-                        launch, data, Task(task, number, epoch), tile, RowHomes(kept, source, entry), sizes
+                        launch, data, Task(task, number, epoch), tile, RowSources(kept, source, entry), sizes
                     )
                     # Only now, because rows that are not computed yet must not occupy the link.
                     row_bytes: tl.constexpr = H * dtype.primitive_bitwidth // 8
@@ -320,7 +320,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                         if data.partial_NS is not None:  # noqa: SIM102, as one of these is known when it is compiled
                             if column_tile == 0:
                                 push_dweights(
-                                    launch, data.partial_NS, row, RowHomes(kept, source, entry), sizes.num_sums
+                                    launch, data.partial_NS, row, RowSources(kept, source, entry), sizes.num_sums
                                 )
                         arrive(launch.pace, through)
                         raise_at_sources(launch, rows, epoch, tile, column_tile, came, sizes)

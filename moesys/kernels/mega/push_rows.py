@@ -33,11 +33,13 @@ class RowTile(NamedTuple):
     of_group: Any
 
 
-class RowHomes(NamedTuple):
-    """The destinations of a tile's rows in a kernel: whether it is ``kept``, its ``source`` and its ``entry``."""
+class RowSources(NamedTuple):
+    """The sources of a tile's rows in a kernel: for each row whether it is ``kept``, the ``rank`` that sent it, and its
+    ``entry`` there.
+    """
 
     kept: Any
-    source: Any
+    rank: Any
     entry: Any
 
 
@@ -50,22 +52,22 @@ class Task(NamedTuple):
 
 
 @triton.jit
-def push_tile(out, home_row, column, kept, H: tl.constexpr, push_columns: tl.constexpr):  # type: ignore[no-untyped-def]
+def push_tile(out, source_row, column, kept, H: tl.constexpr, push_columns: tl.constexpr):  # type: ignore[no-untyped-def]
     """Pushes a tile to its sources from registers, halved until it is ``push_columns`` wide, because each address
     takes two registers.
     """
     if out.shape[1] > push_columns:
         left, right = out.reshape(out.shape[0], 2, out.shape[1] // 2).permute(0, 2, 1).split()
-        push_tile(left, home_row, column, kept, H, push_columns)
-        push_tile(right, home_row, column + out.shape[1] // 2, kept, H, push_columns)
+        push_tile(left, source_row, column, kept, H, push_columns)
+        push_tile(right, source_row, column + out.shape[1] // 2, kept, H, push_columns)
     else:
         columns = column + tl.arange(0, out.shape[1])
-        tl.store(home_row[:, None] + columns[None, :], out, mask=kept[:, None] & (columns < H)[None, :])
+        tl.store(source_row[:, None] + columns[None, :], out, mask=kept[:, None] & (columns < H)[None, :])
 
 
 @triton.jit
 def push_rows(  # type: ignore[no-untyped-def]
-    launch, data, task, tile, homes, sizes: tl.constexpr
+    launch, data, task, tile, sources, sizes: tl.constexpr
 ):
     """Pushes the finished rows of a tile to their sources. Returns whether they were finished."""
     H: tl.constexpr = sizes.H
@@ -77,25 +79,24 @@ def push_rows(  # type: ignore[no-untyped-def]
         came = came & wait(multiplied, flag >= 0, task.epoch, rank, tile.group, flag, DISPATCH, launch.world)
     task_is_ready(launch.times, task.place, PUSH, tile.group)
     dtype: tl.constexpr = data.out_NH.dtype.element_ty
-    staging = at(launch.world, homes.source, launch.offsets.staging, dtype)
-    home_row = staging + homes.entry.to(tl.int64) * H
-    here_row = data.out_NH + tile.row.to(tl.int64) * H + tl.arange(0, homes.kept.shape[0]) * H
+    staging = at(launch.world, sources.rank, launch.offsets.staging, dtype)
+    source_row = staging + sources.entry.to(tl.int64) * H
+    here_row = data.out_NH + tile.row.to(tl.int64) * H + tl.arange(0, sources.kept.shape[0]) * H
     if came:
         for start in range(0, H, sizes.copy_columns):
             column = start + tl.arange(0, sizes.copy_columns)
-            mask = homes.kept[:, None] & (column < H)[None, :]
-            tl.store(
-                home_row[:, None] + column[None, :], tl.load(here_row[:, None] + column[None, :], mask=mask), mask=mask
-            )
+            mask = sources.kept[:, None] & (column < H)[None, :]
+            rows = tl.load(here_row[:, None] + column[None, :], mask=mask)
+            tl.store(source_row[:, None] + column[None, :], rows, mask=mask)
     return came
 
 
 @triton.jit
-def push_dweights(launch, partial_ptr, row, homes, num_sums: tl.constexpr):  # type: ignore[no-untyped-def]
+def push_dweights(launch, partial_ptr, row, sources, num_sums: tl.constexpr):  # type: ignore[no-untyped-def]
     """Pushes the routing weights' gradients of a tile's rows to their sources: partial sums, added in order."""
-    total = sum_of_partials(partial_ptr, row + tl.arange(0, homes.kept.shape[0]), homes.kept, num_sums)
-    dweights = at(launch.world, homes.source, launch.offsets.dweight, tl.float32)
-    tl.store(dweights + homes.entry, total, mask=homes.kept)
+    total = sum_of_partials(partial_ptr, row + tl.arange(0, sources.kept.shape[0]), sources.kept, num_sums)
+    dweights = at(launch.world, sources.rank, launch.offsets.dweight, tl.float32)
+    tl.store(dweights + sources.entry, total, mask=sources.kept)
 
 
 @triton.jit

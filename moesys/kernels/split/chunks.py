@@ -130,20 +130,20 @@ def _cut(  # type: ignore[no-untyped-def]
 class SentRows(NamedTuple):
     """The rows that a source sends, int64. *Wire order* is that of (chunk, rank, expert, token, choice).
 
-    ``row_N``, ``token_N``: each row's choice t·K + k, and its token; ``home_TK``: each choice's place in the wire order
-    of its chunk; ``by_destination_N``: rows in wire order, sorted by the rank that they go to.
+    ``row_N``, ``token_N``: each row's choice t·K + k, and its token; ``wire_place_TK``: each choice's place in the wire
+    order of its chunk; ``by_destination_N``: rows in wire order, sorted by the rank that they go to.
     """
 
     row_N: Tensor
     token_N: Tensor
-    home_TK: Tensor
+    wire_place_TK: Tensor
     by_destination_N: Tensor
 
 
 def sent_rows(entry_N: Tensor, found: ChunkBlocks, tables: SplitTables, top_k: int) -> SentRows:
     """Returns tables of what this rank sends. ``entry_N`` int32: its list. One launch."""
-    row_N, token_N, home_N, by_destination_N = (entry_N.new_empty(len(entry_N), dtype=torch.int64) for _ in range(4))
-    rows = SentRows(row_N, token_N, home_N.view(-1, top_k), by_destination_N)
+    row_N, token_N, place_N, by_destination_N = (entry_N.new_empty(len(entry_N), dtype=torch.int64) for _ in range(4))
+    rows = SentRows(row_N, token_N, place_N.view(-1, top_k), by_destination_N)
     num_chunks, num_replicas = found.sent_CQ.shape
     _sent[(num_chunks * num_replicas,)](
         entry_N, found, tables, rows, num_chunks * num_replicas, num_replicas, K=top_k, SUMMED=SUMMED, COPIED=COPIED
@@ -177,7 +177,7 @@ def _sent(  # type: ignore[no-untyped-def]
         entry = tl.load(entry_N + from_row + row, mask=inside, other=0).to(tl.int64)
         tl.store(rows.row_N + on_wire + row, entry, mask=inside)
         tl.store(rows.token_N + on_wire + row, entry // K, mask=inside)
-        tl.store(rows.home_TK + entry, on_wire - of_chunks + row, mask=inside)
+        tl.store(rows.wire_place_TK + entry, on_wire - of_chunks + row, mask=inside)
         tl.store(rows.by_destination_N + by_rank + row, on_wire + row, mask=inside)
 
 

@@ -1,9 +1,9 @@
 """The exact split of counts that are on a device: the tokens of each source for each replica, in three launches.
 
 The result equals that of ``FlowSplit(traffic="fast")`` (docs/balance.md), to the byte. Tokens begin at their source
-(``AtHome``). What ranks have above the least possible limit is pushed along cheapest paths of ranks that hold a common
-expert, in phases of one labelling and ``STEPS`` steps. The limit is found first, by pushes that count hops only: it
-begins as a lower bound, and where ranks reach no rank with room, their mean is a bound as well.
+(``LocalTokens``). The tokens that a rank has above the least possible limit are pushed along cheapest paths of ranks
+that hold a common expert, in phases of one labelling and ``STEPS`` steps. The limit is found first, by pushes that
+count hops only: it begins as a lower bound, and where ranks reach no rank with room, their mean is a bound as well.
 
 The first launch distributes the tokens of experts, one program per expert, and the last fills quotas, one program per
 replica. In between one program pushes: each lane has one replica, with its group, expert and rank. Replicas of a group
@@ -73,17 +73,17 @@ def split(tokens_RE: Tensor, tables: SplitTables, turn: int | Tensor = 0, phases
         raise ValueError(f"phases={phases} leaves no push; use at least 1")
     tokens_RE, num_replicas = tokens_RE.contiguous(), len(tables.rank_P)
     turn_1, turn = (turn, 0) if isinstance(turn, Tensor) else (None, turn)
-    home = AtHome(*(tokens_RE.new_empty(num_replicas) for _ in AtHome._fields))
+    local = LocalTokens(*(tokens_RE.new_empty(num_replicas) for _ in LocalTokens._fields))
     quota_P = tokens_RE.new_empty(num_replicas)
     limit, converged = tokens_RE.new_empty(()), tokens_RE.new_empty((), dtype=torch.bool)
     of_ranks, of_replicas = lanes_of(num_ranks), lanes_of(num_replicas)
-    _share_out[(num_experts,)](tokens_RE, turn_1, turn, tables, home, num_ranks, num_experts, **of_ranks)
+    _share_out[(num_experts,)](tokens_RE, turn_1, turn, tables, local, num_ranks, num_experts, **of_ranks)
     alone = all_registers(of_replicas["num_warps"])
-    _push[(1,)](home, tables, quota_P, limit, converged, num_replicas, phases, **of_replicas, **alone)
+    _push[(1,)](local, tables, quota_P, limit, converged, num_replicas, phases, **of_replicas, **alone)
     return TensorPlan(fill_quotas(tokens_RE, quota_P, tables), limit, converged)
 
 
-class AtHome(NamedTuple):
+class LocalTokens(NamedTuple):
     """For each replica, int64: its tokens if every token stays at its source where possible, and the tokens of its
     expert that the ranks of its node have.
     """
@@ -118,9 +118,9 @@ def _least(values, lane, first, last, widest):  # type: ignore[no-untyped-def]
 
 @kernel(do_not_specialize=["turn", "num_ranks", "num_experts"])
 def _share_out(  # type: ignore[no-untyped-def]
-    tokens_RE, turn_1, turn, tables, home, num_ranks, num_experts, LANES: tl.constexpr
+    tokens_RE, turn_1, turn, tables, local, num_ranks, num_experts, LANES: tl.constexpr
 ):
-    """Computes ``AtHome``, with one program per expert and one lane per rank.
+    """Computes ``LocalTokens``, with one program per expert and one lane per rank.
 
     A rank keeps its own tokens for experts that it holds. The node's replicas share the other tokens of their node
     evenly, and all replicas share the tokens of nodes without a replica.
@@ -144,13 +144,13 @@ def _share_out(  # type: ignore[no-untyped-def]
     near = _share(supply - sum_of(own, first, last), sum_before(holds, first), tl.maximum(holders, 1), turn)
     away = tl.sum(tl.where(holders == 0, tokens, 0), 0)
     far = _share(away, tl.cumsum(holds, 0) - holds, tl.sum(holds, 0), turn)
-    tl.store(home.tokens_P + replica, own + near + far, mask=held)
-    tl.store(home.supply_P + replica, supply, mask=held)
+    tl.store(local.tokens_P + replica, own + near + far, mask=held)
+    tl.store(local.supply_P + replica, supply, mask=held)
 
 
 @kernel(do_not_specialize=["num_replicas", "phases"])
 def _push(  # type: ignore[no-untyped-def]
-    home, tables, quota_P, limit_1, converged_1, num_replicas, phases, LANES: tl.constexpr
+    local, tables, quota_P, limit_1, converged_1, num_replicas, phases, LANES: tl.constexpr
 ):
     """Finds, in one program with one replica per lane, quotas with the least load of the busiest rank, then little
     traffic.
@@ -177,8 +177,8 @@ def _push(  # type: ignore[no-untyped-def]
     widest_group = tl.max(group_last - group_first, 0) + 1
     widest_rank = tl.max(rank_last - rank_first, 0) + 1
 
-    supply = tl.load(home.supply_P + lane, mask=real, other=0)
-    tokens = tl.load(home.tokens_P + lane, mask=real, other=0)
+    supply = tl.load(local.supply_P + lane, mask=real, other=0)
+    tokens = tl.load(local.tokens_P + lane, mask=real, other=0)
     load = sum_of(tl.gather(tokens, by_rank, 0), rank_first, rank_last)
     here = sum_of(tokens, group_first, group_last)
     # The mean of all ranks that hold anything, and that of each expert's.
@@ -194,7 +194,7 @@ def _push(  # type: ignore[no-untyped-def]
         if busiest <= limit:
             # The least limit is known. Start again from the sources, now for the least traffic.
             crossing = crossing + CROSSING
-            tokens = tl.load(home.tokens_P + lane, mask=real, other=0)
+            tokens = tl.load(local.tokens_P + lane, mask=real, other=0)
             load = sum_of(tl.gather(tokens, by_rank, 0), rank_first, rank_last)
             here = sum_of(tokens, group_first, group_last)
         else:
