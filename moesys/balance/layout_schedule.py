@@ -237,7 +237,7 @@ class LayoutSchedule:
                 self.layout = ticket.layout()
             else:
                 ticket.cancel()
-                self.tell(f"plan due at {due} came too late: layout kept")
+                self.add_event(f"plan due at {due} came too late: layout kept")
         if late:
             # Ranks that have the late plan remember what others do not know, and plans that each rank made for itself
             # may follow from it.
@@ -292,7 +292,7 @@ class LayoutSchedule:
             self._asked_for = self.micro_batch
             self.request()
 
-    def tell(self, what: str, micro_batch: int | None = None) -> None:
+    def add_event(self, what: str, micro_batch: int | None = None) -> None:
         """Keeps an event, of the coming micro-batch where none is given."""
         self.events.append(PlanEvent(self.layer, self.micro_batch if micro_batch is None else micro_batch, what))
 
@@ -409,7 +409,7 @@ class LayoutSchedule:
             self._history = LoadHistory(self.strategy.predictor)
         if expert_RS.shape != self.layout.expert_RS.shape or ((expert_RS >= 0).sum(axis=1) > self.slots_R).any():
             self.layout = self._first_layout()
-            self.tell(f"history is of {expert_RS.shape[0]} ranks with {expert_RS.shape[1]} slots: begun anew")
+            self.add_event(f"history is of {expert_RS.shape[0]} ranks with {expert_RS.shape[1]} slots: begun anew")
             return
         if any(plan is not None and plan.expert_RS.shape != expert_RS.shape for plan in plans):
             raise self._damage(f"pending has a plan of another shape than its layout, {expert_RS.shape}")
@@ -421,7 +421,7 @@ class LayoutSchedule:
             raise self._damage(f"history is of loads of shape {loads}, and its layout of {len(expert_RS)} ranks")
         if self._history is not None and found.history is not None:
             if found.history.get("predictor") != self.strategy.predictor.model_dump(mode="json"):
-                self.tell("history is of another predictor: begun anew, layout kept")
+                self.add_event("history is of another predictor: begun anew, layout kept")
             else:
                 self._history.load_state_dict(found.history)
         self.layout = layout

@@ -179,7 +179,7 @@ class Experts(nn.Module):
         self.planner = Planner(*declared, self.schedule, channel)
         self.link = Link()
         shared_memory = self.link.lookahead.shared_memory
-        self.context = LayerContext(*declared, channel, self.shards.memory, self.schedule.tell, shared_memory)
+        self.context = LayerContext(*declared, channel, self.shards.memory, self.schedule.add_event, shared_memory)
         self._executors: dict[ExpertCompute, Executor] = {}
         # Set by ``Watch``: records the load of each micro-batch.
         self.load_log: LoadLog | None = None

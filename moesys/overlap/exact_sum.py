@@ -109,15 +109,15 @@ class BlockSums:
     """How the weight gradients of one micro-batch of a layer are summed on one rank.
 
     ``expert_S``: the experts in its slots; ``rows_E`` int64: the rows of each expert on all ranks, on the device that
-    computes. ``tell``: takes a sentence about experts whose sums cannot be made, or None; on a GPU the host does not
-    know of them.
+    computes. ``add_event``: takes a sentence about experts whose sums cannot be computed, of which the host knows only
+    if the CPU computes.
     """
 
     block_rows: int
     expert_S: tuple[int, ...]
     rows_E: Tensor
     channel: Channel
-    tell: Callable[[str], None] | None
+    add_event: Callable[[str], None]
 
     def agree(self, largest_S5: Tensor) -> Tensor:
         """Returns the grids of the gradients of ``gate_up``, ``down`` and their biases in each slot, float64 [S, 4], on
@@ -132,9 +132,9 @@ class BlockSums:
         largest_E5[held_S] = largest_S5.double()
         at = Position("bounds of expert gradients in backward", self.channel.generation)
         largest_E5 = self.channel.all_gather(largest_E5, lane="counts", at=at, read=device.type == "cpu").amax(dim=0)
-        if self.tell is not None and device.type == "cpu" and not (kept_E := largest_E5.isfinite().all(dim=1)).all():
+        if device.type == "cpu" and not (kept_E := largest_E5.isfinite().all(dim=1)).all():
             lost = ", ".join(str(expert) for expert, kept in enumerate(kept_E.tolist()) if not kept)
-            self.tell(f"gradients of experts {lost} are NaN: what they are products of is not finite")
+            self.add_event(f"gradients of experts {lost} are NaN: what they are products of is not finite")
         x, dy, dh, activated, weight = largest_E5.unbind(dim=1)
         bound_E4 = self.rows_E[:, None] * torch.stack([dh * x, dy * activated, dh, dy * weight], dim=1)
         return grid_below(bound_E4)[held_S]

@@ -158,9 +158,9 @@ class SharedMemory(Protocol):
 
 @dataclass
 class LayerContext:
-    """The layer and the rank that an executor is chosen for. ``memory``: where large tensors lie. ``tell``: takes a
-    sentence about a micro-batch, by its number. ``shared_memory``: what the executors of a linked model's layers share,
-    by the name of what it is for.
+    """The layer and the rank that an executor is chosen for. ``memory``: where large tensors lie. ``add_event``:
+    records a sentence about a micro-batch, given by its number. ``shared_memory``: what the executors of a linked
+    model's layers share, by the name of what it is for.
     """
 
     strategy: Strategy
@@ -168,7 +168,7 @@ class LayerContext:
     cluster: ClusterSpec
     channel: Channel
     memory: PagePool
-    tell: Callable[..., None]
+    add_event: Callable[..., None]
     shared_memory: dict[str, SharedMemory]
 
     def sums_of(self, plan: LayerPlan, device: torch.device) -> BlockSums | None:
@@ -187,7 +187,7 @@ class LayerContext:
             return None
         rows_E = tokens_E if isinstance(tokens_E, Tensor) else to_device(tokens_E, device)
         channel = self.channel.tagged(self.channel.generation)
-        return BlockSums(reduction.block_rows, expert_S, rows_E, channel, partial(self.tell, micro_batch=turn))
+        return BlockSums(reduction.block_rows, expert_S, rows_E, channel, partial(self.add_event, micro_batch=turn))
 
 
 class SortedRun(MicroBatchRun, Protocol):

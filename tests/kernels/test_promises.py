@@ -78,7 +78,7 @@ def test_nor_do_sums_that_show_no_layout() -> None:
     class Held:
         stacked = staticmethod(lambda: (gate_up, down))
 
-    sums = BlockSums(16, tuple(range(E)), routing.first_G1.diff(), channel, None)
+    sums = BlockSums(16, tuple(range(E)), routing.first_G1.diff(), channel, pytest.fail)
     executor = SingleRankRun(routing, sums)
     y_TH, saved = executor.forward(x_TH, weight_TK, Held)
     executor.backward(y_TH, saved, Held, gradients)
