@@ -136,7 +136,7 @@ class LayerCall:
             upcoming.prefetch(self._pass_number, self.generation)
         self.upcoming = ()
         experts = transfer.finish()
-        experts.keep_casts, experts.kept = self.expects_backward and not store.reshard_after_forward, store.casts
+        experts.keeper = store.masters if self.expects_backward and not store.reshard_after_forward else None
         return experts
 
     def end_forward(self) -> None:

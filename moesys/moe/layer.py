@@ -180,7 +180,7 @@ class MoELayer(nn.Module):
                 raise ValueError(f"{name} has shape {tuple(state[name].shape)}; this layer's is {tuple(size)}")
         self._check_values()
         self.experts.store.drop_prefetched()
-        self.experts.store.casts.drop()
+        self._masters().drop_cast()
         for name, tensor in self._replicated_state().items():
             tensor.copy_(state[name])
         for expert in range(E):

@@ -192,11 +192,12 @@ class Masters(ABC):
     def expect_gradient(self, *, late: bool) -> None:  # noqa: B027
         """Says whether the gradient of the backward that runs comes ``late``, by ``accumulate_gradient``."""
 
-    def state(self) -> tuple[int, ...] | None:
-        """Returns the parameter's id, and what differs where masters may have changed, beside steps of optimizers; None
-        where nothing says so, and as long as they have no gradient.
-        """
+    def find_cast(self, dtype: torch.dtype) -> ExpertWeights | None:
+        """Returns the newest cast of all experts here to ``dtype``, stacked; None where it is to be made."""
         return None
+
+    def keep_cast(self, cast: ExpertWeights) -> None:  # noqa: B027
+        """Keeps a new cast for other micro-batches, if it will be known whether it is still right."""
 
 
 class OwnMasters(Masters):
@@ -207,6 +208,13 @@ class OwnMasters(Masters):
     and ``name`` the one in it. It is looked up at every use, as moves between devices and
     ``load_state_dict(assign=True)`` may put another parameter in its place. To hold the layer instead would be a circle
     of references, and a layer that is dropped would keep its memory until Python collects it.
+
+    The newest cast is kept as long as nothing can have changed the parameter: while gradients are collected, and no
+    optimizer has made a step. A tensor's version is not enough: fused optimizers leave it as it is, and so do those
+    that go through lists of DTensors. So nothing is kept of a parameter that no optimizer of this process has stepped
+    yet. A cast is dropped before and after a step of any optimizer, and made anew where the parameter has no gradient
+    yet, as at the beginning of a step, or where it, its storage or its version is another. Values that are written
+    through ``.data`` by other code than its optimizer, while it has a gradient, go unnoticed.
     """
 
     def __init__(
@@ -217,13 +225,24 @@ class OwnMasters(Masters):
         distributed: Callable[[Tensor], Tensor],
     ) -> None:
         self._parameters, self._name, self._keep, self._distributed = parameters, name, keep, distributed
+        # The newest cast, and the state of the parameter that it was made of.
+        self._cast: tuple[tuple[int, ...], ExpertWeights] | None = None
+        # The parameter, by its id, that an optimizer has stepped.
+        self._stepped: int | None = None
         this = weakref.ref(self)
 
         def before(optimizer: Optimizer, *_: object) -> None:
             if (masters := this()) is not None:
+                masters.drop_cast()
                 masters._refuse_matrix(optimizer)
 
-        weakref.finalize(self, register_optimizer_step_pre_hook(before).remove)
+        def after(optimizer: Optimizer, *_: object) -> None:
+            if (masters := this()) is not None:
+                masters.drop_cast()
+                masters._note_step(optimizer)
+
+        for hook in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+            weakref.finalize(self, hook.remove)
 
     def _refuse_matrix(self, optimizer: Optimizer) -> None:
         """Raises TypeError for an optimizer that would take all experts together for one matrix."""
@@ -249,14 +268,40 @@ class OwnMasters(Masters):
     def local(self) -> tuple[Master, ...]:
         return (local_part(self._parameter.detach()),)
 
+    def find_cast(self, dtype: torch.dtype) -> ExpertWeights | None:
+        state = self._state()
+        if self._cast is None or state != self._cast[0] or self._cast[1].gate_up.dtype != dtype:
+            return None
+        return self._cast[1]
+
+    def keep_cast(self, cast: ExpertWeights) -> None:
+        state = self._state()
+        self._cast = None if state is None else (state, cast)
+
+    def drop_cast(self) -> None:
+        """Drops the cast that is kept, and frees its memory."""
+        self._cast = None
+
     @torch.no_grad()
-    def state(self) -> tuple[int, ...] | None:
+    def _state(self) -> tuple[int, ...] | None:
+        """Returns the parameter's id, and what differs where its values may have changed beside steps of optimizers;
+        None where nothing would show that.
+        """
         parameter = self._parameter
         # A parameter that is not trained never has a gradient, and nothing shows that it was written.
-        if parameter.grad is None or parameter.is_inference():
+        if parameter.grad is None or parameter.is_inference() or id(parameter) != self._stepped:
+            return None
+        # A captured graph runs again when the parameter has other values.
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None
         local = local_part(parameter)
         return id(parameter), local.data_ptr(), parameter._version, local._version
+
+    def _note_step(self, optimizer: Optimizer) -> None:
+        parameter = self._parameter
+        in_groups = any(each is parameter for group in optimizer.param_groups for each in group["params"])
+        if in_groups and parameter.grad is not None:
+            self._stepped = id(parameter)
 
     def full(self) -> Tensor:
         """Returns all experts [E, P_e] on every rank. A collective."""
@@ -292,65 +337,6 @@ class OwnMasters(Masters):
         parameter = self._parameters[self._name]
         assert parameter is not None
         return parameter
-
-
-class KeptCasts:
-    """The newest cast of masters, as long as nothing can have changed them: while gradients are collected, and no
-    optimizer has made a step.
-
-    A tensor's version is not enough: fused optimizers leave it as it is, and so do those that go through lists of
-    DTensors. So nothing is kept of parameters that no optimizer of this process has stepped yet. A cast is dropped
-    before a step of any optimizer, and made anew where parameters have no gradient yet, as at the beginning of a step,
-    or where they, their storage or their versions are others (``state_of_masters``, that of ``Masters``). What writes
-    through ``.data`` beside their optimizer, while they have gradients, goes unseen.
-    """
-
-    def __init__(self, state_of_masters: Callable[[], tuple[int, ...] | None]) -> None:
-        self._state_of_masters = state_of_masters
-        self._kept: tuple[tuple[int, ...], ExpertWeights] | None = None
-        # The parameter, by its id, that an optimizer has stepped.
-        self._stepped: int | None = None
-        this = weakref.ref(self)
-
-        def before(*_: object) -> None:
-            if (kept := this()) is not None:
-                kept.drop()
-
-        def behind(optimizer: Optimizer, *_: object) -> None:
-            if (kept := this()) is not None:
-                kept.drop()
-                kept._note(optimizer)
-
-        for hook in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(behind)):
-            weakref.finalize(self, hook.remove)
-
-    def _note(self, optimizer: Optimizer) -> None:
-        state = self._state_of_masters()
-        if state is not None and any(id(of) == state[0] for group in optimizer.param_groups for of in group["params"]):
-            self._stepped = state[0]
-
-    def find(self, dtype: torch.dtype) -> ExpertWeights | None:
-        """Returns the cast to ``dtype``, stacked; None where it is to be made."""
-        state = self._state()
-        if self._kept is None or state != self._kept[0] or self._kept[1].gate_up.dtype != dtype:
-            return None
-        return self._kept[1]
-
-    def keep(self, cast: ExpertWeights) -> None:
-        """Keeps a new cast, if it will be known whether it is still right."""
-        state = self._state()
-        self._kept = None if state is None else (state, cast)
-
-    def drop(self) -> None:
-        """Forgets it, and gives its memory back."""
-        self._kept = None
-
-    def _state(self) -> tuple[int, ...] | None:
-        # A captured graph runs again when masters have other values.
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return None
-        state = self._state_of_masters()
-        return state if state is not None and state[0] == self._stepped else None
 
 
 @cache

@@ -1,12 +1,13 @@
 """The store of a layer's experts: how they get from masters into slots, and gradients to owners.
 
-Both keep float32 masters of logical shape [E, P_e], which ``WholeExperts`` (EP) shards over experts and
-``ShardedExperts`` (FSEP) over all ranks, expert by expert: what a ``DTensor`` calls ``Shard(0)`` and ``Shard(1)``, so
-that distributed checkpoints reshard by themselves.
+Masters are float32 and have the logical shape [E, P_e]. ``WholeExperts`` (EP) shards them over experts, and
+``ShardedExperts`` (FSEP) shards every expert over all ranks: ``Shard(0)`` and ``Shard(1)`` of a ``DTensor``, so that
+distributed checkpoints reshard by themselves.
 
-The weights of an expert belong to the ``Masters`` of a layer, in the parts of an ``ExpertForm``; ``ExpertShards`` know
-which of them a rank owns. The ``ExpertStore`` of a layer starts an ``ExpertTransfer``, which ends with
-``RestoredExperts``: the ``ExpertWeights`` of each slot.
+The weights of an expert pass six classes. ``Masters`` have the parameters; ``ExpertShards`` know which part of them
+this rank owns, and which messages take them where; the ``ExpertStore`` of a layer starts these messages, an
+``ExpertTransfer``; it ends with ``RestoredExperts``, the ``ExpertWeights`` of each slot. An ``ExpertForm`` declares the
+tensors of an expert.
 
 Restoring gives a rank the experts its layout holds, in the compute dtype; resharding returns the gradients of its
 slots to the owners, who add them in rank order: in float32, or in float64, where no order shows (``LayoutInvariant``).
@@ -28,7 +29,7 @@ from moesys.config import LayoutInvariant, ModelShape, Sharding
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
-from moesys.moe.masters import Expert, ExpertForm, KeptCasts, Master, Masters
+from moesys.moe.masters import Expert, ExpertForm, Master, Masters
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import ExpertWeights
 
@@ -36,10 +37,10 @@ from moesys.overlap.executor import ExpertWeights
 class RestoredExperts(Sequence[ExpertWeights]):
     """The experts that a rank holds, by slot index: ``experts``, stacked or one by one.
 
-    A rank's own are its masters, which their user casts on use; or, once ``keep_casts`` is set, they are cast here when
-    they are first asked for and stay so, for a backward that follows. ``kept``: casts of all masters, which other
-    micro-batches use too. Masters that do not lie as an expert is computed are copied when they are first asked for,
-    until ``drop_copies``. ``apart``: tensors of an expert lie apart from each other when they are stacked.
+    A rank's own experts are its masters, which their user casts on use. Once ``keeper`` is set, they are cast here when
+    they are first asked for, and the casts stay for a backward that follows; ``keeper``, the masters, keep a cast of
+    all experts for other micro-batches. Masters that do not lie as an expert is computed are copied when they are first
+    asked for, until ``drop_copies``. ``apart``: tensors of an expert lie apart from each other when they are stacked.
     """
 
     def __init__(
@@ -55,15 +56,14 @@ class RestoredExperts(Sequence[ExpertWeights]):
         self._together = experts if isinstance(experts, ExpertWeights) else None
         self.masters: list[Expert] = list(unstacked(experts) if isinstance(experts, ExpertWeights) else experts)
         self._copies: dict[int, ExpertWeights] = {}
-        self.keep_casts = False
-        self.kept: KeptCasts | None = None
+        self.keeper: Masters | None = None
 
     def __len__(self) -> int:
         return len(self.masters)
 
     def __getitem__(self, slot: int) -> ExpertWeights:  # type: ignore[override]
         masters = self.masters[slot]
-        if self.keep_casts and masters[0].dtype != self._dtype:
+        if self.keeper is not None and masters[0].dtype != self._dtype:
             cast = self.masters[slot] = self._usable(masters)
             return cast
         if isinstance(masters, ExpertWeights):
@@ -74,9 +74,8 @@ class RestoredExperts(Sequence[ExpertWeights]):
 
     def by_slot(self) -> Sequence[ExpertWeights]:
         """Returns the experts by slot index, each to be cast by its user where it has another dtype."""
-        casts = self.keep_casts and any(masters[0].dtype != self._dtype for masters in self.masters)
         ready = [masters for masters in self.masters if isinstance(masters, ExpertWeights)]
-        return self if casts or len(ready) < len(self) else ready
+        return self if self._casts_stay() or len(ready) < len(self) else ready
 
     def drop_copies(self) -> None:
         """Frees the copies that are no casts; the next pass makes its own."""
@@ -97,12 +96,12 @@ class RestoredExperts(Sequence[ExpertWeights]):
 
     def stacked(self) -> ExpertWeights:
         """Returns all of them in the compute dtype, [D, 2I, H] and [D, H, I]: views of what was brought where it is one
-        tensor of that dtype, else of a copy, which is kept if it is a cast and ``keep_casts`` is set.
+        tensor of that dtype, else of a copy, which stays if it is a cast and ``keeper`` is set.
         """
         if self._together is not None and self._together.gate_up.dtype == self._dtype:
             return self._together
-        kept = self.kept if self.keep_casts and self._together is not None else None
-        if kept is not None and (found := kept.find(self._dtype)) is not None:
+        keeper = self.keeper if self._together is not None else None
+        if keeper is not None and (found := keeper.find_cast(self._dtype)) is not None:
             self._together = found
             return found
         form, D = self._form.joined, len(self)
@@ -115,11 +114,14 @@ class RestoredExperts(Sequence[ExpertWeights]):
             for name, pieces in self._form.pieces(masters).items():
                 _write(pieces, places[name][slots])
         stacked = ExpertWeights(**places)
-        if self.keep_casts and any(masters[0].dtype != self._dtype for masters in self.masters):
+        if self._casts_stay():
             self._together = stacked
-            if kept is not None:
-                kept.keep(stacked)
+            if keeper is not None:
+                keeper.keep_cast(stacked)
         return stacked
+
+    def _casts_stay(self) -> bool:
+        return self.keeper is not None and any(masters[0].dtype != self._dtype for masters in self.masters)
 
 
 T = TypeVar("T")
@@ -353,7 +355,6 @@ class ExpertStore:
     ) -> None:
         self.layer_index, self.shards, self.masters = layer_index, shards, masters
         self.schedule, self.channel = schedule, channel
-        self.casts = KeptCasts(masters.state)
         self.reshard_after_forward = sharding.reshard_after_forward
         self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
         # The dtype in which the layer's last call computed; None before the first.

@@ -235,7 +235,7 @@ def test_masters_are_read_where_they_lie_or_cast_at_once(strategy: ms.Strategy) 
         state = layer.full_state_dict()
         assert torch.equal(gate_up, state["experts.gate_up_proj"].to(gate_up.dtype))
         assert torch.equal(down, state["experts.down_proj"].to(down.dtype))
-        restored.keep_casts = True
+        restored.keeper = layer.experts.store.masters
         kept, again = restored.stacked(), restored.stacked()
         assert kept.gate_up.data_ptr() == again.gate_up.data_ptr()
 
