@@ -46,7 +46,7 @@ class PulledExperts(ShardedExperts):
         if isinstance(first, PulledExperts):
             self.rings = first.rings
 
-    def _own_alone(self, held: HeldByRank) -> bool:
+    def keeps_all(self, held: HeldByRank) -> bool:
         return False
 
     def restore(

@@ -215,8 +215,6 @@ class ExpertShards(ABC):
         self.shape, self.rank, self.num_ranks = shape, rank, num_ranks
         self.form, self.flat = form or ExpertForm.of(shape), form is None
         self.memory = PagePool()
-        # The experts that ranks hold under the newest layout, and whether these are just the experts that they own.
-        self._kept: tuple[HeldByRank | None, bool] = (None, False)
 
     @abstractmethod
     def initial(self, seed: int, layer_index: int) -> Tensor:
@@ -232,12 +230,7 @@ class ExpertShards(ABC):
         """The shapes of this rank's masters."""
 
     def keeps_all(self, held: HeldByRank) -> bool:
-        """Returns whether all ranks hold just what they own, so that nothing travels; the same on all of them."""
-        if self._kept[0] is not held:
-            self._kept = held, self._own_alone(held)
-        return self._kept[1]
-
-    def _own_alone(self, held: HeldByRank) -> bool:
+        """Returns whether every rank holds exactly what it owns, so that no message is sent; the same on all ranks."""
         return self.num_ranks == 1
 
     @abstractmethod

@@ -81,11 +81,6 @@ class WholeExperts(ExpertShards):
         self._newest_loans: tuple[HeldByRank | None, tuple[Loans, Loans]] = (None, (Loans(0), Loans(0)))
 
     @property
-    def block(self) -> int:
-        """Experts a rank owns: ceil(E/R); the last ranks fewer."""
-        return -(-self.shape.num_experts // self.num_ranks)
-
-    @property
     def padded_parameters(self) -> int:
         return self.form.num_elements
 
@@ -95,11 +90,8 @@ class WholeExperts(ExpertShards):
         return tuple((len(self.owned()), *shape) for shape in shapes)
 
     def owned(self) -> range:
-        return self._owned_by(self.rank)
-
-    def _owned_by(self, rank: int) -> range:
-        E = self.shape.num_experts
-        return range(min(E, rank * self.block), min(E, (rank + 1) * self.block))
+        E, block = self.shape.num_experts, -(-self.shape.num_experts // self.num_ranks)
+        return range(min(E, self.rank * block), min(E, (self.rank + 1) * block))
 
     def initial(self, seed: int, layer_index: int) -> Tensor:
         local = torch.empty(len(self.owned()), self.shape.expert_parameters, dtype=torch.float32)
@@ -142,8 +134,10 @@ class WholeExperts(ExpertShards):
         owned = self.owned()
         return {slot: e - owned.start for slot, e in enumerate(held[self.rank]) if e in owned}
 
-    def _own_alone(self, held: HeldByRank) -> bool:
-        return all(experts == tuple(self._owned_by(rank)) for rank, experts in enumerate(held))
+    def keeps_all(self, held: HeldByRank) -> bool:
+        by_owners, _ = self._loans(held)
+        # Without loans all experts that are held are with their owners.
+        return not by_owners and sum(map(len, held)) == self.shape.num_experts
 
     def _loans(self, held: HeldByRank) -> tuple[Loans, Loans]:
         if self._newest_loans[0] is not held:
