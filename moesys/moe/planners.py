@@ -85,10 +85,7 @@ class Planner:
         layout, turn, tokens_E = schedule.layout, schedule.micro_batch, run.tokens_E
 
         def read() -> LayerPlan:
-            load = LoadMatrix(tokens_E[None].cpu().numpy())
-            if self._only_splits:
-                return LayerPlan(_to_holders(load, layout, np.zeros(len(tokens_E), dtype=np.int64)), turn)
-            return plan_layer(self.strategy, self.shape, self.cluster, load, layout=layout, turn=turn)
+            return self._layer_plan(LoadMatrix(tokens_E[None].cpu().numpy()), layout, turn)
 
         if self._by_own_code and not self._own_code_ran:
             self._run_own_code(read())
@@ -120,7 +117,7 @@ class Planner:
         load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
 
         def make() -> LayerPlan:
-            plan = self._layer_plan(load)
+            plan = self._layer_plan(load, schedule.layout, schedule.micro_batch)
             if learning:
                 # Only code that is not ours may fail, which all ranks must learn of in this micro-batch.
                 schedule.observe(load, at_once=self._by_own_code)
@@ -137,9 +134,9 @@ class Planner:
         """Returns the schedules whose layouts are settled: that of this layer, and of those that come next."""
         return [self.schedule, *(store.schedule for store in call.upcoming)]
 
-    def _layer_plan(self, load: LoadMatrix) -> LayerPlan:
-        """Returns the plan of ``plan_layer`` for the coming micro-batch, by as few steps as the strategy needs."""
-        strategy, layout, turn = self.strategy, self.schedule.layout, self.schedule.micro_batch
+    def _layer_plan(self, load: LoadMatrix, layout: ExpertLayout, turn: int) -> LayerPlan:
+        """Returns the plan of ``plan_layer``, by as few steps as the strategy needs."""
+        strategy = self.strategy
         if not self._only_splits:
             return plan_layer(strategy, self.shape, self.cluster, load, layout=layout, turn=turn)
         if (holder_E := self._only_holders(layout)) is not None:
@@ -150,12 +147,12 @@ class Planner:
         return LayerPlan(strategy.split.split(problem), turn)
 
     def _only_holders(self, layout: ExpertLayout) -> IntArray | None:
-        """Returns the rank that holds each expert, [E], where each has just one, as under ``Ep``, and the split says
-        nothing more; None otherwise.
+        """Returns the rank that holds each expert, [E], if each has only one, as under ``Ep``, so that every split is the
+        same; None otherwise.
         """
         if self._holders[0] is not layout:
             holds_RE = layout.replicas_RE > 0
-            single = self.strategy.split.kind == "even" and bool((holds_RE.sum(axis=0) == 1).all())
+            single = (holds_RE.sum(axis=0) == 1).all()
             self._holders = layout, holds_RE.argmax(axis=0) if single else None
         return self._holders[1]
 
@@ -227,7 +224,7 @@ class Planner:
 
 
 def _to_holders(load: LoadMatrix, layout: ExpertLayout, holder_E: IntArray) -> TokenPlan:
-    """Returns the plan that sends every token to the only rank that holds its expert."""
+    """Returns the plan that sends every token to the only rank that holds its expert, as every split does."""
     source, expert = np.nonzero(load.tokens_RE)
     entries = np.stack([source, expert, holder_E[expert], load.tokens_RE[source, expert]], axis=1)
     return TokenPlan.by_construction(entries, load, layout)
