@@ -185,22 +185,17 @@ class Lookahead:
         """Records that a layer's backward is through."""
 
 
+@dataclass
 class Link:
-    """A layer's lookahead of the moment. Backward asks for it anew: a graph that kept a closed runtime would keep all
-    of its layers, in circles that Python's collector cannot see.
+    """The current lookahead of a layer. A graph keeps the link, and backward reads the lookahead from it: a graph that
+    kept a closed runtime would keep all of its layers, in circles that Python's collector cannot see.
     """
 
-    def __init__(self) -> None:
-        self._none = Lookahead()
-        self.lookahead: Lookahead = self._none
+    lookahead: Lookahead = field(default_factory=Lookahead)
 
     @property
     def linked(self) -> bool:
-        return self.lookahead is not self._none
-
-    def cut(self) -> None:
-        """Makes the layer independent of others again."""
-        self.lookahead = self._none
+        return type(self.lookahead) is not Lookahead
 
 
 # Tensors of a layer that are saved for backward, beside its masters.

@@ -310,10 +310,10 @@ class Experts(nn.Module):
                     f"{dist.get_world_size()} ranks would train experts of its own; call init_process_group first, or "
                     "give the layer a group of one rank if that is meant"
                 )
-        elif self.schedule.micro_batch == 0 and (name := next(filter(_names_several, _LAUNCHED), None)):
+        elif self.schedule.micro_batch == 0 and (names := [of for of in _LAUNCHED if os.environ.get(of, "1") != "1"]):
             warnings.warn(
-                f"a launcher started {os.environ[name]} ranks ({name}), but there is no process group, so each rank "
-                "trains a model of its own; call torch.distributed.init_process_group before the layers are made",
+                f"a launcher started {os.environ[names[0]]} ranks ({names[0]}), but there is no process group, so each "
+                "rank trains a model of its own; call torch.distributed.init_process_group before the layers are made",
                 stacklevel=2,
             )
 
@@ -407,7 +407,7 @@ class Experts(nn.Module):
 
     def unlink(self) -> None:
         """Ends what ``join`` began: the layer plans and restores on demand again."""
-        self.link.cut()
+        self.link.lookahead = Lookahead()
         self.shards.unshare()
         self.context.memory, self.context.shared_memory = self.shards.memory, self.link.lookahead.shared_memory
         self.schedule.source = InlinePlanner()
@@ -463,10 +463,6 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.shape!r}, strategy={self.strategy.name!r}, ranks={self.token_channel.num_ranks}"
-
-
-def _names_several(variable: str) -> bool:
-    return os.environ.get(variable, "1") != "1"
 
 
 def attach(experts: Experts, module: nn.Module) -> None:

@@ -147,8 +147,8 @@ class Planner:
         return LayerPlan(strategy.split.split(problem), turn)
 
     def _only_holders(self, layout: ExpertLayout) -> IntArray | None:
-        """Returns the rank that holds each expert, [E], if each has only one, as under ``Ep``, so that every split is the
-        same; None otherwise.
+        """Returns the rank that holds each expert, [E], if each has only one, as under ``Ep``, so that all splits are
+        the same; None otherwise.
         """
         if self._holders[0] is not layout:
             holds_RE = layout.replicas_RE > 0
