@@ -1,15 +1,17 @@
-"""LayerCall: one micro-batch's way through one layer, from its plan to its gradients, as an autograd.Function.
+"""LayerCall, the state of one micro-batch in one layer, and RoutedExperts, the autograd.Function that computes it.
 
-From ``Experts.forward`` to the first product a micro-batch is handed over as four objects: its ``LayerCall``, which
-``Planner`` plans and ``RoutedExperts`` computes; the ``MicroBatchRun`` of its executor, which runs the schedule; the
-``RowMessages`` of a direction; and the ``ForwardPass``, which computes expert rows.
+From ``Experts.forward`` to the first product a micro-batch is handed over as four objects where rows are sent in chunks
+(``overlap.chunked``): its ``LayerCall``, which ``Planner`` fills in; the ``ChunkedRun``, which runs the schedule; the
+``RowMessages`` of a direction, which send rows; and the ``ForwardPass``, which computes expert rows. One rank alone and
+MegaKernels have no ``RowMessages``.
 
-``Lookahead`` is the interface to the other layers of a linked model; by itself it is that of a layer without others.
+``Lookahead`` is the interface to the other layers of a linked model, which ``MoERuntime`` implements; the class itself
+is that of a layer that is not linked.
 
 Activation checkpointing: ``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`` is enough; regions inside
 each other need ``context_fn=moesys.recompute``, all of them. Plans are made in the first pass and replayed when the
 forward runs again: the history has moved on since, and one more collective on one rank would hang the others. So the
-second pass plans nothing, remembers nothing, and gathers nothing but whether any rank reads a layer's output.
+second pass plans nothing, records nothing, and gathers only whether any rank reads a layer's output.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ PLAN_TIMEOUT_S = 60.0
 
 
 class Neighbours(NamedTuple):
-    """The layers around a call in its forward pass; there are none if layers are not linked.
+    """The layers before and after a call in its forward pass; there are none if layers are not linked.
 
-    ``previous``: the call of the layer before, for which backward restores. ``upcoming``: the next layers, whose
-    experts may travel meanwhile. ``pass_number`` tells passes apart.
+    ``previous``: the call of the layer before, whose experts backward restores ahead. ``upcoming``: the next layers,
+    whose experts are restored ahead in forward. ``pass_number``: the number of the forward pass.
     """
 
     previous: LayerCall | None = None
@@ -57,11 +59,11 @@ class LayerCall:
 
     ``Planner.plan`` sets these:
 
-    - ``layout``: that of this micro-batch, so that however many micro-batches are under way, in whatever order their
-      backwards run, each finds the experts where its own forward had them. Late ones are among them.
+    - ``layout``: the layout of this micro-batch, with late slots, so that each backward finds the experts where its
+      own forward had them, however many micro-batches have begun and in whatever order their backwards run.
     - ``run``: runs the micro-batch.
     - ``counts``: is called once, when forward is launched, and returns the choices of each expert on all ranks, int64
-      [E]; None if the micro-batch is not learnt from.
+      [E]; None if the schedule does not learn from the micro-batch.
     - ``check``: waits for the device, and raises the errors that the host did not know of when forward was launched;
       None if it knows all of them.
     """
@@ -82,22 +84,23 @@ class LayerCall:
         timeout_s: float,
     ) -> None:
         self.store, self.dtype, self.flags, self.num_tokens = store, dtype, flags, num_tokens
-        # The first says whether layouts may change and the schedule learns; the second, whether a backward will follow.
+        # ``learning``: layouts may change, and the schedule learns. ``expects_backward``: a backward will follow.
         self.learning, self.expects_backward = bool(flags & LEARNING), bool(flags & BACKWARD)
         self.previous, self.upcoming, self._pass_number = neighbours
         self._real_N, self.timeout_s = real_N, timeout_s
-        # A recomputation runs this call's forward again, and something behind it may read what comes of it.
+        # ``replayed``: a recomputation runs this forward again. ``output_read``: something may read its output.
         self.replayed, self.output_read = False, True
-        # Activation checkpointing runs its forward again. Until then, only experts that were lent are kept, by slot.
+        # ``runs_again``: activation checkpointing will run this forward again. Until then only the experts that other
+        # ranks have sent are kept, by slot.
         self.runs_again = False
         self._lent: dict[int, Expert] | None = None
 
     def begin(self, generation: int) -> None:
-        """Takes the experts that were brought ahead, once the call is planned. ``generation``: that of its messages
-        (``Channel.tagged``). A collective, where experts are late.
+        """Takes the transfer that was started ahead, once the call is planned. ``generation``: that of its messages
+        (``Channel.tagged``). A collective if layouts have late slots.
         """
         self.generation, self.store.dtype = generation, self.dtype
-        # This is true if its forward has read experts that are computed, which may have other values later.
+        # True if forward has read masters that are computed, and may have other values later.
         self._computed = self.store.masters.computed
         self._restore = self.store.take_prefetched(self._pass_number, self.layout, generation)
 
@@ -112,8 +115,8 @@ class LayerCall:
         return rows_N.new_zeros(num_tokens, *rows_N.shape[1:]).index_copy_(0, self._real_N, rows_N)
 
     def restore(self, masters: Sequence[Tensor] | None = None) -> Restore:
-        """Returns the experts of this call, on their way or here; starts bringing them if nobody has. ``masters``:
-        those of autograd, where they were read already.
+        """Returns the transfer of this call's experts, which it starts if that was not done ahead. ``masters``: those
+        that autograd has, if they were read already.
         """
         if self._lent is not None and masters is not None:
             self._restore, self._lent = self.store.rejoin(self.layout, self.dtype, masters, self._lent), None
@@ -122,13 +125,13 @@ class LayerCall:
         return self._restore
 
     def restore_ahead(self) -> None:
-        """Starts bringing the experts of this call for its backward, where its forward's masters are at hand."""
+        """Starts the transfer of this call's experts for its backward, if the masters of its forward are at hand."""
         if not self._computed and self._lent is None and self.store.masters.at_hand:
             self.restore()
 
     def wait_for_experts(self) -> RestoredExperts:
-        """Returns the experts of forward when they are here. Dispatch is through by then, so the next layers' experts
-        may travel.
+        """Waits for the experts of forward, and returns them. It is called after the first tokens have arrived, which
+        the experts of the next layers can no longer delay, so their transfers are started.
         """
         transfer, store = self.restore(), self.store
         transfer.start()
@@ -140,7 +143,7 @@ class LayerCall:
         return experts
 
     def end_forward(self) -> None:
-        """Frees the experts that backward does not need, or has again by then."""
+        """Frees the experts that backward does not need, or will restore again."""
         store, experts = self.store, self.restore().finish()
         experts.drop_copies()
         if store.reshard_after_forward:
@@ -155,9 +158,9 @@ class LayerCall:
 
 
 class Lookahead:
-    """The interface of a layer's call to the layers around it. Forward calls ``enter`` and ``entered``, backward
-    ``behind_backward``, ``delay`` and ``after_backward``, in this order. A layer that is not linked plans and restores
-    on demand, and nothing travels behind other layers: all of these methods do nothing.
+    """The interface of a layer's call to the layers before and after it. Forward calls ``enter`` and ``entered``,
+    backward ``behind_backward``, ``delay`` and ``after_backward``, in this order. A layer that is not linked plans and
+    restores on demand, and sends nothing while other layers compute: all of these methods do nothing.
 
     ``plan_timeout_s``: how long a rank waits for layouts that are due. ``generation``: that of the newest call.
     ``shared_memory``: that of the layers' executors (``LayerContext``).
@@ -168,21 +171,25 @@ class Lookahead:
         self.shared_memory: dict[str, SharedMemory] = {}
 
     def enter(self, store: ExpertStore) -> Neighbours:
-        """Begins a micro-batch of a layer."""
+        """Begins a micro-batch of a layer, and returns its neighbours."""
         return Neighbours()
 
     def entered(self, call: LayerCall) -> None:
-        """Notes the call of the layer that began."""
+        """Notes the call of the layer that has begun."""
 
     def behind_backward(self, call: LayerCall) -> None:
-        """Lets what waited for the dispatch of a layer's output gradients travel behind its experts."""
+        """Starts the transfers that waited for the dispatch of a layer's output gradients, while its experts
+        compute.
+        """
 
     def delay(self, store: ExpertStore, transfer: Reshard) -> bool:
-        """Returns whether this object starts the transfer of a gradient later, and adds it to ``.grad``."""
+        """Returns whether this object takes the transfer of a gradient, to start it later and to add it to
+        ``.grad``.
+        """
         return False
 
     def after_backward(self) -> None:
-        """Records that a layer's backward is through."""
+        """Is called at the end of a layer's backward."""
 
 
 @dataclass
@@ -217,7 +224,7 @@ class RoutedExperts(torch.autograd.Function):
                 y_NH, saved = call.run.recompute(*inputs, read=call.output_read)
             else:
                 y_NH, saved = call.run.forward(*inputs)
-            # If there is none, the checkpoint stops before anybody sees it.
+            # Without an output the recomputation stops before anything reads these values.
             y_TH = x_TH.new_full((), math.nan).expand_as(x_TH) if y_NH is None else call.with_padding(y_NH, len(x_TH))
         ctx.call, ctx.link = call, link
         # Gradients are functions of x, which backward does not read; an empty slice says so without keeping x.
@@ -245,7 +252,7 @@ class RoutedExperts(torch.autograd.Function):
             gradients = store.shards.form.gradients(grads_DP)
 
         def wait_for_experts() -> RestoredExperts:
-            # Meanwhile the layers before restore theirs, and gradients that waited set off.
+            # While they arrive and compute, earlier layers restore theirs, and delayed gradients are sent.
             transfer = call.restore()
             transfer.start()
             lookahead.behind_backward(call)

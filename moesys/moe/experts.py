@@ -79,9 +79,9 @@ class Experts(nn.Module):
     One parameter: ``masters`` [E, P_e], float32, a ``DTensor`` that the strategy shards. Its gradient is summed over
     all ranks, as if every rank's loss were one term of a sum.
 
-    ``outside``: experts that are somebody else's parameters. Then ``masters`` is None, and experts are computed in the
-    dtype of x, not in that of ``shape``. Parts that do not fit are refused here if they are sharded already, otherwise
-    in the first forward.
+    ``outside``: experts whose parameters another library keeps. Then ``masters`` is None, and experts are computed in
+    the dtype of x, not in that of ``shape``. Parts that do not fit are refused here if they are sharded already,
+    otherwise in the first forward.
 
     Raises ValueError where strategy, shape and cluster do not fit, and for a strategy that does not run ``outside``.
     """
@@ -104,7 +104,7 @@ class Experts(nn.Module):
         layer_index, seed = python_value((layer_index, seed))
         check_kinds(shape=shape, strategy=strategy, group=group, cluster=cluster, layer_index=layer_index, seed=seed)
         form = None if outside is None else outside.form(shape)
-        # An expert computes this.
+        # The function that an expert computes.
         self.function = OURS
         if outside is not None and form is not None:
             self.function = outside.function(form)
@@ -164,8 +164,8 @@ class Experts(nn.Module):
         self._connect(Channel(self.group, nodes, recorder, self.meter, device.type, self.identity))
 
     def _connect(self, channel: Channel) -> None:
-        """Makes all that depends on the other ranks and on this machine, and that a copy of the layer makes anew."""
-        # The ways to compute experts, by dtype, device and number of threads.
+        """Makes all members that depend on the other ranks and on this machine; a copy of the layer makes its own."""
+        # What computes experts, by dtype, device and number of threads.
         self._computes: dict[tuple[torch.dtype, str, int], ExpertCompute] = {}
         self.token_channel = channel
         masters: Masters
@@ -186,19 +186,23 @@ class Experts(nn.Module):
         # Counts the scores by which a router chose, from its choices and the mask (``QuantileBalancer``).
         self.count_scores: Callable[[Tensor, Tensor | None], None] | None = None
 
-    # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
+    # Planning is Python on integers and communicates with other ranks, which a compiler cannot trace.
     @torch.compiler.disable
     @unseen_by_selective_checkpoints
     def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, mask_T: Tensor | None = None) -> Tensor:
         """Returns y [T, H] in x's dtype: a token's experts' outputs times their weights, summed in the order of k.
 
-        A micro-batch takes five steps, of which a recomputation by activation checkpointing repeats the last three:
+        A micro-batch takes five steps: ``Planner.plan`` is the first two, and ``RoutedExperts.forward`` the other
+        three, which a recomputation by activation checkpointing repeats.
 
-        1. Ranks exchange how many of their tokens choose each expert (``Planner.plan``).
-        2. The micro-batch is planned: which rank computes which token, by which copy of its expert (``Planner.plan``).
-        3. The experts of its layout are brought to this rank (``LayerCall.restore``).
-        4. The schedule is run: rows are sent to their experts, computed, and sent back (``MicroBatchRun.forward``).
-        5. The results of each token are combined, and padding is put back (``LayerCall.with_padding``).
+        1. Ranks exchange how many of their tokens choose each expert.
+        2. Every rank makes the same plan: which rank computes which token, by which copy of its expert. Where devices
+           plan, the host only launches these two steps; MegaKernels compute them in step 4.
+        3. The transfer of the layout's experts to this rank is started, unless earlier layers have started it
+           (``LayerCall.restore``).
+        4. The schedule runs (``MicroBatchRun.forward``): tokens are sent to the ranks of their experts, computed once
+           the experts have arrived (``LayerCall.wait_for_experts``), and sent back; each token's results are summed.
+        5. Padding tokens get rows of zeros (``LayerCall.with_padding``).
 
         ``x_TH``: floating point [T, H]. ``expert_TK``: int64 or int32 [T, K], the chosen experts. ``weight_TK``:
         floating point [T, K]. T may differ between ranks, and may be 0.
@@ -251,8 +255,8 @@ class Experts(nn.Module):
         return call
 
     def _plan(self, expert_TK: Tensor, mask_T: Tensor | None, dtype: torch.dtype, flags: int) -> LayerCall:
-        """Decides who computes what, and where it is sent: the only part of forward that recomputation leaves out.
-        ``flags``: the flags of the forward (``frames.Position``).
+        """Plans a micro-batch, which is the only part of forward that a recomputation leaves out. ``flags``: the flags
+        of the forward (``frames.Position``).
         """
         learning = self.training and torch.is_grad_enabled()
         self.require_group(learning)
@@ -385,7 +389,7 @@ class Experts(nn.Module):
     # --- linking ------------------------------------------------------------------------------------------
 
     def use_memory(self, memory: PagePool) -> None:
-        """Places large tensors in ``memory`` from now on, which the layers of a model use in turn."""
+        """Allocates large tensors in ``memory`` from now on, which the layers of a model use in turn."""
         self.shards.memory = self.context.memory = memory
 
     def join(
@@ -396,7 +400,7 @@ class Experts(nn.Module):
         plan_source: PlanSource,
         heartbeat: Heartbeat | None,
     ) -> None:
-        """Becomes one of the layers of a linked model, whose ``first`` has the memory for all."""
+        """Becomes one of the layers of a linked model, which all use the memory of its ``first``."""
         self.link.lookahead = lookahead
         self.shards.share_with(first.shards)
         self.context.memory, self.context.shared_memory = self.shards.memory, lookahead.shared_memory
@@ -468,7 +472,7 @@ class Experts(nn.Module):
 def attach(experts: Experts, module: nn.Module) -> None:
     """Makes ``experts`` known as those of a module of another library, which keeps their parameters.
 
-    Not as a child: they have no parameters, and their state is text, which safetensors cannot hold.
+    They do not become a child of the module: they have no parameters, and safetensors cannot hold their state, a text.
     """
     module.__dict__["moesys_experts"] = experts
 

@@ -125,15 +125,17 @@ class RestoredExperts(Sequence[ExpertWeights]):
 
 
 T = TypeVar("T")
-# A transfer sends messages, and yields whether all of them are sent: False, where some wait for its start, and then
-# True. At last it waits, and returns its result. All of it is a collective.
+# The steps of a transfer, which are a collective. Each sends messages, and yields True once all are sent: messages
+# behind a False wait until the transfer is started. At last the steps wait for them, and return the result. They may
+# return it earlier, if there is nothing more to send.
 Steps = Generator[bool, None, T]
 
 
 class ExpertTransfer(Generic[T]):
-    """A transfer of experts to the ranks that hold them, or of gradients to the ranks that own them. It has begun.
+    """A transfer of experts to the ranks that hold them, or of gradients to the ranks that own them. Its first messages
+    are sent when it is made.
 
-    ``started``: whether ``start`` was called.
+    ``started``: whether ``start`` was called, which sends the others.
     """
 
     _result: T
@@ -144,7 +146,7 @@ class ExpertTransfer(Generic[T]):
         self._advance()
 
     def start(self) -> None:
-        """Starts the messages that are left, which would queue behind those of other layers later. A collective."""
+        """Sends all messages that are left, before those of other layers. A collective."""
         self.started = True
         while not self._all_sent:
             self._advance()
@@ -176,12 +178,12 @@ class ExpertTransfer(Generic[T]):
 
 
 def without_messages(result: T) -> Steps[T]:
-    """Returns the steps of a transfer whose result is here."""
+    """Returns the steps of a transfer that needs no messages."""
     yield True
     return result
 
 
-# Restores bring the experts that this rank is to hold, and reshards the gradients of its masters, part by part.
+# A restore returns the experts that this rank holds, and a reshard the gradients of its masters, part by part.
 RestoreSteps = Steps[RestoredExperts]
 ReshardSteps = Steps[tuple[Tensor, ...]]
 Restore = ExpertTransfer[RestoredExperts]
@@ -203,10 +205,10 @@ def unstacked(stacked: ExpertWeights) -> list[ExpertWeights]:
 
 
 class ExpertShards(ABC):
-    """This rank's part of the masters' geometry. The masters themselves are passed in: one tensor, flat; or, where they
-    are of a ``form``, those of each of its parts.
+    """How masters are sharded, and which transfers experts and gradients need. The masters themselves are passed in:
+    one flat tensor or, with a ``form``, those of each of its parts.
 
-    ``memory``: where restored experts and slot gradients lie; the layers of a linked model share one.
+    ``memory``: where restored experts and slot gradients lie, which the layers of a linked model share.
     """
 
     shard_dim: Literal[0, 1]
@@ -237,12 +239,12 @@ class ExpertShards(ABC):
     def restore(
         self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
     ) -> RestoreSteps:
-        """Returns the transfer of the experts that this rank is to hold, to be computed with in ``dtype``."""
+        """Returns the steps of the transfer of this rank's ``held`` experts, which compute in ``dtype``."""
 
     @abstractmethod
     def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> ReshardSteps:
-        """Returns the transfer of slot gradients [D, padded_parameters] to the owners of the experts, who add them up.
-        It begins with those that are summed inside nodes before they leave them; all others wait for its start.
+        """Returns the steps of the transfer of slot gradients [D, padded_parameters] to the owners of the experts,
+        which add them up. Gradients that are first summed inside nodes are sent at once, all others when it is started.
         """
 
     @property
@@ -331,10 +333,10 @@ def add_in_order(parts: Iterable[Tensor], rows: Sequence[int], total_NP: Tensor)
 
 
 class ExpertStore:
-    """Restores experts for a call, or ahead of the coming one, and reshards their gradients.
+    """Starts the transfers of a layer's experts, for a call or ahead of the coming one, and of their gradients.
 
-    ``shards`` is the geometry, ``masters`` has the parameters; ``schedule`` says which layout the coming micro-batch
-    has. ``channel``: where experts and their gradients travel; one of their own in a linked model.
+    ``schedule`` has the layout of the coming micro-batch. ``channel``: the channel of experts and their gradients,
+    which is another than that of tokens in a linked model.
     """
 
     def __init__(
@@ -357,8 +359,8 @@ class ExpertStore:
     def start_restore(
         self, layout: ExpertLayout, dtype: torch.dtype, generation: int, masters: Sequence[Tensor] | None = None
     ) -> Restore:
-        """Starts bringing the experts of ``layout`` here, to be computed with in ``dtype``, by messages of
-        ``generation``. A collective. ``masters``: those of autograd, where they were read already.
+        """Starts the transfer of the experts of ``layout``, which compute in ``dtype``, by messages of ``generation``.
+        A collective. ``masters``: those that autograd has, if they were read already.
         """
         local = self.masters.local() if masters is None else self.masters.by_part(masters)
         return self._start(local, layout.held_by_rank, dtype, generation, "")
@@ -366,12 +368,14 @@ class ExpertStore:
     def rejoin(
         self, layout: ExpertLayout, dtype: torch.dtype, masters: Sequence[Tensor], lent: Mapping[int, Expert]
     ) -> Restore:
-        """Returns the experts of ``layout``, of which those that were ``lent`` are here, by slot, without messages."""
+        """Returns the experts of ``layout`` without messages. ``lent``: those that other ranks have sent, by slot."""
         local = self.masters.by_part(masters)
         return ExpertTransfer(without_messages(self.shards.joined(local, layout.held_by_rank, lent, dtype)))
 
     def _with_late(self, early: Restore, layout: ExpertLayout, dtype: torch.dtype, generation: int) -> RestoreSteps:
-        """Returns the transfer of what ``layout`` has more than the settled one, whose experts are ``early``."""
+        """Returns the steps that add the experts of late slots in ``layout`` to ``early``, those of the settled
+        layout.
+        """
         rank = self.shards.rank
         settled, held = self.schedule.layout.held_by_rank, layout.held_by_rank
         missing = [
@@ -397,8 +401,8 @@ class ExpertStore:
         return ExpertTransfer(self.shards.restore(masters, dtype, held, channel, name))
 
     def prefetch(self, pass_number: int, generation: int) -> None:
-        """Starts bringing the experts of the coming micro-batch that are settled, unless it is done already or masters
-        are not at hand. With ``lag=0`` none are.
+        """Starts the transfer of the settled layout's experts for the coming micro-batch, unless that is done already
+        or masters are not at hand. With ``lag=0`` no layout is settled yet.
         """
         if self.schedule.strategy.lag == 0:
             return
@@ -407,8 +411,9 @@ class ExpertStore:
             self._prefetched = (layout, pass_number, self.dtype), self.start_restore(layout, self.dtype, generation)
 
     def take_prefetched(self, pass_number: int, layout: ExpertLayout, generation: int) -> Restore | None:
-        """Returns the experts of ``layout`` if those settled were brought ahead for this pass, which has not computed
-        others since, and forgets them. Late ones set off now: a collective, where there are some.
+        """Returns the transfer of the experts of ``layout`` that was started ahead for this pass, and forgets it; None
+        if there is none, or if masters are computed anew. Experts of late slots are sent now: a collective if there are
+        any.
         """
         restored = None
         usable = self._is_prefetched(pass_number) and not self.masters.computed
@@ -420,26 +425,26 @@ class ExpertStore:
         return restored
 
     def drop_prefetched(self) -> None:
-        """Forgets what was brought ahead."""
+        """Forgets the transfer that was started ahead."""
         self._prefetched = None
 
     def _is_prefetched(self, pass_number: int) -> bool:
-        """Returns whether experts were brought ahead for this very pass: one that was broken off leaves some behind,
-        which the next optimizer step makes stale.
+        """Returns whether a transfer was started ahead for this very pass: a pass that was broken off leaves one
+        behind, whose experts are stale after the next optimizer step.
         """
         return self._prefetched is not None and self._prefetched[0] == (self.schedule.layout, pass_number, self.dtype)
 
     def new_gradients(self, layout: ExpertLayout, device: torch.device) -> Tensor:
         """Returns memory for the gradients of the slots of ``layout``, [D, padded_parameters]: float64 where those of
-        several ranks are added up, and the order may not show.
+        several ranks are added up and the result may not depend on the layout.
         """
         invariant = isinstance(self.schedule.strategy.reduction, LayoutInvariant)
         added = invariant and bool((layout.replicas_RE > 0).sum(axis=0).max() > 1)
         return self.shards.new_gradients(layout, device, torch.float64 if added else torch.float32)
 
     def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout, generation: int, dtype: torch.dtype) -> Reshard:
-        """Starts the transfer of slot gradients to their owners (``ExpertShards.reshard``), who get them in ``dtype``,
-        that of masters. A collective.
+        """Starts the transfer of slot gradients to the owners of the experts (``ExpertShards.reshard``), which get sums
+        in ``dtype``, that of masters. A collective.
         """
         channel = self.channel.tagged(generation)
         steps = self.shards.reshard(grads_DP, layout, channel, f"layer {self.layer_index}")
