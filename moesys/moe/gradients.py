@@ -114,11 +114,11 @@ def _gradient_dtypes(
     at = Position("sync_gradients()")
     names = "\n".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in parameters.items()).encode()
     digest = hashlib.sha256(names).digest()
-    said_R = channel.gather_bytes(digest + bytes(map(_kind_of_gradient, parameters.values())), at, device)
-    if len({said[: len(digest)] for said in said_R}) > 1:
+    sent_R = channel.gather_bytes(digest + bytes(map(_kind_of_gradient, parameters.values())), at, device)
+    if len({sent[: len(digest)] for sent in sent_R}) > 1:
         _raise_mismatch([text.decode().split("\n") for text in channel.gather_bytes(names, at, device)], channel)
     found: list[torch.dtype | None] = []
-    for name, codes in zip(parameters, zip(*(said[len(digest) :] for said in said_R), strict=True), strict=True):
+    for name, codes in zip(parameters, zip(*(sent[len(digest) :] for sent in sent_R), strict=True), strict=True):
         if _OTHER in codes:
             rank = channel.members[codes.index(_OTHER)]
             raise ValueError(
@@ -133,7 +133,7 @@ def _gradient_dtypes(
 
 
 def _kind_of_gradient(parameter: nn.Parameter) -> int:
-    """Returns which of ``_DTYPES`` a gradient has."""
+    """Returns the index of a gradient's dtype in ``_DTYPES``, or ``_OTHER``."""
     if parameter.grad is None:
         return 0
     known = parameter.grad.layout == torch.strided and parameter.grad.dtype in _DTYPES
@@ -177,7 +177,7 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     by_group: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     num_elements = 0
     for parameter in parameters:
-        # By parameters, which all ranks have, and not by the gradients that this one has: groups meet below.
+        # Every rank of a group takes part in the collectives below, also if it has no gradient of the parameter.
         parts = by_group.setdefault(_groups_of_shards(parameter), [])
         num_elements += parameter.numel()
         if parameter.grad is not None:
@@ -191,7 +191,7 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
 
 
 def _parameters_of(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Returns the parameters of a module, or those that are given themselves."""
+    """Returns the parameters of a module, or those that are given."""
     given = model.parameters() if isinstance(model, nn.Module) else [model] if isinstance(model, Tensor) else model
     if isinstance(model, nn.Module):
         reshard_units(model)
@@ -211,7 +211,7 @@ def _parameters_of(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
 
 def reshard_units(model: nn.Module) -> None:
     """Makes FSDP's modules in ``model`` register their sharded parameters again, where a forward without a backward has
-    left gathered copies, which nobody trains. Gathers nothing, and does not wait.
+    left gathered copies, which no optimizer trains. Gathers nothing, and does not wait.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -231,11 +231,11 @@ def is_lost(parameter: Tensor) -> bool:
 def _norm(
     by_group: dict[tuple[dist.ProcessGroup, ...], list[Tensor]], num_elements: int, device: torch.device
 ) -> Tensor:
-    """Returns the norm, float64: squares are rounded to a grid, and what that leaves to a finer one, on which their
-    sums are exact, so that it does not show in which parts they were added. Off by n³ · 2⁻¹⁰² of the largest square of
-    n at most. What is not finite is as a plain sum has it.
+    """Returns the norm, float64. Squares are rounded to a grid, and their remainders to a finer one; sums on a grid are
+    exact, so the norm does not depend on how parameters are sharded. The sum of n squares is off by at most
+    n³ · 2⁻¹⁰² of the largest one. Where it is not finite, it is that of a plain sum.
     """
-    # What is sharded before what is whole.
+    # Sharded parameters come before replicated ones.
     ordered = sorted(by_group.items(), key=lambda item: not item[0])
     largest = torch.zeros((), dtype=torch.float64, device=device)
     for groups, parts in ordered:
@@ -268,8 +268,8 @@ def _reduce(values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpTyp
 
 
 def _groups_of_shards(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Returns the groups over which a tensor is sharded; none for one that is whole here. Raises RuntimeError where
-    they were destroyed.
+    """Returns the groups over which a tensor is sharded; none if it is not. Raises RuntimeError where they were
+    destroyed.
     """
     if not isinstance(tensor, DTensor):
         return ()

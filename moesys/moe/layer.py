@@ -99,7 +99,7 @@ class MoELayer(nn.Module):
         if isinstance(strategy.reduction, LayoutInvariant):
             self.experts.token_block = strategy.reduction.token_block
 
-    # A break in the middle would gain nothing.
+    # A graph break inside of the layer would gain nothing.
     @torch.compiler.disable
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Returns y of x's shape [..., H] and dtype, a floating-point one.
@@ -118,7 +118,7 @@ class MoELayer(nn.Module):
             mask_T = mask.reshape(-1)
             # Padding tokens are set to zero, so that NaN or inf in them cannot reach the output.
             x_TH = x_TH.masked_fill(~mask_T[:, None], 0)
-        # First, so that nothing behind the routed experts reads what they give, and a checkpoint may leave it out.
+        # Shared experts run first: then the routed experts save the last tensors, and a recomputation may stop there.
         blocks = self._token_blocks(x.device.type)
         shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH, blocks)
         routing = self.router(x_TH, blocks, mask_T)
@@ -196,9 +196,9 @@ class MoELayer(nn.Module):
             )
 
     def _compare_replicas(self) -> None:
-        """Warns in micro-batches 1, 2, 4, 8 and so on of a training where ranks have other routers or shared experts,
-        as they do after a step for which nobody has summed their gradients. A collective of these micro-batches. Where
-        devices plan, nothing is compared, as the host would have to wait.
+        """Warns in micro-batches 1, 2, 4, 8 and so on of a training if ranks have different routers or shared experts,
+        as they do after a step without ``sync_gradients``. A collective of these micro-batches. Where devices plan,
+        nothing is compared, as the host would have to wait.
         """
         experts = self.experts
         number = experts.schedule.micro_batch - 1

@@ -91,27 +91,27 @@ class Part:
 
 # The masters of one part: all experts of this rank in one tensor, or one tensor for each.
 Master = Tensor | Sequence[Tensor]
-# One expert: as it is computed with, or its masters, of which some are to be joined or copied first.
+# One expert: in the form in which it is computed, or its masters, of which some have to be joined or copied first.
 Expert = ExpertWeights | Sequence[Tensor]
 
 
 @dataclass(frozen=True)
 class ExpertForm:
-    """The parts of an expert, in the order of the wire: those of one ``ExpertWeights`` tensor behind each other, and
-    these tensors in their order.
+    """The parts of an expert in the order in which they are sent: in that of the ``ExpertWeights`` tensors, and those
+    of one tensor one after another.
     """
 
     parts: tuple[Part, ...]
 
     @staticmethod
     def of(shape: ModelShape) -> ExpertForm:
-        """Returns that of our own experts: SwiGLU without biases, as transformers' experts lie."""
+        """Returns the form of our own experts: SwiGLU without biases, laid out as in transformers."""
         H, I = shape.hidden_size, shape.intermediate_size
         return ExpertForm((Part("gate_up", (2 * I, H)), Part("down", (H, I))))
 
     @cached_property
     def num_elements(self) -> int:
-        """P."""
+        """P, the elements of an expert."""
         return sum(part.num_elements for part in self.parts)
 
     @cached_property
@@ -130,14 +130,14 @@ class ExpertForm:
         return {part.name: each.unflatten(-1, part.shape) for part, each in zip(self.parts, flats, strict=True)}
 
     def weights(self, flat: Tensor) -> ExpertWeights:
-        """Returns experts [..., at least P] as they are computed with, as views."""
+        """Returns experts [..., at least P] in the form in which they are computed, as views."""
         return ExpertWeights(**self.joined.views(flat))
 
     def gradients(self, flat_DP: Tensor) -> ExpertGradients:
         return ExpertGradients(**self.joined.views(flat_DP))
 
     def pieces(self, expert: Expert) -> dict[str, list[Tensor]]:
-        """Returns what lies one behind the other in each ``ExpertWeights`` tensor."""
+        """Returns the tensors that lie one after another in each ``ExpertWeights`` tensor."""
         if isinstance(expert, ExpertWeights):
             return {name: [tensor] for name, tensor in expert._asdict().items() if tensor is not None}
         found: dict[str, list[Tensor]] = {part.name: [] for part in self.joined.parts}
@@ -147,16 +147,16 @@ class ExpertForm:
 
 
 class Masters(ABC):
-    """This rank's masters: one flat tensor, or those of each part of an expert (``ExpertForm``)."""
+    """This rank's masters: one flat tensor, or one or more tensors for each part of an expert (``ExpertForm``)."""
 
     @property
     def at_hand(self) -> bool:
-        """True if ``local`` has them now, outside of the layer's own forward and backward."""
+        """True if ``local`` can return them now, outside of the layer's own forward and backward."""
         return True
 
     @property
     def computed(self) -> bool:
-        """True if what ``differentiable`` has returned last is computed from parameters."""
+        """True if the tensors that ``differentiable`` returned last are computed from parameters."""
         return False
 
     @property
@@ -166,31 +166,31 @@ class Masters(ABC):
 
     @abstractmethod
     def differentiable(self) -> tuple[Tensor, ...]:
-        """Returns them as backward knows them."""
+        """Returns the tensors for which backward computes gradients."""
 
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Returns where they are."""
+        """The device of the masters."""
 
     @abstractmethod
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
-        """Adds gradients, which autograd is not there to add, to ``.grad``."""
+        """Adds gradients to ``.grad`` that autograd does not add, because it is past the layer."""
 
     def local(self) -> tuple[Master, ...]:
-        """Returns them outside of autograd, part by part."""
+        """Returns the masters part by part, without their graph."""
         return self.by_part(self.differentiable())
 
     def by_part(self, masters: Sequence[Tensor]) -> tuple[Master, ...]:
-        """Returns what ``differentiable`` has returned as ``local`` does."""
+        """Returns tensors of ``differentiable`` in the form of ``local``."""
         return tuple(master.detach() for master in masters)
 
     def gradients_of(self, by_part: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Returns the gradients of what ``differentiable`` returns, from those of each part, of all experts here."""
+        """Returns the gradients of the tensors of ``differentiable``, from those of each part of all experts here."""
         return tuple(by_part)
 
     def expect_gradient(self, *, late: bool) -> None:  # noqa: B027
-        """Says whether the gradient of the backward that runs comes ``late``, by ``accumulate_gradient``."""
+        """Is called in backward. ``late``: the gradient comes later, by ``accumulate_gradient``."""
 
     def find_cast(self, dtype: torch.dtype) -> ExpertWeights | None:
         """Returns the newest cast of all experts here to ``dtype``, stacked; None where it is to be made."""
@@ -204,10 +204,10 @@ class OwnMasters(Masters):
     """One parameter of logical shape [E, P_e], float32, of which this rank has a part.
 
     ``keep``: writes this rank's part of an expert, whose parameters are [P_e], into its part of the masters.
-    ``distributed``: returns the ``DTensor`` whose local part is given. ``parameters``: the layer's table of parameters,
-    and ``name`` the one in it. It is looked up at every use, as moves between devices and
-    ``load_state_dict(assign=True)`` may put another parameter in its place. To hold the layer instead would be a circle
-    of references, and a layer that is dropped would keep its memory until Python collects it.
+    ``distributed``: returns the ``DTensor`` whose local part is given. ``parameters``: the layer's table of parameters;
+    ``name``: the parameter's name in it. The parameter is looked up at every use, because moves between devices and
+    ``load_state_dict(assign=True)`` may replace it. A reference to the layer instead would be a circle, and a layer
+    that is dropped would keep its memory until Python collects it.
 
     The newest cast is kept as long as nothing can have changed the parameter: while gradients are collected, and no
     optimizer has made a step. A tensor's version is not enough: fused optimizers leave it as it is, and so do those
@@ -321,7 +321,7 @@ class OwnMasters(Masters):
         self.expect_gradient(late=False)
         parameter = self._parameter
         gradient = self._distributed(gradients[0])
-        # Autograd calls hooks so. Where one rank alone has hooks, its gradient is sent as late as those of the others.
+        # Autograd calls hooks in the same way. A rank that alone has hooks sends its gradient as late as the others.
         for hook in hooks_of(parameter):
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced

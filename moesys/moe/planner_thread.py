@@ -1,8 +1,8 @@
 """The planner thread: layouts are solved off the critical path, once for all ranks, and broadcast.
 
-Every rank runs one such thread on a process group of its own, and all ask for the same plans in the same order. Plans
-of layer l are solved by rank l mod R; the others receive the layout, and every rank checks that the plan was made from
-the history that it saw itself.
+Every rank runs one such thread, which has a process group of its own, and all request the same plans in the same order.
+Plans of layer l are solved by rank l mod R, the leader; the others receive the layout, and every rank checks that the
+leader had the same history as itself.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class PlannerThread:
         return ticket
 
     def stop(self) -> None:
-        """Makes no more plans: those that were asked for are dropped, on all ranks."""
+        """Makes no more plans: requested ones are dropped, on all ranks."""
         self._closing.set()
         self._requests.put(None)
 
     def close(self) -> None:
-        """Waits until the plans that were asked for are made, and makes no more. Drops those that take too long."""
+        """Waits until the requested plans are made, and makes no more. Drops plans that take too long."""
         self._requests.put(None)
         self._thread.join(self._timeout_s)
         self._closing.set()
@@ -103,17 +103,15 @@ class PlannerThread:
                 ticket.fulfil(self._agree(request, ticket))
             except _ClosedError:
                 ticket.fulfil(None)
-            except Exception as error:  # Whatever went wrong is raised where the plan is used.
+            except Exception as error:  # It is raised where the plan is used.
                 ticket.fulfil(None, error)
 
     def _unwanted(self, ticket: ThreadTicket) -> bool:
         return ticket.cancelled or self._closing.is_set()
 
     def _agree(self, request: PlanRequest, ticket: ThreadTicket) -> SolvedPlan | None:
-        """Returns the leader's plan, on every rank, or raises its failure, on every rank; None if the leader finds the
-        plan unwanted.
-
-        A plan is dropped by all ranks or by none, so what the leader finds the others will find soon.
+        """Returns the leader's plan, or raises its failure, on every rank; None if the leader finds that the plan is no
+        longer wanted, which is soon the case on the other ranks too, as all ranks drop a plan or none does.
         """
         if self._channel.group is None:
             return None if self._unwanted(ticket) else request.solve()
@@ -124,7 +122,7 @@ class PlannerThread:
             try:
                 plan = request.solve()
             except Exception as error:
-                # One line says it, where only one is shown.
+                # Some programs show only the first line of an error.
                 message = f"{type(error).__name__}: {error}\n{traceback.format_exc()}".encode()
         shape = plan.layout().expert_RS.shape if plan is not None else (0, 0)
         memory = plan.memory() if plan is not None else b""
@@ -159,7 +157,7 @@ class PlannerThread:
         return SolvedPlan(ExpertLayout(expert_RS.numpy(), request.load.num_experts), memory)
 
     def _broadcast(self, tensor: Tensor, leader: int, layer: int) -> None:
-        # The group itself, which outlives ``dist.destroy_process_group``.
+        # Calls the group itself, because it outlives ``dist.destroy_process_group``.
         group = self._channel.group
         assert group is not None
         self._channel.guard(f"plan of layer {layer}", lambda: self._wait(group.broadcast(tensor, leader)))

@@ -1,8 +1,8 @@
-"""The planner of a layer, which decides who computes what in one micro-batch, from the choices of its tokens.
+"""The planner of a layer, which plans one micro-batch: which rank computes which token, from the experts they choose.
 
-One rank alone plans nothing. Several ranks exchange counts and each make the same plan, on their hosts or on their
-devices; hosts that do not plan meet only to agree on layouts that are due. The executor says who plans
-(``overlap.executor``), and takes the plan. Plans that lie on a device are read on request.
+One rank alone plans nothing. Several ranks exchange counts, and each makes the same plan, on its host or on its device;
+hosts that do not plan communicate only to agree on layouts that are due. The executor declares where plans are made
+(``overlap.executor``), and takes the plan. Plans on a device are read on request.
 
 T tokens of this rank, K top-k, E experts, C chunks, R ranks.
 """
@@ -33,7 +33,7 @@ from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import Executor, HostPlan
 from moesys.overlap.routes import chunk_counts, invalid_id, no_expert
 
-# Returns a plan that lies on a device, or that nobody has made yet.
+# Returns a plan that is on a device, or that has not been made yet.
 PlanReader = Callable[[], LayerPlan]
 
 
@@ -59,8 +59,8 @@ class Planner:
     def plan(
         self, call: LayerCall, expert_TK: Tensor, executor: Executor, token_block: int | None
     ) -> LayerPlan | PlanReader:
-        """Plans a micro-batch for ``executor``, sets what ``call`` has of its plan, and settles the layouts of the
-        layers that come next. Returns the plan.
+        """Plans a micro-batch for ``executor``, sets the members of ``call`` that follow from the plan, and settles the
+        layouts of the next layers. Returns the plan.
 
         ``expert_TK``: the choices of this rank's real tokens, int64 [T, K]. ``token_block``: the number that divides
         the tokens of every rank in training, if there is one.
@@ -119,7 +119,7 @@ class Planner:
         def make() -> LayerPlan:
             plan = self._layer_plan(load, schedule.layout, schedule.micro_batch)
             if learning:
-                # Only code that is not ours may fail, which all ranks must learn of in this micro-batch.
+                # Only a user's code may fail, of which all ranks must learn in this micro-batch.
                 schedule.observe(load, at_once=self._by_own_code)
             return plan
 
@@ -131,7 +131,7 @@ class Planner:
         return plan
 
     def _deciding(self, call: LayerCall) -> list[LayoutSchedule]:
-        """Returns the schedules whose layouts are settled: that of this layer, and of those that come next."""
+        """Returns the schedules whose layouts are settled: those of this layer and of the next layers."""
         return [self.schedule, *(store.schedule for store in call.upcoming)]
 
     def _layer_plan(self, load: LoadMatrix, layout: ExpertLayout, turn: int) -> LayerPlan:
@@ -214,7 +214,9 @@ class Planner:
         return read
 
     def _agree(self, deciding: Sequence[LayoutSchedule], timeout_s: float, device: torch.device) -> None:
-        """Lets all ranks use the layouts that are due, or none of them. If none is due, no rank waits: all know it."""
+        """Lets all ranks use the layouts that are due, or none of them. If none is due, which all ranks know, no rank
+        waits.
+        """
         if not any(schedule.due for schedule in deciding):
             return
         deadline_s = time.monotonic() + timeout_s
@@ -255,13 +257,13 @@ def _agreed_plan(make: Callable[[], LayerPlan], channel: Channel, device: torch.
     except Exception as error:
         failure = error
         message = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
-    said = torch.frombuffer(bytearray(digest + message.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
+    sent = torch.frombuffer(bytearray(digest + message.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
     at = Position("comparison of plans", channel.generation)
-    said_R = [bytes(row) for row in channel.all_gather(said.to(device), lane="counts", at=at).cpu().numpy()]
+    sent_R = [bytes(row) for row in channel.all_gather(sent.to(device), lane="counts", at=at).cpu().numpy()]
     if failure is not None:
         raise failure
     assert made is not None
-    for rank, other in zip(channel.members, said_R, strict=True):
+    for rank, other in zip(channel.members, sent_R, strict=True):
         if other[_DIGEST_BYTES:].strip(b"\0"):
             message = other[_DIGEST_BYTES:].rstrip(b"\0")
             raise RuntimeError(f"planning failed on rank {rank}: {message.decode(errors='replace')}")

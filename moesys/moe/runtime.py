@@ -253,8 +253,8 @@ class MoERuntime(Lookahead):
 def _compare_layers(layers: Sequence[Experts], plan_timeout_s: float | None, channel: Channel) -> None:
     """Raises ``RankMismatchError`` on all ranks where they link other layers, or with another time-out."""
     linked = {f"layer {each.layer_index}": each.identity.digest for each in layers} | {"plan_timeout_s": plan_timeout_s}
-    said_R = channel.gather_bytes(json.dumps(linked).encode(), Position("link()"), _device_of(layers, channel))
-    linked_R = [json.loads(said) for said in said_R]
+    sent_R = channel.gather_bytes(json.dumps(linked).encode(), Position("link()"), _device_of(layers, channel))
+    linked_R = [json.loads(sent) for sent in sent_R]
     first = channel.members[0]
     for rank, other in zip(channel.members, linked_R, strict=True):
         for name in linked_R[0] | other:
