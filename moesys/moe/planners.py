@@ -238,9 +238,8 @@ def _commit(schedules: Sequence[LayoutSchedule], votes_RN: Tensor) -> None:
         schedule.commit(bool(vote))
 
 
+# A rank sends the digest of its plan or, behind as many zeros, the message of an error.
 _DIGEST_BYTES = 32
-# The length of an error's message, which all ranks raise.
-_MESSAGE_BYTES = 2048
 
 
 def _agreed_plan(make: Callable[[], LayerPlan], channel: Channel, device: torch.device) -> LayerPlan:
@@ -250,24 +249,20 @@ def _agreed_plan(make: Callable[[], LayerPlan], channel: Channel, device: torch.
     that rank's message. All ranks raise RuntimeError if their plans differ.
     """
     made, failure = None, None
-    digest, message = bytes(_DIGEST_BYTES), b""
     try:
         made = make()
-        digest = _digest(made)
+        sent = _digest(made)
     except Exception as error:
         failure = error
-        message = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
-    sent = torch.frombuffer(bytearray(digest + message.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
-    at = Position("comparison of plans", channel.generation)
-    sent_R = [bytes(row) for row in channel.all_gather(sent.to(device), lane="counts", at=at).cpu().numpy()]
+        sent = bytes(_DIGEST_BYTES) + f"{type(error).__name__}: {error}".encode(errors="replace")
+    sent_R = channel.gather_bytes(sent, Position("comparison of plans", channel.generation), device)
     if failure is not None:
         raise failure
     assert made is not None
     for rank, other in zip(channel.members, sent_R, strict=True):
-        if other[_DIGEST_BYTES:].strip(b"\0"):
-            message = other[_DIGEST_BYTES:].rstrip(b"\0")
-            raise RuntimeError(f"planning failed on rank {rank}: {message.decode(errors='replace')}")
-        if other[:_DIGEST_BYTES] != digest:
+        if message := other[_DIGEST_BYTES:].decode():
+            raise RuntimeError(f"planning failed on rank {rank}: {message}")
+        if other != sent:
             raise RuntimeError(
                 f"ranks {channel.members[channel.rank]} and {rank} planned differently from the same counts; let "
                 "layout() and split() of your own be functions of the problem and their fields alone"
