@@ -1,8 +1,9 @@
 """PulledExperts: fully sharded expert parallelism where ranks reach each other's memory, with the bits of
 ``ShardedExperts``.
 
-Nothing is sent. A rank shares its slice of every expert, once, however many ranks hold it, and each pulls the slices of
-its own; of slot gradients, each pulls the slice that it owns and adds them in rank order.
+Nothing is sent. A rank shares its slice of every expert once, however many ranks hold it, and each rank pulls the
+slices of the experts that it holds. Of slot gradients a rank pulls the slices that it owns, and adds them in rank
+order.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from moesys.overlap.comm.channel import Channel
 
 
 class PulledExperts(ShardedExperts):
-    """``rings``: where ranks share; those of a linked model's layers are one. ``timeout_s``: after how long a rank that
-    waits for a peer gives up; None: as collectives do.
+    """``rings``: the memory that ranks share, which is one for all layers of a linked model. ``timeout_s``: after how
+    long a rank that waits for a peer gives up; None: as collectives do.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class PulledExperts(ShardedExperts):
         lane: str,
         detail: str,
     ) -> Steps[None]:
-        """Pulls, and counts what is pulled, as ``Channel.all_to_all`` does. The span ends when it is there, which a
-        GPU's stream knows, else who waits.
+        """Pulls, and counts the bytes as ``Channel.all_to_all`` does. The span ends when the data have arrived: on a
+        GPU an event of the stream records that, elsewhere the end of the wait.
         """
         recorder = channel.recorder
         start = recorder.clock.now() if recorder.enabled else None

@@ -19,7 +19,8 @@ from moesys.overlap.comm.channel import Channel
 
 
 class Slices:
-    """The slices into which FSEP cuts experts: where masters lie tensor by tensor, each tensor as its ``Part`` says.
+    """The slices into which FSEP cuts experts. Masters of a form are cut tensor by tensor, in the dimension of the
+    ``Part``.
 
     Flat masters [E, P] are cut as one tensor: rank r has elements [r·s, (r+1)·s) of every expert, s = ceil(P/R), the
     last ranks fewer or none. Slices are padded to s on the wire.
@@ -89,9 +90,9 @@ class Slices:
 
 
 class NodeCarriers:
-    """The ranks that carry slices into nodes and out of them, as the node of ``rank`` sees it: ``members``, its ranks,
-    and ``wanted``, the distinct experts that these hold, in the order of ranks and slots. ``nodes`` and
-    ``wanted_by_node`` are those of all nodes.
+    """The ranks that carry slices into nodes and out of them. ``members``: the ranks in the node of ``rank``;
+    ``wanted``: the distinct experts that they hold, in the order of ranks and slots. ``nodes`` and ``wanted_by_node``:
+    the same of all nodes.
     """
 
     def __init__(self, rank: int, node_of_rank: Sequence[int], held: HeldByRank) -> None:
@@ -103,7 +104,7 @@ class NodeCarriers:
         self.members, self.wanted = next(
             (ranks, wanted) for ranks, wanted in zip(self.nodes, self.wanted_by_node, strict=True) if rank in ranks
         )
-        # Whose slices a member passes on: its own, and those of the outside ranks that it is the carrier of.
+        # The owners whose slices a member passes on: itself, and the ranks of other nodes whose carrier it is.
         self.owners_by = {
             member: [owner for owner in range(self.num_ranks) if _carrier(self.members, owner) == member]
             for member in self.members
@@ -118,16 +119,16 @@ class NodeCarriers:
         return [owner for member in self.members for owner in self.owners_by[member]]
 
     def places_of(self, member: int) -> list[int]:
-        """Returns where the experts that a member holds are among ``wanted``."""
+        """Returns the places in ``wanted`` of the experts that a member holds."""
         return [self._place[expert] for expert in self._held[member]]
 
-    def abroad(self) -> list[tuple[int, list[int]]]:
-        """Returns who carries the slices of this rank in each other node, with the experts wanted there; by rank."""
-        return [
-            (_carrier(ranks, self.rank), wanted)
+    def abroad(self) -> dict[int, list[int]]:
+        """Returns the experts that each other node needs, by the rank there that carries this rank's slices."""
+        return {
+            _carrier(ranks, self.rank): wanted
             for ranks, wanted in zip(self.nodes, self.wanted_by_node, strict=True)
             if ranks is not self.members
-        ]
+        }
 
 
 def _carrier(ranks: Sequence[int], owner: int) -> int:
@@ -204,7 +205,7 @@ class ShardedExperts(ExpertShards):
         """
         carriers = NodeCarriers(self.rank, self.node_of_rank, held)
         wanted, num_held, s = carriers.wanted, len(held[self.rank]), self.wire_slice
-        abroad = dict(carriers.abroad())
+        abroad = carriers.abroad()
         arrived = self.memory.new(wire_Es, len(carriers.outside), len(wanted), s)
         first = channel.all_to_all(
             arrived.view(-1, s),
@@ -285,7 +286,7 @@ class ShardedExperts(ExpertShards):
         for member, part in zip(carriers.members, gathered.split([counts[r] for r in carriers.members]), strict=True):
             sums_ONs[:, index_of(carriers.places_of(member), grads_DP)] += part.view(num_owners, -1, s)
         del grads_DP, gathered, part, first
-        abroad, place = dict(carriers.abroad()), carriers.owners.index(self.rank)
+        abroad, place = carriers.abroad(), carriers.owners.index(self.rank)
         received = self.memory.new(sums_ONs, sum(map(len, abroad.values())), s)
         second = channel.all_to_all(
             received,

@@ -27,7 +27,7 @@ class Loans:
         self._experts: dict[tuple[int, int], list[int]] = defaultdict(list)
 
     def __bool__(self) -> bool:
-        """Returns whether anything is lent, which is the same on every rank."""
+        """Returns whether any rank sends an expert, which is the same on every rank."""
         return bool(self._experts)
 
     def add(self, sender: int, receiver: int, expert: int) -> None:

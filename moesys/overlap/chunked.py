@@ -1,8 +1,8 @@
 """Dispatch, experts and combine, chunk by chunk, by messages; sequential is one chunk.
 
-``schedule_of`` says what comes when, and the code below is what each stage does. Chunks change when things happen and
-never what is computed: a row comes out the same in any company, and weight gradients sum over all rows at once in
-expert order (``overlap.executor``). Where tokens cross to a node once, ``overlap.node_routes`` has more stages.
+``schedule_of`` returns the stages in their order, and the code below runs each stage. Chunks change when a row is
+computed and never its result, which does not depend on the rows beside it; weight gradients sum over all rows at once
+in expert order (``overlap.executor``). Where tokens cross to a node once, ``overlap.node_routes`` has more stages.
 
 T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, N rows in wire order, P expert rows, C chunks, R
 ranks, E experts.
@@ -64,7 +64,7 @@ class RowMessages:
         self._routes, self._channel, self._memory, self._direction = routes, channel, memory, direction
         self._source_TH = source_TH
         self._under_way: dict[Stage, tuple[Transfer, ...]] = {}
-        # The results of each chunk that have returned, or are on their way.
+        # Where the results of each chunk return, until they are taken.
         self._returned: dict[int, Tensor] = {}
         self.arrivals = Arrivals(self._new(routes.num_arrivals, source_TH))
 
@@ -75,10 +75,10 @@ class RowMessages:
                 transfer.wait()
 
     def put_in_place(self) -> None:
-        """Puts rows that have come in parts where they belong; messages of whole rows have no parts."""
+        """Copies rows that have arrived in parts to their places; messages of whole rows have no parts."""
 
     def dispatch(self, stage: Stage) -> None:
-        """Sends a chunk's rows to their experts, where they are ``arrivals``."""
+        """Sends a chunk's rows to the ranks of their experts, which receive them as ``arrivals``."""
         chunk = self._routes.chunks[stage.chunk]
         rows_NH = self._rows(self._source_TH, self._routes.send_token_N[slice(*chunk.sent)])
         here_MH = self.arrivals.rows[slice(*chunk.arrivals)]
@@ -135,7 +135,7 @@ class ChunkedRun:
 
     ``overlap``: whose schedule is run; ``planned``: returns the routes of its chunks, for which the host waits where
     devices plan. ``compute``: how experts are computed; routes are padded for it. ``memory``: where large tensors lie.
-    ``sums``: how weight gradients are summed where layouts may not show.
+    ``sums``: how weight gradients are summed under ``LayoutInvariant``.
     """
 
     overlap: Overlap
@@ -147,7 +147,7 @@ class ChunkedRun:
 
     @property
     def routes(self) -> Routes:
-        """The routes, for which the host waits once where devices plan: for how many rows go where."""
+        """The routes. Where devices plan, the host waits once, for the number of rows from rank to rank."""
         return self.planned()
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, SavedTensors]:
@@ -161,7 +161,7 @@ class ChunkedRun:
         self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
     ) -> tuple[Tensor | None, SavedTensors]:
         """Returns what ``forward`` does; where no rank reads the output, no row returns and it is None."""
-        # Ranks may differ in what they do behind the layer, and rows return for all or for none.
+        # Ranks may differ in whether they read the output, and rows return to all of them or to none.
         reads, at = to_device([read], x_TH.device), Position("recomputation", self.channel.generation)
         if self.channel.all_gather(reads, lane="counts", at=at).any():
             return self.forward(x_TH, weight_TK, wait_for_experts)
@@ -272,7 +272,7 @@ class ChunkedRun:
         raise AssertionError(f"no stage of tokens in chunks: {stage}")
 
     def _clear_behind_last(self, chunk: ChunkRoutes, routes: Routes, scratch: Scratch) -> None:
-        """Frees buffers once no further chunk is computed, so that rows on their way back can lie in their memory."""
+        """Frees buffers after the last chunk is computed, so that rows that return can use their memory."""
         if chunk is routes.chunks[-1]:
             scratch.clear()
 

@@ -1,8 +1,9 @@
-"""Sums without an order: addends are rounded to multiples of a grid, so coarse that float64 adds them exactly.
+"""Sums that do not depend on an order: addends are rounded to multiples of a grid, so coarse that float64 adds them
+exactly.
 
-A grid follows from a bound of the sum of all addends' sizes (``grid_below``), so all that know the same bound round the
-same addend alike. J. Demmel and H. D. Nguyen, "Fast Reproducible Floating-Point Summation" (2013), section 3, pre-round
-in the same way, with bounds that come from the largest addends.
+A grid follows from a bound of the sum of all addends' sizes (``grid_below``), so all ranks that know the same bound
+round the same addend alike. J. Demmel and H. D. Nguyen, "Fast Reproducible Floating-Point Summation" (2013), section 3,
+pre-round in the same way, with bounds that come from the largest addends.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from moesys.overlap.comm.channel import Channel
 
 # A float64 has 53 bits: one is for what rounding adds, and one for the sign of the last partial sum.
 GRID_BITS = 51
-# Grids so far above one that what is added to it, and taken away again, is left on the grid: neighbours there are one
-# grid apart, to either side.
+# A number, in grids, whose neighbours in float64 are one grid away: to add it and to subtract it again rounds to the
+# grid.
 _ROUNDER = 1.5 * 2.0**52
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The exponent of the smallest grid by which one can still be divided.
@@ -31,9 +32,9 @@ _LEAST_EXPONENT = -1021
 
 
 def grid_below(bound: Tensor) -> Tensor:
-    """Returns, of each float64 in ``bound``, the power of two on which addends are rounded whose sizes add up to the
-    bound at most: 2⁻⁵¹ to 2⁻⁵⁰ of it. NaN for a bound that is not finite, and so are then all sums, as they are of one
-    of 2¹⁰²¹ and more. Bounds may be on a device, and the host does not wait for them.
+    """Returns for each float64 in ``bound`` the power of two to whose multiples addends are rounded if their sizes add
+    up to at most the bound: 2⁻⁵¹ to 2⁻⁵⁰ of it. NaN for a bound that is not finite; then all sums are NaN, as they also
+    are for a bound of 2¹⁰²¹ or more. Bounds may be on a device, and the host does not wait for them.
     """
     exponent = torch.frexp(bound).exponent - GRID_BITS
     grid = torch.ldexp(torch.ones_like(bound), exponent.clamp(min=_LEAST_EXPONENT))
@@ -69,8 +70,8 @@ def _largest_bits(bits_NA, largest_N, mask):  # type: ignore[no-untyped-def]
 
 
 def largest_size(elements: Tensor) -> Tensor:
-    """Returns the largest size of any element, in float32 or what is wider; infinity where one is not finite, 0 of
-    none.
+    """Returns the largest absolute value of any element, in float32 or a wider dtype; infinity if one is not finite, 0
+    if there are none.
     """
     wide = torch.promote_types(elements.dtype, torch.float32)
     if not elements.numel():
@@ -123,8 +124,8 @@ class BlockSums:
         """Returns the grids of the gradients of ``gate_up``, ``down`` and their biases in each slot, float64 [S, 4], on
         the device of ``largest_S5``, where the host waits for none. A collective.
 
-        ``largest_S5``: of a slot's rows here the largest x, dy, gradient of a pre-activation, weighted activation, and
-        routing weight; 0 where there are none.
+        ``largest_S5``: the largest x, dy, gradient of a pre-activation, weighted activation, and routing weight of a
+        slot's rows on this rank; 0 where there are none.
         """
         device = largest_S5.device
         held_S = to_device(self.expert_S, device)
@@ -151,8 +152,8 @@ class BlockSums:
 
 
 def largest_by_slot(first_S1: Tensor, *sizes_P: Tensor) -> Tensor:
-    """Returns the largest of each of ``sizes_P`` in each slot, whose rows begin at ``first_S1`` [S + 1]; 0 in one
-    without rows. Rows behind the last slot's are none's. On a device, where the host waits for nothing.
+    """Returns the largest of each of ``sizes_P`` in each slot, whose rows begin at ``first_S1`` [S + 1]; 0 in a slot
+    without rows. Rows behind those of the last slot belong to no slot. The host does not wait for a device.
     """
     num_slots, of_row = len(first_S1) - 1, torch.stack(sizes_P, dim=1)
     row_P = torch.arange(len(of_row), dtype=first_S1.dtype, device=of_row.device)

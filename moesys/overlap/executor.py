@@ -1,9 +1,10 @@
 """Executors of the micro-batches of a layer, and the computation of its experts: the seam between plans and computing.
 
-An *executor* is chosen once for a strategy, a device and a group, by the name that its overlap gives. It takes plans: a
-*run* is one micro-batch of one layer, forward and backward. A run asks an ``ExpertCompute`` for its expert rows, chunk
-by chunk: ``experts_cpu`` calls a GEMM for each slot, ``experts_triton`` has kernels for all slots at once. Both promise
-that what is computed of a row does not depend on its chunk, and that weight gradients sum rows in expert order.
+An *executor* is chosen once for a strategy, a device and a group, by the name that the overlap declares. It takes plans
+and returns *runs*: a run is one micro-batch of one layer, forward and backward. A run has its expert rows computed by
+an ``ExpertCompute``, chunk by chunk: ``experts_cpu`` calls a GEMM for each slot, ``experts_triton`` has kernels for all
+slots at once. With both the result of a row does not depend on its chunk, and weight gradients sum rows in expert
+order.
 
 T tokens of this rank, H hidden, I expert width, K top-k, C chunks, R ranks, E experts, M arrivals, P expert rows, S
 slots.
@@ -46,12 +47,12 @@ class ExpertWeights(NamedTuple):
 
 
 class HeldExperts(Protocol):
-    """The experts that a rank holds, one a slot; float32 masters are cast just before each use."""
+    """The experts that a rank holds, one per slot; float32 masters are cast just before each use."""
 
     def __len__(self) -> int: ...
 
     def by_slot(self) -> Sequence[ExpertWeights]:
-        """Returns them by slot index, in the dtype that they have."""
+        """Returns the experts by slot index, in the dtype that they have."""
 
     def stacked(self) -> ExpertWeights:
         """Returns all of them in the compute dtype. Each matrix is contiguous, but others may lie between two."""
@@ -97,7 +98,7 @@ class MicroBatchRun(Protocol):
         self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
     ) -> tuple[Tensor | None, SavedTensors]:
         """Returns what ``forward`` returns of the same arguments; None for the output where no rank says that it is
-        ``read``. A collective: ranks may say different things.
+        ``read``. A collective: ``read`` may differ between ranks.
         """
 
     def backward(
@@ -123,7 +124,7 @@ class HostPlan:
 
 
 class DevicePlan(Protocol):
-    """A plan that a device makes. The host waits for it when it reads it."""
+    """A plan that a device makes. The host waits for the device when it reads the plan."""
 
     @property
     def turn(self) -> int:
@@ -172,7 +173,7 @@ class LayerContext:
     shared_memory: dict[str, SharedMemory]
 
     def sums_of(self, plan: LayerPlan, device: torch.device) -> BlockSums | None:
-        """Returns how weight gradients are summed where layouts may not show; None where they may."""
+        """Returns how weight gradients are summed under ``LayoutInvariant``; None for other reductions."""
         held = plan.layout.held_by_rank[self.channel.rank]
         return self.sums(held, plan.load.tokens_E, plan.turn, device)
 
@@ -248,20 +249,20 @@ def executor_of(layer: LayerContext, compute: ExpertCompute) -> Executor:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Rows by arrival. On one rank alone nothing travels: arrivals are the tokens' rows themselves, by ``index``."""
+    """Rows by arrival. On one rank alone no row is sent: arrivals are the tokens' rows themselves, by ``index``."""
 
     rows: Tensor
     index: Tensor | None = None
 
     def place(self, arrival_N: Tensor) -> Tensor:
-        """Returns which of ``rows`` these arrivals are."""
+        """Returns the places of arrivals in ``rows``."""
         return arrival_N if self.index is None else self.index[arrival_N]
 
 
 class BackwardInputs(NamedTuple):
     """The inputs of backward: gradients of the output, tokens and routing weights, float32, by arrival, and
     pre-activations [P, 2I]. ``gradients``: where ``weight_gradients`` will write, None where it will not be called;
-    ``sums``: how it sums where layouts may not show, into float64.
+    ``sums``: how it sums under ``LayoutInvariant``, into float64.
     """
 
     dy: Arrivals
@@ -273,7 +274,7 @@ class BackwardInputs(NamedTuple):
 
 
 class ForwardPass(Protocol):
-    """Forward of one micro-batch, made when its experts are here; asked for every chunk in turn."""
+    """Forward of one micro-batch, which is made once its experts have arrived, and called for each chunk in turn."""
 
     def experts(self, chunk: ChunkRoutes) -> Tensor:
         """Returns y [P, H] of the chunk's expert rows, before routing weights."""
@@ -286,18 +287,19 @@ class ForwardPass(Protocol):
 
 
 class BackwardPass(Protocol):
-    """Backward of one micro-batch, made when its experts are here; asked for every chunk in turn."""
+    """Backward of one micro-batch, which is made once its experts have arrived, and called for each chunk in turn."""
 
     def experts(self, chunk: ChunkRoutes) -> tuple[Tensor, Tensor]:
         """Returns (dx [P, H] of the chunk's expert rows, dweight float32 [M] of its arrivals)."""
 
     def weight_gradients(self) -> None:
-        """Writes those of every held expert, after the last chunk; zeros for one without rows."""
+        """Writes the weight gradients of every held expert, after the last chunk; zeros for one without rows."""
 
 
 class ExpertCompute(Protocol):
-    """A way to compute experts. ``min_rows``: routes are padded to so many rows of a slot (``build_routes``).
-    ``by_tables``: whether it needs no ``ChunkRows.slots``, which the host knows, but tables that may be on a device.
+    """A way to compute experts. ``min_rows``: routes are padded to at least so many rows per slot (``build_routes``).
+    ``by_tables``: whether it reads only tables, which may be on a device, and not ``ChunkRows.slots``, which only a
+    host that plans knows.
     """
 
     @property

@@ -1,12 +1,12 @@
-"""Dispatch, experts and combine as two MegaKernels a direction: pulls, products and pushes overlap by themselves.
+"""Dispatch, experts and combine as two MegaKernels per direction: pulls, products and pushes overlap by themselves.
 
-The kernels are those of ``kernels.mega``; this file says which is called when, and what is kept from forward to
-backward. Rows come in expert order at once, so that nothing is ever sorted anew, and every row is computed as
-``experts_triton`` computes it: no point of the search space changes a bit.
+This file calls the kernels of ``kernels.mega``, and keeps what backward needs of forward. Rows arrive in expert order,
+so that they are never sorted again, and every row is computed as ``experts_triton`` computes it: no point of the search
+space changes a bit.
 
-A kernel that waits for a peer holds its multiprocessors, and virtual ranks share one GPU, where the peer may need them.
-Therefore a direction is a generator of *stages*. It pauses where a kernel behind must find something of all ranks, done
-or resident:
+A kernel that waits for a peer occupies its multiprocessors, and virtual ranks share one GPU, where the peer may need
+them. Therefore a direction is a generator of *stages*. It pauses where the next kernel needs that all ranks have
+completed a kernel, or that their kernels are resident:
 
 - announced: from here on rows are pulled from peers, by kernels that fill the GPU;
 - fetched and multiplied: from here on programs wait for those of peers, which must be able to come beside them. So a
@@ -15,7 +15,7 @@ or resident:
   one that is loaded first may have to wait for all that runs;
 - combined: the kernels that follow wait for no peer, and are launched once all that peers wait for are resident.
 
-Ranks with a device each run through (``at_once``): while they wait, they keep nobody from coming.
+Ranks that have a device each run without a pause (``at_once``): their waiting kernels keep no peer's from running.
 
 T tokens of this rank, H hidden, I expert width, K top-k, N rows here.
 """
@@ -78,7 +78,7 @@ Stages = Generator[None, None, Result]
 
 
 def at_once(stages: Stages[Result]) -> Result:
-    """Returns what a direction of this rank returns, run on the current stream without a pause."""
+    """Runs a direction of this rank on the current stream, without a pause, and returns its result."""
     while True:
         try:
             next(stages)
