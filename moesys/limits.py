@@ -25,8 +25,9 @@ _STATE_BYTES = 16
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of the rank that holds most. ``state_bytes``: masters, gradients and optimizer of the experts it owns;
-    ``slot_bytes``: experts in the compute dtype, in as many layers as have theirs at once; ``gradient_bytes``: of held
-    experts, on their way home; ``row_bytes``: saved for backward; ``shared_bytes``: rows that peers reach.
+    ``slot_bytes``: experts in the compute dtype, in as many layers as have theirs at once; ``gradient_bytes``:
+    gradients of held experts, on their way to the owners; ``row_bytes``: saved for backward; ``shared_bytes``: rows
+    that peers reach.
     """
 
     state_bytes: int

@@ -27,15 +27,19 @@ from moesys.schedule import StageKind
 
 # Rows of one chunk cross in so many parts, where each is still of so many bytes a rank.
 MOST_PARTS, LEAST_PART_BYTES = 4, 4e6
-# What a part of either does beside the next one.
+# The stage in which a part is sent on while the next part crosses.
 _GOES_ON: dict[StageKind, StageKind] = {"dispatch": "spread", "combine": "send_sums"}
 
 
 @dataclass(frozen=True, eq=False)
 class RowTraffic:
-    """rows_RR: from each rank to each in each stage that sends rows, float64, with those that a rank keeps; of those
-    with parts, all parts. summed_R: rows that each rank reads for the sums of its tokens at home; gate_summed_R: for
-    those of other nodes. inside_RR: rows of dispatch that stay in their node; others cross in ``parts``.
+    """The rows of one direction.
+
+    rows_RR: for each stage that sends rows, all parts together, the rows from each rank to each, float64; the diagonal
+        has those that a rank keeps.
+    summed_R: rows that each rank reads for the sums of its own tokens.
+    gate_summed_R: rows that each rank reads as a gate, for the sums of other nodes' tokens.
+    inside_RR: rows of dispatch that stay in their node; others cross in ``parts``.
     """
 
     rows_RR: dict[StageKind, FloatArray]
@@ -49,8 +53,8 @@ class RowTraffic:
         return _bytes_RR(self.rows_RR[kind], model)
 
     def in_stage(self, kind: StageKind, part: int) -> FloatArray:
-        """Returns what travels in a stage of one chunk, [R, R]: of a part so much of each row, and of the one before it
-        what goes on beside it.
+        """Returns the rows from rank to rank in a stage of one chunk, [R, R], of which a part is a fraction: those of
+        the part, and those of the part before it that are sent on meanwhile.
         """
         rows_RR = self.rows_RR[kind]
         if part:
@@ -58,7 +62,7 @@ class RowTraffic:
         return rows_RR / self.parts_of(kind)
 
     def put_in_place_R(self, kind: StageKind, part: int) -> FloatArray:
-        """Returns how many rows of one chunk each rank puts in their place, [R], as they have come in parts."""
+        """Returns how many rows of one chunk each rank copies to their places, [R], because they arrived in parts."""
         came_R = np.zeros_like(self.summed_R)
         if self.parts == 1:
             return came_R
@@ -70,15 +74,15 @@ class RowTraffic:
         return came_R / self.parts
 
     def parts_of(self, kind: StageKind) -> int:
-        """Returns the parts of what travels in stages of ``kind``: of results only where they are summed."""
+        """Returns the parts in which stages of ``kind`` send rows; results have parts only if gates sum them."""
         return self.parts if kind in ("dispatch", "spread") or "send_sums" in self.rows_RR else 1
 
     def loads(self, model: ModelShape, cluster: ClusterSpec) -> dict[StageKind, LinkLoad]:
-        """Returns what all stages of each kind ask of the links."""
+        """Returns the load of the links by all stages of each kind."""
         return {kind: link_load(self.bytes_RR(kind, model), cluster) for kind in self.rows_RR}
 
     def stage_loads(self, model: ModelShape, cluster: ClusterSpec) -> dict[tuple[StageKind, int], LinkLoad]:
-        """Returns what each kind of stage and part asks of the links, were there one chunk."""
+        """Returns the load of the links by each stage and part, if there is one chunk."""
         return {
             (kind, part): link_load(_bytes_RR(self.in_stage(kind, part), model), cluster)
             for kind in self.rows_RR

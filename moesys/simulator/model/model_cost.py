@@ -12,7 +12,7 @@ Conventions. Every number is of one sequence of S tokens, an int, and exact for 
   Microscaling 1.0) and as much as DeepSeek-V3's float32 for every 128 (arXiv 2412.19437, section 3.3). Router, scores
   and head compute in the model's dtype. Each product narrows its operand in a kernel of its own, along rows and along
   columns, as a block of scales serves one of the two; gradients of outputs alike. Weights are narrow already.
-- ``fp8_rows``: rows go to experts in float8, and so do gradients in backward; both come home in the model's dtype
+- ``fp8_rows``: rows go to experts in float8, and so do gradients in backward; both return in the model's dtype
   (DeepSeek-V3, section 3.3.3).
 - Logits become their gradient in place, in forward.
 
