@@ -95,7 +95,7 @@ def _rank_in_blocks(  # type: ignore[no-untyped-def]
     count = tl.sum(same.to(tl.int32), 0)
     kept = group >= 0
     tl.store(rank_P + choice, rank, mask=kept)
-    # The last of each group writes for it.
+    # The last choice of each group writes the group's count.
     tl.store(count_GB + group.to(tl.int64) * num_blocks + block, count, mask=kept & (rank + 1 == count))
 
 

@@ -218,6 +218,7 @@ class RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_TK: Tensor, call: LayerCall, link: Link, *masters: Tensor) -> Tensor:
         with torch.autocast(x_TH.device.type, enabled=False):
+            # Steps 3 to 5 of ``Experts.forward``.
             call.restore(masters)
             inputs = call.without_padding(x_TH), call.without_padding(weight_TK), call.wait_for_experts
             if call.replayed:

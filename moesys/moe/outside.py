@@ -1,9 +1,9 @@
 """OutsideExperts: experts whose parameters another library keeps, declared in the form in which it keeps them.
 
-Nothing is copied where a view of these parameters will do. What is sent is an expert's parts one behind the other,
-where gate and up are the one matrix that they are computed as, so that a received expert is views for products, and the
-gradients of all parts are views of what is collected. A rank's own experts are computed where they lie; only those that
-have gate and up apart are joined in a copy, expert by expert, for as long as one pass of their layer runs.
+Nothing is copied where a view of these parameters will do. An expert is sent as its parts one after another, with gate
+and up as one matrix, as they are computed: products read views of a received expert, and gradients of parts are views
+of what is collected. A rank's own experts are computed where they lie; only those that have gate and up apart are
+joined in a copy, expert by expert, for as long as one pass of their layer runs.
 
 R ranks, E experts, H hidden, I expert width.
 """
@@ -36,7 +36,7 @@ Parts = Mapping[str, Tensor | Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class OutsideExperts:
-    """The parameters of somebody else, as ``Experts`` use them.
+    """The parameters of another library, as ``Experts`` use them.
 
     read: gives this rank's parts of experts by name, whenever it is asked: ``down`` [H, I], and ``gate_up`` [2I, H], or
         ``gate`` and ``up`` [I, H], or ``up`` alone; with biases ``gate_up_bias`` [2I], ``gate_bias``, ``up_bias`` [I]
@@ -53,7 +53,7 @@ class OutsideExperts:
     weights_on: what the keeper multiplies by routing weights: outputs of experts, or activations, with the bias of
         ``down``, which is the same function.
     add_gradients: adds gradients, in the form of what ``read`` gives, to those parameters' own when backward is past
-        the layer, as ``delay_reshard=True`` asks for; None where nobody can, as with computed parts.
+        the layer, as ``delay_reshard=True`` asks for; None if that is impossible, as with computed parts.
 
     Raises ValueError, where ``Experts`` are made or parts are read, for parts that do not fit.
     """
@@ -139,10 +139,10 @@ class OutsideExperts:
 
 
 class OutsideMasters(Masters):
-    """Masters that are somebody else's parameters, of which this rank has what ``shards`` say.
+    """Masters that are the parameters of another library, of which this rank has the part that ``shards`` declares.
 
-    They are read at every use, and never kept: FSDP frees them after forward and brings them again for backward, in the
-    same storage, of which no version says so.
+    They are read at every use, and never kept: FSDP frees them after forward and gathers them again for backward
+    into the same storage, which no version shows.
 
     Raises ValueError for parts that this rank will never have: of another dtype or another shape than when they are
     whole or sharded.

@@ -245,8 +245,8 @@ _DIGEST_BYTES = 32
 def _agreed_plan(make: Callable[[], LayerPlan], channel: Channel, device: torch.device) -> LayerPlan:
     """Returns the plan that a user's code makes, once it is known to be the same on all ranks; a collective.
 
-    If it raises on any rank, no rank goes on, to wait for rows that nobody sends: the others raise RuntimeError with
-    that rank's message. All ranks raise RuntimeError if their plans differ.
+    If it raises on any rank, the others raise RuntimeError with that rank's message, and do not wait for rows that
+    are never sent. All ranks raise RuntimeError if their plans differ.
     """
     made, failure = None, None
     try:

@@ -1,8 +1,8 @@
 """MoERuntime: what the MoE layers of one model share.
 
-It knows the order of the layers, from their first forward, and with it brings the next layers' experts behind the
-experts of the one that is running, sends gradients to their owners behind the backward of the layer before, and plans
-layouts in a thread. Nothing of that changes a bit.
+It learns the order of the layers in their first forward. Then it restores the next layers' experts while the experts of
+one layer compute, sends a layer's gradients to their owners while the layer before it computes backward, and plans
+layouts in a thread. None of this changes a bit.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class MoERuntime(Lookahead):
                     "that waits for a plan would fail the others' collectives, so lower it or raise the time-out"
                 )
             plan_timeout_s = min(PLAN_TIMEOUT_S, most_s) if plan_timeout_s is None else plan_timeout_s
-            # Experts are waited for: their kernels take multiprocessors before others that are ready.
+            # Layers wait for experts, so their kernels get multiprocessors before others that are ready.
             options = on_urgent_stream(dist.get_backend_config(group))
             weight_group = self._new_group(channel, dist.get_backend(group), options)
             planner_group = self._new_group(channel, "gloo", None)
@@ -128,7 +128,7 @@ class MoERuntime(Lookahead):
 
     def enter(self, store: ExpertStore) -> Neighbours:
         """Begins a micro-batch of a layer. Learns the order of the layers, and returns the call of the layer before in
-        the same pass, and the layers whose experts may set off while this one computes; none while the order is being
+        the same pass, and the layers whose experts may be sent while this one computes; none while the order is being
         learnt.
         """
         known = store in self._order
@@ -149,9 +149,9 @@ class MoERuntime(Lookahead):
         self._newest = call if call.expects_backward else None
 
     def _end_pass(self) -> None:
-        """Ends a forward pass: forgets which call was last, and lets no later pass use what was brought ahead. The next
-        layer may run after an optimizer step, and ranks may differ in what they still hold: no collective may follow
-        from either.
+        """Ends a forward pass: forgets which call was last, and lets no later pass use experts that were restored
+        ahead. The next layer may run after an optimizer step, and ranks may differ in what they still hold: no
+        collective may follow from either.
         """
         self._num_passes += 1
         self._position = -1
@@ -160,8 +160,8 @@ class MoERuntime(Lookahead):
     # --- backward -----------------------------------------------------------------------------------------
 
     def behind_backward(self, call: LayerCall) -> None:
-        """Starts what waited for the dispatch of a layer's output gradients: the restore of the experts of the layers
-        before, and the gradients of the layer behind.
+        """Starts the transfers that waited for the dispatch of a layer's output gradients: those of the experts of the
+        layers before it, and of the gradients of the layer after it.
         """
         self._end_pass()
         self._forget_other_backward()
@@ -175,7 +175,7 @@ class MoERuntime(Lookahead):
             transfer.start()
 
     def delay(self, store: ExpertStore, transfer: Reshard) -> bool:
-        """Takes a transfer of gradients, which starts behind the next layer's backward, or at the end of this one."""
+        """Takes a transfer of gradients, which starts while the next layer computes, or at the end of this backward."""
         self._forget_other_backward()
         if self._flushing_backward == NO_BACKWARD:
             self._flushing_backward = current_backward()
@@ -191,7 +191,7 @@ class MoERuntime(Lookahead):
             self._flushing_backward = NO_BACKWARD
 
     def after_backward(self) -> None:
-        """Takes in the gradients that travelled behind a layer's backward, which is through."""
+        """Takes the gradients that were sent while a layer computed backward, which has ended."""
         while self._reshards and self._reshards[0][1].started:
             store, transfer = self._reshards.pop(0)
             arrived = self._arrived.pop(store, None)
@@ -210,7 +210,7 @@ class MoERuntime(Lookahead):
             store.masters.accumulate_gradient(gradients)
         self._arrived.clear()
 
-    # --- what a person asks -------------------------------------------------------------------------------
+    # --- for users -----------------------------------------------------------------------------------------
 
     def metrics(self) -> list[LayerMetrics]:
         """Returns the metrics of the newest micro-batch of every layer that has run."""

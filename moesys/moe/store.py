@@ -95,7 +95,7 @@ class RestoredExperts(Sequence[ExpertWeights]):
         return self._memory.empty(shape, self._dtype, self._device)
 
     def stacked(self) -> ExpertWeights:
-        """Returns all of them in the compute dtype, [D, 2I, H] and [D, H, I]: views of what was brought where it is one
+        """Returns all of them in the compute dtype, [D, 2I, H] and [D, H, I]: views of the experts if they are one
         tensor of that dtype, else of a copy, which stays if it is a cast and ``keeper`` is set.
         """
         if self._together is not None and self._together.gate_up.dtype == self._dtype:

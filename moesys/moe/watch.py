@@ -90,7 +90,7 @@ class Watch:
     ``log(numbers, step=step)`` with the same scalars in a dict, such as {"step_ms": 5.1, "load_p95/layer_03": 1.2}:
     ``wandb.log``, ``trackio.log``, ``mlflow.log_metrics`` or a function. If it raises, the first error is a warning.
 
-    It reads the counters of ``metrics``, which begin anew for anybody else who reads them. ``close`` ends it, as does
+    It reads the counters of ``metrics``, which then begin anew for all other readers. ``close`` ends it, as does
     the end of a ``with`` block. Raises ValueError for a model without experts, with layers of one ``layer_index``, or
     that is watched already, and for a folder that another watch of the rank writes; ImportError where TensorBoard is
     missing.
@@ -248,7 +248,7 @@ class Watch:
 
 
 def _watchable(model: nn.Module) -> list[Experts]:
-    """Returns the experts of a model, which nobody may watch yet."""
+    """Returns the experts of a model. Raises ValueError if there are none, or if a ``Watch`` has them already."""
     layers = experts_of(model)
     if not layers:
         raise ValueError(

@@ -111,7 +111,7 @@ class RowMessages:
         """
         return Summands(self._returned.pop(stage.chunk), self._routes.chunks[stage.chunk].wire_place_TK, weight_TK)
 
-    # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
+    # Routing weights and their gradients are sent in one message each: messages of chunks would be mostly latency.
 
     def send_weights(self, stage: Stage, values: Tensor, *, back: bool) -> None:
         """Sends routing weights, in wire order, to the experts of their rows; or their gradients, by arrival, back."""
@@ -175,7 +175,7 @@ class ChunkedRun:
         wait_for_experts: WaitForExperts,
         y_TH: Tensor | None,
     ) -> SavedTensors:
-        """Writes the output into ``y_TH``, where anybody reads it."""
+        """Writes the output into ``y_TH``, unless that is None."""
         routes = self.routes
         messages = self._messages(routes, x_TH, direction)
         scratch = Scratch(self.memory, x_TH.device)

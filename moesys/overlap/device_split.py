@@ -37,8 +37,8 @@ def room_for_rows(overlap: MegaKernel, most_tokens: int, top_k: int, num_ranks: 
 
 
 class RowLimit:
-    """The limit of plans that a device makes. ``note``, ``look`` and ``wait`` tell the host, as those of
-    ``kernels.symmetric.signals.Watch`` do. ``members``: the ranks of the group, as errors name them.
+    """The limit of plans that a device makes. ``note``, ``look`` and ``wait`` report to the host, as those of
+    ``kernels.symmetric.signals.TimeoutWatch`` do. ``members``: the ranks of the group, as errors name them.
     """
 
     def __init__(self, device: torch.device, members: Sequence[int]) -> None:
@@ -85,10 +85,10 @@ class RowLimit:
         rank, num_rows, room, choices, stranger, its_call, loser, lost, call = found_9.tolist()
         if not (num_rows or stranger or loser):
             return
-        # Micro-batches after one whose error was caught are as good as any.
+        # Later micro-batches are not concerned, if the error is caught.
         self._found_9.zero_()
         if self._seen_9 is not None:
-            # Copies that are under way would bring the findings back.
+            # Copies that are under way would restore the findings.
             torch.cuda.synchronize(self._found_9.device)
             self._seen_9.zero_()
         if stranger:

@@ -1,6 +1,6 @@
 """Experts on the CPU: a GEMM a slot, called so that a row's bits do not depend on how many rows share the call.
 
-Our own experts are SwiGLU without biases; ``hf`` brings transformers', with other activations, biases and norms.
+Our own experts are SwiGLU without biases; those of transformers (``hf``) have other activations, biases and norms.
 
 T tokens of this rank, H hidden, I expert width, U rows of the up projection (2I with a gate), K top-k, S slots, M
 arrivals, P expert rows, N of neighbouring slots; A and B any widths. *Wide* is the dtype of activations and sums:
@@ -40,7 +40,8 @@ class Projection:
 
     weight: gives a slot's [out, in], or [in, out] where ``transposed``; products cast it to their dtype.
     bias: gives a slot's [out], if there are any.
-    gradient, bias_gradient: where those of weight and bias are written, [S, ...]; None where nobody wants them.
+    gradient, bias_gradient: where the gradients of weight and bias are written, [S, ...]; None if they are not
+        computed.
     """
 
     weight: Callable[[int], Tensor]
@@ -221,7 +222,7 @@ class CpuBackward(_Pass):
             h_NU, dy_NH = self.h_PU[rows], self._take(self.dy, gather_N, "dy")
             weight_N = self._weights(slots, gather_N)
             if self.norm is not None:
-                # The weight comes behind the norm: what goes on from here is weighted.
+                # The routing weight multiplies the output of the norm, so gradients are weighted from here on.
                 y_NH = scratch("y", dy_NH.shape, h_NU.dtype)
                 self._outputs(slots, h_NU, y_NH)
                 dweight_P[here] = self.norm.backward(y_NH, dy_NH, weight_N, dy_NH, y_NH)
@@ -306,7 +307,7 @@ class CpuBackward(_Pass):
     ) -> None:
         """Writes one gradient of a slot, which is added up block by block."""
         dh_NU, *_, weight_N = operands
-        # Products in their own dtype, which spares a pass over them; sums of biases in the wide one.
+        # Products keep their own dtype, which saves a pass over them; sums of biases have the wide one.
         dtype = weight_N.dtype if kind.endswith("bias") else dh_NU.dtype
         part = self.scratch("part", tuple(out.shape), dtype)
         total = self.scratch("total", tuple(out.shape), torch.float64).zero_()
@@ -337,7 +338,7 @@ class CpuBackward(_Pass):
             out.copy_(torch.mm(left.t(), right, out_dtype=torch.float32))
         else:
             # torch's CPU GEMM accumulates in float32 but has no float32 output for 16-bit operands: one rounding more.
-            # And where a narrow output lies in memory shows in its bits.
+            # And the bits of a narrow output would depend on its address.
             rounded = self.scratch("gradient", tuple(out.shape), left.dtype)
             out.copy_(torch.mm(left.t(), right, out=rounded))
 

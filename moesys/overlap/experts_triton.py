@@ -1,6 +1,6 @@
 """Experts on a GPU: Triton kernels that take all slots of a chunk at once, and gather rows as they multiply them.
 
-Nothing is padded: a kernel's row is summed in blocks of its own contraction, whoever shares its tile. Only x and the
+Nothing is padded: a kernel sums a row in blocks of its own contraction, whichever rows share its tile. Only x and the
 pre-activations are kept for backward, as on the CPU.
 
 On one rank nothing travels, and kernels gather from the tokens themselves: a row's *entry* is its (token, k), K entries
@@ -165,7 +165,7 @@ def agreed_blocks(
     token_P = (groups.entry_P // top_k).clamp_min(0)
     of_tokens, of_rows = ([row_sizes_on_device(rows) for rows in sides] for sides in (by_token, by_row))
     sizes_P = [*(sizes[token_P] for sizes in of_tokens), *of_rows]
-    # Kernels know no biases, and so ask nothing about routing weights.
+    # Kernels have no biases, so they need no bound of routing weights.
     largest_S5 = functional.pad(largest_by_slot(groups.first_G1, *sizes_P), (0, 1))
     up_S, down_S, *_ = sums.agree(largest_S5).unbind(dim=1)
     return RowBlocks(sums.block_rows, up_S.contiguous()), RowBlocks(sums.block_rows, down_S.contiguous())
@@ -267,7 +267,7 @@ class TritonBackward:
         assert gradients is not None
         if not self.dh:
             if sums is not None:
-                # The other ranks ask this one too.
+                # The other ranks wait for this one.
                 sums.agree(weight_M.new_zeros(len(gradients.gate_up), 5))
             gradients.gate_up.zero_()
             gradients.down.zero_()

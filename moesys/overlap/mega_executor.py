@@ -329,7 +329,8 @@ class MegaKernelRun:
         self._look()
         experts: HeldExperts | None = None
         if not (INTERPRETED.value or x_TH.is_meta or (point, self.num_experts) in memory.compiled):
-            # Before anything is published: peers wait in kernels for what is, but on hosts for who compiles.
+            # Compiled before anything is published: peers may then wait on their hosts, and not in kernels that time
+            # out.
             experts = wait_for_experts()
             self._compile(x_TH, experts.stacked()[:2])
             memory.meet()
@@ -376,7 +377,7 @@ class MegaKernelRun:
         self._look()
         with self._recording():
             with stage("publish dy", device):
-                # Peers may want gradients also where this rank wants none.
+                # Peers may compute weight gradients even if this rank does not.
                 again = {} if point.keep_x else {"x_again": saved.arrivals_MH}
                 publish(memory.heap, memory.epoch_1, {"x": dy_TH, "weight": saved.weight_TK, **again})
             yield
@@ -443,7 +444,7 @@ class MegaKernelRun:
         self.memory.watch.look()
 
     def _note(self, *outputs: Tensor) -> torch.cuda.Event | None:
-        # First, as ranks that were given up leave no counts that mean anything.
+        # Time-outs are noted first, because counts mean nothing after one.
         self.memory.watch.note(outputs)
         return self.plan.limit.note() if isinstance(self.plan, PendingPlan) else None
 
@@ -477,7 +478,7 @@ def tokens_by_replica(plan: TokenPlan, device: torch.device) -> Tensor:
 
 def lists_by_replica(plan: TokenPlan, device: torch.device) -> Tensor:
     """Returns where in the list of each source the tokens for each replica begin, int64 [R, P]."""
-    # Entries come source by source, expert by expert, and of these in the order of the list.
+    # Entries are sorted by source and expert, and then in the order of the source's list.
     source, tokens = plan.entries[:, 0], plan.entries[:, 3]
     before = np.cumsum(tokens) - tokens
     return _by_replica(plan, before - before[np.searchsorted(source, source)], device)

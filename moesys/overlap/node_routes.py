@@ -5,8 +5,8 @@ sent once to the gate of each other node, which passes it on to its experts' ran
 the same node go to their experts directly (the two-stage dispatch of DeepSeek's DeepEP). Results may return the same
 way: each gate sums those of a token, in the order of k, and sends one row.
 
-A gate learns what it passes on, and sums, from *visits*: for each choice that comes through it, in the source's wire
-order, the token's number among those that its source sends to the node, times K, plus k.
+A source sends *visits* to its gates, which thereby know which rows they pass on and sum: for each choice, in the
+source's wire order, the token's number among those that the source sends to the node, times K, plus k.
 
 R ranks, N nodes, g ranks of this node, C chunks, T tokens of a chunk, K top-k, U rows that a rank is the gate for, S
 sources whose gate it is.
@@ -160,7 +160,7 @@ class _Visits:
 
 
 class _Gate:
-    """The rows that come through this rank, from the ``sources`` [S] to the ranks of its node, ``here`` [g]."""
+    """The rows that this rank passes on, from the ``sources`` [S] to the ranks of its node, ``here`` [g]."""
 
     def __init__(self, rows_CRR: IntArray, channel: Channel) -> None:
         self.rows_CRR, self.rank = rows_CRR, channel.rank
@@ -169,7 +169,7 @@ class _Gate:
         self.here = np.flatnonzero(node_R == node_R[self.rank])
         self.gate_R = gates_of(self.rank, node_R.tolist())
         self.sources = np.flatnonzero(self.gate_R == self.rank)
-        # [C, S, g], and the visits of each source and chunk, as they have come: source by source.
+        # Rows are [C, S, g]; visits of each source and chunk are in the order in which they arrive, source by source.
         self.rows_CSG = rows_CRR[:, self.sources][:, :, self.here]
         visits_SC = self.rows_CSG.sum(axis=2).T
         self.visits_arrive_R = totals(self.sources, visits_SC.sum(axis=1), self.num_ranks)
@@ -194,7 +194,7 @@ def _chunk(mine: _Visits, gate: _Gate, number_N: IntArray, chunk: int, sums: boo
     row_V = exclusive(arrived_S)[source_V] + number_V // K
     by_rank_V = ranges(exclusive(rows_SG.reshape(-1)).reshape(rows_SG.shape).T.reshape(-1), rows_SG.T.reshape(-1))
 
-    # Rows from each rank of the node to each, and those that pass each on their way to each.
+    # Rows from each rank of the node to each, and rows of other nodes that each rank passes on to each.
     own_GG = rows_RR[np.ix_(here, here)]
     passed_GG = np.array([rows_RR[gate.gate_R == via][:, here].sum(axis=0) for via in here])
 
@@ -237,7 +237,7 @@ def _chunk(mine: _Visits, gate: _Gate, number_N: IntArray, chunk: int, sums: boo
 def _table(
     row_V: IntArray, order_V: IntArray, values: Sequence[IntArray], shape: tuple[int, int], fill: Sequence[int]
 ) -> list[IntArray]:
-    """Returns a table of ``shape`` of each of ``values``: in a row what belongs to it, in order, then ``fill``."""
+    """Returns a table of ``shape`` for each of ``values``: each row has its values in order, and then ``fill``."""
     in_order = np.lexsort((order_V, row_V))
     row_V = row_V[in_order]
     column_V = np.arange(len(row_V)) - np.searchsorted(row_V, row_V)
@@ -270,7 +270,7 @@ class NodeMessages(RowMessages):
         # The newest part of the rows that were collected there, and of those that return with its sums.
         self._collected: dict[int, Tensor] = {}
         self._inside_returned: dict[int, Tensor] = {}
-        # Columns that come by themselves, and where they belong: by message, and those that are here.
+        # Parts of columns that are being received, with their places, by stage; and those that have arrived.
         self._coming: dict[Stage, list[tuple[Tensor, Tensor]]] = {}
         self._here: list[tuple[Tensor, Tensor]] = []
 
@@ -282,14 +282,14 @@ class NodeMessages(RowMessages):
             self._here += self._coming.pop(stage, ())
 
     def put_in_place(self) -> None:
-        """Puts parts that have come where they belong, while other messages are on their way."""
+        """Copies parts that have arrived to their places, while other messages are under way."""
         for place_NH, part_NH in self._here:
             place_NH.copy_(part_NH)
         self._here.clear()
 
     def dispatch(self, stage: Stage) -> None:
-        """Sends a part of a chunk's rows: to their experts in this node, once to other nodes. What crossed of the part
-        before it is passed on.
+        """Sends a part of a chunk's rows: to their experts in this node, and once to each other node. Rows of the part
+        before it that have crossed are passed on.
         """
         chunk, way = self._routes.chunks[stage.chunk], self._node_routes.chunks[stage.chunk]
         columns = self._columns(stage.part)
@@ -307,7 +307,7 @@ class NodeMessages(RowMessages):
         self.put_in_place()
 
     def spread(self, stage: Stage) -> None:
-        """Passes on the last part of what has crossed, a row a choice."""
+        """Passes on the last part of the rows that have crossed, one row for each choice."""
         self._pass_on(stage, self._node_routes.parts - 1)
         self.put_in_place()
 
@@ -335,7 +335,7 @@ class NodeMessages(RowMessages):
         self.put_in_place()
 
     def collected(self, chunk: int, *, weighted: bool) -> Summands:
-        """Returns the part that was collected here of a chunk for other nodes: for each token what its sum is of."""
+        """Returns the part of a chunk's results that was collected here: each token's sum is of some of these rows."""
         sums = self._node_routes.chunks[chunk].sums
         assert sums is not None
         weight_UK = self._weights_at_gate[sums.gate_weight_UK] if weighted else None
@@ -360,7 +360,9 @@ class NodeMessages(RowMessages):
         return slice(H * part // parts, H * (part + 1) // parts)
 
     def _arriving(self, stage: Stage, place_NH: Tensor) -> Tensor:
-        """Returns where to receive what belongs to ``place_NH``: there, or where it lies until it has come."""
+        """Returns where to receive the rows of ``place_NH``: there or, if it is not contiguous, in other memory
+        first.
+        """
         if place_NH.is_contiguous():
             return place_NH
         part_NH = self._new(len(place_NH), place_NH)
@@ -368,7 +370,7 @@ class NodeMessages(RowMessages):
         return part_NH
 
     def _with_zeros(self, num_rows: int, like_NH: Tensor) -> Tensor:
-        """Returns so many rows, uninitialised, and one of zeros behind them."""
+        """Returns uninitialised rows, which one row of zeros follows."""
         rows_NH = self._new(num_rows + 1, like_NH)
         rows_NH[-1] = 0
         return rows_NH
@@ -386,7 +388,7 @@ class NodeMessages(RowMessages):
     def send_weights_to_gates(self, stage: Stage, weight_TK: Tensor) -> None:
         """Sends the routing weights of all chunks to where their sums are made."""
         ways = self._node_routes
-        # Behind the last stands that of rows that are not there.
+        # A zero follows the last weight: that of missing rows.
         self._weights_at_gate = weight_TK.new_zeros(sum(ways.visits_arrive_R) + 1)
         transfer = self._channel.all_to_all(
             self._weights_at_gate[:-1],

@@ -241,7 +241,7 @@ def tune_blocks(shape: ShapeClass, timer: Timer, gpu: Gpu) -> TileConfigs:
     OSError, before anything is timed, where nothing can be kept.
     """
     path, best = cache_file(gpu), {}
-    # Nothing new, but what cannot be kept later is known before minutes of timing.
+    # This writes nothing new, but raises its error before minutes of timing if results cannot be written.
     _keep(path, {})
     for op in OPS:
         blocks = candidates(op, shape, gpu.multiprocessors, gpu.capability)

@@ -80,7 +80,7 @@ class MegaLaunch(NamedTuple):
 
 class MegaMemory:
     """The memory of one rank that lasts from epoch to epoch: the heap, and flags and counters of its own programs.
-    ``meet``: waits, on the host, until all ranks are there.
+    ``meet``: waits, on the host, until all ranks have called it.
 
     Flags hold epochs and counters return to zero by themselves, so nothing here is cleared between launches.
     ``epoch_1`` int32, on the device, so that a captured graph counts on when it is replayed. ``times``: where launches
@@ -207,7 +207,7 @@ def publish(heap: Heap, epoch_1: Tensor, filled: Mapping[str, Tensor]) -> None:
 @kernel
 def _publish(world, published, epoch_ptr, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
     epoch = tl.load(epoch_ptr) + 1
-    # All threads have read it before one counts it on: each raises some of the flags.
+    # The counter is raised only when all threads have read it, because each of them raises some of the flags.
     tl.debug_barrier()
     tl.store(epoch_ptr, epoch)
     peer = tl.arange(0, RANKS)

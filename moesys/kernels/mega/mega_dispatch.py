@@ -302,7 +302,7 @@ def _copy(rows_NH, first, kept, from_row, copied, of_first_row, sizes: tl.conste
     if of_first_row is not None:
         from_row = tl.where(copied, rows_NH + of_first_row, from_row)
         if H * rows_NH.dtype.element_ty.primitive_bitwidth % 128 == 0:
-            # A compiler does not know what is true of both.
+            # Both addresses are aligned, which the compiler does not see behind the choice.
             from_row = tl.multiple_of(from_row, 16)
     here_row = rows_NH + first.to(tl.int64) * H + in_fetch * H
     for start in range(0, H, sizes.fetch_columns):

@@ -115,14 +115,14 @@ def raise_at_sources(  # type: ignore[no-untyped-def]
     num_rows = tl.load(rows.exchange.block_rows_B + block, mask=inside, other=0)
     flag = tl.load(rows.flags.first_B + block, mask=inside, other=0)
     has_rows = inside & (num_rows > 0)
-    tell = came
+    done = came
     if sizes.experts:
         if came:
-            tell = is_last(launch.flags.pushed + tile.group * num_column_tiles + column_tile, tile.of_group)
+            done = is_last(launch.flags.pushed + tile.group * num_column_tiles + column_tile, tile.of_group)
     else:
         flag += tile.in_group
         has_rows = has_rows & (first < tile.row + tile.num_rows) & (first + num_rows > tile.row)
-    if tell:
+    if done:
         at_source = at(launch.world, tl.where(inside, source, 0), launch.offsets.combined, tl.int32)
         raise_flag(at_source + flag * num_column_tiles + column_tile, epoch, has_rows)
 

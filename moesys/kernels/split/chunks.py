@@ -242,7 +242,7 @@ def _arrived(  # type: ignore[no-untyped-def]
         tl.store(rows.by_source_M + by_source + row, arrival + row, mask=inside)
         tl.store(rows.order_row_M + by_expert + row, expert_row + row, mask=inside)
         tl.store(rows.order_arrival_M + by_expert + row, arrival + row, mask=inside)
-    # Each program that begins an expert says where, and the one that ends all says where that is.
+    # A program that begins an expert writes where it begins, and the last program writes where the last expert ends.
     at = rows.first_CG1 + c * (num_groups + 1) + g
     if r == 0:
         tl.store(at, (expert_row - of_chunks).to(tl.int32))

@@ -135,6 +135,6 @@ def _receive(  # type: ignore[no-untyped-def]
     behind = row + num_columns - 2 + tl.arange(0, 2)
     unknown = tl.arange(0, 2).to(tl.int64) * -1
     tl.store(origin_R2 + source * 2 + tl.arange(0, 2), tl.where(came, tl.load(behind), unknown))
-    # All threads have read it before one counts it on: each reads some of the counts.
+    # The counter is raised only when all threads have read it, because each of them reads some of the counts.
     tl.debug_barrier()
     tl.store(exchanges_R + source, exchange + 1)

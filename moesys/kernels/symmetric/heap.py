@@ -212,7 +212,7 @@ def _new_shared_memory(num_bytes: int) -> tuple[Path, Tensor]:
     descriptor, name = tempfile.mkstemp(prefix="moesys-heap-", dir=folder)
     try:
         if hasattr(os, "posix_fallocate"):
-            # Now, as memory that is missing later ends a process without a word.
+            # All memory is taken now: if it were missing later, the process would end without an error.
             os.posix_fallocate(descriptor, 0, num_bytes)
         else:
             os.ftruncate(descriptor, num_bytes)

@@ -36,7 +36,7 @@ from moesys.kernels.symmetric.signals import PUBLISH, PULL, TimeoutWatch, raise_
 BLOCK_WORDS = 4096
 PROGRAMS = 1 if INTERPRETED.value else 32
 WARPS = 4
-# How often a rank may share before peers have pulled the first time.
+# How many times a rank may share before its peers have pulled the first one.
 DEPTH = 2
 
 
@@ -81,7 +81,7 @@ def _copy(copies_ptr, num_copies, BLOCK: tl.constexpr):  # type: ignore[no-untyp
 def _copy_words(destination, source, num_bytes, width: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Moves bytes between addresses that are a multiple of ``width`` bytes apart."""
     head = tl.minimum((width - destination % width) % width, num_bytes)
-    # Hints are for what is computed here: a compiler forgets those of arguments.
+    # The hint is given for a value that is computed here, because the compiler forgets hints of arguments.
     words = tl.multiple_of((num_bytes - head) // width * (width // 4), width // 4)
     to = tl.multiple_of((destination + head).to(tl.pointer_type(tl.int32)), width)
     came = tl.multiple_of((source + head).to(tl.pointer_type(tl.int32)), width)
@@ -123,13 +123,13 @@ class Pull:
 
 
 class PullRing:
-    """One rank's side of all pulls over one heap with ``pull_regions``. ``stream``: of its own, on a GPU."""
+    """One rank's side of all pulls over one heap with ``pull_regions``. ``stream``: the stream of pulls on a GPU."""
 
     def __init__(self, heap: Heap) -> None:
         self._heap, self._watch = heap, TimeoutWatch(heap)
         self._bases = heap.world[BASES.value :].tolist()
         self._device = heap.arena.device
-        # Before what else is ready, as a layer waits for it.
+        # The stream goes before others that are ready, because a layer waits for it.
         self.stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
         self._epoch = 0
         self._pending: deque[Pull] = deque()

@@ -193,7 +193,7 @@ def wait(flag, mask, epoch, peer, expert, index, stage: tl.constexpr, world):  #
     waits = lowest < epoch
     end_ns = tl.cast(0, tl.int64)
     if waits:
-        # The first time may be of another wait, long ago.
+        # The first call may return the time of an earlier wait.
         agreed_ns(world)
         end_ns = agreed_ns(world) + tl.load(world + TIMEOUT_NS)
     while waits:

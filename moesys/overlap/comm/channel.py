@@ -1,6 +1,6 @@
 """Collectives of one process group: bytes counted, spans recorded, dead ranks named.
 
-Every byte that moesys sends goes through a ``Channel``; a channel without a group is one rank talking to itself.
+Every byte that moesys sends goes through a ``Channel``; a channel without a group is that of one rank alone.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Transfer:
 class Channel:
     """All-to-all, all-gather and all-reduce of one group, on tensors of any dtype; ``group=None`` is one rank alone.
 
-    ``node_of_rank`` [R] tells links apart: bytes within a node, bytes between nodes. Spans go to ``recorder``, which
+    ``node_of_rank`` [R]: bytes within a node and bytes between nodes are counted apart. Spans go to ``recorder``, which
     the layers of a model share, counts to ``meter``, which belongs to one layer.
 
     ``link``: over which all-to-alls travel at its pace; they take as long as the machine needs without one.
@@ -174,7 +174,7 @@ class Channel:
 
     An all-gather in which ranks turn out to be in different calls, or to have declared the layer differently, raises
     ``RankMismatchError`` on all of them. Messages of an all-to-all carry the ``generation`` of the call that they
-    belong to (``tagged``), so that those that a failed pass has left behind meet no later ones; only gloo can do that.
+    belong to (``tagged``), so that messages of a failed pass are not taken for later ones; only gloo can do that.
 
     A collective that fails raises ``CollectiveError``, which names the ranks that are gone: with a ``heartbeat`` after
     ``failure_grace_s`` seconds, without one when all others have failed, at the latest after the group's time-out.
@@ -454,10 +454,10 @@ def _digest(tensor: Tensor) -> Tensor:
     odd_N = torch.arange(1, 2 * min(len(integers_N), _DIGESTED_AT_ONCE) + 1, 2, device=local.device)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for piece_N in integers_N.split(_DIGESTED_AT_ONCE):
-        # Both steps map integers one to one. They make signs that change in pairs show.
+        # Both steps map integers one to one. They detect signs that change in pairs.
         mixed_N = piece_N * _MULTIPLIER
         mixed_N ^= mixed_N >> 32 & 0xFFFFFFFF
-        # The factor makes two pieces that change places show.
+        # The factor detects two pieces that change places.
         total.mul_(3).add_((mixed_N * odd_N[: len(piece_N)]).sum())
     return total
 

@@ -1,4 +1,4 @@
-"""Heartbeat: every rank's sign of life, by which a failed collective tells dead ranks from those that wait for them."""
+"""Heartbeat: every rank's sign of life, by which a failed collective distinguishes dead ranks from waiting ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Heartbeat:
         self._thread.join(PATIENCE_S)
 
     def _run(self) -> None:
-        # If the store is gone, the job is too, and nobody is left to tell.
+        # If the store is gone, the job has ended, and no rank reads the heartbeat.
         with suppress(RuntimeError):
             self._store.add(_key(self._rank), 1)
             while not self._closed.wait(PERIOD_S):

@@ -19,8 +19,8 @@ Moment = float | torch.cuda.Event
 
 
 class DeviceClock:
-    """The clock of one kind of device. On a GPU a moment is when the current stream comes there, and whoever reads it
-    waits for that.
+    """The clock of one kind of device. On a GPU a moment is when the current stream reaches it, for which the
+    reader waits.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -196,7 +196,7 @@ class Recorder:
         self.add_between(lane, kind, start, self.clock.now(), detail)
 
     def add_later(self, read: Callable[[], Iterable[SpanRecord]]) -> None:
-        """Adds spans that are read when the timeline is asked for, because whoever reads a device's records waits."""
+        """Adds spans that are read when the timeline is asked for, because reading a device's records waits for it."""
         if self.enabled:
             self._later.append(read)
 
