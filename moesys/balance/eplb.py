@@ -45,7 +45,7 @@ class Eplb(Balance):
         equally many a node; then it replicates and packs inside each node as if there were no other.
 
         The counts of replicas make the heaviest replica as light as it can be; the packing is a heuristic. Where tokens
-        come from is ignored, and two replicas of an expert may meet on one rank: so does the original
+        come from is ignored, and two replicas of an expert may be on one rank: so does the original
         (https://github.com/deepseek-ai/EPLB, rebalance_experts). It needs equal slots and floating point; here the
         global form takes any slots, and shares are compared exactly, ties by lowest index.
 

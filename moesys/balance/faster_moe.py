@@ -54,12 +54,12 @@ class FasterMoe(QuotaPlanner):
             if (tokens_E[expert] - tokens_E[next_one]) * token_seconds <= shadow_seconds:
                 break
             shadowed.add(expert)
-        home_E = owner_of_experts(load.num_experts, load.num_ranks)
+        owner_E = owner_of_experts(load.num_experts, load.num_ranks)
         quota_RE = np.zeros((load.num_ranks, load.num_experts), dtype=np.int64)
         rows = []
         for source, expert in np.argwhere(load.tokens_RE).tolist():
             tokens = int(load.tokens_RE[source, expert])
-            rows.append((source, expert, source if expert in shadowed else home_E[expert], tokens))
+            rows.append((source, expert, source if expert in shadowed else owner_E[expert], tokens))
         for expert in shadowed:
             # A rank without tokens of its own receives the broadcast like all others.
             quota_RE[:, expert] = np.maximum(load.tokens_RE[:, expert], 1)

@@ -38,7 +38,7 @@ class Laer(Balance):
 
         ``even`` gives every expert the same count and is a candidate only where experts divide the slots;
         ``proportional`` always is one, so it is the fall-back when no listed candidate can be used. Placement knows
-        loads and nodes, not where tokens come from; two replicas of an expert may meet on one rank. Unlike the
+        loads and nodes, not where tokens come from; two replicas of an expert may be on one rank. Unlike the
         original, any number of nodes, ranks a node and slots is planned for (it hangs below 8 ranks), and the score
         counts tokens exactly (it emits up to 0.2 % more than there are).
         """

@@ -40,7 +40,7 @@ def fill_late_slots(
     if anything.
 
     The sum of seconds has three terms: the rank that computes longest, forward and backward, after an exact split; a
-    node's link, for tokens that a copy takes to another node or brings back; and the busiest link of experts, now, in
+    node's link, for tokens that a copy moves to another node or from there; and the busiest link of experts, now, in
     backward if they are sent again, and as gradients. If experts travel node by node, a second late copy in a node is
     sent inside it. The function is pure: equal arguments give equal layouts, on every rank. Copies that would only
     save tokens between nodes are not considered; the layout from history has them.
@@ -136,15 +136,15 @@ def _find_copy(tokens_E, supply_NE, table, flow, free_R, open_R, node_R, limit, 
             num_tight += 1
     for expert in range(tokens_E.size):
         first, end = table.first_E[expert], table.first_E[expert + 1]
-        giver, tokens = first, 0
+        heavy, tokens = first, 0
         for rank in range(free_R.size):
             open_R[rank] = 0 if flow.tight_R[rank] else free_R[rank]
         for replica in range(first, end):
             open_R[table.rank_P[replica]] = 0
             if flow.tight_R[table.rank_P[replica]]:
                 tokens += flow.tokens_P[replica]
-                if flow.tokens_P[replica] > flow.tokens_P[giver]:
-                    giver = replica
+                if flow.tokens_P[replica] > flow.tokens_P[heavy]:
+                    heavy = replica
         if not tokens:
             continue
         for rank in range(free_R.size):
@@ -153,7 +153,7 @@ def _find_copy(tokens_E, supply_NE, table, flow, free_R, open_R, node_R, limit, 
             # The copy adds the rank to the set, whose busiest rank has at least the mean of the set.
             with_copy = max((tight_tokens - tokens) / num_tight, (tight_tokens + flow.load_R[rank]) / (num_tight + 1))
             moved = np.int64(min(tokens, max(with_copy - flow.load_R[rank], 0.0)))
-            crossed = _crossed(supply_NE, table, flow, node_R, expert, node_R[table.rank_P[giver]], node_R[rank], moved)
+            crossed = _crossed(supply_NE, table, flow, node_R, expert, node_R[table.rank_P[heavy]], node_R[rank], moved)
             gain = (limit - with_copy) * prices.token - crossed * prices.crossing
             if gain > most:
                 found_expert, found_rank, found_crossed, most = expert, rank, crossed, gain

@@ -43,35 +43,35 @@ class Llep(QuotaPlanner):
         finds no slot at all: with a slot for every expert this is the original.
         """
         load, alone = problem.load, problem.load.num_ranks == 1
-        home_E, tokens_E = owner_of_experts(load.num_experts, load.num_ranks), load.tokens_E.tolist()
+        owner_E, tokens_E = owner_of_experts(load.num_experts, load.num_ranks), load.tokens_E.tolist()
         free_R = spare_slots(problem)
         cap = int(Fraction(str(self.alpha)) * (load.total // load.num_ranks)) or load.total
-        load_R = np.bincount(home_E, weights=tokens_E, minlength=load.num_ranks).astype(np.int64)
+        load_R = np.bincount(owner_E, weights=tokens_E, minlength=load.num_ranks).astype(np.int64)
         quota_RE = np.zeros((load.num_ranks, load.num_experts), dtype=np.int64)
         hottest, skip_below = max(tokens_E), Fraction(str(self.skip_below))
         skip = alone or hottest * load.num_experts < skip_below * load.total
         parts_E: list[list[tuple[int, int]]] = [[] for _ in tokens_E]
 
         def give(expert: int, rank: int, tokens: int) -> None:
-            if rank != home_E[expert] and not quota_RE[rank, expert]:
+            if rank != owner_E[expert] and not quota_RE[rank, expert]:
                 free_R[rank] -= 1
             load_R[rank] += tokens
             quota_RE[rank, expert] += tokens
             parts_E[expert].append((rank, tokens))
 
         for expert in sorted(range(load.num_experts), key=lambda expert: -tokens_E[expert]):
-            home, tokens = home_E[expert], tokens_E[expert]
-            load_R[home] -= tokens
-            stays = tokens if skip else min(tokens, max(0, cap - int(load_R[home])))
+            owner, tokens = owner_E[expert], tokens_E[expert]
+            load_R[owner] -= tokens
+            stays = tokens if skip else min(tokens, max(0, cap - int(load_R[owner])))
             if stays:
-                give(expert, home, stays)
+                give(expert, owner, stays)
             rest = tokens - stays
             while rest:
-                others = [r for r in np.argsort(load_R, kind="stable").tolist() if r != home]
+                others = [r for r in np.argsort(load_R, kind="stable").tolist() if r != owner]
                 others = [rank for rank in others if free_R[rank] or quota_RE[rank, expert]]
                 chunks = {rank: min(rest, cap - int(load_R[rank])) for rank in others}
                 takes = [rank for rank in others if chunks[rank] > 0 and chunks[rank] >= min(self.min_tokens, rest)]
-                rank, chunk = (takes[0], chunks[takes[0]]) if takes else ([*others, home][0], rest)
+                rank, chunk = (takes[0], chunks[takes[0]]) if takes else ([*others, owner][0], rest)
                 give(expert, rank, chunk)
                 rest -= chunk
         rows = (

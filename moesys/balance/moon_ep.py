@@ -49,23 +49,23 @@ class MoonEp(QuotaPlanner):
 
 
 def _quotas(tokens_E: list[int], num_ranks: int) -> IntArray:
-    home_E, total = owner_of_experts(len(tokens_E), num_ranks), sum(tokens_E)
+    owner_E, total = owner_of_experts(len(tokens_E), num_ranks), sum(tokens_E)
     quota_RE = np.zeros((num_ranks, len(tokens_E)), dtype=np.int64)
-    quota_RE[home_E, range(len(tokens_E))] = tokens_E
+    quota_RE[owner_E, range(len(tokens_E))] = tokens_E
     excess_R = quota_RE.sum(axis=1) - total // num_ranks - (np.arange(num_ranks) < total % num_ranks)
     promised_RR = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     while excess_R.max() > 0:
-        giver, receiver = excess_R.argmax(), excess_R.argmin()
-        promised_RR[giver, receiver] = -excess_R[receiver]
-        excess_R[giver] += excess_R[receiver]
+        sender, receiver = excess_R.argmax(), excess_R.argmin()
+        promised_RR[sender, receiver] = -excess_R[receiver]
+        excess_R[sender] += excess_R[receiver]
         excess_R[receiver] = 0
-    for giver in range(num_ranks):
-        left_E = np.where(np.array(home_E) == giver, tokens_E, 0)
-        while promised_RR[giver].any():
-            receiver, expert = promised_RR[giver].argmax(), left_E.argmax()
-            moved = min(promised_RR[giver, receiver], left_E[expert])
-            promised_RR[giver, receiver] -= moved
+    for sender in range(num_ranks):
+        left_E = np.where(np.array(owner_E) == sender, tokens_E, 0)
+        while promised_RR[sender].any():
+            receiver, expert = promised_RR[sender].argmax(), left_E.argmax()
+            moved = min(promised_RR[sender, receiver], left_E[expert])
+            promised_RR[sender, receiver] -= moved
             left_E[expert] -= moved
-            quota_RE[giver, expert] -= moved
+            quota_RE[sender, expert] -= moved
             quota_RE[receiver, expert] += moved
     return quota_RE

@@ -68,10 +68,10 @@ def borrowed_plan(problem: PlanningProblem, quota_RE: IntArray, rows: Iterable[R
     layout of a rank's own experts and then of others for which it has a quota, both by number.
     """
     load = problem.load
-    home_E = owner_of_experts(load.num_experts, load.num_ranks)
+    owner_E = owner_of_experts(load.num_experts, load.num_ranks)
     held = [
-        [e for e in range(load.num_experts) if home_E[e] == rank]
-        + [e for e in np.flatnonzero(quota_RE[rank]).tolist() if home_E[e] != rank]
+        [e for e in range(load.num_experts) if owner_E[e] == rank]
+        + [e for e in np.flatnonzero(quota_RE[rank]).tolist() if owner_E[e] != rank]
         for rank in range(load.num_ranks)
     ]
     layout = layout_from_rows(held, problem.slots_R, load.num_experts)

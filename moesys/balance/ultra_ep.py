@@ -48,10 +48,10 @@ class UltraEp(QuotaPlanner):
         greatest probe that fails below the least that does not. If no threshold is feasible, owners compute everything.
         """
         load = problem.load
-        home_E, tokens_E = owner_of_experts(load.num_experts, load.num_ranks), load.tokens_E
+        owner_E, tokens_E = owner_of_experts(load.num_experts, load.num_ranks), load.tokens_E
         spare_R = spare_slots(problem)
         quota_RE = np.zeros((load.num_ranks, load.num_experts), dtype=np.int64)
-        quota_RE[home_E, range(load.num_experts)] = tokens_E
+        quota_RE[owner_E, range(load.num_experts)] = tokens_E
         domain_R = np.array(problem.cluster.domain_of_rank)
         for domain in range(domain_R[-1] + 1):
             _Domain(np.flatnonzero(domain_R == domain).tolist(), quota_RE, spare_R, self).level()
@@ -82,8 +82,8 @@ class _Domain:
             threshold += max(1, -(-highest // 100))
         if found is None:
             found = self._search(lowest, highest)
-        for giver, receiver, expert, tokens in found:
-            self.quota_RE[giver, expert] -= tokens
+        for sender, receiver, expert, tokens in found:
+            self.quota_RE[sender, expert] -= tokens
             self.quota_RE[receiver, expert] += tokens
 
     def _search(self, lowest: int, highest: int) -> list[Row]:
@@ -105,21 +105,21 @@ class _Domain:
         room_R = {rank: max(threshold - self.load_R[rank], 0) for rank in self.ranks}
         free_R = {rank: self.spare_R[rank] for rank in self.ranks}
         moves: list[Row] = []
-        for giver in sorted(self.ranks, key=lambda rank: -self.load_R[rank]):
-            need = max(self.load_R[giver] - threshold, 0)
-            at_home = np.flatnonzero(self.quota_RE[giver]).tolist()
-            for expert in sorted(at_home, key=lambda expert: -self.quota_RE[giver, expert]):
-                left, holders = int(self.quota_RE[giver, expert]) - 1, {giver}
+        for sender in sorted(self.ranks, key=lambda rank: -self.load_R[rank]):
+            need = max(self.load_R[sender] - threshold, 0)
+            held = np.flatnonzero(self.quota_RE[sender]).tolist()
+            for expert in sorted(held, key=lambda expert: -self.quota_RE[sender, expert]):
+                left, holders = int(self.quota_RE[sender, expert]) - 1, {sender}
                 while need:
-                    takers = [r for r in self.ranks if room_R[r] and free_R[r] and r not in holders]
-                    if not takers:
+                    receivers = [r for r in self.ranks if room_R[r] and free_R[r] and r not in holders]
+                    if not receivers:
                         break
-                    receiver = max(takers, key=lambda rank: (room_R[rank], -rank))
+                    receiver = max(receivers, key=lambda rank: (room_R[rank], -rank))
                     piece = min(need, room_R[receiver], left)
-                    least = -(-need // len(takers)) if least_piece is None else least_piece
+                    least = -(-need // len(receivers)) if least_piece is None else least_piece
                     if piece < max(least, 1):
                         break
-                    moves.append((giver, receiver, expert, piece))
+                    moves.append((sender, receiver, expert, piece))
                     holders.add(receiver)
                     free_R[receiver] -= 1
                     room_R[receiver] -= piece

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import moesys as ms
-from moesys.balance.greedy.builders import pin_homes
+from moesys.balance.greedy.builders import pin_owners
 from moesys.balance.run_planner import plan_layout
 from moesys.config import presets
 from moesys.layout import owner_of_experts
@@ -16,9 +16,9 @@ def test_copies_are_those_that_a_node_wants_most_on_ranks_with_least():
     """Rank 0 owns 0 and 1 in node 0, rank 1 owns 2 and 3 in node 1; each has a slot more."""
     supply_NE = np.array([[5, 5, 3, 7], [2, 9, 5, 5]])
     expert_RS = np.full((2, 3), -1)
-    assert pin_homes(supply_NE, np.array([0, 0, 1, 1]), np.array([3, 3]), np.array([0, 1]), expert_RS)
+    assert pin_owners(supply_NE, np.array([0, 0, 1, 1]), np.array([3, 3]), np.array([0, 1]), expert_RS)
     assert expert_RS.tolist() == [[0, 1, 3], [2, 3, 1]]
-    assert not pin_homes(supply_NE, np.array([0, 0, 1, 1]), np.array([1, 3]), np.array([0, 1]), np.full((2, 3), -1))
+    assert not pin_owners(supply_NE, np.array([0, 0, 1, 1]), np.array([1, 3]), np.array([0, 1]), np.full((2, 3), -1))
 
 
 @pytest.mark.parametrize("lend", ["flat", "hierarchical"])

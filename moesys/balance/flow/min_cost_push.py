@@ -33,9 +33,9 @@ class Labels(NamedTuple):
     """Costs of cheapest paths, int64. ``rank_R``: from a rank to room; ``inside_G``: from a group's best rank;
     ``from_G``: of a token that leaves a rank of the group by its expert; ``exchange_E``: by the best of all groups.
 
-    And scratch, ``waiting_E`` and ``queue_E`` for them; of a step ``hop_R``: the replica by which a rank gives,
-    ``take_R``: what it may take, ``give_R``, ``taker_R``: the pool that it receives from, ``local_G`` and ``across_E``:
-    what is given to each pool.
+    The rest is scratch. ``hop_R``: the replica by which a rank sends in a step; ``take_R``: the tokens that it may
+    receive; ``give_R``: those that it sends; ``receiver_R``: the pool from which it receives; ``local_G`` and
+    ``across_E``: the tokens that are sent to each pool.
     """
 
     rank_R: IntArray
@@ -45,7 +45,7 @@ class Labels(NamedTuple):
     hop_R: IntArray
     take_R: IntArray
     give_R: IntArray
-    taker_R: IntArray
+    receiver_R: IntArray
     local_G: IntArray
     across_E: IntArray
     waiting_E: npt.NDArray[np.bool_]
@@ -134,8 +134,8 @@ def _label(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-d
             for index in range(first_G[group], end_G[group]):
                 inside = min(inside, rank_R[rank_P[index]])
             inside_G[group] = inside
-            leaves_home = assigned.here_G[group] >= assigned.supply_G[group]
-            exchange = min(exchange, inside + (CROSSING if leaves_home else 0))
+            leaves_node = assigned.here_G[group] >= assigned.supply_G[group]
+            exchange = min(exchange, inside + (CROSSING if leaves_node else 0))
         exchange_E[expert] = exchange
         for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
             from_G[group] = min(inside_G[group], _cost_to_leave(groups, assigned, labels, group))
@@ -167,11 +167,11 @@ def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-de
     rank_P, tokens_P, load_R = table.rank_P, assigned.tokens_P, assigned.load_R
     first_G, end_G, here_G, supply_G = groups.first_G, groups.end_G, assigned.here_G, assigned.supply_G
     rank_R, inside_G, from_G = labels.rank_R, labels.inside_G, labels.from_G
-    hop_R, take_R, give_R, taker_R = labels.hop_R, labels.take_R, labels.give_R, labels.taker_R
+    hop_R, take_R, give_R, receiver_R = labels.hop_R, labels.take_R, labels.give_R, labels.receiver_R
     num_groups = inside_G.size
     local_G, across_E = labels.local_G, labels.across_E
-    local_G[:], across_E[:], give_R[:], taker_R[:] = 0, 0, 0, -1
-    any_giver = False
+    local_G[:], across_E[:], give_R[:], receiver_R[:] = 0, 0, 0, -1
+    any_sender = False
 
     for rank in range(rank_R.size):
         if load_R[rank] <= limit or rank_R[rank] > UNREACHED // 2:
@@ -192,8 +192,8 @@ def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-de
         else:
             give = 0
         give_R[rank] = give
-        any_giver = any_giver or give > 0
-    if not any_giver:
+        any_sender = any_sender or give > 0
+    if not any_sender:
         return False
 
     # the pool that each rank receives from, the lowest number first
@@ -205,8 +205,8 @@ def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-de
         if not across_E[expert]:
             continue
         for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
-            leaves_home = here_G[group] >= supply_G[group]
-            if inside_G[group] + (CROSSING if leaves_home else 0) == labels.exchange_E[expert]:
+            leaves_node = here_G[group] >= supply_G[group]
+            if inside_G[group] + (CROSSING if leaves_node else 0) == labels.exchange_E[expert]:
                 for index in range(first_G[group], end_G[group]):
                     _offer(table, groups, assigned, labels, limit, group, index, num_groups + expert)
 
@@ -216,7 +216,7 @@ def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-de
             continue
         open_tokens = 0
         for index in range(first_G[group], end_G[group]):
-            if taker_R[rank_P[index]] == group:
+            if receiver_R[rank_P[index]] == group:
                 open_tokens += take_R[rank_P[index]]
         giving = receiving = min(local_G[group], open_tokens)
         moved = moved or giving > 0
@@ -226,7 +226,7 @@ def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-de
                 tokens = min(giving, give_R[rank])
                 giving -= tokens
                 tokens = -tokens
-            elif taker_R[rank] == group:
+            elif receiver_R[rank] == group:
                 tokens = min(receiving, take_R[rank])
                 receiving -= tokens
             else:
@@ -250,7 +250,7 @@ def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-de
                     tokens = min(giving, give_R[rank])
                     giving -= tokens
                     tokens = -tokens
-                elif taker_R[rank] == num_groups + expert:
+                elif receiver_R[rank] == num_groups + expert:
                     tokens = min(entering, take_R[rank])
                     entering -= tokens
                 else:
@@ -277,14 +277,14 @@ def _offer(table, groups, assigned, labels, limit, group, index, pool):  # type:
     group, gives nothing itself and has no pool yet.
     """
     rank = table.rank_P[index]
-    if labels.taker_R[rank] >= 0 or labels.give_R[rank] or labels.rank_R[rank] != labels.inside_G[group]:
+    if labels.receiver_R[rank] >= 0 or labels.give_R[rank] or labels.rank_R[rank] != labels.inside_G[group]:
         return
     take = limit - assigned.load_R[rank]
     if take <= 0:
         hop = _find_hop(table, groups, assigned, labels, rank)
         take = assigned.tokens_P[hop] if hop >= 0 else 0
     if take > 0:
-        labels.taker_R[rank] = pool
+        labels.receiver_R[rank] = pool
         labels.take_R[rank] = take
 
 
@@ -304,7 +304,7 @@ def _open_to_cross(table, groups, assigned, labels, group, pool):  # type: ignor
     """Returns how many tokens a group can receive from other nodes: if it lacks tokens of its node, at most as many."""
     tokens = 0
     for index in range(groups.first_G[group], groups.end_G[group]):
-        if labels.taker_R[table.rank_P[index]] == pool:
+        if labels.receiver_R[table.rank_P[index]] == pool:
             tokens += labels.take_R[table.rank_P[index]]
     missing = assigned.supply_G[group] - assigned.here_G[group]
     return min(tokens, missing) if missing > 0 else tokens

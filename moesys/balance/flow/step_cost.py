@@ -51,7 +51,7 @@ class Prices(NamedTuple):
     forward, recomputation, backward.
 
     - ``row`` [1]: all computation; ``before_3`` of it before results are sent, ``after_3`` after they are back;
-    - ``home_3``: 1 if results are sent back in a pass, else 0;
+    - ``returns_3``: 1 if results are sent back in a pass, else 0;
     - ``inside`` [1]: a row sent or received inside its domain by a rank, once;
     - ``nics`` [1]: a row sent or received by a node between domains, once; ``nics_R``: the node of each rank;
     - ``beside_32C``: experts that travel together with rows, over each node's NICs and inside domains;
@@ -65,7 +65,7 @@ class Prices(NamedTuple):
     row: IntArray
     before_3: IntArray
     after_3: IntArray
-    home_3: IntArray
+    returns_3: IntArray
     inside: IntArray
     nics: IntArray
     nics_R: IntArray
@@ -123,7 +123,7 @@ def prices_of(
         row=before_3.sum(keepdims=True) + after_1,
         before_3=before_3,
         after_3=np.array([0, 0, after_1[0]]),
-        home_3=np.array([1, recompute == "layers", 1]),
+        returns_3=np.array([1, recompute == "layers", 1]),
         inside=inside_1,
         nics=nics_1,
         nics_R=np.asarray(cluster.node_of_rank),
@@ -311,19 +311,19 @@ def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: 
     if prices.once[0]:
         _cross_once(supply_NE, here_NE, in_R, prices, out_C, in_C, spread_C)
     between_C = np.maximum(out_C, in_C) * prices.nics[0]
-    home = _in_parts(between_C.max(), inside_C.max(), spread_C.max(), parts)
+    back = _in_parts(between_C.max(), inside_C.max(), spread_C.max(), parts)
     cost = np.int64(0)
     for way in range(3):
         if prices.before_3[way]:
-            cost += _pass_cost(way, between_C, inside_C, spread_C, busiest_C, home, prices)
+            cost += _pass_cost(way, between_C, inside_C, spread_C, busiest_C, back, prices)
     return cost, cost - busiest_C.max() * prices.row[0]
 
 
 @borrowing
-def _pass_cost(way, between_C, inside_C, spread_C, busiest_C, home, prices):  # type: ignore[no-untyped-def]
-    """Returns the cost of forward, recomputation or backward; ``home``: the cost of sending results back."""
+def _pass_cost(way, between_C, inside_C, spread_C, busiest_C, back, prices):  # type: ignore[no-untyped-def]
+    """Returns the cost of forward, recomputation or backward; ``back``: the cost of sending results back."""
     chunks, parts, share = prices.chunks[0], prices.parts[0], prices.copy_share
-    home = home // chunks * prices.home_3[way]
+    back = back // chunks * prices.returns_3[way]
     ready = last = left_over = np.int64(0)
     for nics in range(between_C.size):
         between, inside, spread = between_C[nics] // chunks, inside_C[nics] // chunks, spread_C[nics] // chunks
@@ -334,28 +334,28 @@ def _pass_cost(way, between_C, inside_C, spread_C, busiest_C, home, prices):  # 
         arrival = max(_in_parts(with_experts, inside, spread, parts), experts + min(experts, between * min(chunks, 2)))
         arrival = max(arrival, spread + inside + min(inside, experts_inside))
         arrival = max(arrival, spread + experts_inside + min(experts_inside, inside * min(chunks, 2)))
-        products, own_home = busiest_C[nics] * prices.before_3[way] // chunks, min(rows, home)
+        products, own_back = busiest_C[nics] * prices.before_3[way] // chunks, min(rows, back)
         later = busiest_C[nics] * prices.after_3[way]
         if chunks == 1:
             products = _beside(products, behind, share)
             ready = max(ready, arrival + products)
             left = max(behind - products, 0)
-            shared = min(left, own_home)
+            shared = min(left, own_back)
             after = _beside(later, left - shared, share)
-            last = max(last, max(home, own_home + shared) + after)
+            last = max(last, max(back, own_back + shared) + after)
             left = max(left - shared - after, 0)
         else:
             next_rows = min(max(2 * rows - max(experts, experts_inside), 0), rows)
-            window = max(_beside(products, next_rows, share), next_rows) + max(_beside(products, home, share), home)
-            window += (chunks - 2) * max(_beside(products, rows + home, share), rows + home)
-            idle = window - next_rows - (chunks - 2) * (rows + home) - home
+            window = max(_beside(products, next_rows, share), next_rows) + max(_beside(products, back, share), back)
+            window += (chunks - 2) * max(_beside(products, rows + back, share), rows + back)
+            idle = window - next_rows - (chunks - 2) * (rows + back) - back
             ready = max(ready, arrival + window + np.int64(share * min(behind, idle)))
             left = max(behind - idle, 0)
-            shared = min(left, own_home)
+            shared = min(left, own_back)
             # Gradients of weights are computed while the last chunk's results travel.
-            after = max(_beside(later, home + left, share), home, own_home + shared)
+            after = max(_beside(later, back + left, share), back, own_back + shared)
             last = max(last, after)
-            left = max(left - max(after - home, shared), 0)
+            left = max(left - max(after - back, shared), 0)
         if way == 0:
             left = max(left - _beside(prices.rest[0], left, share), 0)
         left_over = max(left_over, left)

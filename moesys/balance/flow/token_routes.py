@@ -263,19 +263,19 @@ def _route_expert(supply_R, demand_P, rank_P, level_LR, first_LR, scratch, route
                 source, end_source = first_LR[level, rank_P[first_index]], rank_P[first_index] + 1
                 while end_source < num_ranks and level_LR[level, end_source] == part:
                     end_source += 1
-            giver, taker = np.uint64(source), np.uint64(first_index)
-            while giver < end_source and taker < end_index:
-                tokens = min(supply_R[giver], demand_P[taker])
+            sender, receiver = np.uint64(source), np.uint64(first_index)
+            while sender < end_source and receiver < end_index:
+                tokens = min(supply_R[sender], demand_P[receiver])
                 if tokens:
-                    found.route_N[num_found] = np.int64(giver) * num_ranks + rank_P[taker]
+                    found.route_N[num_found] = np.int64(sender) * num_ranks + rank_P[receiver]
                     found.tokens_N[num_found] = tokens
-                    supply_R[giver] -= tokens
-                    demand_P[taker] -= tokens
+                    supply_R[sender] -= tokens
+                    demand_P[receiver] -= tokens
                     num_found += one
-                if supply_R[giver] == 0:
-                    giver += one
+                if supply_R[sender] == 0:
+                    sender += one
                 else:
-                    taker += one
+                    receiver += one
             first_index = end_index
         _merge(kept, num_kept, found, num_found, routes if level == num_levels else merged)
         num_kept += np.int64(num_found)

@@ -15,7 +15,7 @@ from moesys.load import IntArray
 
 
 @borrowing
-def _put_at_home(owner_E, slots_R, filled_R, expert_RS):  # type: ignore[no-untyped-def]
+def _put_at_owners(owner_E, slots_R, filled_R, expert_RS):  # type: ignore[no-untyped-def]
     for expert in range(owner_E.size):
         rank = owner_E[expert]
         if filled_R[rank] == slots_R[rank]:
@@ -26,18 +26,18 @@ def _put_at_home(owner_E, slots_R, filled_R, expert_RS):  # type: ignore[no-unty
 
 
 @compiled
-def pin_homes(supply_NE, owner_E, slots_R, node_R, expert_RS):  # type: ignore[no-untyped-def]
+def pin_owners(supply_NE, owner_E, slots_R, node_R, expert_RS):  # type: ignore[no-untyped-def]
     """Fills ``expert_RS`` [R, S], empty before, with every expert on its owner; free slots of a node then take the
     experts that its own ranks want most of those that live elsewhere, each on the rank with least to do. Returns
     whether owners have slots for what they own.
 
-    ``supply_NE``: tokens of each node for each expert; what a node wants of an expert that it lacks is computed at its
-    home.
+    ``supply_NE``: tokens of each node for each expert; what a node wants of an expert that it lacks is computed
+    by its owner.
     """
     num_nodes, num_experts = supply_NE.shape
     filled_R, load_R = np.zeros(slots_R.size, np.int64), np.zeros(slots_R.size, np.int64)
     free_N, has_NE = np.zeros(num_nodes, np.int64), np.zeros((num_nodes, num_experts), np.bool_)
-    if not _put_at_home(owner_E, slots_R, filled_R, expert_RS):
+    if not _put_at_owners(owner_E, slots_R, filled_R, expert_RS):
         return False
     for expert in range(num_experts):
         has_NE[node_R[owner_E[expert]], expert] = True
@@ -46,11 +46,11 @@ def pin_homes(supply_NE, owner_E, slots_R, node_R, expert_RS):  # type: ignore[n
     lendable_N = np.full(num_nodes, -(-free_N.sum() // num_nodes))
     for wanted in np.argsort(-supply_NE.ravel(), kind="mergesort"):
         node, expert = wanted // num_experts, wanted % num_experts
-        home = node_R[owner_E[expert]]
-        if free_N[node] and lendable_N[home] and supply_NE[node, expert] and not has_NE[node, expert]:
+        own = node_R[owner_E[expert]]
+        if free_N[node] and lendable_N[own] and supply_NE[node, expert] and not has_NE[node, expert]:
             has_NE[node, expert] = True
             free_N[node] -= 1
-            lendable_N[home] -= 1
+            lendable_N[own] -= 1
     for expert in range(num_experts):
         for node in range(num_nodes):
             if not has_NE[node, expert] or node == node_R[owner_E[expert]]:
@@ -83,38 +83,38 @@ def lend_to_level(tokens_E, owner_E, slots_R, expert_RS):  # type: ignore[no-unt
     """
     num_ranks, num_experts = slots_R.size, tokens_E.size
     filled_R, load_R = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    gives_R = np.ones(num_ranks, np.bool_)
+    sends_R = np.ones(num_ranks, np.bool_)
     holds_RE, left_E = np.zeros((num_ranks, num_experts), np.bool_), tokens_E.copy()
-    if not _put_at_home(owner_E, slots_R, filled_R, expert_RS):
+    if not _put_at_owners(owner_E, slots_R, filled_R, expert_RS):
         return False
     for expert in range(num_experts):
         load_R[owner_E[expert]] += tokens_E[expert]
         holds_RE[owner_E[expert], expert] = True
     limit = -(-tokens_E.sum() * (1000 + LEVEL_PERMILLE) // (1000 * num_ranks))
     while True:
-        giver = taker = lent = -1
+        sender = receiver = copied = -1
         for rank in range(num_ranks):
-            if gives_R[rank] and load_R[rank] > limit and (giver < 0 or load_R[rank] > load_R[giver]):
-                giver = rank
+            if sends_R[rank] and load_R[rank] > limit and (sender < 0 or load_R[rank] > load_R[sender]):
+                sender = rank
             is_open = load_R[rank] < limit and filled_R[rank] < slots_R[rank]
-            if is_open and (taker < 0 or load_R[rank] < load_R[taker]):
-                taker = rank
-        if giver < 0 or taker < 0:
+            if is_open and (receiver < 0 or load_R[rank] < load_R[receiver]):
+                receiver = rank
+        if sender < 0 or receiver < 0:
             return True
         for expert in range(num_experts):
-            can = owner_E[expert] == giver and left_E[expert] > 0 and not holds_RE[taker, expert]
-            if can and (lent < 0 or left_E[expert] > left_E[lent]):
-                lent = expert
-        if lent < 0:
-            gives_R[giver] = False
+            can = owner_E[expert] == sender and left_E[expert] > 0 and not holds_RE[receiver, expert]
+            if can and (copied < 0 or left_E[expert] > left_E[copied]):
+                copied = expert
+        if copied < 0:
+            sends_R[sender] = False
             continue
-        moved = min(load_R[giver] - limit, limit - load_R[taker], left_E[lent])
-        expert_RS[taker, filled_R[taker]] = lent
-        filled_R[taker] += 1
-        holds_RE[taker, lent] = True
-        load_R[giver] -= moved
-        load_R[taker] += moved
-        left_E[lent] -= moved
+        moved = min(load_R[sender] - limit, limit - load_R[receiver], left_E[copied])
+        expert_RS[receiver, filled_R[receiver]] = copied
+        filled_R[receiver] += 1
+        holds_RE[receiver, copied] = True
+        load_R[sender] -= moved
+        load_R[receiver] += moved
+        left_E[copied] -= moved
 
 
 # Parts of a token in which ranks are levelled.
@@ -426,7 +426,7 @@ class Builders:
         owners have no slots for what they own.
         """
         n, expert_RS = self.numbers, self.numbers.empty()
-        found = pin_homes(n.supply_NE, n.owner_E, n.slots_R, n.node_R, expert_RS)
+        found = pin_owners(n.supply_NE, n.owner_E, n.slots_R, n.node_R, expert_RS)
         return BuiltLayout(expert_RS, self.part_R) if found else None
 
     def levelled(self) -> BuiltLayout | None:

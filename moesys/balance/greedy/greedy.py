@@ -81,8 +81,8 @@ class Greedy(Balance):
         search (``local_search``); where the model is known, that which costs a step the least (``step_cost``) on loads
         that ``drift`` as much as this one will.
         Every usable slot is filled, no expert twice on a rank; under ``replicas_within`` every slot that an expert of
-        its part can use. Where it is known what it takes to bring experts to their slots, ranks use fewer as long as
-        that is less.
+        its part can use. If the cost of transfers of experts is known, ranks leave slots empty as long as that
+        lowers the cost.
 
         Near the layout in force two more are looked for: itself with the few replicas moved that the load needs
         elsewhere, and one built anew in which whole experts stay. A layout that moves replicas must earn them:

@@ -236,7 +236,7 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
             continue
         while len(pending) > 1 and pending[1].after + problem.lag <= batch.micro_batch:
             pending.pop(0)
-        # A candidate alone has nobody to be compared with.
+        # A single candidate is not compared.
         if pending and len(pending[0].candidates) > 1 and pending[0].after + problem.lag <= batch.micro_batch:
             judged = list(pending[0].candidates)
             costs = _costs(problem, batch.load, pending[0].layouts_CRS)
@@ -282,7 +282,9 @@ def _prices_of(problem: PlanningProblem, expert_RS: IntArray, total: int) -> tup
 
 @dataclass(frozen=True)
 class _Alike:
-    """Layouts whose experts cost as much to bring: of a flat restore, all with as many different ones on each rank."""
+    """Layouts whose transfers of experts have the same cost: in a flat restore, all in which each rank has as many
+    different experts.
+    """
 
     key: bytes
     late_slots: int
@@ -370,8 +372,8 @@ def search_period(num_slots: int) -> int:
 
 
 def turn_of(num_plans: int, num_slots: int) -> int:
-    """Returns the candidate whose turn it is. Of larger numbers, as many are for the one with the second lowest mean,
-    and the rest for nobody but the leader.
+    """Returns the candidate whose turn it is. As many of the larger numbers are turns of the candidate with the second
+    lowest mean, and the rest are turns of the leader alone.
 
     Turns have no period, so that where loads have one, no candidate is judged only on some of them.
     """

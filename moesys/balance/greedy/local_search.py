@@ -326,7 +326,7 @@ def _nearest_swaps(tokens_E, constraints, search, inside_R, outside_R, too_much)
                 continue
             above = np.searchsorted(sorted_tokens, tokens_E[expert] - too_much)
             for partner in range(max(above - 1, 0), min(above + 1, partners)):
-                # a swap that takes nothing away helps nobody
+                # a swap that takes no tokens away is of no use
                 if sorted_tokens[partner] >= tokens_E[expert]:
                     continue
                 misfit = abs(tokens_E[expert] - too_much - sorted_tokens[partner])

@@ -171,7 +171,7 @@ class LayoutSearch:
 
     @cached_property
     def near(self) -> Scenarios:
-        # jumps tell layouts apart, but a search that follows them finds less
+        # jumps distinguish layouts, but a search by them finds worse ones
         return Scenarios(*(each[: 1 + self.scenarios_each] for each in self.scenarios))
 
     # --- building
