@@ -62,7 +62,7 @@ class AloneRun:
     compute: CpuExperts
     routes: SortedRoutes
     tokens_E: Tensor
-    sums: BlockSums | None = None
+    sums: BlockSums | None
     # The host knows all errors.
     check = None
 

@@ -45,10 +45,10 @@ class Projection:
     """
 
     weight: Callable[[int], Tensor]
-    bias: Callable[[int], Tensor] | None = None
-    transposed: bool = False
-    gradient: Tensor | None = None
-    bias_gradient: Tensor | None = None
+    bias: Callable[[int], Tensor] | None
+    transposed: bool
+    gradient: Tensor | None
+    bias_gradient: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class _Pass:
 
     def _take(self, arrivals: Arrivals, arrival_N: Tensor, name: str) -> Tensor:
         """Gathers arrivals into scratch memory, where they last until the next ones of that name."""
-        index = arrival_N if arrivals.index is None else arrivals.index[arrival_N]
+        index = arrivals.place(arrival_N)
         taken = self.scratch(name, (len(index), *arrivals.rows.shape[1:]), arrivals.rows.dtype)
         return torch.index_select(arrivals.rows, 0, index, out=taken)
 
@@ -196,7 +196,7 @@ class CpuBackward(_Pass):
         scratch: Scratch,
         inputs: BackwardInputs,
         order: Sequence[tuple[int, Tensor | slice, Tensor]],
-        later: frozenset[int] = frozenset(),
+        later: frozenset[int],
     ) -> None:
         super().__init__(experts, up, down, scratch, inputs.h_P2I)
         self.dy, self.x, self.weight_M, self.sums = inputs.dy, inputs.x, inputs.weight_M, inputs.sums
