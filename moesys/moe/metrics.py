@@ -96,8 +96,8 @@ class FiniteChecks:
 
 
 class LoadLog:
-    """The loads of a layer's training micro-batches since they were last taken, for who watches the layer, and checks
-    of what was computed in them.
+    """The loads of a layer's training micro-batches since they were last taken, for ``Watch``, and checks of the
+    values that were computed in them.
 
     A plan that lies on a device is read when it is taken, so that no micro-batch waits for it.
     """

@@ -136,7 +136,7 @@ class Router(nn.Module):
         self.chooser = Chooser(shape)
         # When its passes began, and their losses, each for as long as the graph of its output exists.
         self._passes: list[tuple[int, ref[_Losses]]] = []
-        # This keeps the newest also where its output is not used.
+        # The losses of the newest pass, which exist even if its output is not used.
         self._newest: _Losses | None = None
         self.reset_parameters(generator)
 

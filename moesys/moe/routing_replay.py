@@ -1,4 +1,4 @@
-"""Routers that are watched, and routers whose choices are replaced: only ids are replayed.
+"""Records the choices of routers, and replaces choices by recorded ones: only ids are replayed.
 
 Scores stay those of the live router, weights are made from them at the replayed ids, and gradients flow as always.
 A router's calls count: the n-th one outside of a recomputation is micro-batch n. Padding has the ids -1.
@@ -52,7 +52,7 @@ def checked(
 
 def _checked(ids: Ids, what: str, names: Sequence[str], num_experts: Sequence[int], top_k: int) -> Tensor:
     if isinstance(ids, np.ndarray):
-        # torch wants memory that can be written, which that of a received buffer cannot.
+        # torch takes only memory that can be written, which a received buffer is not.
         ids = torch.from_numpy(np.require(ids, requirements=["C", "W"]))
     if not isinstance(ids, Tensor):
         raise TypeError(f"{what} is a {type(ids).__name__}; give a tensor or an array [L, T, K], or a list of them")
@@ -182,7 +182,7 @@ class _ChoiceRecorder:
 
     @unseen_by_selective_checkpoints
     def __call__(self, expert_TK: Tensor) -> Tensor:
-        # Inside a backward it is a recomputation, which repeats a choice.
+        # A call inside a backward is a recomputation, which repeats a choice.
         if current_backward() == NO_BACKWARD:
             self.expert_TK.append(expert_TK.to(torch.int16))
         return expert_TK
@@ -242,11 +242,11 @@ def _foreseeing(routers: Sequence[ReplayableRouter], experts: Sequence[Experts])
 
 
 class _Hooks:
-    """Hooks on routers, which stay until no context and no tape holds them: backward may come after the context, and
-    then what it recomputes needs them.
+    """Hooks on routers, which stay until no context and no tape holds them: backward may run after the context has
+    ended, and its recomputations need them.
 
-    shared: whether other ranks wait in the experts behind the routers. refusal: the error of this rank's ids, where all
-    these ranks are to raise one.
+    shared: whether other ranks share the experts, and would wait for this one. refusal: the error of this rank's ids,
+    if all these ranks have to raise one.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -289,7 +289,7 @@ class _Replayer:
         except (TypeError, ValueError) as error:
             if not self._hooks.shared:
                 raise
-            # Experts that get ids of none raise an error on all ranks that share them.
+            # Experts raise an error on all ranks that share them for ids that name no expert.
             self._hooks.refusal = error
             return torch.full_like(live_TK, -1)
         if tape is not None:
@@ -315,7 +315,7 @@ class _Replayer:
 
     def _check_padding(self, live_TK: Tensor) -> None:
         """Raises ValueError for ids of padding, -1, in the place of a token that the mask does not leave out."""
-        # Ids lie on the host, as a rule, and a device is asked only where there are such.
+        # Ids are on the host, as a rule, which waits for a device only if there is padding.
         padding = (self._micro_batches[self._next_at][:, 0] < 0).nonzero().flatten()
         if len(padding) and len(real := padding[live_TK[:, 0].to(padding.device)[padding] >= 0]):
             raise ValueError(

@@ -1,8 +1,9 @@
-"""TokenBlocks: products of tokens that do not travel, router's and shared experts', whose bits do not show how many
-ranks the tokens are spread over (``LayoutInvariant``).
+"""TokenBlocks: products of the router and the shared experts, whose bits do not depend on how many ranks the tokens
+are spread over (``LayoutInvariant``).
 
-A row comes out alike in any company; the gradient of a weight is one product a block of tokens, and blocks are added on
-a grid, over all ranks (``overlap.exact_sum``). So these gradients are sums over the ranks, as those of experts are.
+The result of a row does not depend on the rows beside it. The gradient of a weight is one product for each block of
+tokens, and blocks are added on a grid, over all ranks (``overlap.exact_sum``). So these gradients are sums over the
+ranks, as those of experts are.
 
 T tokens of this rank, A and B any widths.
 """
@@ -26,7 +27,7 @@ from moesys.torch_private import unseen_by_selective_checkpoints
 
 
 def check_blocks(tokens_R: Sequence[int], token_block: int, members: Sequence[int]) -> None:
-    """Raises ValueError, on all ranks alike, where one's tokens are no whole blocks. ``members``: the ranks of
+    """Raises ValueError, on all ranks alike, if the tokens of any rank are not whole blocks. ``members``: the ranks of
     ``tokens_R``, as the error names them.
     """
     for rank, tokens in zip(members, tokens_R, strict=True):
@@ -39,9 +40,9 @@ def check_blocks(tokens_R: Sequence[int], token_block: int, members: Sequence[in
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Blocks of ``num_tokens``, of which T is a multiple in training. ``channel``: of the ranks whose tokens are one
-    batch. ``by_kernels``: products are those of ``token_kernels``, else torch's on the CPU. ``learning``: planning has
-    looked at T; else backward does.
+    """Blocks of ``num_tokens``, of which T is a multiple in training. ``channel``: that of the ranks whose tokens are
+    one batch. ``by_kernels``: Triton kernels compute products, otherwise torch on the CPU. ``learning``: planning has
+    checked T; otherwise backward checks it.
     """
 
     num_tokens: int
@@ -51,8 +52,8 @@ class TokenBlocks:
 
     @unseen_by_selective_checkpoints
     def linear(self, x_TA: Tensor, *weights: Tensor) -> Tensor:
-        """Returns ``x @ weightᵀ`` [T, B] in x's dtype, to which float32 weights [.., A] are cast, of all side by side:
-        one product, as each has its sum over the ranks.
+        """Returns ``x @ weightᵀ`` [T, B] in x's dtype, to which float32 weights [.., A] are cast. All weights together
+        are one product, so that their gradients are one sum over the ranks.
         """
         y_TB: Tensor = _BlockLinear.apply(x_TA, self, *weights)
         return y_TB
@@ -93,7 +94,7 @@ class TokenBlocks:
         return total_BA
 
     def _products(self, x_TA: Tensor, weight_BA: Tensor) -> Tensor:
-        """Returns ``x @ weightᵀ``, a row's bits whatever the others are; ``weight`` may be a transposed view."""
+        """Returns ``x @ weightᵀ``, of which no row depends on others; ``weight`` may be a transposed view."""
         transposed = not weight_BA.is_contiguous()
         if self.by_kernels:
             from moesys.overlap.experts_triton import token_product
@@ -112,7 +113,7 @@ class TokenBlocks:
 
 
 def _padded(matrix_AB: Tensor, rows: int, columns: int) -> Tensor:
-    """Returns the matrix with zeros behind it, where allocations lie."""
+    """Returns the matrix padded with zeros, or else aligned as allocations are."""
     missing = (0, columns - matrix_AB.shape[1], 0, rows - matrix_AB.shape[0])
     return functional.pad(matrix_AB, missing) if any(missing) else aligned(matrix_AB.contiguous())
 
@@ -138,6 +139,6 @@ class _BlockLinear(torch.autograd.Function):
 
 
 def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns all rows in ``dtype``."""
+    """Returns the rows of all weights in ``dtype``."""
     cast = [weight.to(dtype) for weight in weights]
     return torch.cat(cast) if len(cast) > 1 else cast[0]

@@ -77,12 +77,12 @@ class ChunkRows:
 
 @dataclass(frozen=True)
 class ChunkRoutes(ChunkRows):
-    """One chunk, and its way here and back.
+    """The rows of one chunk, as this rank sends and receives them.
 
     tokens, sent, arrivals: the chunk's [first, last) of this rank's tokens, of its rows in wire order, of its arrivals.
     send_counts_R, arrive_counts_R: rows to and from each rank.
-    first_S1: the first row of each slot's and the end of the last's, int32, counted from the chunk's first; of padding
-        only where it is none.
+    first_S1: the first row of each slot and the end of the last one, with padding, int32, counted from the chunk's
+        first row.
     wire_place_TK: for each (token, k) of the chunk its place in the chunk's wire order, where its result arrives.
     combine_M: expert rows in the order in which they return, those that are collected at gates last.
     """
@@ -107,7 +107,7 @@ class Routes:
     order: per slot with rows, (slot, expert rows, arrivals) in expert order; empty with one chunk, whose slots list
         their rows in that order, and where no host knows how many rows a slot has.
     order_row_P, order_arrival_P: those of all slots, one behind the other; not filled with one chunk.
-    first_S1: where a slot's begin among these, and where the last one's end, int32.
+    first_S1: the place among these at which each slot begins, and the end of the last one, int32.
     """
 
     chunks: tuple[ChunkRoutes, ...]
@@ -434,7 +434,7 @@ def _entries_by_chunk(tokens_CRE: IntArray, source: IntArray, expert: IntArray, 
 
 
 def exclusive(lengths: IntArray) -> IntArray:
-    """Returns where each of so many begins, one after another: [2, 3, 1] gives [0, 2, 5]."""
+    """Returns the sums of all lengths before each one: [2, 3, 1] gives [0, 2, 5]."""
     return np.cumsum(lengths) - lengths
 
 
