@@ -42,22 +42,13 @@ def grid_below(bound: Tensor) -> Tensor:
 
 
 def row_sizes(rows_NA: Tensor) -> Tensor:
-    """Returns ``largest_size`` of each row, [N], on the CPU."""
+    """Returns ``largest_size`` of each row, [N], on the CPU, where this is faster."""
     bits_NA = rows_NA.contiguous().view(_INTEGERS[rows_NA.element_size()])
     largest_N = torch.zeros(len(rows_NA), dtype=torch.int64)
     # Without their sign, floats lie in the order of their bits as integers, and NaN behind infinity.
     _largest_bits(bits_NA.numpy(), largest_N.numpy(), torch.iinfo(bits_NA.dtype).max)
     sizes_N = largest_N.to(bits_NA.dtype).view(rows_NA.dtype)
     return sizes_N.to(torch.promote_types(rows_NA.dtype, torch.float32)).nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-
-def row_sizes_on_device(rows_NA: Tensor) -> Tensor:
-    """Returns ``largest_size`` of each row, [N], on any device; the host waits for none."""
-    wide = torch.promote_types(rows_NA.dtype, torch.float32)
-    if not rows_NA.numel():
-        return rows_NA.new_zeros(len(rows_NA), dtype=wide)
-    least_N, most_N = (of.to(wide) for of in torch.aminmax(rows_NA, dim=1))
-    return torch.maximum(-least_N, most_N).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 @borrowing
@@ -69,14 +60,14 @@ def _largest_bits(bits_NA, largest_N, mask):  # type: ignore[no-untyped-def]
         largest_N[row] = largest
 
 
-def largest_size(elements: Tensor) -> Tensor:
+def largest_size(elements: Tensor, dim: int | None = None) -> Tensor:
     """Returns the largest absolute value of any element, in float32 or a wider dtype; infinity if one is not finite, 0
-    if there are none.
+    if there are none. With ``dim=1`` that of each row, [N]. The host does not wait for a device.
     """
     wide = torch.promote_types(elements.dtype, torch.float32)
     if not elements.numel():
-        return elements.new_zeros((), dtype=wide)
-    least, most = (of.to(wide) for of in torch.aminmax(elements.detach()))
+        return elements.new_zeros(elements.shape[: dim or 0], dtype=wide)
+    least, most = (of.to(wide) for of in torch.aminmax(elements.detach(), dim=dim))
     return torch.maximum(-least, most).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 

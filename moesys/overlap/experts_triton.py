@@ -39,7 +39,7 @@ from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, WeightGradients, weight_gradient
 from moesys.kernels.host_copies import HostCopy, to_device
 from moesys.kernels.routing import SortedRouting, route
-from moesys.overlap.exact_sum import BlockSums, largest_by_slot, row_sizes_on_device
+from moesys.overlap.exact_sum import BlockSums, largest_by_slot, largest_size
 from moesys.overlap.executor import (
     Arrivals,
     BackwardInputs,
@@ -163,7 +163,7 @@ def agreed_blocks(
     ``by_row``: gradients of pre-activations and weighted activations, in order of ``groups``.
     """
     token_P = (groups.entry_P // top_k).clamp_min(0)
-    of_tokens, of_rows = ([row_sizes_on_device(rows) for rows in sides] for sides in (by_token, by_row))
+    of_tokens, of_rows = ([largest_size(rows, dim=1) for rows in sides] for sides in (by_token, by_row))
     sizes_P = [*(sizes[token_P] for sizes in of_tokens), *of_rows]
     # Kernels have no biases, so they need no bound of routing weights.
     largest_S5 = functional.pad(largest_by_slot(groups.first_G1, *sizes_P), (0, 1))
