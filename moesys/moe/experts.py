@@ -412,8 +412,8 @@ class Experts(nn.Module):
     def unlink(self) -> None:
         """Ends what ``join`` began: the layer plans and restores on demand again."""
         self.link.lookahead = Lookahead()
-        self.shards.unshare()
-        self.context.memory, self.context.shared_memory = self.shards.memory, self.link.lookahead.shared_memory
+        self.use_memory(PagePool())
+        self.context.shared_memory = self.link.lookahead.shared_memory
         self.schedule.source = InlinePlanner()
         self.store.channel = self.token_channel
         self.store.drop_prefetched()

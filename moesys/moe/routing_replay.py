@@ -28,11 +28,6 @@ from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_select
 Ids = Tensor | NDArray[np.integer]
 
 
-def compact_dtype(num_experts: int) -> torch.dtype:
-    """Returns uint8 for up to 256 experts, else int16."""
-    return torch.uint8 if num_experts <= 256 else torch.int16
-
-
 def checked(
     expert_LTK: Ids | Sequence[Ids], names: Sequence[str], num_experts: Sequence[int], top_k: int
 ) -> list[Tensor]:
@@ -157,7 +152,7 @@ class ReplayableRouter(NamedTuple):
 @contextmanager
 def recorded(routers: Sequence[ReplayableRouter]) -> Iterator[list[Tensor]]:
     """Gives a list that has [L, T, K] of each micro-batch once the context has ended without an error."""
-    dtype = compact_dtype(max(router.num_experts for router in routers))
+    dtype = torch.uint8 if max(router.num_experts for router in routers) <= 256 else torch.int16
     chosen = [_ChoiceRecorder() for _ in routers]
     handles = [router.hook(recorder) for router, recorder in zip(routers, chosen, strict=True)]
     micro_batches: list[Tensor] = []

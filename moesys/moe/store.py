@@ -308,10 +308,6 @@ class ExpertShards(ABC):
         """Uses the memory of ``first`` from now on, as the layers of a linked model do."""
         self.memory = first.memory
 
-    def unshare(self) -> None:
-        """Uses memory of its own again."""
-        self.memory = PagePool()
-
 
 def _write(pieces: Sequence[Tensor], place: Tensor) -> None:
     for part, piece in zip(place.split([len(each) for each in pieces]), pieces, strict=True):

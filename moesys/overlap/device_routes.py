@@ -86,10 +86,6 @@ class RoutedPlan:
     tokens_RP: Tensor
     for_host: HostCopy
 
-    @property
-    def num_experts(self) -> int:
-        return self.tokens_RE.shape[1]
-
     def wanted_RE(self) -> Tensor:
         """Returns ``tokens_RE``."""
         return self.tokens_RE
@@ -133,7 +129,7 @@ class PendingRoutes:
             if counted != choices:
                 lost = f"{choices - counted} of {choices}"
                 found = f"expert_TK of rank {rank} has choices that name no expert ({lost})"
-                raise no_expert(found, self.plan.num_experts, self.channel.identity.layer)
+                raise no_expert(found, self.plan.tokens_RE.shape[1], self.channel.identity.layer)
         sent = self.sent
         num_arrivals = sum(map(sum, arrive_CR))
         arrived = arrived_rows(self.found.arriving_CRG, num_arrivals)
