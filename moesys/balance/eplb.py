@@ -23,9 +23,8 @@ class Eplb(Balance):
     """
 
     kind: Literal["eplb"] = "eplb"
-    num_groups: int = Field(
-        1, ge=1, description="groups of consecutive experts; hierarchical only, a multiple of nodes"
-    )
+    num_groups: int = Field(1, ge=1)
+    """Groups of consecutive experts; hierarchical only, a multiple of nodes."""
     hierarchical: bool = Field(False, description="groups to nodes, replicas inside a node, then ranks")
 
     @model_validator(mode="after")

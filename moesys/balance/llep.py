@@ -20,9 +20,8 @@ class Llep(QuotaPlanner):
 
     kind: Literal["llep"] = "llep"
     alpha: float = Field(1.0, ge=1, description="largest load of a rank, as a multiple of the mean")
-    min_tokens: int = Field(
-        1024, ge=1, description="fewest tokens for which a copy is made, except for the last of an expert"
-    )
+    min_tokens: int = Field(1024, ge=1)
+    """Fewest tokens for which a copy is made, except for the last of an expert."""
     skip_below: float = Field(1.3, ge=0, description="below this max/mean of experts all tokens stay at their owners")
 
     def token_plan(self, problem: PlanningProblem) -> TokenPlan:

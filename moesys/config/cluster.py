@@ -14,6 +14,9 @@ MOST_RANKS = 2**20
 # The slowest link has one byte per second, and the longest time is 11 days: anything beyond is a slip.
 SLOWEST_GB_PER_S = 1e-9
 Microseconds = Annotated[float, Field(ge=0, le=1e12)]
+Rate = Annotated[float, Field(ge=SLOWEST_GB_PER_S)]
+OptionalRate = Annotated[float | None, Field(ge=SLOWEST_GB_PER_S)]
+OptionalTflops = Annotated[float | None, Field(ge=1e-12, le=1e12)]
 
 
 class ClusterSpec(Declaration):
@@ -32,54 +35,33 @@ class ClusterSpec(Declaration):
 
     num_nodes: int = Field(1, ge=1, description="number of nodes")
     ranks_per_node: int | tuple[int, ...] = Field(1, description="one number for every node, or one per node")
-    ranks_per_domain: int | tuple[int, ...] | None = Field(
-        None,
-        description="ranks that the fastest links join: one number, or one per domain; None: nodes",
-    )
+    ranks_per_domain: int | tuple[int, ...] | None = None
+    """Ranks that the fastest links join: one number, or one per domain; None: nodes."""
     name: DisplayName = Field("", description="name in tables; not part of the fingerprint")
-    intra_node_gb_per_s: float = Field(
-        216.269, ge=SLOWEST_GB_PER_S, description="bandwidth of a rank inside its domain, each way, GB/s"
-    )
-    inter_node_gb_per_s: float = Field(
-        88.9539, ge=SLOWEST_GB_PER_S, description="bandwidth of a node between domains, each way, GB/s"
-    )
+    intra_node_gb_per_s: Rate = Field(216.269, description="bandwidth of a rank inside its domain, each way, GB/s")
+    inter_node_gb_per_s: Rate = Field(88.9539, description="bandwidth of a node between domains, each way, GB/s")
     expert_tflops: float = Field(237.0, ge=1e-12, le=1e12, description="dense matmul rate of a rank, TFLOP/s")
-    backward_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="rate of products for gradients; None: as forward"
-    )
-    attention_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="rate of attention scores; None: as other products"
-    )
-    attention_backward_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="rate of their gradients; None: as attention_tflops"
-    )
-    fp8_tflops: float | None = Field(None, ge=1e-12, le=1e12, description="rate of float8 products; None: no float8")
-    peak_tflops: float | None = Field(None, ge=1e-12, le=1e12, description="dense 16-bit peak by data sheet, for MFU")
-    memory_gb_per_s: float | None = Field(
-        None, ge=SLOWEST_GB_PER_S, description="bandwidth of a rank's memory, GB/s; None: memory costs no time"
-    )
-    elementwise_gb_per_s: float | None = Field(
-        None,
-        ge=SLOWEST_GB_PER_S,
-        description="minimal bytes of norms, rotary embeddings, activations and residuals over time, GB/s; "
-        "None: memory_gb_per_s",
-    )
-    elementwise_backward_gb_per_s: float | None = Field(
-        None, ge=SLOWEST_GB_PER_S, description="the same of their gradients, GB/s; None: elementwise_gb_per_s"
-    )
-    optimizer_gb_per_s: float | None = Field(
-        None,
-        ge=SLOWEST_GB_PER_S,
-        description="minimal bytes of the optimizer over its time, GB/s; None: memory_gb_per_s",
-    )
+    backward_tflops: OptionalTflops = Field(None, description="rate of products for gradients; None: as forward")
+    attention_tflops: OptionalTflops = Field(None, description="rate of attention scores; None: as other products")
+    attention_backward_tflops: OptionalTflops = None
+    """Rate of their gradients; None: as attention_tflops."""
+    fp8_tflops: OptionalTflops = Field(None, description="rate of float8 products; None: no float8")
+    peak_tflops: OptionalTflops = Field(None, description="dense 16-bit peak by data sheet, for MFU")
+    memory_gb_per_s: OptionalRate = None
+    """Bandwidth of a rank's memory, GB/s; None: memory costs no time."""
+    elementwise_gb_per_s: OptionalRate = None
+    """Minimal bytes of norms, rotary embeddings, activations and residuals over time, GB/s; None: memory_gb_per_s."""
+    elementwise_backward_gb_per_s: OptionalRate = None
+    """The same of their gradients, GB/s; None: elementwise_gb_per_s."""
+    optimizer_gb_per_s: OptionalRate = None
+    """Minimal bytes of the optimizer over its time, GB/s; None: memory_gb_per_s."""
     memory_gb: float | None = Field(None, gt=0, le=1e9, description="memory of a rank, 1e9 bytes; None: unknown")
     multiprocessors: int = Field(1, ge=1, description="multiprocessors of a rank: tiles that run at a time")
     tile_rows: int = Field(1, ge=1, description="rows of a tile; an expert has whole tiles")
     tile_columns: int = Field(1, ge=1, description="columns of a tile")
     copy_share: float = Field(0.0, ge=0, lt=1, description="share of computing power that is lost while messages move")
-    fused_rate: float = Field(
-        1.0, gt=0, le=1, description="rate of tiles inside a MegaKernel, relative to a separate kernel"
-    )
+    fused_rate: float = Field(1.0, gt=0, le=1)
+    """Rate of tiles inside a MegaKernel, relative to a separate kernel."""
     launch_us: Microseconds = Field(0.0, description="time from the end of a kernel to the next")
     flag_us: Microseconds = Field(0.0, description="time until a flag is seen on another rank")
     intra_node_us: Microseconds = Field(0.0, description="latency of a message inside a domain")

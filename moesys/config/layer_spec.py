@@ -42,9 +42,8 @@ class Gqa(Declaration):
     window: int | None = Field(None, ge=1, description="keys that a query sees, its own included; None: all before it")
     qkv_bias: bool = Field(False, description="biases of queries, keys and values")
     output_bias: bool = Field(False, description="bias of the output projection")
-    qk_norm: Literal["head", "row"] | None = Field(
-        None, description="RMSNorm of queries and keys: per head (Qwen3), or whole rows (OLMoE)"
-    )
+    qk_norm: Literal["head", "row"] | None = None
+    """RMSNorm of queries and keys: per head (Qwen3), or whole rows (OLMoE)."""
     sinks: bool = Field(False, description="a learnt logit per head in the softmax (GPT-OSS)")
 
     @model_validator(mode="after")

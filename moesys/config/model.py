@@ -20,9 +20,8 @@ class ModelShape(Declaration):
     num_experts: int = Field(ge=1, description="E, routed experts")
     top_k: int = Field(ge=1, description="K, experts a token is sent to (num_experts_per_tok elsewhere)")
     dtype: DType = Field("float32", description="dtype of computation; masters are float32")
-    scoring_func: Literal["softmax", "sigmoid"] = Field(
-        "softmax", description="softmax, or sigmoid with a correction bias (DeepSeek-V3)"
-    )
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    """Softmax, or sigmoid with a correction bias (DeepSeek-V3)."""
     norm_topk_prob: bool = Field(True, description="divide the K weights by their sum")
     n_group: int = Field(1, ge=1, description="groups of experts; 1: none")
     topk_group: int = Field(1, ge=1, description="groups a token may choose from")

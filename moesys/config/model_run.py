@@ -34,15 +34,12 @@ class Parallelism(Declaration):
     vp: int = Field(1, ge=1, description="parts of the model per stage; more than 1: interleaved")
     ep: int | None = Field(None, ge=1, description="ranks of an expert group; None: all of a stage")
     schedule: PipelineSchedule = Field("1f1b", description="schedule of the pipeline")
-    overlap_micro_batches: bool = Field(
-        False, description="run a forward concurrently with another micro-batch's backward"
-    )
-    dense: Literal["replicated", "optimizer", "full"] = Field(
-        "optimizer", description="what is sharded of dense parameters: nothing, optimizer states, or all"
-    )
-    recompute: LayerRecompute = Field(
-        "none", description="what runs again in backward: nothing, what is cheap, or whole layers"
-    )
+    overlap_micro_batches: bool = False
+    """Run a forward concurrently with another micro-batch's backward."""
+    dense: Literal["replicated", "optimizer", "full"] = "optimizer"
+    """What is sharded of dense parameters: nothing, optimizer states, or all."""
+    recompute: LayerRecompute = "none"
+    """What runs again in backward: nothing, what is cheap, or whole layers."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -106,27 +103,18 @@ class ModelRun(Declaration):
     parallelism: Parallelism = Field(Parallelism(), description="how ranks share everything else")
     seq_len: int = Field(4096, ge=1, description="tokens of a sequence")
     micro_batch: int = Field(1, ge=1, description="sequences of a data-parallel rank in a micro-batch")
-    global_batch: int | None = Field(
-        None, ge=1, description="sequences of a step; None: one micro-batch of every data-parallel rank and stage"
-    )
+    global_batch: int | None = Field(None, ge=1)
+    """Sequences of a step; None: one micro-batch of every data-parallel rank and stage."""
     fp8: bool = Field(False, description="products with weights in float8, except router and head")
     fp8_rows: bool = Field(False, description="with fp8: rows and gradients are dispatched in float8")
-    gradient_dtype: Annotated[Literal["float32", "bfloat16"], LongName] = Field(
-        "float32", description="dtype of gradients between micro-batches and in sums over ranks"
-    )
-    host_us: float = Field(
-        0.0,
-        ge=0,
-        le=1e12,
-        description="CPU time to launch each operation, a lower bound of a pass; 0: a step is one CUDA graph",
-    )
-    backend: Literal["nccl", "gloo"] = Field(
-        "nccl",
-        description='backend of data-parallel collectives; gloo (CPUs): nothing is prefetched with dense="full"',
-    )
-    optimizer: Literal["adam", "adam_bf16", "sgd"] = Field(
-        "adam", description="moments in float32, in bfloat16 (DeepSeek-V3), or none; masters are float32"
-    )
+    gradient_dtype: Annotated[Literal["float32", "bfloat16"], LongName] = "float32"
+    """Dtype of gradients between micro-batches and in sums over ranks."""
+    host_us: float = Field(0.0, ge=0, le=1e12)
+    """CPU time to launch each operation, a lower bound of a pass; 0: a step is one CUDA graph."""
+    backend: Literal["nccl", "gloo"] = "nccl"
+    """Backend of data-parallel collectives; gloo (CPUs): nothing is prefetched with dense="full"."""
+    optimizer: Literal["adam", "adam_bf16", "sgd"] = "adam"
+    """Moments in float32, in bfloat16 (DeepSeek-V3), or none; masters are float32."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -23,9 +23,8 @@ class _Messages(Declaration):
     """
 
     node_dispatch: Literal["direct", "once"] = Field("direct", description="one row per choice, or per node and token")
-    combine: Literal["ordered", "per_node"] = Field(
-        "ordered", description="return every row, or one sum per node and token (with node_dispatch='once')"
-    )
+    combine: Literal["ordered", "per_node"] = "ordered"
+    """Return every row, or one sum per node and token (with node_dispatch='once')."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -102,48 +101,35 @@ class MegaKernel(Declaration):
     """
 
     kind: Literal["mega_kernel"] = "mega_kernel"
-    fused: Literal["both", "dispatch", "combine", "none"] = Field(
-        "both", description="sides that are one kernel with their product"
-    )
-    dispatch_share: float = Field(
-        0.25, ge=0, le=1, description="least share of the first tasks that pull rows; 1: all before any product"
-    )
-    combine_share: float = Field(
-        0.0, ge=0, lt=1, description="largest share of tasks that push rows; 0: tiles push their own"
-    )
+    fused: Literal["both", "dispatch", "combine", "none"] = "both"
+    """Sides that are one kernel with their product."""
+    dispatch_share: float = Field(0.25, ge=0, le=1)
+    """Least share of the first tasks that pull rows; 1: all before any product."""
+    combine_share: float = Field(0.0, ge=0, lt=1)
+    """Largest share of tasks that push rows; 0: tiles push their own."""
     reduce_share: float = Field(0.0, ge=0, le=1, description="largest share of backward's last tasks that sum rows")
     granularity: Literal["tile", "expert"] = Field("tile", description="what one flag signals")
     tile_order: Literal["largest_first", "slots"] = Field("largest_first", description="order of experts in the queue")
     deduplicate: bool = Field(False, description="a token that goes to several experts of a rank is pulled once")
-    keep_x: bool = Field(
-        True,
-        description="rows of x, T·K·H of a layer, stay until backward; else it pulls them again, which takes longer",
-    )
+    keep_x: bool = True
+    """Rows of x, T·K·H of a layer, stay until backward; else it pulls them again, which takes longer."""
     overlap_weight_gradients: bool = Field(True, description="their tiles are tasks of backward's combine")
     fetch_rows: int = Field(32, ge=1, description="rows that one task pulls; a power of two that divides tile_rows")
     sum_tokens: int = Field(16, ge=1, description="tokens that one task sums; a power of two")
-    tile_rows: int | None = Field(
-        None,
-        ge=16,
-        description="rows of a tile, a power of two, on GPUs in 16 bits at least 64; None: the kernels' choice",
-    )
-    tile_columns: int | None = Field(
-        None, ge=32, description="columns of a tile, a power of two; less would change the router's gradient"
-    )
-    warps: int | None = Field(
-        None, ge=1, description="warps of a program, a power of two, on GPUs in 16 bits at least 4"
-    )
+    tile_rows: int | None = Field(None, ge=16)
+    """Rows of a tile, a power of two, on GPUs in 16 bits at least 64; None: the kernels' choice."""
+    tile_columns: int | None = Field(None, ge=32)
+    """Columns of a tile, a power of two; less would change the router's gradient."""
+    warps: int | None = Field(None, ge=1)
+    """Warps of a program, a power of two, on GPUs in 16 bits at least 4."""
     stages: int | None = Field(None, ge=1, description="steps of a product whose operands are loaded ahead")
     programs: int | None = Field(None, ge=1, description="resident programs of a rank; None: one per multiprocessor")
-    rows_cap: float = Field(
-        1.25, ge=1, description="most rows of a rank, in multiples of the choices of the rank with most tokens"
-    )
-    most_tokens: int | None = Field(
-        None, ge=1, description="largest number of tokens of a rank in a micro-batch; devices plan; None: any"
-    )
-    timeout_s: float | None = Field(
-        None, gt=0, description="time-out of waits for peers, on all ranks; None: as collectives"
-    )
+    rows_cap: float = Field(1.25, ge=1)
+    """Most rows of a rank, in multiples of the choices of the rank with most tokens."""
+    most_tokens: int | None = Field(None, ge=1)
+    """Largest number of tokens of a rank in a micro-batch; devices plan; None: any."""
+    timeout_s: float | None = Field(None, gt=0)
+    """Time-out of waits for peers, on all ranks; None: as collectives."""
 
     reaches_memory: ClassVar[Literal[True]] = True
     chunks: ClassVar[int] = 1

@@ -38,12 +38,10 @@ class Ep(Declaration):
     kind: Literal["ep"] = "ep"
     slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
     """Experts that a rank can hold, its own included: one number or one per rank; None: nothing is lent."""
-    slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
-        None, description="memory for slots, 1e9 bytes, instead of slots_per_rank"
-    )
-    lend: Literal["flat", "hierarchical"] = Field(
-        "flat", description="a copy to every holder, or one per node (a numerics class)"
-    )
+    slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = None
+    """Memory for slots, 1e9 bytes, instead of slots_per_rank."""
+    lend: Literal["flat", "hierarchical"] = "flat"
+    """a copy to every holder, or one per node (a numerics class)."""
     prefetch_layers: PrefetchLayers = 0
     delay_reshard: DelayReshard = False
 
@@ -97,19 +95,16 @@ class Fsep(Declaration):
     kind: Literal["fsep"] = "fsep"
     slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
     """Experts that a rank can hold: one number or one per rank."""
-    slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
-        None, description="memory for slots, 1e9 bytes, instead of slots_per_rank"
-    )
+    slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = None
+    """Memory for slots, 1e9 bytes, instead of slots_per_rank."""
     prefetch_layers: PrefetchLayers = 0
     delay_reshard: DelayReshard = False
     reshard_after_forward: bool = True
     """Free experts after forward and gather them again in backward."""
-    restore: Literal["flat", "hierarchical"] = Field(
-        "flat", description="one all-to-all, or one copy per node that is spread inside it"
-    )
-    reshard: Literal["flat", "hierarchical"] = Field(
-        "flat", description="each gradient alone, or summed inside nodes first (a numerics class)"
-    )
+    restore: Literal["flat", "hierarchical"] = "flat"
+    """One all-to-all, or one copy per node that is spread inside it."""
+    reshard: Literal["flat", "hierarchical"] = "flat"
+    """Each gradient alone, or summed inside nodes first (a numerics class)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -83,12 +83,8 @@ class LayoutInvariant(Declaration):
 
     kind: Literal["layout_invariant"] = "layout_invariant"
     block_rows: int = Field(256, ge=16, le=65536, description="rows of an expert whose gradient is one product")
-    token_block: int = Field(
-        32,
-        ge=32,
-        multiple_of=32,
-        description="block of tokens of router and shared experts; a rank has a multiple",
-    )
+    token_block: int = Field(32, ge=32, multiple_of=32)
+    """Block of tokens of router and shared experts; a rank has a multiple."""
     # Bytes of an element of an expert's gradient: float64, in which gradients of ranks are added.
     gradient_bytes: ClassVar[int] = 8
 
@@ -110,9 +106,8 @@ class Strategy(Declaration):
     reduction: Reduction = Field(Ordered(), description="the order of sums")
     replan_every: int = Field(1, ge=1, description="micro-batches between two layout plans")
     lag: int = Field(1, ge=0, description="micro-batches from a plan's newest load to its use; 0: the current counts")
-    late_slots: int = Field(
-        0, ge=0, description="slots per rank that are filled after routing if that is predicted to be faster"
-    )
+    late_slots: int = Field(0, ge=0)
+    """Slots per rank that are filled after routing if that is predicted to be faster."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
