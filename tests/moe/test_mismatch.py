@@ -47,129 +47,76 @@ def layers(strategy: ms.Strategy = EP, **changes: Any) -> nn.ModuleList:
     return nn.ModuleList(ms.MoELayer(SHAPE, strategy, layer_index=index, seed=index, **changes) for index in (5, 7))
 
 
-def refused(call: Callable[[], object]) -> str:
-    """Returns the message of the error that a call must raise on all ranks."""
+def refused(call: Callable[[], object], *words: str) -> str:
+    """Returns the message of the error that a call must raise on all ranks, which has the words."""
     with pytest.raises(ms.RankMismatchError) as error:
         call()
+    assert all(word in str(error.value) for word in words), str(error.value)
     return str(error.value)
-
-
-# --- calls for a whole model ---------------------------------------------------------------------------------
-
-
-def balanced_on_one_rank(by_quantiles: bool) -> str:
-    shape = SHAPE.replace(scoring_func="sigmoid", router_bias_update_rate=0.1)
-    layer = ms.MoELayer(shape, EP)
-    move = ms.QuantileBalancer(layer).update if by_quantiles else partial(ms.update_router_bias, layer)
-    layer(tokens(dist.get_rank())).sum().backward()
-    return refused(move if dist.get_rank() == 0 else partial(layer, tokens(1)))
-
-
-@pytest.mark.parametrize(
-    ("by_quantiles", "call"), [(False, "update_router_bias()"), (True, "QuantileBalancer.update()")]
-)
-def test_biases_that_move_on_some_ranks_only_are_noticed(ranks: LocalRanks, by_quantiles: bool, call: str) -> None:
-    for message in ranks.run(balanced_on_one_rank, by_quantiles, num_ranks=2, timeout_s=60.0):
-        assert f"rank 0: {call}; rank 1: forward of layer 0" in message
-
-
-def saved_on_one_rank(strategy: ms.Strategy) -> str:
-    layer = ms.MoELayer(SHAPE, strategy)
-    layer.full_state_dict()
-    return refused(layer.full_state_dict if dist.get_rank() == 0 else partial(layer, tokens(1)))
-
-
-@pytest.mark.parametrize("strategy", [EP, FSEP], ids=lambda strategy: strategy.name)
-def test_a_state_that_is_gathered_on_one_rank_alone_is_noticed(ranks: LocalRanks, strategy: ms.Strategy) -> None:
-    for said in ranks.run(saved_on_one_rank, strategy, num_ranks=2, timeout_s=60.0):
-        assert "rank 0: full_state_dict(); rank 1: forward of layer 0" in said
 
 
 # --- different calls ----------------------------------------------------------------------------------------
 
 
-def in_different_layers(strategy: ms.Strategy, linked: bool) -> str:
+def in_different_layers(strategy: ms.Strategy, linked: bool) -> None:
     model, rank = layers(strategy), dist.get_rank()
     if linked:
         ms.link(model)
     for layer in model:
         layer(tokens(rank))
-    said = refused(lambda: model[min(rank, 1)](tokens(rank)))
+    refused(
+        lambda: model[min(rank, 1)](tokens(rank)),
+        "rank 0: forward of layer 5 (micro-batch",
+        "ranks 1, 2: forward of layer 7 (micro-batch",
+        "All ranks of a process group must make the same calls in the same order",
+    )
     # All ranks have raised at one message, so that who goes on alike goes on right.
     model[0](tokens(rank)).sum().backward()
-    return said
 
 
 @pytest.mark.parametrize("linked", [False, True], ids=["on their own", "linked"])
 @pytest.mark.parametrize("strategy", [EP, FSEP, INVARIANT], ids=lambda strategy: strategy.name)
 def test_ranks_in_different_layers(ranks: LocalRanks, strategy: ms.Strategy, linked: bool) -> None:
-    for said in ranks.run(in_different_layers, strategy, linked, num_ranks=3):
-        assert "rank 0: forward of layer 5 (micro-batch" in said
-        assert "ranks 1, 2: forward of layer 7 (micro-batch" in said
-        assert "All ranks of a process group must make the same calls in the same order" in said
+    ranks.run(in_different_layers, strategy, linked, num_ranks=3)
 
 
-def in_evaluation_on_one() -> list[str]:
+def in_evaluation_on_one() -> None:
     """An extra pass on rank 0: in evaluation, without gradients, and with frozen experts."""
-    model, rank, said = layers()[0], dist.get_rank(), []
+    model, rank = layers()[0], dist.get_rank()
+    words = (
+        "rank 0: forward of layer 5 (micro-batch 0, in evaluation or without gradients",
+        "rank 1: forward of layer 5 (micro-batch 0, in training, a backward follows)",
+    )
     with torch.set_grad_enabled(rank > 0):
-        said.append(refused(lambda: model(tokens(rank))))
+        refused(lambda: model(tokens(rank)), *words)
     model.train(rank > 0)
-    said.append(refused(lambda: model(tokens(rank))))
+    refused(lambda: model(tokens(rank)), *words)
     model.train()
     model.experts.masters.requires_grad_(rank > 0)
-    said.append(refused(lambda: model(tokens(rank))))
-    return said
+    frozen = "rank 0: forward of layer 5 (micro-batch 0, in training, a backward follows, experts are frozen)"
+    refused(lambda: model(tokens(rank)), frozen)
 
 
-def test_training_beside_evaluation_and_frozen_experts(ranks: LocalRanks) -> None:
-    for without_gradients, evaluated, frozen in ranks.run(in_evaluation_on_one, num_ranks=2):
-        for said in (without_gradients, evaluated):
-            assert "rank 0: forward of layer 5 (micro-batch 0, in evaluation or without gradients" in said
-            assert "rank 1: forward of layer 5 (micro-batch 0, in training, a backward follows)" in said
-        assert (
-            "rank 0: forward of layer 5 (micro-batch 0, in training, a backward follows, experts are frozen)" in frozen
-        )
-
-
-def one_caught_an_error() -> str:
+def one_caught_an_error() -> None:
     """Rank 1 fails between two layers, and begins the pass anew."""
     model, rank = layers(FSEP), dist.get_rank()
     ms.link(model)
     x = model[0](tokens(rank))
-    return refused(lambda: model[1](x) if rank == 0 else model[0](tokens(rank)))
+    words = "rank 0: forward of layer 7 (micro-batch 0", "rank 1: forward of layer 5 (micro-batch 1"
+    refused(lambda: model[1](x) if rank == 0 else model[0](tokens(rank)), *words)
 
 
-def test_a_rank_that_caught_an_error_and_began_anew(ranks: LocalRanks) -> None:
-    for said in ranks.run(one_caught_an_error, num_ranks=2):
-        assert "rank 0: forward of layer 7 (micro-batch 0" in said
-        assert "rank 1: forward of layer 5 (micro-batch 1" in said
-
-
-def one_recomputes() -> str:
+def one_recomputes() -> None:
     model, rank = layers(), dist.get_rank()
     x = tokens(rank).requires_grad_()
     y = checkpoint(lambda x: model[0](x) * 2.0, x, use_reentrant=False)
-    return refused(lambda: y.sum().backward() if rank == 0 else model[1](x))
+    words = "rank 0: recomputation of layer 5", "rank 1: forward of layer 7"
+    refused(lambda: y.sum().backward() if rank == 0 else model[1](x), *words)
 
 
-def test_recomputation_beside_forward(ranks: LocalRanks) -> None:
-    for said in ranks.run(one_recomputes, num_ranks=2):
-        assert "rank 0: recomputation of layer 5" in said
-        assert "rank 1: forward of layer 7" in said
-
-
-def one_synchronises() -> list[str]:
-    model, rank = layers(), dist.get_rank()
-    model[0](tokens(rank)).sum().backward()
-    calls = (ms.sync_gradients, lambda model: ms.clip_grad_norm_(model, 1.0), ms.link)
-    return [refused(lambda call=call: call(model) if rank == 0 else model[1](tokens(rank))) for call in calls]
-
-
-def test_synchronisation_beside_forward(ranks: LocalRanks) -> None:
-    for said in ranks.run(one_synchronises, num_ranks=2):
-        for name, text in zip(("sync_gradients()", "clip_grad_norm_()", "link()"), said, strict=True):
-            assert f"rank 0: {name}; rank 1: forward of layer 7" in text
+@pytest.mark.parametrize("case", [in_evaluation_on_one, one_caught_an_error, one_recomputes])
+def test_a_forward_beside_another_kind(ranks: LocalRanks, case: Callable[[], None]) -> None:
+    ranks.run(case, num_ranks=2)
 
 
 def balanced_model() -> nn.ModuleList:
@@ -200,7 +147,8 @@ CALLS: dict[str, Callable[[nn.Module], object]] = {
     "clip_grad_norm_()": lambda model: ms.clip_grad_norm_(model, 1.0),
     "link()": ms.link,
     "foresee()": lambda model: model[0].experts.foresee([torch.zeros(4, 2, dtype=torch.int64)]),
-    "update_router_bias()": lambda model: ms.update_router_bias(model, dist.group.WORLD),
+    "update_router_bias()": ms.update_router_bias,
+    "full_state_dict()": lambda model: model[0].full_state_dict(),
     "QuantileBalancer.update()": lambda model: model.balancer.update(),
     "global_aux_loss()": global_aux_loss,
     "whole_folder()": save_whole,
@@ -208,29 +156,27 @@ CALLS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-def in_each_other_call() -> dict[tuple[str, str], str]:
+def in_each_other_call() -> None:
     """Rank 0 makes one call and rank 1 another, for each pair of calls."""
     model, rank = balanced_model(), dist.get_rank()
     for layer in model:
         layer(tokens(rank)).sum().backward()
-    said = {}
-    for pair in combinations(CALLS, 2):
-        said[pair] = refused(lambda name=pair[rank]: CALLS[name](model))
+        layer.full_state_dict()
+    for first, second in combinations(CALLS, 2):
+        words = f"ranks met in different calls: rank 0: {first}", f"; rank 1: {second}"
+        refused(partial(CALLS[(first, second)[rank]], model), *words)
     # Only the parameters, as torch's own function takes them.
     parameters = list(model.parameters())
-    said["clip_grad_norm_()", "whole_folder()"] = refused(
-        lambda: save_whole(model) if rank else ms.clip_grad_norm_(parameters, 1.0)
+    refused(
+        lambda: save_whole(model) if rank else ms.clip_grad_norm_(parameters, 1.0),
+        "rank 0: clip_grad_norm_(); rank 1: whole_folder()",
     )
     # Then ranks that go on alike go on right.
     model[0](tokens(rank)).sum().backward()
-    return said
 
 
 def test_ranks_in_any_two_different_calls(ranks: LocalRanks) -> None:
-    for said in ranks.run(in_each_other_call, num_ranks=2):
-        for (first, second), text in said.items():
-            assert f"ranks met in different calls: rank 0: {first}" in text
-            assert f"; rank 1: {second}" in text
+    ranks.run(in_each_other_call, num_ranks=2)
 
 
 # --- different declarations ---------------------------------------------------------------------------------
@@ -254,72 +200,59 @@ CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-def declared_differently() -> dict[str, str]:
-    rank, said = dist.get_rank(), {}
-    for name, (changes, _) in CHANGES.items():
+def declared_differently() -> None:
+    rank = dist.get_rank()
+    for changes, words in CHANGES.values():
         given: dict[str, Any] = {"shape": SHAPE, "strategy": EP, "cluster": ms.ClusterSpec(ranks_per_node=2)}
         given |= changes if rank else {}
         layer = ms.MoELayer(given.pop("shape"), given.pop("strategy"), **given)
-        said[name] = refused(lambda layer=layer: layer(tokens(rank)))
-    return said
+        refused(partial(layer, tokens(rank)), "ranks declare layer 0 differently: rank 0: ", *words)
 
 
-def test_each_field_that_differs_is_named(ranks: LocalRanks) -> None:
-    for said in ranks.run(declared_differently, num_ranks=2):
-        for name, (_, words) in CHANGES.items():
-            assert "ranks declare layer 0 differently: rank 0: " in said[name]
-            assert all(word in said[name] for word in words), said[name]
+def linked_differently() -> None:
+    rank = dist.get_rank()
+    refused(lambda: ms.link(layers()[: 2 - rank]), "ranks 0 and 1 link models that differ in layer 7.")
+    refused(lambda: ms.link(layers(FSEP if rank else EP)), "ranks 0 and 1 link models that differ in layer 5.")
+    refused(lambda: ms.link(layers(), plan_timeout_s=1.0 + rank), "differ in plan_timeout_s (1.0 and 2.0)")
 
 
-FORMS: dict[str, dict[str, Any]] = {
-    "parts": {"parts": ("gate", "up", "down")},
-    "transposed": {"transposed": True},
-    "activation": {"activation": functional.gelu},
-    "activation.limit": {"activation": partial(clamped, limit=2.0)},
-    "weights_on": {"weights_on": "activations"},
+# What rank 1 has in another form than rank 0, and words of the error.
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "parts": ({"parts": ("gate", "up", "down")}, "outside.parts.gate_up=[16, 16]"),
+    "transposed": ({"transposed": True}, "outside.transposed=False; rank 1: "),
+    "activation": (
+        {"activation": functional.gelu},
+        "outside.activation=None; rank 1: outside.activation='gelu'",
+    ),
+    "activation.limit": (
+        {"activation": partial(clamped, limit=2.0)},
+        "outside.activation=\"clamped {'limit': 1.0}\"; rank 1: ",
+    ),
+    "weights_on": (
+        {"weights_on": "activations"},
+        "outside.weights_on='outputs'; rank 1: outside.weights_on='activations'",
+    ),
 }
 
 
-def kept_in_other_forms() -> dict[str, str]:
+def kept_in_other_forms() -> None:
     """All forms have equally many elements, so that they could travel."""
     H, I = SHAPE.hidden_size, SHAPE.intermediate_size
     sizes = {"gate_up": (2 * I, H), "gate": (I, H), "up": (I, H), "down": (H, I)}
     inputs = tokens(0)[:3], torch.tensor([[0, 1], [2, 3], [4, 5]]), torch.ones(3, 2)
-    said = {}
-    for name, of_rank_1 in FORMS.items():
+    for name, (of_rank_1, words) in FORMS.items():
         usual = {"activation": partial(clamped, limit=1.0)} if name == "activation.limit" else {}
         options = dict(of_rank_1) if dist.get_rank() else usual
         parts = {part: torch.randn(3, *sizes[part]) for part in options.pop("parts", ("gate_up", "down"))}
         if options.get("transposed"):
             parts = {part: tensor.mT for part, tensor in parts.items()}
         experts = ms.Experts(SHAPE, EP, outside=ms.OutsideExperts(partial(dict, parts), **options))
-        said[name] = refused(partial(experts, *inputs))
-    return said
+        refused(partial(experts, *inputs), "ranks declare layer 0 differently: rank 0: ", words)
 
 
-def test_experts_that_ranks_keep_in_other_forms(ranks: LocalRanks) -> None:
-    for said in ranks.run(kept_in_other_forms, num_ranks=2, timeout_s=60.0):
-        assert all("ranks declare layer 0 differently: rank 0: " in each for each in said.values())
-        assert "outside.parts.gate_up=[16, 16]" in said["parts"]
-        assert "outside.transposed=False; rank 1: " in said["transposed"]
-        assert "outside.activation=None; rank 1: outside.activation='gelu'" in said["activation"]
-        assert "outside.activation=\"clamped {'limit': 1.0}\"; rank 1: " in said["activation.limit"]
-        assert "outside.weights_on='outputs'; rank 1: outside.weights_on='activations'" in said["weights_on"]
-
-
-def linked_differently() -> list[str]:
-    rank, said = dist.get_rank(), []
-    said.append(refused(lambda: ms.link(layers()[: 2 - rank])))
-    said.append(refused(lambda: ms.link(layers(FSEP if rank else EP))))
-    said.append(refused(lambda: ms.link(layers(), plan_timeout_s=1.0 + rank)))
-    return said
-
-
-def test_models_that_are_linked_differently(ranks: LocalRanks) -> None:
-    for one_less, other, late in ranks.run(linked_differently, num_ranks=2):
-        assert "ranks 0 and 1 link models that differ in layer 7." in one_less
-        assert "ranks 0 and 1 link models that differ in layer 5." in other
-        assert "differ in plan_timeout_s (1.0 and 2.0)" in late
+@pytest.mark.parametrize("case", [declared_differently, linked_differently, kept_in_other_forms])
+def test_each_declaration_that_differs_is_named(ranks: LocalRanks, case: Callable[[], None]) -> None:
+    ranks.run(case, num_ranks=2, timeout_s=60.0)
 
 
 def named_alike() -> list[float]:
