@@ -125,6 +125,12 @@ def test_gaps_within_a_matrix_are_refused(op: Op) -> None:
         op(gate_up.mT.contiguous().mT, down.mT.contiguous().mT, BLOCK)
 
 
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__[3:])
+def test_tiles_of_another_height_are_refused(op: Op) -> None:
+    with pytest.raises(ValueError, match="tiles of 16 rows for blocks of 32"):
+        op(*weights(0, torch.float32), replace(BLOCK, rows=32))
+
+
 @pytest.mark.parametrize(
     "out_GLR",
     [torch.zeros(E + 1, I, H), torch.zeros(E, H, I).mT],

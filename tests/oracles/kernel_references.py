@@ -17,6 +17,13 @@ from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks
 from moesys.kernels.routing import SortedRouting
 
 
+def exact_activation(h: Tensor, activation: str) -> Tensor:
+    """Returns the activation of float64 rows [..., U] by its definition: [..., I]."""
+    gate, up = h.chunk(2, dim=-1) if GATED[activation] else (h, torch.ones(()))
+    curve = {"swiglu": torch.special.expit, "relu2": lambda x: x.clamp_min(0)}.get(activation, torch.special.ndtr)
+    return gate * curve(gate) * up
+
+
 def activation_reference(h: Tensor, activation: str) -> Tensor:
     """Returns the activation of rows [..., U], computed in float32, in the dtype of ``h``: [..., I]."""
     if GATED[activation]:

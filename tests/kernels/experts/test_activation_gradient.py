@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from kernel_references import activation_gradient_reference, route_reference, tile_table_reference
+from kernel_references import activation_gradient_reference, exact_activation, route_reference, tile_table_reference
 from test_grouped_gemm import every_dtype
 from torch import Tensor
 
@@ -96,12 +96,6 @@ def reference(given: Operands) -> dict[str, Tensor]:
 
 def float64(given: Operands) -> dict[str, Tensor]:
     """By autograd of the weighted activation through each row's own matrix."""
-    curves = {
-        "swiglu": lambda x: x * torch.special.expit(x),
-        "geglu": lambda x: x * torch.special.ndtr(x),
-        "gelu": lambda x: x * torch.special.ndtr(x),
-        "relu2": lambda x: x.clamp_min(0) ** 2,
-    }
     first_G1, K = given.routing.first_G1, given.weight_TK.shape[1]
     rows = int(first_G1[-1])
     entry = given.routing.entry_P[:rows].long()
@@ -109,8 +103,7 @@ def float64(given: Operands) -> dict[str, Tensor]:
     matrix = given.down_EHI.double()[given.matrix_G[group].long()]
     h = given.h_PU[:rows].double().requires_grad_()
     weight = given.weight_TK.double().reshape(-1)[entry].requires_grad_()
-    gate, up = h.chunk(2, dim=1) if GATED[given.activation] else (h, torch.ones(()))
-    wa = weight[:, None] * curves[given.activation](gate) * up
+    wa = weight[:, None] * exact_activation(h, given.activation)
     y = (wa[:, None, :] * matrix).sum(2)
     dh, dweight = torch.autograd.grad(y, (h, weight), given.dy_TH.double()[entry // K])
     dweight_TK = torch.zeros(given.weight_TK.numel(), dtype=torch.float64)
@@ -168,13 +161,6 @@ def test_operands_by_tma_change_no_bit(block: TileConfig, name: str, dtype: torc
     given = operands(CASES[name], dtype)
     expected, found = gradients(given), gradients(given, block)
     assert all(torch.equal(found[part], expected[part]) for part in expected)
-
-
-def test_refuses_tiles_of_another_height() -> None:
-    *rest, matrix_G, activation = operands(CASES["one token"], torch.float32)
-    tiles = tile_table_reference(rest[-1].first_G1, len(rest[-1].entry_P), 32)
-    with pytest.raises(ValueError, match="tiles of 32 rows for blocks of 16"):
-        activation_gradient(*rest, RowGroups(rest[-1].first_G1, tiles, matrix_G), activation, BLOCK)
 
 
 def test_narrow_tiles_change_the_routing_weights_gradient_alone() -> None:

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from conftest import assert_equal
-from kernel_references import activation_reference
+from kernel_references import exact_activation
 from torch.utils.checkpoint import checkpoint
 
 from moesys.kernels.experts.activations import GATED
@@ -36,19 +36,10 @@ def reference(x_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, activation="swi
         for k, expert in enumerate(experts):
             if expert < E:
                 h_U = gate_up_EUH[expert].double() @ x_TH[token].double()
-                total_H = total_H + weight_TK[token, k].double() * (
-                    down_EHI[expert].double() @ _activate(h_U, activation)
-                )
+                y_H = down_EHI[expert].double() @ exact_activation(h_U, activation)
+                total_H = total_H + weight_TK[token, k].double() * y_H
         rows.append(total_H)
     return torch.stack(rows)
-
-
-def _activate(h_U, activation):
-    if activation == "swiglu":
-        return torch.nn.functional.silu(h_U[:I]) * h_U[I:]
-    if activation == "geglu":
-        return torch.nn.functional.gelu(h_U[:I]) * h_U[I:]
-    return torch.nn.functional.gelu(h_U) if activation == "gelu" else torch.nn.functional.relu(h_U) ** 2
 
 
 def with_gradients(function, inputs, *more):
@@ -130,14 +121,7 @@ def test_what_is_kept_for_backward_is_x_and_h():
 
 @pytest.mark.parametrize(
     ("programs", "columns", "rows"),
-    [
-        *((1, 16, 16), (5, 64, 32)),
-        # Each of them is above.
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((5, 64, 16), (5, 16, 32), (1, 64, 32), (5, 16, 16), (1, 64, 16), (1, 16, 32))
-        ),
-    ],
+    [(1, 16, 16), (5, 64, 32)],
 )
 def test_tiles_and_programs_change_no_bit(rows, columns, programs):
     """But for ``activation_gradient.columns`` below 32, which sums of the routing weight's gradient follow."""
@@ -182,13 +166,6 @@ def test_what_does_not_go_together_is_refused(change, message):
         moe_experts(
             change.get("x", x), expert, change.get("weight", weight), gate_up, down, change.get("activation", "swiglu")
         )
-
-
-def test_the_reference_activation_is_torchs_own():
-    h_U = torch.randn(2 * I, generator=torch.Generator().manual_seed(1))
-    for activation, gated in GATED.items():
-        h = h_U if gated else h_U[:I]
-        torch.testing.assert_close(activation_reference(h, activation), _activate(h, activation))
 
 
 @pytest.mark.parametrize("learns", [False, True], ids=["incoming gradient is a constant", "it requires a gradient"])

@@ -148,16 +148,3 @@ def test_tiles_change_no_bit(dtype: torch.dtype, transposed: bool) -> None:
     expected = some.multiply()
     for block in OTHER_BLOCKS:
         assert torch.equal(some.multiply(block)[:rows], expected[:rows]), block
-
-
-def test_tiles_of_another_size_are_refused() -> None:
-    some = case(Shape(), torch.float32, transposed=True)
-    tiles = tile_table_reference(some.first_G1, len(some.rows_PL), 32)
-    with pytest.raises(ValueError, match="tiles of 32 rows for blocks of 16"):
-        grouped_gemm(some.rows_PL, some.matrices, some.first_G1, tiles, some.matrix_G, BLOCK, transposed=True)
-
-
-def test_matrices_that_are_not_contiguous_are_refused() -> None:
-    some = case(Shape(), torch.float32, transposed=False)
-    with pytest.raises(ValueError, match="each matrix must be contiguous"):
-        some._replace(matrices=some.matrices.mT).multiply()

@@ -86,22 +86,6 @@ def test_any_groups_however_many_at_once(
         assert_same_order(table[0])
 
 
-def test_every_row_is_in_one_tile() -> None:
-    first_G1 = first_rows([13, 0, 40, 8, 9])
-    group_M, row_M, count_1, block_rows = tile_table(first_G1, 70, 8)
-    rows = [
-        row
-        for group, begin in zip(group_M[: int(count_1)].tolist(), row_M[: int(count_1)].tolist(), strict=True)
-        for row in range(begin, min(begin + block_rows, int(first_G1[group + 1])))
-    ]
-    assert sorted(rows) == list(range(70))
-
-
-def test_the_same_bytes_twice() -> None:
-    table = (first_rows([9, 30, 0, 9, 2]), 60, 4)
-    assert_equal(tile_table(*table), tile_table(*table))
-
-
 @triton.jit
 def _take_tasks(tile_T2, taken_T, count_1, num_column_tiles, RASTER: tl.constexpr):  # type: ignore[no-untyped-def]
     count = tl.load(count_1)

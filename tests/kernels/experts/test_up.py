@@ -160,10 +160,3 @@ def test_tiles_change_no_bit(activation: str, dtype: torch.dtype) -> None:
     for block in OTHER_BLOCKS:
         for actual, first in zip(some.up(block), expected, strict=True):
             assert torch.equal(actual[:rows], first[:rows]), block
-
-
-def test_tiles_of_another_size_are_refused() -> None:
-    some = case(Shape(), torch.float32)
-    tiles = tile_table_reference(some.routing.first_G1, some.routing.entry_P.numel(), 32)
-    with pytest.raises(ValueError, match="tiles of 32 rows for blocks of 16"):
-        up(some.x_TH, some.gate_up_EUH, some.routing, tiles, some.matrix_G, some.K, "swiglu", BLOCK)

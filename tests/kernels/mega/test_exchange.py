@@ -32,7 +32,6 @@ from moesys.kernels.symmetric.heap import Heap
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.mega_executor import replicas_of, tokens_by_replica
-from moesys.overlap.routes import build_routes
 
 # The interpreter is slow.
 few = examples(2, 200)
@@ -162,29 +161,6 @@ def test_a_destination_knows_its_rows_and_a_source_where_they_are(drawn: Micro, 
                 row_TK[row.token, row.choice] = drawn.arriving(holder)[row.replica].index(row)
         assert found.replica_TK.tolist() == replica_TK.tolist()
         assert found.row_TK.tolist() == row_TK.tolist()
-
-
-@few
-@given(drawn=micros())
-def test_routes_have_the_same_rows_in_the_same_order(drawn: Micro) -> None:
-    """What ``Sequential`` runs by: its arrivals are numbered by (source, slot, token, choice)."""
-    if any(((e < 0) | (e >= drawn.layout.num_experts)).any() for e in drawn.expert_RTK):
-        return
-    counts_CRE = drawn.plan.load.tokens_RE[None]
-    routes = [build_routes(e, counts_CRE, drawn.plan, rank, 1) for rank, e in enumerate(drawn.expert_RTK)]
-    # What each source sends to each rank, in the order in which it is sent.
-    sent = [np.split(route.send_row_N.numpy(), np.cumsum(route.chunks[0].send_counts_R)[:-1]) for route in routes]
-    for rank in range(drawn.num_ranks):
-        found = drawn.tables(rank)
-        arrivals = np.concatenate([by_rank[rank] for by_rank in sent])
-        sources = np.repeat(np.arange(drawn.num_ranks), [len(by_rank[rank]) for by_rank in sent])
-        in_order = routes[rank].chunks[0].gather_P.numpy()
-        assert found.source_N.tolist() == sources[in_order].tolist()
-        entries = [route(e, drawn.layout.num_experts).entry_P for e in drawn.expert_RTK]
-        assert [
-            int(entries[source][place])
-            for source, place in zip(found.source_N.tolist(), found.place_N.tolist(), strict=True)
-        ] == arrivals[in_order].tolist()
 
 
 @few

@@ -28,13 +28,6 @@ def test_it_is_the_reference_to_the_bit(num_parts, num_rows, num_columns):
     assert torch.equal(ordered_sum(parts_NP, row_N, num_rows), ordered_sum_reference(parts_NP, row_N, num_rows))
 
 
-def test_the_order_decides():
-    parts_NP = torch.tensor([[1e8], [-1e8], [1.0]])
-    row_N = torch.zeros(3, dtype=torch.int64)
-    assert ordered_sum(parts_NP, row_N, 1).item() == 1.0
-    assert ordered_sum(parts_NP[[2, 0, 1]], row_N, 1).item() == 0.0
-
-
 def test_columns_of_wider_rows_are_summed_where_they_are():
     parts_NP = torch.randn(4, 12)
     row_N = torch.tensor([1, 0, 1, 1])
