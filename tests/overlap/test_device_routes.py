@@ -132,15 +132,6 @@ def differing(found: Any, expected: Any) -> list[str]:
     return names
 
 
-def test_choices_of_no_expert_are_refused() -> None:
-    layout = ms.planning.ExpertLayout(np.array([[0], [1]]), 2)
-    expert_RTK = [torch.tensor([[0], [1]]), torch.tensor([[0], [-1]])]
-    micro = Micro(layout, ms.ClusterSpec(ranks_per_node=2), expert_RTK, num_chunks=1, turn=0)
-    for pending in micro.on_devices(ms.EvenSplit()):
-        with pytest.raises(ValueError, match=r"expert_TK of rank 1 has choices that name no expert \(1 of 2\)"):
-            pending.routes  # noqa: B018, as it is made when it is asked for
-
-
 @examples(2, 20)
 @given(micro=micros(), split=st.sampled_from(SPLITS))
 def test_every_table_is_the_hosts(micro: Micro, split: ms.Split) -> None:
@@ -159,14 +150,6 @@ def test_every_table_is_the_hosts(micro: Micro, split: ms.Split) -> None:
             assert differing(chunk, as_expected) == []
         assert pending.plan.entries().tolist() == plan.tokens.entries.tolist()
         assert pending.plan.counts_RE().tolist() == plan.load.tokens_RE.tolist()
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 2, 7, 12])
-def test_chunks_are_the_hosts(tokens: int) -> None:
-    for chunks in (1, 2, 3, 8):
-        bounds = [tokens * chunk // chunks for chunk in range(chunks + 1)]
-        expected = [chunk for chunk in range(chunks) for _ in range(bounds[chunk], bounds[chunk + 1])]
-        assert chunk_numbers(tokens, chunks, torch.device("cpu")).flatten().tolist() == expected
 
 
 @pytest.mark.parametrize(("num_chunks", "most"), [(1, 13), (3, 14)])

@@ -11,9 +11,12 @@ import torch
 
 import moesys as ms
 from moesys.kernels.mega.arguments import MegaMemory
+from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.symmetric.heap import Heap
 from moesys.overlap.device_split import room_for_rows
+from moesys.overlap.experts_triton import ACTIVATION
 from moesys.overlap.mega_executor import MegaHeaps, plan_mega, require_rows, symmetric_bytes
+from moesys.simulator.mega_pass import RASTER, TileSizes
 
 # Every token of four ranks wants experts 0 and 1, which rank 0 holds.
 SKEWED = np.array([[8, 8, 0, 0]] * 4)
@@ -149,3 +152,15 @@ def test_private_rows_of_a_layer_of_qwen3_30b_are_fewer_than_twice_what_comes():
     room = room_for_rows(ms.MegaKernel(), 8192, SHAPE.top_k, 8)
     assert room == 81_920
     assert room * (2048 + 2 * 768) * 2 == 587_202_560
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("declared", [{}, {"tile_rows": 64, "tile_columns": 32}])
+def test_tiles_of_simulations_are_as_large_as_those_of_a_gpu(dtype, declared):
+    overlap = ms.MegaKernel(**declared)
+    model = ms.ModelShape(hidden_size=64, intermediate_size=48, num_experts=4, top_k=2, dtype=dtype)
+    blocks = blocks_at(overlap, ACTIVATION, getattr(torch, dtype), torch.device("cuda"))
+    sizes = TileSizes.of(overlap, model)
+    assert (blocks.down.rows, blocks.down.columns, blocks.up.columns) == (sizes.rows, sizes.columns, sizes.halves)
+    for block in (blocks.activation_gradient, blocks.input_gradient, blocks.weight_gradient):
+        assert (block.rows, block.columns, block.raster) == (sizes.rows, sizes.columns, RASTER)
