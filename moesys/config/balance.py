@@ -24,7 +24,7 @@ class Balance(Member):
     table: ClassVar[dict[str, tuple[str, str]]] = BALANCES
     # True if the planner also decides who computes how many tokens of which source, so that ``Quotas`` can follow it.
     has_quotas: ClassVar[bool] = False
-    # How many of the newest micro-batches a planner is told of (``PlanningProblem.recent``).
+    # The number of newest micro-batches that a planner receives (``PlanningProblem.recent``).
     recent_batches: ClassVar[int] = 0
     # True if inner loops are compiled when the planner first runs.
     is_compiled: ClassVar[bool] = False

@@ -17,9 +17,9 @@ class _Messages(Declaration):
     """How rows travel where they travel as messages. ``node_dispatch="once"``: a token crosses to a node once, however
     many of its experts are there, and spreads inside (DeepSeek's DeepEP, two-stage dispatch).
 
-    What comes home is every row, summed in the order of k: the same bits as ``direct``. ``combine="per_node"`` sends
-    one partial sum a node home, rounded to the dtype of tokens. Its bits depend on which node has which expert, and on
-    nothing else: no overlap changes them.
+    By default every result returns, and is summed in the order of k: the same bits as ``direct``. With
+    ``combine="per_node"`` one partial sum per node returns, rounded to the dtype of tokens. Its bits depend only on
+    which node has which expert: no overlap changes them.
     """
 
     node_dispatch: Literal["direct", "once"] = Field("direct", description="one row per choice, or per node and token")
@@ -63,11 +63,11 @@ class _Messages(Declaration):
         )
 
     def crosses_once(self, num_nodes: int) -> bool:
-        """Returns whether a token crosses to each of ``num_nodes`` once; from the only one there is none."""
+        """Returns whether a token crosses to each of ``num_nodes`` once; False for a single node."""
         return num_nodes > 1 and self.node_dispatch == "once"
 
     def sums_by_node(self, num_nodes: int) -> bool:
-        """Returns whether sums come home from ``num_nodes``."""
+        """Returns whether sums return from each of ``num_nodes``, instead of all results."""
         return num_nodes > 1 and self.combine == "per_node"
 
 
@@ -201,7 +201,7 @@ class MegaKernel(Declaration):
         return False
 
     def sums_by_node(self, num_nodes: int) -> bool:
-        """Returns False: every row comes home."""
+        """Returns False: every result returns."""
         return False
 
     @model_validator(mode="after")

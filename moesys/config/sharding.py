@@ -88,8 +88,8 @@ class Fsep(Declaration):
     slots by all-to-all, so the layout may change every micro-batch.
 
     ``reshard_after_forward`` frees restored experts after forward and restores them again for backward (ZeRO-3);
-    without it they are kept. ``delay_reshard`` sends gradients home behind the backward of the layer before. Slots are
-    given as a number or as memory: ``slots_per_rank`` or ``slot_gb_per_rank``.
+    without it they are kept. ``delay_reshard`` sends gradients to their owners during the backward of the layer before.
+    Slots are given as a number or as memory: ``slots_per_rank`` or ``slot_gb_per_rank``.
     """
 
     kind: Literal["fsep"] = "fsep"
@@ -117,7 +117,7 @@ class Fsep(Declaration):
 
     @property
     def flat(self) -> bool:
-        """Whether every slice goes straight from its owner to its holder, and its gradient straight home."""
+        """Whether every slice is sent directly from its owner to its holder, and its gradient directly back."""
         return self.restore == self.reshard == "flat"
 
 
