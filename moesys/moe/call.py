@@ -126,7 +126,7 @@ class LayerCall:
 
     def restore_ahead(self) -> None:
         """Starts the transfer of this call's experts for its backward, if the masters of its forward are at hand."""
-        if not self._computed and self._lent is None and self.store.masters.at_hand:
+        if not self._computed and self.store.masters.at_hand:
             self.restore()
 
     def wait_for_experts(self) -> RestoredExperts:
@@ -270,7 +270,7 @@ class RoutedExperts(torch.autograd.Function):
             transfer = store.start_reshard(grads_DP, call.layout, call.generation, masters[0].dtype)
             leaf = ctx.next_functions[2 + wanted.index(True)][0]
             # Delayed gradients are in no graph, so none is delayed where gradients may be differentiated.
-            may_delay = store.delay_reshard and store.masters.may_delay and not ctx.creates_graph
+            may_delay = store.delay_reshard and not ctx.creates_graph
             late = may_delay and _reaches_grad(leaf) and lookahead.delay(store, transfer)
             if store.delay_reshard:
                 store.masters.expect_gradient(late=late)

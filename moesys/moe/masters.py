@@ -159,11 +159,6 @@ class Masters(ABC):
         """True if the tensors that ``differentiable`` returned last are computed from parameters."""
         return False
 
-    @property
-    def may_delay(self) -> bool:
-        """True if ``accumulate_gradient`` is possible."""
-        return True
-
     @abstractmethod
     def differentiable(self) -> tuple[Tensor, ...]:
         """Returns the tensors for which backward computes gradients."""

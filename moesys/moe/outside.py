@@ -165,10 +165,6 @@ class OutsideMasters(Masters):
     def computed(self) -> bool:
         return self._computed
 
-    @property
-    def may_delay(self) -> bool:
-        return self._outside.add_gradients is not None
-
     def differentiable(self) -> tuple[Tensor, ...]:
         tensors = self._tensors(self._outside.read())
         self._computed, self._device = _are_computed(tensors), tensors[0].device
