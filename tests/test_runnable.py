@@ -7,8 +7,7 @@ import pytest
 
 import moesys as ms
 from moesys.balance.plan import LayerPlan, StepPlan, out_of_rows, plan_layer, why_not
-from moesys.limits import out_of_memory, rank_memory
-from moesys.overlap.device_split import require_rows
+from moesys.limits import out_of_memory, rank_memory, too_many_rows
 
 MODEL = ms.ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, dtype="bfloat16")
 EP = ms.Strategy(name="ep")
@@ -45,10 +44,7 @@ def test_rows_are_refused_where_the_layer_refuses_and_in_its_words(cap):
     skewed = plan(cluster, strategy, skewed=True)
     reason = out_of_rows(strategy, MODEL, [plan(cluster), skewed])
     assert bool(reason) == (cap < 4)
-    if reason:
-        with pytest.raises(ValueError, match="more than rows_cap") as error:
-            require_rows(strategy.overlap, skewed.tokens, 16, 2)
-        assert str(error.value) == reason
+    assert reason == too_many_rows(strategy.overlap, skewed.tokens, 16, 2)
     assert out_of_rows(EP, MODEL, [skewed]) == ""
 
 

@@ -14,20 +14,10 @@ from moesys.config.overlap import MegaKernel
 from moesys.frames import call_mismatch
 from moesys.kernels.split.tables import SplitTables, entries_of, keep_within, tables_of
 from moesys.kernels.symmetric.counts import ReceivedCounts
-from moesys.layout import ExpertLayout, TokenPlan
-from moesys.limits import too_many_rows, too_many_words
+from moesys.layout import ExpertLayout
+from moesys.limits import too_many_words
 from moesys.load import IntArray
 from moesys.overlap.routes import no_expert
-
-
-def require_rows(
-    overlap: MegaKernel, plan: TokenPlan, most_tokens: int, top_k: int, members: Sequence[int] | None = None
-) -> None:
-    """Raises ValueError where a rank would get more rows than ``overlap.rows_cap``, times the ``most_tokens`` · K
-    choices of any rank, allows. ``members``: the ranks of the plan, as errors name them.
-    """
-    if words := too_many_rows(overlap, plan, most_tokens, top_k, members):
-        raise ValueError(words)
 
 
 def room_for_rows(overlap: MegaKernel, most_tokens: int, top_k: int, num_ranks: int) -> int:

@@ -53,9 +53,10 @@ from moesys.kernels.mega.tasks import TaskTime, TaskTimes
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts
 from moesys.kernels.symmetric.heap import ArenaLayout, Heap, require_no_capture
 from moesys.layout import ExpertLayout, TokenPlan
+from moesys.limits import too_many_rows
 from moesys.load import IntArray
 from moesys.overlap.comm.record import Recorder, SpanRecord, stage
-from moesys.overlap.device_split import DeviceSplit, PendingPlan, RowLimit, device_split, require_rows, room_for_rows
+from moesys.overlap.device_split import DeviceSplit, PendingPlan, RowLimit, device_split, room_for_rows
 from moesys.overlap.exact_sum import BlockSums
 from moesys.overlap.executor import (
     DeviceLaunch,
@@ -213,7 +214,8 @@ def plan_mega(
     would change bits.
     """
     device = expert_TK.device
-    require_rows(overlap, plan, most_tokens, model.top_k, heaps.members)
+    if words := too_many_rows(overlap, plan, most_tokens, model.top_k, heaps.members):
+        raise ValueError(words)
     replicas = replicas_of(plan.layout, rank, device)
     blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), device)
     blocks.require_warpgroups(getattr(torch, model.dtype), device)
