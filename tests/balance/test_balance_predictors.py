@@ -54,18 +54,6 @@ def test_ema_weighs_by_powers_of_decay_in_256ths_of_a_token():
     assert predicted(Ema(decay=0.0), THREE).tokens_RE.tolist() == [[256 * 16, 0, 256 * 33]]
 
 
-def test_a_short_ema_is_not_drawn_to_its_first_load():
-    first, second = LoadMatrix([[1000, 0]]), LoadMatrix([[0, 1000]])
-    old, new = predicted(Ema(decay=0.99), [first, second]).tokens_RE[0] / 256
-    assert (old, new) == (pytest.approx(1000 * 0.99 / 1.99, abs=0.01), pytest.approx(1000 / 1.99, abs=0.01))
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.999, 1 - 2**-40])
-def test_ema_of_a_constant_load_is_that_load(decay):
-    load = LoadMatrix([[3, 0], [1, 2**40]])
-    np.testing.assert_array_equal(predicted(Ema(decay=decay), [load] * 60).tokens_RE, 256 * load.tokens_RE)
-
-
 @given(
     decay=st.floats(0, 0.999),
     steps=st.integers(1, 80),

@@ -1,7 +1,5 @@
 """What every split promises, and that FlowSplit is exact."""
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 from balance_cases import instances, layouts, zipf_load
@@ -76,16 +74,6 @@ def test_even_split_by_hand():
     assert turned.tokens_RER[0, 0].tolist() == [3, 4, 0, 0]
 
 
-def test_even_split_of_a_source_without_a_replica_on_its_node_goes_over_all_slots():
-    cluster = ClusterSpec(num_nodes=3, ranks_per_node=1)
-    layout = ExpertLayout([[1, 1], [0, 0], [0, 1]], num_experts=2)
-    plans = [
-        split_tokens(LoadMatrix([[8, 0], [0, 0], [0, 0]]), layout, cluster, EvenSplit(), turn) for turn in range(3)
-    ]
-    # slots of expert 0: two on rank 1, one on rank 2; 8 = 2 + 2 + 2 and two more, from slot `turn` on
-    assert [plan.tokens_RER[0, 0].tolist() for plan in plans] == [[0, 6, 2], [0, 5, 3], [0, 5, 3]]
-
-
 @given(data=st.data(), instance=instances(), turn=st.integers(0, 7))
 def test_even_split_agrees_with_its_definition(data, instance, turn):
     layout, load, node = data.draw(layouts(instance)), instance.load, instance.cluster.node_of_rank
@@ -141,20 +129,6 @@ def test_proportional_split_survives_loads_near_the_end_of_int64():
 # --- FlowSplit
 
 
-@pytest.mark.parametrize("traffic", ["fast", "exact"])
-@given(data=st.data(), instance=instances(max_ranks=6))
-def test_flow_split_reaches_the_bound_of_every_set_of_ranks(traffic, data, instance):
-    layout, load = data.draw(layouts(instance)), instance.load
-    plan = split_tokens(load, layout, instance.cluster, FlowSplit(traffic=traffic))
-    holds_RE, bound = layout.replicas_RE > 0, 0
-    for size in range(1, load.num_ranks + 1):
-        for ranks in combinations(range(load.num_ranks), size):
-            outside = np.setdiff1d(np.arange(load.num_ranks), ranks)
-            captive = load.tokens_E[~holds_RE[outside].any(axis=0)].sum()
-            bound = max(bound, -(-int(captive) // size))
-    assert plan.tokens_R.max() == min_max_load(load, layout) == bound
-
-
 @given(data=st.data(), instance=instances(max_ranks=4, max_experts=5, max_tokens=30))
 def test_flow_split_is_the_optimum_of_an_independent_solver(data, instance):
     """Three integer programs in turn: busiest rank, then tokens between nodes, then tokens between ranks."""
@@ -184,6 +158,7 @@ def test_flow_split_is_the_optimum_of_an_independent_solver(data, instance):
         assert solution.success
         optima.append(round(solution.fun))
         constraints.append(LinearConstraint(objective[None], -np.inf, optima[-1]))
+    assert min_max_load(load, layout) == optima[0]
     plan = split_tokens(load, layout, cluster, FlowSplit(traffic="exact"))
     moved = int(plan.tokens_RER.sum(axis=1)[~np.eye(load.num_ranks, dtype=bool)].sum())
     assert [plan.tokens_R.max(), plan.inter_node_tokens(tuple(node)), moved] == optima
@@ -247,27 +222,6 @@ def test_tokens_stay_in_their_domain_before_they_leave_it():
     layout = ExpertLayout([[1], [0], [0], [1], [0]], num_experts=2)
     plan = split_tokens(LoadMatrix([[6, 0], [0, 0], [3, 0], [0, 0], [3, 0]]), layout, cluster, FlowSplit())
     assert plan.entries.tolist() == [[0, 0, 1, 4], [0, 0, 2, 1], [0, 0, 4, 1], [2, 0, 2, 3], [4, 0, 4, 3]]
-
-
-def test_flow_split_by_hand():
-    """Rank 0 would be busiest by 6; two tokens of its node's expert 0 leave for rank 2, no more and no less."""
-    cluster = ClusterSpec(num_nodes=2, ranks_per_node=(2, 1))
-    layout = ExpertLayout([[0, 1], [2, -1], [0, -1]], num_experts=3)
-    load = LoadMatrix([[4, 2, 0], [0, 0, 4], [2, 0, 0]])
-    plan = split_tokens(load, layout, cluster, FlowSplit())
-    assert plan.tokens_R.tolist() == [4, 4, 4]
-    assert plan.entries.tolist() == [[0, 0, 0, 2], [0, 0, 2, 2], [0, 1, 0, 2], [1, 2, 1, 4], [2, 0, 2, 2]]
-
-
-def test_flow_split_balances_a_layout_planned_for_another_load_better_than_even_split():
-    cluster = ClusterSpec(num_nodes=4, ranks_per_node=8)
-    layout = plan_layout(zipf_load(32, 128, 1.0), cluster, Greedy(), 5)
-    now = zipf_load(32, 128, 1.0, tokens_per_rank=1000)
-    flow, proportional, even = (
-        split_tokens(now, layout, cluster, config).max_over_mean
-        for config in (FlowSplit(), Proportional(), EvenSplit())
-    )
-    assert flow < 1.01 < proportional < even
 
 
 def test_min_max_load_refuses_a_load_of_other_ranks():

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesys.balance.eplb import Eplb
-from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.greedy.greedy import Greedy
@@ -226,9 +225,3 @@ def test_rooms_whose_products_do_not_fit_lose_the_hosts_bits():
     layout = ExpertLayout([[0, 1], [0, 2], [1, 2]], 3)
     load = LoadMatrix([[2**40 + 12345, 7, 2**33 + 1], [2**39 - 1, 2**38 + 3, 5], [11, 2**40 - 77, 3]])
     assert_shares_are_the_hosts(Proportional(), load, layout, ClusterSpec(ranks_per_node=3), 1)
-
-
-def test_what_devices_cannot_split_is_known():
-    assert all(config.on_device for config in (EvenSplit(), Proportional(), FlowSplit()))
-    for config in (FlowSplit(traffic="exact"), FlowSplit(max_inter_node=0.5)):
-        assert not config.on_device

@@ -54,16 +54,6 @@ def test_replicas_are_as_many_as_asked_for_and_stay_where_they_may(instance, lea
     assert searched.num_duplicates == 0
 
 
-def test_domains_smaller_than_nodes_hold_all_replicas_of_an_expert():
-    cluster = ClusterSpec(num_nodes=2, ranks_per_node=4, ranks_per_domain=2)
-    layout = plan_layout(zipf_load(8, 12, 1.0), cluster, Greedy(min_replicas=2, replicas_within="domain"), 4)
-    domain_R = np.array(cluster.domain_of_rank)
-    for expert in range(12):
-        holders = np.flatnonzero(layout.replicas_RE[:, expert])
-        assert len(holders) == 2
-        assert len(set(domain_R[holders])) == 1
-
-
 # --- quality
 
 
@@ -244,19 +234,6 @@ def test_whatever_was_in_force_promises_are_kept(instance, within, budget, befor
             assert len(set(place_R[layout.replicas_RE[:, expert] > 0])) == 1
     if isinstance(before, Greedy) and budget is not None:
         assert num_moves(first.replicas_RE, layout.replicas_RE) <= budget
-
-
-def test_unequal_slots_do_not_mix_the_domains_of_a_node():
-    cluster, broken = ClusterSpec(num_nodes=2, ranks_per_node=4, ranks_per_domain=2), 0
-    domain_R = np.array(cluster.domain_of_rank)
-    for seed in range(60):
-        rng = np.random.default_rng(seed)
-        slots, num_experts = rng.integers(1, 4, 8).tolist(), 6
-        first, later = (LoadMatrix(rng.integers(0, 90, (8, num_experts))) for _ in range(2))
-        before = plan_layout(first, cluster, Static(), slots)
-        after = plan_layout(later, cluster, Greedy(replicas_within="domain"), slots, previous=before)
-        broken += any(len(set(domain_R[after.replicas_RE[:, expert] > 0])) != 1 for expert in range(num_experts))
-    assert broken == 0
 
 
 def test_more_effort_never_costs_more():

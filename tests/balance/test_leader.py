@@ -173,26 +173,6 @@ def test_layouts_are_judged_with_the_late_slots_that_the_micro_batch_fills(shard
     assert set(split_costs.dispatcher.signatures) == known
 
 
-@pytest.mark.parametrize("sharding", LATE.values(), ids=LATE)
-def test_experts_that_come_late_are_priced_apart_from_early_ones(sharding: Sharding) -> None:
-    """Two layouts with as many experts on each rank, of which one has one of them late."""
-    of = strategy(sharding).replace(late_slots=1)
-    slots_R = of.early_slots(MODEL, CLUSTER)
-    load = LoadMatrix(loads(0, 1, 0.0)[0])
-    problem = PlanningProblem.of_layout(load, CLUSTER, slots_R, MODEL, None, of)
-    early_RS = plan_layout(load, CLUSTER, "static", slots_R).expert_RS
-    early_RS = np.pad(early_RS, ((0, 0), (0, 1)), constant_values=EMPTY)
-    late_RS = early_RS.copy()
-    late_RS[-1, -1], late_RS[-1, slots_R[-1] - 1] = late_RS[-1, slots_R[-1] - 1], EMPTY
-    prices = prices_of(MODEL, CLUSTER, load.total, of.overlap)
-    for expert_RS in (early_RS, late_RS):
-        layout = ExpertLayout(expert_RS, MODEL.num_experts)
-        beside, gradients = with_experts(prices, layout, MODEL, CLUSTER, sharding, late_slots=1)
-        found, its_gradients = leader._prices_of(problem, expert_RS, load.total)
-        assert its_gradients == gradients
-        assert all(np.array_equal(one, other) for one, other in zip(found, beside, strict=True))
-
-
 def test_what_was_remembered_with_other_late_slots_is_forgotten() -> None:
     of = strategy()
     *_, (problem, _, memory) = problems(loads(0, 3, 0.2), of)
@@ -211,44 +191,6 @@ def test_a_jump_costs_as_much_whatever_the_unit_of_the_predicted_load(monkeypatc
         Greedy().plan(one)
     assert noted[0].any()
     assert (noted[0] == noted[1]).all()
-
-
-def test_a_layout_is_kept_until_another_is_cheaper_on_the_remembered_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept then costs the remembered loads no more once neighbours were tried, and often less."""
-    layouts, climbed, planned, kept_RS, changes = leader._layouts, leader._climbed, [], None, 0
-    chosen: list[np.ndarray] = []
-    gains: list[int] = []
-
-    def watched(problem: PlanningProblem, before_RS: np.ndarray, num_plans: int) -> np.ndarray:
-        after_RS = climbed(problem, before_RS, num_plans)
-        both = np.stack([before_RS, after_RS])
-        costs_2 = np.sum([leader._costs(problem, batch.load, both) for batch in problem.recent], axis=0)
-        chosen.append(before_RS)
-        gains.append(int(costs_2[0] - costs_2[1]))
-        return after_RS
-
-    monkeypatch.setattr(leader, "_climbed", watched)
-    monkeypatch.setattr(leader, "_layouts", lambda *given: planned.append(layouts(*given)) or planned[-1])
-    for problem, _, _ in problems(loads(1, 36, 0.4), strategy()):
-        candidates, layouts_CRS = planned[-1]
-        if leader.KEPT not in candidates:
-            continue
-        *others, climbed_RS = layouts_CRS
-        now_RS = chosen[-1]
-        if kept_RS is not None:
-            known = np.stack([now_RS, kept_RS, *others])
-            costs_of_each = [leader._costs(problem, batch.load, known) for batch in problem.recent]
-            cost_C = sum(np.array(costs) / sum(costs[1:]) for costs in costs_of_each)
-            if (now_RS != kept_RS).any():
-                assert cost_C[0] < 0.99001 * cost_C[1]
-                assert cost_C[0] == pytest.approx(min(cost_C), rel=1e-4)
-                changes += 1
-            elif len(planned) <= leader.FIRST_PLANS:
-                assert 0.98999 * cost_C[1] <= min(cost_C)
-        kept_RS = climbed_RS
-    assert changes > 2
-    assert min(gains) >= 0
-    assert sum(gain > 0 for gain in gains) > len(gains) // 4
 
 
 @pytest.mark.parametrize(
