@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_references import combine_reference, route_reference
-from test_grouped_gemm import HALF, every_dtype
+from expert_rows import EDGES, HALF, Edge, every_dtype, rows_of
+from kernel_references import combine_reference
 from torch import Tensor
 
 from moesys.kernels.experts import token_rows
 from moesys.kernels.experts.token_rows import combine
 
-# Each case says which edge it is: (T, K, G, H, probability that a choice is dropped).
 CASES = {
-    "one token": (1, 2, 3, 24, 0.0),
-    "no tokens": (0, 2, 3, 24, 0.0),
-    "one column": (5, 2, 3, 1, 0.0),
-    "one choice": (6, 1, 3, 16, 0.0),
-    "every expert chosen": (4, 5, 5, 16, 0.0),
-    "more choices than rows in flight": (3, 11, 11, 16, 0.2),
-    "odd width": (7, 3, 8, 37, 0.3),
-    "several programs a token": (2, 2, 4, 1061, 0.3),
-    "everything dropped": (5, 2, 3, 16, 1.0),
+    **EDGES,
+    "more choices than rows in flight": Edge([[*range(10), -1]] * 3, tuple(range(11))),
+    "several programs a token": Edge([[0, 2], [1, -1]], H=1061),
 }
 
 
-def operands(T: int, K: int, G: int, H: int, dropped: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, row, weight); rows that no choice has are NaN, and so are weights of dropped choices."""
-    generator = torch.Generator().manual_seed(T * 1000 + K * 100 + H)
-    group_TK = torch.rand(T, G, generator=generator).argsort(1)[:, :K]
-    group_TK = torch.where(torch.rand(T, K, generator=generator) < dropped, -1, group_TK)
-    routing = route_reference(group_TK, G)
-    y_PH = torch.randn(T * K, H, generator=generator).to(dtype)
-    y_PH[int(routing.first_G1[-1]) :] = torch.nan
-    weight_TK = torch.rand(T, K, generator=generator)
-    return y_PH, routing.row_TK, torch.where(routing.row_TK < 0, torch.nan, weight_TK)
+def operands(edge: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    given = rows_of(CASES[edge], dtype)
+    return given.y_PH, given.routing.row_TK, given.weight_TK
 
 
 @pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "sum"])
 @every_dtype
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_agrees_with_float64(case: tuple, dtype: torch.dtype, weighted: bool) -> None:
-    y_PH, row_TK, weight_TK = operands(*case, dtype)
+@pytest.mark.parametrize("edge", CASES)
+def test_agrees_with_float64(edge: str, dtype: torch.dtype, weighted: bool) -> None:
+    y_PH, row_TK, weight_TK = operands(edge, dtype)
     weight = weight_TK if weighted else None
     out_TH = combine(y_PH, row_TK, weight, dtype)
     kept_TK = row_TK >= 0
@@ -79,13 +65,13 @@ def test_the_sum_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_the_result_may_have_another_dtype() -> None:
-    y_PH, row_TK, weight_TK = operands(5, 2, 3, 16, 0.2, torch.bfloat16)
+    y_PH, row_TK, weight_TK = operands("dropped choices", torch.bfloat16)
     out_TH = combine(y_PH, row_TK, weight_TK, torch.float32)
     assert torch.equal(out_TH.bfloat16(), combine(y_PH, row_TK, weight_TK, torch.bfloat16))
 
 
 def test_columns_of_a_program_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    y_PH, row_TK, weight_TK = operands(6, 3, 5, 70, 0.2, torch.bfloat16)
+    y_PH, row_TK, weight_TK = operands("several programs a token", torch.bfloat16)
     together = combine(y_PH, row_TK, weight_TK, torch.bfloat16)
     for columns in (16, 64):
         monkeypatch.setattr(token_rows, "MOST_COLUMNS", columns)

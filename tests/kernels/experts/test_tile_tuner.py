@@ -193,11 +193,6 @@ def test_two_writers_lose_nothing() -> None:
     assert [path.suffix for path in sorted(cache_file(GPU).parent.iterdir())] == [".json", ".lock"]
 
 
-def test_blocks_round_trip_as_json() -> None:
-    blocks = blocks_for(SHAPE)
-    assert TileConfigs.from_json(blocks.to_json()) == blocks
-
-
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"up": {"height": 3}}', '{"across": {"rows": 64}}', '{"up": {"warps": 8.0}}']
 )

@@ -2,161 +2,78 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
-from kernel_references import activation_reference, route_reference, tile_table_reference, up_reference
-from test_grouped_gemm import BLOCK, HALF, OTHER_BLOCKS, assert_close, by_tma, every_dtype
+from expert_rows import (
+    BLOCK,
+    EDGES,
+    HALF,
+    OTHER_BLOCKS,
+    Rows,
+    assert_close,
+    by_tma,
+    every_dtype,
+    not_read_by_tma,
+    read_by_tma,
+    rows_of,
+)
+from kernel_references import activation_reference, up_reference
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.up import up
-from moesys.kernels.routing import SortedRouting
 
 
-class Shape(NamedTuple):
-    """T tokens, H hidden, I width, G groups, K choices; what is chosen; and which matrix each group uses."""
-
-    T: int = 21
-    H: int = 40
-    I: int = 24
-    G: int = 4
-    K: int = 2
-    choices: str = "any"
-    matrices: tuple[int, ...] | None = None
+def results(given: Rows, block: TileConfig = BLOCK) -> tuple[Tensor, Tensor]:
+    """(h, a) of rows of groups alone."""
+    _, tiles, matrix_G = given.groups(block)
+    operands = (given.x_TH, given.gate_up_EUH, given.routing, tiles, matrix_G, given.top_k)
+    h_PU, a_PI = up(*operands, given.activation, block)
+    assert (h_PU.shape, a_PI.shape) == (given.h_PU.shape, given.a_PI.shape)
+    return h_PU[: given.num_rows], a_PI[: given.num_rows]
 
 
-EDGES = {
-    "nothing a multiple of anything": Shape(T=37, H=51, I=27, G=5, K=3),
-    "everything whole tiles": Shape(T=16, H=64, I=32, G=2, K=2),
-    "one token": Shape(T=1),
-    "no token": Shape(T=0),
-    "one choice, fewer rows than a tile": Shape(T=3, K=1),
-    "each token to every group": Shape(G=3, K=3),
-    "empty groups": Shape(G=7, choices="odd groups"),
-    "all to one group": Shape(T=40, K=1, choices="last group"),
-    "dropped choices": Shape(choices="some dropped"),
-    "all dropped": Shape(choices="all dropped"),
-    "replicas": Shape(matrices=(1, 0, 1, 2)),
-    "width of one": Shape(I=1),
-    "hidden of one": Shape(H=1),
-}
-
-
-class Case(NamedTuple):
-    x_TH: Tensor
-    gate_up_EUH: Tensor
-    routing: SortedRouting
-    matrix_G: Tensor
-    K: int
-    activation: str
-
-    def up(self, block: TileConfig = BLOCK) -> tuple[Tensor, Tensor]:
-        tiles = tile_table_reference(self.routing.first_G1, self.routing.entry_P.numel(), block.rows)
-        return up(
-            self.x_TH,
-            self.gate_up_EUH,
-            self.routing,
-            tiles,
-            self.matrix_G,
-            self.K,
-            self.activation,
-            block,
-        )
-
-    def rows(self) -> int:
-        return int(self.routing.first_G1[-1])
-
-
-def case(shape: Shape, dtype: torch.dtype, activation: str = "swiglu") -> Case:
-    generator = torch.Generator().manual_seed(shape.T)
-    T, H, G, K = shape.T, shape.H, shape.G, shape.K
-    group_TK = torch.rand(T, G, generator=generator).argsort(dim=1)[:, :K]
-    if shape.choices == "odd groups":
-        group_TK = group_TK % (G // 2) * 2 + 1
-    elif shape.choices == "last group":
-        group_TK = torch.full_like(group_TK, G - 1)
-    elif shape.choices == "some dropped":
-        group_TK = torch.where(torch.rand(T, K, generator=generator) < 0.3, G, group_TK)
-        group_TK[0] = -1
-    elif shape.choices == "all dropped":
-        group_TK = torch.full_like(group_TK, G)
-    matrices = shape.matrices or tuple(reversed(range(G)))
-    U = shape.I * (2 if GATED[activation] else 1)
-    x_TH = torch.randn(T, H, generator=generator).to(dtype)
-    gate_up_EUH = (torch.randn(max(matrices) + 1, U, H, generator=generator) / H**0.5).to(dtype)
-    matrix_G = torch.tensor(matrices, dtype=torch.int32)
-    return Case(x_TH, gate_up_EUH, route_reference(group_TK, G), matrix_G, K, activation)
-
-
-def check(case: Case, h_PU: Tensor, a_PI: Tensor) -> None:
-    rows = case.rows()
-    reference = up_reference(
-        case.x_TH.double(), case.gate_up_EUH.double(), case.routing, case.matrix_G, case.K, case.activation
-    )
-    assert h_PU.dtype == a_PI.dtype == case.x_TH.dtype
-    assert h_PU.shape == reference[0].shape
-    assert a_PI.shape == reference[1].shape
-    assert_close(h_PU[:rows], reference[0][:rows])
+def check(given: Rows, block: TileConfig = BLOCK) -> None:
+    h_PU, a_PI = results(given, block)
+    operands = (given.x_TH.double(), given.gate_up_EUH.double(), given.routing, given.matrix_G, given.top_k)
+    assert_close(h_PU, up_reference(*operands, given.activation)[0][: given.num_rows], given.x_TH.dtype)
     # of the rounded h, so that the comparison has one rounding in it
-    assert_close(a_PI[:rows], activation_reference(h_PU[:rows].float(), case.activation).double())
+    assert_close(a_PI, activation_reference(h_PU.float(), given.activation).double(), given.x_TH.dtype)
 
 
 @every_dtype
-@pytest.mark.parametrize("shape", EDGES.values(), ids=EDGES)
-def test_edges(shape: Shape, dtype: torch.dtype) -> None:
-    edge = case(shape, dtype)
-    check(edge, *edge.up())
+@pytest.mark.parametrize("edge", EDGES)
+def test_edges(edge: str, dtype: torch.dtype) -> None:
+    check(rows_of(edge, dtype))
 
 
 @every_dtype
 @pytest.mark.parametrize("activation", GATED)
 def test_activations(activation: str, dtype: torch.dtype) -> None:
-    any_case = case(Shape(), dtype, activation)
-    check(any_case, *any_case.up())
+    check(rows_of("odd widths", dtype, activation))
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(T=30, I=21),
-        EDGES["everything whole tiles"],
-        EDGES["replicas"],
-        EDGES["no token"],
-        EDGES["dropped choices"],
-    ],
-    ids=["a width no multiple of the tile", "whole tiles", "replicas", "no token", "dropped choices"],
-)
+@read_by_tma
 @by_tma
-def test_operands_by_tma(block: TileConfig, shape: Shape, activation: str, dtype: torch.dtype) -> None:
-    some = case(shape, dtype, activation)
-    check(some, *some.up(block))
+def test_operands_by_tma(block: TileConfig, edge: str, activation: str, dtype: torch.dtype) -> None:
+    check(rows_of(edge, dtype, activation), block)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [(EDGES["nothing a multiple of anything"], torch.bfloat16), (Shape(), torch.float32)],
-    ids=["rows that TMA cannot read", "float32"],
-)
+@not_read_by_tma
 @by_tma
-def test_what_tma_cannot_read_comes_by_pointers(block: TileConfig, shape: Shape, dtype: torch.dtype) -> None:
-    some = case(shape, dtype)
-    rows = some.rows()
-    for expected, found in zip(some.up(), some.up(block), strict=True):
-        assert torch.equal(found[:rows], expected[:rows])
+def test_what_tma_cannot_read_comes_by_pointers(block: TileConfig, edge: str, dtype: torch.dtype) -> None:
+    given = rows_of(edge, dtype)
+    assert all(map(torch.equal, results(given), results(given, block)))
 
 
 @every_dtype
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_tiles_change_no_bit(activation: str, dtype: torch.dtype) -> None:
     """Nor does a second run."""
-    some = case(Shape(T=37, choices="some dropped"), dtype, activation)
-    rows = some.rows()
-    expected = some.up()
+    given = rows_of("dropped choices", dtype, activation)
+    expected = results(given)
     for block in OTHER_BLOCKS:
-        for actual, first in zip(some.up(block), expected, strict=True):
-            assert torch.equal(actual[:rows], first[:rows]), block
+        assert all(map(torch.equal, results(given, block), expected)), block

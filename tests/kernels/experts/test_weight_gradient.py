@@ -6,13 +6,12 @@ from typing import Literal, NamedTuple
 
 import pytest
 import torch
+from expert_rows import EDGES, HALF, every_dtype, rows_of
 from kernel_references import groups_by_size_reference, route_reference, weight_gradient_reference
-from test_grouped_gemm import HALF, every_dtype
 from torch import Tensor
 
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
-from moesys.kernels.routing import SortedRouting
 
 Side = Literal["left", "right"]
 BLOCK = TileConfig(rows=16, columns=32, contraction=16)
@@ -24,20 +23,6 @@ OTHER_BLOCKS = {
     "one program, rasters of one": TileConfig(rows=16, columns=32, contraction=16, raster=1, programs=1),
     "more programs than tiles": TileConfig(rows=32, columns=16, contraction=16, programs=99),
 }
-# Each case says which edge it is: (group of every choice, G, L, R).
-CASES = {
-    "one token": ([[1, 0]], 3, 20, 24),
-    "one choice": ([[t % 3] for t in range(20)], 3, 16, 32),
-    "every expert chosen": ([[0, 1, 2, 3]] * 7, 4, 16, 16),
-    "odd widths": ([[t % 2, 2] for t in range(19)], 3, 19, 37),
-    "one by one": ([[0], [1], [0]], 2, 1, 1),
-    "empty groups, first, between and last": ([[1, 3]] * 9, 5, 16, 24),
-    "all tokens to one group": ([[2]] * 50, 3, 16, 24),
-    "dropped choices": ([[t % 4 - 1, (t + 2) % 4] for t in range(21)], 3, 16, 24),
-    "everything dropped": ([[-1, 7]] * 5, 3, 20, 24),
-    "groups end with a step": ([[t // 16] for t in range(48)], 3, 16, 16),
-    "no tokens": ([], 2, 16, 16),
-}
 
 
 class Operands(NamedTuple):
@@ -48,18 +33,12 @@ class Operands(NamedTuple):
     gathered: Side
 
 
-def operands(case: tuple, dtype: torch.dtype, gathered: Side) -> Operands:
-    """Rows behind the last group are NaN."""
-    groups, G, L, R = case
-    group_TK = torch.tensor(groups).reshape(len(groups), -1 if groups else 2).long()
-    T, K = group_TK.shape
-    routing: SortedRouting = route_reference(group_TK, G)
-    generator = torch.Generator().manual_seed(T * 1000 + L * 10 + R)
-    left = torch.randn(T if gathered == "left" else T * K, L, generator=generator).to(dtype)
-    right = torch.randn(T if gathered == "right" else T * K, R, generator=generator).to(dtype)
-    (right if gathered == "left" else left)[int(routing.first_G1[-1]) :] = torch.nan
-    groups = OrderedGroups(routing.entry_P, routing.first_G1, groups_by_size_reference(routing.first_G1))
-    return Operands(left, right, groups, K, gathered)
+def operands(edge: str, dtype: torch.dtype, gathered: Side) -> Operands:
+    given = rows_of(edge, dtype)
+    first_G1 = given.routing.first_G1
+    groups = OrderedGroups(given.routing.entry_P, first_G1, groups_by_size_reference(first_G1))
+    sides = (given.dy_TH, given.a_PI) if gathered == "left" else (given.h_PU, given.x_TH)
+    return Operands(*sides, groups, given.top_k, gathered)
 
 
 def without_order(given: Operands) -> tuple:
@@ -84,9 +63,9 @@ def exact(given: Operands) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("gathered", ["left", "right"])
 @every_dtype
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_agrees_with_float64(case: tuple, dtype: torch.dtype, gathered: Side) -> None:
-    given = operands(case, dtype, gathered)
+@pytest.mark.parametrize("edge", EDGES)
+def test_agrees_with_float64(edge: str, dtype: torch.dtype, gathered: Side) -> None:
+    given = operands(edge, dtype, gathered)
     expected_GLR, magnitude_GLR = exact(given)
     out_GLR = weight_gradient(*given, BLOCK)
     assert out_GLR.dtype == torch.float32
@@ -103,20 +82,20 @@ def test_agrees_with_float64(case: tuple, dtype: torch.dtype, gathered: Side) ->
 @pytest.mark.parametrize("other", OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
 def test_tiles_and_programs_change_no_bit(other: TileConfig, dtype: torch.dtype) -> None:
     for gathered in ("left", "right"):
-        given = operands(CASES["odd widths"], dtype, gathered)
+        given = operands("odd widths", dtype, gathered)
         assert torch.equal(weight_gradient(*given, other), weight_gradient(*given, BLOCK))
 
 
 @pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (2, 0, 4, 1, 3)], ids=["from behind", "mixed"])
 def test_the_order_of_groups_changes_no_bit(order: tuple[int, ...]) -> None:
-    given = operands(CASES["empty groups, first, between and last"], torch.float32, "left")
+    given = operands("empty groups, first, between and last", torch.float32, "left")
     other = given._replace(groups=given.groups._replace(order_G=torch.tensor(order, dtype=torch.int32)))
     assert torch.equal(weight_gradient(*other, BLOCK), weight_gradient(*given, BLOCK))
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=["float16", "bfloat16"])
 def test_a_result_in_16_bits_is_the_float32_sum_rounded_once(dtype: torch.dtype) -> None:
-    given = operands(CASES["dropped choices"], dtype, "right")
+    given = operands("dropped choices", dtype, "right")
     in_float32 = weight_gradient(*given, BLOCK)
     assert torch.equal(weight_gradient(*given, BLOCK, torch.empty_like(in_float32, dtype=dtype)), in_float32.to(dtype))
 
