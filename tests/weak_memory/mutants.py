@@ -14,10 +14,10 @@ import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from weak_cases import WeakCase, run_once
+from weak_cases import Shown, WeakCase, run_once
 
 from moesys.kernels.mega import arguments, exchange, mega_combine, mega_dispatch, push_rows, tasks
 from moesys.kernels.symmetric import counts, ordered_sum, pulls, signals
@@ -131,14 +131,6 @@ def _compiled(function: Any, source: str, first: str = "") -> Any:
     return found[function.fn.__name__]
 
 
-class Found(NamedTuple):
-    """In which case, after how many schedules, and what was seen first: by memory, and by what came of it."""
-
-    case: str = ""
-    by_memory: tuple[int, str] | None = None
-    by_result: tuple[int, str] | None = None
-
-
 class Hunt:
     """Finds mutants by cases in which their function is called."""
 
@@ -146,26 +138,16 @@ class Hunt:
         self._cases = cases
         self._calls = {name: _calls(case) for name, case in cases.items()}
 
-    def find(self, mutant: Mutant, seeds: int, seeds_of_case: int) -> Found:
-        """By ``seeds`` of each case, in turn, until one shows it; by as many of this one as it takes to see results."""
+    def find(self, mutant: Mutant, seeds: int) -> Shown | None:
+        """Returns what shows it first, by ``seeds`` of each case in turn."""
         named = f"{mutant.module}.{mutant.function}"
         cases = [name for name in self._cases if named in self._calls[name]]
-        tried = 0
         with mutated(mutant):
             for seed in range(seeds):
                 for name in cases:
-                    tried += 1
                     shown = run_once(self._cases[name], seed)
                     if shown.by_memory or shown.by_result:
-                        by_memory = (tried, shown.by_memory[0]) if shown.by_memory else None
-                        return Found(name, by_memory, self._result(name, seeds_of_case))
-        return Found()
-
-    def _result(self, name: str, seeds: int) -> tuple[int, str] | None:
-        for seed in range(seeds):
-            wrong = run_once(self._cases[name], seed).by_result
-            if wrong:
-                return seed + 1, wrong[0]
+                        return shown
         return None
 
 

@@ -1,4 +1,4 @@
-"""Shorter ways through Triton's interpreter for what kernels do most, with the same bits: a fifth of the time."""
+"""Shorter ways through Triton's interpreter for what kernels do most, with the same bits."""
 
 from __future__ import annotations
 
@@ -103,162 +103,12 @@ def _quick(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
     return quick
 
 
-def _plain(value: Any, dtype: Any) -> Any:
-    """``value`` as numpy's of ``dtype``, None where that takes more than a cast between integers."""
-    if isinstance(value, constexpr):
-        value = value.value
-    if type(value) is tensor:
-        if value.dtype == dtype:
-            return value.handle.data
-        if value.dtype.name in INTEGERS and dtype.name in INTEGERS:
-            return value.handle.data.astype(INTEGERS[dtype.name])
-    elif dtype.name in NUMBERS and type(value) in (int, float) and (type(value) is int or dtype is tl.float32):
-        return NUMBERS[dtype.name](value)
-    elif value == 0 and type(value) in (int, float):
-        return _numpy_dtype(dtype).type(0)
-    return None
-
-
-def _quick_load(usual: Callable[..., Any]) -> Callable[..., Any]:
-    def load(pointer: Any, mask: Any = None, other: Any = None, **options: Any) -> Any:
-        if not options and type(pointer) is tensor and type(pointer.dtype) is tl.pointer_type:
-            kind, address = pointer.dtype.element_ty, pointer.handle.data
-            default = _plain(0 if other is None else other, kind)
-            if default is not None and kind is not tl.int1:
-                kept = _kept(mask, address)
-                if address.shape != kept.shape:
-                    address = np.broadcast_to(address, kept.shape)
-                default = np.asarray(default, _numpy_dtype(kind)) if mask is None else _filled(default, kept, kind)
-                handles = _handle(address, pointer.dtype), _handle(kept, tl.int1), _handle(default, kind)
-                found = interpreter.interpreter_builder.create_masked_load(*handles, None, False)
-                return _tensor(found.data, kind, pointer.type.is_block())
-        return usual(pointer, mask=mask, other=other, **options)
-
-    return load
-
-
-def _quick_store(usual: Callable[..., Any]) -> Callable[..., Any]:
-    def store(pointer: Any, value: Any, mask: Any = None, **options: Any) -> Any:
-        if not options and type(pointer) is tensor and type(pointer.dtype) is tl.pointer_type:
-            kind, address = pointer.dtype.element_ty, pointer.handle.data
-            data = _plain(value, kind)
-            if data is not None and kind is not tl.int1:
-                kept = _kept(mask, address)
-                handles = _handle(address, pointer.dtype), _handle(np.broadcast_to(data, kept.shape), kind)
-                return interpreter.interpreter_builder.create_masked_store(*handles, _handle(kept, tl.int1), None)
-        return usual(pointer, value, mask=mask, **options)
-
-    return store
-
-
-def _kept(mask: Any, address: np.ndarray) -> np.ndarray:
-    if isinstance(mask, constexpr):
-        mask = mask.value
-    if mask is None:
-        return _all(address.shape)
-    data = mask.handle.data if type(mask) is tensor else np.bool_(mask)
-    if data.shape == address.shape:
-        return data
-    return np.broadcast_to(data, np.broadcast_shapes(address.shape, data.shape))
-
-
-def _filled(default: Any, kept: np.ndarray, kind: Any) -> np.ndarray:
-    return np.full(kept.shape, default, _numpy_dtype(kind)) if np.ndim(default) == 0 else default
-
-
-@cache
-def _all(shape: tuple[int, ...]) -> np.ndarray:
-    return np.ones(shape, bool)
-
-
-def _quick_where(usual: Callable[..., Any]) -> Callable[..., Any]:
-    def where(condition: Any, x: Any, y: Any) -> Any:
-        kinds = [each.dtype for each in (x, y) if type(each) is tensor]
-        if type(condition) is tensor and condition.dtype is tl.int1 and kinds and kinds[0].name in NUMBERS:
-            chosen = [_plain(each, kinds[0]) for each in (x, y) if type(each) is not tensor or each.dtype is kinds[0]]
-            if len(chosen) == 2 and not any(each is None for each in chosen):
-                block = any(type(each) is tensor and each.type.is_block() for each in (condition, x, y))
-                return _tensor(np.where(condition.handle.data, *chosen), kinds[0], block)
-        return usual(condition, x, y)
-
-    return where
-
-
-def _quick_extreme(usual: Callable[..., Any], extreme: Callable[..., Any]) -> Callable[..., Any]:
-    def of_two(x: Any, y: Any, *args: Any, **options: Any) -> Any:
-        kinds = [each.dtype for each in (x, y) if type(each) is tensor]
-        if kinds and kinds[0].name in INTEGERS and not args and not options:
-            both = [_plain(each, kinds[0]) for each in (x, y) if type(each) is not tensor or each.dtype is kinds[0]]
-            if len(both) == 2 and not any(each is None for each in both):
-                block = any(type(each) is tensor and each.type.is_block() for each in (x, y))
-                return _tensor(extreme(*both), kinds[0], block)
-        return usual(x, y, *args, **options)
-
-    return of_two
-
-
-def _quick_item(usual: Callable[..., Any]) -> Callable[..., Any]:
-    def item(self: Any, places: Any) -> Any:
-        if self.type.is_block() and isinstance(places, tuple) and None in places:
-            places = [place.value if isinstance(place, constexpr) else place for place in places]
-            if all(place is None or place == slice(None) for place in places):
-                return _tensor(self.handle.data[tuple(places)], self.dtype, True)
-        return usual(self, places)
-
-    return item
-
-
-def _arange(start: Any, end: Any) -> Any:
-    start, end = (each.value if isinstance(each, constexpr) else each for each in (start, end))
-    return _tensor(np.arange(start, end, dtype=np.int32), tl.int32, True)
-
-
-def _quick_cast(usual: Callable[..., Any]) -> Callable[..., Any]:
-    def to(self: Any, dtype: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(dtype, constexpr):
-            dtype = dtype.value
-        if not args and not options and type(self) is tensor:
-            if dtype is self.dtype and dtype.name in NUMBERS:
-                return self
-            if dtype.name in INTEGERS and self.dtype.name in INTEGERS:
-                return _tensor(self.handle.data.astype(INTEGERS[dtype.name]), dtype, self.type.is_block())
-            if type(dtype) is tl.pointer_type and self.dtype.name == "int64":
-                return _tensor(self.handle.data.view(np.uint64), dtype, self.type.is_block())
-        return usual(self, dtype, *args, **options)
-
-    return to
-
-
-def _numpy_dtype(kind: Any) -> np.dtype:
-    return interpreter._get_np_dtype(kind)
-
-
-def _remembered(usual: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
-    def numpy_dtype(kind: Any) -> np.dtype:
-        found = kind.__dict__.get("_numpy")
-        if found is None:
-            found = kind._numpy = usual(kind)
-        return found
-
-    return numpy_dtype
-
-
 @contextmanager
 def quick_tensors() -> Iterator[None]:
     """Inside ``_patch_lang``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor, "__init__", _new_tensor)
-        patch.setattr(tensor, "to", _quick_cast(tensor.to))
-        patch.setattr(tensor, "__getitem__", _quick_item(tensor.__getitem__))
         patch.setattr(Handle, "__post_init__", lambda self: None)
-        patch.setattr(interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype))
-        for module in (tl, tl.core):
-            patch.setattr(module, "load", _quick_load(module.load))
-            patch.setattr(module, "store", _quick_store(module.store))
-            patch.setattr(module, "where", _quick_where(module.where))
-            patch.setattr(module, "minimum", _quick_extreme(module.minimum, np.minimum))
-            patch.setattr(module, "maximum", _quick_extreme(module.maximum, np.maximum))
-            patch.setattr(module, "arange", _arange)
         for name in OPERATORS:
             patch.setattr(tensor, name, _quick(name, getattr(tensor, name)))
         yield
