@@ -73,13 +73,13 @@ def split(tokens_RE: Tensor, tables: SplitTables, turn: int | Tensor = 0, phases
         raise ValueError(f"phases={phases} leaves no push; use at least 1")
     tokens_RE, num_replicas = tokens_RE.contiguous(), len(tables.rank_P)
     turn_1, turn = (turn, 0) if isinstance(turn, Tensor) else (None, turn)
-    local = LocalTokens(*(tokens_RE.new_empty(num_replicas) for _ in LocalTokens._fields))
+    at_source = LocalTokens(*(tokens_RE.new_empty(num_replicas) for _ in LocalTokens._fields))
     quota_P = tokens_RE.new_empty(num_replicas)
     limit, converged = tokens_RE.new_empty(()), tokens_RE.new_empty((), dtype=torch.bool)
     of_ranks, of_replicas = lanes_of(num_ranks), lanes_of(num_replicas)
-    _share_out[(num_experts,)](tokens_RE, turn_1, turn, tables, local, num_ranks, num_experts, **of_ranks)
+    _share_out[(num_experts,)](tokens_RE, turn_1, turn, tables, at_source, num_ranks, num_experts, **of_ranks)
     alone = all_registers(of_replicas["num_warps"])
-    _push[(1,)](local, tables, quota_P, limit, converged, num_replicas, phases, **of_replicas, **alone)
+    _push[(1,)](at_source, tables, quota_P, limit, converged, num_replicas, phases, **of_replicas, **alone)
     return TensorPlan(fill_quotas(tokens_RE, quota_P, tables), limit, converged)
 
 
@@ -118,7 +118,7 @@ def _least(values, lane, first, last, widest):  # type: ignore[no-untyped-def]
 
 @kernel(do_not_specialize=["turn", "num_ranks", "num_experts"])
 def _share_out(  # type: ignore[no-untyped-def]
-    tokens_RE, turn_1, turn, tables, local, num_ranks, num_experts, LANES: tl.constexpr
+    tokens_RE, turn_1, turn, tables, at_source, num_ranks, num_experts, LANES: tl.constexpr
 ):
     """Computes ``LocalTokens``, with one program per expert and one lane per rank.
 
@@ -144,13 +144,13 @@ def _share_out(  # type: ignore[no-untyped-def]
     near = _share(supply - sum_of(own, first, last), sum_before(holds, first), tl.maximum(holders, 1), turn)
     away = tl.sum(tl.where(holders == 0, tokens, 0), 0)
     far = _share(away, tl.cumsum(holds, 0) - holds, tl.sum(holds, 0), turn)
-    tl.store(local.tokens_P + replica, own + near + far, mask=held)
-    tl.store(local.supply_P + replica, supply, mask=held)
+    tl.store(at_source.tokens_P + replica, own + near + far, mask=held)
+    tl.store(at_source.supply_P + replica, supply, mask=held)
 
 
 @kernel(do_not_specialize=["num_replicas", "phases"])
 def _push(  # type: ignore[no-untyped-def]
-    local, tables, quota_P, limit_1, converged_1, num_replicas, phases, LANES: tl.constexpr
+    at_source, tables, quota_P, limit_1, converged_1, num_replicas, phases, LANES: tl.constexpr
 ):
     """Finds, in one program with one replica per lane, quotas with the least load of the busiest rank, then little
     traffic.
@@ -177,8 +177,8 @@ def _push(  # type: ignore[no-untyped-def]
     widest_group = tl.max(group_last - group_first, 0) + 1
     widest_rank = tl.max(rank_last - rank_first, 0) + 1
 
-    supply = tl.load(local.supply_P + lane, mask=real, other=0)
-    tokens = tl.load(local.tokens_P + lane, mask=real, other=0)
+    supply = tl.load(at_source.supply_P + lane, mask=real, other=0)
+    tokens = tl.load(at_source.tokens_P + lane, mask=real, other=0)
     load = sum_of(tl.gather(tokens, by_rank, 0), rank_first, rank_last)
     here = sum_of(tokens, group_first, group_last)
     # The mean of all ranks that hold anything, and that of each expert's.
@@ -194,7 +194,7 @@ def _push(  # type: ignore[no-untyped-def]
         if busiest <= limit:
             # The least limit is known. Start again from the sources, now for the least traffic.
             crossing = crossing + CROSSING
-            tokens = tl.load(local.tokens_P + lane, mask=real, other=0)
+            tokens = tl.load(at_source.tokens_P + lane, mask=real, other=0)
             load = sum_of(tl.gather(tokens, by_rank, 0), rank_first, rank_last)
             here = sum_of(tokens, group_first, group_last)
         else:
