@@ -1,17 +1,13 @@
-"""The page of a watched training: its cells, curves and tables say what was written, and a browser shows it."""
+"""The page of a watched training: its cells, curves and tables say what was written."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +22,6 @@ from moesys.lab.show.pages import Bins, heat_map, watch_page
 from moesys.step_lines import write_spans
 from moesys.timeline import Span, Timeline
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None
-)
 HINT = re.compile(
     r'<rect class="hint" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"><title>([^<]*)</title></rect>'
 )
@@ -225,77 +218,3 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
     waiting = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert waiting.exit_code == 2
     assert "rank-0007.jsonl is no regular file" in waiting.stderr
-
-
-# --- in a browser ----------------------------------------------------------------------------------------------
-
-# Asks the browser what it drew, and leaves the answer in the page.
-PROBE = """<script>
-const of = (selector) => [...document.querySelectorAll(selector)];
-const box = (element) => element.getBoundingClientRect();
-const section = (title) => of("section").find((found) => found.querySelector("h2").textContent === title);
-const svgs = of("svg");
-const inside = of("svg text").every((element) => {
-  const a = box(element), b = box(element.ownerSVGElement);
-  return a.left >= b.left - 1 && a.right <= b.right + 1 && a.top >= b.top - 1 && a.bottom <= b.bottom + 1;
-});
-const map = section("Load by layer over steps").querySelector("image");
-const answer = {
-  svgs: svgs.length,
-  wide: svgs.every((svg) => box(svg).width > 700 && box(svg).height > 80),
-  map: [box(map).width, box(map).height],
-  text: getComputedStyle(of("svg text")[0]).fill,
-  paper: getComputedStyle(document.body).backgroundColor,
-  ink: getComputedStyle(document.body).color,
-  inside: inside,
-  scrolls: document.documentElement.scrollWidth > document.documentElement.clientWidth,
-  hints: map.ownerSVGElement.querySelectorAll(".hint").length,
-  hinted: (() => { const hint = map.ownerSVGElement.querySelectorAll(".hint")[7];
-    scrollTo(0, box(hint).top + scrollY - 100); const now = box(hint);
-    return document.elementFromPoint(now.left + now.width / 2, now.top + now.height / 2).textContent; })(),
-  requests: performance.getEntriesByType("resource").filter((found) => !found.name.startsWith("data:")).length,
-};
-const output = document.createElement("output");
-output.textContent = JSON.stringify(answer);
-document.body.append(output);
-</script>"""
-
-
-@pytest.fixture(scope="module", params=["light", "dark"])
-def shown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a browser says of a page, on light and on dark paper."""
-    if BROWSER is None:
-        pytest.skip("no browser here: apt-get install chromium-headless-shell")
-    folder = tmp_path_factory.mktemp("shown")
-    page = page_of(write_run(folder, num_steps=300, num_layers=12, num_ranks=2))
-    probed = folder / "probed.html"
-    probed.write_text(page.replace("</body>", PROBE + "</body>"), encoding="utf-8")
-    scheme = {"dark": 0, "light": 1}[request.param]
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    options += [f"--blink-settings=preferredColorScheme={scheme}", "--window-size=1000,800", "--dump-dom"]
-    done = subprocess.run(
-        [BROWSER, *options, probed.as_uri()], capture_output=True, text=True, timeout=120, check=True, encoding="utf-8"
-    )
-    (answer,) = re.findall(r"<output>(.*?)</output>", done.stdout)
-    return {"scheme": request.param, **json.loads(unescape(answer))}
-
-
-def test_a_browser_draws_the_page(shown: dict[str, Any]) -> None:
-    # Restored experts are the same in every step, which is a sentence.
-    assert shown["svgs"] == 6
-    assert shown["wide"]
-    assert min(shown["map"]) > 100
-    assert shown["inside"]
-    assert not shown["scrolls"]
-    assert shown["requests"] == 0
-    assert shown["hints"] == 12 * 160
-    assert shown["hinted"].startswith("layer 0, steps ")
-
-
-def test_ink_stands_out_from_the_paper(shown: dict[str, Any]) -> None:
-    def brightness(colour: str) -> float:
-        return sum(map(int, re.findall(r"\d+", colour)[:3])) / 765
-
-    paper, ink = brightness(shown["paper"]), brightness(shown["ink"])
-    assert shown["text"] == shown["ink"], "figures have the page's colour of text"
-    assert (paper > 0.9 and ink < 0.2) if shown["scheme"] == "light" else (paper < 0.2 and ink > 0.8)
