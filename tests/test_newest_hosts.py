@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from zipfile import ZipFile
 
 import newest_hosts
 import pytest
@@ -66,32 +65,3 @@ def test_what_broke_is_told_from_what_did_not(
     assert "1 passed, 0 failed" in capfd.readouterr().out
     # Of no tests, none can pass.
     assert main(tmp_path, "--host", "fakehost", "--", "-k", "other") == 1
-
-
-def wheel(folder: Path, name: str, source: str, needs: str = "") -> None:
-    """Writes a release 2.0 of a package that is one module."""
-    needs = f"Requires-Dist: {needs}\n" if needs else ""
-    files = {
-        f"{name}.py": source,
-        f"{name}-2.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.0\n{needs}",
-        f"{name}-2.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{name}-2.0.dist-info/RECORD": "",
-    }
-    with ZipFile(folder / f"{name}-2.0-py3-none-any.whl", "w") as archive:
-        for path, text in files.items():
-            archive.writestr(path, text)
-
-
-@pytest.mark.slow
-def test_releases_are_installed_where_this_torch_will_do(
-    hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    wheel(tmp_path, "fakehost", SOURCE, needs="torch>=2")
-    wheel(tmp_path, "greedyhost", "", needs="torch>=99")
-    assert main(tmp_path) == 1
-    told = capfd.readouterr().out.partition("\nhost ")[2].splitlines()
-    assert told[1].split() == ["fakehost", "none", "2.0", "1", "passed,", "1", "failed"]
-    assert told[2].split() == ["greedyhost", "none", "2.0", "not", "installed"]
-    assert "conflicting dependencies" in told[-1]
