@@ -56,10 +56,9 @@ aot: .venv/installed .venv/oldest-triton
 # Declarations, commands, planners, tables, figures and runs on two ranks, which most dependencies serve. Old releases
 # warn of newer ones that they depend on, and word and align the help differently.
 SUPPORTED = -n $(WORKERS) --dist loadfile --timeout 1200 -o filterwarnings= tests/test_command_line.py \
-	tests/test_compiled.py tests/test_config.py tests/test_experiment.py tests/balance tests/lab/commands \
+	tests/test_compiled.py tests/test_config.py tests/test_ways_out.py tests/balance tests/lab/commands \
 	tests/lab/runs tests/lab/show tests/moe/test_watch.py tests/tuner \
-	--deselect tests/test_command_line.py::test_help_is_whole_in_80_columns_and_its_examples_parse \
-	--deselect tests/test_command_line.py::test_a_bad_option_is_refused_in_a_line
+	--deselect tests/test_command_line.py::test_help_is_whole_in_80_columns_and_its_examples_parse
 WARM_UP = -c 'from moesys.balance.run_planner import warm_up; warm_up()'
 
 # The oldest release of each dependency that pyproject.toml allows, with the torch and the Triton of .venv.

@@ -254,8 +254,10 @@ def test_a_name_may_be_of_any_language(name):
     assert Strategy(name=name).name == ClusterSpec(name=name).name == name
 
 
-def test_a_name_that_was_recorded_before_names_were_checked_is_read():
+def test_names_and_seeds_that_were_recorded_before_they_were_checked_are_read():
     assert Strategy.model_validate({"name": "a\tb"}, context=RECORDED).name == "a\tb"
+    fields = {"name": "x", "model": MODEL, "cluster": CLUSTER, "strategies": (EP,), "workload": Generated()}
+    assert Experiment.model_validate(fields | {"seeds": (2**40,)}, context=RECORDED).seeds == (2**40,)
 
 
 def test_declarations_that_are_nested_too_deeply_are_refused():

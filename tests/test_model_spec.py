@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -108,83 +107,3 @@ def test_experts_are_those_of_the_presets(shape: ms.ModelShape, name: str) -> No
     assert isinstance(mlp, ms.models.MoeMlp)
     # How a model is trained is not read.
     assert mlp.shape == shape.replace(router_aux_loss_coef=0.0, router_bias_update_rate=0.0)
-
-
-def _changed(base: str, **changes: Any) -> dict[str, Any]:
-    return SMALL[base] | changes
-
-
-@pytest.mark.parametrize(
-    ("declare", "message"),
-    [
-        (
-            lambda: ms.models.ModelSpec.from_config({"model_type": "llama"}),
-            "the config.json has model_type='llama', whose layers are not known; known are deepseek_v2, deepseek_v3, "
-            "glm4_moe, gpt_oss, kimi_k2, mixtral, olmoe, qwen2_moe, qwen3_moe; or declare an "
-            "ms.models.ModelSpec, layer by layer",
-        ),
-        (
-            lambda: ms.models.ModelSpec.from_config({"text_config": {"model_type": "qwen3_moe"}}),
-            "has model_type=None, whose layers are not known; take that of the language model, which is its "
-            "text_config",
-        ),
-        (
-            lambda: ms.models.ModelSpec.from_config("nowhere"),
-            "give a config.json, a folder with one, or one of deepseek-v3-small",
-        ),
-        (
-            lambda: ms.models.ModelSpec.from_config(_changed("olmoe", num_attention_heads="4")),
-            "the config.json of model_type='olmoe' has num_attention_heads='4', which is no whole number of at least 1",
-        ),
-        (
-            lambda: ms.models.ModelSpec.from_config(_changed("olmoe", vocab_size=None)),
-            "has vocab_size=None, and no other is known for it; write a whole number of at least 1",
-        ),
-        (
-            lambda: ms.models.ModelSpec.from_config(_changed("olmoe", num_hidden_layers=None)),
-            "has num_hidden_layers=None, and no other is known for it",
-        ),
-        (
-            lambda: ms.models.ModelSpec.from_config(_changed("qwen3_moe", attention_bias="yes")),
-            "has attention_bias='yes', which is neither true nor false",
-        ),
-        (
-            lambda: ms.models.ModelSpec.from_config(_changed("deepseek_v2", mlp_bias=True)),
-            "has mlp_bias=True, and moesys knows models with mlp_bias=False alone; declare an ms.models.ModelSpec",
-        ),
-        (
-            lambda: ms.models.ModelSpec.from_config(_changed("gpt_oss", layer_types=["full_attention"])),
-            "has layer_types=['full_attention'], which is no list of sliding_attention and full_attention for each "
-            "layer",
-        ),
-        (
-            lambda: ms.models.ModelSpec.from_config(_changed("gpt_oss", sliding_window=None)),
-            "has sliding_window=None, and no other is known for it",
-        ),
-        (
-            lambda: ms.models.Gqa(num_heads=6, num_kv_heads=4, head_dim=8),
-            "num_kv_heads=4 does not divide num_heads=6; equally many heads of queries share one of keys, so choose a "
-            "divisor",
-        ),
-        (
-            lambda: ms.models.MoeMlp(shape=ms.presets.DEEPSEEK_V3, shared_intermediate_size=8),
-            "shared_intermediate_size=8 and n_shared_experts=1 of shape both say how wide the shared expert is; leave "
-            "one out",
-        ),
-        (
-            lambda: ms.models.MoeMlp(shape=ms.presets.MIXTRAL_8X7B, shared_gate=True),
-            "shared_gate=True has no shared expert to scale; give shared_intermediate_size, or drop the gate",
-        ),
-        (
-            lambda: ms.models.ModelSpec.from_config("olmoe-small").replace(hidden_size=64),
-            "hidden_size=64, but the experts of layers[0] have hidden_size=128; give both the same",
-        ),
-        (
-            lambda: ms.models.ModelSpec.from_config("olmoe-small").replace(dtype="float32"),
-            "dtype='float32', but the experts of layers[0] have dtype='bfloat16'; give both the same",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(declare: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        declare()

@@ -129,42 +129,6 @@ def test_ten_ranks_keep_their_order(tmp_path: Path) -> None:
     assert (trace.tokens_SLRE[0, 0, :, :11] == np.eye(11)).all()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        ([], "has neither router_trace_rank*.jsonl nor manifest.json; give the folder of --moe-routing-trace-path"),
-        ([RANK_0, RANK_1[:-1]], "of step 12, decoder layer 3 one of ranks 0 and 1 has a record and the other none"),
-        ([RANK_0[:-1]], "not every step has all 2 layers"),
-        ([[record(0, 0, [[0, 9]])]], "router_trace_rank0.jsonl holds no routing: expert ids from 0 to 9 do not fit"),
-        ([[{"step": 0}]], "router_trace_rank0.jsonl has no top_indices"),
-        ([[record(0, 0, [[0, 1]]), record(1, 0, [[0]])]], "has tokens of [1, 2] experts; give records of one top-k"),
-        ([[record(0, 0, [[0, 1]]), record(0, 0, [[0]])]], "has tokens of [1, 2] experts; give records of one top-k"),
-        ([[record(0, 0, [[0.7, 1.9]])]], "expert ids are float64; give whole numbers"),
-        ([[record(0, 0, [[False, True]])]], "expert ids are bool; give whole numbers"),
-        ([[record(0, 0, [[0, 2**70]])]], "router_trace_rank0.jsonl holds no routing"),
-        ([[record(0, 0, [[0, 1]]) | {"block": None}]], "block=None is neither 'decoder' nor 'mtp'"),
-        (
-            [[record(0, 0, [[0, 1], [0, 0]])]],
-            "token 1 of layer 0 has experts [0, 0], and a token's experts are distinct",
-        ),
-        ([[record(0, 0, [[0, -1]])]], "token 0 of layer 0 has experts [0, -1]"),
-        ([[record(0, 0, [[[0, 1]]])]], "top_indices has shape (1, 1, 2), and [tokens, top-k] is two dimensions"),
-        ([[record(0, 0, [0, 1])]], "top_indices has shape (2,), and [tokens, top-k] is two dimensions"),
-        ([[]], "has no records; give a trace with some"),
-    ],
-)
-def test_what_megatron_did_not_write_is_refused(tmp_path: Path, ranks: list[Any], message: str) -> None:
-    with pytest.raises(ValueError, match=r"router_trace|layer|top-k|records") as error:
-        megatron_trace(write_ranks(tmp_path, *ranks), num_experts=4)
-    assert message in str(error.value)
-
-
-def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "router_trace_rank0.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"router_trace_rank0\.jsonl is no text in UTF-8"):
-        megatron_trace(tmp_path, num_experts=4)
-
-
 # --- vLLM ---
 
 
@@ -229,44 +193,8 @@ def test_layers_of_vllm_are_kept_where_zeros_may_be_experts(tmp_path: Path) -> N
             vllm_trace(path, num_experts=3, num_ranks=1, responses_per_rank=1)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([FIRST], "has 1 responses, and a micro-batch takes num_ranks=2 times responses_per_rank=1; use fewer"),
-        ([FIRST, response(None, None)], "line 2 of {path} holds no routing: no routed_experts; start the server with"),
-        ([FIRST, {"error": "busy"}], "line 2 of {path} has no choices"),
-        ([response([[[0, 4], [0, 1]]])], "line 1 of {path} holds no routing: expert ids from 0 to 4 do not fit"),
-        (
-            [FIRST, response([[[0, 1], [0, 1]], [[0, 0], [0, 0]]])],
-            "line 2 of {path} holds no routing: token 1 of layer 0",
-        ),
-        ([response(None, "?")], "line 1 of {path} holds no routing"),
-        ([response(None, [[0, 1]])], "routed_experts has shape (1, 2), and [tokens, layers, top-k] is three"),
-        ([FIRST, response(None, [[[0, 1]]])], "{path}: responses have different numbers of layers"),
-    ],
-)
-def test_what_vllm_did_not_answer_is_refused(tmp_path: Path, lines: list[Any], message: str) -> None:
-    path = write_lines(tmp_path / "rollout.jsonl", *lines)
-    with pytest.raises(ValueError, match="rollout") as error:
-        vllm_trace(path, num_experts=4, num_ranks=2, responses_per_rank=1)
-    assert message.format(path=path) in str(error.value)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere is not a file; give one with a vLLM response in each line"):
-        vllm_trace(tmp_path / "nowhere", 4, 2, 1)
-
-
 def test_a_response_may_hold_what_else_ends_lines(tmp_path: Path) -> None:
     path = tmp_path / "responses.jsonl"
     spoken = FIRST | {"choices": [{"text": "a\u2028b", "routed_experts": None}]}
     path.write_text(json.dumps(spoken, ensure_ascii=False) + "\n", encoding="utf-8")
     assert vllm_trace(path, num_experts=4, num_ranks=1, responses_per_rank=1).tokens_SLRE.shape == (1, 2, 1, 4)
-
-
-@pytest.mark.parametrize("prompt", ["", base64.b64encode(b"PK\x03\x04").decode(), [[[0.5, 1.0]]]])
-def test_what_is_no_array_of_ids_is_refused(tmp_path: Path, prompt: Any) -> None:
-    path = tmp_path / "responses.jsonl"
-    path.write_text(json.dumps(response(prompt)) + "\n")
-    with pytest.raises(ValueError, match=r"line 1 of .*responses\.jsonl holds no routing"):
-        vllm_trace(path, num_experts=4, num_ranks=1, responses_per_rank=1)

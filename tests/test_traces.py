@@ -22,12 +22,6 @@ TRACE = Trace(100 + np.arange(4 * 2 * 2 * 3).reshape(4, 2, 2, 3), top_k=2, name=
 counts = hnp.arrays(np.int64, hnp.array_shapes(min_dims=4, max_dims=4, max_side=4), elements=st.integers(0, 10**6))
 
 
-def assert_refuses(make, message):
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        make()
-    assert str(error.value) == message
-
-
 # --- Trace ---
 
 
@@ -38,31 +32,6 @@ def test_a_trace_keeps_its_own_counts():
         TRACE.tokens_SLRE[0, 0, 0, 0] = 1
     with pytest.raises(dataclasses.FrozenInstanceError):
         TRACE.name = "other"
-
-
-@pytest.mark.parametrize(
-    ("tokens_SLRE", "top_k", "message"),
-    [
-        (np.zeros((1, 1, 3), int), 1, "tokens_SLRE has shape (1, 1, 3); it needs 4 dimensions"),
-        (np.zeros((1, 1, 1, 3)), 1, "tokens_SLRE has dtype float64; it counts, so give integers"),
-        (
-            np.zeros((1, 0, 1, 3), int),
-            1,
-            "tokens_SLRE has shape (1, 0, 1, 3); it needs at least one micro-batch, layer, rank and expert",
-        ),
-        ([[[[1, 0], [0, -2]]]], 1, "tokens_SLRE[0, 0, 1, 1] = -2; counts cannot be negative"),
-        ([[[[1, 0]]]], 3, "top_k=3 does not fit 2 experts; give the experts a token goes to"),
-        (
-            [[[[2, 2]], [[4, 2]]]],
-            2,
-            "tokens_SLRE[0, 1, 0, 0] = 4, but the 6 routed tokens of rank 0 are 3 tokens of top_k=2 different experts; "
-            "remove padding from what was counted, or give another top_k",
-        ),
-        ([[[[1, 0]]]], 0, "top_k=0 does not fit 2 experts; give the experts a token goes to"),
-    ],
-)
-def test_what_a_trace_refuses(tokens_SLRE, top_k, message):
-    assert_refuses(lambda: Trace(tokens_SLRE, top_k), message)
 
 
 # --- fold ---
@@ -83,17 +52,6 @@ def test_folding_drops_what_does_not_fill_a_micro_batch():
 
 def test_folding_to_its_own_ranks_changes_nothing():
     assert np.array_equal(TRACE.fold(2).tokens_SLRE, TRACE.tokens_SLRE)
-
-
-@pytest.mark.parametrize("num_ranks", [0, 1, 3, -2])
-def test_folding_names_the_multiples(num_ranks):
-    message = f"num_ranks={num_ranks} is no multiple of the trace's 2 source ranks; use a multiple of 2 from 2 to 8"
-    assert_refuses(lambda: TRACE.fold(num_ranks), message)
-
-
-def test_folding_more_than_there_is_says_how_much_there_is():
-    message = "num_ranks=10 needs 5 micro-batches of 2 source ranks, the trace has 4; use a multiple of 2 from 2 to 8"
-    assert_refuses(lambda: TRACE.fold(10), message)
 
 
 # --- scaled ---
@@ -121,12 +79,6 @@ def test_scaling_leaves_a_tokens_experts_distinct(num_tokens, top_k, tokens_per_
 
 def test_scaling_gives_the_lower_expert_an_equal_remainder():
     assert Trace([[[[1, 1, 1]]]], top_k=1).scaled(4).tokens_SLRE.tolist() == [[[[2, 1, 1]]]]
-
-
-def test_scaling_to_nothing_and_beyond_int64_is_refused():
-    assert_refuses(lambda: TRACE.scaled(0), "tokens_per_rank=0; scale to at least one token")
-    message = f"tokens_per_rank={2**60} with counts of 147 passes 2**62; use fewer tokens"
-    assert_refuses(lambda: TRACE.scaled(2**60), message)
 
 
 # --- files ---
@@ -194,12 +146,6 @@ def test_a_damaged_file_says_so(tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match="is no trace"):
         load_trace(path)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    path = tmp_path / "nowhere.npz"
-    message = f"trace {path} does not exist; give a file that moesys.traces.save_trace wrote"
-    assert_refuses(lambda: load_trace(path), message)
 
 
 # --- generate ---
@@ -281,19 +227,6 @@ def test_spread_sets_ranks_apart():
     assert np.abs(apart[:, :, 0] - apart[:, :, 1]).max() > 0.1
 
 
-@pytest.mark.parametrize(
-    ("top_k", "seed", "message"),
-    [
-        (5, 0, "top_k=5 does not fit num_experts=4; use 1 <= top_k <= 4"),
-        (0, 0, "top_k=0 does not fit num_experts=4; use 1 <= top_k <= 4"),
-        (1, -1, "seed=-1 is out of range; use 0 <= seed < 2**32"),
-        (1, 2**32, "seed=4294967296 is out of range; use 0 <= seed < 2**32"),
-    ],
-)
-def test_what_the_generator_refuses(top_k, seed, message):
-    assert_refuses(lambda: generate(Generated(), 2, 4, top_k, seed), message)
-
-
 @pytest.mark.parametrize("number", [np.int64, np.uint8, np.array, torch.tensor])
 def test_numbers_of_numpy_and_torch_are_written_as_those_of_python(number, tmp_path):
     trace = Trace(np.full((2, 1, 2, 4), 8), top_k=number(2), iterations=(number(3), number(5)))
@@ -301,13 +234,6 @@ def test_numbers_of_numpy_and_torch_are_written_as_those_of_python(number, tmp_p
     assert (load_trace(tmp_path / "trace.npz").top_k, load_trace(tmp_path / "trace.npz").iterations) == (2, (3, 5))
     # 400 routed tokens, which are more than a byte counts
     assert (trace.scaled(number(200)).tokens_SLRE.sum(axis=-1) == 400).all()
-
-
-def test_a_top_k_that_is_no_whole_number_is_refused():
-    assert_refuses(
-        lambda: Trace(np.full((2, 1, 2, 4), 8), top_k=2.5),
-        "top_k=2.5 does not fit 4 experts; give the experts a token goes to",
-    )
 
 
 # --- iterations ---
@@ -327,30 +253,11 @@ def test_a_file_without_iterations_counts_from_zero(tmp_path):
     assert load_trace(tmp_path / "a.npz").iterations == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("iterations", "message"),
-    [
-        ((1, 2, 3), "iterations has 3 numbers for 4 micro-batches; give each one"),
-        ((1, 3, 3, 4), "iterations goes from 3 to 3; give micro-batches in their order"),
-    ],
-)
-def test_numbers_that_do_not_fit_are_refused(iterations, message):
-    assert_refuses(lambda: dataclasses.replace(TRACE, iterations=iterations), message)
-
-
 def test_what_would_not_be_read_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr("moesys.traces.MOST_COUNTS", TRACE.tokens_SLRE.size - 1)
-    assert_refuses(
-        lambda: save_trace(TRACE, tmp_path / "large.npz"),
-        "the trace has 48 counts, and a file at most 47; save fewer micro-batches",
-    )
+    with pytest.raises(ValueError, match="the trace has 48 counts, and a file at most 47; save fewer micro-batches"):
+        save_trace(TRACE, tmp_path / "large.npz")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("texts", [{"name": "a\x1bb"}, {"meta": {"a\nb": ""}}, {"meta": {"a": 3}}])
-def test_names_are_text_without_control_characters(texts):
-    with pytest.raises(ValueError, match=r"the name or meta has .*; give text without control characters"):
-        dataclasses.replace(TRACE, **texts)
 
 
 # --- concentration ---

@@ -1,4 +1,4 @@
-"""Every way out that an error offers leads out: it is followed here, and what it names exists."""
+"""Errors have their texts, and the ways out that they offer lead out: each is followed, and what it names exists."""
 
 # Names that only ways_out.txt uses are imported too.
 # ruff: noqa: F401
@@ -21,27 +21,37 @@ import numpy as np
 import pytest
 import torch
 import typer
+from foreign_planners import Rotated
 from lab_cases import moesys
+from small_models import SMALL
 from torch import nn
+from typer.testing import CliRunner
 
 import moesys as ms
 from benchmarks.__main__ import PAGES
+from benchmarks.__main__ import app as benchmarks
 from benchmarks.leaderboard.planners import named_planner
 from benchmarks.leaderboard.workloads import recorded_in, settings
 from benchmarks.seconds_certificate import certify_seconds
+from benchmarks.shaped import cases as shaped
 from moesys.__main__ import COMMANDS
 from moesys.config.hub import read_config
 from moesys.config.member import RECORDED
 from moesys.journal import Journal
 from moesys.lab.commands.options import file_to_write, folder_to_write
 from moesys.lab.commands.plan_load import read_layout, read_load
+from moesys.lab.commands.simulate import _step_plan
 from moesys.lab.commands.whole_model import named_strategy, parallelism_of
 from moesys.lab.runs.declarations import (
     balance_of,
+    changed,
     cluster_of,
+    declared_in,
     import_module_of_user,
     load_experiment,
     load_experiments,
+    predictor_of,
+    split_of,
     strategy_in,
 )
 from moesys.lab.runs.places import num_workers, place_for
@@ -55,7 +65,7 @@ from moesys.lab.show.figures import TimelinePanel, draw_timelines
 from moesys.lab.train.text import load_files
 from moesys.simulator.model.model_cost import model_flops_per_token
 from moesys.simulator.model.simulate_model import split_evenly
-from moesys.step_lines import StepLine
+from moesys.step_lines import StepLine, read_spans
 from moesys.timeline import Timeline
 from moesys.tuner.timing import Clock
 
@@ -273,6 +283,15 @@ def lines_after(repair: Callable[[str], str], *lines: str) -> list[Any]:
     return list(Journal(path, StepLine).read())
 
 
+# Those of a plan that is right.
+ENTRIES = np.array([[0, 0, 0, 1], [0, 0, 1, 3], [0, 2, 1, 1], [1, 0, 1, 2], [1, 1, 0, 3]])
+
+
+def token_plan(entries: Any, expert_RS: Any = ((0, 1), (2, 0))) -> ms.planning.TokenPlan:
+    load = ms.planning.LoadMatrix([[4, 0, 1], [2, 3, 0]])
+    return ms.planning.TokenPlan(np.array(entries), load, ms.planning.ExpertLayout(expert_RS, 3))
+
+
 STEP_LINE = json.dumps({"step": 0, "num_ranks": 1, "time_s": 0.0, "step_ms": 1.0, "numbers": {}, "layers": []})
 
 
@@ -304,14 +323,13 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cases() -> Iterator[Any]:
-    """The cases of ways_out.txt: what is wrong, words of its error, and what follows each way out."""
+    """The cases of ways_out.txt: what is wrong, words of its error, and what follows each way out, if there are any."""
     text = Path(__file__).with_name("ways_out.txt").read_text(encoding="utf-8")
     for block in text.split("\n\n"):
         lines = [line for line in block.splitlines() if not line.startswith("#")]
         if lines:
             wrong, words, *ways = lines
             assert words.startswith("  ")
-            assert ways
             assert all(way.startswith("> ") for way in ways)
             yield pytest.param(wrong, words.strip(), [way.removeprefix("> ") for way in ways], id=wrong[:60])
 
@@ -327,7 +345,11 @@ def test_a_way_out_leads_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if wrong.startswith("$ "):
+    if wrong.startswith("$ benchmarks "):
+        result = CliRunner().invoke(benchmarks, wrong.split()[2:])
+        assert result.exit_code == 2
+        said = " ".join(result.output.replace("│", " ").split())
+    elif wrong.startswith("$ "):
         shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
         assert moesys(*wrong.split()[2:]) == 2
         said = " ".join(capsys.readouterr().err.replace("│", " ").split())

@@ -112,37 +112,10 @@ def test_what_is_wrong_of_ours_is_not_timed(tmp_path: Path, monkeypatch: pytest.
     assert rows["grouped_mm"]["samples_ms"] != {}
 
 
-def test_a_machine_without_a_gpu_is_told_what_it_can_do() -> None:
-    code, output = run()
-    words = " ".join(output.replace("│", " ").split())
-    assert code == 2
-    assert "torch finds none here; --aot compiles and reads them without one" in words
-    assert "--device cpu with TRITON_INTERPRET=1 rehearses" in words
-
-
 def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="unset TRITON_INTERPRET"):
         contest.asked_for()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--size", "huge"), "size='huge' is not known; use all or some of tiny"),
-        (("--routing", "zipf,even"), "routing='even' is not known; use all or some of uniform, balanced"),
-        (("--contestants", "sonic"), "contestant='sonic' is not known; use some of grouped_mm, transformers"),
-        (("--peer", "scattermoe"), "peer='scattermoe' names no folder; use NAME=DIR"),
-        (("--peer", "momoe=."), "peer='momoe' is not known; use some of scattermoe, liger, sonicmoe"),
-        (("--dtype", "float64"), "dtype='float64' is not known; use one of bfloat16, float16, float32"),
-        (("--aot", "--tune"), "--aot and --tune are two commands; give one of them"),
-    ],
-    ids=["size", "routing", "contestant", "folder", "peer", "dtype", "two commands"],
-)
-def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], message: str) -> None:
-    code, output = run("--device", "cpu", *arguments)
-    assert code == 2
-    assert message in " ".join(output.replace("│", " ").split())
 
 
 @pytest.mark.slow

@@ -143,12 +143,6 @@ def test_tokens_that_are_no_whole_blocks_are_not_timed(tmp_path: Path) -> None:
         assert "token_block=32 does not divide the 33 tokens of rank 0" in row["wrong"]
 
 
-def test_an_unknown_name_is_refused() -> None:
-    code, output = run("--shape", "huge")
-    assert code == 2
-    assert "'huge' is not known; use all or some of tiny, tiny-groups" in " ".join(output.replace("│", " ").split())
-
-
 def test_contestants_take_turns_and_warm_up() -> None:
     ran: list[str] = []
     contestants = {name: (lambda name=name: ran.append(name) or 1.0) for name in "abc"}

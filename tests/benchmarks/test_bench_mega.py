@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.harness.contest import Outcome
 from benchmarks.kernels.drawn_layer import Size
 from benchmarks.mega import mega_contest as contest
@@ -89,19 +87,3 @@ def test_a_report_compares_with_the_best_of_sequential() -> None:
     assert speedups["other"] is None
     assert link_ms(4_000_000, 2.0) == 2.0
     assert [bool(row.wrong) for row in rows] == [False] * 4 + [True]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "MegaKernels are timed on a GPU, and torch finds none here"),
-        (("--device", "tpu"), "device='tpu' is not known; use cuda or cpu"),
-        (("--device", "cpu", "--dtype", "int8"), "dtype='int8' is not known"),
-        (("--device", "cpu", "--gb-per-s", "0"), "gb_per_s=0 must be more than 0"),
-    ],
-    ids=["no GPU", "device", "dtype", "pace"],
-)
-def test_what_cannot_be_measured_is_refused_in_words(arguments: tuple[str, ...], message: str) -> None:
-    result = CliRunner().invoke(app, ["overlap", "--part", "mega", *arguments])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())

@@ -58,7 +58,7 @@ def test_a_table_follows_from_its_rows() -> None:
         "| c | 25 | 20 | 0.0 |  |  | 2.00 |",
     ]
     assert [column.header for column in written_columns(Sheet("", ROWS, without=("num_bytes", "by_way")))] == [
-        *("link", "lost %", "us"),
+        *("link", "lost %", "us")
     ]
 
 

@@ -368,26 +368,6 @@ def test_without_experts_on_every_rank_there_is_no_forced_balance(ranks: int) ->
     assert (scores.forced_ms, len(scores.layer_ms)) == ([], SCORED)
 
 
-def test_a_planner_that_loses_an_expert_cannot(tmp_path: Path) -> None:
-    (tmp_path / "losing.py").write_text(OWN)
-    entry = PlannerPair(named_planner(f"{tmp_path / 'losing.py'}:Loses"), FlowSplit())
-    for group in SMALL:
-        [(_, scores)] = score(SETTING, group, (entry,), 0)
-        assert scores.cannot.startswith(
-            "balance=losing:Loses: layout(problem) raised ValueError: no rank holds experts"
-        )
-        assert not scores.layer_ms
-
-
-def test_two_planners_of_one_name_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    for folder in ("one", "other"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "of_one_name.py").write_text(f"{OWN}# {folder}\n")
-    named_planner(f"{tmp_path / 'one' / 'of_one_name.py'}:InTurn")
-    with pytest.raises(ValueError, match=r"one/of_one_name\.py already; give one of the files another name"):
-        named_planner(f"{tmp_path / 'other' / 'of_one_name.py'}:InTurn")
-
-
 def test_a_split_of_one_s_own_goes_over_all_layouts(tmp_path: Path) -> None:
     (tmp_path / "splitting.py").write_text(OWN)
     own = named_planner(f"{tmp_path / 'splitting.py'}:First")
@@ -395,26 +375,6 @@ def test_a_split_of_one_s_own_goes_over_all_layouts(tmp_path: Path) -> None:
     assert [pair.name for pair in group.pairs[2:]] == ["eplb + splitting:First", "laer + splitting:First"]
     found = dict(score(SETTING, group, group.pairs[2:3], 0))
     assert next(iter(found.values())).cannot == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("alone", "planner='alone' names no class; give file.py:Class, module:Class, or JSON with a kind"),
-        ('{"kind": "best"}', 'planner=\'{"kind": "best"}\''),
-        ('{"kind"', "is not JSON"),
-        ("nowhere.py:Mine", "nowhere.py is not a file; give the file or the module that defines the planners"),
-        ("no.such.module:Mine", "no.such.module cannot be imported: ModuleNotFoundError"),
-        (
-            "moesys.balance.static:Static",
-            "kind='moesys.balance.static:Static' is no class of your own that extends ms.Balance",
-        ),
-    ],
-)
-def test_what_is_no_planner_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match="planner=") as error:
-        named_planner(text)
-    assert message in str(error.value)
 
 
 def test_a_wrong_field_is_the_only_error() -> None:
@@ -484,15 +444,6 @@ def test_a_trace_is_replayed_alone_under_other_conditions(tmp_path: Path) -> Non
         page = (tmp_path / str(number) / "leaderboard.md").read_text()
         assert " ".join(["--seeds 1", *changes]).split(" --")[-1] in page
     assert len(set(layer_ms)) == 4
-    result = CliRunner().invoke(app, ["leaderboard", "--traces-only", "--out", str(tmp_path / "no")])
-    assert result.exit_code == 2
-    assert "no trace is given; add --trace FILE" in " ".join(result.output.split())
-
-
-def test_two_traces_of_one_name_are_refused() -> None:
-    given = RecordedRouting("ours, given", "", generate(Generated(num_layers=1, warmup=0, steps=6), 4, 8, 2, 0))
-    with pytest.raises(ValueError, match="trace: ours, given, ours, given have a name in common"):
-        settings([given, given], models={}, clusters={})
 
 
 def test_all_kinds_of_planners_and_splits_take_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,6 @@ from moesys.lab.runs.places import place_for
 from moesys.lab.runs.slurm import Slurm, slurm_of
 from moesys.lab.show.sheets import print_full
 from moesys.lab.train.text import load_files
-from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.moe.arguments import cluster_of as cluster_of_ranks
 from moesys.tuner.space import Space
@@ -314,8 +313,6 @@ def test_what_others_wrote_is_read_rightly_or_refused(reader: Reader, seeds: ran
 
 # --- faults that were found -----------------------------------------------------------------------------------------
 
-MODEL = {"model_type": "olmoe", "num_hidden_layers": 10**12}
-
 
 def with_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models
@@ -326,8 +323,6 @@ def with_tokenizer(folder: Path) -> None:
 
 FOUND: list[tuple[Callable[[Path], object], str]] = [
     (lambda _: LayerPlan.from_json(DEEP), "the text is no plan of a layer: "),
-    (lambda _: LayerPlan.from_json('{"turn": 0}'), "no plan of a layer: num_experts is missing"),
-    (lambda _: StepPlan.from_json("[]"), "no plan of a step: "),
     (lambda folder: _step_plan(written(folder, "step.json", DEEP)), r"step\.json is no StepPlan and no experiment"),
     (lambda folder: read_layout(written(folder, "plan.json", DEEP)), r"plan\.json: the text is no plan of a layer"),
     (
@@ -335,29 +330,11 @@ FOUND: list[tuple[Callable[[Path], object], str]] = [
         r"load\.npy: it is no array of \.npy: .* its head says",
     ),
     (lambda folder: read_load(written(folder, "load.json", DEEP)), r"load\.json is not JSON"),
-    (
-        lambda _: ExpertLayout(np.array([[2**64 - 1, 0]], np.uint64), 1),
-        "expert_RS has 18446744073709551615; use integers below",
-    ),
-    (lambda _: LoadMatrix(np.array([[2**63, 0]], np.uint64)), "tokens_RE has 9223372036854775808; use integers below"),
-    (lambda _: LoadMatrix([[1], [1, 2]]), "tokens_RE: rank 0 has 1 of 2 entries$"),
-    (lambda _: ExpertLayout([[0, 1], [1]], 2), "expert_RS: rank 1 has 1 of 2 entries; fill the row with -1"),
     (lambda _: Space.from_toml(f"overlap = {DEEP}"), "nested too deeply"),
     (lambda _: TileConfigs.from_json(DEEP), "these are no blocks"),
     (lambda _: balance_of('{"kind": "\udc80"}'), "balance=.* is not JSON"),
     (lambda _: named_planner(f'{{"kind": {DEEP}}}'), "planner=.* is not JSON"),
-    (lambda _: named_planner("a\0b.py:Own"), "planner=.* is not a file"),
-    (
-        lambda folder: ms.models.ModelSpec.from_config(written(folder, "c.json", MODEL)),
-        "num_hidden_layers=1000000000000; use at",
-    ),
-    (
-        lambda folder: ms.models.ModelSpec.from_config(MODEL | {"num_hidden_layers": 3, "mlp_layer_types": ["sparse"]}),
-        "num_hidden_layers=3 and 1 mlp_layer_types; give one a layer",
-    ),
     (lambda folder: ms.models.ModelSpec.from_config(written(folder, "c.json", DEEP)), r"c\.json is not JSON"),
-    (lambda _: ms.models.ModelSpec.from_config("a\0b"), "cannot read"),
-    (lambda _: ms.Ep(slot_gb_per_rank=1e308), "slot_gb_per_rank.*less than or equal to 1000000000"),
     (with_tokenizer, "tokenizer=.* does not encode .*text.txt"),
 ]
 

@@ -310,12 +310,6 @@ LINE = vars(Entry.about(lab_cases.EP, "measured", "seed 0", 1.0))
 SETTING = {"model": "a"}
 
 
-def megatron(folder: Path, **fields: Any) -> Trace:
-    record = {"step": 1, "block": "decoder", "layer": 0, "topk": 2, "top_indices": [[0, 1]]}
-    written(folder, "router_trace_rank0.jsonl", record | fields)
-    return megatron_trace(folder, 4)
-
-
 def journal(folder: Path, head: Any, *lines: Any) -> TuneJournal:
     text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in (head, *lines))
     return TuneJournal(written(folder, "journal.jsonl", text), SETTING)
@@ -328,19 +322,7 @@ def tokens_of_lines(folder: Path, *counts: tuple[int, ...]) -> None:
     read_watched_run(folder)
 
 
-def overlapping_spans(folder: Path) -> None:
-    written(folder, "spans-0000.json", [["a", 0.0, 2.0, "k", ""], ["a", 1.0, 3.0, "k", ""]])
-    read_spans(folder)
-
-
 FOUND: list[tuple[Callable[[Path], object], str]] = [
-    (
-        lambda folder: megatron(folder, step=1.5),
-        r"line 1 of .*rank0\.jsonl holds no routing: step=1.5 is no whole number",
-    ),
-    (lambda folder: megatron(folder, layer=True), "layer=True is no whole number"),
-    (lambda folder: megatron(folder, top_indices=[[2**64 - 1, 2**64 - 2]]), r"a token has 18446744073709551615; use"),
-    (lambda folder: megatron(folder, top_indices=[], topk=7), r"test_.*: top_k=7 does not fit 4 experts"),
     (
         lambda folder: vllm_trace(
             written(folder, "x.jsonl", {"choices": [{"routed_experts": base64.b64encode(LIE).decode()}]}), 4, 1, 1
@@ -359,7 +341,6 @@ FOUND: list[tuple[Callable[[Path], object], str]] = [
     ),
     (lambda folder: journal(folder, {"schema": 1, "setting": SETTING}, DEEP), "line 2 of .* is no entry of a tuning"),
     (lambda folder: tokens_of_lines(folder, (1, 2, 3), (1,)), r"rank-0000\.jsonl: step 1 has 1 experts in layer 0"),
-    (overlapping_spans, r"spans-0000\.json has no spans of a rank: spans overlap"),
 ]
 
 

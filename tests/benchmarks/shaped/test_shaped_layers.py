@@ -51,21 +51,6 @@ def test_the_cases_of_the_full_run() -> None:
     assert [(case.mbit_per_s, case.latency_us) for case in given_links] == [(100, 250), (500, 250)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (((3,),), "hosts=3 is not measured here; use 2 or 4"),
-        (((2,), (5.0,)), "mbit=5 must be between 10 and 10000"),
-        (((2,), (), -1.0), "latency_us=-1 must be between"),
-        (((2,), (), 0.0, ("node",)), "case='node' is none of them; use overlap, split, nodes, planners, or models"),
-        (((2,), (), 0.0, ("models", "split")), "case='split' and case='models' are pages of their own"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(arguments: tuple[tuple[int, ...]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        cases.asked_for(*arguments)
-
-
 @pytest.mark.parametrize("case", [overlap_case(2, 100, 0), overlap_case(4, 100, 0), split_case(4, 100, 0)])
 def test_tokens_choose_as_declared(case: ShapedCase) -> None:
     num_tokens, E = case.num_tokens[0], case.shape.num_experts

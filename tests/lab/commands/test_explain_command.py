@@ -60,28 +60,3 @@ def test_in_a_pipe_no_line_is_cut(file, monkeypatch):
     assert header.endswith("wait ms (mean)")
     assert len(header) > 130
     assert "…" not in text
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--layer", "3"], "layer=3 is not among the step's 3; use 0 to 2"),
-        (["--layer=-1"], "layer=-1 is not among the step's 3; use 0 to 2"),
-        (["--micro-batch", "7"], "micro_batch=7 is not among the workload's 7; use 0 to 6"),
-        (["--micro-batch=-1"], "micro_batch=-1 is not among the workload's 7; use 0 to 6"),
-        (
-            ["--strategy", "fesp"],
-            "strategy='fesp' is not in tiny; choose one of 'ep', 'fsep', or a .toml or .json file; "
-            "did you mean 'fsep'?",
-        ),
-    ],
-)
-def test_what_is_not_there_is_refused_with_its_bound(file, options, message):
-    done = CliRunner().invoke(app, [str(file), *options])
-    assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"Error: {message}\n")
-
-
-def test_a_file_that_is_none_is_refused(tmp_path):
-    done = CliRunner().invoke(app, [str(tmp_path / "none.json")])
-    assert done.exit_code == 2
-    assert "is not a file; give the path of an experiment file" in done.stderr

@@ -67,24 +67,6 @@ def test_members_are_a_kind_or_json():
     assert predictor_of('{"kind": "ema", "decay": 0.25}').decay == 0.25
 
 
-@pytest.mark.parametrize(
-    ("take", "text", "message"),
-    [
-        (cluster_of, "4", "cluster='4': no .json or .toml file; give one, or nodes and ranks a node as in 4x8"),
-        (cluster_of, "h900:4", "or nodes of a preset as in h100:4 (a100, h800, h100, h200, b200, gb200, gb300)"),
-        (cluster_of, "b200:0", "cluster='b200:0': num_nodes=0 should be greater than or equal to 1"),
-        (cluster_of, "0x8", "cluster='0x8': num_nodes=0 should be greater than or equal to 1"),
-        (balance_of, "best", "balance='best': kind='best' is not one of static, eplb, laer"),
-        (split_of, "{", "split='{' is not JSON"),
-        (predictor_of, '{"kind": "ema", "decay": 2}', "decay=2 should be less than 1"),
-    ],
-)
-def test_what_cannot_be_taken_says_why(take, text, message):
-    with pytest.raises(ValueError, match=r"cluster|balance|split|predictor") as error:
-        take(text)
-    assert message in str(error.value)
-
-
 # --- what it gives ---
 
 
@@ -129,33 +111,3 @@ def test_of_a_large_cluster_only_extremes_are_shown(tmp_path):
     code, output = run("--load", tmp_path / "load.npy", "--cluster", "20x8", "--balance", "static", "--split", "even")
     assert code == 0, output
     assert output.count("├── rank ") + output.count("└── rank ") <= 2 * 20
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--load", "load.txt"), "load load.txt is of no known kind; give one of .npz, .npy, .csv, .json"),
-        (("--load", "gone.csv"), "load gone.csv is not a file; give a trace, or a matrix of tokens with a row a rank"),
-        (("--load", "words.csv"), "load words.csv: could not convert string"),
-        (("--load", "half.json"), "give integers, a row a rank and a column an expert"),
-        (
-            ("--load", "load.csv", "--layer", 1),
-            "is one matrix; give --micro-batch and --layer with a trace (.npz)",
-        ),
-        (("--load", "load.npz", "--layer", 2), "layer 2 is not in load.npz; it has 0 to 1"),
-        (("--load", "load.npz", "--micro-batch", -1), "micro-batch -1 is not in load.npz; it has 0 to 2"),
-        (("--load", "load.csv", "--slots", 1), "slots_per_rank=1 gives 8 slots on 8 ranks for 12 experts"),
-        (("--load", "load.csv", "--cluster", "1x4"), "the load counts 8 source ranks but the cluster has 4"),
-        (("--load", "load.csv", "--previous", "gone"), "previous gone is not a file; give a plan that moesys plan"),
-        (("--load", "load.csv", "--previous", "half.json"), "previous half.json: "),
-        (("--load", "load.csv", "--balance", "best"), "balance='best'"),
-    ],
-)
-def test_what_it_refuses(loads, monkeypatch, arguments, message):
-    monkeypatch.chdir(loads)
-    (loads / "words.csv").write_text("a,b\n")
-    (loads / "half.json").write_text("[[1, 0.5]]")
-    code, output = run("--cluster", "2x4", *arguments)
-    assert code == 2
-    assert message in output
-    assert "Traceback" not in output

@@ -261,35 +261,3 @@ def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
     drawn = {event["pid"] for event in events} - {-1}
     assert len(drawn) == 64
     assert {2, 3} <= drawn, "ranks 2 and 3, which have these experts, alone compute"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{file}", "--strategy", "best"], "strategy='best' is not in tiny; choose one of 'ep', 'fsep'"),
-        (["{file}", "--step", "3"], "step=3 is none of the workload's"),
-        (["{file}", "--cluster", "many"], "cluster='many': no .json or .toml file"),
-        (["{file}", "--cluster", "1x1"], "Error: strategy 'fsep': slots_per_rank names 4 ranks but the cluster has 1"),
-        (["{plan}", "--step", "1"], "--step is for experiments"),
-        (["{plan}", "--layers", "2"], "layers=2 is more than the 1 that there are"),
-        (["missing.json"], "missing.json is not a file"),
-        (["{broken}"], "is no plan of a step: strategy is missing"),
-        (["{text}"], "is no StepPlan and no experiment"),
-        (["{number}"], "number.json declares no experiment: 5 should be an instance of Experiment, or a dict"),
-        (["{bytes}"], "bytes.json is no StepPlan and no experiment: 'utf-8' codec"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_words(tmp_path, arguments, message):
-    only_fsep = declared(strategies=(FSEP.replace(sharding=Fsep(slots_per_rank=(1, 1, 1, 1))),))
-    of = only_fsep if "1x1" in arguments else declared()
-    plan = StepPlan(EP, MODEL, CLUSTER, (plan_layer(EP, MODEL, CLUSTER, LoadMatrix(np.ones((4, 4), dtype=int))),))
-    (tmp_path / "plan.json").write_text(plan.to_json())
-    (tmp_path / "broken.json").write_text('{"layers": []}')
-    (tmp_path / "text.json").write_text("a step")
-    (tmp_path / "number.json").write_text("5")
-    (tmp_path / "bytes.json").write_bytes(b"\xff")
-    names = ("plan", "broken", "text", "number", "bytes")
-    files = {"file": written(tmp_path, of)} | {name: tmp_path / f"{name}.json" for name in names}
-    code, output = run(*(argument.format(**files) for argument in arguments))
-    assert code == 2
-    assert message in output

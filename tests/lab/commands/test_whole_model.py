@@ -40,27 +40,6 @@ def test_skewed_routing_has_an_interval() -> None:
     assert " to " in row
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["simulate"], "simulate either FILE or --model"),
-        ([*ARGUMENTS, "--layers", "2"], "--layers is for FILE; leave it out"),
-        (["simulate", "some.py", "--skew", "1"], "--skew is for --model; leave it out"),
-        (["simulate", "--model", "qwen3-moe-small"], "give --cluster, as in --cluster h100:4"),
-        ([*ARGUMENTS, "--parallel", "tp"], "parallel='tp' gives no value"),
-        ([*ARGUMENTS, "--parallel", "px=2"], "Parallelism has no field 'px'; its fields are"),
-        ([*ARGUMENTS, "--parallel", "pp=3"], "which does not divide the cluster's 8 ranks"),
-        ([*ARGUMENTS, "--strategy", "best"], "strategy='best' is not known; use ep, fsep:SLOTS"),
-        ([*ARGUMENTS, "--optimizer", "lion"], "optimizer"),
-        (["simulate", "--model", "nothing.json", "--cluster", "h100:1"], "cannot read nothing.json"),
-    ],
-)
-def test_what_cannot_be_is_refused(arguments: list[str], said: str) -> None:
-    found = CliRunner().invoke(app, arguments)
-    assert found.exit_code == 2
-    assert said in found.output
-
-
 def test_short_names_and_long_ones() -> None:
     assert parallelism_of("tp=2, pp=4,vp=2") == ms.models.Parallelism(tp=2, pp=4, vp=2)
     assert parallelism_of("") == ms.models.Parallelism()

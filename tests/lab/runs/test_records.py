@@ -231,18 +231,6 @@ def test_a_writer_that_is_killed_lets_go(tmp_path):
         assert folder.records() == [record(experiment().trials()[0])]
 
 
-def test_a_folder_for_reading_refuses_to_append(tmp_path):
-    folder, written = filled(tmp_path)
-    with pytest.raises(ValueError, match=r"is open for reading; use RunFolder.open to append"):
-        folder.append(written[0])
-    assert RunFolder(folder.path).records() == written
-
-
-def test_what_is_no_run_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"is not a run folder: it has no experiment\.json; give one that a run made"):
-        RunFolder(tmp_path)
-
-
 def test_samples_say_what_they_are():
     assert Samples("ms", "lower", [1.0]).better == "lower"
     line = LINES.to_line(some_records(experiment())[0]).replace(b'"better":"lower"', b'"better":"less"')

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from runner_cases import EP, FAILING, FSEP, simulation, training
 from test_workers import Finished, first_in_line, lines
@@ -96,21 +94,6 @@ def test_options_come_in_a_file_too(tmp_path):
     declared = Slurm(partition="gpu", setup=("module load cuda",), further={"reservation": "ours"})
     (tmp_path / "slurm.toml").write_text(declared.to_toml())
     assert slurm_of(str(tmp_path / "slurm.toml")) == declared
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("partition", "slurm='partition': 'partition' is no field with a value, as partition=gpu; separate them by"),
-        ("parttion=gpu", "Slurm has no field 'parttion'; its fields are cluster, partition, account"),
-        ("time=soon", "time='soon' is no time; use minutes, 1 or more, or as sbatch takes it, 2:00:00"),
-        ("time=0", "time='0' is no time"),
-        ("nowhere.toml", "slurm='nowhere.toml' is no .json or .toml file"),
-    ],
-)
-def test_options_that_are_none_are_refused(text, reason):
-    with pytest.raises(ValueError, match=re.escape(reason)):
-        slurm_of(text)
 
 
 def test_what_cannot_be_submitted_is_refused(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from watch_cases import layer_line, step_line, write_lines, write_run
 
 from moesys.lab.runs.watched_run import NEWEST_STEPS, read_watched_run
-from moesys.step_lines import read_spans, step_journal
+from moesys.step_lines import step_journal
 
 
 def test_ranks_are_brought_together(tmp_path: Path) -> None:
@@ -97,26 +97,3 @@ def test_a_whole_line_that_is_no_step_is_an_error(tmp_path: Path, broken: bytes)
     path.write_bytes(path.read_bytes() + broken + step_journal(path).to_line(step_line(1, [0])))
     with pytest.raises(ValueError, match=r"^line 2 of .*rank-0000\.jsonl is not a step of a training: .+; delete"):
         read_watched_run(tmp_path)
-
-
-def test_folders_without_steps_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"nowhere is not a folder; give the one that ms\.Watch\(model, folder\) writes"
-    ):
-        read_watched_run(tmp_path / "nowhere")
-    with pytest.raises(
-        ValueError, match=r"has no rank-0000\.jsonl; give the folder that ms\.Watch\(model, folder\) writes"
-    ):
-        read_watched_run(tmp_path)
-    (tmp_path / "rank-0000.jsonl").write_text('{"step":')
-    with pytest.raises(ValueError, match=r"rank-0000\.jsonl has no step yet; come back when the first one is through"):
-        read_watched_run(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text", ['[["l", null, null, "k", "d"]]', '["a"]', "3", '[["l", 0, NaN, "k", "d"]]', '[["l", 2, 1, "k", "d"]]', "["]
-)
-def test_spans_of_something_else_are_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "spans-0000.json").write_text(text)
-    with pytest.raises(ValueError, match=r"spans-0000\.json has no spans of a rank: .*; delete the file"):
-        read_spans(tmp_path)

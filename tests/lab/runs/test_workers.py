@@ -17,7 +17,7 @@ import pytest
 import worker_planners
 from lab_cases import moesys
 from left_behind import MARKER, alive, gone
-from runner_cases import EP, FAILING, FSEP, simulation, training
+from runner_cases import EP, FAILING, FSEP, simulation
 from test_tuning import SPACE, written
 from worker_planners import Dying, Waiting
 
@@ -158,27 +158,6 @@ def test_what_is_stopped_keeps_what_is_finished_and_leaves_nobody(tmp_path, stop
         assert [record.identity for record in RunFolder(folder).records()] == others
 
 
-@pytest.mark.parametrize(
-    ("experiment", "jobs", "reason"),
-    [
-        (simulation(), 0, "jobs=0; use at least 1, which is this process alone, or none for a worker on each core"),
-        (training(), 2, r"jobs=2: workload=Training is timed, .* slow each other down; leave jobs out"),
-    ],
-)
-def test_jobs_that_cannot_be_are_refused(tmp_path, experiment, jobs, reason):
-    with pytest.raises(ValueError, match=reason):
-        run(experiment, tmp_path, jobs=jobs)
-    with pytest.raises(ValueError, match=r"jobs=0; use at least 1"):
-        tune(simulation(), bounds=SearchBounds(jobs=0), out=tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_processes_here_and_on_a_cluster_are_not_both(tmp_path, capsys):
-    file, _ = written(tmp_path, simulation())
-    assert moesys("run", file, "--out", tmp_path, "--jobs", 2, "--slurm", "partition=gpu") == 2
-    assert "--jobs=2 are processes of this machine, and --slurm takes others; leave out one" in capsys.readouterr().err
-
-
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
@@ -226,23 +205,8 @@ def test_workers_have_a_thread_each_and_one_that_dies_is_replaced():
         running.result()
 
 
-UNGUARDED = """
-import sys
-from pathlib import Path
-from moesys.lab.ranks import pool
-from moesys.lab.runs.declarations import load_experiment
-from moesys.lab.runs.runner import run
-
-pool.ALONE_S = 0.0
-try:
-    run(load_experiment(Path("experiment.json")), "runs", jobs=2)
-except ValueError as error:
-    sys.exit(str(error))
-"""
-
-
 def test_workers_that_do_not_start_are_told(monkeypatch):
-    """As in a script without a guard; the next test has one."""
+    """As in a script without a guard, which test_runner.py has."""
     workers = Workers(1)
     with monkeypatch.context() as patched:
         patched.setattr(ChildProcess, "_received", lambda _: None)
@@ -252,18 +216,6 @@ def test_workers_that_do_not_start_are_told(monkeypatch):
             workers.submit(variable, "OMP_NUM_THREADS").result()
     assert workers.submit(variable, "OMP_NUM_THREADS").result() == "1"
     workers.close()
-
-
-@pytest.mark.slow
-def test_a_script_without_a_guard_is_told(tmp_path):
-    written(tmp_path, simulation())
-    (tmp_path / "script.py").write_text(UNGUARDED)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 1
-    assert 'a script needs `if __name__ == "__main__":` around what it runs, and to be a file' in done.stderr
 
 
 def test_a_place_that_ran_nothing_is_closed():

@@ -144,10 +144,7 @@ def test_rows_of_a_timeline_have_passes_the_critical_path_and_idle_time():
     assert [(bar.kind, bar.words, bar.start_ms, bar.end_ms) for bar in layers.bars] == [
         ("forward", "layer 0 forward", 0.5, 2.0)
     ]
-    assert [(bar.kind, bar.start_ms, bar.end_ms) for bar in path.bars] == [
-        ("dispatch", 0, 0.5),
-        ("experts", 0.5, 2.0),
-    ]
+    assert [(bar.kind, bar.start_ms, bar.end_ms) for bar in path.bars] == [("dispatch", 0, 0.5), ("experts", 0.5, 2.0)]
     assert path.bars[1].words == "critical path, 75%: rank 0's experts, experts layer 0 forward 0"
     idle = [(bar.start_ms, bar.end_ms) for row in (first, second) for bar in row.bars if bar.kind == "idle"]
     assert idle == [(0, 0.5), (0, 0.5), (1.5, 2.0)]
@@ -168,11 +165,6 @@ def test_strategies_are_below_one_another_on_one_scale_and_short_spans_keep_thei
     long, short = of_slow.get_edgecolors().tolist()
     assert long == [1, 1, 1, 1]
     assert short == of_slow.get_facecolors()[0].tolist()
-
-
-def test_an_empty_timeline_is_refused():
-    with pytest.raises(ValueError, match="the timeline has no spans; record or simulate a step first"):
-        draw_timelines([TimelinePanel("ep", Timeline((), "measured"), ())], title="tiny")
 
 
 def test_a_forest_has_intervals_words_and_grey_for_what_cannot_be_told():

@@ -168,39 +168,6 @@ def test_tokens_beyond_the_vocabulary_are_told_by_file_and_place(ranks: LocalRan
         assert re.search(r"token 3 of .*text\.txt is 126, and the model's vocab_size is 100", told)
 
 
-def test_a_model_without_experts_and_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8, "intermediate_size": 8}))
-    with pytest.raises(ValueError, match="none of num_experts, num_local_experts, n_routed_experts"):
-        ms.models.ModelTraining(model=str(tmp_path))
-    dense = read_config("deepseek-v3-small") | {"first_k_dense_replace": 3}
-    (tmp_path / "config.json").write_text(json.dumps(dense))
-    with pytest.raises(ValueError, match="no layer with experts"):
-        ms.models.ModelTraining(model=str(tmp_path))
-    with pytest.raises(ValueError, match=r"cannot read .*; give a config\.json, a folder with one, or one of deepseek"):
-        ms.models.ModelTraining(model=str(tmp_path / "nowhere"))
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
-        ms.models.ModelTraining(model=str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "found"),
-    [
-        ("olmoe-small", {"num_hidden_layers": "2"}, "num_hidden_layers='2', which is no whole number"),
-        ("olmoe-small", {"num_experts": [8]}, r"num_experts=\[8\], which is no whole number"),
-        ("qwen3-moe-small", {"decoder_sparse_step": "x"}, "decoder_sparse_step='x', which is no whole number"),
-        ("deepseek-v3-small", {"num_experts_per_tok": None}, "none of num_experts_per_tok, .*; .* set what is null"),
-        ("olmoe-small", {"hidden_size": None, "text_config": {}}, "the language model, which is its text_config"),
-    ],
-)
-def test_an_odd_configuration_is_told_by_its_field(
-    tmp_path: Path, name: str, changes: dict[str, Any], found: str
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(read_config(name) | changes))
-    with pytest.raises(ValueError, match=found):
-        ms.models.ModelTraining(model=str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("changes", "num_layers"),
     [

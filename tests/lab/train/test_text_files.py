@@ -63,18 +63,3 @@ def test_no_text_is_told(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("")
     with pytest.raises(ValueError, match=r"context=8 needs 9 tokens of text but there are 0; use a longer text$"):
         load_files([str(tmp_path)], "bytes", 256).batch(0, 0, 0, seed=0, batch=1, context=8)
-
-
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for name in ("nowhere.txt", "nowhere.bin"):
-        with pytest.raises(ValueError, match=rf"data: cannot read .*{name}: No such file"):
-            tokens(tmp_path / name)
-    (tmp_path / "odd.bin").write_bytes(b"123")
-    with pytest.raises(ValueError, match=r"odd\.bin has 3 bytes, which are no whole tokens of 2 bytes"):
-        tokens(tmp_path / "odd.bin")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"the folder .*empty has no files"):
-        tokens(tmp_path / "empty")
-    np.array([1, 9], "<u2").tofile(tmp_path / "t.bin")
-    with pytest.raises(ValueError, match=r"token 1 of .*t\.bin is 9, and the model's vocab_size is 8"):
-        tokens(tmp_path / "t.bin", vocab_size=8)
