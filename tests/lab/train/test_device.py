@@ -46,11 +46,6 @@ def test_training_on_gpus_that_are_not_there_is_refused_before_any_trial(gpus, t
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_interpreter_runs_on_the_cpu():
-    with pytest.raises(ValueError, match="interpret=True runs kernels on the CPU"):
-        ms.Training(interpret=True, device="cuda")
-
-
 def test_ranks_that_share_gpus_may_map_each_others_memory(gpus, monkeypatch):
     started = {}
     monkeypatch.setattr(

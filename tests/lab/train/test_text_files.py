@@ -55,11 +55,3 @@ def test_a_tokenizer_encodes_text(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"bc \xff")
     with pytest.raises(ValueError, match=r"text is no text in UTF-8 .*; leave it out, or use tokenizer=\"bytes\""):
         tokens(tmp_path / "text", tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=3)
-    with pytest.raises(ValueError, match=r'neither "bytes" nor a tokenizer\.json'):
-        tokens(tmp_path / "text", tokenizer=str(tmp_path / "nowhere.json"))
-
-
-def test_no_text_is_told(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("")
-    with pytest.raises(ValueError, match=r"context=8 needs 9 tokens of text but there are 0; use a longer text$"):
-        load_files([str(tmp_path)], "bytes", 256).batch(0, 0, 0, seed=0, batch=1, context=8)
