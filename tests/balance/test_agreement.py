@@ -71,11 +71,3 @@ def test_an_array_in_another_order_of_memory_is_the_same_load():
     assert layouts[0] == layouts[1]
     plans = [split_tokens(each, layouts[0], CLUSTER, FlowSplit()) for each in (load, turned)]
     assert plans[0] == plans[1]
-
-
-def test_layers_and_layouts_in_force_are_as_many():
-    load = zipf_load(12, 22, 1.2)
-    with pytest.raises(ValueError, match="previous has 1 layouts for 2 loads"):
-        plan_layouts([load, load], CLUSTER, Greedy(), SLOTS, previous=[plan_layout(load, CLUSTER, Static(), SLOTS)])
-    with pytest.raises(ValueError, match="threads=0; use at least 1"):
-        plan_layouts([load], CLUSTER, Greedy(), SLOTS, threads=0)

@@ -8,7 +8,6 @@ from balance_cases import instances, zipf_load
 from hypothesis import given
 
 from moesys.balance.eplb import Eplb, heaviest_replicated
-from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import BYTES_PER_TOKEN, Laer, laer_seconds, proportional_replicas
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.run_planner import plan_layout
@@ -125,21 +124,3 @@ def test_laer_falls_back_to_proportional_where_even_cannot_be():
 
 
 # --- the door
-
-
-@pytest.mark.parametrize(
-    ("ranks", "slots", "previous", "message"),
-    [
-        (3, 4, None, "counts 2 source ranks but the cluster has 3"),
-        (2, [2, 1, 1], None, "names 3 ranks but the cluster has 2"),
-        (2, [5, -1], None, "negative count"),
-        (2, 1, None, "slots_per_rank=1 gives 2 slots on 2 ranks for 4 experts; use at least 2"),
-        (2, [2, 1], None, r"slots_per_rank=\[2, 1\] gives 3 slots on 2 ranks for 4 experts; add at least 1"),
-        (2, 3, [[0, 1], [2, 3]], r"\(2, 2, 4\) but the plan is for \(2, 3, 4\)"),
-        (2, [1, 3], [[0, 1, 2], [3, -1, -1]], "previous fills 3 slots of rank 0, which has 1"),
-    ],
-)
-def test_what_does_not_belong_together_is_refused(ranks, slots, previous, message):
-    layout = None if previous is None else ExpertLayout(previous, num_experts=4)
-    with pytest.raises(ValueError, match=message):
-        plan_layout(LoadMatrix([[1, 1, 1, 1]] * 2), ClusterSpec(ranks_per_node=ranks), Greedy(), slots, previous=layout)

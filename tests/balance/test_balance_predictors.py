@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesys.balance.predictors import LoadHistory, window
-from moesys.config import Adaptive, Ema, Last, Oracle, WindowMean
+from moesys.config import Adaptive, Ema, Last, WindowMean
 from moesys.load import LoadMatrix
 
 THREE = [LoadMatrix([[tokens, 0, 2 * tokens + 1]]) for tokens in (8, 4, 16)]
@@ -166,32 +166,3 @@ def test_adaptive_does_not_mind_loads_without_tokens():
 
 
 # --- refusals
-
-
-@pytest.mark.parametrize(
-    ("config", "loads", "message"),
-    [
-        (Last(), [], "no load was observed yet; observe one first"),
-        (Last(), [LoadMatrix([[1]]), LoadMatrix([[1, 2]])], r"shape \(1, 2\) and those before it \(1, 1\)"),
-        (WindowMean(steps=2), [LoadMatrix([[2**61]])], f"counts below {2**61}; use fewer steps"),
-        (Ema(decay=0.5), [LoadMatrix([[2**42]])], f"count of {2**42} tokens, .* counts below {2**42}"),
-        (Adaptive(), [LoadMatrix([[2**42]])], "use loads of fewer micro-batches"),
-    ],
-)
-def test_what_cannot_be_predicted_is_refused(config, loads, message):
-    with pytest.raises(ValueError, match=message):
-        predicted(config, loads)
-
-
-def test_an_oracle_has_no_history():
-    assert window(Oracle()) == 0
-    with pytest.raises(ValueError, match=r"which only a replay knows; use workload=Replay\(\.\.\.\)"):
-        LoadHistory(Oracle())
-
-
-def test_the_state_of_another_predictor_is_refused():
-    state = history(Ema(decay=0.5), THREE).state_dict()
-    other = history(Ema(decay=0.6), THREE)
-    with pytest.raises(ValueError, match="resume with the same predictor, or begin a new history"):
-        other.load_state_dict(state)
-    assert other.predicted() == predicted(Ema(decay=0.6), THREE)

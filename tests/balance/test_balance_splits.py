@@ -227,13 +227,3 @@ def test_tokens_stay_in_their_domain_before_they_leave_it():
 def test_min_max_load_refuses_a_load_of_other_ranks():
     with pytest.raises(ValueError, match="the load is for 1 ranks and 2 experts, the layout for 2 and 2"):
         min_max_load(LoadMatrix([[1, 1]]), ExpertLayout([[0], [1]], num_experts=2))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [([[1, 1]], "the load is for 1 ranks, the layout for 2"), ([[1], [1]], "for 1 experts, the layout for 2")],
-)
-def test_split_refuses_what_does_not_belong_together(tokens, message):
-    layout = ExpertLayout([[0], [1]], num_experts=2)
-    with pytest.raises(ValueError, match=message):
-        split_tokens(LoadMatrix(tokens), layout, ClusterSpec(ranks_per_node=2), FlowSplit())

@@ -97,22 +97,6 @@ def test_on_one_node_and_one_group_both_forms_are_one(instance):
     assert hierarchical == flat
 
 
-@pytest.mark.parametrize(
-    ("experts", "ranks_per_node", "slots", "groups", "message"),
-    [
-        (6, (2, 2), 2, 4, "num_groups=4 does not divide num_experts=6; .* choose a divisor, or hierarchical=False"),
-        (6, (2, 2), 2, 3, "num_groups=3 is no multiple of num_nodes=2; .* divides num_experts=6"),
-        (6, (2, 1), 2, 2, r"nodes have \[2, 1\] ranks; hierarchical EPLB needs equal nodes"),
-        (6, (2, 2), [2, 2, 2, 1], 2, r"slots_per_rank=\[2, 2, 2, 1\] differ; .* or hierarchical=False"),
-    ],
-)
-def test_what_the_hierarchical_form_cannot_divide_is_refused(experts, ranks_per_node, slots, groups, message):
-    cluster = ClusterSpec(num_nodes=2, ranks_per_node=ranks_per_node)
-    load = LoadMatrix(np.ones((cluster.num_ranks, experts), dtype=np.int64))
-    with pytest.raises(ValueError, match=message):
-        plan_layout(load, cluster, Eplb(num_groups=groups, hierarchical=True), slots)
-
-
 # --- FlexMoE
 
 

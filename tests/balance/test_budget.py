@@ -59,23 +59,3 @@ def test_a_skewed_layer_gets_the_slots_that_a_flat_one_does_not_need():
     uniform = sum(greedy_busiest(load, cluster, 3) for load in loads)
     assert sum(greedy_busiest(load, cluster, slots) for load, slots in zip(loads, budget, strict=True)) <= uniform
     assert replica_budget(loads, cluster, 9 * 8, (5, 2, 4, 3, 2)) == budget
-
-
-@pytest.mark.parametrize(
-    ("loads", "total_slots", "choices", "message"),
-    [
-        ([], 8, (2,), "loads is empty; give one predicted load a layer"),
-        ([LoadMatrix([[1, 1]] * 2)], 8, (), r"choices=\[\]; give slots per rank of at least 1"),
-        ([LoadMatrix([[1, 1]] * 2)], 8, (0, 2), r"choices=\[0, 2\]; give slots per rank of at least 1"),
-        (
-            [LoadMatrix([[1, 1]] * 2), LoadMatrix([[1] * 7] * 2)],
-            20,
-            (1, 3),
-            r"gives layer 1 at most 6 slots on 2 ranks for 7 experts; add the choice 4",
-        ),
-        ([LoadMatrix([[1] * 4] * 2)] * 3, 11, (2, 3), "total_slots=11 but the fewest slots of all 3 layers are 12"),
-    ],
-)
-def test_what_no_budget_can_serve_is_refused(loads, total_slots, choices, message):
-    with pytest.raises(ValueError, match=message):
-        replica_budget(loads, CLUSTER, total_slots, choices)

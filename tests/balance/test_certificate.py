@@ -154,21 +154,6 @@ def test_check_finds_what_was_tampered_with():
         found.check(LoadMatrix([[20, 4, 1], [10, 0, 2]]), plan.layout)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "limits", "message"),
-    [
-        (3, {}, "the plan is for 2 ranks but the cluster has 3"),
-        (2, {"slots_per_rank": [2, 2, 2]}, "names 3 ranks but the plan has 2"),
-        (2, {"slots_per_rank": [2, 1]}, "fills 2 slots of rank 1 but slots_per_rank gives it 1"),
-        (2, {"min_replicas": 2}, "min_replicas=2 but the plan's layout holds expert 0 on 1 ranks"),
-        (2, {"replicas_within": "node"}, r"replicas_within='node' but .* expert 1 on ranks \[0, 1\]"),
-    ],
-)
-def test_a_plan_outside_its_limits_has_no_certificate(ranks, limits, message):
-    with pytest.raises(ValueError, match=message):
-        certify(_plan()[0], ClusterSpec(num_nodes=ranks, ranks_per_node=1), **limits)
-
-
 def test_domains_of_a_cluster():
     cluster = ClusterSpec(num_nodes=2, ranks_per_node=4, ranks_per_domain=2)
     assert domains_of(cluster, "cluster") == (0,) * 8

@@ -200,12 +200,6 @@ def test_cp_sat_keeps_domains_when_it_plans_a_few_ranks_at_a_time():
     assert found.filled_R.tolist() == [5] * 16
 
 
-def test_cp_sat_refuses_what_it_cannot_solve():
-    with pytest.raises(
-        ValueError, match=r"64 ranks × 65 experts = 4160 placements, more than 4096; use balance=Greedy"
-    ):
-        plan_layout(zipf_load(64, 65, 1.0), ClusterSpec(ranks_per_node=64), CpSat(), 2)
-    with pytest.raises(ValueError, match=r"plans 1125899906842625 tokens, more than 2\^50; scale the load down"):
-        plan_layout(LoadMatrix([[2**50, 1]]), ClusterSpec(), CpSat(), 2)
+def test_cp_sat_plans_very_many_tokens():
     most = plan_layout(LoadMatrix([[2**48, 2**40]] * 2), ClusterSpec(num_nodes=2), CpSat(deterministic_time=0.1), 2)
     assert most.filled_R.tolist() == [2, 2]

@@ -135,12 +135,7 @@ def test_values_do_not_depend_on_numbers_of_experts_nor_of_ranks_inside_a_node(i
     assert values[0] == values[1]
 
 
-def test_loads_beyond_int64_are_refused():
-    with pytest.raises(ValueError, match=r"use at most 1152921504606846976 \(2\*\*61 over their number\), or scale it"):
-        LoadMatrix([[2**63 - 1, 2**63 - 1], [1, 1]])
-
-
-@pytest.mark.parametrize("slots", [2.0, True, [2.7, 2.7]])
+@pytest.mark.parametrize("slots", [True, [2.7, 2.7]])
 def test_slots_are_counted_in_integers(slots):
     with pytest.raises(ValueError, match="counts slots; give integers"):
         plan_layout(LoadMatrix([[1, 1]] * 2), ClusterSpec(ranks_per_node=2), Greedy(), slots)

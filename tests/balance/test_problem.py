@@ -14,7 +14,7 @@ from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
 from moesys.balance.run_planner import plan_layout
 from moesys.config import Balance, ClusterSpec
-from moesys.layout import EMPTY, ExpertLayout
+from moesys.layout import EMPTY
 from moesys.load import LoadMatrix
 
 # Balancers with quotas need slots for the experts of a rank (test_quotas.py), and CpSat takes seconds (test_cp_sat.py).
@@ -106,60 +106,3 @@ def test_exactly_what_cannot_be_is_refused(slots, num_experts, replicas, place, 
             plan_layout(load, cluster, asked, slots)
         return
     assert plan_layout(load, cluster, asked, slots).num_experts == num_experts
-
-
-@pytest.mark.parametrize("config", [Greedy(), CpSat()], ids=["greedy", "cp_sat"])
-@pytest.mark.parametrize(
-    ("replicas", "within", "slots", "message"),
-    [
-        (
-            4,
-            "cluster",
-            (3, 3, 0, 4),
-            "min_replicas=4 needs as many ranks with slots, and there are 3; use min_replicas <= 3 or give more ranks "
-            "slots",
-        ),
-        (
-            3,
-            "node",
-            (3, 3, 0, 4),
-            "min_replicas=3 with replicas_within='node' needs as many ranks with slots in one node, and the most are "
-            "2; use min_replicas <= 2 or replicas_within='cluster'",
-        ),
-        (
-            2,
-            "domain",
-            (3, 3, 3, 3),
-            "min_replicas=2 with replicas_within='domain' needs as many ranks with slots in one domain, and the most "
-            "are 1; use min_replicas <= 1 or replicas_within='cluster'",
-        ),
-        (
-            2,
-            "cluster",
-            (9, 2, 1, 1),
-            "min_replicas=2 for 5 experts takes 10 slots, at most 5 of them on a rank, and there are 9; add at least 1 "
-            "or use a smaller min_replicas",
-        ),
-        (
-            2,
-            "node",
-            (3, 2, 2, 3),
-            "replicas_within='node' with min_replicas=2 has room for [2, 2] experts by node, in all 4 of 5; add slots, "
-            "use a smaller min_replicas or replicas_within='cluster'",
-        ),
-    ],
-)
-def test_a_refusal_says_the_way_out(config, replicas, within, slots, message):
-    cluster = ClusterSpec(num_nodes=2, ranks_per_node=2, ranks_per_domain=1)
-    asked = config.replace(min_replicas=replicas, replicas_within=within)
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        plan_layout(flat_load(4, 5), cluster, asked, slots)
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize("config", PLANNERS, ids=repr)
-def test_a_previous_layout_of_another_shape_is_refused_by_every_planner(config):
-    cluster = ClusterSpec(ranks_per_node=2)
-    previous = ExpertLayout([[0, 1], [2, 3]], num_experts=4)
-    with pytest.raises(ValueError, match=r"\(2, 2, 4\) but the plan is for \(2, 3, 4\); give a previous layout of the"):
-        plan_layout(flat_load(2, 4), cluster, config, 3, previous=previous)

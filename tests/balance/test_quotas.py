@@ -167,12 +167,6 @@ def test_they_plan_layouts_from_history_too_and_refuse_too_few_slots(config):
         plan_layout(EXAMPLE, cluster, config, (1, 4, 4, 4))
 
 
-def test_a_split_knows_no_quotas_without_their_planner():
-    layout = plan_layout(EXAMPLE, ClusterSpec(ranks_per_node=4), MoonEp(), 4)
-    with pytest.raises(ValueError, match=r"use ms\.planning\.plan_layer with the strategy"):
-        split_tokens(EXAMPLE, layout, ClusterSpec(ranks_per_node=4), Quotas())
-
-
 def test_many_tokens_are_planned_without_counting_them():
     load = LoadMatrix(np.array([[2**30, 1, 5, 7]] * 4))
     for config in (MoonEp(), Llep(), UltraEp(), FasterMoe()):

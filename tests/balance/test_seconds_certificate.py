@@ -198,17 +198,6 @@ def test_a_certificate_says_what_limits():
     assert "rows between nodes" in str(found)
 
 
-def test_a_certificate_of_another_strategy_is_refused():
-    load, layout = ms.planning.LoadMatrix([[1, 2], [3, 4]]), ms.planning.ExpertLayout([[0, 1], [0, 1]], num_experts=2)
-    cluster, model = ms.ClusterSpec(ranks_per_node=2), WIDE.replace(num_experts=2)
-    plan = split_tokens(load, layout, cluster, ms.EvenSplit())
-    strategy = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=1))
-    with pytest.raises(ValueError, match="fills 2 slots of rank 0"):
-        certify_seconds(plan, cluster, model, strategy)
-    with pytest.raises(ValueError, match="the plan is for 2 ranks and 2 experts"):
-        certify_seconds(plan, cluster, WIDE.replace(num_experts=3), strategy)
-
-
 @pytest.mark.parametrize("seed", [*range(8), 9, 37, 61, 108, 121, 277])
 def test_the_bound_is_below_plans_of_lent_experts(seed):
     """Owners need not keep what they own in a slot; from the seed 9 on, these plans have such owners."""

@@ -176,12 +176,6 @@ def test_a_split_by_seconds_sends_rows_over_wires_only_where_that_is_quicker():
     assert busiest == [800, 500]
 
 
-def test_a_split_by_seconds_asks_for_the_model():
-    load, layout = ms.planning.LoadMatrix([[1]]), ms.planning.ExpertLayout([[0]], num_experts=1)
-    with pytest.raises(ValueError, match="max_inter_node='seconds' is of a layer's shape; give model"):
-        split_tokens(load, layout, ms.ClusterSpec(), ms.FlowSplit(max_inter_node="seconds"))
-
-
 # --- layouts
 
 
