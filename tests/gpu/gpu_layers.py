@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from gpu_ranks import GpuRank
+from host_waits import host_waits_refused
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -26,11 +25,6 @@ WARM_UPS, STEPS = 2, 2
 READS_ON_CPU = ("raise_if_given_up", "_raise_if_found")
 # Copies to pinned memory, which the host reads on a GPU when they have arrived or all of backward is launched.
 COPIES = "moesys.kernels.host_copies"
-# The functions of a tensor that need its numbers on the host.
-READERS = (
-    *("__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy", "cpu"),
-    *("nonzero", "unique", "masked_select", "bincount"),
-)
 
 
 def shape_of(gpu: GpuRank) -> ModelShape:
@@ -92,7 +86,7 @@ def run_without_waiting(gpu: GpuRank, overlap: Overlap) -> str:
     # The first steps compile, and allocate memory that is kept.
     for _ in range(1 if gpu.rehearsed else WARM_UPS):
         run_step(layer, *inputs)
-    with host_waits_refused(gpu.device):
+    with waits_refused(gpu.device):
         for _ in range(1 if gpu.rehearsed else STEPS):
             found = run_step(layer, *inputs)
     wrong = [name for name, of in found.items() if not of.isfinite().all()]
@@ -101,34 +95,20 @@ def run_without_waiting(gpu: GpuRank, overlap: Overlap) -> str:
 
 
 @contextmanager
-def host_waits_refused(device: torch.device) -> Iterator[None]:
-    """Makes waits of the host for the device raise RuntimeError.
-
-    On a GPU torch detects them. On the CPU, the calls of moesys that would wait for a GPU are refused; Triton's
-    interpreter may read tensors at any time.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+def waits_refused(device: torch.device) -> Iterator[None]:
+    """Makes waits of the host for the device raise RuntimeError: on a GPU torch detects them."""
+    if device.type != "cuda":
+        with host_waits_refused(_may_wait):
             yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
         return
-    with ExitStack() as patches:
-        for name in READERS:
-            patches.enter_context(patch.object(Tensor, name, _refusing(name, getattr(Tensor, name))))
+    torch.cuda.synchronize(device)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
         yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
-def _refusing(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
-    def refused(*args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        caller = frame.f_globals.get("__name__", "")
-        allowed = frame.f_code.co_name in READS_ON_CPU or caller == COPIES
-        if caller.startswith("moesys.") and not allowed:
-            raise RuntimeError(f"{caller} calls {name}, which waits for the device")
-        return usual(*args, **kwargs)
-
-    return refused
+def _may_wait(frame: Any) -> bool:
+    return frame.f_code.co_name in READS_ON_CPU or frame.f_globals["__name__"] == COPIES

@@ -146,7 +146,7 @@ def test_offsets_that_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_triton, "experts_forward", waits(experts_triton.experts_forward))
-    with pytest.raises(RuntimeError, match=r"moesys\.planted calls item, which waits for the device"):
+    with pytest.raises(RuntimeError, match=r"moesys\.planted, line 1, calls item, which waits for the device"):
         launch.test_no_waiting(here())
 
 

@@ -99,7 +99,7 @@ FAULTS: dict[str, tuple[Fault, int, str]] = {
     "one GPU for two": (wrong_combine, 1, "fused: y differs"),
     "mega points": (wrong_combine, 1, "fused: y differs"),
     "layer": (wrong_combine, 1, "y of micro-batch 0 differs from Sequential"),
-    "planned without waiting": (waiting_combine, 0, "moesys.planted calls item, which waits for the device"),
+    "planned without waiting": (waiting_combine, 0, "moesys.planted, line 1, calls item, which waits for the device"),
     "growth": (wrong_when_grown, 1, "y of micro-batch 1 differs from Sequential"),
     "killed rank": (immortal, 1, "rank 1 was killed, and the step ended as if it had not been"),
     "late ranks": (impatient, 0, "PeerTimeoutError: rank 0 waited 0.3 s for rank 1"),

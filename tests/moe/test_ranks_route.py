@@ -82,14 +82,3 @@ def test_hosts_read_sizes_once_and_no_bit_changes(
         assert changed == []
         assert told == [size] * forwards
         assert asked == forwards
-
-
-def waiting() -> str:
-    with pytest.raises(AssertionError) as refused:
-        routed(ByHosts(), EP, True, False)
-    return str(refused.value)
-
-
-def test_the_guard_sees_hosts_that_route(ranks: LocalRanks) -> None:
-    for said in ranks.run(waiting, num_ranks=2, timeout_s=100):
-        assert "in moesys." in said
