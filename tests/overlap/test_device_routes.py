@@ -6,12 +6,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from conftest import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from launches import launches
 from torch import Tensor
 
 import moesys as ms
@@ -150,23 +148,3 @@ def test_every_table_is_the_hosts(micro: Micro, split: ms.Split) -> None:
             assert differing(chunk, as_expected) == []
         assert pending.plan.entries().tolist() == plan.tokens.entries.tolist()
         assert pending.plan.counts_RE().tolist() == plan.load.tokens_RE.tolist()
-
-
-@pytest.mark.parametrize(("num_chunks", "most"), [(1, 13), (3, 14)])
-@pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.kind)
-def test_a_plan_and_its_routes_are_few_launches(split: ms.Split, num_chunks: int, most: int) -> None:
-    """All but the message of counts, and one copy to the host, which is a launch on a GPU alone."""
-    layout = ExpertLayout(np.array([[0, 1, 2], [2, 3, 0]]), 4)
-    micro = Micro(layout, ms.ClusterSpec(ranks_per_node=2), [torch.tensor([[0, 2], [3, 1], [2, 0]])] * 2, num_chunks, 3)
-    made_by = device_split(layout, micro.cluster, split, "cpu")
-    chunk_T1 = chunk_numbers(3, num_chunks, torch.device("cpu")) if num_chunks > 1 else None
-    parts = [e * num_chunks + (0 if chunk_T1 is None else chunk_T1) for e in micro.expert_RTK]
-    channel: Any = Gathered(2, [route(part, 4 * num_chunks).first_G1 for part in parts], [6, 6])
-    with launches() as found:
-        pending = route_on_device(
-            micro.expert_RTK[0], chunk_T1, num_chunks, made_by, own_replicas(layout, 0), 3, FORWARD, channel
-        )
-        assert pending.routes.num_rows
-    # Of the channel that is none.
-    found.remove("stack")
-    assert len(found) + 1 <= most, found

@@ -135,19 +135,6 @@ def test_all_others_end_in_time_and_say_where_it_was(mortal_ranks: LocalRanks, n
         assert seconds[1] < 15
 
 
-def be_late(case: Case) -> None:
-    rank, heaps = dist.get_rank(), new_heaps(4, TIMEOUT_S)
-    run = MegaRun(Drawn(case), rank, heaps)
-    run.backward(*run.forward(ms.MegaKernel(rows_cap=4.0)))
-
-
-# A rank that is late by a second harms nothing in tests/overlap/test_mega.py, whose time-out is longer, always.
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["forward", "backward", "experts"])
-def test_less_than_the_time_out_harms_nothing(mortal_ranks: LocalRanks, when: str) -> None:
-    mortal_ranks.run(be_late, replace(FIRST, tokens=(4, 3, 5, 2), late=(VICTIM, TIMEOUT_S / 3, when)), timeout_s=60)
-
-
 @pytest.mark.parametrize(
     "point", [ms.MegaKernel(), ms.MegaKernel(combine_share=0.5, deduplicate=True, granularity="expert")]
 )
