@@ -29,10 +29,10 @@ class Entry:
     """One finding about one strategy.
 
     fingerprint: of the strategy; ``name``, in words; ``strategy``, all its fields.
-    stage: ``pruned`` by closed forms; ``simulated``; ``measured``; ``refused`` by the cost model or by a failure.
+    stage: ``pruned``, as it would not run; ``simulated``; ``measured``; ``refused`` by the cost model or by a failure.
     of: what ``ms`` is the cost of, such as ``20 steps of seeds 0, 1`` or ``seed 3``. Costs with different words cannot
         be compared. A point that would not run has no ``ms``; its words are ``memory 80 GB`` or ``reach``.
-    ms: milliseconds of a step; a lower bound where the point is pruned; None where there is none.
+    ms: milliseconds of a step; None where there is none.
     reason: why the point was pruned or refused.
     steps_ms: milliseconds of each simulated step, by seed; ``ms`` is their mean.
     """
@@ -70,7 +70,7 @@ class TuneJournal:
 
     def __init__(self, path: Path | None, setting: dict[str, str], lock: FolderLock | None = None) -> None:
         self.path = path
-        self._found: dict[tuple[str, str, bool], Entry] = {}
+        self._found: dict[tuple[str, str], Entry] = {}
         if path is None:
             return
         cut_torn_line(path)
@@ -104,21 +104,21 @@ class TuneJournal:
                 "begin anew with --fresh (fresh=True), or use another folder"
             )
 
-    def find(self, fingerprint: str, of: str, *, pruned: bool = False) -> Entry | None:
-        """Returns the cost or the refusal of a strategy, or with ``pruned`` the bound that ruled it out."""
-        return self._found.get((fingerprint, of, pruned))
+    def find(self, fingerprint: str, of: str) -> Entry | None:
+        """Returns the cost or the refusal of a strategy."""
+        return self._found.get((fingerprint, of))
 
     def add(self, entry: Entry) -> None:
         """Writes an entry, unless it is there. A measured entry is on the disk when this returns."""
-        if self.find(entry.fingerprint, entry.of, pruned=entry.stage == "pruned") is entry:
+        if self.find(entry.fingerprint, entry.of) is entry:
             return
         if self.path is not None:
             self._lines.append(entry, sync=entry.stage == "measured")
         self._keep(entry)
 
     def entries(self) -> tuple[Entry, ...]:
-        """Returns the newest entry of each strategy and ``of``, bounds apart from costs."""
+        """Returns the newest entry of each strategy and ``of``."""
         return tuple(self._found.values())
 
     def _keep(self, entry: Entry) -> None:
-        self._found[entry.fingerprint, entry.of, entry.stage == "pruned"] = entry
+        self._found[entry.fingerprint, entry.of] = entry

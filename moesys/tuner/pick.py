@@ -6,15 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
 
-from moesys.config import Declaration, Strategy
+from moesys.config import Strategy
 from moesys.config.experiment import Source
-from moesys.tuner.costs import Costs, Session
+from moesys.tuner.costs import CostedStrategy, Costs, Session
 from moesys.tuner.space import PARTS, SearchBounds, Space, default_space
-from moesys.tuner.strategy_search import Search, SearchResult
-from moesys.tuner.timing import Clock, Rounds, TimedStrategy, TimingResult
-from moesys.tuner.tuned_workload import Fidelity, OutOfTimeError, Plans, Setting, Workload, value_words
+from moesys.tuner.strategy_search import SearchResult, search
+from moesys.tuner.timing import Clock, Rounds, TimedStrategy, TimingResult, kinds_of
+from moesys.tuner.tuned_workload import Fidelity, OutOfTimeError, Plans, Setting, Workload, ladder, value_words
 
 # Number of the experiment's strategies that are timed in any case, besides the baseline.
 _STARTS_TIMED = 3
@@ -28,29 +27,25 @@ _DRAWN, _DRAWN_STEPS = 3, 2
 class Choice:
     """One field of the strategy, a dotted path as in TOML.
 
-    next_best: the best other value of the space. costs: the relative increase of a simulated step with it, 0.02 for
-    2 %; a lower bound where ``at_least``. Both are None where no other value of the space goes with the other
-    fields, or ``not_seen``, where the time was over before other values were looked at.
+    next_best: the value of the fastest other strategy that was simulated with another value; its other fields may
+    differ too. costs: the relative increase of a simulated step with it, 0.02 for 2 %, by the longest look at both.
+    Both are None where no other value was simulated.
     """
 
     field: str
     value: str
     next_best: str | None = None
     costs: float | None = None
-    at_least: bool = False
-    not_seen: bool = False
 
     def __str__(self) -> str:
-        if self.not_seen:
-            return "others were not looked at: the time was over"
         if self.next_best is None or self.costs is None:
-            return "no other value goes with the rest"
+            return "no other value was simulated"
         if abs(self.costs) < 5e-5:
             return f"{self.next_best} is as fast, simulated"
         if self.costs < 0:
-            return f"{self.next_best} would save {-100 * self.costs:.2f} %, simulated; the clock chose otherwise"
-        least = "at least " if self.at_least else ""
-        return f"{self.next_best} would cost {least}{100 * self.costs:.2f} %, simulated"
+            saved = f"{self.next_best} would save {-100 * self.costs:.2f} %, simulated"
+            return f"{saved}; longer looks or the clock chose otherwise"
+        return f"{self.next_best} would cost {100 * self.costs:.2f} %, simulated"
 
 
 @dataclass(frozen=True)
@@ -131,8 +126,7 @@ def tune_workload(
     if space is None:
         space = default_space(setting, costs.tokens_per_rank, mega_kernels=mega_kernels)
     plans.deadline = session.deadline.part(_SEARCH_SHARE if clock is None else _SEARCH_SHARE_BEFORE_CLOCKS)
-    search = Search(space, costs, budget=bounds.budget, seed=bounds.seed)
-    found, timing = search.run(), None
+    found, timing = search(space, costs, budget=bounds.budget, seed=bounds.seed), None
     plans.deadline = session.deadline
     if clock is None:
         if found.baseline is None:
@@ -146,18 +140,16 @@ def tune_workload(
         pick, speedup = found.ranking[0].strategy, found.baseline.ms / found.ranking[0].ms
     else:
         costs.rest()
-        candidates = [one for one in _promising(found, starts) if costs.fits(one)]
-        rounds = Rounds(clock, session, starts[0], seed=bounds.seed, first_seed=workload.seeds[0])
-        timing = rounds.run(candidates, search.by_glance)
+        candidates = [one for one in _promising(costs) if costs.fits(one)]
+        timing = Rounds(clock, session, starts[0], seed=bounds.seed, first_seed=workload.seeds[0]).run(candidates)
         best = _best_that_fits(timing, costs)
         pick, speedup = best.strategy, 1 / best.ratio
-        found = search.around(pick, found)
     return TunePick(
         strategy=pick.replace(name="tuned"),
         baseline=starts[0],
         decided_by="simulated" if timing is None else "measured",
         speedup=speedup,
-        choices=_choices_of(pick, space, found),
+        choices=_choices_of(pick, space, costs),
         space=space,
         search=found,
         timing=timing,
@@ -165,18 +157,18 @@ def tune_workload(
     )
 
 
-def _promising(found: SearchResult, starts: Sequence[Strategy]) -> list[Strategy]:
+def _promising(costs: Costs) -> list[Strategy]:
     """Returns strategies in the order in which to time them: some of the starts; then the fastest of each kind of
     sharding and overlap in turn, because a model that is wrong about a kind is wrong about all of it. Points that
     cannot be simulated are last of their kind.
     """
     kinds: dict[tuple[str, str], list[Strategy]] = {}
-    # Neighbours of the pick were refused last.
-    refused = [strategy for strategy, _ in reversed(found.refused)]
-    for strategy in [*(one.strategy for one in found.ranking), *refused]:
-        kinds.setdefault((strategy.sharding.kind, strategy.overlap.kind), []).append(strategy)
+    refused = [strategy for strategy, _ in reversed(costs.refused.values())]
+    looks = [costs.ranking(fidelity) for fidelity in reversed(ladder(costs.plans.workload))]
+    for strategy in [*(one.strategy for look in looks for one in look), *refused]:
+        kinds.setdefault(kinds_of(strategy), []).append(strategy)
     in_turn = [strategy for turn in zip_longest(*kinds.values()) for strategy in turn if strategy is not None]
-    return [*starts[1 : 1 + _STARTS_TIMED], *in_turn]
+    return [*costs.starts[1 : 1 + _STARTS_TIMED], *in_turn]
 
 
 def _best_that_fits(timing: TimingResult, costs: Costs) -> TimedStrategy:
@@ -197,11 +189,8 @@ def _draws(costs: Costs, found: SearchResult, seeds: Sequence[int]) -> tuple[Dra
     baseline, shown = found.baseline.strategy, [one.strategy for one in found.ranking[:_DRAWN]]
     if seeds:
         fidelity = Fidelity(tuple(seeds), min(_DRAWN_STEPS, costs.plans.workload.num_steps))
-        words = f"drawing {len(seeds)} seeds for the fastest {len(shown)} and the baseline"
-        costs.session.observer.stage(words, 1 + len(shown))
         with suppress(OutOfTimeError):
-            for _ in costs.look([baseline, *shown], fidelity, prune=False):
-                pass
+            costs.look([baseline, *shown], fidelity, "of the fastest and the baseline")
     drawn = [_draws_of(strategy, baseline, costs.steps_ms) for strategy in shown if strategy != baseline]
     return tuple(draws for draws in drawn if len(draws.own_ms) > 1)
 
@@ -220,24 +209,34 @@ def _draws_of(strategy: Strategy, baseline: Strategy, steps_ms: dict[str, dict[i
 # --- the reasons ------------------------------------------------------------------------------------------------------
 
 
-def _choices_of(pick: Strategy, space: Space, search: SearchResult) -> tuple[Choice, ...]:
+def _choices_of(pick: Strategy, space: Space, costs: Costs) -> tuple[Choice, ...]:
     """Returns a choice for every field that the space has values for."""
-    pick_ms = next((one.ms for one in search.ranking if one.strategy.fingerprint() == pick.fingerprint()), None)
-    values: dict[str, Any] = {}
+    paths = []
     for name in ("sharding", "overlap"):
-        part: Declaration = getattr(pick, name)
-        kind = values[f"{name}.kind"] = getattr(part, "kind", "")
-        values |= {f"{name}.{field}": getattr(part, field) for field in space.choices(name, kind)}
-    values |= {name: getattr(pick, name) for name in PARTS if name not in ("sharding", "overlap")}
-    found = []
-    for path, value in values.items():
-        alternative = search.alternatives.get(path)
-        if alternative is None or pick_ms is None:
-            found.append(Choice(path, value_words(value), not_seen=bool(search.not_seen)))
-        else:
-            next_best, costs = value_words(alternative.neighbour.value), alternative.ms / pick_ms - 1
-            found.append(Choice(path, value_words(value), next_best, costs, alternative.at_least))
-    return tuple(found)
+        kind = getattr(pick, name).kind
+        paths += [f"{name}.kind", *(f"{name}.{field}" for field in space.choices(name, kind))]
+    paths += [name for name in PARTS if name not in ("sharding", "overlap")]
+    looks = []
+    for fidelity in reversed(ladder(costs.plans.workload)):
+        if (own := costs.simulated.get(fidelity, {}).get(pick.fingerprint())) is not None:
+            looks.append((own.ms, costs.ranking(fidelity)))
+    return tuple(_choice_of(path, pick, looks) for path in paths)
+
+
+def _choice_of(path: str, pick: Strategy, looks: Sequence[tuple[float, Sequence[CostedStrategy]]]) -> Choice:
+    """Returns the choice of a field. ``looks``: the pick's milliseconds and the ranking in each look, longest first."""
+    part, _, name = path.partition(".")
+    own, is_field = getattr(pick, part), name not in ("", "kind")
+    value = getattr(own, name) if name else own
+    for pick_ms, ranking in looks:
+        for one in ranking:
+            other = getattr(one.strategy, part)
+            if is_field and other.kind != own.kind:
+                continue
+            if (getattr(other, name) if name else other) != value:
+                shown = value_words(getattr(other, name) if is_field else other)
+                return Choice(path, value_words(value), shown, one.ms / pick_ms - 1)
+    return Choice(path, value_words(value))
 
 
 def _commented(toml: str, reasons: dict[str, str]) -> Iterator[str]:

@@ -28,8 +28,6 @@ from moesys.config.member import Member
 from moesys.kinds import did_you_mean
 from moesys.tuner.tuned_workload import Setting
 
-# The name of the fields that ``Space.replaced`` changes at once.
-PLACEMENT = "sharding, balance and split"
 # The fields of a strategy that decide its speed.
 PARTS = tuple(name for name in Strategy.model_fields if name not in ("name", "reduction"))
 # Unions whose fields are searched one by one.
@@ -38,6 +36,8 @@ _BY_FIELD = ("sharding", "overlap")
 _NOT_SEARCHED = {"kind", "rows_cap", "most_tokens", "timeout_s", "slot_gb_per_rank"}
 # TOML has no null.
 _NONE = "none"
+# Number of members of each other kind of sharding or overlap that are neighbours.
+_OF_ANOTHER_KIND = 16
 # Number of points with the same plans that are drawn in a row.
 _SHARING_PLANS = 4
 # Values of ``FlowSplit.max_inter_node`` in the default space.
@@ -64,15 +64,6 @@ class SearchBounds:
     seed: int = 0
     minutes: float | None = None
     jobs: int | None = None
-
-
-@dataclass(frozen=True)
-class Neighbour:
-    """A strategy that differs from another in ``field``, a dotted path as in TOML, and has ``value`` there."""
-
-    field: str
-    value: Any
-    strategy: Strategy
 
 
 def _checked(listed: Values) -> Values:
@@ -204,45 +195,30 @@ class Space(WordedModel, RootModel[dict[str, tuple[Any, ...]]]):
 
         yield from _once(draw(), patience=1000)
 
-    def neighbours(self, strategy: Strategy, setting: Setting) -> Iterator[Neighbour]:
-        """Yields points that differ from ``strategy`` in one field. Another kind of sharding or overlap comes with all
-        its members, because the fields of one kind do not decide those of another.
+    def neighbours(self, strategy: Strategy, setting: Setting, draws: random.Random) -> Iterator[Strategy]:
+        """Yields points that differ from ``strategy`` in one field, each once. Another kind of sharding or overlap has
+        some of its members drawn, because the fields of one kind do not decide those of another.
         """
-        seen = {strategy.fingerprint()}
-        for field, value, changes in self._changes(strategy):
-            point = setting.point(**_parts_of(strategy) | changes)
-            if point is not None and (fingerprint := point.fingerprint()) not in seen:
-                seen.add(fingerprint)
-                yield Neighbour(field, value, point)
+        kept = {part: getattr(strategy, part) for part in PARTS}
+        changes = ({part: value} for part, own in kept.items() for value in self._near(part, own, draws))
+        points = _once(setting.point(**kept | change) for change in changes)
+        return (point for point in points if point.fingerprint() != strategy.fingerprint())
 
-    def replaced(self, strategy: Strategy, setting: Setting, draws: random.Random, count: int) -> list[Neighbour]:
-        """Returns ``strategy`` with another sharding, balance and split at once, because none of them may pay without
-        the others: all combinations, or ``count`` random ones.
-        """
-        names = ("sharding", "balance", "split")
-        combinations = list(itertools.product(*map(self.values, names)))
-        if len(combinations) > count:
-            combinations = draws.sample(combinations, count)
-        kept = _parts_of(strategy)
-        points = (setting.point(**kept | dict(zip(names, values, strict=True))) for values in combinations)
-        return [Neighbour(PLACEMENT, point.name, point) for point in _once(points)]
-
-    def _changes(self, strategy: Strategy) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        for part in _BY_FIELD:
-            own = getattr(strategy, part)
-            for kind, members in self.by_kind(part).items():
-                if kind == own.kind:
-                    for field, values in self.choices(part, kind).items():
-                        # Slots are declared as a number or as memory.
-                        other = {"slot_gb_per_rank": None} if field == "slots_per_rank" else {}
-                        for value in values:
-                            with suppress(ValueError):
-                                yield f"{part}.{field}", value, {part: own.replace(**{field: value} | other)}
-                    members = [value for value in self.root.get(part, ()) if getattr(value, "kind", "") == kind]
-                yield from ((f"{part}.kind", member, {part: member}) for member in members)
-        for part in PARTS:
+    def _near(self, part: str, own: Any, draws: random.Random) -> Iterator[Any]:
+        """Yields the values of a field that ``own`` may be replaced by."""
+        for kind, members in self.by_kind(part).items():
             if part not in _BY_FIELD:
-                yield from ((part, value, {part: value}) for value in self.values(part))
+                yield from members
+            elif kind != own.kind:
+                yield from draws.sample(members, min(len(members), _OF_ANOTHER_KIND))
+            else:
+                yield from (value for value in self.root.get(part, ()) if getattr(value, "kind", "") == kind)
+                for field, values in self.choices(part, kind).items():
+                    # Slots are declared as a number or as memory.
+                    other = {"slot_gb_per_rank": None} if field == "slots_per_rank" else {}
+                    for value in values:
+                        with suppress(ValueError):
+                            yield own.replace(**{field: value} | other)
 
 
 def default_space(setting: Setting, tokens_per_rank: int, *, mega_kernels: bool = True) -> Space:
@@ -341,10 +317,6 @@ def _listed(listed: Values, part: str) -> tuple[Any, ...]:
 
 def _fields_of(part: str, kind: str) -> list[str]:
     return [name for name in _classes_of(part)[kind].model_fields if name not in _NOT_SEARCHED]
-
-
-def _parts_of(strategy: Strategy) -> dict[str, Any]:
-    return {part: getattr(strategy, part) for part in PARTS}
 
 
 def _once(strategies: Iterable[Strategy | None], patience: float = math.inf) -> Iterator[Strategy]:

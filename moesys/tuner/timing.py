@@ -1,14 +1,14 @@
 """Few timed trials, in rounds. The baseline runs in every round, so that a machine's drift affects all alike.
 
 A round runs its strategies on one seed, in random order. A strategy is judged by its time divided by the baseline's
-time in the same rounds. The better half goes on and meets neighbours of the best, until all trials are used.
+time in the same rounds. The better half goes on and meets others of the best one's kinds, until all trials are used.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from moesys.config import Strategy
@@ -75,25 +75,27 @@ class Rounds:
         self.ms: dict[str, dict[int, float]] = {}
         self.failed: dict[str, tuple[Strategy, str]] = {}
 
-    def run(self, candidates: Sequence[Strategy], neighbours: Callable[[Strategy], Iterable[Strategy]]) -> TimingResult:
+    def run(self, candidates: Sequence[Strategy]) -> TimingResult:
         """Runs as many trials of ``candidates``, the most promising first, as there is time for: the baseline and one
-        other in any case. ``neighbours`` of a strategy, the most promising first, join after the first round.
+        other in any case. After the first round, candidates of the kinds of the best come first.
 
         Raises ValueError where the baseline itself fails.
         """
-        trials, seen = self.clock.trials, {self.baseline.fingerprint()}
-        candidates = [one for one in candidates if one.fingerprint() not in seen]
+        trials, seed = self.clock.trials, self.first_seed
         width = max(1, min(round(trials * _FIRST_SHARE), trials - 1))
-        entrants, seed, ranked = _first(candidates, width, seen), self.first_seed, []
+        distinct = {one.fingerprint(): one for one in candidates if one.fingerprint() != self.baseline.fingerprint()}
+        waiting = list(distinct.values())
+        entrants, waiting, ranked = waiting[:width], waiting[width:], list[TimedStrategy]()
         try:
             while self.num_trials + 1 + len(entrants) <= trials and (entrants or seed == self.first_seed):
                 self._round(seed, entrants)
                 ranked = self._ranking(entrants)
                 width, seed = max(2, math.ceil(width * _NEXT_SHARE)), seed + 1
                 entrants = [timed.strategy for timed in ranked[: max(2, width // 2)]]
-                if (room := width - len(entrants)) > 0:
-                    near = neighbours(entrants[0]) if entrants else ()
-                    entrants += _first([*near, *candidates], room, seen)
+                best = kinds_of(entrants[0] if entrants else self.baseline)
+                waiting.sort(key=lambda one: kinds_of(one) != best)
+                room = max(0, width - len(entrants))
+                entrants, waiting = [*entrants, *waiting[:room]], waiting[room:]
         except OutOfTimeError:
             ranked = ranked or self._ranking(candidates)
         ranking = sorted([self._timed(self.baseline), *ranked], key=lambda timed: timed.ratio)
@@ -136,11 +138,6 @@ class Rounds:
         return TimedStrategy(strategy, dict(ms), math.exp(math.fsum(logs) / len(logs)))
 
 
-def _first(strategies: Iterable[Strategy], count: int, seen: set[str]) -> list[Strategy]:
-    """Returns the first strategies whose fingerprints are not in ``seen``, and adds theirs."""
-    found: list[Strategy] = []
-    for strategy in strategies:
-        if len(found) < count and strategy.fingerprint() not in seen:
-            seen.add(strategy.fingerprint())
-            found.append(strategy)
-    return found
+def kinds_of(strategy: Strategy) -> tuple[str, str]:
+    """Returns the kinds of sharding and overlap."""
+    return strategy.sharding.kind, strategy.overlap.kind

@@ -23,7 +23,7 @@ from moesys.limits import out_of_memory
 
 # Bytes of plans that are kept; the plans that were used last stay.
 MOST_BYTES = 2**30
-# The first look simulates this number of steps, and each further look this multiple of the look before.
+# The first look simulates this number of steps in all, and each further look this multiple of the look before.
 _FIRST_STEPS, _MORE = 2, 4
 
 # The plans of a step's micro-batches.
@@ -96,17 +96,18 @@ class Fidelity:
 
     def __str__(self) -> str:
         seeds = ", ".join(map(str, self.seeds))
-        return f"{self.num_steps} steps of seed{'s' * (len(self.seeds) > 1)} {seeds}"
+        return f"{self.num_steps} step{'s' * (self.num_steps > 1)} of seed{'s' * (len(self.seeds) > 1)} {seeds}"
 
 
 def ladder(workload: Workload) -> tuple[Fidelity, ...]:
-    """Returns the looks of a search, from two steps of the first seed to all timed steps of all seeds."""
-    first, steps = workload.seeds[:1], [_FIRST_STEPS]
-    while steps[-1] * _MORE < workload.num_steps:
-        steps.append(steps[-1] * _MORE)
-    looks = [Fidelity(first, num_steps) for num_steps in steps if num_steps < workload.num_steps]
-    looks.append(Fidelity(first, workload.num_steps))
-    return (*looks, Fidelity(workload.seeds, workload.num_steps)) if len(workload.seeds) > 1 else tuple(looks)
+    """Returns the looks of a search: from two steps, or one of each seed, to all timed steps. All looks have all seeds,
+    because the steps of one seed are alike.
+    """
+    looks, num_steps = [], -(-_FIRST_STEPS // len(workload.seeds))
+    while num_steps < workload.num_steps:
+        looks.append(Fidelity(workload.seeds, num_steps))
+        num_steps *= _MORE
+    return (*looks, Fidelity(workload.seeds, workload.num_steps))
 
 
 def layers_of(step: Step) -> list[LayerPlan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from tuner_cases import CLUSTERS, EP, MODEL, SMALL, cost, costs_of, drawn, session_of
@@ -11,7 +12,7 @@ from moesys.config import Strategy
 from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.tuner.findings import TuneJournal
-from moesys.tuner.strategy_search import Search
+from moesys.tuner.strategy_search import search
 from moesys.tuner.tuned_workload import Deadline, ladder
 
 
@@ -30,14 +31,14 @@ class Clock(Deadline):
 
 def in_time(workload, journal: TuneJournal, questions: int):
     costs = costs_of(workload, session_of(journal, Clock(questions)))
-    return costs, Search(SMALL, costs, budget=12, seed=0).run
+    return costs, partial(search, SMALL, costs, budget=12, seed=0)
 
 
 def test_a_search_that_time_stops_answers_with_the_best_so_far_and_goes_on_later():
     workload = SimulatedWorkload.of(
         MODEL, CLUSTERS["even"], Generated(num_layers=2, tokens_per_rank=512, steps=6), (0, 1)
     )
-    whole = Search(SMALL, costs_of(workload), budget=12, seed=0).run()
+    whole = search(SMALL, costs_of(workload), budget=12, seed=0)
     assert whole.not_seen == ""
     assert str(whole.of) == "6 steps of seeds 0, 1"
     journal, best_ms, looks = TuneJournal(None, {}), [], []
@@ -87,4 +88,4 @@ def test_a_step_is_simulated_once_however_often_it_is_part_of_a_mean():
 
 
 def exact_ms(workload, strategy: Strategy) -> float:
-    return cost(costs_of(workload), strategy, ladder(workload)[-1], prune=False).ms
+    return cost(costs_of(workload), strategy, ladder(workload)[-1]).ms

@@ -33,11 +33,9 @@ class Clock:
         return self.ms[strategy.fingerprint()] * self.noise.uniform(1 - self.share, 1 + self.share)
 
 
-def rounds(
-    clock, candidates=POINTS[1:20], journal=None, trials=MOST_TRIALS, neighbours=lambda strategy: [], deadline=None
-):
+def rounds(clock, candidates=POINTS[1:20], journal=None, trials=MOST_TRIALS, deadline=None):
     found = Rounds(timing.Clock(clock, trials), session_of(journal, deadline), POINTS[0], seed=0, first_seed=5)
-    return found.run(candidates, neighbours)
+    return found.run(candidates)
 
 
 def falling(points):
@@ -99,11 +97,12 @@ def test_the_fastest_wins_although_a_machine_drifts():
     assert [one.ratio for one in result.ranking if one.strategy == POINTS[0]] == [1]
 
 
-def test_neighbours_of_the_best_come_in_later_rounds():
-    best, others = POINTS[30], POINTS[1:10]
-    clock = Clock(falling(POINTS))
-    result = rounds(clock, others, neighbours=lambda strategy: [best])
-    assert result.ranking[0].strategy == best
+def test_candidates_of_the_kinds_of_the_best_come_in_later_rounds():
+    fsep, ep = ([one for one in POINTS if one.sharding.kind == kind] for kind in ("fsep", "ep"))
+    late = next(one for one in reversed(fsep) if one.overlap.kind == fsep[0].overlap.kind)
+    ms = {one.fingerprint(): 100.0 for one in POINTS} | {fsep[0].fingerprint(): 50.0, late.fingerprint(): 40.0}
+    result = rounds(Clock(ms), [fsep[0], *ep, late])
+    assert result.ranking[0].strategy == late
     assert len(result.ranking[0].ms_by_seed) > 1
 
 

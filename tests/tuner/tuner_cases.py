@@ -111,15 +111,14 @@ def costs_of(
     return Costs(Plans(workload, session.deadline), setting or setting_of(workload), session, starts)
 
 
-def cost(costs: Costs, strategy: Strategy, fidelity: Fidelity, prune: bool = True) -> Entry:
-    (entry,) = costs.look([strategy], fidelity, prune=prune)
-    return entry
+def cost(costs: Costs, strategy: Strategy, fidelity: Fidelity) -> Entry:
+    costs.look([strategy], fidelity, "point")
+    return costs.session.journal.find(strategy.fingerprint(), str(fidelity))
 
 
 def exhausted(workload: SimulatedWorkload, space: Space) -> dict[str, float]:
     """Milliseconds of every point on all of the workload, by fingerprint."""
-    found = {}
-    for entry in costs_of(workload).look(space.points(setting_of(workload)), ladder(workload)[-1], prune=False):
-        assert entry.ms is not None, entry.reason
-        found[entry.fingerprint] = entry.ms
-    return found
+    costs, whole = costs_of(workload), ladder(workload)[-1]
+    costs.look(space.points(setting_of(workload)), whole, "points")
+    assert not costs.refused
+    return {fingerprint: one.ms for fingerprint, one in costs.simulated[whole].items()}

@@ -261,8 +261,8 @@ def test_a_space_of_one_point_is_that_point_and_says_so_beside_every_field(tmp_p
     result = tune(simulation(strategies=(EP,)), Space(), out=tmp_path)
     text = (result.path / "tuned.toml").read_text()
     assert Strategy.from_toml(text).fingerprint() == EP.fingerprint()
-    assert "[sharding]\n# sharding.delay_reshard is none: no other value goes with the rest\n" in text
-    assert text.count("no other value goes with the rest") == len(result.tuned.choices) == 14
+    assert "[sharding]\n# sharding.delay_reshard is none: no other value was simulated\n" in text
+    assert text.count("no other value was simulated") == len(result.tuned.choices) == 14
 
 
 def test_mega_kernels_are_simulated_with_the_others(tmp_path):
@@ -350,7 +350,6 @@ def test_a_limit_of_minutes_holds_and_the_same_call_goes_on(tmp_path, monkeypatc
         assert ("Stopped when the time was over" in text) == bool(found[-1].tuned.not_seen)
         if not found[-1].tuned.not_seen:
             break
-        assert "others were not looked at: the time was over" in text
     assert 1 < len(found) < 40
     whole = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path / "whole")
     assert found[-1].tuned.strategy == whole.tuned.strategy
