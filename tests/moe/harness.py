@@ -11,10 +11,19 @@ import torch.distributed as dist
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
 from moesys.moe.layer import MoELayer
+
+
+def plain_experts(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EUH: Tensor, down_EHI: Tensor) -> Tensor:
+    """The output of SwiGLU experts in plain torch: every expert computes every token, and most of that counts 0."""
+    weight_TE = weight_TK.new_zeros(len(x_TH), len(down_EHI)).scatter(1, expert_TK, weight_TK)
+    gate, up = torch.einsum("th,euh->teu", x_TH, gate_up_EUH).chunk(2, dim=2)
+    y_TEH = torch.einsum("tei,ehi->teh", functional.silu(gate) * up, down_EHI)
+    return (weight_TE[:, :, None] * y_TEH).sum(1)
 
 
 @dataclass

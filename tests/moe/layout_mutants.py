@@ -73,7 +73,6 @@ def _one_product_of_tokens(dy_TB: Tensor, x_TA: Tensor, num_tokens: int, grid: T
     return token_gradient(dy_TB, x_TA, max(num_tokens, len(x_TA)), grid)
 
 
-CALLERS = (experts, experts_triton)
 agreed_blocks, token_gradient = experts_triton.agreed_blocks, experts_triton.token_gradient
 agree, new_gradients, all_reduce = BlockSums.agree, ExpertStore.new_gradients, Channel.all_reduce
 

@@ -6,18 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from shuffling_planner import ShufflingPlanner
+from test_node_gradients import CLUSTERS, SHAPE
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-
-# P_e = 3·7·5 = 105 elements divide by none of 2 and 4, so slices are padded on the wire.
-SHAPE = ms.ModelShape(hidden_size=7, intermediate_size=5, num_experts=6, top_k=2)
-CLUSTERS = {
-    "2 nodes x 2 ranks": ms.ClusterSpec(num_nodes=2, ranks_per_node=2),
-    "nodes of 3 and 1": ms.ClusterSpec(num_nodes=2, ranks_per_node=(3, 1)),
-    "nodes of 1, 2 and 1": ms.ClusterSpec(num_nodes=3, ranks_per_node=(1, 2, 1)),
-    "one node": ms.ClusterSpec(num_nodes=1, ranks_per_node=4),
-}
 
 
 def restored_bytes(cluster: ms.ClusterSpec, restore: str, dtype: str) -> list[tuple[list[list[int]], dict, bytes]]:
@@ -38,7 +30,7 @@ def restored_bytes(cluster: ms.ClusterSpec, restore: str, dtype: str) -> list[tu
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, "float32") for name in CLUSTERS), ("nodes of 3 and 1", "bfloat16")]
+    ("name", "dtype"), [*((name, "float32") for name in CLUSTERS), ("nodes of 1 and 3", "bfloat16")]
 )
 def test_restored_bytes_are_those_of_the_formulas(ranks: LocalRanks, name: str, dtype: str) -> None:
     cluster = CLUSTERS[name]

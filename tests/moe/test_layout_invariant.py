@@ -6,14 +6,14 @@ import os
 
 import pytest
 import torch
+from harness import plain_experts
 from layout_cases import differing
 from layout_mutants import COMMON_MUTANTS, KERNEL_MUTANTS, MUTANTS
-from torch import Tensor
 
 import moesys as ms
 from moesys.balance.layout_schedule import PlanEvent
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.moe.masters import DTYPES
+from moesys.moe.masters import DTYPES, ExpertForm
 from moesys.moe.store import ExpertTransfer, _in_dtype, without_messages
 from moesys.overlap.experts_triton import TritonExperts
 
@@ -184,28 +184,12 @@ def test_gradients_are_as_near_to_those_of_float64_as_ordered_ones(
             with torch.no_grad():
                 experts.masters.copy_(experts.masters.to(DTYPES[dtype]))
             experts(x_TH, expert_TK, weight_TK).backward(dy_TH)
-            wanted_EP = _gradient_in_float64(experts, x_TH, dy_TH, expert_TK, weight_TK)
-            error = (experts.masters.grad.double() - wanted_EP).norm() / wanted_EP.norm()
+            masters_EP = experts.masters.detach().double().requires_grad_()
+            parts = ExpertForm.of(shape).views(masters_EP).values()
+            plain_experts(x_TH.double(), expert_TK, weight_TK.double(), *parts).backward(dy_TH.double())
+            error = (experts.masters.grad.double() - masters_EP.grad).norm() / masters_EP.grad.norm()
             errors[reduction.kind] += float(error) / 4
     # In bfloat16 a block's product is rounded to 16 bits, as that of all rows is: errors of n blocks add up to √n of
     # one, and so do blocks, so that either may be a little nearer.
     assert errors["layout_invariant"] < errors["ordered"] * (1.0 if dtype == "float32" else 1.01)
     assert errors["ordered"] < (1e-6 if dtype == "float32" else 1e-2)
-
-
-def _gradient_in_float64(experts: ms.Experts, x_TH: Tensor, dy_TH: Tensor, *routing: Tensor) -> Tensor:
-    expert_TK, weight_TK = routing
-    H, I = experts.shape.hidden_size, experts.shape.intermediate_size
-    masters_EP = experts.masters.detach().double().requires_grad_()
-    up_EUH, down_EHI = (
-        part.unflatten(1, size)
-        for part, size in zip(masters_EP.split([2 * I * H, H * I], dim=1), ((2 * I, H), (H, I)), strict=True)
-    )
-    y_TH = torch.zeros_like(x_TH, dtype=torch.float64)
-    for k in range(expert_TK.shape[1]):
-        expert_T = expert_TK[:, k]
-        gate_TI, value_TI = torch.einsum("tuh,th->tu", up_EUH[expert_T], x_TH.double()).chunk(2, dim=1)
-        a_TI = torch.nn.functional.silu(gate_TI) * value_TI
-        y_TH = y_TH + weight_TK[:, k, None].double() * torch.einsum("thi,ti->th", down_EHI[expert_T], a_TI)
-    y_TH.backward(dy_TH.double())
-    return masters_EP.grad

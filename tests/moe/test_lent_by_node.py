@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import assert_same_training, train
 from test_node_gradients import CLUSTERS, LAYOUTS, SHAPE, summed_by_node
 from torch import Tensor
 
@@ -89,34 +88,6 @@ def test_holders_take_turns_at_passing_on() -> None:
     node_R = np.array([0, 0, 1, 1])
     assert lender_of_experts(held_RE, node_R)[:, :4].tolist() == [[-1] * 4, [0, -1, -1, -1], [0, 3, 1, 3], [2, 0, 2, 1]]
     assert lender_of_experts(held_RE)[2, :4].tolist() == [0, 0, 1, 1]
-
-
-# A model trains so as in one process always: tests/hf/test_parallelize.py.
-@pytest.mark.slow
-@pytest.mark.parametrize("late", [0, 1])
-def test_chunks_links_recomputation_and_travelling_ahead_change_no_bit(ranks: LocalRanks, late: int) -> None:
-    planned = {"balance": ms.Eplb(), "split": ms.FlowSplit(), "late_slots": late}
-    lent = ms.Ep(slots_per_rank=4, lend="hierarchical")
-    flat, *by_node = (
-        ranks.run(
-            train,
-            SHAPE,
-            ms.Strategy(name="lent", sharding=sharding, overlap=overlap, **planned),
-            *how,
-            CLUSTERS["nodes of 1 and 3"],
-            1,
-            timeout_s=240,
-        )
-        for sharding, overlap, *how in (
-            (lent.replace(lend="flat"), ms.Sequential(), False, False),
-            (lent, ms.Sequential(), False, False),
-            (lent.replace(prefetch_layers=1, delay_reshard=True), ms.Pipelined(chunks=3), True, True),
-        )
-    )
-    for rank, (first, other) in enumerate(zip(*by_node, strict=True)):
-        assert_same_training(other, first)
-        assert first["losses"] == flat[rank]["losses"], "copies are copies"
-        torch.testing.assert_close(first["gradients"], flat[rank]["gradients"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fails_at", ["its start", "its end"])

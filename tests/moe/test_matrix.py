@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Case, assert_same_bits, inputs, run_cases
+from harness import Case, assert_same_bits, inputs, plain_experts, run_cases
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -270,10 +270,8 @@ def whole_layer(x: Tensor, state: dict[str, Tensor], shape: ms.ModelShape, dtype
     weight = scores.gather(1, chosen)
     if shape.norm_topk_prob:
         weight = weight / weight.sum(1, keepdim=True)
-    dense = torch.zeros_like(scores).scatter(1, chosen, weight * shape.routed_scaling_factor)
-    gate, up = torch.einsum("th,eih->tei", rounded, weights["experts.gate_up_proj"]).chunk(2, dim=2)
-    down = torch.einsum("tei,ehi->teh", functional.silu(gate) * up, weights["experts.down_proj"])
-    y = (dense[:, :, None] * down).sum(1)
+    projections = (weights[f"experts.{name}_proj"] for name in ("gate_up", "down"))
+    y = plain_experts(rounded, chosen, weight * shape.routed_scaling_factor, *projections)
     if shape.n_shared_experts:
         gate, up, down = (weights[f"shared_experts.{name}_proj.weight"].t() for name in ("gate", "up", "down"))
         y = y + (functional.silu(rounded @ gate) * (rounded @ up)) @ down

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import assert_equal
 from harness import Case, assert_same_bits, assert_same_training, gradients_of, run_cases, train
+from test_node_gradients import CLUSTERS
 
 import moesys as ms
 from moesys.config import Overlap
@@ -17,13 +18,6 @@ from moesys.lab.ranks.pool import LocalRanks
 from moesys.row_traffic import row_traffic
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
-CLUSTERS = {
-    "2 nodes x 2 ranks": ms.ClusterSpec(num_nodes=2, ranks_per_node=2),
-    "nodes of 3 and 1": ms.ClusterSpec(num_nodes=2, ranks_per_node=(3, 1)),
-    "nodes of 1, 2 and 1": ms.ClusterSpec(num_nodes=3, ranks_per_node=(1, 2, 1)),
-    "4 nodes of a rank": ms.ClusterSpec(num_nodes=4, ranks_per_node=1),
-    "one node": ms.ClusterSpec(num_nodes=1, ranks_per_node=4),
-}
 FSEP = ms.Strategy(
     name="fsep", sharding=ms.Fsep(slots_per_rank=(5, 3, 0, 4)), balance=ms.Greedy(), split=ms.FlowSplit()
 )
@@ -81,7 +75,7 @@ def test_linked_layers_and_recomputation_change_no_bit(ranks: LocalRanks, combin
     overlap = ms.Pipelined(chunks=3, node_dispatch="once", combine=combine)
     runs = [(ms.Sequential() if combine == "ordered" else overlap, False, False), (overlap, True, True)]
     alone, *others = (
-        ranks.run(train, shape(K=3), ahead.replace(overlap=way), *how, CLUSTERS["nodes of 3 and 1"], 1)
+        ranks.run(train, shape(K=3), ahead.replace(overlap=way), *how, CLUSTERS["nodes of 1 and 3"], 1)
         for way, *how in runs
     )
     for other in others:
@@ -99,7 +93,7 @@ def test_kernels_take_rows_as_they_arrive(ranks: LocalRanks) -> None:
             shape(K=2),
             FSEP.replace(overlap=overlap),
             [[9, 0, 4, 6]],
-            cluster=CLUSTERS["nodes of 3 and 1"],
+            cluster=CLUSTERS["nodes of 1 and 3"],
             shuffle_layouts=True,
             kernels=True,
         )

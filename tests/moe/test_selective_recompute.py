@@ -324,19 +324,3 @@ def train_model(policy: str | None, where: str, strategy: ms.Strategy | None) ->
 @pytest.mark.parametrize("where", ["torchtitan", "transformers", "one region"])
 def test_selective_checkpoints_of_a_model_on_one_rank(where: str, policy: str) -> None:
     assert train_model(policy, where, None) == train_model(None, where, None)
-
-
-def all_ways(strategy: ms.Strategy) -> dict[str, list[bytes]]:
-    """Each policy and each place of checkpoints; every pair of them is tested on one rank."""
-    ways = [(("torchtitan", "transformers")[place % 2], policy) for place, policy in enumerate(POLICIES)]
-    found = {f"{where}, {policy}": train_model(policy, where, strategy) for where, policy in ways}
-    return {"kept": train_model(None, "", strategy)} | found
-
-
-# One rank always has every policy, and ranks those under which nothing travels twice.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ep", "fsep, chunks"])
-def test_selective_checkpoints_of_a_model_on_ranks(ranks: LocalRanks, name: str) -> None:
-    for found in ranks.run(all_ways, STRATEGIES[name]):
-        kept = found.pop("kept")
-        assert [way for way, bits in found.items() if bits != kept] == []
