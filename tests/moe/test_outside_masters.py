@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_equal
-from harness import summed, whole
+from harness import whole
 from shuffling_planner import ShufflingPlanner
 from test_host_forms import batch as batch_of
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +21,7 @@ import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.masters import ExpertForm, Part
 from moesys.moe.outside import OutsideExperts
-from moesys.moe.store import ExpertStore, RestoredExperts
+from moesys.moe.store import RestoredExperts
 from moesys.overlap.executor import ExpertWeights
 
 H, I, E, K = 24, 16, 6, 2
@@ -73,62 +72,25 @@ def own_and_outside(strategy: ms.Strategy, cluster: ms.ClusterSpec | None = None
     return found, [*others, torch.cat([dgate_up.flatten(1), ddown.flatten(1)], dim=1)]
 
 
-@pytest.mark.parametrize("strategy", [EP, FSEP], ids=["ep", "fsep"])
-def test_where_masters_are_kept_changes_no_bit(ranks: LocalRanks, strategy: ms.Strategy) -> None:
-    for own, kept_outside in ranks.run(own_and_outside, strategy, num_ranks=2):
-        assert_equal(own, kept_outside)
+NODES = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
 
 
 @pytest.mark.parametrize(
-    "sharding",
+    ("sharding", "cluster"),
     [
-        ms.Ep(slots_per_rank=4, lend="hierarchical"),
-        ms.Fsep(slots_per_rank=4, restore="hierarchical", reshard="hierarchical"),
+        (EP.sharding, None),
+        (FSEP.sharding, None),
+        (ms.Ep(slots_per_rank=4, lend="hierarchical"), NODES),
+        (ms.Fsep(slots_per_rank=4, restore="hierarchical", reshard="hierarchical"), NODES),
     ],
-    ids=["ep", "fsep"],
+    ids=["ep", "fsep", "ep by node", "fsep by node"],
 )
-def test_nor_where_experts_travel_node_by_node(ranks: LocalRanks, sharding: ms.Ep | ms.Fsep) -> None:
-    nodes = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
-    for own, kept_outside in ranks.run(own_and_outside, EP.replace(sharding=sharding), nodes, timeout_s=240):
+def test_where_masters_are_kept_changes_no_bit(
+    ranks: LocalRanks, sharding: ms.Ep | ms.Fsep, cluster: ms.ClusterSpec | None
+) -> None:
+    strategy, num_ranks = EP.replace(sharding=sharding), 4 if cluster else 2
+    for own, kept_outside in ranks.run(own_and_outside, strategy, cluster, num_ranks=num_ranks, timeout_s=240):
         assert_equal(own, kept_outside)
-
-
-def biased(strategy: ms.Strategy) -> tuple[list[Tensor], list[Tensor]]:
-    """Transposed projections with biases, and what plain torch makes of all ranks' tokens."""
-    generator = torch.Generator().manual_seed(4)
-    shapes = {"gate_up": (H, 2 * I), "down": (I, H), "gate_up_bias": (2 * I,), "down_bias": (H,)}
-    tensors = {name: torch.randn(E, *shape, generator=generator) / 5 for name, shape in shapes.items()}
-    found = run(*outside(strategy, tensors, transposed=True))
-    up, down, up_bias, down_bias = parameters = [tensor.requires_grad_() for tensor in tensors.values()]
-    expected = []
-    for number in range(3):
-        x_TH, expert_TK, weight_TK, dy_TH = batch(number)
-        x_TH.requires_grad_(), weight_TK.requires_grad_()
-        h_TKU = torch.einsum("th,tkhu->tku", x_TH, up[expert_TK]) + up_bias[expert_TK]
-        gate, value = h_TKU.chunk(2, dim=-1)
-        y_TKH = torch.einsum("tki,tkih->tkh", nn.functional.silu(gate) * value, down[expert_TK])
-        y_TH = ((y_TKH + down_bias[expert_TK]) * weight_TK[..., None]).sum(dim=1)
-        y_TH.backward(dy_TH)
-        expected += [y_TH.detach(), x_TH.grad, weight_TK.grad]
-    return found, [*expected, *(summed(parameter.grad) for parameter in parameters)]
-
-
-@pytest.mark.parametrize("strategy", [EP, FSEP.replace(overlap=ms.Pipelined(chunks=2))], ids=["ep", "fsep"])
-def test_biases_and_transposed_projections(ranks: LocalRanks, strategy: ms.Strategy) -> None:
-    for found, expected in ranks.run(biased, strategy, num_ranks=2):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def misfitting() -> None:
-    whole_ones = {part.name: torch.zeros(E, *part.shape) for part in ExpertForm.of(SHAPE).parts}
-    ms.Experts(SHAPE, EP, outside=OutsideExperts(lambda: whole_ones))(*batch(1)[:3])
-
-
-def test_masters_of_another_shape_are_refused(ranks: LocalRanks) -> None:
-    with pytest.raises(
-        Exception, match=r"'gate_up' of shape \(6, 32, 24\), .* this rank's part of the experts, \(3, 32, 24\); shard"
-    ):
-        ranks.run(misfitting, num_ranks=2)
 
 
 ALONE = ms.Strategy(name="ep")
@@ -137,52 +99,36 @@ FUSED: dict[str, Any] = {"gate_up": torch.zeros(E, 2 * I, H), "down": DOWN}
 MEGA = ALONE.replace(overlap=ms.MegaKernel())
 
 
+LATE = FSEP.replace(sharding=ms.Fsep(slots_per_rank=E, delay_reshard=True))
+THREE = {"gate": UP, "up": UP, "down": DOWN}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"w1": UP, "w2": DOWN}, r"have the parts \['w1', 'w2'\] and cannot have 'w1'; read.. gives down and"),
+        (FUSED | {"up": UP}, r"the parts \['gate_up', 'down', 'up'\] and cannot have 'up'; read"),
+        ({"gate": UP, "up": UP}, "and miss 'down'"),
+        (FUSED | {"gate_bias": UP[:, :, 0]}, "and cannot have 'gate_bias'"),
+        (THREE | {"up_bias": UP[:, :, 0]}, "and miss 'gate_bias'"),
+        ({"up": UP, "down": DOWN}, r"no gate, which SwiGLU needs; give OutsideExperts\(activation="),
+        (FUSED | {"down": DOWN.mT}, r"'down' of shape \(6, 16, 24\), not .* \(6, 24, 16\); declare .*transposed=True"),
+        (FUSED | {"down": DOWN[:, 1:]}, r"'down' of shape \(6, 23, 16\), not .*; give tensors of \(24, 16\) for each"),
+        (FUSED | {"down": DOWN[:5]}, r"'down' of shape \(5, 24, 16\), not .* \(6, 24, 16\); shard them over exactly"),
+        (FUSED | {"down": [*DOWN][:5]}, r"'down' of shape \(5, 24, 16\), not .* \(6, 24, 16\); shard them over"),
+        (FUSED | {"down": []}, "no tensor of 'down' on this rank; use fewer ranks"),
+        (FUSED | {"down": DOWN.bfloat16()}, "dtypes, gate_up of torch.float32, down of torch.bfloat16; give"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_when_experts_are_made(parts: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ms.Experts(SHAPE, ALONE, outside=OutsideExperts(lambda: parts))
+
+
 @pytest.mark.parametrize(
     ("parts", "options", "strategy", "message"),
     [
-        (
-            {"w1": UP, "w2": DOWN},
-            {},
-            ALONE,
-            "have the parts \\['w1', 'w2'\\] and cannot have 'w1'; read.. gives down and",
-        ),
-        (FUSED | {"up": UP}, {}, ALONE, "the parts \\['gate_up', 'down', 'up'\\] and cannot have 'up'; read"),
-        ({"gate": UP, "up": UP}, {}, ALONE, "and miss 'down'"),
-        (FUSED | {"gate_bias": UP[:, :, 0]}, {}, ALONE, "and cannot have 'gate_bias'"),
-        ({"gate": UP, "up": UP, "down": DOWN, "up_bias": UP[:, :, 0]}, {}, ALONE, "and miss 'gate_bias'"),
-        ({"up": UP, "down": DOWN}, {}, ALONE, r"no gate, which SwiGLU needs; give OutsideExperts\(activation="),
-        ({"gate": UP, "up": UP, "down": DOWN}, {"transposed": True}, ALONE, r"let read\(\) give .mT of each matrix"),
-        (
-            FUSED | {"down": DOWN.mT},
-            {},
-            ALONE,
-            r"'down' of shape \(6, 16, 24\), not .* \(6, 24, 16\); declare .*transposed=True",
-        ),
-        (
-            FUSED | {"down": DOWN[:, 1:]},
-            {},
-            ALONE,
-            r"'down' of shape \(6, 23, 16\), not .*; give tensors of \(24, 16\) for each",
-        ),
-        (
-            FUSED | {"down": DOWN[:5]},
-            {},
-            ALONE,
-            r"'down' of shape \(5, 24, 16\), not .* \(6, 24, 16\); shard them over exactly",
-        ),
-        (
-            FUSED | {"down": [*DOWN][:5]},
-            {},
-            ALONE,
-            r"'down' of shape \(5, 24, 16\), not .* \(6, 24, 16\); shard them over",
-        ),
-        (FUSED | {"down": []}, {}, ALONE, "no tensor of 'down' on this rank; use fewer ranks"),
-        (
-            FUSED | {"down": DOWN.bfloat16()},
-            {},
-            ALONE,
-            "several dtypes, gate_up of torch.float32, down of torch.bfloat16; give",
-        ),
+        (THREE, {"transposed": True}, ALONE, r"let read\(\) give .mT of each matrix"),
         (
             FUSED,
             {"weights_on": "inputs"},
@@ -202,15 +148,10 @@ MEGA = ALONE.replace(overlap=ms.MegaKernel())
             MEGA,
             r"and these experts have matrices \[in, out\]; let read\(\) give .mT of each and leave transposed out, or",
         ),
-        (
-            FUSED,
-            {},
-            FSEP.replace(sharding=ms.Fsep(slots_per_rank=E, delay_reshard=True)),
-            "'fsep' has delay_reshard=True, and who keeps .*; use delay_reshard=False, or give OutsideExperts",
-        ),
+        (FUSED, {}, LATE, "'fsep' has delay_reshard=True, and who keeps .*; use delay_reshard=False, or give Outside"),
     ],
 )
-def test_what_does_not_fit_is_refused_when_experts_are_made(
+def test_what_a_strategy_cannot_run_is_refused_when_experts_are_made(
     parts: Any, options: dict[str, Any], strategy: ms.Strategy, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -327,76 +268,6 @@ def test_computed_masters_are_not_kept_where_a_checkpoint_computes_them_again(
         assert_equal(found, wanted)
 
 
-def switched(strategy: ms.Strategy, ahead: int) -> tuple[list[Tensor], int]:
-    """Outputs and gradients of two layers whose experts are computed or not, as a switch says that is turned between
-    evaluation, both layers and backward; and how often experts were there ahead.
-    """
-    on, num_ahead, take = False, 0, ExpertStore.take_prefetched
-
-    def counted(store: ExpertStore, *call: Any) -> Any:
-        nonlocal num_ahead
-        found = take(store, *call)
-        num_ahead += found is not None
-        return found
-
-    def layer(index: int) -> tuple[ms.Experts, list[nn.Parameter]]:
-        def read() -> dict[str, Tensor]:
-            return {name: 2 * each if on else each for name, each in parts.items()}
-
-        generator = torch.Generator().manual_seed(index)
-        tensors = {
-            "gate_up": torch.randn(E, 2 * I, H, generator=generator) / 5,
-            "down": torch.randn(E, H, I, generator=generator) / 5,
-        }
-        dims = {"gate_up": 1, "down": 0} if isinstance(strategy.sharding, ms.Fsep) else {}
-        rank, R = dist.get_rank(), dist.get_world_size()
-        parts = {
-            name: nn.Parameter(each.chunk(R, dim=1 + dims[name] if dims else 0)[rank].clone())
-            for name, each in tensors.items()
-        }
-        outside = OutsideExperts(read)
-        sharding = strategy.sharding.replace(prefetch_layers=ahead)
-        made = ms.Experts(SHAPE, strategy.replace(sharding=sharding), layer_index=index, outside=outside)
-        return made, [*parts.values()]
-
-    layers, parameters = zip(*map(layer, range(2)), strict=True)
-    runtime = ms.link(nn.ModuleList(layers))
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpertStore, "take_prefetched", counted)
-        for number, switches in enumerate(product([False, True], repeat=4)):
-            x_TH, expert_TK, weight_TK, dy_TH = batch(number)
-            on = switches[0]
-            with torch.no_grad():
-                found.append(layers[1](layers[0](x_TH, expert_TK, weight_TK), expert_TK, weight_TK))
-            y_TH = x_TH.requires_grad_()
-            for each, switch in zip(layers, switches[1:], strict=False):
-                on = switch
-                y_TH = y_TH + each(y_TH, expert_TK, weight_TK)
-            on = switches[3]
-            y_TH.backward(dy_TH)
-            found += [y_TH.detach(), x_TH.grad]
-    runtime.close()
-    return [*found, *(each.grad for of_layer in parameters for each in of_layer)], num_ahead
-
-
-def switched_ahead(strategy: ms.Strategy) -> list[tuple[list[Tensor], int]]:
-    return [switched(strategy, ahead) for ahead in (0, 1)]
-
-
-# Experts of loaded models do so always: tests/hf/test_lora_on_experts.py.
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [EP, FSEP], ids=["lent", "fsep"])
-def test_experts_that_travel_ahead_are_those_of_the_pass(ranks: LocalRanks, strategy: ms.Strategy) -> None:
-    """Whatever is computed, with or without gradients, when the layer before, an evaluation or backward runs."""
-    # Greedy plans other layouts where experts travel ahead.
-    strategy = strategy.replace(balance=ms.Eplb())
-    for (wanted, none), (found, num_ahead) in ranks.run(switched_ahead, strategy, num_ranks=2, timeout_s=120.0):
-        assert none == 0
-        assert num_ahead > 0
-        assert_equal(found, wanted)
-
-
 @pytest.mark.parametrize("listed", [False, True])
 def test_only_gate_and_up_are_joined_and_only_as_long_as_a_pass_runs(
     monkeypatch: pytest.MonkeyPatch, listed: bool
@@ -422,11 +293,3 @@ def test_only_gate_and_up_are_joined_and_only_as_long_as_a_pass_runs(
     assert not any(each() is not None for each in joined)
     y_TH.sum().backward()
     assert len(joined) == 2 * E
-
-
-def test_masters_are_parameters_and_x_may_be_of_any_float() -> None:
-    experts = ms.Experts(SHAPE, ms.Strategy(name="ep"))
-    assert [name for name, _ in experts.named_parameters()] == ["masters"]
-    assert not isinstance(experts.masters, DTensor)
-    x_TH, expert_TK, weight_TK = torch.randn(5, H).bfloat16(), torch.rand(5, E).topk(K).indices, torch.rand(5, K)
-    assert experts(x_TH, expert_TK, weight_TK.bfloat16()).dtype == torch.bfloat16

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -42,54 +41,76 @@ def tokens(step: int, micro_batch: int, rank: int) -> Tensor:
     return torch.randn(SIZES[micro_batch][rank], 16, generator=generator) + common
 
 
-def balanced(batches_SM: list[list[Tensor]]) -> list[tuple[list[list[int]], list[Tensor]]]:
-    """Counts of each step, and biases after it. Layers recompute; evaluation comes between the micro-batches."""
-    model = model_of(SHAPE)
-    found = []
+INVARIANT = EP.replace(reduction=ms.LayoutInvariant())
+# Tokens of each rank and micro-batch, in blocks of ``LayoutInvariant``.
+BLOCKS = ((64, 32), (32, 0), (32, 96))
+Balanced = list[tuple[list[Tensor], list[Tensor]]]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ms.MoELayer(SHAPE, INVARIANT, layer_index=layer, seed=2) for layer in range(2))
+
+    def forward(self, x_TH: Tensor, mask_T: Tensor) -> Tensor:
+        for layer in self.layers:
+            x_TH = x_TH + layer(x_TH, mask_T)
+        return x_TH
+
+
+def padded(step: int, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + rank)
+    # A common part, so that experts have uneven loads.
+    common = torch.randn(16, generator=torch.Generator().manual_seed(step))
+    x_TH = torch.randn(BLOCKS[micro_batch][rank], 16, generator=generator) + common
+    return x_TH, torch.rand(len(x_TH), generator=generator) < 0.8
+
+
+def balanced(batches_SM: list[list[tuple[Tensor, Tensor]]], by_quantiles: bool) -> Balanced:
+    """Counts, or histograms, of each step over all ranks, and biases after it. Layers recompute; evaluation comes
+    between the micro-batches.
+    """
+    model, found = Blocks(), []
+    balancer = ms.QuantileBalancer(model) if by_quantiles else None
     for batches in batches_SM:
-        for x_TH in batches:
-            checkpoint(model, x_TH.requires_grad_(), use_reentrant=False).square().sum().backward()
+        for x_TH, mask_T in batches:
+            checkpoint(model, x_TH.requires_grad_(), mask_T, use_reentrant=False).square().sum().backward()
             with torch.no_grad():
-                model(x_TH)
-            model.eval()(x_TH).sum().backward()
+                model(x_TH, mask_T)
+            model.eval()(x_TH, mask_T).sum().backward()
             model.train()
-        counts = [layer.counted_E.tolist() for layer in experts_of(model)]
-        ms.update_router_bias(model)
-        found.append((counts, [layer.router.e_score_correction_bias.clone() for layer in model]))
+        if balancer is None:
+            counted = [layer.counted_E for layer in experts_of(model)]
+            ms.update_router_bias(model)
+        else:
+            counted = [each.counted.clone() for each in balancer._histograms.values()]
+            for each in counted if dist.is_initialized() else ():
+                dist.all_reduce(each)
+            balancer.update()
+        assert all(layer.counted_E.count_nonzero() == 0 for layer in experts_of(model))
+        found.append((counted, [layer.router.e_score_correction_bias.clone() for layer in model.layers]))
     return found
 
 
-def balanced_on_ranks() -> list[tuple[list[list[int]], list[Tensor]]]:
+def balanced_on_ranks(by_quantiles: bool) -> Balanced:
     rank = dist.get_rank()
-    return balanced([[tokens(step, batch, rank) for batch in range(MICRO_BATCHES)] for step in range(STEPS)])
+    batches_SM = [[padded(step, batch, rank) for batch in range(MICRO_BATCHES)] for step in range(STEPS)]
+    return balanced(batches_SM, by_quantiles)
 
 
-def test_counts_and_biases_are_those_of_one_process_with_the_whole_batch(ranks: LocalRanks) -> None:
-    whole_S = [
-        torch.cat([tokens(step, batch, rank) for batch in range(MICRO_BATCHES) for rank in range(2)])
-        for step in range(STEPS)
-    ]
-    expected = balanced([[whole_TH] for whole_TH in whole_S])
-    assert [sum(counts[0]) for counts, _ in expected] == [2 * sum(map(sum, SIZES))] * STEPS
-    assert_equal(ranks.run(balanced_on_ranks, num_ranks=2), [expected] * 2)
-
-
-def frames_of_a_move() -> list[int]:
-    """How many frames are gathered where the given ranks are those that share the experts."""
-    one, other = model_of(SHAPE), model_of(SHAPE)
-    balancer = ms.QuantileBalancer(other, dist.group.WORLD)
-    for model in (one, other):
-        model(tokens(0, 0, dist.get_rank())).sum().backward()
-    found = []
-    for move in (partial(ms.update_router_bias, one, dist.group.WORLD), balancer.update):
-        with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as gather:
-            move()
-        found.append(gather.call_count)
-    return found
-
-
-def test_one_frame_compares_biases_and_calls(ranks: LocalRanks) -> None:
-    assert ranks.run(frames_of_a_move, num_ranks=2) == [[1, 1]] * 2
+@pytest.mark.parametrize("by_quantiles", [False, True], ids=["by counts", "by quantiles"])
+def test_counts_and_biases_are_those_of_one_process_with_the_whole_batch(ranks: LocalRanks, by_quantiles: bool) -> None:
+    whole_S = []
+    for step in range(STEPS):
+        parts = [padded(step, batch, rank) for batch in range(MICRO_BATCHES) for rank in range(2)]
+        whole_S.append((torch.cat([x_TH for x_TH, _ in parts]), torch.cat([mask_T for _, mask_T in parts])))
+    expected = balanced([[whole] for whole in whole_S], by_quantiles)
+    for (counted, _), (_, mask_T) in zip(expected, whole_S, strict=True):
+        for each in counted:
+            # Each token has a place in the histogram of each expert, and two experts that it counts for.
+            of_tokens = each[:-1].view(6, BINS).sum(dim=1) if by_quantiles else each.sum()[None] / 2
+            assert (of_tokens == mask_T.sum()).all()
+    assert_equal(ranks.run(balanced_on_ranks, by_quantiles, num_ranks=2), [expected] * 2)
 
 
 def loss_shape(scoring_func: Any) -> ms.ModelShape:
@@ -207,67 +228,6 @@ def test_a_bias_that_would_move_wrongly_is_refused(
 
 
 # --- the quantile rule ---
-
-INVARIANT = EP.replace(reduction=ms.LayoutInvariant())
-# Tokens of each rank and micro-batch, in blocks of ``LayoutInvariant``.
-BLOCKS = ((64, 32), (32, 0), (32, 96))
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ms.MoELayer(SHAPE, INVARIANT, layer_index=layer, seed=2) for layer in range(2))
-
-    def forward(self, x_TH: Tensor, mask_T: Tensor) -> Tensor:
-        for layer in self.layers:
-            x_TH = x_TH + layer(x_TH, mask_T)
-        return x_TH
-
-
-def padded(step: int, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + rank)
-    common = torch.randn(16, generator=torch.Generator().manual_seed(step))
-    x_TH = torch.randn(BLOCKS[micro_batch][rank], 16, generator=generator) + common
-    return x_TH, torch.rand(len(x_TH), generator=generator) < 0.8
-
-
-def balanced_by_quantiles(batches_SM: list[list[tuple[Tensor, Tensor]]]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Histograms of each step over all ranks, and biases after it, with what ``balanced`` does beside."""
-    model = Blocks()
-    balancer, found = ms.QuantileBalancer(model), []
-    for batches in batches_SM:
-        for x_TH, mask_T in batches:
-            checkpoint(model, x_TH.requires_grad_(), mask_T, use_reentrant=False).square().sum().backward()
-            with torch.no_grad():
-                model(x_TH, mask_T)
-            model.eval()(x_TH, mask_T).sum().backward()
-            model.train()
-        counted = [each.counted.clone() for each in balancer._histograms.values()]
-        for each in counted if dist.is_initialized() else ():
-            dist.all_reduce(each)
-        balancer.update()
-        assert all(layer.counted_E.count_nonzero() == 0 for layer in experts_of(model))
-        found.append((counted, [layer.router.e_score_correction_bias.clone() for layer in model.layers]))
-    return found
-
-
-def balanced_by_quantiles_on_ranks() -> list[tuple[list[Tensor], list[Tensor]]]:
-    rank = dist.get_rank()
-    return balanced_by_quantiles(
-        [[padded(step, batch, rank) for batch in range(MICRO_BATCHES)] for step in range(STEPS)]
-    )
-
-
-def test_histograms_and_biases_are_those_of_one_process_with_the_whole_batch(ranks: LocalRanks) -> None:
-    whole_S = []
-    for step in range(STEPS):
-        parts = [padded(step, batch, rank) for batch in range(MICRO_BATCHES) for rank in range(2)]
-        whole_S.append((torch.cat([x_TH for x_TH, _ in parts]), torch.cat([mask_T for _, mask_T in parts])))
-    expected = balanced_by_quantiles([[whole] for whole in whole_S])
-    for (counted, _), (_, mask_T) in zip(expected, whole_S, strict=True):
-        for each in counted:
-            assert each[:-1].view(6, BINS).sum(dim=1).tolist() == [mask_T.sum()] * 6
-    assert_equal(ranks.run(balanced_by_quantiles_on_ranks, num_ranks=2), [expected] * 2)
 
 
 def skewed_layer() -> tuple[ms.MoELayer, Tensor]:

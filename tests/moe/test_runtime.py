@@ -304,12 +304,6 @@ def test_a_model_without_moe_layers_cannot_be_linked() -> None:
         ms.link(torch.nn.Linear(2, 2))
 
 
-def test_layers_with_one_index_cannot_be_linked() -> None:
-    layers = torch.nn.ModuleList(ms.MoELayer(SHAPE, ms.Strategy(name="ep")) for _ in range(2))
-    with pytest.raises(ValueError, match=r"layer_index values \[0, 0\] repeat"):
-        ms.link(layers)
-
-
 def skipped_layers(linked: bool, keep: bool) -> dict[str, Any]:
     """Passes that run other layers than the order they were learnt in: the first alone, then the second alone.
 
@@ -414,15 +408,13 @@ def test_closing_an_old_runtime_leaves_the_new_one_alone() -> None:
     new.close()
 
 
-def timeouts() -> str:
-    model = Stack(SHAPE, FSEP, num_layers=1)
-    with pytest.raises(ValueError, match="more than half of the group's time-out") as caught:
-        ms.link(model, plan_timeout_s=1000.0)
-    return str(caught.value)
+def timeouts() -> None:
+    with pytest.raises(ValueError, match=r"plan_timeout_s=1000\.0 is more than half of the group's time-out"):
+        ms.link(Stack(SHAPE, FSEP, num_layers=1), plan_timeout_s=1000.0)
 
 
 def test_a_plan_may_not_be_awaited_longer_than_collectives_are(ranks: LocalRanks) -> None:
-    assert "plan_timeout_s=1000.0" in ranks.run(timeouts, num_ranks=2)[0]
+    ranks.run(timeouts, num_ranks=2)
 
 
 def slow_planner() -> tuple[float, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import resource
@@ -268,23 +267,7 @@ def test_lines_survive_a_round_trip(tmp_path: Path) -> None:
     assert math.isnan(line.numbers["lost"])
 
 
-def test_a_watch_leaves_no_trace_when_it_is_closed(tmp_path: Path) -> None:
-    model = two_layers(EP)
-    with ms.Watch(model, tmp_path):
-        copied = copy.deepcopy(model)
-        assert copied[0].experts.load_log is None
-        assert model[0].experts.load_log is not None
-    assert model[0].experts.load_log is None
-
-
-def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"the model has no ms\.Experts, so there is nothing to watch"):
-        ms.Watch(nn.Linear(2, 2), tmp_path)
-    alike = nn.Sequential(ms.MoELayer(SHAPE, EP), ms.MoELayer(SHAPE, EP))
-    with pytest.raises(ValueError, match=r"layer_index values \[0, 0\] repeat; give every layer its own"):
-        ms.Watch(alike, tmp_path)
-    with pytest.raises(ValueError, match="every=0 must be at least 1"):
-        ms.Watch(two_layers(EP), tmp_path, every=0)
+def test_what_is_watched_already_is_refused(tmp_path: Path) -> None:
     model = two_layers(EP)
     with ms.Watch(model, tmp_path), pytest.raises(ValueError, match="watched already; close its Watch first"):
         ms.Watch(model, tmp_path)
@@ -411,46 +394,3 @@ def test_an_error_of_the_callable_is_one_warning(tmp_path: Path) -> None:
     (warning,) = warned
     assert str(warning.message).startswith("log raised ConnectionError in step 0: no route; ")
     assert len(lines_of(tmp_path)) == 3
-
-
-class Residual(nn.Module):
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        shape = ms.ModelShape(hidden_size=32, intermediate_size=64, num_experts=8, top_k=2, router_aux_loss_coef=0.01)
-        self.norm, self.moe = nn.LayerNorm(32), ms.MoELayer(shape, EP, layer_index=index)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.moe(self.norm(x))
-
-
-def watch_example(folder: Path) -> None:
-    """The example of docs/watch.md: words of a skewed vocabulary, each of which is mapped to another one."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Residual(index) for index in range(2)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    words = torch.randn(64, 32)
-    popularity = 1.0 / torch.arange(1, 65)
-    torch.manual_seed(1 + dist.get_rank())
-    runtime = ms.link(model, record_spans=True)
-    with ms.Watch(model, folder) as watch:
-        for _ in range(20):
-            word = torch.multinomial(popularity, 256, replacement=True)
-            loss = (model(words[word]) - words[(word + 1) % 64]).square().mean() / dist.get_world_size()
-            (loss + ms.router_loss(model)).backward()
-            ms.sync_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            watch.step(loss=loss * dist.get_world_size())
-        watch.write_timeline(runtime.timeline())
-    runtime.close()
-
-
-def test_the_watch_example_learns_and_is_skewed(ranks: LocalRanks, tmp_path: Path) -> None:
-    ranks.run(watch_example, tmp_path, num_ranks=2)
-    lines = lines_of(tmp_path)
-    losses = [line["numbers"]["loss"] for line in lines]
-    assert losses[-1] < 0.7 * losses[0]
-    for layer in range(2):
-        assert len({line["layers"][layer]["load_max"] for line in lines}) > 1
-        assert max(max(line["layers"][layer]["tokens_E"]) * 8 / (2 * 2 * 256) for line in lines) > 1.3
-    assert any(layer["exposed_ms"] > 0 for line in lines for layer in line["layers"])
