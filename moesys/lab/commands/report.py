@@ -15,10 +15,7 @@ from moesys.lab.show.run_page import page_of_run, write_index, write_page
 
 @refusing()
 def report_command(
-    folder: Annotated[
-        Path,
-        argument("DIR", "A folder of moesys run, ms.Watch or the leaderboard, or a folder of several."),
-    ],
+    folder: Annotated[Path, argument("DIR", "A folder of moesys run or ms.Watch, or a folder of several.")],
     out: OutFile = None,
 ) -> None:
     """Writes the page of ``folder``, and prints its path. It is report.html in the folder, or index.html of several."""

@@ -39,7 +39,7 @@ from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import SimulatedStep, has_seeds, simulated_steps, simulated_workload
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
-from moesys.lab.show.figures import TimelinePanel, draw_timelines, save, style, write_chrome_trace
+from moesys.lab.show.figures import TimelinePanel, draw_timelines, save, shown_ranks, style, write_chrome_trace
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, ColumnNote, CommandOutput, Report, Sheet, figure, publish
 from moesys.simulator.critical_path import by_place
@@ -287,24 +287,14 @@ def _write(found: Sequence[StepDraws], out: Path, title: str) -> list[Path]:
     paths, panels = [], []
     for stem, draws in _by_stem(found):
         of = draws.first
-        traced = of.timeline.only(_some_ranks(of, MOST_TRACED_RANKS))
+        traced = of.timeline.only(shown_ranks(of, MOST_TRACED_RANKS))
         paths.append(write_chrome_trace(traced, out / f"{stem}.trace.json", of.critical_path))
-        panel = TimelinePanel(draws.name, of.timeline, tuple(_some_ranks(of, MOST_DRAWN_RANKS)), of.critical_path)
+        panel = TimelinePanel(draws.name, of.timeline, tuple(shown_ranks(of, MOST_DRAWN_RANKS)), of.critical_path)
         panels += [panel] if panel.spans else []
     if not panels:
         return paths
     with style():
         return [*paths, *save(draw_timelines(panels, title=title), out / "timelines")]
-
-
-def _some_ranks(of: Simulation, most: int) -> list[int]:
-    """Returns the ranks that delay the step most, and others at even distances."""
-    num_ranks = of.cluster.num_ranks
-    if num_ranks <= most:
-        return list(range(num_ranks))
-    on_path = [part.rank for part in sorted(of.critical_path, key=lambda part: -part.seconds) if part.is_of_rank]
-    evenly = np.linspace(0, num_ranks - 1, most).astype(int).tolist()
-    return sorted(list(dict.fromkeys([*list(dict.fromkeys(on_path))[: most // 2], *evenly]))[:most])
 
 
 class StepDraws:

@@ -16,7 +16,6 @@ from moesys.display import counted
 from moesys.files import write_whole
 from moesys.kinds import did_you_mean
 from moesys.lab.runs.declarations import cluster_of, declared_in
-from moesys.lab.show.figures import memory_chart
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import Column, CommandOutput, Sheet, figure, print_sheet
 from moesys.simulator.model.model_step import ModelStep
@@ -36,7 +35,7 @@ def simulate_whole_model(
     output: CommandOutput,
     **fields: Any,
 ) -> None:
-    """Simulates a step of a model under each strategy, prints the tables and writes the files.
+    """Simulates a step of a model under each strategy, prints the tables and writes the steps.
 
     ``fields``: fields of ``ModelRun``. Raises ValueError for arguments that cannot be met.
     """
@@ -60,14 +59,15 @@ def simulate_whole_model(
                 show(f"{name}: {words}")
 
             steps.append(simulate_model(run, routing, draws=draws, tell=tell))
-    files = [] if output.folder is None else _write(steps, output.folder)
+    if output.folder is not None:
+        write_whole(output.folder / "model.json", _json(steps))
     if output.as_json:
         print(_json(steps))
     else:
         for sheet in sheets(steps, notes_on(steps, skew)):
             print_sheet(sheet, wide=output.wide)
-    if files:
-        output.print_written(path.name for path in files)
+    if output.folder is not None:
+        output.print_written(["model.json"])
 
 
 def parallelism_of(text: str) -> Parallelism:
@@ -186,16 +186,6 @@ def notes_on(steps: Sequence[ModelStep], skew: float) -> list[str]:
         "Memory leaves out what an allocator wastes, and workspaces of kernels and of NCCL.",
         *dict.fromkeys(step.remark for step in steps if step.remark),
     ]
-
-
-def _write(steps: Sequence[ModelStep], out: Path) -> list[Path]:
-    """Writes the simulated steps as data, and a chart of the memory."""
-    found = out / "model.json"
-    write_whole(found, _json(steps))
-    parts = {step.run.strategy.name: step.peak.parts for step in steps}
-    run = steps[0].run
-    name = f"{run.model.name or 'a model'} on {run.cluster.name or counted(run.cluster.num_ranks, 'rank')}"
-    return [found, *memory_chart(parts, out / "memory", name=name, have_gb=run.cluster.memory_gb)]
 
 
 def _json(steps: Sequence[ModelStep]) -> str:

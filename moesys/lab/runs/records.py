@@ -27,11 +27,11 @@ EXPERIMENT_FILE, RECORDS_FILE = "experiment.json", "records.jsonl"
 INDEX_FILE = "index.html"
 # What else moesys writes beside run folders, by a file that a folder of it has, and what it is for.
 _OTHERS = {
-    "leaderboard.*": "a leaderboard, which moesys report opens",
+    "leaderboard.*": "a leaderboard, whose page is leaderboard.html",
     "journal.jsonl": "a tuning, whose experiment.toml is for moesys run and explain",
     "rank-*.jsonl": "a watched training, which moesys report reads",
     "*.trace.json": "simulated steps, which ui.perfetto.dev opens",
-    "memory.svg": "a simulated model, whose steps are in its model.json",
+    "model.json": "a simulated model, whose steps are in its model.json",
     "cluster.toml": "a calibration, whose cluster.toml is for moesys simulate --cluster",
     INDEX_FILE: "a folder of several, which moesys report lists",
     ".lock": "a run that was stopped before it began, or begins now",

@@ -1,5 +1,4 @@
-"""Figures: loads before and after balancing, timelines on one scale, speed-ups with intervals, memory. It also writes
-timelines for Perfetto.
+"""Figures: timelines on one scale, and speed-ups with intervals. It also writes timelines for Perfetto.
 
 A ``draw_*`` function returns a figure in matplotlib's current style; ``save`` writes one as SVG and PNG. Every title
 says ``MEASURED`` or ``SIMULATED``. The same data gives the same bytes of SVG. Colours are told apart by colour-blind
@@ -26,15 +25,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from moesys.config import BYTES_PER_GB
 from moesys.config.base import python_value
 from moesys.files import whole_file, write_whole
 from moesys.lab.runs.comparison import SPEED, Comparison
 from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio, seed_ratios
 from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.sheets import figure as digits
-from moesys.load import IntArray
 from moesys.simulator.critical_path import PathPart
+from moesys.simulator.simulation import Simulation
 from moesys.timeline import Source, Span, Timeline
 
 STYLE: dict[Any, Any] = {
@@ -69,8 +67,6 @@ _KIND_COLOURS = {
     "counts": "#F0E442",
 }
 _SPARE_COLOURS = ("#999999", "#444444", "#7B4173", "#8C6D31", "#637939", "#9C9EDE")
-# Counts are written where a digit has so much of a cell's width, and a row so much of the map's height.
-_DIGIT_INCHES, _ROW_INCHES = 0.07, 0.2
 # A shorter part of the time axis is narrower than the white lines that part spans.
 _SHORT_SPAN_SHARE = 0.002
 # The part of the time axis that a letter in a bar takes.
@@ -99,48 +95,6 @@ def short(name: str) -> str:
     """
     name = name if len(name) <= 60 else f"{name[:59]}…"
     return f"\u200b{name}" if name.startswith("_") else name
-
-
-def draw_loads(
-    before_RE: IntArray, after_RE: IntArray, *, title: str, labels: tuple[str, str] = ("before", "after")
-) -> Figure:
-    """Draws the tokens of each expert on each rank, before and after balancing, on one colour scale; above them the
-    sums of ranks and their mean. Dark cells have many tokens, grey ones none.
-
-    ``before_RE``, ``after_RE``: tokens computed, int [R, E], as in ``TokenPlan.computed_RE``.
-    """
-    if before_RE.shape != after_RE.shape:
-        raise ValueError(f"before has shape {before_RE.shape} and after {after_RE.shape}; give [R, E] of one layer")
-    R, E = before_RE.shape
-    most, busiest = max(before_RE.max(), after_RE.max(), 1), max(before_RE.sum(1).max(), after_RE.sum(1).max(), 1)
-    thousands = FuncFormatter(lambda value, _: f"{value:,.0f}")
-    panel_inches = min(max(0.45 * R, 3.0), 6.0)
-    map_inches = min(max(0.24 * E, 2.6), 9.0)
-    counts_fit = panel_inches / R >= _DIGIT_INCHES * len(str(most)) and map_inches / E >= _ROW_INCHES
-    drawn = Figure(figsize=(2 * panel_inches + 1.6, map_inches + 1.9), layout="constrained")
-    drawn.suptitle(title, x=0.01, ha="left")
-    sums, maps = drawn.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1, max(2.5, min(0.24 * E, 7))))
-    for tokens_RE, label, top, axes in zip((before_RE, after_RE), map(short, labels), sums, maps, strict=True):
-        tokens_R = tokens_RE.sum(1)
-        mean = tokens_R.mean()
-        top.bar(range(R), tokens_R, color="#56B4E9", width=0.8)
-        top.axhline(mean, color=_ink(), linewidth=0.8, linestyle="--", label=f"mean {mean:,.0f}")
-        top.legend(loc="upper right", fontsize=7, borderpad=0, handlelength=1.5)
-        top.set(title=f"{label}: max/mean {tokens_R.max() / mean if mean else 1:.2f}", ylim=(0, 1.25 * busiest))
-        top.yaxis.set_major_formatter(thousands)
-        shown_ER = np.ma.masked_equal(tokens_RE.T, 0)
-        image = axes.imshow(shown_ER, cmap=COUNTS, vmin=0, vmax=most, aspect="auto")
-        axes.spines[:].set_visible(True)
-        axes.set_xlabel("rank")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.yaxis.get_major_locator().set_params(integer=True)
-        if counts_fit:
-            _write_counts(axes, tokens_RE, most)
-    sums[0].set_ylabel("tokens")
-    maps[0].set_ylabel("expert")
-    drawn.align_ylabels([sums[0], maps[0]])
-    drawn.colorbar(image, ax=list(maps), label="tokens (grey: none)", aspect=30, pad=0.02, format=thousands)
-    return drawn
 
 
 # --- timelines --------------------------------------------------------------------------------------------------------
@@ -207,6 +161,16 @@ class TimelinePanel:
             if bars:
                 rows.append(TimelineRow(lane.replace("_", " "), f"rank {rank}", tuple(bars)))
         return rows
+
+
+def shown_ranks(of: Simulation, most: int) -> list[int]:
+    """Returns the ranks that delay the step most, and others at even distances."""
+    num_ranks = of.cluster.num_ranks
+    if num_ranks <= most:
+        return list(range(num_ranks))
+    on_path = [part.rank for part in sorted(of.critical_path, key=lambda part: -part.seconds) if part.is_of_rank]
+    evenly = np.linspace(0, num_ranks - 1, most).astype(int).tolist()
+    return sorted(list(dict.fromkeys([*list(dict.fromkeys(on_path))[: most // 2], *evenly]))[:most])
 
 
 def _bar(span: Span, on_path: set[tuple[int | None, str, str]]) -> TimelineBar:
@@ -324,7 +288,7 @@ def _label_rows(axes: Axes, placed: Sequence[tuple[float, TimelineRow]]) -> None
         above = row.owner
 
 
-# --- speed-ups and memory ---------------------------------------------------------------------------------------------
+# --- speed-ups --------------------------------------------------------------------------------------------------------
 
 
 def verdict_colour(ratio: PairedRatio) -> str:
@@ -426,34 +390,6 @@ def speedup_chart(
         return save(figure, path_stem)
 
 
-def memory_chart(
-    parts: Mapping[str, Mapping[str, float]], path_stem: Path, *, name: str, have_gb: float | None = None
-) -> list[Path]:
-    """Draws the most bytes that a rank holds, with one bar per strategy, by part. ``name``: the model and the cluster.
-    ``have_gb``: the memory of a rank, in units of 1e9 bytes.
-    """
-    with style():
-        names, left = list(map(short, parts)), np.zeros(len(parts))
-        # The figure grows with the longest name.
-        width = max(6.4, 4 + 0.13 * max(map(len, names)))
-        figure = Figure(figsize=(width, 1.6 + 0.45 * len(parts)), layout="constrained")
-        axes = figure.subplots()
-        for index, part in enumerate(dict.fromkeys(part for of in parts.values() for part in of)):
-            widths = np.array([of.get(part, 0.0) for of in parts.values()]) / BYTES_PER_GB
-            axes.barh(range(len(parts)), widths, left=left, color=OKABE_ITO[index % 8], label=part, height=0.6)
-            left += widths
-        for row, total_gb in enumerate(left):
-            axes.text(total_gb, row, f" {total_gb:,.1f} GB", va="center")
-        axes.set_yticks(range(len(parts)), names)
-        axes.margins(x=0.15)
-        if have_gb is not None:
-            axes.axvline(have_gb, color=_ink(), linewidth=1, linestyle="--", label=f"memory of a rank: {have_gb:g} GB")
-        axes.invert_yaxis()
-        axes.set(xlabel="GB", title=f"SIMULATED: {short(name)}\nmemory of the rank that holds most")
-        figure.legend(loc="outside lower center", ncols=3)
-        return save(figure, path_stem)
-
-
 def save(figure: Figure, path_stem: Path) -> list[Path]:
     """Writes a figure to ``<path_stem>.svg`` and ``<path_stem>.png``, and returns both paths."""
     path_stem.parent.mkdir(parents=True, exist_ok=True)
@@ -463,13 +399,6 @@ def save(figure: Figure, path_stem: Path) -> list[Path]:
     with whole_file(png) as file:
         figure.savefig(file, format="png", dpi=150)
     return [svg, png]
-
-
-def _write_counts(axes: Axes, tokens_RE: IntArray, most: int) -> None:
-    for (rank, expert), tokens in np.ndenumerate(tokens_RE):
-        if tokens:
-            colour = "white" if tokens > 0.5 * most else "black"
-            axes.text(rank, expert, f"{tokens:,}", ha="center", va="center", fontsize=6, color=colour)
 
 
 def _ink() -> str:

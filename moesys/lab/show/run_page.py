@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from html import escape, unescape
+from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
@@ -30,13 +29,14 @@ from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.runs.trials import simulated_steps
 from moesys.lab.runs.watched_run import FloatArray, read_watched_run
 from moesys.lab.show.comparisons import comparison_sheet
-from moesys.lab.show.figures import TimelinePanel, draw_loads, draw_speedups, style
+from moesys.lab.show.figures import TimelinePanel, draw_speedups, shown_ranks, style
 from moesys.lab.show.pages import (
     PAGE_STYLE,
     Bins,
     as_title,
     curves,
     facts,
+    heat_map,
     inline_svg,
     page,
     section,
@@ -46,15 +46,12 @@ from moesys.lab.show.pages import (
     token_map,
     watch_page,
 )
-from moesys.simulator.simulation import Simulation
 from moesys.step_lines import step_files, step_journal
 
 REPORT_FILE = "report.html"
 _INDEX_TITLE = "Runs of moesys"
-# The page that ``python -m benchmarks leaderboard`` writes.
-_LEADERBOARD = "leaderboard.html"
 # A map of more ranks and experts is not drawn.
-_MOST_CELLS = 100_000
+_MOST_CELLS = 20_000
 _TIMELINE_NOTE = (
     "The first timed step of the first seed, on the rank that the step waits for most and on another. All strategies "
     "have one scale. Grey on the line of computation is idle time. The pointer shows what a bar is."
@@ -208,24 +205,21 @@ def _simulated(comparison: Comparison, words: str) -> list[str]:
         return []
     parts = []
     # Rows are in the order of their speed, behind the baseline.
-    names = list(steps)[:2]
-    loads_RE = [steps[name][0].plans[0].layers[0].tokens.computed_RE for name in names]
-    if len(names) == 2 and loads_RE[0].size <= _MOST_CELLS:
-        with style(PAGE_STYLE):
-            drawn = draw_loads(*loads_RE, title=f"{words}, layer 0", labels=(names[0], names[1]))
-        note = f"Tokens that each rank computes for each expert under {names[0]} and {names[1]}; dark means many."
-        parts.append(section("Load of ranks and experts", inline_svg(drawn), note))
-    panels = [TimelinePanel(name, of.timeline, _shown_ranks(of), of.critical_path) for name, (_, of) in steps.items()]
+    loads_ER = {name: step.plans[0].layers[0].tokens.computed_RE.T for name, (step, _) in list(steps.items())[:2]}
+    E, R = next(iter(loads_ER.values())).shape
+    if len(loads_ER) == 2 and E * R <= _MOST_CELLS:
+        ranks = np.arange(R + 1) - 0.5, [f"rank {rank}" for rank in range(R)]
+        experts, scale = [f"expert {expert}" for expert in range(E)], (0.0, float(max(map(np.max, loads_ER.values()))))
+        drawn = [
+            heat_map(load_ER.astype(float), experts, ranks, scale, (f"rank, under {name}", "tokens"))
+            for name, load_ER in loads_ER.items()
+        ]
+        note = "Tokens of layer 0 that each rank computes for each expert; dark means many."
+        parts.append(section("Load of ranks and experts", "".join(drawn), note))
+    panels = [
+        TimelinePanel(name, of.timeline, tuple(shown_ranks(of, 2)), of.critical_path) for name, (_, of) in steps.items()
+    ]
     return [*parts, section("Timelines", timelines(panels, words), _TIMELINE_NOTE)]
-
-
-def _shown_ranks(simulated: Simulation) -> tuple[int, ...]:
-    """Returns the rank that the critical path is on for longest, and the one that computes least besides."""
-    busy_us = simulated.timeline.busy_us("compute")
-    parts = [part for part in simulated.critical_path if part.is_of_rank]
-    most = max(busy_us, key=lambda rank: sum(part.seconds for part in parts if part.rank == rank))
-    others = [rank for rank in busy_us if rank != most]
-    return most, *([min(others, key=lambda rank: busy_us[rank])] if others else [])
 
 
 # --- all runs of a folder ---------------------------------------------------------------------------------------------
@@ -238,10 +232,7 @@ def index_page(folder: Path) -> str:
     children = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     ours = [path for path in children if kind_of(path)]
     rows = sorted(((path.name, *_listed(path)) for path in ours), key=lambda row: row[-1], reverse=True)
-    pages = {
-        path.name: next((file for file in (REPORT_FILE, _LEADERBOARD) if (path / file).is_file()), "") for path in ours
-    }
-    links = [f"{quote(name)}/{pages[name]}" for name, *_ in rows]
+    links = [f"{quote(name)}/{REPORT_FILE * (folder / name / REPORT_FILE).is_file()}" for name, *_ in rows]
     drawn = table(("run", "result", "compared", "kind", "date (UTC)"), rows, range(5), links)
     title = f"{_INDEX_TITLE} in {folder.resolve().name}"
     others = "; ".join(
@@ -264,16 +255,12 @@ def _listed(path: Path) -> tuple[str, str, str, str]:
             names = ", ".join(strategy.name for strategy in comparison.experiment.strategies)
             date = max((record.started for record in records), default="")[:16].replace("T", " ")
             return headline(comparison), names, comparison.source, date
-        if kind == "watched":
-            if not (steps := list(step_journal(next(iter(step_files(path).values()))).read())):
-                raise ValueError("no step has been written yet")
-            newest = steps[-1]
-            numbers = "".join(f", {name} {value:.4g}" for name, value in newest.numbers.items())
-            words = f"step {newest.step:,}{numbers}"
-            return words, counted(newest.num_ranks, "rank"), "watched training", _minute(newest.time_s)
-        board = path / _LEADERBOARD
-        wins = re.findall(r'<p class="headline">(.*?)</p>', read_bytes(board).decode())
-        return unescape(" ".join(wins)), "planners", kind, _minute(board.stat().st_mtime)
+        if not (steps := list(step_journal(next(iter(step_files(path).values()))).read())):
+            raise ValueError("no step has been written yet")
+        newest = steps[-1]
+        numbers = "".join(f", {name} {value:.4g}" for name, value in newest.numbers.items())
+        words = f"step {newest.step:,}{numbers}"
+        return words, counted(newest.num_ranks, "rank"), "watched training", _minute(newest.time_s)
     except (ValueError, OSError) as error:
         return f"cannot be read: {error}", "", kind, ""
 
@@ -286,38 +273,30 @@ def _minute(time_s: float) -> str:
 
 
 def kind_of(folder: Path) -> str:
-    """Returns what moesys wrote to a folder: "experiment", "watched", "leaderboard", or "" for nothing."""
+    """Returns what moesys wrote to a folder: "experiment", "watched", or "" for nothing."""
     if (folder / EXPERIMENT_FILE).is_file():
         return "experiment"
-    if step_files(folder):
-        return "watched"
-    return "leaderboard" if (folder / _LEADERBOARD).is_file() else ""
+    return "watched" if step_files(folder) else ""
 
 
 def write_page(folder: Path, out: Path | None = None) -> Path:
     """Writes the page of a folder, and returns its path: of a run, of a watched training, or the list of the runs in
-    it. The page of a leaderboard is copied to ``out``, or stays as it is.
+    it.
 
     Raises ValueError for a folder that is none of these, or cannot be read.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder; give one that moesys run, ms.Watch or the leaderboard writes")
+        raise ValueError(f"{folder} is not a folder; give one that moesys run or ms.Watch writes")
     match kind_of(folder):
         case "experiment":
             path, text = folder / REPORT_FILE, run_page(RunFolder(folder))
         case "watched":
             path, text = folder / REPORT_FILE, watch_page(read_watched_run(folder))
-        case "leaderboard":
-            path = folder / _LEADERBOARD
-            if out is None:
-                return path
-            text = read_bytes(path).decode()
         case _:
             if not any(kind_of(child) for child in folder.iterdir() if child.is_dir()):
                 what = f"is {kind}" if (kind := other_kind(folder)) else "has nothing that moesys wrote"
                 raise ValueError(
-                    f"{folder} {what}; give a run folder, a folder of ms.Watch or of the "
-                    "leaderboard, or a folder of several of these"
+                    f"{folder} {what}; give a run folder, a folder of ms.Watch, or a folder of several of these"
                 )
             return write_index(folder, out)
     write_whole(out or path, text)

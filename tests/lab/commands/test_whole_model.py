@@ -28,8 +28,6 @@ def test_it_says_and_writes_what_is_simulated(tmp_path: Path) -> None:
         assert sum(step["seconds_by_part"].values()) == pytest.approx(again.seconds)
         assert f"{again.tokens_per_second:,.0f}" in found.output
         assert again.run.num_micro_batches == 2
-    for name in ("memory.svg", "memory.png"):
-        assert (tmp_path / "out" / name).stat().st_size > 1000
     assert found.output.count(" fits") == 2
 
 

@@ -405,11 +405,11 @@ def test_a_script_that_ranks_cannot_import_is_refused_before_a_trial(arguments, 
 
 
 OTHERS = {
-    "board": ("leaderboard.html", "a leaderboard, which moesys report opens"),
+    "board": ("leaderboard.html", "a leaderboard, whose page is leaderboard.html"),
     "tuned": ("journal.jsonl", "a tuning, whose experiment.toml is for moesys run and explain"),
     "watched": ("rank-0000.jsonl", "a watched training, which moesys report reads"),
     "step": ("ep.trace.json", "simulated steps, which ui.perfetto.dev opens"),
-    "model": ("memory.svg", "a simulated model, whose steps are in its model.json"),
+    "model": ("model.json", "a simulated model, whose steps are in its model.json"),
     "machine": ("cluster.toml", "a calibration, whose cluster.toml is for moesys simulate --cluster"),
     "more": ("index.html", "a folder of several, which moesys report lists"),
     "begun": (".lock", "a run that was stopped before it began, or begins now"),

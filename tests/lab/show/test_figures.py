@@ -22,10 +22,8 @@ from moesys.lab.show.figures import (
     STYLE,
     TimelinePanel,
     draw_forest,
-    draw_loads,
     draw_speedups,
     draw_timelines,
-    memory_chart,
     placed_rows,
     save,
     speedup_chart,
@@ -35,8 +33,6 @@ from moesys.load import LoadMatrix
 from moesys.simulator.critical_path import PathPart
 from moesys.timeline import Span, Timeline
 
-BEFORE = np.array([[7000, 0, 0], [0, 1000, 0]])
-AFTER = np.array([[4000, 0, 0], [3000, 1000, 0]])
 RATIO = PairedRatio(8, 1.2, 1.1, 1.3, 0.01)
 UNCLEAR = PairedRatio(8, 1.1, 0.9, 1.3, 0.4)
 PATH = (
@@ -71,13 +67,11 @@ def forest(**ratios: PairedRatio):
 def draw_all(folder: Path) -> list[Path]:
     with mpl.rc_context(STYLE):
         return [
-            *save(draw_loads(BEFORE, AFTER, title="MEASURED: tiny"), folder / "load-v1.5"),
-            *save(draw_timelines([PANEL], title="SIMULATED: tiny"), folder / "time"),
+            *save(draw_timelines([PANEL], title="SIMULATED: tiny"), folder / "time-v1.5"),
             *save(forest(**{r"$\frac$ 5 $": RATIO}), folder / "forest"),
             *speedup_chart(
                 "skew", [0, 1], {"fsep": [RATIO, None]}, folder / "speed", name="t", source="simulated", baseline="ep"
             ),
-            *memory_chart({"ep": {"experts": 2e9}}, folder / "memory", name="tiny", have_gb=80),
         ]
 
 
@@ -85,28 +79,11 @@ def test_every_figure_is_svg_and_png_and_the_same_svg_each_time(tmp_path):
     before = dict(mpl.rcParams)
     paths, again = draw_all(tmp_path / "new" / "folder"), draw_all(tmp_path / "b")
     assert dict(mpl.rcParams) == before
-    stems = ("load-v1.5", "time", "forest", "speed", "memory")
+    stems = ("time-v1.5", "forest", "speed")
     assert [path.name for path in paths] == [f"{stem}.{form}" for stem in stems for form in ("svg", "png")]
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"<?xml")
     assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
-
-
-def test_the_heat_map_counts_and_sums_and_dark_means_many():
-    figure = draw_loads(BEFORE, AFTER, title="MEASURED: tiny, layer 0")
-    written = texts(figure)
-    assert {"before: max/mean 1.75", "after: max/mean 1.00", "MEASURED: tiny, layer 0", "7,000"} <= set(written)
-    images = [image for axes in figure.axes for image in axes.get_images()]
-    assert [image.get_clim() for image in images[:2]] == [(0, 7000), (0, 7000)]
-    assert images[1].get_array().filled(0).T.tolist() == AFTER.tolist()
-    few, many, none = (sum(images[0].cmap(value)[:3]) for value in (0.05, 1.0, np.ma.masked))
-    assert many < none < few
-
-
-@pytest.mark.parametrize(("ranks", "written"), [(4, True), (16, True), (32, False)])
-def test_counts_that_would_run_into_each_other_are_not_written(ranks, written):
-    tokens_RE = np.full((ranks, 4), 12345)
-    assert ("12,345" in texts(draw_loads(tokens_RE, tokens_RE, title="SIMULATED: wide"))) == written
 
 
 def test_the_ratio_of_each_seed_is_a_dot_below_the_interval():
@@ -116,15 +93,6 @@ def test_the_ratio_of_each_seed_is_a_dot_below_the_interval():
     (dots,) = [line for line in lines if len(line.get_xdata()) == 3]
     assert list(dots.get_xdata()) == pytest.approx([10 / 4, 10 / 5, 10 / 6])
     assert min(dots.get_ydata()) > 0
-
-
-def test_maps_of_different_layers_are_refused():
-    with pytest.raises(ValueError, match=r"before has shape \(2, 3\) and after \(3, 2\); give \[R, E\] of one layer"):
-        draw_loads(BEFORE, AFTER.T, title="tiny")
-
-
-def test_an_idle_layer_is_drawn():
-    draw_loads(BEFORE * 0, BEFORE * 0, title="tiny")
 
 
 def test_computed_tokens_are_the_plans():
@@ -205,11 +173,6 @@ def test_speedups_have_a_line_a_band_and_gaps(tmp_path, saved):
     assert "SIMULATED: tiny\nband: 95 % interval, paired by seed, n = 1 to 8" in texts(saved[0])
 
 
-def test_memory_says_how_much_and_of_what(saved, tmp_path):
-    memory_chart({"ep": {"experts": 2e9, "rows": 1e9}}, tmp_path / "memory", name="tiny on 8 H100", have_gb=80)
-    assert {" 3.0 GB", "SIMULATED: tiny on 8 H100\nmemory of the rank that holds most"} <= set(texts(saved[0]))
-
-
 NAMES = ("专家并行", "fast 🚀", "سريع", "तेज़", "e\u0301\u0323", "a$b$", "_private", "n" * 200, "W" * 200)
 
 
@@ -222,6 +185,4 @@ def test_names_of_any_language_are_text_in_figures_without_a_warning(name, tmp_p
     speedup_chart(
         "skew", [1, 2], {name: [None, None]}, tmp_path / "chart", name=name, source="simulated", baseline=name
     )
-    memory_chart({name: {"experts": 1e9}, "ep": {"experts": 2e9}}, tmp_path / "memory", name=name)
-    for file in ("chart.svg", "memory.svg"):
-        assert shown in (tmp_path / file).read_text()
+    assert shown in (tmp_path / "chart.svg").read_text()

@@ -16,6 +16,7 @@ from moesys.config.workload import Generated
 from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import run
+from moesys.lab.runs.trials import simulated_steps
 from moesys.lab.show.run_page import headline, index_page, run_page, write_page
 
 
@@ -45,7 +46,21 @@ def test_a_simulated_run_has_its_table_winner_loads_and_timelines_on_one_scale(s
         (row.name, pytest.approx(row.median("step_ms"), rel=1e-3)) for row in comparison.rows
     ]
     assert "<svg" in section(page, "Speed-up")
-    assert "dark means many" in section(page, "Load of ranks and experts")
+    loads = section(page, "Load of ranks and experts")
+    names = [row.name for row in comparison.rows[:2]]
+    assert [text for text in re.findall(r">([^<>]+)</text>", loads) if text.startswith("rank, under")] == [
+        f"rank, under {name}" for name in names
+    ]
+    step = next(
+        simulated_steps(comparison.rows[1].strategy, small.model, small.cluster, small.workload, small.seeds[0])
+    )
+    counts = step.plans[0].layers[0].tokens.computed_RE
+    hints = [unescape(title) for *_, title in HINT.findall(loads)][counts.size :]
+    assert hints == [
+        f"expert {expert}, rank {rank}: {counts[rank, expert]:.4g}"
+        for expert in range(counts.shape[1])
+        for rank in range(counts.shape[0])
+    ]
     drawn = section(page, "Timelines")
     assert len(re.findall("<svg", drawn)) == 1
     texts = re.findall(r">([^<>]+)</text>", drawn)
@@ -101,30 +116,24 @@ def test_report_takes_any_folder_and_names_what_it_cannot_read(tmp_path, capsys)
     torn = written(experiment(name="torn"), runs, ep=10.0, fsep=5.0)
     (torn / "records.jsonl").write_text("{}\n")
     write_run(runs / "watched", num_steps=3, num_layers=1)
-    (runs / "board").mkdir()
-    (runs / "board" / "leaderboard.html").write_text('<p class="headline">a wins</p>')
     (runs / "photos").mkdir()
     for path, page in ((folder, "report.html"), (runs / "watched", "report.html"), (runs, "index.html")):
         assert moesys("report", path) == 0
         assert capsys.readouterr().out == f"{path / page}\n"
-    assert moesys("report", runs / "board", "--out", tmp_path / "pages" / "board.html") == 0
-    assert "a wins" in Path(capsys.readouterr().out.strip()).read_text()
     page = (runs / "index.html").read_text()
     assert page == index_page(runs)
     rows = re.findall(r"<tr><td class=\"left\">(.*?)</tr>", page)
     words = [re.sub("<[^>]*>+", " ", row) for row in rows]
     assert [link for row in rows for link in re.findall(r'href="([^"]*)"', row)] == [
-        "board/leaderboard.html",
         f"{folder.name}/report.html",
         "watched/report.html",
         f"{torn.name}/",
     ]
-    assert "a wins" in words[0]
-    assert "2026-01-02 03:04" in words[1]
-    assert "times as fast as ep" in words[1]
-    assert "step 2, loss 4.167" in words[2]
-    assert "cannot be read" in words[3]
-    assert "records.jsonl" in words[3]
+    assert "2026-01-02 03:04" in words[0]
+    assert "times as fast as ep" in words[0]
+    assert "step 2, loss 4.167" in words[1]
+    assert "cannot be read" in words[2]
+    assert "records.jsonl" in words[2]
     assert "photos: not written by moesys." in page
     for path, message in (
         (torn, "records.jsonl"),
