@@ -77,21 +77,12 @@ class Sequential(_Messages):
     kind: Literal["sequential"] = "sequential"
     chunks: ClassVar[int] = 1
 
-    def words(self) -> list[str]:
-        """Describes what runs beside what, for ``explain``."""
-        return ["dispatch, experts and combine one after another"]
-
 
 class Pipelined(_Messages):
     """Tokens in ``chunks``: dispatch of the next and combine of the last in flight while one is computed."""
 
     kind: Literal["pipelined"] = "pipelined"
     chunks: int = Field(ge=1, description="parts of the tokens of a micro-batch")
-
-    def words(self) -> list[str]:
-        """Describes what runs beside what, for ``explain``."""
-        chunks = f"{self.chunks} chunk{'s' * (self.chunks != 1)}"
-        return [f"tokens in {chunks}, the next arriving and the last going home behind one"]
 
 
 class MegaKernel(Declaration):
@@ -138,31 +129,6 @@ class MegaKernel(Declaration):
         """Returns the module and class that run micro-batches, as ``Sequential.executor``."""
         alone = num_ranks == 1 and by_kernels
         return ALONE_BY_KERNELS if alone else "moesys.overlap.mega_executor:MegaExecutor"
-
-    def words(self) -> list[str]:
-        """Describes the tasks in the order in which a rank's programs take them from their queue, for ``explain``."""
-        share, order = self.dispatch_share, self.tile_order.replace("_", " ")
-        if self.fused in ("both", "dispatch"):
-            pulls = "all pulls first" if share == 1 else f"at least {share:.0%} of the first tasks pull rows"
-            found = [f"dispatch and the first product in one kernel: {pulls}, the others are tiles, {order}"]
-        else:
-            found = [f"dispatch in a kernel of its own, then the first product's tiles, {order}"]
-        if self.fused in ("both", "combine"):
-            share = self.combine_share
-            pushes = f"at most {share:.0%} of the tasks push rows home" if share else "tiles push their rows home"
-            found.append(f"the second product and combine in one kernel: {pushes}, then sums of what came home")
-        else:
-            found.append("the second product's tiles, pushes and sums in kernels of their own, one after another")
-        if self.overlap_weight_gradients:
-            share = self.reduce_share
-            sums = f"among them at most {share:.0%} sums" if share else "before the sums"
-            found.append(f"backward: tiles of weight gradients between pushes and sums, {sums}")
-        else:
-            found.append("backward: weight gradients when all else is done")
-        if not self.keep_x:
-            found.append("backward pulls rows of x again beside those of dy")
-        found.append(f"flags of each {self.granularity}" + ", a token pulled once a rank" * self.deduplicate)
-        return found
 
     def tensors_pulled(self, backward: bool) -> int:
         """Returns of how many tensors a direction pulls rows: of x or dy, and of x again where it was not kept."""

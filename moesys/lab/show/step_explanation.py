@@ -12,7 +12,7 @@ import numpy as np
 from rich.text import Text
 from rich.tree import Tree
 
-from moesys.config import BYTES_PER_GB, ClusterSpec, Fsep, Strategy
+from moesys.config import BYTES_PER_GB, ClusterSpec, Strategy
 from moesys.config.base import python_value
 from moesys.display import Columns, Display, counted, listed
 from moesys.lab.runs.declarations import member_words
@@ -235,9 +235,9 @@ def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> 
     add_line(tree, "cluster", _cluster_words(explanation.cluster))
     for reason in explanation.would_not_run:
         add_line(tree, "would not run", reason)
-    schedule = add_head(tree, "schedule")
-    for words in _schedule_words(explanation.strategy, explanation.cluster.num_nodes):
-        schedule.add(Text(words))
+    add_line(tree, "strategy", repr(explanation.strategy))
+    if explanation.strategy.overlap.reaches_memory:
+        add_line(tree, "plans", _planning_words(explanation.strategy))
     if explanation.mega is not None:
         memory = add_head(tree, "memory of a rank")
         for words in _memory_words(explanation.mega):
@@ -257,49 +257,13 @@ def _cluster_words(cluster: ClusterSpec) -> str:
     )
 
 
-def _schedule_words(strategy: Strategy, num_nodes: int) -> list[str]:
-    overlap, sharding = strategy.overlap, strategy.sharding
-    words = overlap.words()
-    if overlap.reaches_memory:
-        words.append(_planning_words(strategy))
-    if overlap.crosses_once(num_nodes):
-        home = "one partial sum a node comes home" if overlap.sums_by_node(num_nodes) else "every row comes home"
-        words.append(f"a token crosses to a node once and spreads inside; {home}")
-    if strategy.lag == 0:
-        words.append("a layout for every micro-batch, planned on its own counts: no expert is brought ahead in forward")
-    elif strategy.late_slots:
-        late = counted(strategy.late_slots, "late slot")
-        words.append(f"{late} of each rank filled on the counts, where that pays")
-    ahead = f"{counted(sharding.prefetch_layers, 'layer')} ahead, behind those of this one"
-    if isinstance(sharding, Fsep):
-        words.append(
-            f"experts restored {ahead}"
-            if sharding.prefetch_layers
-            else "experts restored when they are needed, none ahead"
-        )
-        words.append(f"{sharding.restore} restores" + ", again for backward" * sharding.reshard_after_forward)
-        summed = "summed inside nodes and " * (sharding.reshard == "hierarchical")
-        words.append(
-            f"gradients {summed}resharded {'behind the next backward' if sharding.delay_reshard else 'at once'}"
-        )
-    elif sharding.lends:
-        by_node = ", a copy a node that is passed on there; gradients return so" * (sharding.lend == "hierarchical")
-        when = ahead if sharding.prefetch_layers else "when they are needed"
-        words.append(f"experts lent by their owners, {when}{by_node}")
-        if sharding.delay_reshard:
-            words.append("gradients of copies returned behind the next backward")
-    else:
-        words.append("experts stay on their owners")
-    return words
-
-
 def _planning_words(strategy: Strategy) -> str:
     """Describes where ranks plan a micro-batch, and why."""
     if strategy.plans_on_device:
-        return "planned on the devices, from counts that travel with the tokens' flag: no host waits"
+        return "on the devices, from counts that travel with the tokens' flag: no host waits"
     if not strategy.split.on_device:
-        return "planned on the hosts, which wait for all counts: devices keep no cap and know no exact traffic"
-    return "planned on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan"
+        return "on the hosts, which wait for all counts: devices keep no cap and know no exact traffic"
+    return "on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan"
 
 
 def _memory_words(memory: MegaKernelMemory) -> list[str]:

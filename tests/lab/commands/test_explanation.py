@@ -321,15 +321,7 @@ def test_late_slots_are_named_and_their_bytes_counted(tmp_path):
     assert traffic.intra_node_bytes + traffic.inter_node_bytes == len(ranks) * expert_bytes * 3 // 4
     text = str(found)
     assert f"expert 0 on rank {ranks[0]}" in text
-    assert "1 late slot of each rank filled on the counts, where that pays" in text
-
-
-def test_what_is_lent_ahead_says_so():
-    assert "experts lent by their owners, when they are needed" in str(explain(LENT, declared(LENT)))
-    ahead = LENT.replace(sharding=LENT.sharding.replace(prefetch_layers=1, delay_reshard=True))
-    text = str(explain(ahead, declared(ahead)))
-    assert "experts lent by their owners, 1 layer ahead, behind those of this one" in text
-    assert "gradients of copies returned behind the next backward" in text
+    assert "late_slots=1" in text
 
 
 def test_a_layout_planned_on_the_counts_says_so(tmp_path):
