@@ -28,11 +28,7 @@ from moesys.lab.show.sheets import Column, Sheet, print_sheet
 
 State = Literal["ok", "slow", "missing", "broken"]
 
-# Contraction and columns: small enough to be probed at many places in a call and in memory, and larger.
-PROBED_SHAPES = ((64, 128), (256, 512), (1024, 1024))
-PROBED_DTYPES = ("float32", "bfloat16", "float16")
 RANKS_TIMEOUT_S = 60.0
-ROW_BY_ROW = "row by row"
 GIB = 2**30
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 # How to run the GPU checks after an installation from a wheel.
@@ -249,24 +245,6 @@ def _memory() -> Iterator[Check]:
     yield Check("memory", f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB of it free", "ok")
 
 
-def _huge_pages(file: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> Iterator[Check]:
-    try:
-        mode = file.read_text(encoding="utf-8").partition("[")[2].partition("]")[0]
-    except OSError:
-        mode = ""
-    hint = f"for faster allocation of large tensors: echo madvise > {file}, as root"
-    yield _check("huge pages", mode or "not reported by this system", mode != "never", "slow", hint)
-
-
-def _blas() -> Iterator[Check]:
-    import torch
-
-    built = torch.__config__.show().partition("BLAS_INFO=")[2].partition(",")[0] or "no BLAS named"
-    good = torch.backends.mkldnn.is_available()
-    hint = "for faster matrix products on the CPU: a torch built with oneDNN"
-    yield _check("BLAS", f"{built}, {'oneDNN' if good else 'no oneDNN'}", good, "slow", hint)
-
-
 def _half_precision() -> Iterator[Check]:
     import torch
 
@@ -275,36 +253,6 @@ def _half_precision() -> Iterator[Check]:
     capability = torch.backends.cpu.get_cpu_capability()
     found = f"{capability}, {', '.join(units) or 'no instructions for it'}"
     yield _check("bfloat16", found, bool(units), "slow", "use dtype='float32' on this CPU")
-
-
-def _numerics_class() -> Iterator[Check]:
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for dtype in PROBED_DTYPES:
-            words = [f"{rows}×{columns} {_rule_words(rows, columns, dtype)}" for rows, columns in PROBED_SHAPES]
-            found = "; ".join(words)
-            if ROW_BY_ROW in found:
-                hint = "matrix products on this CPU depend on the number of rows, so such experts are slow"
-                yield Check(f"numerics, {dtype}", found, "slow", hint)
-            else:
-                hint = "fewer rows are padded, so that overlap changes no bit" if "at least" in found else ""
-                yield Check(f"numerics, {dtype}", found, "ok", hint)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _rule_words(contraction: int, columns: int, dtype: str) -> str:
-    import torch
-
-    from moesys.kernels.cpu.row_invariant_gemm import row_rule
-
-    rule = row_rule(contraction, columns, getattr(torch, dtype), transposed=True, device_type="cpu")
-    if rule.tile_rows is not None:
-        return ROW_BY_ROW
-    return f"at least {rule.min_rows} rows" if rule.min_rows > 1 else "any number of rows"
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
@@ -322,8 +270,5 @@ _CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "git": _git,
     "CPU": _cpu,
     "memory": _memory,
-    "huge pages": _huge_pages,
-    "BLAS": _blas,
     "bfloat16": _half_precision,
-    "numerics": _numerics_class,
 }
