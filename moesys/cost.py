@@ -184,13 +184,6 @@ def _moved_seconds(num_bytes: Rows, gb_per_s: float | None) -> Rows:
     return num_bytes * (0.0 if gb_per_s is None else 1 / (gb_per_s * 1e9))
 
 
-def roofline_seconds(flops: Rows, num_bytes: Rows, cluster: ClusterSpec) -> Rows:
-    """Returns the seconds of work that is not described further, such as attention: its flops at the matmul rate or its
-    bytes at the rate of the memory, whichever takes longer (Williams et al., Roofline, CACM 2009).
-    """
-    return np.maximum(flops / (cluster.expert_tflops * 1e12), memory_seconds(num_bytes, cluster))[()]
-
-
 # --- traffic ------------------------------------------------------------------------------------------------
 
 

@@ -52,16 +52,6 @@ def as_int64(name: str, array: npt.NDArray[Any]) -> IntArray:
     return array.astype(np.int64, order="C")
 
 
-def balanced_tokens(num_routed: int, num_ranks: int, num_experts: int) -> IntArray:
-    """Returns ``num_routed`` tokens dealt to experts in turn, rank after rank, int64 [R, E]: the tokens of two ranks,
-    and those of two experts, differ by one at most.
-    """
-    end_R1 = np.arange(num_ranks + 1)[:, None] * num_routed // num_ranks
-    # The tokens of each expert among the first so many.
-    before_RE = (end_R1 + num_experts - 1 - np.arange(num_experts)) // num_experts
-    return np.diff(before_RE, axis=0)
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class LoadMatrix(Display):
     """Tokens that each source rank routes to each expert, ``tokens_RE`` int64 [R, E]; sums to the routed tokens (T·K).

@@ -291,13 +291,6 @@ def test_few_rows_take_as_long_as_their_experts_take_to_be_read():
     assert cost.gather_seconds(4.0, SHAPE, CLUSTER) == 0
 
 
-def test_a_roofline_is_the_higher_of_flops_and_bytes():
-    cluster = CLUSTER.replace(memory_gb_per_s=1000)
-    assert cost.roofline_seconds(237e12, 1e12, cluster) == 1
-    assert cost.roofline_seconds(237e12, 3e12, cluster) == 3
-    assert cost.roofline_seconds(237e12, 3e12, CLUSTER) == 1
-
-
 @given(cases(), st.integers(0, 2**32))
 def test_rows_of_a_plan_are_those_that_its_ranks_compute(case, seed):
     cluster, layout = case

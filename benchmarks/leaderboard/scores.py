@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from benchmarks.leaderboard.planners import PlannerGroup, PlannerPair
-from benchmarks.leaderboard.workloads import SCORED, RoutingSetting
+from benchmarks.leaderboard.workloads import SCORED, RoutingSetting, balanced_tokens
 from moesys.balance.greedy.numbering import num_moves
 from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
@@ -33,7 +33,7 @@ from moesys.lab.runs.places import num_workers, simulating_workers
 from moesys.lab.show.progress import steps_told
 from moesys.layout import ExpertLayout, owner_of_experts
 from moesys.limits import rank_memory
-from moesys.load import LoadMatrix, balanced_tokens
+from moesys.load import LoadMatrix
 from moesys.simulator.step_program import simulate
 
 FILE = "results.jsonl"

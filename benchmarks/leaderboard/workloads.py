@@ -17,7 +17,7 @@ from moesys.config import ClusterSpec, ModelShape, presets
 from moesys.config.workload import Generated
 from moesys.kinds import did_you_mean
 from moesys.layout import owner_of_experts
-from moesys.load import IntArray, balanced_tokens
+from moesys.load import IntArray
 from moesys.traces import FloatArray, Trace, draw_counts, generate, load_trace
 
 WARM_UP, SCORED = 4, 28
@@ -50,6 +50,16 @@ _ON_A_RACK = ("DeepSeek-V3", "72 GB200, a rack")
 _QUICK = ("skewed", "bursts")
 # One NVLink domain, for which UltraEP publishes its share of forced balance, and two.
 _FURTHER_ON = (("Qwen3-30B-A3B", "8 H100"), ("Qwen3-30B-A3B", "2 x 8 H100"))
+
+
+def balanced_tokens(num_routed: int, num_ranks: int, num_experts: int) -> IntArray:
+    """Returns ``num_routed`` tokens dealt to experts in turn, rank after rank, int64 [R, E]: the tokens of two ranks,
+    and those of two experts, differ by one at most.
+    """
+    end_R1 = np.arange(num_ranks + 1)[:, None] * num_routed // num_ranks
+    # The tokens of each expert among the first so many.
+    before_RE = (end_R1 + num_experts - 1 - np.arange(num_experts)) // num_experts
+    return np.diff(before_RE, axis=0)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pydantic_core
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
@@ -334,22 +333,9 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        says = "its header cannot be read" if (size := _size_by_header(path)) is None else f"its header says {size}"
         raise ValueError(
-            f"{path} is torn: it has {path.stat().st_size} bytes, and {says} ({error}); fetch or save it again"
+            f"{path} is torn at its {path.stat().st_size} bytes ({error}); fetch or save it again"
         ) from error
-
-
-def _size_by_header(path: Path) -> int | None:
-    """Returns the bytes that a safetensors file should have; None if its header cannot be read."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header = pydantic_core.from_json(file.read(length) if length <= path.stat().st_size else b"")
-            ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
-            return 8 + length + max(ends)
-        except (ValueError, TypeError, LookupError, AttributeError):
-            return None
 
 
 @dataclass(frozen=True)

@@ -144,11 +144,6 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
             f"{baseline} (again): the same strategy run a second time; its distance from 1 shows noise and drift."
         )
     lines.append(f"Other columns: median over the steps of a seed, then over n seeds ({_sample_words(comparison)}).")
-    if names := _ordered_differently(comparison):
-        lines.append(
-            f"Step ms and speed-up order {', '.join(names)} differently: step ms is the median of a row's own seeds, "
-            "the speed-up a mean over pairs with the same seed, which one slow trial moves. Rely on the interval."
-        )
     agreements = [row.agreement for row in comparison.rows if row.agreement is not None]
     if any(agreement.exact for agreement in agreements):
         lines.append(
@@ -190,22 +185,6 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
         f"Failed: {row.name}, seed {seed}: {error}" for row in comparison.rows for seed, error in row.failed.items()
     ]
     return [*lines, _source_words(comparison, machine)]
-
-
-def _ordered_differently(comparison: Comparison) -> list[str]:
-    """Returns the rows that are faster than another by one of step time and speed-up, and slower by the other, as the
-    table rounds them.
-    """
-    shown = {}
-    for row in comparison.rows:
-        step_ms = row.median("step_ms")
-        if step_ms is not None and (row.speedup or row is comparison.baseline):
-            shown[row.name] = float(f"{step_ms:.4g}"), round(row.speedup.estimate if row.speedup else 1.0, 2)
-    return [
-        name
-        for name, (step_ms, ratio) in shown.items()
-        if any((step_ms - other_ms) * (ratio - other) > 0 for other_ms, other in shown.values())
-    ]
 
 
 def _sample_words(comparison: Comparison) -> str:

@@ -151,17 +151,6 @@ def test_failures_and_starved_experts_are_told():
     assert f"Some experts received no token in some step. {starved}" in text
 
 
-@pytest.mark.parametrize(("slow_ms", "told"), [(10.0, False), (100.0, True)])
-def test_a_table_says_where_step_time_and_speed_up_order_rows_differently(slow_ms, told):
-    of = experiment(seeds=tuple(range(6)))
-    some = [
-        record(trial, step_ms=10.0 if trial.strategy == EP else slow_ms if trial.seed == 0 else 9.0)
-        for trial in of.trials()
-    ]
-    line = "Step ms and speed-up order ep, fsep differently: "
-    assert any(note.startswith(line) for note in legend(compare_records(of, some))) == told
-
-
 @pytest.mark.parametrize(
     ("ratio", "words"),
     [
