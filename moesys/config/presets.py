@@ -8,57 +8,27 @@ from __future__ import annotations
 from typing import Any
 
 from moesys.config.cluster import ClusterSpec
+from moesys.config.hub import hub_model, read_config
+from moesys.config.layer_spec import MoeMlp
 from moesys.config.model import ModelShape
 from moesys.config.sharding import Fsep, SlotCount
 from moesys.config.strategy import Strategy, WindowMean
 from moesys.kinds import did_you_mean
 
-# huggingface.co/mistralai/Mixtral-8x7B-v0.1, config.json.
-MIXTRAL_8X7B = ModelShape(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_experts=8,
-    top_k=2,
-    dtype="bfloat16",
-    router_aux_loss_coef=0.02,
-)
 
-# huggingface.co/Qwen/Qwen3-30B-A3B, config.json.
-QWEN3_30B_A3B = ModelShape(
-    hidden_size=2048,
-    intermediate_size=768,
-    num_experts=128,
-    top_k=8,
-    dtype="bfloat16",
-    router_aux_loss_coef=0.001,
-)
+def _layer(model: str, **losses: float) -> ModelShape:
+    """Returns the layer with experts of a packaged model (its config.json), with the losses of its training."""
+    mlp = hub_model(read_config(model), "bfloat16").layers[-1].mlp
+    assert isinstance(mlp, MoeMlp)
+    return mlp.shape.replace(**losses)
 
-# huggingface.co/allenai/OLMoE-1B-7B-0924, config.json, which does not record the z-loss of its training.
-OLMOE_1B_7B = ModelShape(
-    hidden_size=2048,
-    intermediate_size=1024,
-    num_experts=64,
-    top_k=8,
-    dtype="bfloat16",
-    norm_topk_prob=False,
-    router_aux_loss_coef=0.01,
-)
 
-# huggingface.co/deepseek-ai/DeepSeek-V3, config.json; bias rate and balance loss: arXiv 2412.19437, section 4.2.
-DEEPSEEK_V3 = ModelShape(
-    hidden_size=7168,
-    intermediate_size=2048,
-    num_experts=256,
-    top_k=8,
-    dtype="bfloat16",
-    scoring_func="sigmoid",
-    n_group=8,
-    topk_group=4,
-    routed_scaling_factor=2.5,
-    n_shared_experts=1,
-    router_aux_loss_coef=0.0001,
-    router_bias_update_rate=0.001,
-)
+MIXTRAL_8X7B = _layer("mixtral-8x7b", router_aux_loss_coef=0.02)
+QWEN3_30B_A3B = _layer("qwen3-30b-a3b", router_aux_loss_coef=0.001)
+# Its config.json does not record the z-loss of its training.
+OLMOE_1B_7B = _layer("olmoe-1b-7b", router_aux_loss_coef=0.01)
+# Bias rate and balance loss: arXiv 2412.19437, section 4.2.
+DEEPSEEK_V3 = _layer("deepseek-v3", router_aux_loss_coef=0.0001, router_bias_update_rate=0.001)
 
 # LAER-MoE's mixtral-8x7b e8k2 (arXiv 2602.11686, evaluation): Mixtral's layer without an auxiliary loss.
 LAER_E8K2 = MIXTRAL_8X7B.replace(router_aux_loss_coef=0.0)
