@@ -289,30 +289,16 @@ def _mega_memory(strategy: Strategy, model: ModelShape, plans: tuple[LayerPlan, 
         return None
     # These imports are here because the modules import Triton.
     from moesys.moe.pulled_experts import ring_bytes
-    from moesys.overlap.device_split import room_for_rows
     from moesys.overlap.mega_executor import symmetric_bytes
 
-    on_device = strategy.plans_on_device
     num_ranks, num_slots = plans[0].layout.expert_RS.shape
     most_tokens = max(int(plan.load.tokens_RE.sum(1).max()) for plan in plans) // model.top_k
-    if on_device and overlap.most_tokens is not None:
+    if strategy.plans_on_device and overlap.most_tokens is not None:
         most_tokens = overlap.most_tokens
     num_replicas = max(int((plan.layout.replicas_RE > 0).sum()) for plan in plans)
-    num_rows = max(int(plan.tokens.tokens_R.max()) for plan in plans)
-    most_rows = room_for_rows(overlap, most_tokens, model.top_k, num_ranks)
-    held_rows = most_rows if on_device else num_rows
-    hidden, width, size = model.hidden_size, model.intermediate_size, model.bytes_per_element
-    waiting = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
     # MoELayer decides in the same way: experts that are restored node by node are sent, not pulled.
     pulls = num_ranks > 1 and isinstance(strategy.sharding, Fsep) and strategy.sharding.flat
     return MegaKernelMemory(
         symmetric_bytes(overlap, model, most_tokens, num_ranks, num_replicas),
         ring_bytes(model, num_ranks, num_slots, strategy.reduction.gradient_bytes) if pulls else 0,
-        num_rows,
-        most_rows,
-        held_rows,
-        # Forward keeps h and perhaps x. Backward adds dy, dh and the weighted activations, x if it was not kept, and dx
-        # if it waits for a task that pushes it.
-        kept_bytes=held_rows * (hidden * overlap.keep_x + 2 * width) * size,
-        backward_bytes=held_rows * (hidden * (1 + waiting + (not overlap.keep_x)) + 3 * width) * size,
     )

@@ -137,21 +137,14 @@ class LayerExplanation:
 
 @dataclass(frozen=True)
 class MegaKernelMemory:
-    """The memory of a rank of a linked model under a ``MegaKernel``, in bytes.
+    """The memory of a rank that peers access in a model under a ``MegaKernel``, in bytes, for all layers together.
 
-    symmetric_bytes: the arena that peers reach, shared by all layers. pulled_bytes: the regions from which peers pull
-    experts and gradients, shared by all layers; 0 if those are sent or stay. num_rows: rows of the busiest rank in any
-    layer, of ``most_rows`` that ``rows_cap`` allows. held_rows: rows for which memory is held, ``most_rows`` if devices
-    plan. kept_bytes: held from forward to backward, per layer. backward_bytes: further memory during backward.
+    symmetric_bytes: the arena. pulled_bytes: the regions from which peers pull experts and gradients; 0 if those are
+    sent or stay.
     """
 
     symmetric_bytes: int
     pulled_bytes: int
-    num_rows: int
-    most_rows: int
-    held_rows: int
-    kept_bytes: int
-    backward_bytes: int
 
 
 @dataclass(frozen=True)
@@ -238,10 +231,10 @@ def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> 
     add_line(tree, "strategy", repr(explanation.strategy))
     if explanation.strategy.overlap.reaches_memory:
         add_line(tree, "plans", _planning_words(explanation.strategy))
-    if explanation.mega is not None:
-        memory = add_head(tree, "memory of a rank")
-        for words in _memory_words(explanation.mega):
-            memory.add(Text(words))
+    if (mega := explanation.mega) is not None:
+        pulled = f", and {mega.pulled_bytes / BYTES_PER_GB:.3f} GB where they pull experts and gradients"
+        shared = f"{mega.symmetric_bytes / BYTES_PER_GB:.3f} GB that peers reach{pulled * (mega.pulled_bytes > 0)}"
+        add_line(tree, "memory of a rank", f"{shared}, for all layers together")
     _time_branch(tree, explanation)
     add_head(tree, counted(len(layers), "layer")).add(_table(layers))
     _layer_branch(tree, layers[layer], explanation.strategy, explanation.critical_rank)
@@ -264,18 +257,6 @@ def _planning_words(strategy: Strategy) -> str:
     if not strategy.split.on_device:
         return "on the hosts, which wait for all counts: devices keep no cap and know no exact traffic"
     return "on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan"
-
-
-def _memory_words(memory: MegaKernelMemory) -> list[str]:
-    pulled_gb = memory.pulled_bytes / BYTES_PER_GB
-    return [
-        f"{memory.symmetric_bytes / BYTES_PER_GB:.3f} GB that peers reach, for all layers together",
-        *([f"{pulled_gb:.3f} GB where they pull experts and gradients, for all layers together"] if pulled_gb else []),
-        f"{memory.num_rows:,} private rows on the busiest, of {memory.most_rows:,} that rows_cap allows"
-        f"{' and there is always memory for' if memory.held_rows > memory.num_rows else ''}: "
-        f"{memory.kept_bytes / BYTES_PER_GB:.3f} GB a layer from forward to backward, "
-        f"{memory.backward_bytes / BYTES_PER_GB:.3f} GB more in backward",
-    ]
 
 
 def _time_branch(tree: Tree, explanation: StepExplanation) -> None:
