@@ -163,11 +163,3 @@ class Timeline(Display):
             sums[span.lane, span.kind] = spans + 1, us + span.duration_us
         rows = [(*place, spans, us / 1000) for place, (spans, us) in sorted(sums.items())]
         return by_column(("lane", "kind", "spans", "ms, sum of ranks"), rows)
-
-    @staticmethod
-    def merge(timelines: list[Timeline]) -> Timeline:
-        """Returns one timeline of several ranks' own; simulated and measured ones never mix."""
-        sources = {timeline.source for timeline in timelines}
-        if len(sources) != 1:
-            raise ValueError(f"cannot merge timelines from {sorted(sources)}; compare them side by side instead")
-        return Timeline((span for timeline in timelines for span in timeline.spans), sources.pop())

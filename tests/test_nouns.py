@@ -184,12 +184,3 @@ def test_a_lane_is_never_used_twice_at_once(drawn):
     else:
         ordered = Timeline(spans, "measured").spans
         assert all(a.end_us <= b.start_us for a, b in pairwise(ordered) if a.rank == b.rank)
-
-
-def test_timelines_merge_but_sources_do_not():
-    first, second = Timeline((span(0.0, 1.0),), "measured"), Timeline((span(0.0, 2.0, rank=1),), "measured")
-    assert Timeline.merge([second, first]) == Timeline((*first.spans, *second.spans), "measured")
-    assert_refuses(
-        lambda: Timeline.merge([first, Timeline(second.spans, "simulated")]),
-        "cannot merge timelines from ['measured', 'simulated']; compare them side by side instead",
-    )

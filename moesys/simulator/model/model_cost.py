@@ -191,10 +191,6 @@ class ModelCost(Display):
     def backward_flops(self) -> int:
         return sum(each.backward_flops for each in self._all)
 
-    def again_flops(self, recompute: LayerRecompute) -> int:
-        """Returns the flops that backward adds by running layers forward again."""
-        return sum(layer.again(recompute).flops for layer in self.layers)
-
     def saved_bytes(self, recompute: LayerRecompute = "none") -> int:
         """Returns what all layers, the embedding and the head keep at the end of forward."""
         layers = sum(layer.saved_bytes(recompute) for layer in self.layers)

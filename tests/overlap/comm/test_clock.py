@@ -83,7 +83,7 @@ def test_messages_keep_their_order_whichever_thread_reports_first(ended: tuple[i
     recorder.add("restore", "restore", 35.0, 50.0, "issued before")
     (later,) = recorder.timeline().spans
     assert (later.start_us, later.end_us) == (40.0, 50.0), "its lane was busy, as what was told before says"
-    assert len(Timeline.merge([before, recorder.timeline()]).spans) == 4
+    assert len(Timeline([*before.spans, *recorder.timeline().spans], "measured").spans) == 4
 
 
 @pytest.mark.usefixtures("still_host")
