@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from moesys.lab.show import pages
 from moesys.step_lines import EventLine, LayerLine, StepLine, step_file, step_journal
 
 NUM_EXPERTS = 4
@@ -94,7 +93,7 @@ def assert_whole_and_alone(page: str) -> None:
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ET.fromstring(svg)
     # The names of XML's vocabularies are no addresses, and figures refer only to their own parts and pixels.
-    text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page).replace(pages._SORT, "")
+    text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
     assert not re.search(r"https?:|\bsrc=|@import|<script|\bnan\b|\binf\b", text)
     assert all(of.startswith(("#", "data:image/png;base64,")) for of in re.findall(r'href="([^"]*)"', text))
     assert all(of.startswith("#") for of in re.findall(r"url\(([^)]*)\)", text))

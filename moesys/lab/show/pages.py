@@ -52,19 +52,8 @@ th { color: var(--soft); font-weight: normal; vertical-align: bottom; white-spac
 td { vertical-align: top; } td:not(.left) { white-space: nowrap; } .left { text-align: left; }
 #runs td:nth-child(2) { min-width: 13rem; } a { color: inherit; }
 .best { font-weight: bold; } .unclear { color: var(--soft); }
-th { cursor: pointer; } .headline { font-size: 1.15rem; margin: 1rem 0; }
+.headline { font-size: 1.15rem; margin: 1rem 0; }
 """
-# A click on a header sorts the table by its column, and a second click reverses the order.
-_SORT = """<script>
-for (const header of document.querySelectorAll("th")) header.onclick = () => {
-  const body = header.closest("table").tBodies[0], column = header.cellIndex;
-  const text = (row) => row.cells[column].textContent, number = (row) => parseFloat(text(row).replaceAll(",", ""));
-  const down = (header.dataset.down = header.dataset.down === "1" ? "" : "1") ? 1 : -1;
-  const compare = (a, b) => isNaN(number(a)) || isNaN(number(b))
-    ? text(a) === "" ? 1 : text(b) === "" ? -1 : down * text(a).localeCompare(text(b)) : down * (number(a) - number(b));
-  body.append(...[...body.rows].sort(compare));
-};
-</script>"""
 # Sizes in inches, and the least and the most pixels per point of a figure: below the least its texts are illegible.
 _WIDTH, _CURVE_HEIGHT, _LEAST_HEIGHT = 9.6, 2.2, 1.7
 _LEAST_SCALE, _MOST_SCALE = 1.04, 1.5
@@ -82,7 +71,7 @@ def page(title: str, parts: Sequence[str]) -> str:
     """Returns the whole file. ``parts`` are its body, in HTML, whose control characters are escaped."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     lines = ["<!DOCTYPE html>", f'<html lang="en"><head>{head}<style>{_CSS}</style></head>', "<body>"]
-    return printable("\n".join([*lines, *parts, _SORT, "</body></html>", ""]), keep="\n\t")
+    return printable("\n".join([*lines, *parts, "</body></html>", ""]), keep="\n\t")
 
 
 def facts(of: dict[str, str]) -> str:
@@ -100,7 +89,7 @@ def section(title: str, content: str, note: str = "") -> str:
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int] = (), links: Sequence[str] = ()
 ) -> str:
-    """Returns a table in HTML, which a click on a header sorts. ``left``: the columns that are aligned on the left.
+    """Returns a table in HTML. ``left``: the columns that are aligned on the left.
     ``links``: as in ``html_table``.
     """
     return html_table(columns, rows, [' class="left"' * (index in left) for index in range(len(columns))], links=links)
