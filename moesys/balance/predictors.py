@@ -32,12 +32,11 @@ def measured_drift(before: LoadMatrix, after: LoadMatrix) -> float:
 
 
 class Forecast(NamedTuple):
-    """A load to expect, in 1/``FORECAST_UNITS`` tokens; ``noise`` is the standard deviation, around it, of the natural
-    logarithms of experts' tokens, and ``drift`` the share of their popularity that this noise draws anew, 0 to 1.
+    """A load to expect, in 1/``FORECAST_UNITS`` tokens; ``drift`` is the share of experts' popularity that the noise of
+    earlier forecasts draws anew, 0 to 1.
     """
 
     load: LoadMatrix
-    noise: float
     drift: float
 
 
@@ -74,7 +73,7 @@ def forecast(loads: Sequence[LoadMatrix], lag: int) -> Forecast | None:
     tokens_RE = _weighted(loads[-1].tokens_RE, all_RE, of_newest_E * scale, of_all_E * scale)
     spread = float(log_SE[-1].std())
     drift = round(1 - math.sqrt(max(1 - (noise / spread) ** 2, 0)), 6) if spread else 0.0
-    return Forecast(LoadMatrix(tokens_RE), noise, drift)
+    return Forecast(LoadMatrix(tokens_RE), drift)
 
 
 @compiled

@@ -15,7 +15,7 @@ from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.greedy.local_search import MoveConstraints, climbed, local_search, neighbour
 from moesys.balance.greedy.numbering import num_moves
-from moesys.balance.greedy.robust_cost import NO_LIMIT, Scenarios
+from moesys.balance.greedy.robust_cost import NO_LIMIT
 from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.balance.static import Static
 from moesys.config import ClusterSpec
@@ -48,12 +48,6 @@ def overflow_of(tokens_E, expert_RS):
     return int(flow.overflow[0])
 
 
-def relocate(tokens_E, constraints, expert_RS, most_moves):
-    """Changes ``expert_RS`` by relocations; returns how many."""
-    itself = Scenarios(tokens_E[None].copy(), np.array([1]))
-    return local_search(itself, constraints, True, expert_RS, NO_LIMIT, most_moves, 1)[1]
-
-
 @given(
     instance=instances(max_ranks=8, max_experts=14),
     budget=st.integers(0, 6),
@@ -72,7 +66,7 @@ def test_every_move_lowers_the_overflow_within_the_constraints(instance, budget,
     overflow = overflow_of(tokens_E, expert_RS)
     for _ in range(budget):
         earlier_RS = expert_RS.copy()
-        moves = relocate(tokens_E, MoveConstraints(filled_R, group_R, np.array([least])), expert_RS, 1)
+        moves = local_search(tokens_E, MoveConstraints(filled_R, group_R, least), True, expert_RS, 10**6, 1, 0)
         now = ExpertLayout(expert_RS, num_experts)
         assert moves == num_moves(ExpertLayout(earlier_RS, num_experts).replicas_RE, now.replicas_RE) <= 1
         assert now.num_duplicates == 0
@@ -85,7 +79,7 @@ def test_every_move_lowers_the_overflow_within_the_constraints(instance, budget,
         assert later < overflow if moves else later == overflow
         overflow = later
     at_once_RS = before.expert_RS.copy()
-    relocate(tokens_E, MoveConstraints(filled_R, group_R, np.array([least])), at_once_RS, budget)
+    local_search(tokens_E, MoveConstraints(filled_R, group_R, least), True, at_once_RS, 10**6, budget, 0)
     np.testing.assert_array_equal(at_once_RS, expert_RS)
 
 
@@ -93,9 +87,9 @@ def test_a_replica_goes_to_the_rank_that_has_room():
     """Expert 0 has three times the mean of a rank, and rank 2 one fourth of it; expert 2 can spare a replica."""
     tokens_E = np.array([300, 25, 50, 25])
     expert_RS = np.array([[0, 1], [0, 3], [2, 1], [2, 0]])
-    constraints = MoveConstraints(np.full(4, 2), np.zeros(4, np.int64), np.array([1]))
+    constraints = MoveConstraints(np.full(4, 2), np.zeros(4, np.int64), 1)
     assert overflow_of(tokens_E, expert_RS) > 0
-    assert relocate(tokens_E, constraints, expert_RS, NO_LIMIT) == 1
+    assert local_search(tokens_E, constraints, True, expert_RS, 10**6, NO_LIMIT, 0) == 1
     assert overflow_of(tokens_E, expert_RS) == 0
     assert 0 in expert_RS[2]
     assert (expert_RS != EMPTY).all()

@@ -179,32 +179,25 @@ def test_a_split_by_seconds_sends_rows_over_wires_only_where_that_is_quicker():
 # --- layouts
 
 
-@given(instance=instances(), evenly=st.booleans())
-def test_spread_layouts_hold_every_expert_and_fill_every_slot(instance, evenly):
+@given(instance=instances())
+def test_spread_layouts_hold_every_expert_and_fill_every_slot(instance):
     num_experts = instance.load.num_experts
     slots_R = np.minimum(instance.slots, num_experts)
     tokens_E = np.sort(instance.load.tokens_E)[::-1].copy()
     expert_RS = np.full((len(slots_R), slots_R.max()), EMPTY)
     rank_A = np.flatnonzero(slots_R)
-    spread(tokens_E, slots_R, np.asarray(instance.cluster.node_of_rank), rank_A, evenly, expert_RS)
+    spread(tokens_E, slots_R, np.asarray(instance.cluster.node_of_rank), rank_A, expert_RS)
     layout = ms.planning.ExpertLayout(expert_RS, num_experts)
     assert layout.num_duplicates == 0
     np.testing.assert_array_equal(layout.filled_R, slots_R)
 
 
-def test_even_replicas_are_as_many_of_each_and_proportional_ones_as_tokens():
+def test_spread_replicas_are_as_many_as_tokens_ask_for_and_one_a_node():
     tokens_E, slots_R, node_R = np.array([90, 10, 10, 10]), np.full(6, 2), np.repeat([0, 1, 2], 2)
-    counts = []
-    for evenly in (True, False):
+    for num_experts, replicas in ((4, [3, 3, 3, 3]), (3, [6, 3, 3])):
         expert_RS = np.full((6, 2), EMPTY)
-        spread(tokens_E, slots_R, node_R, np.arange(6), evenly, expert_RS)
-        counts.append(np.bincount(expert_RS.ravel()).tolist())
-    # One a node for each expert is all there is; of what evenly leaves, nothing.
-    assert counts[0] == [3, 3, 3, 3]
-    assert counts[1] == [3, 3, 3, 3]
-    expert_RS = np.full((6, 2), EMPTY)
-    spread(tokens_E[:3], slots_R, node_R, np.arange(6), False, expert_RS)
-    assert np.bincount(expert_RS.ravel()).tolist() == [6, 3, 3]
+        spread(tokens_E[:num_experts], slots_R, node_R, np.arange(6), expert_RS)
+        assert np.bincount(expert_RS.ravel()).tolist() == replicas
 
 
 @pytest.mark.parametrize("nodes", range(1, 10))
@@ -224,8 +217,8 @@ def test_drifted_loads_have_as_many_tokens_and_the_drift_that_was_asked_for():
     assert (
         measured_drift(ms.planning.LoadMatrix(np.ones((2, 3), dtype=int)), ms.planning.LoadMatrix([[1, 2, 3]] * 2)) == 0
     )
-    assert (draw_drifted(before.tokens_RE, 0.0, -1.0, 1)[0] == before.tokens_RE).all()
-    for tokens_RE in draw_drifted(before.tokens_RE, 0.3, -1.0, 4):
+    assert (draw_drifted(before.tokens_RE, 0.0, 1)[0] == before.tokens_RE).all()
+    for tokens_RE in draw_drifted(before.tokens_RE, 0.3, 4):
         assert tokens_RE.sum() == pytest.approx(before.total, rel=1e-3)
         assert measured_drift(before, ms.planning.LoadMatrix(tokens_RE)) == pytest.approx(0.3, abs=0.12)
 

@@ -70,74 +70,23 @@ def pin_owners(supply_NE, owner_E, slots_R, node_R, expert_RS):  # type: ignore[
     return True
 
 
-# A rank may keep this many thousandths of the mean above it, where copies level ranks.
-LEVEL_PERMILLE = 5
-
-
-@compiled
-def lend_to_level(tokens_E, owner_E, slots_R, expert_RS):  # type: ignore[no-untyped-def]
-    """Fills ``expert_RS`` [R, S], empty before, with every expert on its owner, and with copies until no rank has more
-    than the mean and ``LEVEL_PERMILLE``, as far as slots go: the busiest rank lends that of its experts with the most
-    tokens left to the rank with the least to do, which takes as many as both ranks allow. Returns whether owners have
-    slots for what they own.
-    """
-    num_ranks, num_experts = slots_R.size, tokens_E.size
-    filled_R, load_R = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    sends_R = np.ones(num_ranks, np.bool_)
-    holds_RE, left_E = np.zeros((num_ranks, num_experts), np.bool_), tokens_E.copy()
-    if not _put_at_owners(owner_E, slots_R, filled_R, expert_RS):
-        return False
-    for expert in range(num_experts):
-        load_R[owner_E[expert]] += tokens_E[expert]
-        holds_RE[owner_E[expert], expert] = True
-    limit = -(-tokens_E.sum() * (1000 + LEVEL_PERMILLE) // (1000 * num_ranks))
-    while True:
-        sender = receiver = copied = -1
-        for rank in range(num_ranks):
-            if sends_R[rank] and load_R[rank] > limit and (sender < 0 or load_R[rank] > load_R[sender]):
-                sender = rank
-            is_open = load_R[rank] < limit and filled_R[rank] < slots_R[rank]
-            if is_open and (receiver < 0 or load_R[rank] < load_R[receiver]):
-                receiver = rank
-        if sender < 0 or receiver < 0:
-            return True
-        for expert in range(num_experts):
-            can = owner_E[expert] == sender and left_E[expert] > 0 and not holds_RE[receiver, expert]
-            if can and (copied < 0 or left_E[expert] > left_E[copied]):
-                copied = expert
-        if copied < 0:
-            sends_R[sender] = False
-            continue
-        moved = min(load_R[sender] - limit, limit - load_R[receiver], left_E[copied])
-        expert_RS[receiver, filled_R[receiver]] = copied
-        filled_R[receiver] += 1
-        holds_RE[receiver, copied] = True
-        load_R[sender] -= moved
-        load_R[receiver] += moved
-        left_E[copied] -= moved
-
-
 # Parts of a token in which ranks are levelled.
 PARTS_BITS = 16
 
 
 @compiled
-def spread(tokens_E, slots_R, node_R, rank_A, evenly, expert_RS):  # type: ignore[no-untyped-def]
+def spread(tokens_E, slots_R, node_R, rank_A, expert_RS):  # type: ignore[no-untyped-def]
     """Fills ``expert_RS`` [R, S], empty before. ``slots_R``: usable slots, for all experts of ``tokens_E``, which come
-    heaviest first; ``rank_A``: ranks with slots, in the order that goes round the nodes; ``evenly``: as many replicas
-    of each as of every other, or one more.
+    heaviest first; ``rank_A``: ranks with slots, in the order that goes round the nodes.
     """
     num_experts, num_ranks = tokens_E.size, slots_R.size
     num_nodes = node_R[num_ranks - 1] + 1
     left, num_holders = slots_R.sum(), (slots_R > 0).sum()
     replicas_E = np.ones(num_experts, np.int64)
-    if evenly:
-        replicas_E[:] = min(left // num_experts, num_holders)
-    elif num_nodes * num_experts <= left:
+    if num_nodes * num_experts <= left:
         replicas_E[:] = min(num_nodes, num_holders)
     left -= replicas_E.sum()
     done_E = np.zeros(num_experts, np.bool_)
-    done_E[:] = evenly
     while left > 0:
         best = -1
         for expert in range(num_experts):
@@ -409,10 +358,10 @@ class Builders:
         self.numbers, self.part_R, self.before_RS = numbers, part_R, before_RS
         self.min_replicas, self.scenarios_each = min_replicas, scenarios_each
 
-    def replicas_spread(self, evenly: bool) -> BuiltLayout:
+    def replicas_spread(self) -> BuiltLayout:
         """Returns a layout with every expert's replicas on as many nodes as can be (``spread``)."""
         n, expert_RS = self.numbers, self.numbers.empty()
-        spread(n.tokens_E, n.slots_R, n.node_R, n.rank_A, evenly, expert_RS)
+        spread(n.tokens_E, n.slots_R, n.node_R, n.rank_A, expert_RS)
         return BuiltLayout(expert_RS, self.part_R)
 
     def whole(self) -> BuiltLayout:
@@ -427,14 +376,6 @@ class Builders:
         """
         n, expert_RS = self.numbers, self.numbers.empty()
         found = pin_owners(n.supply_NE, n.owner_E, n.slots_R, n.node_R, expert_RS)
-        return BuiltLayout(expert_RS, self.part_R) if found else None
-
-    def levelled(self) -> BuiltLayout | None:
-        """Returns a layout with every expert on its owner, and few copies, which level ranks (``lend_to_level``); None
-        where owners have no slots for what they own.
-        """
-        n, expert_RS = self.numbers, self.numbers.empty()
-        found = lend_to_level(n.tokens_E, n.owner_E, n.slots_R, expert_RS)
         return BuiltLayout(expert_RS, self.part_R) if found else None
 
     def copies_that_pay(self, prices: FetchPrices) -> BuiltLayout | None:

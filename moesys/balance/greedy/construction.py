@@ -154,11 +154,11 @@ def build_best(problem, scenarios, expert_RS):  # type: ignore[no-untyped-def]
     if num_slots == num_experts >= MANY_SINGLE:
         wanted[1:] = False
     trial_RS = expert_RS.copy()
-    order_K, cost_K = np.arange(scenarios.weight_K.size), np.zeros(scenarios.weight_K.size, np.int64)
+    cost_K = np.zeros(scenarios.weight_K.size, np.int64)
     least = np.int64(NO_LIMIT)
     for num_hot in range(num_experts + 1):
         if wanted[num_hot] and least > 0 and build_layout(problem, num_hot, trial_RS):
-            cost = robust_cost(scenarios, trial_RS, order_K, least - 1, cost_K)
+            cost = robust_cost(scenarios, trial_RS, least - 1, cost_K)
             if cost < least:
                 least = cost
                 expert_RS[:] = trial_RS

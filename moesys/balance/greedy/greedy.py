@@ -1,4 +1,4 @@
-"""Greedy: ours. Constructs layouts, judges them by the best split of later counts, and improves the best of them."""
+"""Greedy: ours. Constructs layouts, and judges them by the best split of later counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moesys.layout import ExpertLayout
 
 
 class Greedy(Balance):
-    """Ours: replicas on distinct ranks, spread over nodes, improved by local search; anytime and monotone in its work.
+    """Ours: replicas on distinct ranks, cut so that a surplus of any hot expert can reach every rank.
 
     With ``deadline_ms`` two ranks may plan differently. Their layouts still agree, for one rank plans and broadcasts,
     but runs do not repeat bit by bit.
@@ -26,7 +26,7 @@ class Greedy(Balance):
     kind: Literal["greedy"] = "greedy"
     is_compiled: ClassVar[bool] = True
     recent_batches: ClassVar[int] = 16
-    effort: int = Field(1, ge=0, description="factor of the search, which is counted in steps and not in seconds")
+    effort: int = Field(1, ge=0, description="factor of the search, which is counted in layouts that are tried")
     min_replicas: MinReplicas = Field(1, description="least number of replicas of every expert, on distinct ranks")
     replicas_within: ReplicasWithin = Field("cluster", description="part of the cluster with all replicas of an expert")
     max_moves: int | None = Field(
@@ -42,6 +42,7 @@ class Greedy(Balance):
         description="share of experts' popularity that is drawn anew until a plan is used; measured "
         "where there is a history",
     )
+
     deadline_ms: float | None = Field(
         None, gt=0, description="time limit of the search; runs then do not repeat bit by bit"
     )
@@ -77,21 +78,20 @@ class Greedy(Balance):
         Layouts are constructed (``construction``) over the whole cluster, unless it has several nodes and the model is
         known; where every node can hold every expert, node by node for what its own ranks send; and, with the model,
         over nodes that first choose their experts (``node_first``), and with every expert's replicas spread
-        (``spread``). The best by its robust cost (``robust_cost``) and its traffic between nodes is improved by local
-        search (``local_search``); where the model is known, that which costs a step the least (``step_cost``) on loads
-        that ``drift`` as much as this one will.
+        (``spread``). The best by its robust cost (``robust_cost``) and its traffic between nodes is taken; where the
+        model is known, that which costs a step the least (``step_cost``) on loads that ``drift`` as much as this one
+        will, and of small layouts neighbours are tried as well (``climbed``).
         Every usable slot is filled, no expert twice on a rank; under ``replicas_within`` every slot that an expert of
         its part can use. If the cost of transfers of experts is known, ranks leave slots empty as long as that
         lowers the cost.
 
-        Near the layout in force two more are looked for: itself with the few replicas moved that the load needs
-        elsewhere, and one built anew in which whole experts stay. A layout that moves replicas must earn them:
-        ``move_tokens`` each, and four hundredths of the mean for all of them. A new one is relabelled so that it moves
-        the fewest. One in force that has duplicates or free slots is completed first, and one that breaks
-        ``min_replicas`` or ``replicas_within`` is replaced, whatever ``max_moves`` says. More ``effort`` than 1,
-        without one in force and where counts decide, never gives a worse layout by this measure. Integers decide, so
-        equal arguments give equal bytes, but for a deadline. Without a layout in force nothing depends on how experts,
-        or ranks of a node, are numbered.
+        Beside a new layout, three more are candidates: that in force, the same with the few replicas moved that the
+        load needs elsewhere, and one built anew in which whole experts stay. A layout that moves replicas must earn
+        them: ``move_tokens`` each, and four hundredths of the mean for all of them. A new one is relabelled so that it
+        moves the fewest. One in force that has duplicates or free slots is completed first, and one that breaks
+        ``min_replicas`` or ``replicas_within`` is replaced, whatever ``max_moves`` says. Integers decide, so equal
+        arguments give equal bytes, but for a deadline. Without a layout in force nothing depends on how experts, or
+        ranks of a node, are numbered.
         """
         check_replicas(problem, self.min_replicas, self.replicas_within)
         search = LayoutSearch(problem, self._options)

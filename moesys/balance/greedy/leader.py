@@ -7,17 +7,13 @@ moves towards its candidate's share. Newer micro-batches weigh more. Once the fi
 the least mean plans the next layout. So how much loads move, and which past load predicts the next one, is measured and
 not assumed.
 
-One thing cannot be measured before it happens: that loads jump, where a layout that fits the newest ones closely can
-cost ten times as much as another one. So while little is known, what two jumps would cost counts too.
-
 Two candidates search (``search``) for the cheapest layout: for the mean of the newest loads, judged by some of these,
-and for their ``forecast``, around which loads are then drawn with the noise that forecasts had. As a search takes long,
-searches take turns, and between two of its searches a candidate builds anew what its search found best. Two spread
-replicas for the forecast, evenly or by load; and one plans as ``Laer`` does for a mean of the loads in which each
-weighs 0.8 of the next one, for where a layout that fits a load closely is worth little on the next one. The last
-candidate keeps a layout until, in its turn, another one has one that would have cost the remembered loads 1 % less, and
-then tries neighbours of it on these loads: where loads jump or are mostly noise, all remembered loads together predict
-the next one better than any single load does.
+and for their ``forecast``, around which loads are then drawn. As a search takes long, searches take turns, and between
+two of its searches a candidate builds anew what its search found best. One spreads replicas for the forecast by load,
+for where a layout that fits a load closely is worth little on the next one. The last candidate keeps a layout until, in
+its turn, another one has one that would have cost the remembered loads 1 % less, and then tries neighbours of it on
+these loads: where loads jump or are mostly noise, all remembered loads together predict the next one better than any
+single load does.
 
 With many slots, candidates take turns, and a load that stands still is not planned for.
 """
@@ -41,7 +37,6 @@ from moesys.balance.flow.step_cost import Prices, prices_of, with_experts
 from moesys.balance.greedy.local_search import climbed
 from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT
 from moesys.balance.greedy.search import KINDS, LayoutSearch, Recipe, SearchOptions, trials_of
-from moesys.balance.laer import Laer
 from moesys.balance.late_slots import fill_late_slots
 from moesys.balance.planning_problem import PastBatch, PlanningProblem
 from moesys.balance.predictors import FORECAST_UNITS, forecast
@@ -53,8 +48,6 @@ from moesys.load import IntArray, LoadMatrix
 # A candidate's mean is that of about so many of the newest micro-batches on which it was judged, and newer ones weigh
 # more: of n the last has ``NEWEST`` / (n + ``NEWEST`` - 1) of the weight.
 MEMORY, NEWEST = 50, 3
-# One of n + ``UNSEEN`` micro-batches, of which n are known, is thought to jump in each of two ways.
-UNSEEN = 32
 # When little is known: all candidates plan in the first plans, and all search in the first ones and as many more as the
 # lag.
 FIRST_PLANS, FIRST_SEARCHES = 16, 5
@@ -63,8 +56,6 @@ PLANS_BETWEEN_SEARCHES, SLOTS_PER_PLAN = 12, 16
 # Candidates take turns if there are more slots; another one than the leader plans in one of slots / 96 plans only, if
 # there are at least twice as many.
 SLOTS_OF_TURN = 96
-# LAER's candidate plans for the mean of the remembered loads with these weights, the newest first: 16, 13, 10, ... 1.
-FADING, FADING_UNITS = 0.8, 16
 # This many of the remembered loads, evenly apart, judge what is searched for their mean.
 JUDGED_LOADS = 4
 # The golden section of 2^32: its multiples modulo that are spread evenly and have no short period.
@@ -75,12 +66,11 @@ STILL = 0.015
 # slots, at least two.
 KEPT_PERCENT, KEPT_SLOTS = 99, 2048
 
-# Searching candidates plan for these loads, and spreading ones, which differ in how they do it, for the last of them.
+# Searching candidates plan for these loads, and the one that spreads for the last of them.
 SEARCHES = ("mean", "forecast")
-SPREADS = ("spread", "spread evenly")
-# In this order, which decides at a tie: rebuilt by a search's recipe, spread, LAER's, and kept.
-LAER = len(SEARCHES) + len(SPREADS)
-KEPT = LAER + 1
+# In this order, which decides at a tie: rebuilt by a search's recipe, spread, and kept.
+SPREAD = len(SEARCHES)
+KEPT = SPREAD + 1
 NUM_CANDIDATES = KEPT + 1
 
 # Parts of a problem that stay from plan to plan.
@@ -102,38 +92,34 @@ class _Memory:
     """This is what the leader remembers from plan to plan.
 
     mean_C: what a micro-batch costs with each candidate, in millionths of what it costs with all of them in the mean;
-    count_C: micro-batches that say so, at most ``MEMORY``. jump_C: what two jumps would cost, in millionths of
-    ``unit``: what the newest judged micro-batch cost with all candidates in the mean, or 0 before one was judged.
-    recipes: of the searches. kept: a layout. tokens_DE: the newest load that was planned for, by link domains.
-    pending: plans for micro-batches that were not judged; judged: the newest one that was.
+    count_C: micro-batches that say so, at most ``MEMORY``. recipes: of the searches. kept: a layout. tokens_DE: the
+    newest load that was planned for, by link domains. pending: plans for micro-batches that were not judged; judged:
+    the newest one that was.
     """
 
     num_plans: int = 0
     judged: int = -1
-    unit: int = 0
     mean_C: IntArray = field(default_factory=lambda: np.full(NUM_CANDIDATES, MILLION))
     count_C: IntArray = field(default_factory=lambda: np.zeros(NUM_CANDIDATES, dtype=np.int64))
-    jump_C: IntArray = field(default_factory=lambda: np.zeros(NUM_CANDIDATES, dtype=np.int64))
     recipes: list[Recipe] = field(default_factory=list)
     kept: Layouts = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
     tokens_DE: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     pending: list[_CandidateLayouts] = field(default_factory=list)
 
-    _HEAD = struct.Struct("<32sqqqqqqqq")
+    _HEAD = struct.Struct("<32sqqqqqqq")
 
     @property
     def by_rank(self) -> list[int]:
         """The candidates, the leader first."""
-        others = UNSEEN - 2 + int(self.count_C.max())
-        return [int(candidate) for candidate in np.argsort(self.mean_C * others + self.jump_C, kind="stable")]
+        return [int(candidate) for candidate in np.argsort(self.mean_C, kind="stable")]
 
     def to_bytes(self, of: bytes) -> bytes:
         """Returns what ``read`` reads again, for problems of the digest ``of``."""
         sizes = *self.tokens_DE.shape, *self.kept.shape, len(self.pending)
         recipes = np.array([(KINDS.index(kind), slots) for kind, slots in self.recipes])
         parts = [
-            self._HEAD.pack(of, self.num_plans, self.judged, self.unit, *sizes),
-            *(each.tobytes() for each in (self.mean_C, self.count_C, self.jump_C, recipes, self.tokens_DE, self.kept)),
+            self._HEAD.pack(of, self.num_plans, self.judged, *sizes),
+            *(each.tobytes() for each in (self.mean_C, self.count_C, recipes, self.tokens_DE, self.kept)),
         ]
         for after, candidates, layouts_CRS in self.pending:
             head = struct.pack(f"<{2 + len(candidates)}q", after, len(candidates), *candidates)
@@ -145,7 +131,7 @@ class _Memory:
         """Returns what ``data`` says; a new memory if it says nothing, or that of problems of another digest."""
         if data[: len(of)] != of:
             return cls()
-        _, num_plans, judged, unit, D, E, R, S, num_pending = cls._HEAD.unpack_from(data)
+        _, num_plans, judged, D, E, R, S, num_pending = cls._HEAD.unpack_from(data)
         at = cls._HEAD.size
 
         def take(dtype: type[np.generic], *shape: int) -> npt.NDArray[Any]:
@@ -155,14 +141,14 @@ class _Memory:
             at += array.nbytes
             return array
 
-        mean_C, count_C, jump_C = (take(np.int64, NUM_CANDIDATES).copy() for _ in range(3))
+        mean_C, count_C = (take(np.int64, NUM_CANDIDATES).copy() for _ in range(2))
         recipes = [Recipe(KINDS[kind], slots) for kind, slots in take(np.int64, len(SEARCHES), 2).tolist()]
         tokens_DE, kept, pending = take(np.int64, D, E), take(np.int32, R, S), []
         for _ in range(num_pending):
             after, num_planned = take(np.int64, 2).tolist()
             candidates = tuple(take(np.int64, num_planned).tolist())
             pending.append(_CandidateLayouts(after, candidates, take(np.int32, num_planned, R, S)))
-        return cls(num_plans, judged, unit, mean_C, count_C, jump_C, recipes, kept, tokens_DE, pending)
+        return cls(num_plans, judged, mean_C, count_C, recipes, kept, tokens_DE, pending)
 
 
 def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[ExpertLayout, bytes]:
@@ -178,26 +164,9 @@ def follow_leader(problem: PlanningProblem, options: SearchOptions) -> tuple[Exp
         memory.tokens_DE = tokens_DE
         memory.num_plans += 1
         memory.judged = newest.micro_batch
-        _note_jumps(problem, memory)
-    else:
-        memory.jump_C[:] = 0
     _, candidates, layouts_CRS = memory.pending[-1]
     chosen_RS = layouts_CRS[candidates.index(min(candidates, key=memory.by_rank.index))]
     return ExpertLayout(chosen_RS.astype(np.int64), problem.load.num_experts), memory.to_bytes(of)
-
-
-def _note_jumps(problem: PlanningProblem, memory: _Memory) -> None:
-    """Notes what two jumps would cost with the newest layouts, to the newest load with its experts in reverse order and
-    to the farthest of the remembered loads; nothing after the first plans.
-    """
-    if memory.num_plans > (FIRST_PLANS if sum(problem.slots_R) > SLOTS_OF_TURN else MEMORY):
-        memory.jump_C[:] = 0
-    elif memory.unit:
-        _, candidates, layouts_CRS = memory.pending[-1]
-        far = max(problem.recent, key=lambda batch: _moved(_by_domain(problem, batch.load), memory.tokens_DE)).load
-        reverse = LoadMatrix(problem.recent[-1].load.tokens_RE[:, ::-1])
-        costs = (_costs(problem, load, layouts_CRS) for load in (reverse, far))
-        memory.jump_C[list(candidates)] = [sum(of) * MILLION // memory.unit for of in zip(*costs, strict=True)]
 
 
 def _stands_still(problem: PlanningProblem, memory: _Memory, tokens_DE: IntArray) -> bool:
@@ -223,7 +192,7 @@ def _moved(before_DE: IntArray, after_DE: IntArray) -> float:
 @cache
 def _digest(*of: object) -> bytes:
     """Returns 32 bytes that differ where a memory would not fit, or where candidates have changed."""
-    return sha256(repr((_Memory._HEAD.format, KINDS, SEARCHES, SPREADS, NUM_CANDIDATES, of)).encode()).digest()
+    return sha256(repr((_Memory._HEAD.format, KINDS, SEARCHES, NUM_CANDIDATES, of)).encode()).digest()
 
 
 def _judge(problem: PlanningProblem, memory: _Memory) -> None:
@@ -242,7 +211,6 @@ def _judge(problem: PlanningProblem, memory: _Memory) -> None:
             costs = _costs(problem, batch.load, pending[0].layouts_CRS)
             # As a sum, those that are judged cost what their means say. Python's integers: the products pass 64 bits.
             mean, expected = max(sum(costs), 1), int(memory.mean_C[judged].sum())
-            memory.unit = min(max(mean * MILLION // max(expected, 1), 1), NO_LIMIT)
             memory.count_C[judged] = np.minimum(memory.count_C[judged] + 1, MEMORY)
             above = np.array([cost * expected // mean for cost in costs]) - memory.mean_C[judged]
             memory.mean_C[judged] += above * NEWEST // (memory.count_C[judged] + NEWEST - 1)
@@ -310,11 +278,10 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
     @cache
     def problem_of(load: str) -> PlanningProblem:
         one = replace(problem, layout=None, recent=(), memory=b"")
-        if load in ("mean", "fading"):
-            weights = [1 if load == "mean" else max(1, round(FADING_UNITS * FADING**age)) for age in range(len(loads))]
-            weighted = (weight * each.tokens_RE for weight, each in zip(weights, loads[::-1], strict=True))
+        if load == "mean":
             # One after the other, as ``np.sum`` of all at once takes fresh memory for each of them.
-            return replace(one, load=LoadMatrix(reduce(np.add, weighted)), units_per_token=sum(weights))
+            total_RE = reduce(np.add, (each.tokens_RE for each in loads))
+            return replace(one, load=LoadMatrix(total_RE), units_per_token=len(loads))
         if load == "forecast" and (found := expected()):
             return replace(one, load=found.load, units_per_token=FORECAST_UNITS)
         return one
@@ -330,21 +297,19 @@ def _layouts(problem: PlanningProblem, options: SearchOptions, memory: _Memory) 
         return None if layout is None else _padded(layout, most)
 
     def searched(index: int) -> Layouts:
-        load, drift, noise, later = SEARCHES[index], 0.0, -1.0, []
+        load, drift, later = SEARCHES[index], 0.0, []
         if load == "forecast":
-            drift, noise = (found.drift, found.noise) if (found := expected()) else (options.drift, noise)
+            drift = found.drift if (found := expected()) else options.drift
         else:
             apart = max(1, len(loads) // JUDGED_LOADS)
             later = [load.tokens_RE * len(loads) for load in loads[::-apart][:JUDGED_LOADS]]
-        one = LayoutSearch(problem_of(load), replace(options, drift=drift), noise=noise, later=later)
+        one = LayoutSearch(problem_of(load), replace(options, drift=drift), later=later)
         draft, recipe = one.best_in_seconds(one.numbers.empty())
         memory.recipes[index : index + 1] = [recipe]
         return _padded(one.numbers.named(draft.expert_RS), most)
 
     def planned(candidate: int) -> Layouts:
-        if candidate == LAER:
-            return _padded(Laer().layout(problem_of("fading")), most)
-        ways = [*zip(SEARCHES, memory.recipes, strict=True), *(("forecast", Recipe(kind, most)) for kind in SPREADS)]
+        ways = [*zip(SEARCHES, memory.recipes, strict=True), ("forecast", Recipe("spread", most))]
         layout = built(*ways[candidate])
         # Replicas can always be spread.
         return searched(candidate) if layout is None else layout

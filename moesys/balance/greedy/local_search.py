@@ -1,17 +1,16 @@
-"""Local search: replicas are moved as long as that lowers what a layout costs; its moves are compiled.
+"""Local search: a layout is changed as long as that lowers what it costs; its moves are compiled.
 
-There are three kinds of moves:
+A layout in force is repaired for a load by three kinds of moves:
 
-- a *relocation* puts a replica of an expert with much to shed onto a rank with much room, in the place of the one that
-  it needs least. It lowers the overflow of the load itself: what ranks filled to the mean have no room for. It is the
-  best of a few, measured; so about as many replicas move as there are ranks with room, and no more;
+- a *relocation* puts a replica of an expert with much to shed onto a rank with much room, in the place of the replica
+  that the rank needs least. It lowers the overflow: what ranks filled to the mean have no room for. The best of a few
+  is taken; so about as many replicas move as there are ranks with room, and no more;
 - a *swap* exchanges an expert of the tight set, the ranks that nothing leads out of, for one outside: two experts with
   one replica each, whose difference is nearest to what the set has too much;
 - a *drawn move* gives an expert of the tight set to a rank outside, in exchange for one of its experts or in the place
   of a replica that has others.
 
-Swaps and drawn moves are aimed at the worst scenario and lower the robust cost (``robust_cost``). ``climbed`` draws
-*neighbours* of a layout, aimed at nothing, and keeps those that lower any cost that it is given.
+``climbed`` draws *neighbours* of a layout at random, and keeps those that lower any cost that it is given.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy as np
 from moesys.balance.flow.max_load import min_max_flow, new_flow
 from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.greedy.construction import row_holds
-from moesys.balance.greedy.robust_cost import NO_LIMIT, mixed_bits, robust_cost
+from moesys.balance.greedy.robust_cost import NO_LIMIT, mixed_bits
 from moesys.compiled import borrowing, compiled
 from moesys.layout import EMPTY
 from moesys.load import IntArray
@@ -40,31 +39,27 @@ DRAWS_A_NEIGHBOUR = 16
 
 
 class MoveConstraints(NamedTuple):
-    """What moves must respect; all int64. ``slots_R``: filled slots of each rank; ``group_R``: replicas move between
-    ranks of one group only, and a group keeps one of each expert that it has; ``least_replicas`` [1]: replicas that
-    every expert keeps.
+    """What moves must respect: ``slots_R``, filled slots of each rank, int64; ``group_R``, as replicas move between
+    ranks of one group only, and a group keeps one of each expert that it has, int64; and the fewest replicas that every
+    expert keeps.
     """
 
     slots_R: IntArray
     group_R: IntArray
-    least_replicas: IntArray
+    least_replicas: int
 
 
 class SearchState(NamedTuple):
     """The state of a search; all int64.
 
-    ``expert_RS``: the layout; ``replicas_E`` and ``replicas_GE``: replicas of each expert in all and by group;
-    ``order_K``: scenarios, the worst first; ``cost_K``: what the layout costs in each; ``trial_K``: scratch;
-    ``cost`` [1]: the robust cost; ``evaluations`` and ``moves`` [1]: measurements and replicas that may still be made
-    and moved; ``draw`` [1]: the number of the next draw.
+    ``expert_RS``: the layout; ``replicas_E`` and ``replicas_GE``: replicas of each expert in all and by group; ``cost``
+    [1]: what the layout costs; ``evaluations`` and ``moves`` [1]: layouts and replicas that may still be measured and
+    moved; ``draw`` [1]: the number of the next draw.
     """
 
     expert_RS: IntArray
     replicas_E: IntArray
     replicas_GE: IntArray
-    order_K: IntArray
-    cost_K: IntArray
-    trial_K: IntArray
     cost: IntArray
     evaluations: IntArray
     moves: IntArray
@@ -72,53 +67,49 @@ class SearchState(NamedTuple):
 
 
 @compiled
-def local_search(scenarios, constraints, relocates, expert_RS, evaluations, most_moves, first_draw):  # type: ignore[no-untyped-def]
-    """Changes ``expert_RS`` by relocations, or else by swaps and drawn moves; returns the evaluations and moves spent,
-    and the draw to go on from.
+def local_search(tokens_E, constraints, relocates, expert_RS, evaluations, most_moves, unit):  # type: ignore[no-untyped-def]
+    """Changes ``expert_RS`` for a load ``tokens_E`` int64 [E], by relocations, or else by swaps and drawn moves.
+    Returns the number of replicas that changed, at most ``most_moves``. About ``evaluations`` layouts are measured.
 
-    About ``evaluations`` moves are measured, and at most ``most_moves`` replicas change. A pure function of its
-    arguments: what is drawn comes from a counter that begins at ``first_draw``.
+    A pure function of its arguments: what is drawn comes from a counter, of which each ``unit`` has its own range.
     """
-    search = _begin(scenarios, constraints, expert_RS, evaluations, most_moves, first_draw)
-    if not relocates:
-        search.cost[0] = robust_cost(scenarios, expert_RS, search.order_K, np.int64(NO_LIMIT), search.cost_K)
-    moved = True
-    while moved and search.evaluations[0] > 0 and search.moves[0] > 0:
-        if relocates:
-            moved = _relocate(scenarios.tokens_KE[0], constraints, search)
-        elif search.cost[0] > 0:
-            moved = _swap_or_draw(scenarios, constraints, search)
-        else:
-            moved = False
-    return evaluations - search.evaluations[0], most_moves - search.moves[0], search.draw[0]
-
-
-@compiled
-def _begin(scenarios, constraints, expert_RS, evaluations, most_moves, first_draw):  # type: ignore[no-untyped-def]
-    num_scenarios, num_experts = scenarios.tokens_KE.shape
     search = SearchState(
         expert_RS,
-        np.zeros(num_experts, np.int64),
-        np.zeros((constraints.group_R.max() + 1, num_experts), np.int64),
-        np.arange(num_scenarios),
-        np.zeros(num_scenarios, np.int64),
-        np.zeros(num_scenarios, np.int64),
-        np.zeros(1, np.int64),
+        np.zeros(tokens_E.size, np.int64),
+        np.zeros((constraints.group_R.max() + 1, tokens_E.size), np.int64),
+        np.full(1, _cost(tokens_E, expert_RS), np.int64),
         np.full(1, evaluations, np.int64),
         np.full(1, most_moves, np.int64),
-        np.full(1, first_draw, np.int64),
+        np.full(1, unit * evaluations * DRAWS_A_SLOT * expert_RS.size, np.int64),
     )
     for rank in range(expert_RS.shape[0]):
         for slot in range(constraints.slots_R[rank]):
             search.replicas_E[expert_RS[rank, slot]] += 1
             search.replicas_GE[constraints.group_R[rank], expert_RS[rank, slot]] += 1
-    return search
+    moved = True
+    while moved and search.evaluations[0] > 0 and search.moves[0] > 0:
+        if relocates:
+            moved = _relocate(tokens_E, constraints, search)
+        else:
+            moved = search.cost[0] > 0 and _swap_or_draw(tokens_E, constraints, search)
+    return most_moves - search.moves[0]
+
+
+@compiled
+def _cost(tokens_E, expert_RS):  # type: ignore[no-untyped-def]
+    """Returns the tokens that the best split leaves above the mean, on the busiest rank and, divided by the number of
+    ranks, on all of them.
+    """
+    table = list_replicas(expert_RS, tokens_E.size)
+    flow, num_ranks = new_flow(table), table.holds_R.sum()
+    above = min_max_flow(tokens_E, table, flow) + -tokens_E.sum() // num_ranks
+    return above - -flow.overflow[0] // num_ranks
 
 
 @borrowing
 def _can_spare(constraints, search, rank, expert):  # type: ignore[no-untyped-def]
     """Returns whether a rank may lose its replica of an expert: enough others are left, and one in its group."""
-    enough = search.replicas_E[expert] > constraints.least_replicas[0]
+    enough = search.replicas_E[expert] > constraints.least_replicas
     return enough and search.replicas_GE[constraints.group_R[rank], expert] > 1
 
 
@@ -231,19 +222,17 @@ def _least_needed(rank, constraints, search, table, flow):  # type: ignore[no-un
 
 
 @compiled
-def _swap_or_draw(scenarios, constraints, search):  # type: ignore[no-untyped-def]
-    """Makes one swap or drawn move between the worst scenario's tight set and the other ranks, if one lowers the robust
-    cost; returns whether it did.
+def _swap_or_draw(tokens_E, constraints, search):  # type: ignore[no-untyped-def]
+    """Makes one swap or drawn move between the tight set and the other ranks, if one lowers the cost. Returns whether
+    it did.
     """
-    _sort_by_cost(search.order_K, search.cost_K, scenarios.weight_K)
-    worst_E = scenarios.tokens_KE[search.order_K[0]]
-    inside_R, outside_R, too_much = _tight_sides(worst_E, constraints, search.expert_RS)
+    inside_R, outside_R, too_much = _tight_sides(tokens_E, constraints, search.expert_RS)
     if inside_R.size == 0 or outside_R.size == 0:
         return False
-    swaps_A4 = _nearest_swaps(worst_E, constraints, search, inside_R, outside_R, too_much)
+    swaps_A4 = _nearest_swaps(tokens_E, constraints, search, inside_R, outside_R, too_much)
     for index in range(swaps_A4.shape[0]):
         tight, slot, other, other_slot = swaps_A4[index]
-        if _try(scenarios, constraints, search, (tight, slot), (other, other_slot), True):
+        if _try(tokens_E, constraints, search, (tight, slot), (other, other_slot), True):
             return True
         if search.evaluations[0] <= 0:
             return False
@@ -255,7 +244,7 @@ def _swap_or_draw(scenarios, constraints, search):  # type: ignore[no-untyped-de
         slot = np.int64((bits >> np.uint64(32)) & np.uint64(0xFFF)) % constraints.slots_R[tight]
         other_slot = np.int64((bits >> np.uint64(44)) & np.uint64(0xFFF)) % constraints.slots_R[other]
         swaps = (bits >> np.uint64(63)) == np.uint64(1)
-        if _try(scenarios, constraints, search, (tight, slot), (other, other_slot), swaps):
+        if _try(tokens_E, constraints, search, (tight, slot), (other, other_slot), swaps):
             return True
         if search.evaluations[0] <= 0:
             return False
@@ -263,14 +252,14 @@ def _swap_or_draw(scenarios, constraints, search):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _try(scenarios, constraints, search, place, other_place, swaps):  # type: ignore[no-untyped-def]
+def _try(tokens_E, constraints, search, place, other_place, swaps):  # type: ignore[no-untyped-def]
     """Moves the expert of one place (rank, slot) to another one, and that one's to the first if it ``swaps``; takes it
-    back where the robust cost is no lower. Returns whether the move was made.
+    back where the cost is no lower. Returns whether the move was made.
     """
     (tight, slot), (other, other_slot) = place, other_place
     expert_RS, group_R = search.expert_RS, constraints.group_R
     expert, leaving = expert_RS[tight, slot], expert_RS[other, other_slot]
-    if scenarios.tokens_KE[0, expert] == 0 or search.moves[0] < 1 + swaps:
+    if tokens_E[expert] == 0 or search.moves[0] < 1 + swaps:
         return False
     if group_R[tight] != group_R[other] or row_holds(expert_RS, other, expert):
         return False
@@ -282,13 +271,12 @@ def _try(scenarios, constraints, search, place, other_place, swaps):  # type: ig
         return False
     expert_RS[other, other_slot] = expert
     search.evaluations[0] -= 1
-    cost = robust_cost(scenarios, expert_RS, search.order_K, search.cost[0] - 1, search.trial_K)
+    cost = _cost(tokens_E, expert_RS)
     if cost >= search.cost[0]:
         expert_RS[tight, slot] = expert
         expert_RS[other, other_slot] = leaving
         return False
     search.cost[0] = cost
-    search.cost_K[:] = search.trial_K
     search.moves[0] -= 1 + swaps
     if not swaps:
         _count_replaced(search, group_R[other], leaving, expert)
@@ -344,19 +332,6 @@ def _nearest_swaps(tokens_E, constraints, search, inside_R, outside_R, too_much)
                 swaps_A4[index, 2], swaps_A4[index, 3] = place // expert_RS.shape[1], place % expert_RS.shape[1]
                 num_swaps = min(num_swaps + 1, NEAREST_SWAPS)
     return swaps_A4[:num_swaps]
-
-
-@borrowing
-def _sort_by_cost(order_K, cost_K, weight_K):  # type: ignore[no-untyped-def]
-    """Puts scenarios of the greatest weighted cost first, so that a move that fails is given up early."""
-    for index in range(1, order_K.size):
-        scenario, place = order_K[index], index
-        while (
-            place and cost_K[order_K[place - 1]] * weight_K[order_K[place - 1]] < cost_K[scenario] * weight_K[scenario]
-        ):
-            order_K[place] = order_K[place - 1]
-            place -= 1
-        order_K[place] = scenario
 
 
 @compiled

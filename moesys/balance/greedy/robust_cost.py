@@ -66,18 +66,15 @@ def draw_scenarios(tokens_E, expert_D, num_near, num_far):  # type: ignore[no-un
 
 
 @compiled
-def draw_drifted(tokens_RE, drift, noise, num_loads):  # type: ignore[no-untyped-def]
+def draw_drifted(tokens_RE, drift, num_loads):  # type: ignore[no-untyped-def]
     """Returns loads [K, R, E], int64, as they may be when a share ``drift`` of experts' popularity has been drawn anew,
-    as in ``moesys.traces.generate``: its logarithm comes nearer to the mean of all, and gets noise of its own. A
-    ``noise`` of at least 0 is its standard deviation, and then nothing comes nearer to the mean.
+    as in ``moesys.traces.generate``: its logarithm comes nearer to the mean of all, and gets noise of its own.
 
     Of two loads that follow one another one has the other's noise, with the other sign. All have as many tokens.
     """
     num_ranks, num_experts = tokens_RE.shape
     log_E = np.log(tokens_RE.sum(axis=0) + 1.0)
     mean, deviation = log_E.mean(), np.sqrt(drift * (2 - drift)) * log_E.std()
-    if noise >= 0:
-        drift, deviation = 0.0, noise
     tokens_KRE = np.empty((num_loads, num_ranks, num_experts), np.int64)
     factor_E = np.empty(num_experts)
     for load in range(num_loads):
@@ -118,17 +115,17 @@ def mixed_bits(scenario, expert):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def robust_cost(scenarios, expert_RS, order_K, limit, cost_K):  # type: ignore[no-untyped-def]
+def robust_cost(scenarios, expert_RS, limit, cost_K):  # type: ignore[no-untyped-def]
     """Returns the weighted sum of what the layout costs in each scenario, and writes these to ``cost_K``.
 
-    Scenarios are taken in ``order_K``, and given up where the sum exceeds ``limit``.
+    Scenarios are given up where the sum exceeds ``limit``.
     """
     num_experts = scenarios.tokens_KE.shape[1]
     table = list_replicas(expert_RS, num_experts)
     flow = new_flow(table)
     num_ranks = table.holds_R.sum()
     cost = 0
-    for scenario in order_K:
+    for scenario in range(cost_K.size):
         total = 0
         for expert in range(num_experts):
             total += scenarios.tokens_KE[scenario, expert]
@@ -149,15 +146,14 @@ LEAST_DRIFT, MUCH_DRIFT, MANY_SLOTS = 0.005, 0.1, 512
 class StepJudge:
     """Costs are integers, in millionths of the mean rank's products. Layouts are in ``numbers``.
 
-    ``drift``: of later loads from this one; ``noise``: as ``draw_drifted`` takes it; ``later``: loads to judge by
-    instead of such, int64 [R, E], in the caller's numbers and the problem's units.
+    ``drift``: of later loads from this one; ``later``: loads to judge by instead of such, int64 [R, E], in the caller's
+    numbers and the problem's units.
     """
 
     problem: PlanningProblem
     model: ModelShape
     numbers: Numbers
     drift: float
-    noise: float
     later: Sequence[IntArray] = ()
     _known: dict[bytes, tuple[Prices, int]] = field(default_factory=dict)
 
@@ -190,7 +186,7 @@ class StepJudge:
         n, later = self.numbers, [self.numbers.of_load(tokens_RE) for tokens_RE in self.later]
         many = n.slots_R.sum() > MANY_SLOTS
         num_loads = 1 if self.drift < LEAST_DRIFT else 2 if self.drift < MUCH_DRIFT or many else 4
-        tokens_KRE = np.stack(later) if later else draw_drifted(n.tokens_RE, self.drift, self.noise, num_loads)
+        tokens_KRE = np.stack(later) if later else draw_drifted(n.tokens_RE, self.drift, num_loads)
         # compiled loops are compiled anew for arrays that may be written
         tokens_KRE.setflags(write=False)
         return tokens_KRE

@@ -1,4 +1,4 @@
-"""The search for a layout: builds several, judges them by the best split of later loads, and improves the best."""
+"""The search for a layout: builds several, judges them by the best split of later loads, and takes the best."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from moesys.load import IntArray
 
 # Work at effort 1 by the number of slots, so that small plans, which are quick, are thorough.
 SCENARIO_SLOTS, FEWEST_SCENARIOS, MOST_SCENARIOS = 1536, 6, 16
-SEARCH_SLOTS, FEWEST_EVALUATIONS, MOST_EVALUATIONS = 2048, 6, 48
+# Measurements of a repair at effort 1, by the number of slots.
+REPAIR_SLOTS, FEWEST_EVALUATIONS, MOST_EVALUATIONS = 32_768, 96, 768
 # Neighbours of the cheapest layout that are tried at effort 1, by the square of the number of slots: in a small layout
 # each takes less time and changes more.
 TRIAL_SLOTS, FEWEST_TRIALS, MOST_TRIALS = 200_000, 4, 64
-# Evaluations between two looks at the clock, where there is a deadline.
-SLICE = 8
 
 # A token between nodes counts as a quarter of one more on the busiest rank. On LAER-MoE's A100 nodes, 8192 bytes over
 # an eighth of 89 GB/s take half as long as the 1.48 us of computing a token, and about half of that can be hidden.
@@ -40,25 +39,19 @@ INTER_NODE_SHARE = 4
 LEAST_GAIN = 40_000
 # An imbalance at which layouts that keep less to nodes are not looked for, in millionths of the mean.
 GOOD_ENOUGH = 200
-# So many of the layouts that are judged by the cost of a step are improved.
-MOST_IMPROVED = 2
 # Fewer slots are tried with the best layout of those whose kinds begin so; the first is the best of all.
 NARROWED = ("", "at home", "node first")
 # Parts of a rank's mean that a place on a node is for, where nodes choose their experts: the smaller, the more nodes
 # have an expert, and the better loads can drift.
-PARTS = (1, 2, 4)
+PARTS = (1, 2)
 # Nodes that hold all experts between them, where a token crosses to each once: a block that splits keep rows to.
 GROUPS = (2, 4, 8)
 # These builders make layouts for the fewest seconds (``Builders``).
 KINDS = (
-    *("spread", "spread evenly", "whole", "at home", "copies that pay", "levelled"),
+    *("spread", "whole", "at home", "copies that pay"),
     *(f"node first, {parts}" for parts in PARTS),
     *(f"{group} nodes" for group in GROUPS),
-    "each node",
 )
-# How many times the evaluations of a search go into repair, and then into a search for the load itself: one scenario
-# each.
-REPAIR_EFFORT = 16
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,8 @@ class Draft:
     def imbalance(self) -> int:
         """This is what the best split leaves above the mean on the load and on the average scenario, in millionths."""
         weight_K = self.search.scenarios.weight_K
-        order_K, cost_K = np.arange(len(weight_K)), np.zeros(len(weight_K), dtype=np.int64)
-        robust_cost(self.search.scenarios, self.expert_RS, order_K, NO_LIMIT, cost_K)
+        cost_K = np.zeros(len(weight_K), dtype=np.int64)
+        robust_cost(self.search.scenarios, self.expert_RS, NO_LIMIT, cost_K)
         return int(cost_K[0]) + int(cost_K[1:] @ weight_K[1:]) // max(int(weight_K[1:].sum()), 1)
 
     @cached_property
@@ -134,8 +127,8 @@ class Draft:
 
 class LayoutSearch:
     """One plan's problem in its own ``numbers``, and the steps that solve it. ``robust``: builders choose what does
-    well on loads around the problem's, too, which takes longer. ``noise``: of later loads around the problem's, if that
-    is a forecast (``draw_drifted``). ``later``: loads to judge by instead, in the problem's units.
+    well on loads around the problem's, too, which takes longer. ``later``: loads to judge by, in the problem's units,
+    instead of loads that drift.
     """
 
     def __init__(
@@ -143,15 +136,13 @@ class LayoutSearch:
         problem: PlanningProblem,
         options: SearchOptions,
         robust: bool = True,
-        noise: float = -1.0,
         later: Sequence[IntArray] = (),
     ) -> None:
-        self.problem, self.options, self.noise, self.later = problem, options, noise, later
+        self.problem, self.options, self.later = problem, options, later
         self.end = None if options.deadline_ms is None else time.monotonic() + options.deadline_ms / 1e3
         self.numbers = n = Numbers(problem)
         self.part_R = np.array(domains_of(problem.cluster, options.replicas_within))[n.rank_R]
         num_slots = int(n.slots_R.sum())
-        self.evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
         scenarios = min(max(SCENARIO_SLOTS // num_slots, FEWEST_SCENARIOS), MOST_SCENARIOS)
         self.scenarios_each = scenarios // 2 if options.effort and robust else 0
 
@@ -162,24 +153,21 @@ class LayoutSearch:
         problem = self.problem
         if problem.model is None:
             return None
-        return StepJudge(problem, problem.model, self.numbers, self.options.drift, self.noise, self.later)
+        return StepJudge(problem, problem.model, self.numbers, self.options.drift, self.later)
 
     @cached_property
     def scenarios(self) -> Scenarios:
         tokens_E, each = self.numbers.tokens_E, self.scenarios_each
         return draw_scenarios(tokens_E, np.arange(len(tokens_E)), each, each)
 
-    @cached_property
-    def near(self) -> Scenarios:
-        # jumps distinguish layouts, but a search by them finds worse ones
-        return Scenarios(*(each[: 1 + self.scenarios_each] for each in self.scenarios))
-
     # --- building
 
     def best(self, before_RS: IntArray) -> Draft:
-        """Returns the best of the layouts that are built in one go, near ``before_RS``, and then improved."""
+        """Returns the best of the layouts that are built in one go, near ``before_RS``. Where the model is not known,
+        they are repaired, too.
+        """
         if self.judge is None or self.options.is_constrained:
-            return min((self.improved(draft, NO_LIMIT) for draft in self.built(before_RS)), key=lambda one: one.cost)
+            return min((self.repaired(draft, NO_LIMIT) for draft in self.built(before_RS)), key=lambda one: one.cost)
         return self.best_in_seconds(before_RS)[0]
 
     def best_in_seconds(self, before_RS: IntArray) -> tuple[Draft, Recipe]:
@@ -189,9 +177,7 @@ class LayoutSearch:
             kind: Draft(self, self.filled(found.expert_RS), found.part_R) for kind, found in built.items() if found
         }
         kinds = sorted(drafts, key=lambda kind: drafts[kind].cost)
-        finalists = {kind: self.improved(drafts[kind], NO_LIMIT) for kind in kinds[:MOST_IMPROVED]}
-        kind = min(finalists, key=lambda kind: finalists[kind].full_cost)
-        best, recipe = finalists[kind], Recipe(kind, int(self.numbers.slots_R.max()))
+        best, recipe = drafts[kinds[0]], Recipe(kinds[0], int(self.numbers.slots_R.max()))
         if self.problem.sharding is not None:
             firsts = (next((kind for kind in kinds if kind.startswith(start)), kinds[0]) for start in NARROWED)
             for kind in dict.fromkeys(firsts):
@@ -216,15 +202,11 @@ class LayoutSearch:
     def kinds(self, before_RS: IntArray) -> dict[str, Callable[[], BuiltLayout | None]]:
         """Returns what builds layouts for the fewest seconds, by names of ``KINDS``."""
         builders, num_nodes = self.builders(before_RS), self.numbers.num_nodes
-        kinds: dict[str, Callable[[], BuiltLayout | None]] = {
-            "spread": partial(builders.replicas_spread, False),
-            "spread evenly": partial(builders.replicas_spread, True),
-        }
+        kinds: dict[str, Callable[[], BuiltLayout | None]] = {"spread": builders.replicas_spread}
         if isinstance(self.problem.sharding, Ep):
             kinds |= {
                 "at home": builders.at_home,
                 "copies that pay": partial(builders.copies_that_pay, self.fetch_prices),
-                "levelled": builders.levelled,
             }
         if num_nodes == 1:
             kinds["whole"] = builders.whole
@@ -232,7 +214,6 @@ class LayoutSearch:
             kinds |= {f"node first, {parts}": partial(builders.node_first, parts, num_nodes) for parts in PARTS}
             if crosses_once(self.problem.overlap, self.problem.cluster):
                 kinds |= {f"{n} nodes": partial(builders.node_first, 1, n) for n in GROUPS if n < num_nodes}
-            kinds["each node"] = builders.each_node
         return kinds
 
     def rebuilt(self, recipe: Recipe) -> ExpertLayout | None:
@@ -273,21 +254,6 @@ class LayoutSearch:
 
     # --- improving
 
-    def improved(self, draft: Draft, most_moves: int) -> Draft:
-        """Returns the cheapest of ``draft`` and the layouts that local search has come to after each unit of effort."""
-        expert_RS, best, moves, first_draw = draft.expert_RS.copy(), draft, 0, 1
-        for _ in range(self.options.effort):
-            new_moves, first_draw, done = self.search(
-                self.near, expert_RS, draft.part_R, self.evaluations, most_moves - moves, first_draw
-            )
-            moves += new_moves
-            if new_moves:
-                trial = Draft(self, expert_RS.copy(), draft.part_R)
-                best = trial if trial.cost < best.cost else best
-            if done:
-                break
-        return best
-
     def climbed(self, draft: Draft) -> Draft:
         """Returns the cheapest layout of those that some tried neighbours lead to from ``draft``."""
         judge, n = self.judge, self.numbers
@@ -299,49 +265,34 @@ class LayoutSearch:
         return min(draft, Draft(self, expert_RS, draft.part_R), key=lambda one: one.full_cost)
 
     def repaired(self, draft: Draft, most_moves: int) -> Draft:
-        """Returns the cheaper of two: searched for what the load itself needs and then for what later ones do; and the
-        same after relocations. These take the fewest moves, but of few ones each does less.
+        """Returns the cheapest of ``draft`` and two that local search makes of it for the load itself, with at most
+        ``most_moves``: with relocations first, which take the fewest moves, and without, as each lowers less of the
+        cost where few moves are left.
         """
-        evaluations = REPAIR_EFFORT * self.evaluations * self.options.effort
-        itself = Scenarios(self.scenarios.tokens_KE[:1], self.scenarios.weight_K[:1])
         best = draft
         for relocates in (True, False):
             expert_RS, moves = draft.expert_RS.copy(), 0
             if relocates:
-                moves = self.search(itself, expert_RS, draft.part_R, evaluations, most_moves, relocates=True)[0]
-            moves += self.search(itself, expert_RS, draft.part_R, evaluations, most_moves - moves)[0]
-            trial = self.improved(Draft(self, expert_RS, draft.part_R), most_moves - moves)
-            best = trial if trial.cost < best.cost else best
+                moves = self.search(True, expert_RS, draft.part_R, most_moves)
+            self.search(False, expert_RS, draft.part_R, most_moves - moves)
+            best = min(best, Draft(self, expert_RS, draft.part_R), key=lambda one: one.cost)
         return best
 
-    def search(
-        self,
-        scenarios: Scenarios,
-        expert_RS: IntArray,
-        part_R: IntArray,
-        evaluations: int,
-        most_moves: int,
-        first_draw: int = 1,
-        relocates: bool = False,
-    ) -> tuple[int, int, bool]:
-        """Changes ``expert_RS`` by local search, in slices where there is a deadline; returns the moves, the draw to go
-        on from, and whether there is nothing more to find, or no time.
+    def search(self, relocates: bool, expert_RS: IntArray, part_R: IntArray, most_moves: int) -> int:
+        """Changes ``expert_RS`` by local search until nothing more is found, the time is over, or the effort is spent.
+        Returns the moves.
         """
-        constraints = MoveConstraints((expert_RS != EMPTY).sum(axis=1), part_R, np.array([self.options.min_replicas]))
-        all_moves = 0
-        while evaluations > 0:
+        n, moves = self.numbers, 0
+        evaluations = min(max(REPAIR_SLOTS // int(n.slots_R.sum()), FEWEST_EVALUATIONS), MOST_EVALUATIONS)
+        constraints = MoveConstraints((expert_RS != EMPTY).sum(axis=1), part_R, self.options.min_replicas)
+        for unit in range(self.options.effort):
             if self.end is not None and time.monotonic() >= self.end:
-                return all_moves, first_draw, True
-            most = evaluations if self.end is None else min(evaluations, SLICE)
-            spent, moves, first_draw = local_search(
-                scenarios, constraints, relocates, expert_RS, most, most_moves - all_moves, first_draw
-            )
-            all_moves += moves
-            evaluations -= spent
-            # relocations begin with the same trials every time, so those of a slice without a move are all there are
-            if spent < most or (relocates and not moves):
-                return all_moves, first_draw, True
-        return all_moves, first_draw, False
+                break
+            found = local_search(n.tokens_E, constraints, relocates, expert_RS, evaluations, most_moves - moves, unit)
+            moves += found
+            if not found:
+                break
+        return moves
 
     def earned(self, fresh: Draft, previous: ExpertLayout) -> Draft:
         """Returns the best by cost and moves of four layouts: the one in force, the same repaired, one built near it,
