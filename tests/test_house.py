@@ -45,22 +45,22 @@ PACKAGES = {
     "moesys, entry points": ("__init__", "__main__", "models", "planning"),
 }
 BUDGETS = {
-    "moesys/config": Budget(2_261, 17),
-    "moesys, ground files": Budget(2_524, 17),
-    "moesys/kernels": Budget(4_722, 45),
-    "moesys/balance": Budget(5_727, 39),
-    "moesys/overlap": Budget(2_772, 17),
-    "moesys/moe": Budget(4_033, 21),
-    "moesys/simulator": Budget(2_233, 15),
-    "moesys/tuner": Budget(1_151, 8),
-    "moesys, hosts": Budget(2_454, 15),
-    "moesys/lab": Budget(8_296, 52),
+    "moesys/config": Budget(2_148, 17),
+    "moesys, ground files": Budget(2_512, 17),
+    "moesys/kernels": Budget(4_721, 45),
+    "moesys/balance": Budget(5_588, 39),
+    "moesys/overlap": Budget(2_760, 17),
+    "moesys/moe": Budget(3_992, 21),
+    "moesys/simulator": Budget(2_231, 15),
+    "moesys/tuner": Budget(957, 8),
+    "moesys, hosts": Budget(2_443, 15),
+    "moesys/lab": Budget(8_076, 52),
     "moesys, entry points": Budget(278, 4),
-    "benchmarks": Budget(6_752, 52),
+    "benchmarks": Budget(6_756, 52),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(47_584, 318),
+    "tests": Budget(44_149, 312),
 }
-TOTAL = Budget(36_451, 250)
+TOTAL = Budget(35_706, 250)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

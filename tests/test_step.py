@@ -26,7 +26,7 @@ def plan_of(tokens_RE: object, turn: int = 0) -> ms.planning.LayerPlan:
     return ms.planning.plan_layer(STRATEGY, MODEL, CLUSTER, ms.planning.LoadMatrix(np.array(tokens_RE)), turn=turn)
 
 
-LAYERS = (plan_of([[4, 0, 1], [2, 3, 0]], turn=3), plan_of([[0, 9, 1], [1, 9, 0]], turn=np.int64(3)))
+LAYERS = (plan_of([[3, 3, 3], [1, 0, 0]], turn=3), plan_of([[0, 9, 1], [1, 9, 0]], turn=np.int64(3)))
 PREVIOUS = (ms.planning.ExpertLayout([[0, 1], [2, -1]], 3), ms.planning.ExpertLayout([[0, 1], [1, 2]], 3))
 STEP = StepPlan(STRATEGY, MODEL, CLUSTER, LAYERS, PREVIOUS)
 
@@ -61,8 +61,8 @@ def test_the_rest_of_the_layers_and_latency_reach_the_simulator():
 def test_a_step_prints_every_layer():
     assert str(STEP).splitlines()[1:] == [
         "layer  rank  tokens  experts",
-        "    0     0       6  0 1",
-        "    0     1       4  1 2",
+        "    0     0       5  0 1",
+        "    0     1       5  0 2",
         "    1     0      10  1 2",
         "    1     1      10  0 1",
     ]

@@ -189,7 +189,7 @@ class Lookahead:
         return False
 
     def after_backward(self) -> None:
-        """Is called at the end of a layer's backward."""
+        """Ends a layer's backward."""
 
 
 @dataclass

@@ -185,7 +185,7 @@ class Masters(ABC):
         return tuple(by_part)
 
     def expect_gradient(self, *, late: bool) -> None:  # noqa: B027
-        """Is called in backward. ``late``: the gradient comes later, by ``accumulate_gradient``."""
+        """Announces a gradient in backward; with ``late`` it comes by ``accumulate_gradient``, after the layer."""
 
     def find_cast(self, dtype: torch.dtype) -> ExpertWeights | None:
         """Returns the newest cast of all experts here to ``dtype``, stacked; None where it is to be made."""

@@ -170,6 +170,44 @@ def test_what_was_remembered_with_other_late_slots_is_forgotten() -> None:
     assert Greedy().plan(replace(problem, late_R=late_R, memory=memory)) == begun
 
 
+def test_a_layout_is_kept_until_another_is_cheaper_on_the_remembered_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept then costs the remembered loads no more once neighbours were tried, and often less."""
+    layouts, climbed, planned, kept_RS, changes = leader._layouts, leader._climbed, [], None, 0
+    chosen: list[np.ndarray] = []
+    gains: list[int] = []
+
+    def watched(problem: PlanningProblem, before_RS: np.ndarray, num_plans: int) -> np.ndarray:
+        after_RS = climbed(problem, before_RS, num_plans)
+        both = np.stack([before_RS, after_RS])
+        costs_2 = np.sum([leader._costs(problem, batch.load, both) for batch in problem.recent], axis=0)
+        chosen.append(before_RS)
+        gains.append(int(costs_2[0] - costs_2[1]))
+        return after_RS
+
+    monkeypatch.setattr(leader, "_climbed", watched)
+    monkeypatch.setattr(leader, "_layouts", lambda *given: planned.append(layouts(*given)) or planned[-1])
+    for problem, _, _ in problems(loads(1, 36, 0.4), strategy()):
+        candidates, layouts_CRS = planned[-1]
+        if leader.KEPT not in candidates:
+            continue
+        *others, climbed_RS = layouts_CRS
+        now_RS = chosen[-1]
+        if kept_RS is not None:
+            known = np.stack([now_RS, kept_RS, *others])
+            costs_of_each = [leader._costs(problem, batch.load, known) for batch in problem.recent]
+            cost_C = sum(np.array(costs) / sum(costs[1:]) for costs in costs_of_each)
+            if (now_RS != kept_RS).any():
+                assert cost_C[0] < 0.99001 * cost_C[1]
+                assert cost_C[0] == pytest.approx(min(cost_C), rel=1e-4)
+                changes += 1
+            elif len(planned) <= leader.FIRST_PLANS:
+                assert 0.98999 * cost_C[1] <= min(cost_C)
+        kept_RS = climbed_RS
+    assert changes > 2
+    assert min(gains) >= 0
+    assert sum(gain > 0 for gain in gains) > len(gains) // 4
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -218,7 +218,7 @@ def watched_training(folder: Path) -> Attempt:
             if draw.random() < (0.1 if SWEEPS else 0.5):
                 printed_by(report_command, folder, folder / "report.html")
                 page = (folder / "report.html").read_text()
-                assert page.count("<script>") == 1
+                assert "<script>" not in page
                 assert not [each for each in page if not each.isprintable() and each not in "\n\t"]
 
     return attempt
