@@ -117,7 +117,7 @@ class Fsep(Declaration):
 
     @property
     def flat(self) -> bool:
-        """Whether every slice is sent directly from its owner to its holder, and its gradient directly back."""
+        """This is true if every slice is sent directly from its owner to its holder, and its gradient directly back."""
         return self.restore == self.reshard == "flat"
 
 

@@ -165,7 +165,7 @@ class Experts(nn.Module):
 
     def _connect(self, channel: Channel) -> None:
         """Makes all members that depend on the other ranks and on this machine; a copy of the layer makes its own."""
-        # What computes experts, by dtype, device and number of threads.
+        # These compute experts, by dtype, device and number of threads.
         self._computes: dict[tuple[torch.dtype, str, int], ExpertCompute] = {}
         self.token_channel = channel
         masters: Masters

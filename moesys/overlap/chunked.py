@@ -64,7 +64,7 @@ class RowMessages:
         self._routes, self._channel, self._memory, self._direction = routes, channel, memory, direction
         self._source_TH = source_TH
         self._under_way: dict[Stage, tuple[Transfer, ...]] = {}
-        # Where the results of each chunk return, until they are taken.
+        # The results of each chunk return here, and stay until they are taken.
         self._returned: dict[int, Tensor] = {}
         self.arrivals = Arrivals(self._new(routes.num_arrivals, source_TH))
 

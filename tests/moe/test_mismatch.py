@@ -216,7 +216,7 @@ def linked_differently() -> None:
     refused(lambda: ms.link(layers(), plan_timeout_s=1.0 + rank), "differ in plan_timeout_s (1.0 and 2.0)")
 
 
-# What rank 1 has in another form than rank 0, and words of the error.
+# Each entry changes one thing of rank 1, and has words of the error.
 FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "parts": ({"parts": ("gate", "up", "down")}, "outside.parts.gate_up=[16, 16]"),
     "transposed": ({"transposed": True}, "outside.transposed=False; rank 1: "),

@@ -280,7 +280,7 @@ def replaced(ids: Tensor, place: Any, value: int | Tensor) -> Tensor:
     return ids
 
 
-# What ids become, and what the error says of them.
+# Each entry changes the ids, and has the words of the error.
 FAULTS: tuple[tuple[Callable[[Tensor], Tensor], str], ...] = (
     (lambda ids: replaced(ids, (0, 4), -1), " has -1 for token 4 in micro-batch 0"),
     (lambda ids: ids[:, 1:], " has 18 tokens in micro-batch 0, but moe.0.router"),

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-# What needs the numbers of a tensor on the host.
+# These methods need the numbers of a tensor on the host.
 READS = (
     *("__bool__", "__int__", "__float__", "__index__", "__array__"),
     *("item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select", "bincount"),
 )
-# What has a size that only the device knows, or brings numbers there from memory that the host must wait to reuse.
+# These functions return a size that only the device knows, or copy from memory that the host must wait to reuse.
 WAITS = ("bincount", "nonzero", "unique", "masked_select", "tensor", "as_tensor", "from_numpy")
 
 

@@ -85,7 +85,7 @@ class Greedy(Balance):
         its part can use. If the cost of transfers of experts is known, ranks leave slots empty as long as that
         lowers the cost.
 
-        Beside a new layout, three more are candidates: that in force, the same with the few replicas moved that the
+        Beside a new layout there are three candidates: that in force, the same with the few replicas moved that the
         load needs elsewhere, and one built anew in which whole experts stay. A layout that moves replicas must earn
         them: ``move_tokens`` each, and four hundredths of the mean for all of them. A new one is relabelled so that it
         moves the fewest. One in force that has duplicates or free slots is completed first, and one that breaks

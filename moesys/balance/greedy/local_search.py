@@ -39,9 +39,8 @@ DRAWS_A_NEIGHBOUR = 16
 
 
 class MoveConstraints(NamedTuple):
-    """What moves must respect: ``slots_R``, filled slots of each rank, int64; ``group_R``, as replicas move between
-    ranks of one group only, and a group keeps one of each expert that it has, int64; and the fewest replicas that every
-    expert keeps.
+    """Moves respect these. ``slots_R`` are the filled slots of each rank, int64. Replicas move only between ranks of
+    one ``group_R``, int64, which keeps a replica of each expert that it has. An expert keeps ``least_replicas``.
     """
 
     slots_R: IntArray
