@@ -47,9 +47,6 @@ class PulledExperts(ShardedExperts):
         if isinstance(first, PulledExperts):
             self.rings = first.rings
 
-    def keeps_all(self, held: HeldByRank) -> bool:
-        return False
-
     def restore(
         self, masters: Sequence[Master], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
     ) -> RestoreSteps:

@@ -232,8 +232,8 @@ class ExpertShards(ABC):
         """The shapes of this rank's masters."""
 
     def keeps_all(self, held: HeldByRank) -> bool:
-        """Returns whether every rank holds exactly what it owns, so that no message is sent; the same on all ranks."""
-        return self.num_ranks == 1
+        """Returns whether each of several ranks holds exactly what it owns, so no message is sent; the same on all."""
+        return False
 
     @abstractmethod
     def restore(
@@ -391,7 +391,7 @@ class ExpertStore:
     def _start(
         self, masters: Sequence[Master], held: HeldByRank, dtype: torch.dtype, generation: int, when: str
     ) -> Restore:
-        if self.shards.keeps_all(held):
+        if self.shards.num_ranks == 1 or self.shards.keeps_all(held):
             return ExpertTransfer(without_messages(self.shards.all_of(masters, dtype)))
         name, channel = f"layer {self.layer_index}{when}", self.channel.tagged(generation)
         return ExpertTransfer(self.shards.restore(masters, dtype, held, channel, name))

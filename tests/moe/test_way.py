@@ -52,12 +52,12 @@ def entered(strategy: ms.Strategy, num_warm_up: int = 3) -> tuple[set[str], int]
 
 def test_one_rank_alone_has_a_short_way() -> None:
     files, entries = entered(EP)
-    assert len(files) <= 21, sorted(files)
+    assert len(files) <= 20, sorted(files)
     assert entries <= 120
 
 
-@pytest.mark.parametrize("strategy", [EP, FSEP], ids=["ep", "fsep"])
-def test_two_ranks_enter_few_files(ranks: LocalRanks, strategy: ms.Strategy) -> None:
+@pytest.mark.parametrize(("strategy", "most"), [(EP, 25), (FSEP, 26)], ids=["ep", "fsep"])
+def test_two_ranks_enter_few_files(ranks: LocalRanks, strategy: ms.Strategy, most: int) -> None:
     for files, entries in ranks.run(entered, strategy, num_ranks=2):
-        assert len(files) <= 26, sorted(files)
+        assert len(files) <= most, sorted(files)
         assert entries <= 121
