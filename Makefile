@@ -54,11 +54,13 @@ aot: .venv/installed .venv/oldest-triton
 	PYTHONPATH=.venv/oldest-triton $(BIN)/python -m benchmarks kernels --aot --size qwen3-30b --arch sm_100
 
 # Declarations, commands, planners, tables, figures and runs on two ranks, which most dependencies serve. Old releases
-# warn of newer ones that they depend on, and word and align the help differently.
+# warn of newer ones that they depend on, and word and align the help, and errors of options, differently.
 SUPPORTED = -n $(WORKERS) --dist loadfile --timeout 1200 -o filterwarnings= tests/test_command_line.py \
 	tests/test_compiled.py tests/test_config.py tests/test_ways_out.py tests/balance tests/lab/commands \
 	tests/lab/runs tests/lab/show tests/moe/test_watch.py tests/tuner \
-	--deselect tests/test_command_line.py::test_help_is_whole_in_80_columns_and_its_examples_parse
+	--deselect tests/test_command_line.py::test_help_is_whole_in_80_columns_and_its_examples_parse \
+	--deselect 'tests/test_ways_out.py::test_a_way_out_leads_out[$$ moesys run small.toml --seeds 0]' \
+	--deselect 'tests/test_ways_out.py::test_a_way_out_leads_out[$$ moesys run small.toml --thread 1]'
 WARM_UP = -c 'from moesys.balance.run_planner import warm_up; warm_up()'
 
 # The oldest release of each dependency that pyproject.toml allows, with the torch and the Triton of .venv.
