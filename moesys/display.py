@@ -194,6 +194,8 @@ def pyplot_axes(drawn_by: str, *args: Any) -> Axes:
     """Returns the axes of a new figure of pyplot that a function of the lab draws, which ``drawn_by`` names."""
     import matplotlib.pyplot as plt
 
+    # It loads the backend, which a notebook's makes interactive: the end of the context would undo that.
+    plt.draw_if_interactive()
     with plt.rc_context(named("moesys.lab.show.figures:STYLE")):
         axes: Axes = named(drawn_by)(*args, new=plt.figure).axes[0]
     return axes
