@@ -45,7 +45,7 @@ NOT_RUN = {
 # Commands that take more than a few seconds, and those that need what these leave behind.
 SLOW = re.compile(
     r"python -m benchmarks leaderboard|moesys (run (first|compare|record|experiments/\w+)\.py|compare|tune"
-    r"|explain experiments|calibrate|simulate )"
+    r"|calibrate|simulate )"
 )
 
 
@@ -142,6 +142,40 @@ def as_installed() -> Iterator[None]:
         sys.modules.update(before)
 
 
+def check_quoted(quoted: str, printed: str) -> None:
+    """Raises AssertionError unless ``printed`` has the lines of ``quoted`` in order; ``…`` stands for lines left out.
+
+    What is measured is another number in each run, and may rank otherwise: of such lines, and of what a machine or a
+    commit names, only the words and the places of numbers are compared, and not their order.
+    """
+    lines, wanted = (list(map(_plain, text.splitlines())) for text in (printed, quoted))
+    if "MEASURED" in quoted:
+        known = {_without_numbers(line) for line in lines}
+        assert [line for line in wanted if line not in ("", "…") and _without_numbers(line) not in known] == []
+        return
+    at = 0
+    for place, line in enumerate(wanted):
+        if line == "…":
+            continue
+        # Behind lines that were left out, blank ones count as left out too.
+        gap = place == 0 or wanted[place - 1] == "…"
+        found = next((n for n in range(at, len(lines)) if lines[n] == line), len(lines)) if gap else at
+        assert lines[found : found + 1] == [line], f"not printed:\n{line}\nbut:\n{printed}"
+        at = found + 1
+    assert wanted[-1] == "…" or not any(lines[at:]), f"more is printed:\n{printed}"
+
+
+def _plain(line: str) -> str:
+    """Returns a line without the colours and the spaces at its end."""
+    return re.sub("\x1b\\[[\\d;]*m", "", line).rstrip()
+
+
+def _without_numbers(line: str) -> str:
+    line = re.sub(r"^(Measured on .*?): .*(, moesys) [0-9a-f]+", r"\1: machine\2 commit", line)
+    line = re.sub(r"\b\d[\d.,]*(e-\d+)?(?![\w])|[~?] (?=\d)", "#", line)
+    return re.sub(r"#+", "#", re.sub(r"[─\s]+", " ", line))
+
+
 @dataclass
 class Reader:
     """Follows a page in an empty folder. ``slow``: also the commands that take long. printed: by command."""
@@ -165,7 +199,7 @@ class Reader:
             elif block.language == "sh":
                 printed = "".join([self.run(command) for command in commands_of(block)][-1:])
             elif block.language == "text" and block.follows_at_once and printed:
-                assert printed == block.text, page
+                check_quoted(block.text, printed)
         return names
 
     def _run(self, text: str, page: str, names: dict[str, Any]) -> str:
@@ -177,7 +211,7 @@ class Reader:
         return printed.getvalue()
 
     def run(self, command: str) -> str:
-        """Runs a command, and returns what it prints if that is the same in each run."""
+        """Runs a command, and returns what it prints, or nothing for commands that only slow tests run."""
         program, *arguments = shlex.split(command)
         if not is_run(command) or (SLOW.match(command) and not self.slow):
             return ""
@@ -196,7 +230,7 @@ class Reader:
             if arguments[:2] == ["-m", "benchmarks"]:
                 result = CliRunner().invoke(benchmarks, arguments[2:])
                 assert result.exit_code == 0, f"{command}\n{result.output}{result.exception!r}"
-                return ""
+                return result.output
             if program == "python":
                 with contextlib.redirect_stdout(io.StringIO()) as printed:
                     runpy.run_path(arguments[0], run_name="__main__")
@@ -207,4 +241,5 @@ class Reader:
             with as_installed():
                 result = CliRunner().invoke(app, found)
         assert result.exit_code == 0, f"{command}\n{result.output}{result.exception!r}"
-        return ""
+        self.printed[command] = result.output
+        return result.output

@@ -7,20 +7,42 @@ import pydoc
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
-from pages import NOT_RUN, ROOT, Reader, as_installed, blocks_of, check_options, commands_of, is_run, text_of
+from lab_cases import EP, FSEP, record
+from lab_cases import experiment as made_up
+from pages import (
+    NOT_RUN,
+    ROOT,
+    Block,
+    Reader,
+    as_installed,
+    blocks_of,
+    check_options,
+    commands_of,
+    is_run,
+    reading_in,
+    text_of,
+)
 from typer.main import get_command
+from typer.testing import CliRunner
 
 import moesys as ms
 from benchmarks.__main__ import app as benchmarks
 from docs.hooks import FIELDS, described_fields, site_text, with_fields
 from moesys import config
+from moesys.__main__ import app
 from moesys.config import Declaration, experiment, workload
+from moesys.frames import BACKWARD, EXPERT_GRADIENTS, LEARNING, Identity, Position, header, position_mismatch
 from moesys.kinds import BALANCES, OVERLAPS, SPLITS
+from moesys.lab.commands.bisect import _words as bisected
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.declarations import load_experiments
+from moesys.lab.runs.records import RunFolder
+from moesys.lab.train.first_difference import FirstDifference
 
 MAX_COLUMNS = 190
 KINDS = (*BALANCES.values(), *SPLITS.values(), *OVERLAPS.values())
@@ -141,6 +163,78 @@ def test_a_training_that_a_page_shows_learns(ranks: LocalRanks, tmp_path: Path) 
     lines = (tmp_path / "runs" / "watched" / "rank-0000.jsonl").read_text().splitlines()
     losses = [float(re.search(r'"loss": ?([\d.]+)', line)[1]) for line in lines]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def told_at(command: list[str], folder: Path) -> str:
+    """Returns what a command that cannot be run says, with names of folders as pages have them."""
+    with reading_in(folder), as_installed():
+        result = CliRunner().invoke(app, command)
+    assert result.exit_code != 0
+    return re.sub(r"-[0-9a-f]{8}\b", "-1234abcd", result.stderr)
+
+
+def a_wrong_field(folder: Path) -> str:
+    first = (folder / "first.py").read_text()
+    (folder / "wrong.py").write_text(first.replace("slots_per_rank=3", "slots_per_rank=1"))
+    return told_at(["run", "wrong.py"], folder)
+
+
+def another_experiment(folder: Path) -> str:
+    with reading_in(folder):
+        (experiment,) = load_experiments(Path("first.py"))
+        RunFolder.open(experiment, Path("runs")).close()
+    (folder / "first.py").write_text((folder / "first.py").read_text().replace("chunks=2", "chunks=4"))
+    return told_at(["run", "first.py"], folder)
+
+
+def other_bits(folder: Path) -> str:
+    """Returns what ``moesys compare`` says of a run whose losses differ from one step on."""
+    exact = [each.replace(reduction=ms.LayoutInvariant()) for each in (EP, FSEP)]
+    of = made_up(name="real-olmoe-small", strategies=tuple(exact), seeds=(0,), workload=ms.Training(steps=20))
+    with reading_in(folder), closing(RunFolder.open(of, Path("runs"))) as run:
+        for trial in of.trials():
+            losses = [5.0] * 12 + [5.0 + (trial.strategy.name == "fsep")] * 11
+            run.append(record(trial, losses=losses))
+        path = str(run.path)
+    return told_at(["compare", path], folder)
+
+
+def a_difference(_: Path) -> str:
+    found = FirstDifference(0, "gradient of blocks.1.moe.experts.masters", (0, 1), 2, (1,), 1.5e-11, 542, 12288)
+    return f"ep and fsep, seed 0: {bisected(found)}"
+
+
+def different_calls(_: Path) -> str:
+    at = Position("forward", 3, LEARNING + BACKWARD + EXPERT_GRADIENTS)
+    return str(position_mismatch(np.stack([header(Identity(layer), at, 0, 0) for layer in (5, 7)]), (0, 1)))
+
+
+# The messages that pages quote, in their order, and what makes each.
+MESSAGES = {
+    "quick-start": (a_wrong_field, another_experiment),
+    "results": (other_bits, a_difference),
+    "moe": (different_calls,),
+}
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_what_a_page_quotes_is_what_is_printed(page: str, tmp_path: Path) -> None:
+    """A block of text follows what prints it, and is compared there (``pages.Reader``), or is a message."""
+    blocks = blocks_of(page)
+    for block in blocks:
+        if block.title:
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+    quoted = [
+        block
+        for before, block in zip([None, *blocks], blocks, strict=False)
+        if block.language == "text" and not (before and block.follows_at_once and is_compared(before))
+    ]
+    for block, make in zip(quoted, MESSAGES.get(page, ()), strict=True):
+        assert " ".join(block.text.split()) in " ".join(make(tmp_path).split())
+
+
+def is_compared(before: Block) -> bool:
+    return before.language == "python" or (before.language == "sh" and is_run(commands_of(before)[-1]))
 
 
 def test_the_space_of_the_tuning_page_is_one() -> None:
