@@ -10,8 +10,9 @@ is that of a layer that is not linked.
 
 Activation checkpointing: ``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`` is enough; regions inside
 each other need ``context_fn=moesys.recompute``, all of them. Plans are made in the first pass and replayed when the
-forward runs again: the history has moved on since, and one more collective on one rank would hang the others. So the
-second pass plans nothing, records nothing, and gathers only whether any rank reads a layer's output.
+forward runs again: the history has moved on since, and one more collective on one rank would hang the others. The
+second pass therefore neither plans nor updates the history; it sends rows again, restores released experts, and, where
+rows are chunked, gathers whether any rank reads the output.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class LayerCall:
     - ``layout``: the layout of this micro-batch, with late slots, so that each backward finds the experts where its
       own forward had them, however many micro-batches have begun and in whatever order their backwards run.
     - ``run``: runs the micro-batch.
-    - ``counts``: is called once, when forward is launched, and returns the choices of each expert on all ranks, int64
-      [E]; None if the schedule does not learn from the micro-batch.
+    - ``counts``: called once, after forward has been launched; returns the choices of each expert on all ranks, int64
+      [E], and, where devices plan, requests the next layout if it is time. None if the schedule does not learn from the
+      micro-batch.
     - ``check``: waits for the device, and raises the errors that the host did not know of when forward was launched;
       None if it knows all of them.
     """
@@ -90,8 +92,9 @@ class LayerCall:
         self._real_N, self.timeout_s = real_N, timeout_s
         # ``replayed``: a recomputation runs this forward again. ``output_read``: something may read its output.
         self.replayed, self.output_read = False, True
-        # ``runs_again``: activation checkpointing will run this forward again. Until then only the experts that other
-        # ranks have sent are kept, by slot.
+        # ``runs_again``: activation checkpointing will run this forward again. If masters are computed and experts are
+        # kept after forward, a rank that computes with experts of its own keeps only those received from others until
+        # then, by slot.
         self.runs_again = False
         self._lent: dict[int, Expert] | None = None
 
@@ -130,8 +133,9 @@ class LayerCall:
             self.restore()
 
     def wait_for_experts(self) -> RestoredExperts:
-        """Waits for the experts of forward, and returns them. It is called after the first tokens have arrived, which
-        the experts of the next layers can no longer delay, so their transfers are started.
+        """Waits for the experts of forward, and returns them. Starts the transfers of the next layers' experts.
+
+        With chunked rows it is called once the first chunk has arrived, which those transfers can no longer delay.
         """
         transfer, store = self.restore(), self.store
         transfer.start()
@@ -212,7 +216,8 @@ NUM_SAVED = 3
 class RoutedExperts(torch.autograd.Function):
     """y [T, H] from x [T, H], routing weights float32 [T, K] and this rank's masters; N of the T tokens are real.
 
-    Saves the arrived rows of x and the pre-activations, and no expert that can be restored.
+    Saves routing weights, the arrived rows of x, pre-activations and masters. ``ctx.call`` also keeps the restored
+    experts that ``LayerCall.end_forward`` has not released.
     """
 
     @staticmethod
@@ -278,7 +283,7 @@ class RoutedExperts(torch.autograd.Function):
                 gradients_of_masters = store.masters.gradients_of(transfer.finish())
                 dmasters = [each if want else None for each, want in zip(gradients_of_masters, wanted, strict=True)]
         if store.schedule.has_request:
-            # A layer without a planner thread plans here, between two forward passes.
+            # Where hosts plan without a planner thread, a request that forward has deferred is solved here.
             with store.channel.meter.planning():
                 store.schedule.request()
         lookahead.after_backward()

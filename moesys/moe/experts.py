@@ -148,7 +148,8 @@ class Experts(nn.Module):
         # None: the default of the device, which is a GEMM for each expert on the CPU, and Triton kernels on a GPU.
         self.expert_compute: ExpertCompute | None = None
         self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
-        # Choices by this rank's logits alone, in the first layer for all, where ``global_aux_loss`` counts them.
+        # ``global_aux_loss`` accumulates in its first layer, for all layers, the choices that follow from this rank's
+        # router logits.
         self.preferred_E = self.counted_E
         # The planner of the newest micro-batch, as in ``Executor.planned_by``.
         self.planned_by: Literal["nobody", "hosts", "devices"] = "nobody"
@@ -192,14 +193,16 @@ class Experts(nn.Module):
     def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, mask_T: Tensor | None = None) -> Tensor:
         """Returns y [T, H] in x's dtype: a token's experts' outputs times their weights, summed in the order of k.
 
-        A micro-batch takes five steps: ``Planner.plan`` is the first two, and ``RoutedExperts.forward`` the other
-        three, which a recomputation by activation checkpointing repeats.
+        A micro-batch takes five steps. ``Planner.plan`` runs steps 1 and 2. ``LayerCall.begin`` then adopts a transfer
+        that earlier layers have started, and sends the experts of late slots. ``RoutedExperts.forward`` runs steps 3 to
+        5, which a recomputation by activation checkpointing repeats as far as backward needs them.
 
         1. Ranks exchange how many of their tokens choose each expert.
         2. Every rank makes the same plan: which rank computes which token, by which copy of its expert. Where devices
-           plan, the host only launches these two steps; MegaKernels compute them in step 4.
-        3. The transfer of the layout's experts to this rank is started, unless earlier layers have started it
-           (``LayerCall.restore``).
+           plan, the host only launches these two steps, and waits for sizes in step 4; MegaKernels compute both in
+           step 4.
+        3. Unless earlier layers have started it, the transfer of the layout's experts to this rank is created, and its
+           first messages are sent (``LayerCall.restore``); step 4 sends the remaining ones.
         4. The schedule runs (``MicroBatchRun.forward``): tokens are sent to the ranks of their experts, computed once
            the experts have arrived (``LayerCall.wait_for_experts``), and sent back; each token's results are summed.
         5. Padding tokens get rows of zeros (``LayerCall.with_padding``).
@@ -255,8 +258,9 @@ class Experts(nn.Module):
         return call
 
     def _plan(self, expert_TK: Tensor, mask_T: Tensor | None, dtype: torch.dtype, flags: int) -> LayerCall:
-        """Plans a micro-batch, which is the only part of forward that a recomputation leaves out. ``flags``: the flags
-        of the forward (``frames.Position``).
+        """Plans a micro-batch; a recomputation reuses the recorded ``LayerCall``, and does not call this method.
+
+        ``flags``: the flags of the forward (``frames.Position``).
         """
         learning = self.training and torch.is_grad_enabled()
         self.require_group(learning)

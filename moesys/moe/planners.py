@@ -1,8 +1,9 @@
 """The planner of a layer, which plans one micro-batch: which rank computes which token, from the experts they choose.
 
-One rank alone plans nothing. Several ranks exchange counts, and each makes the same plan, on its host or on its device;
-hosts that do not plan communicate only to agree on layouts that are due. The executor declares where plans are made
-(``overlap.executor``), and takes the plan. Plans on a device are read on request.
+One rank alone plans nothing. Several ranks exchange counts, and each makes the same plan, on its host or on its device.
+Where devices plan, planning makes the host wait for other ranks only to agree on layouts that are due, or to grow the
+heap of a MegaKernel. The executor declares where plans are made (``overlap.executor``), and takes the plan. Plans on a
+device are read on request.
 
 T tokens of this rank, K top-k, E experts, C chunks, R ranks.
 """
@@ -214,8 +215,9 @@ class Planner:
         return read
 
     def _agree(self, deciding: Sequence[LayoutSchedule], timeout_s: float, device: torch.device) -> None:
-        """Lets all ranks use the layouts that are due, or none of them. If none is due, which all ranks know, no rank
-        waits.
+        """Adopts, for each schedule with a due layout, the newest one on all ranks, or keeps the old one on all.
+
+        If none is due, which all ranks know, no rank waits.
         """
         if not any(schedule.due for schedule in deciding):
             return

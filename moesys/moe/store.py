@@ -5,9 +5,9 @@ Masters are float32 and have the logical shape [E, P_e]. ``WholeExperts`` (EP) s
 distributed checkpoints reshard by themselves.
 
 The weights of an expert pass six classes. ``Masters`` have the parameters; ``ExpertShards`` know which part of them
-this rank owns, and which messages take them where; the ``ExpertStore`` of a layer starts these messages, an
-``ExpertTransfer``; it ends with ``RestoredExperts``, the ``ExpertWeights`` of each slot. An ``ExpertForm`` declares the
-tensors of an expert.
+this rank owns, and which messages take them where. The ``ExpertStore`` of a layer creates an ``ExpertTransfer``, which
+sends these messages and returns ``RestoredExperts``, a sequence of one ``ExpertWeights`` per slot. An ``ExpertForm``
+declares the tensors of an expert.
 
 Restoring gives a rank the experts its layout holds, in the compute dtype; resharding returns the gradients of its
 slots to the owners, who add them in rank order: in float32, or in float64, where no order shows (``LayoutInvariant``).
@@ -146,7 +146,10 @@ class ExpertTransfer(Generic[T]):
         self._advance()
 
     def start(self) -> None:
-        """Sends all messages that are left, before those of other layers. A collective."""
+        """Sends all remaining messages, before those of other layers. A collective.
+
+        Waits for earlier messages of this transfer where later ones depend on them.
+        """
         self.started = True
         while not self._all_sent:
             self._advance()
@@ -439,8 +442,9 @@ class ExpertStore:
         return self.shards.new_gradients(layout, device, torch.float64 if added else torch.float32)
 
     def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout, generation: int, dtype: torch.dtype) -> Reshard:
-        """Starts the transfer of slot gradients to the owners of the experts (``ExpertShards.reshard``), which get sums
-        in ``dtype``, that of masters. A collective.
+        """Creates the transfer that gives owners the sums of slot gradients in ``dtype`` (of masters). A collective.
+
+        Unless gradients are first summed inside nodes, nothing is sent before ``start`` or ``finish``.
         """
         channel = self.channel.tagged(generation)
         steps = self.shards.reshard(grads_DP, layout, channel, f"layer {self.layer_index}")

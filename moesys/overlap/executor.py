@@ -221,7 +221,7 @@ class Executor:
         raise NotImplementedError
 
     def run(self, expert_TK: Tensor, planned: HostPlan) -> MicroBatchRun:
-        """Returns the run of a plan. A collective."""
+        """Returns the run of a plan. All ranks call it, as MegaKernels may grow their heaps here."""
         raise NotImplementedError
 
     def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> DeviceLaunch:
