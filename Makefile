@@ -12,7 +12,7 @@ define OLDEST
 import re, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-for bound in project["dependencies"] + extras["hf"] + extras["slurm"] + extras["tensorboard"]:
+for bound in project["dependencies"] + extras["hf"] + extras["slurm"]:
     if not re.match("(torch|triton)>", bound):
         print(bound.partition(",")[0].replace(">=", "=="))
 endef

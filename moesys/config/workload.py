@@ -40,13 +40,7 @@ class RealTraining(Declaration):
     def _without_removed_fields(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        for name, default in _REMOVED.items():
-            if fields.get(name, default) != default:
-                raise ValueError(
-                    f"{name}={fields[name]} is not supported any more; leave it out, and measure hosts with slow links "
-                    "by `python -m benchmarks shaped` in a checkout"
-                )
-        return {name: value for name, value in fields.items() if name not in _REMOVED}
+        return {name: value for name, value in fields.items() if name not in _REMOVED or value != _REMOVED[name]}
 
     def _identity(self) -> dict[str, Any]:
         # Trials that an earlier release has recorded keep their fingerprints.

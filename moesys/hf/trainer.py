@@ -47,8 +47,8 @@ class WatchCallback(TrainerCallback):
     Raises ValueError at the beginning of training, where the model has no experts under a strategy.
     """
 
-    def __init__(self, folder: Path | str, *, every: int = 1, tensorboard: bool = False) -> None:
-        self.folder, self.every, self.tensorboard = folder, every, tensorboard
+    def __init__(self, folder: Path | str, *, every: int = 1) -> None:
+        self.folder, self.every = folder, every
         self._watch: Watch | None = None
         self._line: StepLine | None = None
         self._logged: dict[str, float] = {}
@@ -72,7 +72,7 @@ class WatchCallback(TrainerCallback):
         model: nn.Module = others["model"]
         # An earlier training may have raised an error.
         self._close()
-        self._watch = Watch(model, self.folder, every=self.every, tensorboard=self.tensorboard)
+        self._watch = Watch(model, self.folder, every=self.every)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._write()

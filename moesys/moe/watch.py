@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 import weakref
@@ -20,32 +19,6 @@ from moesys.moe.experts import Experts, experts_of, require_own_indices
 from moesys.moe.metrics import FiniteChecks, LoadLog
 from moesys.step_lines import SCALARS, EventLine, LayerLine, NumberLog, StepLine, step_file, step_journal, write_spans
 from moesys.timeline import Timeline
-
-
-class TensorBoard:
-    """Writes scalars into ``folder``: a step's numbers by their names, what layers did by number and layer, such as
-    ``load_p95/layer_03``.
-
-    Raises ImportError without TensorBoard, which is no package that moesys needs.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "tensorboard=True needs TensorBoard: pip install 'moesys[tensorboard]', or leave it out"
-            ) from error
-        self._writer = SummaryWriter(folder)
-
-    def write(self, line: StepLine) -> None:
-        for name, value in _scalars(line).items():
-            if math.isfinite(value):
-                self._writer.add_scalar(name, value, line.step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def _scalars(line: StepLine) -> dict[str, float]:
@@ -86,24 +59,17 @@ class Watch:
     ```
 
     ``model`` has ``Experts``, also those of transformers' models. ``every``: of so many steps one is written.
-    ``tensorboard``: rank 0 writes scalars for TensorBoard too, into ``folder``/tensorboard. ``log``: rank 0 calls
-    ``log(numbers, step=step)`` with the same scalars in a dict, such as {"step_ms": 5.1, "load_p95/layer_03": 1.2}:
-    ``wandb.log``, ``trackio.log``, ``mlflow.log_metrics`` or a function. If it raises, the first error is a warning.
+    ``log``: rank 0 calls ``log(numbers, step=step)`` with a dict of floats, such as {"step_ms": 5.1,
+    "load_p95/layer_03": 1.2}: ``wandb.log``, ``trackio.log``, ``mlflow.log_metrics`` or a function. If it raises, the
+    first error is a warning.
 
     It reads the counters of ``metrics``, which then begin anew for all other readers. ``close`` ends it, as does
     the end of a ``with`` block. Raises ValueError for a model without experts, with layers of one ``layer_index``, or
-    that is watched already, and for a folder that another watch of the rank writes; ImportError where TensorBoard is
-    missing.
+    that is watched already, and for a folder that another watch of the rank writes.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        folder: Path | str,
-        *,
-        every: int = 1,
-        tensorboard: bool = False,
-        log: Callable[..., object] | None = None,
+        self, model: nn.Module, folder: Path | str, *, every: int = 1, log: Callable[..., object] | None = None
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1, which writes every step")
@@ -120,7 +86,6 @@ class Watch:
         self._unlock.atexit = False
         self._journal = step_journal(step_file(self.folder, self.rank))
         try:
-            self._tensorboard = TensorBoard(self.folder / "tensorboard") if tensorboard and self.rank == 0 else None
             last = self._journal.last()
         except BaseException:
             self._unlock()
@@ -172,8 +137,6 @@ class Watch:
                 raise ValueError(f"{name}={number!r} is no number; give one, or a tensor with one element") from None
         with _disk_errors_as_warnings(self.folder):
             self._journal.append(line, sync=False)
-            if self._tensorboard is not None:
-                self._tensorboard.write(line)
         if self._log is not None:
             self._log(_scalars(line), step=line.step)
 
@@ -189,8 +152,6 @@ class Watch:
                 layer.load_log = None
         with _disk_errors_as_warnings(self.folder):
             self._unlock()
-            if self._tensorboard is not None:
-                self._tensorboard.close()
 
     def __enter__(self) -> Self:
         return self

@@ -18,7 +18,7 @@ import pydantic_core
 import typer
 
 from moesys.balance.plan import StepPlan
-from moesys.config import ClusterSpec, Strategy
+from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay
 from moesys.display import counted
@@ -206,19 +206,8 @@ def _changed(experiment: Experiment, layers: int | None, cluster: str | None) ->
     workload = simulated_workload(experiment.workload)
     if layers is not None and isinstance(workload, Generated):
         workload = workload.replace(num_layers=layers)
-    return experiment.replace(workload=workload, cluster=_cluster(cluster, experiment.cluster))
-
-
-def _cluster(text: str | None, declared: ClusterSpec) -> ClusterSpec:
-    """Reads a cluster; ``4x8`` keeps the speeds of the declared one."""
-    if text is None:
-        return declared
-    if re.fullmatch(r"(\d+)x(\d+)", text):
-        shape = cluster_of(text)
-        return declared.replace(
-            num_nodes=shape.num_nodes, ranks_per_node=shape.ranks_per_node, ranks_per_domain=None, name=""
-        )
-    return cluster_of(text)
+    declared = experiment.cluster
+    return experiment.replace(workload=workload, cluster=cluster_of(cluster, declared) if cluster else declared)
 
 
 def _drawn(

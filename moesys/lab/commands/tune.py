@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +30,11 @@ from moesys.lab.commands.options import (
 from moesys.lab.ranks.process_start import writes
 from moesys.lab.runs.declarations import declared_in, import_modules_of_user, load_experiment
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.runs.tuning import tune
+from moesys.lab.runs.tuning import decision, tune
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.progress import TuneProgress
 from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, figure, publish
-from moesys.tuner.pick import TunePick
+from moesys.tuner.pick import Draws, TunePick
 from moesys.tuner.space import SearchBounds, Space
 
 MOST_SHOWN = 8
@@ -78,7 +79,7 @@ def tune_command(
         report = Report("tune", "", tuned.decided_by, tune_sheets(tuned, experiment.name))
         publish(report, CommandOutput(None, as_json, quiet, wide))
         print(
-            f"Decided by {tuned.decided_by} times: {tuned.speedup:.3f} x as fast as {tuned.baseline.name}.\n"
+            f"{decision(tuned)}\n"
             f"The strategy and its reasons: {result.path / 'tuned.toml'}\n"
             f"With it as the last strategy, for moesys run and explain: {result.path / 'experiment.toml'}",
             file=console.file,
@@ -96,8 +97,7 @@ class TunedStrategy:
     ms: Annotated[float, Column("step ms", figure, kept=True)]
     speedup: Annotated[str | None, Column("speed-up", align="right", kept=True)] = None
     paired: Annotated[str | None, Column("speed-up [95 %]", align="right", kept=True)] = None
-    num_draws: Annotated[int | None, Column("draws")] = None
-    num_trials: Annotated[int | None, Column("trials")] = None
+    num_draws: Annotated[int | None, Column("n")] = None
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,22 @@ def tune_sheets(tuned: TunePick, name: str) -> list[Sheet]:
     """Returns the tables of a tuning of the experiment ``name``."""
     sheets = [_simulated(tuned, name)]
     if tuned.draws:
-        sheets.append(_drawn(tuned, name))
+        seeds = (
+            "seeds" if tuned.search.baseline and len(tuned.search.of.seeds) > 1 else "seeds, or steps of the only one"
+        )
+        note = f"n: {seeds}, paired with {tuned.baseline.name}'s; Student's t on logarithms."
+        sheets.append(_paired(f"SIMULATED: {name}, the fastest on further draws", tuned.draws, tuned, [note]))
     if tuned.timing is not None:
-        sheets.append(_measured(tuned, name))
-    chosen = [ChosenField(choice.field, choice.value, str(choice)) for choice in tuned.choices]
-    return [*sheets, Sheet("The pick, field by field", chosen)]
+        notes = [
+            f"{tuned.timing.num_trials} timed trials in all. A trial's time is the median of its steps, a step's "
+            f"that of its slowest rank. Speed-up: over {tuned.baseline.name} on the same n seeds, geometric mean."
+        ]
+        notes += [f"Failed: {strategy.name}: {reason}" for strategy, reason in tuned.timing.failed]
+        sheets.append(_paired(f"MEASURED: {name}, tuning", tuned.compared, tuned, notes))
+    chosen = [ChosenField(choice.field, choice.value, str(choice)) for choice in tuned.choices if choice.next_best]
+    alone = [f"{choice.field} = {choice.value}" for choice in tuned.choices if not choice.next_best]
+    notes = [f"No other value was simulated of {', '.join(alone)}."] if alone else []
+    return [*sheets, Sheet("The pick, field by field", chosen, notes)]
 
 
 def _simulated(tuned: TunePick, name: str) -> Sheet:
@@ -150,33 +161,14 @@ def _simulated(tuned: TunePick, name: str) -> Sheet:
     return Sheet(f"SIMULATED: {name}, tuning", rows, notes)
 
 
-def _drawn(tuned: TunePick, name: str) -> Sheet:
-    """Compares the fastest points of the cost model with the baseline, draw by draw."""
+def _paired(title: str, compared: Sequence[Draws], tuned: TunePick, notes: Sequence[str]) -> Sheet:
+    """Compares strategies with the baseline, draw by draw."""
     rows = []
-    for draws in tuned.draws:
+    for draws in compared:
         ratio = paired_ratio(draws.baseline_ms, draws.own_ms)
         if ratio is None:
             raise ValueError(f"{draws.strategy.name} and the baseline share no draw")
-        mean_ms = statistics.fmean(statistics.fmean(ms) for ms in draws.own_ms.values())
-        rows.append(TunedStrategy(draws.strategy.name, mean_ms, paired=ratio_words(ratio), num_draws=ratio.n))
-    seeds = "seeds" if tuned.search.baseline and len(tuned.search.of.seeds) > 1 else "seeds, or steps of the only one"
-    notes = [f"A draw: {seeds}. Paired with {tuned.baseline.name}'s; Student's t on logarithms."]
-    unclear = unclear_rows([row.paired for row in rows])
-    return Sheet(f"SIMULATED: {name}, the fastest on further draws", rows, notes, unclear=unclear)
-
-
-def _measured(tuned: TunePick, name: str) -> Sheet:
-    """Shows the strategies of the last round of timed trials."""
-    assert tuned.timing is not None
-    rows = []
-    for timed in tuned.timing.ranking:
-        ratio = "baseline" if timed.strategy == tuned.baseline else f"{1 / timed.ratio:.3f}"
-        median_ms = statistics.median(timed.ms_by_seed.values())
-        rows.append(TunedStrategy(timed.strategy.name, median_ms, ratio, num_trials=len(timed.ms_by_seed)))
-    notes = [
-        f"{tuned.timing.num_trials} timed trials in all. A trial's time is the median of its steps, a step's that of "
-        f"its slowest rank. Speed-up: over {tuned.baseline.name} on the same seeds, geometric mean; of so few trials "
-        "it is an estimate, which moesys run with more seeds tests."
-    ]
-    notes += [f"Failed: {strategy.name}: {reason}" for strategy, reason in tuned.timing.failed]
-    return Sheet(f"MEASURED: {name}, tuning", rows, notes)
+        words = "baseline" if draws.strategy == tuned.baseline else ratio_words(ratio)
+        ms = statistics.median(map(statistics.fmean, draws.own_ms.values()))
+        rows.append(TunedStrategy(draws.strategy.name, ms, paired=words, num_draws=ratio.n))
+    return Sheet(title, rows, notes, unclear=unclear_rows([row.paired for row in rows]))

@@ -96,6 +96,11 @@ class Row:
         return float(np.median(by_seed)) if by_seed else None
 
     @property
+    def is_oracle(self) -> bool:
+        """Whether its planner knows the load in advance."""
+        return self.strategy.predictor.kind == "oracle"
+
+    @property
     def final_loss(self) -> float | None:
         """The loss of the last step, the median over seeds; None if nothing was trained."""
         last = [losses[-1] for losses in self.losses.values() if losses]
@@ -151,8 +156,9 @@ class Comparison(Display):
 
     @property
     def rivals(self) -> list[Row]:
-        """The rows that would run and have a speed-up over the baseline, from fast to slow."""
-        return [row for row in self.rows[1:] if row.speedup and not row.repeat and not row.would_not_run]
+        """The rows that can run and have a speed-up over the baseline, from fast to slow."""
+        runnable = (row for row in self.rows[1:] if not (row.repeat or row.would_not_run or row.is_oracle))
+        return [row for row in runnable if row.speedup]
 
     @property
     def _contenders(self) -> list[Row]:

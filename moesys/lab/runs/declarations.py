@@ -326,19 +326,19 @@ def strategy_in(experiment: Experiment, name: str, way_out: str = "") -> Strateg
     return named[name]
 
 
-def cluster_of(text: str) -> ClusterSpec:
-    """Reads ``4x8``, 4 nodes of 8 ranks; ``h100:4``, 4 nodes of a preset; or a ``ClusterSpec`` in a file.
+def cluster_of(text: str, declared: ClusterSpec | None = None) -> ClusterSpec:
+    """Reads ``4x8``, 4 nodes of 8 ranks with the speeds of ``declared``, by default those of ``ClusterSpec``; ``h100``
+    and ``h100:4``, one node and 4 nodes of a preset; or a ``ClusterSpec`` in a file.
 
     Raises ValueError for others.
     """
     path = Path(text)
     try:
         if shorthand := re.fullmatch(r"(\d+)x(\d+)", text):
-            num_nodes, ranks_per_node = map(int, shorthand.groups())
-            return ClusterSpec(num_nodes=num_nodes, ranks_per_node=ranks_per_node)
-        if preset := re.fullmatch(rf"({'|'.join(_PRESETS)}):(\d+)", text):
-            name, count = preset.groups()
-            return _PRESETS[name](int(count))
+            shape = dict(zip(("num_nodes", "ranks_per_node"), map(int, shorthand.groups()), strict=True))
+            return (declared or ClusterSpec()).replace(**shape, ranks_per_domain=None, name="")
+        if preset := re.fullmatch(rf"({'|'.join(_PRESETS)})(?::(\d+))?", text):
+            return _PRESETS[preset[1]](int(preset[2] or 1))
         if path.suffix not in (".json", ".toml") or not path.is_file():
             raise ValueError(
                 "no .json or .toml file; give one, or nodes and ranks a node as in 4x8, or nodes of a preset as in "

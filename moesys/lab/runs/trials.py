@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +33,7 @@ METRICS: dict[str, tuple[str, Literal["lower", "higher", ""]]] = {
     "loss": ("nats/token", "lower"),
     "router_entropy": ("", "higher"),
     "starved_experts": ("pairs of layer and expert", "lower"),
+    "processes_per_core": ("", "lower"),
 }
 
 
@@ -81,6 +83,8 @@ def run_measured(
         for name in ("step_ms", "exposed_ms", "load_max_over_mean", "restored_mib", "plan_ms", "loss", "router_entropy")
     }
     values["starved_experts"] = [float((np.array(result.tokens_LE) == 0).sum()) for result in timed]
+    # The load of the machine over the last minute, of which the ranks are a part.
+    values["processes_per_core"] = [os.getloadavg()[0] / (os.cpu_count() or 1)] * len(timed)
     routing = Trace(
         np.concatenate([np.array(result.loads_MLRE) for result in timed]),
         model.top_k,

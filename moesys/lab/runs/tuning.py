@@ -22,6 +22,7 @@ from moesys.files import FolderLock, write_whole
 from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
 from moesys.lab.runs.places import Place, TrialError, no_tick, num_workers, place_for, simulating_workers
 from moesys.lab.runs.records import numbered, setting_fingerprint
+from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import Measurement, SimulatedStep, has_seeds, rest_of, routing_of, simulated_steps
 from moesys.traces import save_trace
 from moesys.tuner.costs import Observer, Session
@@ -50,10 +51,7 @@ class TuneResult(Display):
 
     def _facts(self) -> str:
         tuned = self.tuned
-        return (
-            f"{tuned.speedup:.3f} × as fast as {tuned.baseline.name!r}, {tuned.decided_by}, of "
-            f"{tuned.search.num_points} points, in {self.path}"
-        )
+        return f"{decision(tuned)[:-1]}, of {tuned.search.num_points} points, in {self.path}"
 
     def _columns(self) -> Columns:
         rows: list[tuple[str, str, int | None, float]] = [
@@ -66,6 +64,23 @@ class TuneResult(Display):
     def _shown(self) -> Columns:
         rows = [(choice.field, choice.value, str(choice)) for choice in self.tuned.choices]
         return by_column(("field", "value", "why"), rows)
+
+
+def decision(tuned: TunePick) -> str:
+    """Returns a sentence: how many times as fast as the baseline the pick is, with an interval, or that this is not
+    decided. The pick is the fastest of several, so its interval leans upwards.
+    """
+    pick, name = tuned.strategy.fingerprint(), tuned.baseline.name
+    if pick == tuned.baseline.fingerprint():
+        return f"Decided by {tuned.decided_by} times: {name}, the baseline, is the fastest that was found."
+    drawn = (paired_ratio(of.baseline_ms, of.own_ms) for of in tuned.compared if of.strategy.fingerprint() == pick)
+    if (ratio := next(drawn, None)) is None:
+        return f"Decided by {tuned.decided_by} times: {tuned.speedup:.3f} x as fast as {name}, on one draw."
+    words = f"by {tuned.decided_by} times: {ratio:.2f} x as fast as {name}, n = {ratio.n}"
+    if ratio.holds_one:
+        why = "too few for an interval" if ratio.low is None else "the 95 % interval contains 1"
+        return f"Undecided {words}: {why}; moesys run with more seeds tests it."
+    return f"Decided {words}, with a 95 % interval."
 
 
 def tune(
@@ -302,7 +317,7 @@ class _Folder:
         strategy = tuned.strategy.replace(name=name)
         others = [one for one in self.experiment.strategies if one.fingerprint() != strategy.fingerprint()]
         experiment = self.experiment.replace(name=f"{self.experiment.name[:90]}-tuned", strategies=(*others, strategy))
-        write_whole(self.path / STRATEGY, tuned.to_toml())
+        write_whole(self.path / STRATEGY, tuned.to_toml(decision(tuned)))
         write_whole(self.path / EXPERIMENT, experiment.to_toml())
         return TuneResult(tuned, experiment, self.path)
 

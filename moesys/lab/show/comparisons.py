@@ -9,6 +9,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
+from statistics import median
 from typing import Annotated, Any, Literal
 
 import pydantic_core
@@ -22,6 +23,8 @@ from moesys.lab.show.sheets import Column, ColumnNote, Sheet, escaped, figure, m
 
 Format = Literal["markdown", "csv", "json"]
 COMPARISON_SCHEMA = 1
+# Ranks that have a core each keep it busy; above this many processes per core, others take a part of it.
+BUSY = 1.5
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,28 @@ def unclear_rows(speedups: Sequence[str | None]) -> list[int]:
     return [place for place, words in enumerate(speedups) if words and words.startswith(("~ ", "? "))]
 
 
+def headline(comparison: Comparison) -> str:
+    """Returns one sentence: which strategy is fastest and by how much, or that the run does not tell."""
+    baseline, rivals = comparison.baseline, comparison.rivals
+    if not rivals:
+        return f"No strategy can be compared with {baseline.name}."
+    first, ratio = rivals[0], rivals[0].speedup
+    assert ratio is not None
+    n = f"n = {counted(ratio.n, 'seed')}"
+    interval = "" if ratio.low is None else f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}, "
+    by = f"{ratio.estimate:.2f} times as fast as {baseline.name} ({interval}{n})"
+    if baseline.name in comparison.best:
+        return f"{baseline.name}, the baseline, is the fastest. The next one, {first.name}, is {by}."
+    if comparison.best:
+        return f"{first.name} is the fastest: {by}."
+    if ratio.n < MIN_SEEDS:
+        return f"Inconclusive: {n}, and {MIN_SEEDS} are needed. So far {first.name} is {by}."
+    if ratio.verdict == "faster":
+        alike = ", ".join(row.name for row in rivals[1:] if not first.is_faster_than(row))
+        return f"{first.name} is {by}, but it is not distinguishable from {alike}."
+    return f"Inconclusive: no strategy is clearly faster than {baseline.name}. {first.name} is {by}."
+
+
 def _agreement_cell(row: Row, comparison: Comparison) -> str:
     if comparison.source == "simulated":
         return "n/a"
@@ -131,59 +156,53 @@ def _agreement_cell(row: Row, comparison: Comparison) -> str:
 
 
 def _legend(comparison: Comparison, machine: str) -> list[str]:
-    experiment, baseline = comparison.experiment, comparison.baseline.name
+    experiment, baseline, rows = comparison.experiment, comparison.baseline.name, comparison.rows
+    cells = [_speedup_cell(row, comparison) for row in rows]
+    marks = "~: the interval contains 1. " * any(cell.startswith("~ ") for cell in cells)
+    marks += f"?: fewer than {MIN_SEEDS} seeds. " * any(cell.startswith("? ") for cell in cells)
     lines = [
+        headline(comparison),
         f"Speed-up: the step time of {baseline} divided by that of the strategy (above 1 is faster): geometric mean "
-        "over seeds, paired by seed, with its 95 % interval (Student's t on logarithms). ~: the interval contains 1."
+        f"over seeds, paired by seed, with its 95 % interval (Student's t on logarithms). {marks}".rstrip(),
     ]
-    ratios = [row.speedup for row in comparison.rows if row.speedup is not None]
-    if any(ratio.n < MIN_SEEDS for ratio in ratios):
-        lines.append(f"?: too few seeds for a conclusion; use {MIN_SEEDS} or more.")
-    if any(row.repeat for row in comparison.rows):
+    if oracles := [row.name for row in rows if row.is_oracle]:
+        lines.append(f"{', '.join(oracles)}: a bound that no run can reach, as its planner knows the load in advance.")
+    if any(row.repeat for row in rows):
         lines.append(
             f"{baseline} (again): the same strategy run a second time; its distance from 1 shows noise and drift."
         )
+    per_core = [busy for row in rows if (busy := row.median("processes_per_core")) is not None]
+    if per_core and median(per_core) > BUSY:
+        lines.append(
+            f"The machine was busy: {median(per_core):.1f} runnable processes per core, so steps take longer and vary "
+            "more than on an idle one."
+        )
     lines.append(f"Other columns: median over the steps of a seed, then over n seeds ({_sample_words(comparison)}).")
-    agreements = [row.agreement for row in comparison.rows if row.agreement is not None]
+    agreements = [row.agreement for row in rows if row.agreement is not None]
     if any(agreement.exact for agreement in agreements):
-        lines.append(
-            ColumnNote(
-                "Agreement: with the LayoutInvariant reduction, each loss must be bit-equal to the loss of "
-                f"{baseline} for the same seed and step. Any other is an error, and no speed is shown.",
-                "agreement",
-            )
+        words = (
+            f"Agreement: with the LayoutInvariant reduction, each loss must be bit-equal to the loss of {baseline} for "
+            "the same seed and step. Any other is an error, and no speed is shown."
         )
+        lines.append(ColumnNote(words, "agreement"))
     if tolerance := max((agreement.tolerance for agreement in agreements), default=0.0):
-        lines.append(
-            ColumnNote(
-                f"Agreement: largest relative difference between a loss and that of {baseline} for the same seed and "
-                f"step. Above {tolerance:g} ({experiment.model.dtype}) within the first {JUDGED_STEPS} steps, the "
-                "numbers differ and no speed is shown.",
-                "agreement",
-            )
+        words = (
+            f"Agreement: largest relative difference between a loss and that of {baseline} for the same seed and step: "
+            f"at most {tolerance:g} ({experiment.model.dtype}) within the first {JUDGED_STEPS} steps, else no speed is "
+            "shown. Later, rounding may send a token to another expert."
         )
-        if any(row.agreement and row.agreement.holds and row.agreement.steps_left for row in comparison.rows):
-            lines.append(
-                ColumnNote(
-                    "Agreement for some steps: later losses differ more, for example because rounding sends a token "
-                    "to another expert.",
-                    "agreement",
-                )
-            )
-    if starved := [row for row in comparison.rows if any(map(any, row.samples.get("starved_experts", {}).values()))]:
-        most = {row.name: max(chain(*row.samples["starved_experts"].values())) for row in starved}
-        numbers = ", ".join(f"{row.name} {row.median('starved_experts'):g} ({most[row.name]:g})" for row in starved)
+        lines.append(ColumnNote(words, "agreement"))
+    starved = {row.name: max(chain(*row.samples.get("starved_experts", {}).values()), default=0.0) for row in rows}
+    if any(starved.values()):
         assert isinstance(experiment.workload, Training | ModelTraining)
         pairs = experiment.workload.num_layers * experiment.model.num_experts
         lines.append(
-            f"Some experts received no token in some step. Of {pairs:,} pairs of layer and expert, the median of a "
-            f"step (and the most): {numbers}. This is usual while a router is new. If the number rises and "
-            "router_entropy falls over the steps of a longer training, the router is collapsing."
+            f"Experts without a token in a step, at most, of {pairs:,} in all layers: "
+            f"{', '.join(f'{name} {number:g}' for name, number in starved.items())}. This is usual while a router is "
+            "new; if starved_experts rises and router_entropy falls over a longer training, the router is collapsing."
         )
-    lines += [f"Would not run: {row.name}: {row.would_not_run}." for row in comparison.rows if row.would_not_run]
-    lines += [
-        f"Failed: {row.name}, seed {seed}: {error}" for row in comparison.rows for seed, error in row.failed.items()
-    ]
+    lines += [f"Would not run: {row.name}: {row.would_not_run}." for row in rows if row.would_not_run]
+    lines += [f"Failed: {row.name}, seed {seed}: {error}" for row in rows for seed, error in row.failed.items()]
     return [*lines, _source_words(comparison, machine)]
 
 

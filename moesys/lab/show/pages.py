@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import Affine2D
 
-from moesys.display import counted, html_table, printable
+from moesys.display import counted, html_table, listed, printable
 from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
 from moesys.lab.show.figures import COUNTS, OKABE_ITO, STYLE, TimelinePanel, draw_timelines, placed_rows, short, style
 from moesys.lab.show.sheets import Sheet, notes_of, rows_of, written_columns
@@ -313,8 +313,10 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
     known = np.concatenate([values[np.isfinite(values)] for values in values_S.values()])
     if not len(known):
         return '<p class="none">no finite number was written</p>'
+    written_S = bins.steps_S[np.any([np.isfinite(values) for values in values_S.values()], axis=0)]
     if known.min() == known.max() and bins.edges[-1] - bins.edges[0] > 1:
-        return f'<p class="none">{escape(unit)}: {_number(known[0])} in every step</p>'
+        where = "in every step" if len(written_S) == len(bins.steps_S) else f"at {listed('step', written_S.tolist())}"
+        return f'<p class="none">{escape(unit)}: {_number(known[0])} {where}</p>'
     top = float(np.quantile(known, _CAP))
     note = ""
     at_B, edges, texts = bins.mean(bins.steps_S.astype(float)), bins.edges.tolist(), [list[str]() for _ in bins.labels]
@@ -325,10 +327,20 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
         # A curve that lies on an earlier one shows it between its dashes.
         for (name, values), colour, dashes in zip(values_S.items(), colours, cycle(_DASHES)):
             mean_B, (low_B, high_B) = bins.mean(values), bins.range(values)
+            # A value between bins without one would not be seen, as lines end at nan.
+            shown_B = np.isfinite(mean_B)
             if not bins.single:
-                axes.fill_between(at_B, low_B, high_B, color=colour, alpha=0.2, linewidth=0)
-            marker = "." if len(at_B) <= _MOST_DOTS else ""
-            axes.plot(at_B, mean_B, color=colour, linewidth=1.4, linestyle=dashes, marker=marker, label=short(name))
+                axes.fill_between(at_B[shown_B], low_B[shown_B], high_B[shown_B], color=colour, alpha=0.2, linewidth=0)
+            marker = "." if shown_B.sum() <= _MOST_DOTS else ""
+            axes.plot(
+                at_B[shown_B],
+                mean_B[shown_B],
+                color=colour,
+                linewidth=1.4,
+                linestyle=dashes,
+                marker=marker,
+                label=short(name),
+            )
             for place, words in enumerate(texts):
                 ends = "" if bins.single else f" ({_number(low_B[place])} to {_number(high_B[place])})"
                 words.append(f"{name} {_number(mean_B[place])}{ends}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -25,10 +26,9 @@ from moesys.lab.runs.records import (
     other_kind,
     setting_fingerprint,
 )
-from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.runs.trials import simulated_steps
 from moesys.lab.runs.watched_run import FloatArray, read_watched_run
-from moesys.lab.show.comparisons import comparison_sheet
+from moesys.lab.show.comparisons import comparison_sheet, headline
 from moesys.lab.show.figures import TimelinePanel, draw_speedups, shown_ranks, style
 from moesys.lab.show.pages import (
     PAGE_STYLE,
@@ -67,28 +67,6 @@ def subject(experiment: Experiment) -> str:
     return f"{name}{counted(model.num_experts, 'expert')} with top-{model.top_k} on {where}"
 
 
-def headline(comparison: Comparison) -> str:
-    """Returns one sentence: which strategy is fastest and by how much, or that the run does not tell."""
-    baseline, rivals = comparison.baseline, comparison.rivals
-    if not rivals:
-        return f"No strategy can be compared with {baseline.name}."
-    first, ratio = rivals[0], rivals[0].speedup
-    assert ratio is not None
-    n = f"n = {counted(ratio.n, 'seed')}"
-    interval = "" if ratio.low is None else f"95 % interval {ratio.low:.2f} to {ratio.high:.2f}, "
-    by = f"{ratio.estimate:.2f} times as fast as {baseline.name} ({interval}{n})"
-    if baseline.name in comparison.best:
-        return f"{baseline.name}, the baseline, is the fastest. The next one, {first.name}, is {by}."
-    if comparison.best:
-        return f"{first.name} is the fastest: {by}."
-    if ratio.n < MIN_SEEDS:
-        return f"Inconclusive: {n}, and {MIN_SEEDS} are needed. So far {first.name} is {by}."
-    if ratio.verdict == "faster":
-        alike = ", ".join(row.name for row in rivals[1:] if not first.is_faster_than(row))
-        return f"{first.name} is {by}, but it is not distinguishable from {alike}."
-    return f"Inconclusive: no strategy is clearly faster than {baseline.name}. {first.name} is {by}."
-
-
 def run_page(folder: RunFolder) -> str:
     """Returns the page of a run. Simulated steps are planned and simulated again to draw them.
 
@@ -101,10 +79,11 @@ def run_page(folder: RunFolder) -> str:
     machines = [there[name] for name in comparison.environments if name in there]
     machine = machines[0].machine_line if machines else ""
     words = f"{comparison.source.upper()}: {experiment.name}, {subject(experiment)}"
-    parts = [f"<h1>{escape(words)}</h1>", f'<p class="headline">{escape(headline(comparison))}</p>']
+    sheet = comparison_sheet(comparison, machine)
+    parts = [f"<h1>{escape(words)}</h1>", f'<p class="headline">{escape(sheet.notes[0])}</p>']
     if experiment.description:
         parts.append(f"<p>{escape(experiment.description)}</p>")
-    parts.append(sheet_section(comparison_sheet(comparison, machine)))
+    parts.append(sheet_section(replace(sheet, notes=sheet.notes[1:])))
     parts += _speedups(comparison)
     parts += _losses(comparison)
     if comparison.source == "simulated":

@@ -17,7 +17,8 @@ from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import run
 from moesys.lab.runs.trials import simulated_steps
-from moesys.lab.show.run_page import headline, index_page, run_page, write_page
+from moesys.lab.show.comparisons import headline
+from moesys.lab.show.run_page import index_page, run_page, write_page
 
 
 @pytest.fixture(scope="module")

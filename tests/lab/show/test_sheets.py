@@ -18,10 +18,12 @@ import pytest
 from lab_cases import EP, FSEP, FSEP_WIDE, MODEL, experiment, record, records, simulated
 from rich.console import Console
 
+import moesys as ms
+from moesys.config import Oracle
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.records import Samples, setting_fingerprint
 from moesys.lab.runs.statistics import PairedRatio
-from moesys.lab.show.comparisons import comparison_sheet, format_comparison, ratio_words
+from moesys.lab.show.comparisons import comparison_sheet, format_comparison, headline, ratio_words
 from moesys.lab.show.sheets import (
     Column,
     Sheet,
@@ -105,7 +107,7 @@ def test_trainings_that_part_late_are_told_by_the_step():
     comparison = compare_records(of, late)
     assert cells(comparison, "fsep")["agreement"] == "for 20 of 28 steps"
     assert cells(comparison, "fsep")["speed-up [95 %]"] != "differs"
-    assert any("sends a token to another expert" in note for note in legend(comparison))
+    assert any("may send a token to another expert" in note for note in legend(comparison))
 
 
 def test_where_numbers_differ_no_speed_is_shown():
@@ -115,7 +117,7 @@ def test_where_numbers_differ_no_speed_is_shown():
     assert cells(comparison, "fsep")["speed-up [95 %]"] == "differs"
     assert cells(comparison, "fsep")["agreement"] == "1.2e+00"
     assert any(
-        "Above 0.0001 (float32) within the first 10 steps, the numbers differ and no speed is shown." in note
+        "at most 0.0001 (float32) within the first 10 steps, else no speed is shown." in note
         for note in legend(comparison)
     )
     assert comparison.best == frozenset()
@@ -131,8 +133,18 @@ def test_the_legend_names_source_machine_fingerprint_and_seeds():
     assert "Measured on 4 ranks on 1 node: two cores." in notes
     assert f"Fingerprint {setting_fingerprint(comparison.experiment)} " in notes
     assert "8 requested, 3 steps each" in notes
-    assert "too few seeds" not in notes
-    assert "?: too few seeds for a conclusion" in "\n".join(legend(measured(seeds=(0, 1))))
+    # A mark is explained where it is shown.
+    assert "?: " not in notes
+    assert "~: " not in notes
+    of = experiment()
+    shown = {
+        "? ": compare_records(of, records(of, MS)),
+        "~ ": compare_records(of, records(of, {**MS, "fsep": 10.0}, 0.1)),
+    }
+    for mark, comparison in shown.items():
+        assert cells(comparison, "fsep")["speed-up [95 %]"].startswith(mark)
+        assert (" ?: fewer than 6 seeds." in legend(comparison)[1]) == (mark == "? ")
+        assert (" ~: the interval contains 1." in legend(comparison)[1]) == (mark == "~ ")
     of = simulated()
     assert "nothing was measured" in legend(compare_records(of, records(of, MS)))[-1]
 
@@ -147,8 +159,37 @@ def test_failures_and_starved_experts_are_told():
     text = printed(comparison)
     assert f"Failed: {first.strategy.name}, seed {first.seed}: RuntimeError: [red]rank 2 died\n" in text
     assert "1 (1 failed)" in text
-    starved = f"Of 8 pairs of layer and expert, the median of a step (and the most): {some[1].strategy} 1.5 (3)."
-    assert f"Some experts received no token in some step. {starved}" in text
+    most = {"ep": 0, "fsep": 0} | {some[1].strategy: 3}
+    words = ", ".join(f"{name} {number}" for name, number in most.items())
+    assert f"Experts without a token in a step, at most, of 8 in all layers: {words}." in text
+
+
+def test_the_verdict_stands_below_the_table():
+    comparison = measured()
+    assert f"\n{headline(comparison)}\n" in printed(comparison)
+
+
+def test_an_oracle_is_a_bound_and_never_the_fastest():
+    oracle = FSEP_WIDE.replace(name="oracle", balance=ms.Greedy(), predictor=Oracle())
+    of = simulated(strategies=(EP, FSEP, oracle), seeds=tuple(range(6)))
+    comparison = compare_records(of, records(of, {"ep": 10.0, "fsep": 8.0, "oracle": 5.0}))
+    assert [row.name for row in comparison.rows] == ["ep", "oracle", "fsep"]
+    assert headline(comparison).startswith("fsep is the fastest: 1.25 times as fast as ep")
+    assert comparison.best == {"fsep"}
+    assert "oracle: a bound that no run can reach, as its planner knows the load in advance." in legend(comparison)
+
+
+@pytest.mark.parametrize(("busy", "told"), [(1.1, False), (6.0, True)])
+def test_a_busy_machine_is_named(busy: float, told: bool):
+    of = experiment()
+    found = [
+        replace(one, samples=one.samples | {"processes_per_core": Samples("", "lower", [busy])})
+        for one in records(of, MS)
+    ]
+    words = (
+        "The machine was busy: 6.0 runnable processes per core, so steps take longer and vary more than on an idle one."
+    )
+    assert (words in legend(compare_records(of, found))) == told
 
 
 @pytest.mark.parametrize(
@@ -305,4 +346,4 @@ def test_every_format_shows_an_experiment_without_records(form):
 
 def test_the_dtype_is_in_the_legend():
     comparison = measured(model=MODEL.replace(dtype="bfloat16"))
-    assert any("Above 0.02 (bfloat16)" in note for note in legend(comparison))
+    assert any("at most 0.02 (bfloat16)" in note for note in legend(comparison))

@@ -107,11 +107,25 @@ def test_the_curve_goes_through_the_losses(tmp_path: Path, drawn: list[Figure]) 
     write_lines(tmp_path, [step_line(step, [0], loss=loss) for step, loss in enumerate(losses)])
     text = section(page_of(tmp_path), "Loss")
     (axes,) = drawn[0].axes
-    assert np.array_equal(axes.lines[0].get_ydata(), losses, equal_nan=True)
-    assert axes.lines[0].get_xdata().tolist() == [0, 1, 2, 3]
+    assert axes.lines[0].get_ydata().tolist() == [4.0, 3.0, 2.0]
+    assert axes.lines[0].get_xdata().tolist() == [0, 1, 3]
     assert axes.get_ylabel() == "Loss"
     assert ">Loss</text>" in text
     assert "step 2: Loss none" in text
+
+
+def test_a_value_in_few_steps_is_seen_and_is_not_said_to_be_in_every_step(tmp_path: Path, drawn: list[Figure]) -> None:
+    lines = [replace(step_line(step, [0]), numbers={}) for step in range(500)]
+    lines[30].numbers["loss"] = 3.245
+    assert "Loss: 3.245 at step 30<" in section(page_of(write_lines(tmp_path / "one", lines).parent), "Loss")
+    for step in range(0, 500, 10):
+        lines[step].numbers["loss"] = 4.0 - step / 500
+    drawn.clear()
+    page_of(write_lines(tmp_path / "few", lines).parent)
+    line = drawn[0].axes[0].lines[0]
+    # In other steps, lines would end at nan.
+    assert len(line.get_ydata()) == 50
+    assert np.isfinite(line.get_ydata()).all()
 
 
 def test_what_never_changes_is_a_line_of_text_and_the_warm_up_does_not_flatten_the_times(
