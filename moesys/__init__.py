@@ -37,6 +37,7 @@ _NAMES = {
     "moesys.moe.experts": "Experts",
     "moesys.moe.gradients": "clip_grad_norm_ sync_gradients",
     "moesys.moe.layer": "MoELayer",
+    "moesys.moe.muon": "Muon",
     "moesys.moe.outside": "OutsideExperts",
     "moesys.moe.router": "global_aux_loss router_loss",
     "moesys.moe.router_bias": "QuantileBalancer move_router_bias update_router_bias",

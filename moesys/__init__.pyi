@@ -55,6 +55,7 @@ from moesys.moe.experts import Experts as Experts
 from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
 from moesys.moe.gradients import sync_gradients as sync_gradients
 from moesys.moe.layer import MoELayer as MoELayer
+from moesys.moe.muon import Muon as Muon
 from moesys.moe.outside import OutsideExperts as OutsideExperts
 from moesys.moe.router import global_aux_loss as global_aux_loss
 from moesys.moe.router import router_loss as router_loss
@@ -95,6 +96,7 @@ __all__ = [
     "MoELayer",
     "ModelShape",
     "MoonEp",
+    "Muon",
     "Oracle",
     "Ordered",
     "OutsideExperts",

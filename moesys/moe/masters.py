@@ -241,7 +241,8 @@ class OwnMasters(Masters):
 
     def _refuse_matrix(self, optimizer: Optimizer) -> None:
         """Raises TypeError for an optimizer that would take all experts together for one matrix."""
-        if not _works_on_matrices(type(optimizer)):  # type: ignore[arg-type]  # mypy looks at the hash of instances
+        by_form = getattr(optimizer, "knows_matrices", False)
+        if by_form or not _works_on_matrices(type(optimizer)):  # type: ignore[arg-type]  # mypy: hash of instances
             return
         parameter = self._parameter
         for group in optimizer.param_groups:
@@ -249,8 +250,9 @@ class OwnMasters(Masters):
             if not by_element and any(each is parameter for each in group["params"]):
                 raise TypeError(
                     f"{type(optimizer).__name__} takes {self._name} {list(parameter.shape)} for one matrix, and would "
-                    "mix the experts with one another, as each of its rows holds all matrices of an expert; give the "
-                    f"parameters whose names end in {self._name!r} to an optimizer that works by element, such as AdamW"
+                    "mix the experts with one another, as each of its rows holds all matrices of an expert; use "
+                    f"ms.Muon(model), which knows them, or give the parameters whose names end in {self._name!r} to an "
+                    "optimizer that works by element, such as AdamW"
                 )
 
     @property

@@ -1,0 +1,470 @@
+"""``ms.Muon`` against ``torch.optim.Muon``, matrix by matrix, under every sharding; its bits, states and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import assert_equal, refusal
+from harness import Stack, tokens_of, whole
+from muon_oracle import Oracle, of_flat
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.moe import matrices, muon
+
+# Sizes are uneven: P_e = 1275 elements over 2 and 4 ranks, and 6 experts over 4.
+SHAPE = ms.ModelShape(hidden_size=25, intermediate_size=17, num_experts=6, top_k=2, n_shared_experts=1)
+PLANNED: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
+STRATEGIES = {
+    "ep": ms.Strategy(name="ep"),
+    "lent": ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=6), **PLANNED),
+    "fsep": ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=6), **PLANNED),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "torch's defaults": {"lr": 0.02},
+    "others": {"lr": 0.02, "momentum": 0.8, "nesterov": False, "weight_decay": 0.3, "ns_steps": 3},
+    "as AdamW": {"lr": 0.01, "adjust_lr_fn": "match_rms_adamw"},
+}
+ADAMW = {"lr": 1e-3, "eps": 1e-3}
+# Of parameters after ten steps, relative; 1e-7 on a CPU whose products do not depend on where a matrix lies.
+DTYPES, BOUND = (torch.float32, torch.bfloat16), 1e-6
+
+
+def trained(
+    strategy: ms.Strategy, options: dict[str, Any], dtype: torch.dtype = torch.float32, steps: int = 10
+) -> tuple[float, float]:
+    """The largest error of a parameter after ``steps``, and how far the masters have gone."""
+    model = Stack(SHAPE, strategy, num_layers=2)
+    optimizer = ms.Muon(model, **options, adamw=ADAMW, ns_dtype=dtype)
+    oracle = Oracle(model, of_flat(SHAPE.hidden_size, SHAPE.intermediate_size), ADAMW, dtype, **options)
+    begin = whole(model.moe[0].experts.masters).detach().clone()
+    for step in range(steps):
+        model(tokens_of(step, SHAPE.hidden_size)).square().mean().backward()
+        ms.sync_gradients(model)
+        ms.clip_grad_norm_(model, 1.0)
+        oracle.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = float((whole(model.moe[0].experts.masters).detach() - begin).norm() / begin.norm())
+    return max(oracle.errors().values()), moved
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_one_process_does_what_torch_does_of_each_matrix(options: dict[str, Any], dtype: torch.dtype) -> None:
+    error, moved = trained(STRATEGIES["ep"], options, dtype)
+    assert error < BOUND
+    assert moved > 0.1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_every_sharding_does_what_torch_does_of_each_matrix(ranks: LocalRanks, num_ranks: int) -> None:
+    for name, strategy in STRATEGIES.items():
+        for dtype in DTYPES:
+            for error, moved in ranks.run(trained, strategy, OPTIONS["torch's defaults"], dtype, num_ranks=num_ranks):
+                assert error < BOUND, (name, dtype)
+                assert moved > 0.1
+
+
+class Outside(nn.Module):
+    """Experts whose parameters lie in one of the forms that ``OutsideExperts`` takes; all but the first are halves in
+    turns, [in, out], apart, or one for each expert.
+    """
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        E, H, I = 4, 6, 5
+        sizes = {"gate_up": (E, 2 * I, H), "down": (E, H, I)}
+        options: dict[str, Any] = {}
+        if form in ("interleaved", "transposed"):
+            sizes = {"gate_up": (E, H, 2 * I), "down": (E, I, H)} if form == "transposed" else sizes
+            options = {"activation": _in_turns, "transposed": form == "transposed"}
+        elif form != "side by side":
+            sizes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
+        turned, each = form == "read as .mT", form == "one for each"
+        kept = {name: torch.randn(size) for name, size in sizes.items()}
+        for name, tensor in kept.items():
+            tensor = tensor.mT.contiguous() if turned else tensor
+            parts = [nn.Parameter(one) for one in tensor] if each else [nn.Parameter(tensor)]
+            setattr(self, name, nn.ParameterList(parts))
+
+        def read() -> dict[str, Any]:
+            lists = {name: getattr(self, name) for name in sizes}
+            if each:
+                return {name: [*of] for name, of in lists.items()}
+            return {name: of[0].mT if turned else of[0] for name, of in lists.items()}
+
+        shape = ms.ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=2)
+        self.experts = ms.Experts(shape, STRATEGIES["ep"], outside=ms.OutsideExperts(read, **options))
+        self.form = form
+
+    def cut(self, name: str, tensor: Tensor) -> list[Tensor]:
+        matrices = [tensor] if tensor.ndim == 2 else [*tensor]
+        if self.form in ("transposed", "read as .mT"):
+            matrices = [matrix.T for matrix in matrices]
+        if not name.startswith("gate_up"):
+            return matrices
+        if self.form == "side by side":
+            return [half for matrix in matrices for half in matrix.chunk(2)]
+        return [half for matrix in matrices for half in (matrix[0::2], matrix[1::2])]
+
+
+def _in_turns(rows: Tensor) -> Tensor:
+    return rows[..., 0::2].sigmoid() * rows[..., 1::2].clamp(max=3.0)
+
+
+@pytest.mark.parametrize("form", ["side by side", "interleaved", "transposed", "apart", "read as .mT", "one for each"])
+def test_experts_of_others_are_cut_into_their_own_matrices(form: str) -> None:
+    torch.manual_seed(0)
+    model = Outside(form)
+    optimizer = ms.Muon(model, lr=0.02)
+    oracle = Oracle(model, model.cut, {}, torch.float32, lr=0.02)
+    assert len(optimizer.param_groups) == 1
+    for _ in range(3):
+        x_TH, expert_TK = torch.randn(9, 6), torch.rand(9, 4).topk(2).indices
+        model.experts(x_TH, expert_TK, torch.ones(9, 2)).square().sum().backward()
+        oracle.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert max(oracle.errors().values()) < BOUND
+
+
+def test_an_activation_that_mixes_halves_otherwise_is_refused() -> None:
+    model = Outside("interleaved")
+    model.experts.outside = ms.OutsideExperts(model.experts.outside.read, activation=lambda rows: rows[..., :5].sin())
+    with pytest.raises(ValueError, match="reads its rows of gate_up neither as"):
+        ms.Muon(model)
+    optimizer = ms.Muon(model, muon=lambda name, _: False if name.startswith("gate_up") else None)
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"]
+
+
+# --- what the tests above must notice -------------------------------------------------------------------------------
+
+
+def _fused(these: Any) -> None:
+    if these.of_experts:
+        form = these.views.args[0]
+        these.views, these.labels = lambda rows_NP: [*form.views(rows_NP).values()], ()
+    post_init(these)
+
+
+def _without_the_last(form: Any, rows_NP: Tensor) -> list[Tensor]:
+    return of_rows(form, rows_NP[:-1] if len(rows_NP) > 1 else rows_NP)
+
+
+def _scaled_as_fused(these: Any) -> None:
+    post_init(these)
+    if these.of_experts:
+        these.shapes = [(2 * these.shapes[0][0], these.shapes[0][1])] * 2 + these.shapes[2:]
+
+
+def _decayed_behind(these: Any, rows: slice, update: Tensor, group: Mapping[str, Any]) -> None:
+    add(these, rows, update, {**group, "weight_decay": 0.0})
+    these.of(these.parameter)[rows].mul_(1 - group["lr"] * group["weight_decay"])
+
+
+def _momentum_twice(optimizer: Any, share: Any, group: Mapping[str, Any]) -> Tensor:
+    update(optimizer, share, group)
+    return update(optimizer, share, group)
+
+
+def _of_own_slice(channel: Any, sent_R: Any, places_R: list[list[Tensor]]) -> Callable[[], None]:
+    receive = exchange(channel, sent_R, places_R)
+
+    def only_own() -> None:
+        receive()
+        for rank, places in enumerate(places_R):
+            for place in places:
+                # Where whole rows are put together, parts of other ranks are left out.
+                if rank != channel.rank and not place.is_contiguous():
+                    place.zero_()
+
+    return only_own
+
+
+of_rows, post_init, add = matrices._of_flat, matrices.Matrices.__post_init__, matrices.Matrices.add_
+update, exchange = muon.Muon._update, muon._exchange
+MUTANTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
+    "gate and up as one": (matrices.Matrices, "__post_init__", _fused),
+    "a missing expert": (matrices, "_of_flat", _without_the_last),
+    "scale of the fused shape": (matrices.Matrices, "__post_init__", _scaled_as_fused),
+    "weight decay behind the update": (matrices.Matrices, "add_", _decayed_behind),
+    "momentum on two ranks": (muon.Muon, "_update", _momentum_twice),
+    "iteration on a slice": (muon, "_exchange", _of_own_slice),
+}
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*MUTANTS[name])
+        yield
+
+
+def error_of_mutant(name: str, strategy: ms.Strategy) -> float:
+    with mutated(name):
+        return trained(strategy, OPTIONS["torch's defaults"], steps=2)[0]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_what_is_broken_shows(ranks: LocalRanks, mutant: str) -> None:
+    fsep = STRATEGIES["fsep"]
+    errors = ranks.run(error_of_mutant, mutant, fsep, num_ranks=2)
+    assert min(errors) > 10 * BOUND
+
+
+# --- bits -----------------------------------------------------------------------------------------------------------
+
+INVARIANT = ms.ModelShape(hidden_size=37, intermediate_size=17, num_experts=6, top_k=2, n_shared_experts=1)
+
+
+class Layers(nn.Module):
+    """Layers without anything between them, whose gradients ``LayoutInvariant`` does not cover."""
+
+    def __init__(self, strategy: ms.Strategy) -> None:
+        super().__init__()
+        self.moe = nn.ModuleList(ms.MoELayer(INVARIANT, strategy, layer_index=index) for index in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.moe:
+            x = x + layer(x)
+        return x
+
+
+def steps_of_batch(model: nn.Module, optimizer: Any, numbers: range) -> list[float]:
+    """Steps on the same 256 tokens, whatever the number of ranks that divide them."""
+    num_ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    norms = []
+    for number in numbers:
+        x_TH = torch.randn(256, INVARIANT.hidden_size, generator=torch.Generator().manual_seed(number))
+        model(x_TH.tensor_split(num_ranks)[rank]).square().sum().backward()
+        ms.sync_gradients(model)
+        norms.append(ms.clip_grad_norm_(model, 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def bits_of(strategy: ms.Strategy, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Parameters and momentum after ten steps."""
+    model = Layers(strategy.replace(reduction=ms.LayoutInvariant()))
+    optimizer = ms.Muon(model, lr=0.02, ns_dtype=dtype)
+    norms = steps_of_batch(model, optimizer, range(10))
+    found = {name: whole(p).detach().clone() for name, p in model.named_parameters()}
+    states = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    found |= {f"{name}/{key}": whole(each).clone() for name, state in states.items() for key, each in state.items()}
+    return found | {"norms": torch.tensor(norms)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_bit_shows_ranks_layout_or_sharding(ranks: LocalRanks, dtype: torch.dtype) -> None:
+    wanted = bits_of(STRATEGIES["ep"], dtype)
+    assert wanted["moe.1.experts.masters/momentum_buffer"].dtype == torch.float32
+    for num_ranks in (1, 2, 4):
+        for name, strategy in STRATEGIES.items():
+            for found in ranks.run(bits_of, strategy, dtype, num_ranks=num_ranks):
+                assert_equal(found, wanted, f"{name} on {num_ranks} ranks")
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def model_and_optimizer(strategy: ms.Strategy) -> tuple[Layers, ms.Muon]:
+    model = Layers(strategy.replace(reduction=ms.LayoutInvariant()))
+    return model, ms.Muon(model, lr=0.02)
+
+
+def saved(path: Path) -> dict[str, Tensor]:
+    """Saves after five steps, and returns the parameters after ten."""
+    model, optimizer = model_and_optimizer(STRATEGIES["ep"])
+    steps_of_batch(model, optimizer, range(5))
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    steps_of_batch(model, optimizer, range(5, 10))
+    return {name: whole(p).detach() for name, p in model.named_parameters()}
+
+
+def resumed(path: Path) -> dict[str, Tensor]:
+    model, optimizer = model_and_optimizer(STRATEGIES["fsep"])
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    steps_of_batch(model, optimizer, range(5, 10))
+    return {name: whole(p).detach() for name, p in model.named_parameters()}
+
+
+def test_a_checkpoint_of_two_ranks_under_ep_resumes_on_four_under_fsep(ranks: LocalRanks, tmp_path: Path) -> None:
+    wanted = ranks.run(saved, tmp_path, num_ranks=2)[0]
+    for found in ranks.run(resumed, tmp_path):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_state_is_loaded_by_the_same_groups_only() -> None:
+    model = ms.MoELayer(SHAPE, STRATEGIES["ep"])
+    first, second = (ms.Muon(model, lr=0.02) for _ in range(2))
+    adamw = torch.optim.AdamW([{"params": group["params"]} for group in first.param_groups])
+    for optimizer in (first, adamw):
+        model(torch.randn(20, 25)).square().sum().backward()
+        optimizer.step()
+    message = r"the state of experts\.masters has step, exp_avg, exp_avg_sq and no momentum_buffer: it is of another"
+    with pytest.raises(ValueError, match=message):
+        second.load_state_dict(adamw.state_dict())
+    assert not second.state
+    second.load_state_dict(first.state_dict())
+    assert_equal(second.state_dict()["state"], first.state_dict()["state"])
+
+
+def test_momentum_of_bfloat16_parameters_stays_float32() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16()
+    first, second = (ms.Muon(model, lr=0.02) for _ in range(2))
+    model(torch.randn(4, 8, dtype=torch.bfloat16)).sum().backward()
+    first.step()
+    second.load_state_dict(first.state_dict())
+    assert second.state[model[0].weight]["momentum_buffer"].dtype == torch.float32
+    assert_equal(second.state_dict()["state"], first.state_dict()["state"])
+
+
+# --- what is trained by what ----------------------------------------------------------------------------------------
+
+
+class Language(nn.Module):
+    """A little of all that a language model has. The head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 25)
+        self.norm = nn.LayerNorm(25)
+        self.blocks = nn.ModuleList([ms.MoELayer(SHAPE.replace(n_shared_experts=0), STRATEGIES["ep"])])
+        self.convolution = nn.Conv1d(25, 25, 3)
+        self.score = nn.Linear(25, 1)
+        self.mixer = nn.Linear(25, 25)
+        self.output = nn.Linear(25, 32, bias=False)
+        self.output.weight = self.embedding.weight
+
+
+SUMMARY = """\
+Muon, experts: 1 parameter, 18 matrices, lr=0.02, weight_decay=0.1
+  blocks.0.experts.masters: 6 × gate [17, 25], up [17, 25], down [25, 17]
+Muon, other matrices: 1 parameter, 1 matrix, lr=0.02, weight_decay=0.1
+  mixer.weight: [25, 25] (frozen)
+AdamW: 9 parameters, lr=0.001, weight_decay=0.01
+  embedding.weight: [32, 25]
+  norm.weight: [25]
+  norm.bias: [25]
+  blocks.0.router.weight: [6, 25]
+  convolution.weight: [25, 25, 3]
+  convolution.bias: [25]
+  score.weight: [1, 25]
+  score.bias: [1]
+  mixer.bias: [25]"""
+
+
+def test_the_summary_says_what_is_trained_by_what() -> None:
+    model = Language()
+    model.mixer.weight.requires_grad_(False)
+    assert ms.Muon(model, lr=0.02).summary() == SUMMARY
+    moved = ms.Muon(model, muon=lambda name, _: {"blocks.0.router.weight": True, "mixer.weight": False}.get(name))
+    assert "matrices: 1 parameter, 1 matrix, lr=0.001, weight_decay=0.1\n  blocks.0.router.weight: [6, 25]" in (
+        moved.summary()
+    )
+    assert "  mixer.weight: [25, 25] (frozen)\n  mixer.bias" in moved.summary()
+
+
+def test_learning_rates_of_groups_follow_a_schedule() -> None:
+    model = Language()
+    optimizer = ms.Muon(model, lr=0.02, adjust_lr_fn="match_rms_adamw")
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.02, 0.02]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step == 0 else 0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    optimizer.step()
+    first = {name: each.clone() for name, each in model.named_parameters()}
+    assert all(not torch.equal(first[name], before[name]) for name in before)
+    schedule.step()
+    optimizer.step()
+    assert_equal(dict(model.named_parameters()), first)
+
+
+def test_an_expert_without_tokens_gets_the_update_of_its_momentum() -> None:
+    layer = ms.MoELayer(SHAPE, STRATEGIES["ep"])
+    optimizer = ms.Muon(layer, lr=0.02)
+    masters = layer.experts.masters
+    for experts in ((0, 1), (2, 3)):
+        before = masters.detach().clone()
+        expert_TK = torch.tensor([experts] * 8)
+        layer.experts(torch.randn(8, 25), expert_TK, torch.ones(8, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert masters.isfinite().all()
+    decayed = before * (1 - 0.02 * 0.1)
+    # Experts 4 and 5 have never had a token; 0 and 1 have had some in the step before.
+    assert_equal(masters[4:].detach(), decayed[4:])
+    assert not torch.equal(masters[:2], decayed[:2])
+
+
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "no matrices": (lambda: ms.Muon(nn.LayerNorm(4)), "LayerNorm has no matrices for Muon: no experts"),
+    "no module": (lambda: ms.Muon(nn.Linear(4, 4).parameters()), "model is a generator; give the torch.nn.Module"),
+    "lr": (lambda: ms.Muon(nn.Linear(4, 4), lr=-1.0), "lr=-1 must be at least 0 and less than inf"),
+    "momentum": (lambda: ms.Muon(nn.Linear(4, 4), momentum=1.0), "momentum=1 must be at least 0 and less than 1"),
+    "steps": (lambda: ms.Muon(nn.Linear(4, 4), ns_steps=0), "ns_steps=0 must be an integer from 1 to 99"),
+    "rule": (lambda: ms.Muon(nn.Linear(4, 4), adjust_lr_fn="rms"), "adjust_lr_fn='rms' must be None, 'original' or"),
+    "dtype": (lambda: ms.Muon(nn.Linear(4, 4), ns_dtype=torch.float16), "ns_dtype=torch.float16 must be torch.float32"),
+    "vector": (
+        lambda: ms.Muon(nn.Linear(4, 4), muon=lambda *_: True),
+        r"muon returned True for bias \[4\], which has 1 dimensions, and Muon trains matrices; return False or None",
+    ),
+    "answer": (lambda: ms.Muon(nn.Linear(4, 4), muon=lambda *_: 1), "muon returned 1 for weight; return True, False"),
+    "no function": (lambda: ms.Muon(nn.Linear(4, 4), muon=True), "muon is a bool; give a function of a parameter's"),
+    "unknown experts": (
+        lambda: ms.Muon(nn.ParameterDict({"experts": torch.zeros(4, 4, 4)})),
+        r"experts \[4, 4, 4\] has three dimensions, and is not of experts that run under a strategy",
+    ),
+    "added later": (
+        lambda: _with_a_group_more().step(),
+        r"a parameter of shape \[3, 3\] was added to Muon, which does not know its matrices; make the optimizer again",
+    ),
+}
+
+
+def _with_a_group_more() -> ms.Muon:
+    optimizer = ms.Muon(nn.Linear(4, 4))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3, 3))]})
+    return optimizer
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused(case: str) -> None:
+    make, message = BAD[case]
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+def refusals() -> list[str]:
+    """Of ranks that would train other matrices, or the same in another way."""
+    model = ms.MoELayer(SHAPE, STRATEGIES["fsep"])
+    rank = dist.get_rank()
+    return [
+        refusal(lambda: ms.Muon(model, muon=lambda name, _: False if rank and "masters" in name else None)),
+        refusal(lambda: ms.Muon(model, ns_steps=5 + rank)),
+    ]
+
+
+def test_ranks_that_differ_are_refused(ranks: LocalRanks) -> None:
+    for groups, steps in ranks.run(refusals, num_ranks=2):
+        assert groups.startswith(
+            "RankMismatchError: Muon(): ranks 0 and 1 would train differently: experts.masters [6, 1275] by Muon"
+        )
+        assert "'ns_steps': 5" in steps
+        assert "'ns_steps': 6" in steps
