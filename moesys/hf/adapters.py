@@ -47,11 +47,24 @@ def adapters_of(model: nn.Module) -> dict[nn.Module, list[Any]]:
 
 
 def bypass(adapters: Sequence[Any]) -> None:
-    """Makes wrappers leave what they would add to the experts inside, and refuse what needs whole parameters."""
+    """Makes wrappers leave what they would add to the experts inside, and refuse what needs whole parameters. Declares
+    their matrices, those of each expert, for ``Muon``.
+    """
     for adapter in adapters:
         adapter.forward = partial(_forward, adapter)
+        for factors in (adapter.lora_A, adapter.lora_B):
+            views = partial(_matrices, adapter.num_experts, factors is adapter.lora_A)
+            for factor in factors.values():
+                factor.__dict__["moesys_matrices"] = {"weight": views}
         for name in ("merge", "unmerge", "unload_and_optionally_merge_module"):
             setattr(adapter, name, partial(_refuse, adapter))
+
+
+def _matrices(num_experts: int, of_rows: bool, factor: Tensor) -> list[Tensor]:
+    """Returns the matrices of experts in a factor: rows of A [1, E·r, in], or each E-th column of B [1, out, r·E]."""
+    if of_rows:
+        return [factor.flatten(0, 1).unflatten(0, (len(factor) * num_experts, factor.shape[1] // num_experts))]
+    return [factor.unflatten(2, (-1, num_experts)).permute(0, 3, 1, 2).flatten(0, 1)]
 
 
 def _forward(adapter: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

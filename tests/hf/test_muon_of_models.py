@@ -1,0 +1,90 @@
+"""``ms.Muon`` trains models of transformers, sharded in every way, as torch's own Muon does matrix by matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import drawn, fsep, lent, text
+from muon_oracle import Cut, Oracle, of_transformers
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+
+# gpt-oss has [in, out], gate and up in turns, and biases of experts, which are two-dimensional.
+CUTS: dict[str, Cut] = {
+    "qwen3_moe": of_transformers(),
+    "mixtral": of_transformers(),
+    "gpt_oss": of_transformers(interleaved=True, transposed=True),
+}
+ADAMW = {"lr": 1e-3, "eps": 1e-3}
+
+
+def adapted() -> Any:
+    torch.manual_seed(3)
+    of_experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=3, init_lora_weights=False, target_modules=["q_proj"], target_parameters=of_experts)
+    return get_peft_model(drawn("qwen3_moe"), config)
+
+
+def of_adapters(name: str, tensor: Tensor) -> list[Tensor] | None:
+    """PEFT's A has the rows of an expert together, and B has those of eight experts in turns."""
+    if "lora" not in name:
+        return None
+    if "experts" not in name:
+        return [tensor]
+    return [*tensor.chunk(8)] if "lora_A" in name else [tensor[:, expert::8] for expert in range(8)]
+
+
+CUTS["lora"] = of_adapters
+
+
+def trained(family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None, steps: int) -> dict[str, float]:
+    model = adapted() if family == "lora" else drawn(family)
+    mesh = None if sizes is None else init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep"))
+    runtime = ms.parallelize(model, strategy, mesh)
+    optimizer = ms.Muon(model, lr=0.01, adamw=ADAMW)
+    oracle = Oracle(model, CUTS[family], ADAMW, torch.float32, lr=0.01)
+    for step in range(steps):
+        ids = text(100 * step + dist.get_rank())
+        model(input_ids=ids, labels=ids).loss.backward()
+        ms.clip_grad_norm_(model, 1.0)
+        oracle.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    runtime.close()
+    return oracle.errors()
+
+
+def case(family: str, name: str, ranks: int, sizes: tuple[int, ...] | None = None, *marks: Any) -> Any:
+    of_group = ranks if sizes is None else sizes[1]
+    strategy = {"ep": ms.Strategy(name="ep"), "lent": lent(of_group), "fsep": fsep(of_group)}[name]
+    where = f"{ranks} ranks" if sizes is None else f"{sizes[0]} groups of {sizes[1]}"
+    return pytest.param(family, strategy, ranks, sizes, id=f"{family}, {name}, {where}", marks=marks)
+
+
+QUICK = [
+    case("qwen3_moe", "fsep", 4, (2, 2)),
+    case("gpt_oss", "fsep", 4),
+    case("mixtral", "lent", 2),
+    case("lora", "fsep", 2),
+]
+OTHERS = [
+    case(family, name, ranks, sizes, pytest.mark.slow)
+    for family in CUTS
+    for name in ("ep", "lent", "fsep")
+    for ranks, sizes in ((1, None), (2, None), (4, None), (4, (2, 2)))
+]
+
+
+@pytest.mark.parametrize(("family", "strategy", "num_ranks", "sizes"), [*QUICK, *OTHERS])
+def test_every_sharding_does_what_torch_does_of_each_matrix(
+    ranks: LocalRanks, family: str, strategy: ms.Strategy, num_ranks: int, sizes: tuple[int, ...] | None
+) -> None:
+    for errors in ranks.run(trained, family, strategy, sizes, 10, num_ranks=num_ranks, timeout_s=150.0):
+        assert max(errors.values()) < 1e-6, errors
