@@ -1,14 +1,14 @@
 """torchtitan's MoE models on the experts of this package, in torchtitan's own trainer:
 ``--override.imports 'moesys.torchtitan.experts={"strategy": "lent.toml"}'``.
 
-Importing this package imports torchtitan, and registers two overrides: ``experts``, and ``planning``, which keeps load
-histories and layouts in checkpoints.
+Importing this package imports torchtitan, and registers three overrides: ``experts``, ``planning``, which keeps load
+histories and layouts in checkpoints, and ``muon``, which trains matrices by ``Muon``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ from torch import nn
 
 from moesys.config import Strategy
 from moesys.files import read_bytes
+from moesys.moe.muon import Muon
 from moesys.moe.runtime import PlanningState
 
 try:
     from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+    from torchtitan.components.optimizer import OptimizersContainer
     from torchtitan.config.override import derive, override
     from torchtitan.models.common.moe import RoutedExperts
 
@@ -35,7 +38,7 @@ except ImportError as error:
         f"torchtitan's models need torchtitan 0.3 or newer, and found is {_found} ({error}); install moesys[torchtitan]"
     ) from error
 
-__all__ = ["experts", "planning"]
+__all__ = ["experts", "muon", "planning"]
 
 
 @override(target=RoutedExperts.Config, description="experts under a strategy of moesys")
@@ -58,6 +61,35 @@ def experts(
 def planning(config: CheckpointManager.Config) -> CheckpointManager.Config:
     """Returns torchtitan's checkpoints with the ``PlanningState`` of the model beside the states of the trainer."""
     return derive(config, PlanningCheckpoints.Config)
+
+
+@override(target=OptimizersContainer.Config, description="Muon for matrices, AdamW for all else")
+def muon(config: OptimizersContainer.Config, **arguments: Any) -> OptimizersContainer.Config:
+    """Returns torchtitan's optimizer with a ``Muon`` of each model part. ``arguments``: those of ``Muon``, as
+    they are written in JSON; the settings of ``config`` are not used.
+    """
+    return derive(config, MuonContainer.Config, muon=arguments)
+
+
+class MuonContainer(OptimizersContainer):
+    """torchtitan's container of optimizers, with one ``Muon`` for each model part."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """``muon``: the arguments of ``Muon``."""
+
+        muon: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        self.model_parts, self.optimizers = model_parts, [Muon(part, **config.muon) for part in model_parts]
+        parameters = []
+        for part, optimizer in zip(model_parts, self.optimizers, strict=True):
+            names = {parameter: canonical_fqn(name) for name, parameter in part.named_parameters()}
+            for group in optimizer.param_groups:
+                # torchtitan's checkpoints store state by these names.
+                group["param_names"] = [names[parameter] for parameter in group["params"]]
+                parameters += group["params"]
+        self._post_init(parameters)
 
 
 class PlanningCheckpoints(CheckpointManager):

@@ -160,6 +160,40 @@ def train(run: Run) -> Trained:
     return trained
 
 
+def errors_under_muon(run: Run) -> dict[str, float]:
+    """Trains with ``moesys.torchtitan.muon``, and returns how far each parameter is from torch's own optimizers."""
+    from muon_oracle import Oracle
+
+    trainer = config_of(run).build()
+    model = trainer.model_parts[0]
+    draw(model)
+    (optimizer,) = trainer.optimizers.optimizers
+    oracle = Oracle(model, _matrices_of, {"eps": 1e-3}, torch.float32)
+    step = optimizer.step
+
+    def both(*args: Any, **options: Any) -> Any:
+        # torchtitan's schedule begins with a warm-up.
+        for of, group in ((oracle.muon, optimizer.param_groups[0]), (oracle.adamw, optimizer.param_groups[-1])):
+            of.param_groups[0]["lr"] = group["lr"]
+        oracle.step()
+        return step(*args, **options)
+
+    optimizer.step = both
+    try:
+        with EXPERTS_IN[run.dtype]():
+            trainer.train()
+    finally:
+        trainer.close()
+    return oracle.errors()
+
+
+def _matrices_of(name: str, tensor: Tensor) -> list[Tensor] | None:
+    if tensor.ndim == 3:
+        return [*tensor]
+    hidden = name.startswith("layers.") and name.endswith(".weight") and "router" not in name
+    return [tensor] if hidden and tensor.ndim == 2 else None
+
+
 def _force(run: Run, trained: Trained, index: int, router: Any, _: Any, output: Any) -> Any:
     """Gives a layer the choices of ``run.forced``, with the weights that its router has for them."""
     if run.forced is None:

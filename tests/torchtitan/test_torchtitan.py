@@ -23,6 +23,7 @@ from titan_runs import (
     STRATEGIES,
     Run,
     Trained,
+    errors_under_muon,
     message_for_packed_experts,
     message_for_quantiles,
     messages,
@@ -83,6 +84,28 @@ def test_a_step_with_a_strategy_from_a_file_is_that_of_torchtitan(
     file.write_text(STRATEGIES["lent"].to_toml())
     overrides = (f'moesys.torchtitan.experts={{"strategy": "{file}"}}',)
     same_training(titan.run(train, Run(overrides, steps=1), num_ranks=2), theirs(2, steps=1))
+
+
+MUON = 'moesys.torchtitan.muon={"lr": 0.01, "adamw": {"lr": 0.003, "eps": 0.001}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [("fsep", 4), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in STRATEGIES)],
+)
+def test_muon_trains_each_matrix_as_torch_does(titan: LocalRanks, name: str, num_ranks: int) -> None:
+    run = Run((*ours(STRATEGIES[name]), MUON), steps=10)
+    for errors in titan.run(errors_under_muon, run, num_ranks=num_ranks):
+        assert max(errors.values()) < 1e-6, errors
+
+
+@pytest.mark.slow
+def test_muon_is_resumed_from_torchtitans_checkpoints(titan: LocalRanks, tmp_path: Path) -> None:
+    overrides, folder = (*ours(STRATEGIES["fsep"]), "moesys.torchtitan.planning", MUON), str(tmp_path)
+    whole = titan.run(train, Run(overrides, folder=folder), num_ranks=2)
+    resumed = titan.run(train, Run(overrides, folder=folder, settings={"checkpoint.load_step": 3}), num_ranks=2)
+    assert resumed[0].losses == whole[0].losses[3:]
+    assert_equal(resumed[0].parameters, whole[0].parameters)
 
 
 def test_without_torchtitan_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

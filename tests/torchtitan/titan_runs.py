@@ -80,6 +80,12 @@ def train(run: Run) -> Trained:
     return cpu_trainer.train(run)
 
 
+def errors_under_muon(run: Run) -> dict[str, float]:
+    import cpu_trainer
+
+    return cpu_trainer.errors_under_muon(run)
+
+
 def same_outputs_of_flat_tokens() -> bool:
     import cpu_trainer
 
