@@ -113,8 +113,8 @@ class ModelRun(Declaration):
     """CPU time to launch each operation, a lower bound of a pass; 0: a step is one CUDA graph."""
     backend: Literal["nccl", "gloo"] = "nccl"
     """Backend of data-parallel collectives; gloo (CPUs): nothing is prefetched with dense="full"."""
-    optimizer: Literal["adam", "adam_bf16", "sgd"] = "adam"
-    """Moments in float32, in bfloat16 (DeepSeek-V3), or none; masters are float32."""
+    optimizer: Literal["adam", "adam_bf16", "sgd", "muon"] = "adam"
+    """Moments in float32, in bfloat16 (DeepSeek-V3), none, or one (``ms.Muon``); masters are float32."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -107,7 +107,7 @@ def simulate_command(
     global_batch: Annotated[int | None, _model_option("N", "Sequences per step.", min=1)] = None,
     skew: Annotated[float, _model_option("X", "Skew of the drawn routing; 0 is balanced.", min=0)] = 0.0,
     fp8: Annotated[bool, flag("Multiply by weights in float8.", "--fp8", rich_help_panel=_MODEL_PANEL)] = False,
-    optimizer: Annotated[str, _model_option("NAME", "adam, adam_bf16 or sgd.")] = "adam",
+    optimizer: Annotated[str, _model_option("NAME", "adam, adam_bf16, sgd or muon.")] = "adam",
 ) -> None:
     """Simulates a step of an experiment, of a plan or of a whole model, prints the tables and writes the files."""
     if (file is None) == (model is None):

@@ -17,7 +17,7 @@ from moesys.simulator.model.model_units import Units
 
 # Bytes per parameter.
 MASTER_BYTES = 4
-MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 0}
+MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 0, "muon": 4}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,12 @@ def stage_memory(run: ModelRun, units: Units, chunks: Sequence[range], held: int
     gathered = sum(sorted(unit.parameters for unit in of_stage)[-2:]) / parallel.tp
     weights = b * (min(dense, dense / dense_ring + gathered) if whole else dense)
     gradients = run.gradient_bytes * ((dense / dense_ring if whole else dense) + owned)
-    optimizer = of_dense * dense / (dense_ring if sharded else 1) + of_experts * owned / (expert_ring if sharded else 1)
+    # Muon leaves the embedding and the head to AdamW.
+    ends = sum(unit.parameters for unit in of_stage if unit is units.embedding or unit is units.head) / parallel.tp
+    second = (MOMENT_BYTES["adam"] - MOMENT_BYTES["muon"]) * ends if run.optimizer == "muon" else 0.0
+    optimizer = (of_dense * dense + second) / (dense_ring if sharded else 1) + of_experts * owned / (
+        expert_ring if sharded else 1
+    )
     share = run.micro_batch / (parallel.tp * parallel.cp)
     again = not run.strategy.overlap.keep_x
     kept = sum(_saved(each, parallel.recompute, row_factor, again) for each in layers) * share / len(chunks)

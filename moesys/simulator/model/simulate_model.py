@@ -18,10 +18,11 @@ import numpy as np
 
 from moesys.balance.plan import LayerPlan, out_of_rows, plan_layer
 from moesys.balance.replay import Moment, replay_layer
+from moesys.config import Fsep, Gqa, MoeMlp
 from moesys.config.base import check_type
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
-from moesys.cost import optimizer_seconds, row_product_seconds
+from moesys.cost import optimizer_seconds, product_rate, row_product_seconds, transfer_seconds
 from moesys.load import IntArray, LoadMatrix
 from moesys.simulator.model.exchanges import Ring, passes_of_sum
 from moesys.simulator.model.memory import MASTER_BYTES, MOMENT_BYTES, stage_memory
@@ -257,6 +258,55 @@ def update_bytes(optimizer: str) -> int:
     return 2 * (MASTER_BYTES + MOMENT_BYTES[optimizer]) + _GRADIENT_AND_COPY_BYTES
 
 
+def muon_seconds(run: ModelRun, chunks: Sequence[range]) -> float:
+    """Returns the seconds in which a rank of a stage makes its updates orthogonal, as ``ms.Muon`` divides that: each
+    matrix is one rank's work unless all ranks have it, and messages of one layer travel while another is computed.
+
+    Five steps of the iteration on [m, n], m ≤ n, have 5·(4m²n + 2m³) flops. What several ranks have parts of travels
+    to the owner and back, in the compute dtype.
+    """
+    layers = [run.model.layers[layer] for chunk in chunks for layer in chunk]
+    H, parallel = run.model.hidden_size, run.parallelism
+    dense, experts = 0.0, 0.0
+    dense_parameters = expert_parameters = 0
+    for layer in layers:
+        sizes = [(each.outputs, each.inputs) for each in layer.attention.products(H).values()]
+        if isinstance(layer.attention, Gqa):
+            head, kv_heads = layer.attention.head_dim, layer.attention.num_kv_heads
+            # Queries, keys and values are apart.
+            sizes = [(layer.attention.num_heads * head, H), *[(kv_heads * head, H)] * 2, *sizes[1:]]
+        mlp = layer.mlp.shared if isinstance(layer.mlp, MoeMlp) else layer.mlp
+        if mlp is not None:
+            sizes += [(mlp.products(H)["down"].inputs, H)] * 3
+        dense += sum(_iteration_flops(*each) for each in sizes)
+        dense_parameters += sum(rows * columns for rows, columns in sizes)
+        if isinstance(layer.mlp, MoeMlp):
+            E, I = layer.mlp.shape.num_experts, layer.mlp.shape.intermediate_size
+            experts += 3 * E * _iteration_flops(I, H)
+            expert_parameters += 3 * E * I * H
+    sharded = parallel.dense != "replicated"
+    dense_ring, expert_ring = Ring.of_dense(run), Ring.of_experts(run)
+    on_rank = (
+        parallel.tp * dense_ring.size if sharded else 1,
+        run.groups.expert * (expert_ring.size if sharded else 1),
+    )
+    flops = dense / on_rank[0] + experts / on_rank[1]
+    b, R = run.model.bytes_per_element, run.groups.expert
+    sent_s = 0.0
+    if sharded or parallel.tp > 1:
+        sent_s += max(dense_ring.busy_seconds(dense_parameters * b / on_rank[0], run.cluster))
+    if isinstance(run.strategy.sharding, Fsep):
+        bytes_RR = np.full((R, R), expert_parameters * b / on_rank[1] / R)
+        np.fill_diagonal(bytes_RR, 0.0)
+        sent_s += transfer_seconds(bytes_RR, run.expert_cluster)
+    return max(flops / product_rate(run.cluster, backward=False), 2 * sent_s)
+
+
+def _iteration_flops(rows: int, columns: int) -> float:
+    m, n = sorted((rows, columns))
+    return 5.0 * (4 * m * m * n + 2 * m**3)
+
+
 @dataclass(frozen=True)
 class EndOfStep:
     """The work after the last backward pass of a step, on all stages of ``run``."""
@@ -291,10 +341,11 @@ class EndOfStep:
             forward += [max(0.0, part.seconds.forward - link.forward) for link in part.busy]
             backward += [max(0.0, part.seconds.backward - link.backward) for link in part.busy]
         shown_s = [float((summed - hidden * backward).max()), float((gathered - hidden * forward).max())]
+        update_s = optimizer_seconds(updated * update_bytes(run.optimizer), run.cluster)
         return {
             "gradients and parameters": sum(max(0.0, each) for each in shown_s),
             "tied embeddings": self._tied_seconds(chunks),
-            "optimizer": optimizer_seconds(updated * update_bytes(run.optimizer), run.cluster),
+            "optimizer": update_s + (muon_seconds(run, chunks) if run.optimizer == "muon" else 0.0),
         }
 
     def _tied_seconds(self, chunks: Sequence[range]) -> float:
