@@ -30,7 +30,10 @@ class RealTraining(Declaration):
     micro_batches: int = Field(1, ge=1, description="forward and backward passes of a step")
     warmup: int = Field(3, ge=0, description="first steps, trained but not timed")
     steps: int = Field(30, ge=1, description="timed steps")
-    learning_rate: float = Field(1e-3, gt=0, description="learning rate of Adam")
+    learning_rate: float = Field(1e-3, gt=0, description="learning rate of the optimizer")
+    optimizer: Literal["adam", "muon"] = Field(
+        "adam", description="Adam, or `ms.Muon` of the matrices at the rate of Adam (`match_rms_adamw`), undecayed"
+    )
     max_grad_norm: float = Field(1.0, gt=0, description="gradient norm above which gradients are scaled down")
     recompute: bool = Field(False, description="activation checkpointing of every block")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where ranks compute; cuda: each on a GPU")
@@ -44,7 +47,8 @@ class RealTraining(Declaration):
 
     def _identity(self) -> dict[str, Any]:
         # Trials that an earlier release has recorded keep their fingerprints.
-        return super()._identity() | _REMOVED
+        identity = super()._identity() | _REMOVED
+        return {name: value for name, value in identity.items() if (name, value) != ("optimizer", "adam")}
 
     @property
     def recomputed(self) -> Recompute:

@@ -13,12 +13,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from moesys.balance.plan import LayerPlan
 from moesys.collectives import guarded
@@ -29,6 +30,7 @@ from moesys.lab.train.language_model import ByteLearner
 from moesys.lab.train.text import Text
 from moesys.load import IntArray
 from moesys.moe.gradients import clip_grad_norm_
+from moesys.moe.muon import Muon
 from moesys.moe.router_bias import update_router_bias
 from moesys.moe.runtime import MoERuntime
 
@@ -138,7 +140,13 @@ class Trainer:
         self.text = self._agreed(self.learner.text)
         self.runtime = self.learner.link()
         # Parameters are of several meshes, or no DTensors: foreach takes no mixture.
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=workload.learning_rate, foreach=False)
+        options: dict[str, Any] = {"lr": workload.learning_rate, "weight_decay": 0.0}
+        self.optimizer: Optimizer
+        if workload.optimizer == "muon":
+            adamw = {"weight_decay": 0.0, "foreach": False}
+            self.optimizer = Muon(self.model, **options, adjust_lr_fn="match_rms_adamw", adamw=adamw)
+        else:
+            self.optimizer = torch.optim.Adam(self.model.parameters(), **options, foreach=False)
         if isinstance(workload, Training) and workload.interpret:
             _compute_by_kernels(self.runtime)
 
