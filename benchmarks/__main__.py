@@ -43,6 +43,13 @@ PAGES = {
         "Exit code 1: a gradient differs.",
         ("python -m benchmarks hosts --out found", "python -m benchmarks hosts --routing skewed --ranks 4 --share 0.5"),
     ),
+    "optimizers": CommandPage(
+        "benchmarks.optimizers:bench_optimizers",
+        COMPUTING,
+        "Time steps of Muon and of AdamW on ranks.",
+        "Muon that each rank computes as a whole is timed beside them.",
+        ("python -m benchmarks optimizers --ranks 4 --out found",),
+    ),
     "simulate": CommandPage(
         "benchmarks.simulator_speed:bench_simulate",
         COMPUTING,
