@@ -103,6 +103,17 @@ class ClusterSpec(Declaration):
             )
 
     @property
+    def has_speeds(self) -> bool:
+        """Whether more is declared than ranks, their nodes and domains, and a name."""
+        changed = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
+        return bool(changed - {"num_nodes", "ranks_per_node", "ranks_per_domain", "name"})
+
+    @property
+    def hardware(self) -> str:
+        """The name, or the hardware of the default speeds, if no other speed is declared; else ""."""
+        return self.name or ("" if self.has_speeds else "no speed is declared, so A100-80GB is assumed")
+
+    @property
     def node_sizes(self) -> tuple[int, ...]:
         if isinstance(self.ranks_per_node, tuple):
             return self.ranks_per_node

@@ -194,13 +194,13 @@ def __getattr__(name: str) -> Any:
 Slots = SlotCount | tuple[SlotCount, ...]
 
 
-def cpu(ranks_per_node: int, num_nodes: int = 1) -> ClusterSpec:
+def cpu(ranks_per_node: int | tuple[int, ...], num_nodes: int = 1) -> ClusterSpec:
     """Returns ranks that are processes with one core each and communicate by gloo. The rates are rough, for planners
     that weigh rows against experts; ``moesys calibrate`` measures them.
     """
     # [measured] 20 GFLOP/s on a part of a core of an EPYC (docs/measured/shaped-nodes_epyc-2-cores_2026-11-23.md).
     rates = {"intra_node_gb_per_s": 1.0, "inter_node_gb_per_s": 1.0, "expert_tflops": 0.05}
-    return ClusterSpec(num_nodes=num_nodes, ranks_per_node=ranks_per_node, **rates)
+    return ClusterSpec(num_nodes=num_nodes, ranks_per_node=ranks_per_node, name="CPU ranks, roughly", **rates)
 
 
 def ep() -> Strategy:

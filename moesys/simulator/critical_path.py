@@ -21,7 +21,7 @@ from moesys.simulator.links import Flow, links_of_ranks
 
 # The value of ``Computing.cause_R`` and ``AllToAll.cause`` if nothing but the start of the step was waited for.
 START = -1
-LINK_LANES = ("NVLink out", "NVLink in", "NIC out", "NIC in")
+LINK_LANES = ("link out", "link in", "NIC out", "NIC in")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PathPart:
 
     @property
     def where(self) -> str:
-        """The place in words, such as ``rank 17's NVLink in`` or ``rank 3's experts``."""
+        """The place in words, such as ``rank 17's link in`` or ``rank 3's experts``."""
         owner = "rank" if self.is_of_rank else "node"
         return f"{owner} {self.rank}'s {self.kind.replace('_', ' ') if self.lane == 'compute' else self.lane}"
 

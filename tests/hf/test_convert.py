@@ -39,6 +39,7 @@ from moesys.hf.convert import _SavedModel, convert
 from moesys.hf.hub_files import HubFiles, errors_of_checkpoints
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
+from moesys.lab.show import progress
 
 
 def quietly(source: Path, out: Path, config: Path | None = None) -> str:
@@ -508,12 +509,13 @@ def test_metadata_that_other_versions_wrote_is_read(good: Path, tmp_path: Path, 
     assert_equal(tensors(tmp_path / "back"), tensors(good))
 
 
-def test_the_command(good: Path, tmp_path: Path) -> None:
+def test_the_command(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of progress in a pipe, the folder on stdout; what is there already is left alone."""
+    monkeypatch.setattr(progress, "_SILENT_S", 0.0)
     done = CliRunner().invoke(app, ["convert", str(good), str(tmp_path / "start")])
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'start'}\n")
     lines = done.stderr.splitlines()
-    assert len(lines) == 10
+    assert len(lines) >= 10
     assert re.fullmatch(r"([\d.]+) of \1 MB", lines[-1])
     again = CliRunner().invoke(app, ["convert", str(good), str(tmp_path / "start")])
     assert again.exit_code == 2

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from moesys.lab.commands.options import Quiet, argument, option, refusing
-from moesys.lab.show.progress import bytes_progress
+from moesys.lab.show.progress import status_line
 
 
 @refusing()
@@ -35,6 +34,6 @@ def convert_command(
     # This import is here because it imports transformers, which may be missing.
     from moesys.hf.convert import convert
 
-    with bytes_progress(sys.stderr, quiet) as tick:
-        convert(source, out, config, tick)
+    with status_line(quiet) as show:
+        convert(source, out, config, lambda done, total: show(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB"))
     print(out)

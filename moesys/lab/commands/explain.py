@@ -27,7 +27,7 @@ from moesys.config.workload import RealTraining, Replay
 from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
 from moesys.lab.commands.options import AsJson, ExperimentFile, Imports, ModelLayers, Settings, Wide, option, refusing
 from moesys.lab.runs.declarations import declared_in, import_modules_of_user, load_experiment, strategy_in
-from moesys.lab.runs.trials import SimulatedStep, rest_of, routing_of, simulated_workload
+from moesys.lab.runs.trials import SimulatedStep, rest_of, routing_of, simulated_cluster, simulated_workload
 from moesys.lab.show.sheets import print_full
 from moesys.lab.show.step_explanation import (
     ExpertChange,
@@ -101,7 +101,7 @@ def explain(
             f"micro_batch={micro_batch} is not among the workload's {trace.num_micro_batches}; "
             f"use 0 to {trace.num_micro_batches - 1}"
         )
-    model, cluster = experiment.model, experiment.cluster
+    model, cluster = experiment.model, simulated_cluster(experiment)
     walks = [
         list(islice(replay_layer(strategy, model, cluster, tokens_SRE, layer=layer), micro_batch + 1))
         for layer, tokens_SRE in enumerate(trace.tokens_SLRE.swapaxes(0, 1))

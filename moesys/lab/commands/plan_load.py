@@ -62,7 +62,7 @@ def plan_command(
     slots_per_rank = slots if slots is not None else -(-wanted.num_experts // spec.num_ranks) + 1
     before = None if previous is None else read_layout(previous)
     plan, certificate = make_plan(wanted, spec, slots_per_rank, balance_config, split_config, before)
-    text = plan_json(plan, certificate)
+    text = json.dumps({**json.loads(plan.to_json()), "certificate": certificate.to_dict()}) + "\n"
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, text)
@@ -142,11 +142,6 @@ def read_layout(path: Path) -> ExpertLayout:
         raise ValueError(f"previous {path} is not a file; give a plan that moesys plan --out wrote") from None
     except ValueError as error:
         raise ValueError(f"previous {path}: {error}; give a plan that moesys plan --out wrote") from None
-
-
-def plan_json(plan: LayerPlan, certificate: Certificate) -> str:
-    """Returns a plan with its certificate."""
-    return json.dumps({**json.loads(plan.to_json()), "certificate": certificate.to_dict()}) + "\n"
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------

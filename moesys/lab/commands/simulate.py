@@ -37,7 +37,7 @@ from moesys.lab.commands.whole_model import simulate_whole_model
 from moesys.lab.runs.declarations import cluster_of, import_modules_of_user, load_experiment, strategy_in
 from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.runs.trials import SimulatedStep, has_seeds, simulated_steps, simulated_workload
+from moesys.lab.runs.trials import SimulatedStep, has_seeds, simulated_cluster, simulated_steps, simulated_workload
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.figures import TimelinePanel, draw_timelines, save, shown_ranks, style, write_chrome_trace
 from moesys.lab.show.progress import status_line
@@ -206,7 +206,7 @@ def _changed(experiment: Experiment, layers: int | None, cluster: str | None) ->
     workload = simulated_workload(experiment.workload)
     if layers is not None and isinstance(workload, Generated):
         workload = workload.replace(num_layers=layers)
-    declared = experiment.cluster
+    declared = simulated_cluster(experiment)
     return experiment.replace(workload=workload, cluster=cluster_of(cluster, declared) if cluster else declared)
 
 
@@ -258,7 +258,8 @@ def _first_layers(plan: StepPlan, layers: int | None) -> StepPlan:
 def _shape_words(plan: StepPlan) -> str:
     cluster = plan.cluster
     layers, ranks = counted(len(plan.layers), "layer"), counted(cluster.num_ranks, "rank")
-    return f"one step of {layers} on {ranks} of {counted(cluster.num_nodes, 'node')}"
+    where = f" ({cluster.hardware})" if cluster.hardware else ""
+    return f"one step of {layers} on {ranks} of {counted(cluster.num_nodes, 'node')}{where}"
 
 
 def _by_stem(of_strategies: Sequence[StepDraws]) -> Iterator[tuple[str, StepDraws]]:
@@ -321,7 +322,7 @@ class StepDraws:
             "exposed_ms": all_exposed_ms,
             "tokens_ms": tokens_ms,
             "restore_ms": restore_ms,
-            "waiting_ms": max(all_exposed_ms - tokens_ms - restore_ms, 0.0),
+            "waiting_ms": max(round(all_exposed_ms - tokens_ms - restore_ms, 9), 0.0),
         }.items():
             self.figures[name].append(value)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.config import ClusterSpec, ModelShape, Strategy, presets
 from moesys.config.workload import Generated, ModelTraining, RealTraining, Replay, Training, Workload
 from moesys.cost import restore_bytes, restores_per_step
 from moesys.lab.runs.records import Samples
@@ -19,6 +19,7 @@ from moesys.traces import Trace, generate, load_trace
 
 if TYPE_CHECKING:
     from moesys.balance.plan import StepPlan
+    from moesys.config.experiment import Experiment
     from moesys.simulator.rest_of_step import RestOfStep
     from moesys.simulator.simulation import Simulation
 
@@ -227,6 +228,14 @@ def simulated_workload(workload: Workload) -> Replay | Generated:
         micro_batches=workload.micro_batches,
         recompute=workload.recomputed,
     )
+
+
+def simulated_cluster(experiment: Experiment) -> ClusterSpec:
+    """Returns the cluster of an experiment, with the speeds of CPUs for a training on CPUs that declares none."""
+    cluster, workload = experiment.cluster, experiment.workload
+    if cluster.has_speeds or not isinstance(workload, RealTraining) or workload.device != "cpu":
+        return cluster
+    return presets.cpu(cluster.ranks_per_node, cluster.num_nodes).replace(ranks_per_domain=cluster.ranks_per_domain)
 
 
 def _metrics(step: SimulatedStep) -> dict[str, float]:

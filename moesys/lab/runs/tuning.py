@@ -23,7 +23,15 @@ from moesys.lab.ranks.process_start import RunInterruption, sigterm_as_ctrl_c
 from moesys.lab.runs.places import Place, TrialError, no_tick, num_workers, place_for, simulating_workers
 from moesys.lab.runs.records import numbered, setting_fingerprint
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.runs.trials import Measurement, SimulatedStep, has_seeds, rest_of, routing_of, simulated_steps
+from moesys.lab.runs.trials import (
+    Measurement,
+    SimulatedStep,
+    has_seeds,
+    rest_of,
+    routing_of,
+    simulated_cluster,
+    simulated_steps,
+)
 from moesys.traces import save_trace
 from moesys.tuner.costs import Observer, Session
 from moesys.tuner.findings import Entry, TuneJournal
@@ -285,7 +293,7 @@ class _Folder:
                 recompute=rest_of(workload).recompute,
             )
             seeds = seeds[:1]
-        return SimulatedWorkload.of(experiment.model, experiment.cluster, workload, seeds)
+        return SimulatedWorkload.of(experiment.model, simulated_cluster(experiment), workload, seeds)
 
     def _record_routing(self, ranks: _Ranks, seed: int) -> None:
         """Writes the routing of the baseline to the folder, unless it is there."""

@@ -223,7 +223,7 @@ def _source_words(comparison: Comparison, machine: str) -> str:
         if isinstance(experiment.workload, Training) and experiment.workload.interpret:
             how += " Kernels ran in Triton's interpreter, so times say nothing about a GPU; only the agreement counts."
     else:
-        named = f" ({cluster.name})" if cluster.name else ""
+        named = f" ({cluster.hardware})" if cluster.hardware else ""
         how = f"Simulated by the cost model for {ranks}{named}; nothing was measured."
     return f"{how} Fingerprint {setting_fingerprint(experiment)} of model, cluster and workload."
 

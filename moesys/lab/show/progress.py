@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
@@ -19,7 +19,6 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
 from rich.text import Text
 
@@ -31,6 +30,10 @@ from moesys.lab.runs.runner import QuietProgress, StepCounter
 
 if TYPE_CHECKING:
     from moesys.tuner.findings import Entry
+
+
+# In a pipe, work that shows words on a status line is silent for no longer.
+_SILENT_S = 20.0
 
 
 class Bars(Progress):
@@ -72,22 +75,14 @@ def is_live(console: Console) -> bool:
 
 
 @contextmanager
-def _bars_on(console: Console, *columns: ProgressColumn) -> Iterator[Bars | None]:
-    """Yields bars on a console that can redraw, and None on others."""
-    if is_live(console):
-        with Bars(console, *columns) as bars:
-            yield bars
-    else:
-        yield None
-
-
-@contextmanager
 def steps_told(what: str, total: int, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """Yields a function to call with the name of each of ``total`` steps when it begins.
 
     It shows them on stderr, because tables go to stdout; ``quiet``: not at all.
     """
-    with _bars_on(Console(stderr=True, quiet=quiet), MofNCompleteColumn(), TimeRemainingColumn()) as bars:
+    console = Console(stderr=True, quiet=quiet)
+    bars = Bars(console, MofNCompleteColumn(), TimeRemainingColumn()) if is_live(console) else None
+    with bars or nullcontext():
         task, begun = bars.add_task(what, total=total) if bars else TaskID(0), 0
 
         def show(name: str) -> None:
@@ -105,31 +100,20 @@ def steps_told(what: str, total: int, quiet: bool = False) -> Iterator[Callable[
 
 @contextmanager
 def status_line(quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows the words that it is called with on the last line of a terminal, on stderr; nothing
-    is shown if ``quiet``, or where that is no terminal.
+    """Yields a function that shows the words that it is called with on stderr: on the last line of a terminal, or
+    elsewhere as a line when ``_SILENT_S`` have passed without one. ``quiet``: not at all.
     """
-    # Rich takes a string of a status line for its markup, whatever the console says.
-    with Console(stderr=True, quiet=quiet).status(Text()) as status:
-        yield lambda words: status.update(Text(printable(words)))
+    console, said_s = Console(stderr=True, quiet=quiet), time.monotonic()
 
+    def show(words: str) -> None:
+        nonlocal said_s
+        # Rich takes a string of a status line for its markup, whatever the console says.
+        status.update(Text(printable(words)))
+        if not (quiet or is_live(console)) and time.monotonic() - said_s >= _SILENT_S:
+            said_s = time.monotonic()
+            print(printable(words), file=sys.stderr, flush=True)
 
-@contextmanager
-def bytes_progress(file: TextIO, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function to call with the number of bytes that are done, and of all; without bars, it prints tenths,
-    and nothing if ``quiet``.
-    """
-    columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with _bars_on(Console(file=file, quiet=quiet), *columns) as bars:
-        task, tenths = bars.add_task("", visible=False) if bars else TaskID(0), 0
-
-        def show(done: int, total: int) -> None:
-            nonlocal tenths
-            if bars is not None:
-                bars.update(task, completed=done, total=total, visible=True)
-            elif not quiet and 10 * done // total > tenths:
-                tenths = 10 * done // total
-                print(f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=file, flush=True)
-
+    with console.status(Text()) as status:
         yield show
 
 

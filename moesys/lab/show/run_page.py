@@ -101,7 +101,7 @@ def _about(folder: RunFolder, comparison: Comparison, machine: str) -> dict[str,
     shape = f"{model.num_experts:,} experts of {model.hidden_size:,} x {model.intermediate_size:,}, top-{model.top_k}"
     return {
         "model": f"{shape}, {model.dtype}",
-        "cluster": f"{cluster.name or 'no name'}: {cluster.num_nodes:,} x {cluster.ranks_per_node} ranks",
+        "cluster": f"{cluster.name and f'{cluster.name}: '}{cluster.num_nodes:,} x {cluster.ranks_per_node} ranks",
         "workload": as_title(workload.kind) + (f" of {workload.model}" if isinstance(workload, ModelTraining) else ""),
         "seeds": ", ".join(map(str, experiment.seeds)),
         "trials (UTC)": f"{started[0][:16]} to {started[-1][:16]}".replace("T", " ") if started else "none",
@@ -237,15 +237,12 @@ def _listed(path: Path) -> tuple[str, str, str, str]:
         if not (steps := list(step_journal(next(iter(step_files(path).values()))).read())):
             raise ValueError("no step has been written yet")
         newest = steps[-1]
+        ended = datetime.fromtimestamp(newest.time_s, UTC)
         numbers = "".join(f", {name} {value:.4g}" for name, value in newest.numbers.items())
         words = f"step {newest.step:,}{numbers}"
-        return words, counted(newest.num_ranks, "rank"), "watched training", _minute(newest.time_s)
+        return words, counted(newest.num_ranks, "rank"), "watched training", f"{ended:%Y-%m-%d %H:%M}"
     except (ValueError, OSError) as error:
         return f"cannot be read: {error}", "", kind, ""
-
-
-def _minute(time_s: float) -> str:
-    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d %H:%M}"
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

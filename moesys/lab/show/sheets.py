@@ -310,11 +310,7 @@ def plain(value: Any) -> Any:
 def escaped(text: str) -> str:
     """Returns one line of Markdown that shows the text as it is."""
     # Brackets, tildes and ampersands are escaped only where they begin links, struck out text and entities.
-    return re.sub(r"([\\`*_<>|$]|\](?=[(\[:])|~(?=~)|&(?=#?\w+;))", r"\\\1", _one_line(text))
-
-
-def _one_line(text: str) -> str:
-    return printable(" ".join(text.split()))
+    return re.sub(r"([\\`*_<>|$]|\](?=[(\[:])|~(?=~)|&(?=#?\w+;))", r"\\\1", printable(" ".join(text.split())))
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------

@@ -242,9 +242,9 @@ def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> 
 
 
 def _cluster_words(cluster: ClusterSpec) -> str:
-    name = f" ({cluster.name})" if cluster.name else ""
+    name = f" ({cluster.hardware})" if cluster.hardware else ""
     return (
-        f"{counted(cluster.num_ranks, 'rank')} of {counted(cluster.num_nodes, 'node')}{name}, declared with "
+        f"{counted(cluster.num_ranks, 'rank')} of {counted(cluster.num_nodes, 'node')}{name}, with "
         f"{cluster.intra_node_gb_per_s:g} GB/s inside and "
         f"{cluster.inter_node_gb_per_s:g} GB/s between nodes, {cluster.expert_tflops:g} TFLOP/s a rank"
     )

@@ -57,6 +57,7 @@ def test_clusters_are_a_shorthand_or_a_file(tmp_path):
     (tmp_path / "a.toml").write_text(spec.to_toml())
     assert cluster_of("4x8") == ClusterSpec(num_nodes=4, ranks_per_node=8)
     assert cluster_of("h200:16") == presets.h200(16)
+    assert cluster_of("b200") == presets.b200(1)
     assert cluster_of(str(tmp_path / "a.json")) == cluster_of(str(tmp_path / "a.toml")) == spec
 
 

@@ -18,13 +18,13 @@ from moesys.__main__ import app
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import StepPlan, plan_layer
 from moesys.balance.replay import replay_steps
-from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy, presets
 from moesys.config.experiment import Experiment
 from moesys.config.overlap import MegaKernel
 from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.commands import explain, simulate
 from moesys.lab.runs.statistics import paired_ratio
-from moesys.lab.runs.trials import rest_of, routing_of, run_simulated
+from moesys.lab.runs.trials import rest_of, routing_of, run_simulated, simulated_workload
 from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.figures import write_chrome_trace
 from moesys.lab.show.sheets import figure
@@ -142,6 +142,34 @@ def test_what_would_not_run_is_marked_and_says_why(tmp_path):
     code, output = run(file, "--draws", 1, "--model-layers", 5000)
     assert "ep would not run: a rank holds" in " ".join(output.split())
     assert "of 5000 layers, and has 0.0001." in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("workload", "speeds", "words"),
+    [
+        (WORKLOAD, {}, "(no speed is declared, so A100-80GB is assumed)"),
+        (WORKLOAD, {"expert_tflops": 1.0}, ""),
+        (WORKLOAD, {"name": "mine"}, "(mine)"),
+        (Training(warmup=0, steps=1, context=8, batch=1), {}, "(CPU ranks, roughly)"),
+        (Training(warmup=0, steps=1, context=8, batch=1), {"expert_tflops": 1.0}, ""),
+        (Training(warmup=0, steps=1, context=8, batch=1, device="cuda"), {}, "(no speed is declared, so A100-80GB is"),
+    ],
+)
+def test_the_hardware_that_is_assumed_is_named(tmp_path, workload, speeds, words):
+    of = declared(workload=workload, cluster=ClusterSpec(ranks_per_node=2, **speeds))
+    code, output = run(written(tmp_path, of), "--draws", 1)
+    assert code == 0
+    assert f"on 2 ranks of 1 node {words}".rstrip() in output.splitlines()[0]
+    assert ("(" in output.splitlines()[0]) == bool(words)
+    step_ms = float(rows(output)["ep"][1])
+    on_cpus = presets.cpu(2) if "CPU" in words else of.cluster
+    simulated = declared(workload=simulated_workload(workload), cluster=on_cpus)
+    expected = run_simulated(EP, MODEL, on_cpus, simulated.workload, 0).samples["step_ms"].values[0]
+    assert step_ms == pytest.approx(expected, rel=5e-2)
+    assert (
+        f"2 ranks of 1 node {words}".rstrip()
+        in CliRunner().invoke(app, ["explain", str(tmp_path / "experiment.json")]).output
+    )
 
 
 def test_strategies_layers_and_clusters_are_chosen(tmp_path):

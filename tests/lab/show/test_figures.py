@@ -36,7 +36,7 @@ from moesys.timeline import Span, Timeline
 RATIO = PairedRatio(8, 1.2, 1.1, 1.3, 0.01)
 UNCLEAR = PairedRatio(8, 1.1, 0.9, 1.3, 0.4)
 PATH = (
-    PathPart(0, "NVLink out", "dispatch", "layer 0 forward 0", 0.0005, 0.25),
+    PathPart(0, "link out", "dispatch", "layer 0 forward 0", 0.0005, 0.25),
     PathPart(0, "compute", "experts", "layer 0 forward 0", 0.0015, 0.75),
 )
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from moesys.lab.runs.records import Samples
 from moesys.lab.runs.runner import StepCounter
+from moesys.lab.show import progress
 from moesys.lab.show.progress import RunProgress, status_line, steps_told
 
 
@@ -83,6 +84,17 @@ def test_steps_are_counted_from_any_process(tmp_path, num_ticks):
     assert steps.count() == num_ticks
     steps.clear()
     assert steps.count() == 0
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "quiet", "lines"), [(0.0, False, ["a", "b\\x1b"]), (60.0, False, []), (0.0, True, [])]
+)
+def test_a_pipe_gets_a_line_of_long_work_now_and_then(monkeypatch, capsys, silent_s, quiet, lines):
+    monkeypatch.setattr(progress, "_SILENT_S", silent_s)
+    with status_line(quiet) as show:
+        show("a")
+        show("b\x1b")
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 @pytest.mark.parametrize("shown", [status_line, lambda: steps_told("words", 1)])
