@@ -26,7 +26,7 @@ from benchmarks.harness.options import Repeats
 from benchmarks.harness.stopwatch import interleave, wall_ms
 from moesys.config import Ep, Fsep, ModelShape, Strategy
 from moesys.lab.commands.options import option, refusing
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.environment import machine_line
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, figure, publish
@@ -37,6 +37,7 @@ from moesys.moe.masters import local_part
 from moesys.moe.muon import Muon
 
 REPEATED = "muon, repeated"
+_TIMEOUTS = RankTimeouts(run_s=3600.0, collective_s=600.0)
 # The largest difference of a parameter from that of "repeated" after a step, over the largest one.
 TOLERANCE = 1e-6
 
@@ -87,7 +88,7 @@ def bench_optimizers(
         if experts % ranks:
             raise ValueError(f"ranks={ranks} does not divide the {experts} experts of a layer; choose a divisor")
     size = Size(layers, experts, hidden, width)
-    with LocalRanks(ranks) as pool, steps_told("optimizers", 1, output.quiet) as tell:
+    with LocalRanks(ranks, timeouts=_TIMEOUTS) as pool, steps_told("optimizers", 1, output.quiet) as tell:
         tell(f"{ranks} ranks")
         rows = of_slowest(pool.run(measure_on_rank, size, repeats))
     machine = machine_line(1)

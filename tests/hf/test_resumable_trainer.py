@@ -47,13 +47,12 @@ class Snapshot(TrainerCallback):
 
     def take(self, model: Any, optimizer: Any, **_: Any) -> None:
         self.weights = {name: whole(p).clone() for name, p in model.named_parameters()}
-        moments = optimizer.state
-        self.moments = {
-            name: whole(moments[p]["exp_avg_sq"]).clone() for name, p in model.named_parameters() if p in moments
-        }
+        states = {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+        moments = {name: of.get("exp_avg_sq", of.get("momentum_buffer")) for name, of in states.items()}
+        self.moments = {name: whole(moment).clone() for name, moment in moments.items()}
 
 
-def trainer_of(model: Any, out: Path, **options: Any) -> ms.hf.ResumableTrainer:
+def trainer_of(model: Any, out: Path, muon: bool = False, **options: Any) -> ms.hf.ResumableTrainer:
     given: dict[str, Any] = {
         "output_dir": str(out),
         "use_cpu": True,
@@ -69,7 +68,9 @@ def trainer_of(model: Any, out: Path, **options: Any) -> ms.hf.ResumableTrainer:
         "disable_tqdm": True,
     }
     arguments = TrainingArguments(**(given | options))
-    return ms.hf.ResumableTrainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+    optimizers = (ms.Muon(model, lr=1e-3, adjust_lr_fn="match_rms_adamw") if muon else None, None)
+    rows = {"train_dataset": Rows(), "eval_dataset": Rows()}
+    return ms.hf.ResumableTrainer(model=model, args=arguments, optimizers=optimizers, **rows)
 
 
 def trained(
@@ -114,6 +115,29 @@ def test_goes_on_as_if_it_had_not_been_stopped(ranks: LocalRanks, tmp_path: Path
             assert all(torch.equal(other[what][name], tensor) for name, tensor in through[what].items()), what
         for one, wanted in zip(other["steps"], through["steps"], strict=True):
             assert one == pytest.approx(wanted, rel=1e-5)
+
+
+def test_muon_goes_on_as_if_it_had_not_been_stopped(ranks: LocalRanks, tmp_path: Path) -> None:
+    """Two ranks under ``Fsep`` go on with the same bits, and three under ``Ep`` but for the order of sums."""
+    drawn("qwen3_moe", EXPERTS).save_pretrained(tmp_path / "model")
+    folders, sizes = (tmp_path / "model", tmp_path / "out"), {"fsdp_size": 2, "ep_size": 2}
+    runs = [
+        ranks.run(_by_muon, *folders, FSEP, sizes, again, num_ranks=2, timeout_s=250.0)[0] for again in (False, True)
+    ]
+    through, again = runs
+    assert again["steps"] == through["steps"]
+    for what in ("weights", "moments", "state"):
+        assert_equal(again[what], through[what], what)
+    sizes = {"fsdp_size": 3, "ep_size": 3}
+    other = ranks.run(_by_muon, *folders, LENT, sizes, True, num_ranks=3, timeout_s=250.0)[0]
+    for what in ("weights", "moments"):
+        assert all(torch.equal(other[what][name], tensor) for name, tensor in through[what].items()), what
+    for one, wanted in zip(other["steps"], through["steps"], strict=True):
+        assert one == pytest.approx(wanted, rel=1e-5)
+
+
+def _by_muon(*given: Any) -> dict[str, Any]:
+    return trained(*given, muon=True)
 
 
 def trained_for_the_worst(folder: Path) -> dict[str, Any]:

@@ -94,6 +94,15 @@ def test_fifty_steps_of_fsep_stay_within_1e_5_of_ep(fifty_steps: dict[str, list[
     assert max(differences) > 0.0, "no expert was replicated, so that FSEP was not tested"
 
 
+def test_muon_has_the_same_losses_under_every_sharding(ranks: LocalRanks) -> None:
+    workload = WORKLOAD.replace(optimizer="muon", steps=9)
+    by_rank = ranks.run(losses, [(EP, workload), (FSEP, workload), (EP, WORKLOAD.replace(steps=9))], timeout_s=240)
+    ep, fsep, adam = by_rank[0]
+    assert max(relative_differences(fsep, ep)) <= 1e-5
+    assert ep[-1] < 0.95 * ep[0]
+    assert ep[1] != adam[1]
+
+
 @pytest.mark.slow
 def test_the_loss_goes_down(fifty_steps: dict[str, list[float]]) -> None:
     first, last = fifty_steps["ep"][0], fifty_steps["ep"][29]

@@ -95,3 +95,53 @@ def test_ends_of_a_pipeline_sum_tied_gradients(dense: str) -> None:
     found = [end.seconds([range(stage, stage + 1)], [part])["tied embeddings"] for stage in range(4)]
     assert found[1] == found[2] == 0
     assert found[0] == found[3] > 0
+
+
+def optimizer_seconds(run: ModelRun) -> float:
+    return EndOfStep(run, Units.of(run)).seconds([range(LAYERS)], [NOTHING])["optimizer"]
+
+
+NO_TIME = PartSeconds(0.0, 0.0)
+NOTHING = SimulatedPart(NO_TIME, NO_TIME, NO_TIME, (NO_TIME, NO_TIME), {})
+
+
+def test_muon_is_products_or_messages_whichever_takes_longer() -> None:
+    """Counted by hand: five steps of 4m²n + 2m³ flops, shared out, and under ``Fsep`` slices there and back."""
+    layer = SMALL.layers[0]
+    H, I, E = SMALL.hidden_size, layer.mlp.shape.intermediate_size, layer.mlp.shape.num_experts
+    heads, kv_heads, width = layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim
+    assert layer.mlp.shared is None
+
+    def flops(rows: int, columns: int) -> int:
+        m, n = min(rows, columns), max(rows, columns)
+        return 5 * (2 * m * m * n + 2 * m * m * m + 2 * m * m * n)
+
+    dense = LAYERS * (2 * flops(heads * width, H) + 2 * flops(kv_heads * width, H))
+    experts = LAYERS * 3 * E * flops(I, H)
+    slow = RUN.replace(cluster=LINKS.replace(expert_tflops=1e-3), optimizer="muon")
+    fsep = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=E))
+    # Every rank has all dense matrices; two ranks of a node share the experts, and the other node has copies.
+    products_s = (dense + experts / 2) / 1e9
+    moved = slow.replace(optimizer="adam_bf16")
+    for strategy in (slow.strategy, fsep):
+        changed = {"strategy": strategy}
+        found = optimizer_seconds(slow.replace(**changed)) - optimizer_seconds(moved.replace(**changed))
+        assert found == pytest.approx(products_s, rel=1e-6)
+    sharded = {"parallelism": Parallelism(ep=2, dense="optimizer")}
+    found = optimizer_seconds(slow.replace(**sharded)) - optimizer_seconds(moved.replace(**sharded))
+    assert found == pytest.approx((dense / 4 + experts / 4) / 1e9, rel=1e-6)
+    # With products that take no time, each of the two ranks sends the other a half of its half of all experts, twice.
+    quick = RUN.replace(optimizer="muon")
+    sent = SMALL.bytes_per_element * LAYERS * 3 * E * I * H / 2 / 2
+    found = optimizer_seconds(quick.replace(strategy=fsep)) - optimizer_seconds(quick)
+    assert found == pytest.approx(2 * sent / 10e9, rel=1e-3)
+
+
+def test_muon_keeps_one_moment_of_what_it_trains() -> None:
+    ends = 4 * 2 * SMALL.vocab_size * SMALL.hidden_size
+    of_adam, of_muon = (
+        simulate_model(RUN.replace(optimizer=name)).peak.parts["optimizer"] for name in ("adam", "muon")
+    )
+    bf16 = simulate_model(RUN.replace(optimizer="adam_bf16")).peak.parts["optimizer"]
+    assert of_muon == pytest.approx(bf16 + ends, rel=1e-3)
+    assert of_muon < of_adam

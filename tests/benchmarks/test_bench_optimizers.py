@@ -1,0 +1,38 @@
+"""The benchmark of optimizers shows a time only of what computes the same, and less work than the repeated one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import optimizers as bench
+from benchmarks.__main__ import app
+from moesys.lab.ranks.pool import LocalRanks
+
+SMALL = bench.Size(layers=2, experts=4, hidden=48, width=40)
+
+
+def test_muon_on_ranks_is_that_of_each_rank_alone(ranks: LocalRanks) -> None:
+    rows = {row.name: row for row in bench.of_slowest(ranks.run(bench.measure_on_rank, SMALL, 2, num_ranks=2))}
+    assert [*rows] == [bench.REPEATED, "muon, ep", "muon, fsep", "adamw, ep"]
+    assert not any(row.wrong for row in rows.values())
+    # Each rank has half of the experts' float32 elements, and gathers the other half, or sends slices there and back.
+    half = 2 * 4 * 3 * 48 * 40 * 4 / 2
+    received = [row.received_mb * 1e6 for row in rows.values()]
+    assert received == pytest.approx([half, 0, half, 0])
+    assert all(row.step_ms > 0 for row in rows.values())
+
+
+def test_a_wrong_result_shows_no_time() -> None:
+    rows = [[bench.Row("muon, ep", [1.0, 3.0], [1.0, 1.0], 0.0, 1.0, error)] for error in (0.0, 1e-3)]
+    (row,) = bench.of_slowest(rows)
+    assert row.wrong == "differs by 1.0e-03"
+    assert row.step_ms is None
+
+
+def test_the_command_refuses_ranks_that_leave_work_uneven(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["optimizers", "--experts", "6", "--ranks", "4", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "ranks=4 does not divide the 6 experts of a layer" in result.output
