@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Variable
 
@@ -289,3 +289,12 @@ def hold_stream(seconds: float) -> None:
     Needs ``torch.cuda._sleep``, which takes clock cycles. Without it calibrations of GPUs raise AttributeError.
     """
     torch.cuda._sleep(int(seconds * MOST_CYCLES_PER_S))
+
+
+def run_forward_pre_hooks(module: nn.Module) -> None:
+    """Calls the hooks that run before a module's forward, for a module whose parameters are used without a call of it.
+
+    Needs ``torch.nn.Module._forward_pre_hooks``. Without it parameters are read, which raises AttributeError.
+    """
+    for hook in list(module._forward_pre_hooks.values()):
+        hook(module, ())

@@ -38,7 +38,7 @@ FLOORS = (
     {"balance"},
     {"overlap"},
     {"moe", "simulator"},
-    {"hf", "torchtitan"},
+    {"hf", "megatron", "torchtitan"},
     {"tuner"},
     {"lab"},
     {"models", "planning"},

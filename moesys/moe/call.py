@@ -272,7 +272,8 @@ class RoutedExperts(torch.autograd.Function):
         call.release()
         dmasters: list[Tensor | None] = [None] * len(masters)
         if grads_DP is not None:
-            transfer = store.start_reshard(grads_DP, call.layout, call.generation, masters[0].dtype)
+            dtype = store.masters.gradient_dtype or masters[0].dtype
+            transfer = store.start_reshard(grads_DP, call.layout, call.generation, dtype)
             leaf = ctx.next_functions[2 + wanted.index(True)][0]
             # Delayed gradients are in no graph, so none is delayed where gradients may be differentiated.
             may_delay = store.delay_reshard and not ctx.creates_graph

@@ -168,6 +168,11 @@ class Masters(ABC):
     def device(self) -> torch.device:
         """The device of the masters."""
 
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """The dtype that ``gradients_of`` takes; None is that of the masters."""
+        return None
+
     @abstractmethod
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
         """Adds gradients to ``.grad`` that autograd does not add, because it is past the layer."""

@@ -63,6 +63,7 @@ class OutsideExperts:
     activation: Callable[[Tensor], Tensor] | None = None
     weights_on: Literal["outputs", "activations"] = "outputs"
     add_gradients: Callable[[Parts], None] | None = None
+    collect: Callable[[Parts], Parts] | None = None
 
     @torch.no_grad()
     def form(self, shape: ModelShape) -> ExpertForm:
@@ -175,7 +176,14 @@ class OutsideMasters(Masters):
         return tuple(next(left) if count is None else tuple(next(left) for _ in range(count)) for count in self._counts)
 
     def gradients_of(self, by_part: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(tensor for kept in self._as_kept(by_part).values() for tensor in _each(kept))
+        kept = self._as_kept(by_part)
+        if self._outside.collect is not None:
+            kept = self._outside.collect(kept)
+        return tuple(tensor for part in self._shards.form.parts for tensor in _each(kept[part.name]))
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        return None if self._outside.collect is None else torch.float32
 
     @property
     def device(self) -> torch.device:

@@ -442,7 +442,7 @@ class ExpertStore:
         return self.shards.new_gradients(layout, device, torch.float64 if added else torch.float32)
 
     def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout, generation: int, dtype: torch.dtype) -> Reshard:
-        """Creates the transfer that gives owners the sums of slot gradients in ``dtype`` (of masters). A collective.
+        """Creates the transfer that gives owners the sums of slot gradients in ``dtype``. A collective.
 
         Unless gradients are first summed inside nodes, nothing is sent before ``start`` or ``finish``.
         """

@@ -1,0 +1,344 @@
+"""Megatron-Core on CPU ranks over gloo: what of it is patched for that, a small GPT model, and a loop of its own parts.
+
+The patches touch what a CPU lacks, and nothing that computes. Importing this file patches torch and Megatron, for the
+rest of the process.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron_runs import STRATEGIES, Run, Trained
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+warnings.filterwarnings("ignore")
+
+
+class _Nothing:
+    """A stream or an event, of which a CPU has none."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **options: _Nothing()
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+
+_ONE = _Nothing()
+torch.cuda.current_device = lambda: "cpu"
+torch.cuda.Stream = torch.cuda.Event = _Nothing
+torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **options: _ONE
+torch.cuda.stream = lambda stream: _Nothing()
+torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args: None
+torch.cuda.random.get_rng_state = torch.cuda.get_rng_state = lambda *args, **options: torch.get_rng_state()
+torch.cuda.set_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
+
+import megatron.core.tensor_parallel.random as random  # noqa: E402
+import megatron.core.transformer.moe.token_dispatcher as token_dispatcher  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.moe import moe_layer  # noqa: E402
+from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from moesys.megatron import experts  # noqa: E402
+from moesys.megatron.options import REFUSED, USED, WITHOUT_EFFECT  # noqa: E402
+from moesys.moe.experts import experts_of  # noqa: E402
+
+# gloo takes sizes of messages as numbers, as they are once they have left a GPU.
+token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+    tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+)
+
+VOCABULARY, LENGTH, SEQUENCES = 64, 8, 2
+
+
+class OnCpu(TorchFunctionMode):
+    """Makes tensors on the CPU that Megatron asks for on a GPU, whose names it also looks for."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is Tensor.cuda:
+            return args[0]
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        result = function(*args, **kwargs)
+        if function is Tensor.type and len(args) == 1:
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+def config_of(run: Run) -> TransformerConfig:
+    """Returns the options of a small model, as far as ``run`` has no others."""
+    tensor_ranks = run.parallel.get("tensor_model_parallel_size", 1)
+    options: dict[str, Any] = {
+        **{"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_moe_experts": 8, "moe_router_topk": 2},
+        **{"ffn_hidden_size": 32, "moe_ffn_hidden_size": 24, "gated_linear_unit": True, "add_bias_linear": False},
+        **{"activation_func": functional.silu, "bias_activation_fusion": False, "normalization": "RMSNorm"},
+        **{"moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none"},
+        **{"moe_router_dtype": "fp32", "hidden_dropout": 0.0, "attention_dropout": 0.0, "transformer_impl": "local"},
+        **{"bias_dropout_fusion": False, "masked_softmax_fusion": False, "use_cpu_initialization": True},
+        **{"pipeline_dtype": torch.float32, "expert_tensor_parallel_size": 1, "sequence_parallel": tensor_ranks > 1},
+        **{"expert_model_parallel_size": min(dist.get_world_size(), 2)},
+    }
+    return TransformerConfig(**options | dict(run.parallel) | dict(run.config))
+
+
+@contextlib.contextmanager
+def parallel(run: Run) -> Iterator[None]:
+    """Makes Megatron's process groups, for as long as the context lasts."""
+    sizes = {"expert_model_parallel_size": min(dist.get_world_size(), 2), "expert_tensor_parallel_size": 1}
+    with OnCpu():
+        parallel_state.initialize_model_parallel(**sizes | dict(run.parallel))
+        random.model_parallel_cuda_manual_seed(1)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def models_of(run: Run, config: TransformerConfig) -> list[GPTModel]:
+    """Returns the parts of the model that this rank has."""
+    chunks = run.parallel.get("virtual_pipeline_model_parallel_size")
+    models = []
+    for chunk in range(chunks or 1):
+        stage = {"vp_stage": chunk} if chunks else {}
+        spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
+        model = GPTModel(
+            config,
+            spec if run.strategy is None else experts(spec, run.strategy),
+            VOCABULARY,
+            64,
+            parallel_output=True,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
+            **stage,
+        )
+        draw(model)
+        models.append(model)
+    return models
+
+
+def train(run: Run) -> Trained:
+    """Trains on all ranks by Megatron's schedule, reduction of gradients, and optimizer."""
+    with parallel(run):
+        return _trained(run)
+
+
+def _trained(run: Run) -> Trained:
+    config = config_of(run)
+    models = models_of(run, config)
+    if run.change is not None:
+        for model in models:
+            run.change(model)
+    ddp = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **run.ddp})
+    wrapped = [DistributedDataParallel(config, ddp, model) for model in models]
+    distributed = ddp.use_distributed_optimizer
+    options = OptimizerConfig(optimizer="adam", lr=3e-3, clip_grad=1.0, use_distributed_optimizer=distributed)
+    options.overlap_param_gather = ddp.overlap_param_gather
+    optimizer = get_megatron_optimizer(options, wrapped)
+    config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
+    if ddp.overlap_grad_reduce:
+        syncs = [each.no_sync for each in wrapped]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+    if run.load is not None:
+        load(run.load, wrapped, optimizer)
+    trained = Trained()
+    for index in range(run.first, run.first + run.steps):
+        for each in wrapped:
+            each.zero_grad_buffer()
+        optimizer.zero_grad()
+        batches = [batch(run, index * run.accumulate + each) for each in range(run.accumulate)]
+        data = [iter(batches) for _ in wrapped]
+        losses = get_forward_backward_func()(
+            forward_step_func=functools.partial(forward_step, run),
+            data_iterator=data if len(data) > 1 else data[0],
+            model=wrapped,
+            num_microbatches=run.accumulate,
+            seq_length=LENGTH,
+            micro_batch_size=SEQUENCES,
+            forward_only=False,
+        )
+        if index == run.first:
+            trained.gradients = whole(models, lambda parameter: parameter.main_grad)
+        _, norm, _ = optimizer.step()
+        trained.norms.append(norm)
+        trained.losses.append(sum(float(each["loss"]) for each in losses))
+        plans = [each.last_plan for model in models for each in experts_of(model)]
+        trained.held.append([plan.layout.expert_RS.copy() for plan in plans if plan is not None])
+    trained.parameters = whole(models, lambda parameter: parameter.detach())
+    buffers = [each for model in models for name, each in model.named_buffers() if name.endswith("expert_bias")]
+    trained.biases = [each.clone() for each in buffers]
+    if run.save is not None:
+        save(run.save, wrapped, optimizer)
+    return trained
+
+
+def batch(run: Run, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ids and labels [B, S], and True for real tokens."""
+    rank = parallel_state.get_data_parallel_rank()
+    length = LENGTH + 3 * rank * run.uneven
+    rows = torch.arange(SEQUENCES)[:, None] + SEQUENCES * (rank + 8 * index)
+    ids = (7 * rows + (1 + rows % 5) * torch.arange(length + 1)) % VOCABULARY
+    real = torch.arange(length) < length - (1 + rows % 3) * run.padding
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), real
+
+
+def forward_step(run: Run, data: Any, model: nn.Module) -> Any:
+    ids, labels, real = next(data)
+    length = ids.shape[1]
+    positions = torch.arange(length).expand(SEQUENCES, -1)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+
+    def loss_of(output: Tensor) -> Any:
+        total, count = (output * real).sum(), real.sum()
+        if run.config.get("calculate_per_token_loss"):
+            return total, count.int(), {"loss": total.detach() / count}
+        return total / count, {"loss": (total / count).detach()}
+
+    options = {"padding_mask": ~real} if run.padding else {}
+    return model(ids, positions, mask, labels=labels, **options), loss_of
+
+
+def experts_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[int]]]:
+    """Returns, for each module with experts, its name, itself, and the experts of which it has all or a part."""
+    R, r = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+    for name, module in model.named_modules():
+        if isinstance(module, SequentialMLP):
+            held = len(module.local_experts)
+            yield name, module, [each + r * held * (held * R == module.config.num_moe_experts) for each in range(held)]
+
+
+@torch.no_grad()
+def draw(model: nn.Module) -> None:
+    """Draws all parameters anew, alike for every sharding of experts."""
+    R, r = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in model.named_parameters():
+        if ".local_experts." not in name and "norm" not in name:
+            own = tensor_rank * getattr(parameter, "tensor_model_parallel", False)
+            generator = torch.Generator().manual_seed(sum(map(ord, name)) + 100 * own)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    for name, module, held in experts_in(model):
+        cut = len(held) == module.config.num_moe_experts and R > 1
+        for number, expert in zip(held, module.local_experts, strict=True):
+            for path, parameter in expert.named_parameters():
+                dim = int("fc1" in path)
+                sizes = [size * (R if cut and axis == dim else 1) for axis, size in enumerate(parameter.shape)]
+                generator = torch.Generator().manual_seed(sum(map(ord, name + path)) + 1000 * number)
+                drawn = torch.randn(sizes, generator=generator) * 0.1
+                parameter.copy_(drawn.chunk(R, dim)[r] if cut else drawn)
+
+
+def whole(models: list[GPTModel], tensor_of: Any) -> dict[str, Tensor]:
+    """Returns a tensor of each parameter by its name, and those of all experts whole."""
+    found = {}
+    for model in models:
+        offset = [layer.layer_number for layer in model.decoder.layers]
+        for name, parameter in model.named_parameters():
+            if ".local_experts." not in name:
+                found[f"{offset[0]} {name}"] = tensor_of(parameter).clone()
+        R, group = (
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_group(),
+        )
+        for name, module, held in experts_in(model):
+            own = {
+                (number, path): tensor_of(parameter).clone()
+                for number, expert in zip(held, module.local_experts, strict=True)
+                for path, parameter in expert.named_parameters()
+            }
+            of_ranks: list[Any] = [None] * R
+            dist.all_gather_object(of_ranks, own, group=group)
+            for number, path in sorted({key for each in of_ranks for key in each}):
+                parts = [each[number, path] for each in of_ranks if (number, path) in each]
+                found[f"{offset[0]} {name}.{number}.{path}"] = torch.cat(
+                    parts, int("fc1" in path and parts[0].dim() > 1)
+                )
+    return found
+
+
+def save(folder: str, wrapped: list[Any], optimizer: Any) -> None:
+    dist_checkpointing.save(_sharded(wrapped, optimizer, loading=False), folder)
+
+
+def load(folder: str, wrapped: list[Any], optimizer: Any) -> None:
+    state = dist_checkpointing.load(_sharded(wrapped, optimizer, loading=True), folder)
+    for index, model in enumerate(wrapped):
+        model.load_state_dict(state[f"model{index}"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def _sharded(wrapped: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {f"model{index}": model.sharded_state_dict() for index, model in enumerate(wrapped)}
+    every = {name: each for model in state.values() for name, each in model.items()}
+    return state | {"optimizer": optimizer.sharded_state_dict(every, is_loading=loading)}
+
+
+class Grouped(SequentialMLP):
+    """Experts as somebody else keeps them."""
+
+
+def messages(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[str]:
+    """Returns the errors of layers under the strategies of these names, with these options and experts' class."""
+    found = []
+    for name, options, changes in cases:
+        run = Run(STRATEGIES[name], config=options, **changes)
+        with parallel(run):
+            try:
+                config = config_of(Run(parallel=run.parallel))
+                # As Megatron would have it where what the option needs is installed.
+                vars(config).update(options)
+                models_of(run, config)
+                found.append("no error")
+            except (TypeError, ValueError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def options_of_moe() -> tuple[set[str], set[str]]:
+    """Returns the options of Megatron that are of MoE by their names, and those that its own MoE layer reads."""
+    options = {field.name for field in fields(TransformerConfig)}
+    folder = Path(moe_layer.__file__).parent
+    files = [*(folder / f"{name}.py" for name in READ), folder.parent / "mlp.py"]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    read = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).rpartition(".")[2] == "config"
+    }
+    return {name for name in options if "moe" in name or "expert" in name}, read & options
+
+
+READ = ("moe_layer", "experts", "router", "shared_experts", "token_dispatcher")
+
+
+def tables() -> list[set[str]]:
+    return [set(REFUSED), set(USED), set(WITHOUT_EFFECT)]

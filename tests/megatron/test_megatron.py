@@ -1,0 +1,170 @@
+"""Megatron-Core's GPT model under strategies, in a loop of Megatron's own parts, against its own experts in this loop.
+
+All is float32, so that only the order of sums differs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pytest
+from conftest import assert_equal
+from megatron_runs import STRATEGIES, Run, Trained, call, train
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
+
+SEVERAL_LOSSES = {
+    "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.1, 0.1],
+    "moe_z_loss_coeff": 0.1,
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+SHARED = {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True}
+BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+CLAMPED = {"activation_func_clamp_value": 0.1, "glu_linear_offset": 1.0}
+PER_TOKEN = {"calculate_per_token_loss": True, "moe_z_loss_coeff": 0.1}
+TWO: dict[str, dict[str, Any]] = {
+    "losses, shared experts": {"accumulate": 3, "config": SEVERAL_LOSSES | SHARED},
+    "full recomputation": {"accumulate": 2, "config": FULL | SHARED, "ddp": {"overlap_grad_reduce": True}},
+    "selective recomputation": {"accumulate": 2, "config": SELECTIVE | BIAS},
+    "padding": {"accumulate": 2, "padding": True, "config": PER_TOKEN},
+    "tokens apart": {"uneven": True, "config": {"moe_router_topk": 3}},
+    "clamped": {"config": CLAMPED},
+    "groups": {
+        "config": BIAS | {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_pre_softmax": True}
+    },
+}
+EP_ONLY: dict[str, dict[str, Any]] = {
+    "biases": {"config": {"add_bias_linear": True, "gated_linear_unit": False}},
+    "weighted inputs": {
+        "config": {"moe_router_topk": 1, "moe_apply_probs_on_input": True, "moe_router_pre_softmax": True}
+    },
+}
+SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+FOUR: dict[str, dict[str, Any]] = {
+    "EP 2, DP 2": {"accumulate": 3, "config": BIAS},
+    "EP 2, DP 2, distributed optimizer": {"accumulate": 2, "ddp": SHARDED},
+    "EP 4": {"parallel": {"expert_model_parallel_size": 4}, "config": SHARED},
+    "TP 2, EP 2": {"parallel": {"tensor_model_parallel_size": 2}, "config": SEVERAL_LOSSES | SHARED},
+    "PP 2, EP 2": {"accumulate": 4, "parallel": {"pipeline_model_parallel_size": 2}, "config": BIAS},
+    "PP 2 in turns, EP 2": {
+        "accumulate": 4,
+        "parallel": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        "config": {"num_layers": 4} | SELECTIVE,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def megatron() -> Iterator[LocalRanks]:
+    """Ranks of their own, as Megatron and torch are patched there."""
+    try:
+        version("megatron-core")
+    except PackageNotFoundError:
+        pytest.fail("Megatron-Core is not installed; run `make hosts`")
+    with LocalRanks(4, timeouts=RankTimeouts(run_s=280.0, collective_s=120.0)) as ranks:
+        yield ranks
+
+
+def same_training(found: Trained, wanted: Trained, gradients: bool = True, tolerance: float = 1e-5) -> None:
+    """Asserts that losses, norms, and the gradients of the first step are the same within ``tolerance``, and that
+    biases of routers are the same.
+    """
+    assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
+    assert found.norms == pytest.approx(wanted.norms, rel=tolerance)
+    assert_equal(found.biases, wanted.biases)
+    assert found.gradients.keys() == wanted.gradients.keys()
+    if gradients:
+        for name, gradient in wanted.gradients.items():
+            error = (found.gradients[name] - gradient).abs().max()
+            assert error <= tolerance * gradient.abs().max(), name
+
+
+def compare(
+    megatron: LocalRanks, num_ranks: int, names: list[str], cases: dict[str, dict[str, Any]], steps: int
+) -> None:
+    """Trains each case with Megatron's own experts and under the strategies, and compares."""
+    runs = [
+        Run(None if each is None else STRATEGIES[each], steps, **case)
+        for case in cases.values()
+        for each in [None, *names]
+    ]
+    for trained in megatron.run(train, *runs, num_ranks=num_ranks):
+        left = iter(trained)
+        for case in cases.values():
+            wanted = next(left)
+            for _ in names:
+                same_training(next(left), wanted, "use_distributed_optimizer" not in case.get("ddp", {}))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies_train_as_megatron_does_with_the_same_bits_for_every_overlap(
+    megatron: LocalRanks, name: str
+) -> None:
+    overlaps = [STRATEGIES[name].replace(overlap=overlap) for overlap in (ms.Sequential(), ms.Pipelined(chunks=3))]
+    for wanted, *found in megatron.run(train, *map(Run, [None, *overlaps]), num_ranks=2):
+        same_training(found[0], wanted)
+        assert found[1].losses == found[0].losses
+        assert_equal(found[1].parameters, found[0].parameters)
+        # Layouts follow the load.
+        layouts = {layers[0].tobytes() for layers in found[0].held}
+        assert (len(layouts) > 1) == (name != "ep")
+
+
+def test_two_ranks_train_as_megatron_does(megatron: LocalRanks) -> None:
+    compare(megatron, 2, ["ep", "fsep"], TWO, 2)
+    compare(megatron, 2, ["ep", "lent"], EP_ONLY, 2)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_train_as_megatron_does(megatron: LocalRanks, name: str) -> None:
+    compare(megatron, 4, ["ep", "lent", "fsep"], {name: FOUR[name]}, 2)
+
+
+def test_each_option_of_moe_is_in_one_table(megatron: LocalRanks) -> None:
+    ((named, read),) = megatron.run(call, "options_of_moe", num_ranks=1)
+    ((refused, used, without_effect),) = megatron.run(call, "tables", num_ranks=1)
+    assert len(named) > 60
+    assert len(read) > 60
+    # Megatron's linear layers read this one.
+    assert refused | used | without_effect == named | read | {"gradient_accumulation_fusion"}
+    assert not refused & used
+    assert not refused & without_effect
+    assert not used & without_effect
+
+
+REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    ("ep", {"moe_expert_capacity_factor": 1.0}, {}, "moe_expert_capacity_factor=1.0: tokens .* set .*=None"),
+    ("ep", {"moe_paged_stash": True}, {}, "moe_paged_stash=True: .*; set moe_paged_stash=False"),
+    ("ep", {"overlap_moe_expert_parallel_comm": True}, {}, "choose the strategy's overlap; set .*=False"),
+    (
+        "ep",
+        {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]},
+        {},
+        'set cuda_graph_modules=."attn"',
+    ),
+    ("ep", {"fp8": "hybrid"}, {}, "fp8='hybrid': experts would be quantized, .*; set fp8=None"),
+    ("ep", {"expert_tensor_parallel_size": 2}, {}, "expert_tensor_parallel_size=2: .*; choose Fsep; set .*=1"),
+    ("ep", {"moe_token_dispatcher_type": "flex"}, {}, "set moe_token_dispatcher_type='alltoall'"),
+    ("ep", {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, {}, "leave out moe_act"),
+    ("fsep", {"add_bias_linear": True}, {}, "set add_bias_linear=False, or choose Ep"),
+]
+
+
+def test_what_moesys_does_not_run_is_refused_by_name(megatron: LocalRanks) -> None:
+    found = megatron.run(call, "messages", [case[:3] for case in REFUSALS], num_ranks=2)[0]
+    for message, (*_, wanted) in zip(found, REFUSALS, strict=True):
+        assert re.search(wanted, message), message
+
+
+def test_without_megatron_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(ImportError, match=r"megatron-core 0\.19 or newer, and found is .*; install moesys\[megatron\]"):
+        importlib.import_module("moesys.megatron")
