@@ -62,6 +62,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer import torch_norm  # noqa: E402
 from megatron.core.transformer.moe import moe_layer  # noqa: E402
 from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -76,6 +77,17 @@ token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, recor
 )
 
 VOCABULARY, LENGTH, SEQUENCES = 64, 8, 2
+
+
+class Norm(nn.RMSNorm):
+    """The norm that Megatron has without Apex, which with sequence parallelism it has only with it."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+torch_norm.WrappedTorchNorm.__new__ = lambda cls, **options: Norm(**options)
 
 
 class OnCpu(TorchFunctionMode):
