@@ -56,6 +56,7 @@ _MODULES = {
     "planning": "moesys.planning",
     "presets": "moesys.config.presets",
     "traces": "moesys.traces",
+    "verify": "moesys.verify",
 }
 
 __all__ = sorted([*_MODULE_OF, *_MODULES])

@@ -2,6 +2,7 @@ from moesys import hf as hf
 from moesys import models as models
 from moesys import planning as planning
 from moesys import traces as traces
+from moesys import verify as verify
 from moesys.balance.cp_sat import CpSat as CpSat
 from moesys.balance.eplb import Eplb as Eplb
 from moesys.balance.even_split import EvenSplit as EvenSplit
@@ -140,5 +141,6 @@ __all__ = [
     "traces",
     "tune",
     "update_router_bias",
+    "verify",
     "whole_folder",
 ]

@@ -65,6 +65,16 @@ COMMANDS = {
         "Exit code 1: a bit differs.",
         ("moesys bisect runs/convergence-1234abcd ep fsep", "moesys bisect runs/demo-1234abcd ep ep --seed 0"),
     ),
+    "verify": CommandPage(
+        "moesys.lab.commands.verify:verify_command",
+        RUN,
+        "Check that a training on ranks computes what one process does.",
+        "CHECK builds your training, whatever you train with, for one process and for ranks. Losses, chosen experts, "
+        "gradients, norm, updates, buffers and checkpoints are compared; what differs is named with its factor, its "
+        "cause and a way out. python -m moesys.verify is the same command, and needs torch alone.\n\n"
+        "Exit code 1: the training is wrong. 2: it could not be checked.",
+        ("moesys verify check.py", "moesys verify --model qwen3_moe --parallel fsdp=2,ep=2 --situations plain"),
+    ),
     "report": CommandPage(
         "moesys.lab.commands.report:report_command",
         RUN,

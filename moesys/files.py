@@ -27,8 +27,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-import pydantic_core
-
 # Errors of folders in which no file can be made or renamed, although a file that is there may be written.
 _FIXED_NAMES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 # So often a file is made anew that others remove before it is locked.
@@ -150,6 +148,9 @@ def json_of(text: str | bytes, source: str) -> Any:
     deeply.
     """
     try:
+        # This import is here because a process that only starts ranks may lack pydantic.
+        import pydantic_core
+
         # Some texts of the command line are none in UTF-8.
         return pydantic_core.from_json(text.encode() if isinstance(text, str) else text)
     except ValueError as error:

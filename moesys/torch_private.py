@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Variable
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NO_BACKWARD = -1
 MOST_CYCLES_PER_S = 3e9  # No GPU has a faster clock.
@@ -281,6 +282,28 @@ def _unscale(operator: Callable[..., None], args: tuple[Any, ...], kwargs: dict[
     }
     for group in groups:
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+
+
+class Float64Mode(TorchDispatchMode):
+    """Makes operators that cast to a narrower dtype cast to float64, also in backward and in recomputations, which run
+    without a ``TorchFunctionMode``. ``grouped_product`` computes grouped products in float64, which the kernel refuses.
+
+    Needs ``torch.utils._python_dispatch.TorchDispatchMode`` and ``torch.ops.aten._grouped_mm``. Without them importing
+    this module raises ImportError, or the first operator in float64 AttributeError; ``--dtype float32`` needs neither.
+    """
+
+    def __init__(self, grouped_product: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._grouped_product = grouped_product
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in (torch.float32, torch.float16, torch.bfloat16):
+            kwargs["dtype"] = torch.float64
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
+            a, b, *rest = args
+            return self._grouped_product(a, b, rest[0] if rest else kwargs["offs"])
+        return func(*args, **kwargs)
 
 
 def hold_stream(seconds: float) -> None:

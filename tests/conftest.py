@@ -39,7 +39,14 @@ PROCESSES = (
     *("lab/calibrate/test_calibrate", "lab/commands/test_demo", "lab/ranks/", "lab/runs/test_bisect"),
     *("lab/runs/test_ends", "lab/runs/test_record_routing", "lab/runs/test_runner"),
     *("lab/runs/test_slurm", "lab/runs/test_tuning", "lab/runs/test_watched_run", "lab/runs/test_workers"),
-    *("test_files_of_ranks", "test_notebook", "test_read_only", "test_wheel", "tuner/test_worker_processes"),
+    *(
+        "test_files_of_ranks",
+        "test_notebook",
+        "test_read_only",
+        "test_wheel",
+        "tuner/test_worker_processes",
+        "verify/test_",
+    ),
 )
 # Folders and files whose tests run kernels in Triton's interpreter, or compile them.
 INTERPRETER = (

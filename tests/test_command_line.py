@@ -251,7 +251,7 @@ every_command = pytest.mark.parametrize("command", ALL)
 WITHOUT = {
     "--json": {"demo", "report", "convert", "record-routing"},
     "--quiet": {"compare", "bisect", "explain", "plan", "report", "calibration-check"},
-    "--out": {"compare", "bisect", "explain", "convert", "doctor", "record-routing"},
+    "--out": {"compare", "bisect", "explain", "convert", "doctor", "record-routing", "verify"},
 }
 
 

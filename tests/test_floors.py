@@ -40,7 +40,7 @@ FLOORS = (
     {"moe", "simulator"},
     {"hf", "megatron", "torchtitan"},
     {"tuner"},
-    {"lab"},
+    {"lab", "verify"},
     {"models", "planning"},
     {"__main__"},
 )
@@ -79,6 +79,14 @@ FLOORS_IN = {
     ),
     "overlap": ({"comm"}, {"*"}),
     "simulator": ({"*"}, {"model"}),
+    "verify": (
+        {"setup", "numerics"},
+        {"recording", "diagnosis"},
+        {"comparison"},
+        {"report"},
+        {"runs"},
+        {"*"},
+    ),
     "lab": ({"ranks"}, {"train"}, {"runs"}, {"show"}, {"calibrate"}, {"commands"}),
 }
 
@@ -88,6 +96,8 @@ CLOSED = {
     "config": set(FLOOR_OF) - {"config", "display", "kinds"},
     "simulator": {"kernels", "overlap", "moe"},
     "moe": {"simulator"},
+    # It needs torch alone, so that it runs where nothing else is installed.
+    "verify": set(FLOOR_OF) - {"verify", "lab", "kinds", "display", "torch_private"},
 }
 # Units and packages that a unit imports inside functions only, so that a planner is declared without them.
 LAZY = {"balance": {"kernels", "torch", "ortools", "numba"}, "kernels": {"cupy"}}
@@ -104,8 +114,9 @@ REFUSED = {
     "simulator": {"torch", "triton"},
     "balance": {"triton"},
     "kernels": {"pydantic", "ortools", "rich"},
+    "verify": {"numba", "numpy", "ortools", "pydantic", "rich", "scipy", "triton", "typer"},
 }
-MAY_PRINT = {"lab", "__main__"}
+MAY_PRINT = {"lab", "verify", "__main__"}
 
 # Files that may use what is not public in torch, and names of its methods and attributes that are not.
 PRIVATE_OF_TORCH = {"torch_private.py", "kernels/torch_internals.py"}

@@ -38,6 +38,7 @@ from moesys.torch_private import (
     unseen_by_selective_checkpoints,
     will_execute,
 )
+from moesys.verify.numerics import grouped_product
 
 
 @pytest.fixture
@@ -272,6 +273,20 @@ def test_transforms_are_known_where_they_run():
     ):
         with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"transform of torch\.func"):
             way()
+
+
+def test_casts_are_to_float64_in_backward_too():
+    x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.full((2, 4, 5), 1 / 3, dtype=torch.float64, requires_grad=True)
+    seen = []
+    with torch_private.Float64Mode(grouped_product):
+        y = x.to(torch.bfloat16).softmax(-1, dtype=torch.float32)
+        y.register_hook(lambda gradient: seen.append(gradient.float().dtype))
+        z = torch._grouped_mm(y, weight, torch.tensor([1, 3], dtype=torch.int32))
+        z.sum().backward()
+    assert (y.dtype, z.dtype, seen) == (torch.float64, torch.float64, [torch.float64])
+    assert torch.equal(z, y @ weight[0])
+    assert torch.equal(weight.grad[0], y[:1].detach().T @ torch.ones(1, 5, dtype=torch.float64))
 
 
 def test_a_stream_can_be_held():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import ModelTraining, Training
 from moesys.lab.train.loop import Trainer
 from moesys.torch_private import NO_BACKWARD, current_backward
+from moesys.verify.recording import tensors_in
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class _CopyingTrainer(Trainer):
         # A recomputation may leave out what nobody reads.
         if current_backward() != NO_BACKWARD:
             return
-        for place, output in enumerate(_tensors(outputs)):
+        for place, output in enumerate(tensors_in(outputs)):
             what = f"output {place} of {name}" if place else f"output of {name}"
             self._see(what, output)
             if output.requires_grad:
@@ -133,18 +134,6 @@ class _CopyingTrainer(Trainer):
             part = tensor.to_local().clone() if isinstance(tensor, DTensor) else None
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
             self._seen[f"{name}{times}"] = _TensorCopy(whole, part)
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """Yields the floating tensors of what a module returns."""
-    if isinstance(outputs, Tensor):
-        if outputs.is_floating_point():
-            yield outputs
-    elif isinstance(outputs, Mapping):
-        yield from _tensors(list(outputs.values()))
-    elif isinstance(outputs, list | tuple):
-        for output in outputs:
-            yield from _tensors(output)
 
 
 def _first_difference(

@@ -1,0 +1,173 @@
+"""Setups of other people's trainings: causal language models of transformers, and torchtitan's trainer.
+
+transformers and torchtitan are imported by the checks that use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from moesys.verify.setup import Batch, Setup, World, check, count_labels, draw, local, whole
+
+# Smaller sizes for the fields that a configuration has; L layers are two, unless a model needs more kinds of them.
+_SMALL = {
+    **{"hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 48, "vocab_size": 64, "head_dim": 16},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2},
+    **{"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+    **{"shared_expert_intermediate_size": 48, "first_k_dense_replace": 1, "max_position_embeddings": 64},
+    **{"pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "attention_dropout": 0.0},
+}
+
+
+def transformers_setup(
+    world: World, model: Any, *, part: int | None = None, parts: int | None = None, group: Any = None
+) -> Setup:
+    """Returns the training of a causal language model as transformers' ``Trainer`` computes it: the model's own loss
+    with ``num_items_in_batch``, the labels of all parts, times the parts; AdamW, and clipping by the whole norm.
+
+    Args:
+        world: the world.
+        model: the model of transformers, parallel or not, also inside of DDP or FSDP.
+        part: which data this rank reads; by default its rank.
+        parts: number of parts; by default the size of the world.
+        group: the process group of the ranks that differ in their part; by default all ranks.
+    """
+    parts = world.size if parts is None else parts
+    inner = getattr(model, "module", model)
+    options: dict[str, Any] = {"use_cache": False}
+    coefficient = getattr(inner, "router_aux_loss_coef", 0.0)
+    if coefficient:
+        options["output_router_logits"] = True
+    if world.situation.recomputation:
+        inner.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+
+    def summed(value: Tensor) -> Tensor:
+        if parts > 1:
+            dist.all_reduce(value, group=group)
+        return value
+
+    def step(batches: list[Batch]) -> dict[str, Tensor]:
+        tokens = summed(torch.tensor(sum(map(count_labels, batches))))
+        loss = torch.zeros((), dtype=world.dtype)
+        for batch in batches:
+            found = model(**batch, num_items_in_batch=tokens, **options).loss
+            (found * parts).backward()
+            loss += found.detach()
+        return {"loss": summed(loss)}
+
+    def clip() -> Tensor:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.stack([whole(gradient).double().norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            local(gradient).mul_((1.0 / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def switch(on: bool) -> None:
+        inner.router_aux_loss_coef = coefficient * on
+
+    setup = Setup(model, step, optimizer, clip, part, parts)
+    setup.terms = {"auxiliary loss": switch} if coefficient else {}
+    return setup
+
+
+def torchtitan_setup(world: World, trainer: Any, *, clip: Callable[[Any], Tensor] | None = None) -> Setup:
+    """Returns the training of a built ``Trainer`` of torchtitan, whose parameters are drawn by ``verify.draw``.
+
+    Args:
+        world: the world.
+        trainer: the trainer, with one part of a model, without a pipeline.
+        clip: clips the gradients of the model; by default torchtitan's ``clip_grad_norm_``.
+    """
+    import torchtitan.distributed.utils as utils
+
+    model, dims = trainer.model_parts[0].to(world.dtype), trainer.parallel_dims
+    draw(model, deviation=0.05)
+    mesh = dims.get_mesh("batch") if dims.dp_enabled else None
+    part, parts = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+
+    def summed(value: Tensor) -> Tensor:
+        if mesh is not None:
+            dist.all_reduce(value, group=mesh.get_group())
+        return value
+
+    def step(batches: list[Batch]) -> dict[str, Tensor]:
+        tokens, total = summed(torch.tensor(sum(map(count_labels, batches)))), torch.zeros((), dtype=world.dtype)
+        for batch in batches:
+            ids = batch["input_ids"]
+            labels = torch.cat([batch["labels"][:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+            inputs = {"input": ids, "positions": torch.arange(ids.shape[1]).expand(ids.shape).contiguous()}
+            loss = trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
+            total += whole(loss)
+        return {"loss": summed(total)}
+
+    def clipped() -> Tensor:
+        max_norm = trainer.config.training.max_norm
+        options = {"foreach": True, "pp_mesh": None, "ep_enabled": dims.ep_enabled}
+        return whole(utils.clip_grad_norm_(list(model.parameters()), max_norm, **options))
+
+    own = clipped if clip is None else lambda: clip(model)
+    return Setup(model, step, trainer.optimizers, own, part, parts)
+
+
+@check(supports=("recomputation",))
+def transformers_check(
+    world: World, *, model: str, fsdp: int = 1, tp: int = 1, ep: int = 1, implementation: str, parallelize: Any = None
+) -> Setup:
+    """Builds a small causal language model of transformers, and its training on ``fsdp`` · ``tp`` ranks.
+
+    Args:
+        world: the world.
+        model: a model type, such as ``qwen3_moe``.
+        fsdp: ranks with data of their own.
+        tp: ranks that share a batch.
+        ep: ranks of an expert group.
+        implementation: ``ddp``, ``fsdp``, ``tp``, or that of transformers' expert parallelism.
+        parallelize: makes the plain model parallel instead.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options = {"attn_implementation": "eager", "dtype": world.dtype}
+    if world.size == 1 or parallelize or implementation in ("ddp", "fsdp"):
+        config = AutoConfig.for_model(model)
+        small = {name: value for name, value in _SMALL.items() if hasattr(config, name)}
+        for key in small.keys() & {"num_key_value_heads"} if hasattr(config, "kv_lora_rank") else ():
+            small[key] = small["num_attention_heads"]
+        plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(model, **small), **options).train()
+        draw(plain)
+        if world.size == 1 and not (world.folder / "start").exists():
+            plain.save_pretrained(world.folder / "start")
+        wrapped = plain
+        if world.size > 1 and parallelize:
+            parallelize(plain)
+        elif world.size > 1 and implementation == "fsdp":
+            for module in [*plain.model.layers, plain]:
+                fully_shard(module, mesh=init_device_mesh("cpu", (world.size,)))
+        elif world.size > 1:
+            wrapped = DistributedDataParallel(plain)
+        return transformers_setup(world, wrapped)
+    from transformers.distributed import DistributedConfig
+
+    sizes: dict[str, Any] = {name: size for name, size in (("fsdp_size", fsdp), ("tp_size", tp)) if size > 1}
+    sizes |= {"ep_size": ep, "ep_implementation": implementation} if ep > 1 else {}
+    parallel: Any = AutoModelForCausalLM.from_pretrained(
+        world.folder / "start", distributed_config=DistributedConfig(**sizes), **options
+    )
+    modules: list[Any] = list(parallel.modules())
+    for module in modules if ep == fsdp * tp and fsdp > 1 and world.dtype == torch.float64 else ():
+        if hasattr(module, "set_gradient_divide_factor") and any(
+            p.dim() == 3 for p in module.parameters(recurse=False)
+        ):
+            # FSDP2 divides twice on the mesh of one rank that experts have, except in float32 and bfloat16.
+            module.set_gradient_divide_factor(fsdp**0.5)
+    group = parallel._mesh_manager.get_mesh("fsdp").get_group() if tp > 1 and fsdp > 1 else None
+    return transformers_setup(world, parallel.train(), part=world.rank // tp, parts=fsdp, group=group)

@@ -1,0 +1,29 @@
+"""Planted faults are found, named and placed, by ranks that are processes of their own."""
+
+from __future__ import annotations
+
+import pytest
+from planted import FAULTS
+
+from moesys import verify
+
+ALWAYS = (
+    *("gradients summed", "means of ranks", "auxiliary loss averaged twice", "router detached"),
+    *("norm misses experts", "bias in each micro-batch", "counts doubled by recomputation", "bias lost on resume"),
+    *("evaluation in training mode", "equal masks"),
+)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in FAULTS]
+)
+def test_a_fault_is_found_named_and_placed(name: str) -> None:
+    fault = FAULTS[name]
+    report = verify.run(fault.build(name), situations=[fault.situation])
+    assert report.exit_code == 1, report
+    assert fault.first in report.findings[0].tensor, report
+    assert any(fault.words in finding.cause for finding in report.findings), report
+    with pytest.raises(AssertionError, match="WRONG in 1 of 1 situation"):
+        report.require_right()
