@@ -40,29 +40,29 @@ PACKAGES = {
     "moesys/moe": ("moe",),
     "moesys/simulator": ("simulator",),
     "moesys/tuner": ("tuner",),
-    "moesys, hosts": ("hf", "torchtitan"),
+    "moesys, hosts": ("hf", "megatron", "torchtitan"),
     "moesys/lab": ("lab",),
     "moesys/verify": ("verify",),
     "moesys, entry points": ("__init__", "__main__", "models", "planning"),
 }
 BUDGETS = {
-    "moesys/config": Budget(2_152, 17),
-    "moesys, ground files": Budget(2_526, 17),
+    "moesys/config": Budget(2_153, 17),
+    "moesys, ground files": Budget(2_529, 17),
     "moesys/kernels": Budget(4_721, 45),
     "moesys/balance": Budget(5_588, 39),
     "moesys/overlap": Budget(2_760, 17),
-    "moesys/moe": Budget(4_605, 23),
+    "moesys/moe": Budget(4_586, 23),
     "moesys/simulator": Budget(2_275, 15),
-    "moesys/tuner": Budget(957, 8),
-    "moesys, hosts": Budget(2_470, 15),
-    "moesys/lab": Budget(8_118, 53),
+    "moesys/tuner": Budget(963, 8),
+    "moesys, hosts": Budget(2_788, 18),
+    "moesys/lab": Budget(8_116, 53),
     "moesys/verify": Budget(1_734, 10),
     "moesys, entry points": Budget(290, 4),
-    "benchmarks": Budget(6_939, 53),
+    "benchmarks": Budget(6_940, 53),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(45_982, 327),
+    "tests": Budget(46_559, 331),
 }
-TOTAL = Budget(38_196, 263)
+TOTAL = Budget(38_503, 266)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
