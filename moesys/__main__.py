@@ -34,8 +34,8 @@ COMMANDS = {
         "moesys.lab.commands.run:run_command",
         RUN,
         "Run an experiment, or the trials of it that are left.",
-        "If FILE has a function experiments() that returns a list, all of them run one after another, and a chart is "
-        "drawn if they differ in one number of the workload.\n\n"
+        "If FILE has a function experiments() that returns a list, all of them run one after another, and a chart of "
+        "their speed-ups is drawn.\n\n"
         "Exit code 1: a trial failed, or has other bits than it must have.",
         (
             "moesys run experiments/overlap_ablation.py",

@@ -69,7 +69,7 @@ def run_command(
     settings: Settings = None,
     imports: Imports = None,
 ) -> int:
-    """Runs what is left of each experiment in ``file``, and prints its table; for a sweep, draws the chart beside the
+    """Runs what is left of each experiment in ``file``, and prints its table; for several, draws a chart beside the
     run folders. Returns the exit code. Under torchrun only rank 0 prints.
 
     Progress goes where the tables go, or to stderr if a table is for a machine to read.
@@ -117,8 +117,8 @@ def run_command(
         from moesys.lab.commands.compare import written_for_display
         from moesys.lab.commands.report import print_locations
 
-        if charts := written_for_display(partial(_sweep_files, comparisons), out / file.stem):
-            print(f"\nspeed-up along the sweep: {', '.join(map(str, charts))}", file=told)
+        if charts := written_for_display(partial(_chart_files, comparisons), out / file.stem):
+            print(f"\nall speed-ups: {', '.join(map(str, charts))}", file=told)
         print_locations(folders, told)
     return code
 
@@ -150,41 +150,18 @@ def _changed(experiment: Experiment, num_seeds: int | None, interpret: bool, fur
     )
 
 
-def _swept_field(experiments: Sequence[Experiment]) -> str | None:
-    """Returns the number of the workload in which experiments differ that are otherwise equal except for their names;
-    None if there is no such field.
-    """
-    first = experiments[0]
-    for one in experiments:
-        if one.replace(name=first.name, description=first.description, workload=first.workload) != first:
-            return None
-    if len({type(one.workload) for one in experiments}) > 1:
-        return None
-    values = {name: [getattr(one.workload, name) for one in experiments] for name in type(first.workload).model_fields}
-    fields = [name for name, of_field in values.items() if any(value != of_field[0] for value in of_field)]
-    if len(fields) != 1 or not all(isinstance(value, int | float) for value in values[fields[0]]):
-        return None
-    return fields[0]
-
-
-def _sweep_files(comparisons: Sequence[Comparison], path_stem: Path) -> list[Path]:
-    """Draws the speed-up along the swept field, as SVG and PNG; draws no file if these comparisons make no sweep."""
-    experiments = [comparison.experiment for comparison in comparisons]
-    if len(experiments) == 1 or (field := _swept_field(experiments)) is None:
+def _chart_files(comparisons: Sequence[Comparison], path_stem: Path) -> list[Path]:
+    """Draws the speed-ups of several experiments below one another, as SVG and PNG; nothing for a single one."""
+    ratios = {
+        f"{of.experiment.name}: {row.name}": row.speedup for of in comparisons for row in of.rivals if row.speedup
+    }
+    if len(comparisons) == 1 or not ratios:
         return []
     # These imports are here because most runs draw nothing.
-    from moesys.lab.show.figures import speedup_chart
-    from moesys.lab.show.run_page import subject
+    from moesys.lab.show.comparisons import ratio_words
+    from moesys.lab.show.figures import draw_forest, save, style
 
-    first = experiments[0]
-    about = type(first.workload).model_fields[field].description
-    rows = [{row.name: row for row in comparison.rows if not row.repeat} for comparison in comparisons]
-    return speedup_chart(
-        f"{field} {about}" if about else f"{field.replace('_', ' ')} of the workload",
-        [getattr(experiment.workload, field) for experiment in experiments],
-        {one.name: [row[one.name].speedup for row in rows] for one in first.strategies if one != first.baseline},
-        path_stem,
-        name=f"{path_stem.name}, {subject(first)}",
-        source=comparisons[0].source,
-        baseline=comparisons[0].baseline.name,
-    )
+    kinds = " and ".join(dict.fromkeys(of.source.upper() for of in comparisons))
+    title, xlabel = f"{kinds}: {path_stem.name}", "speed-up over the baseline of each (right is faster)"
+    with style():
+        return save(draw_forest(ratios, title=title, xlabel=xlabel, words=ratio_words), path_stem)

@@ -198,8 +198,8 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
         pairs = experiment.workload.num_layers * experiment.model.num_experts
         lines.append(
             f"Experts without a token in a step, at most, of {pairs:,} in all layers: "
-            f"{', '.join(f'{name} {number:g}' for name, number in starved.items())}. This is usual while a router is "
-            "new; if starved_experts rises and router_entropy falls over a longer training, the router is collapsing."
+            f"{', '.join(f'{name} {most:g}' for name, most in starved.items() if most)}. This is usual while a router "
+            "is new; if starved_experts rises and router_entropy falls over a longer training, it is collapsing."
         )
     lines += [f"Would not run: {row.name}: {row.would_not_run}." for row in rows if row.would_not_run]
     lines += [f"Failed: {row.name}, seed {seed}: {error}" for row in rows for seed, error in row.failed.items()]

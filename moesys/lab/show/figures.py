@@ -28,7 +28,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from moesys.config.base import python_value
 from moesys.files import whole_file, write_whole
 from moesys.lab.runs.comparison import SPEED, Comparison
-from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio, seed_ratios
+from moesys.lab.runs.statistics import PairedRatio, seed_ratios
 from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.sheets import figure as digits
 from moesys.simulator.critical_path import PathPart
@@ -348,46 +348,6 @@ def draw_speedups(comparison: Comparison, new: Callable[..., Figure] = Figure) -
         single={row.name: seed_ratios(baseline, row.samples[SPEED]).values() for row in rows},
         new=new,
     )
-
-
-def speedup_chart(
-    parameter: str,
-    values: Sequence[float],
-    speedups: Mapping[str, Sequence[PairedRatio | None]],
-    path_stem: Path,
-    *,
-    name: str,
-    source: Source,
-    baseline: str,
-) -> list[Path]:
-    """Draws the speed-up of each strategy along a parameter, with the band of its interval; None leaves a gap.
-
-    ``values``: of the parameter, one for each ratio of every strategy. ``parameter`` says what it is, with its unit.
-    ``name``: the model and the cluster.
-    """
-    nan = float("nan")
-    with style():
-        figure = Figure(figsize=(6.4, 4), layout="constrained")
-        axes = figure.subplots()
-        axes.axhline(1, color=_ink(), linewidth=0.8, linestyle="--")
-        for index, (strategy, ratios) in enumerate(speedups.items()):
-            colour = OKABE_ITO[index % len(OKABE_ITO)]
-            # One seed has no interval, and no band.
-            low, high = (
-                [nan if ratio is None or getattr(ratio, end) is None else getattr(ratio, end) for ratio in ratios]
-                for end in ("low", "high")
-            )
-            middle = [nan if ratio is None else ratio.estimate for ratio in ratios]
-            axes.fill_between(values, low, high, color=colour, alpha=0.2, linewidth=0)
-            axes.plot(values, middle, color=colour, marker="osD^vPX*"[index % 8], markersize=4, label=short(strategy))
-        n = sorted({ratio.n for ratios in speedups.values() for ratio in ratios if ratio is not None})
-        seeds = f"n = {n[0]}" if len(n) == 1 else f"n = {n[0]} to {n[-1]}" if n else "n = 0"
-        axes.set(xlabel=parameter, ylabel=f"speed-up against {short(baseline)}", xticks=list(values))
-        band = f"band: {100 * CONFIDENCE:.0f} % interval, paired by seed, {seeds}"
-        axes.set_title(f"{source.upper()}: {short(name)}\n{band}")
-        axes.grid(axis="y", linewidth=0.3)
-        figure.legend(loc="outside lower center", ncols=3)
-        return save(figure, path_stem)
 
 
 def save(figure: Figure, path_stem: Path) -> list[Path]:

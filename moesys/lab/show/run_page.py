@@ -220,7 +220,7 @@ def index_page(folder: Path) -> str:
     note = f'<p class="note">Not listed: {escape(others)}.</p>' if others else ""
     names = sorted(path.name for path in folder.glob("*.svg"))
     charts = " ".join(f'<a href="{quote(name)}">{escape(name)}</a>' for name in names)
-    sweeps = f"<p>Sweeps: {charts}</p>" if names else ""
+    sweeps = f"<p>Charts of several: {charts}</p>" if names else ""
     return page(title, [f"<h1>{escape(title)}</h1>", f'<section id="runs">{drawn}</section>', sweeps, note])
 
 

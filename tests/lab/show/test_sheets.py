@@ -159,9 +159,7 @@ def test_failures_and_starved_experts_are_told():
     text = printed(comparison)
     assert f"Failed: {first.strategy.name}, seed {first.seed}: RuntimeError: [red]rank 2 died\n" in text
     assert "1 (1 failed)" in text
-    most = {"ep": 0, "fsep": 0} | {some[1].strategy: 3}
-    words = ", ".join(f"{name} {number}" for name, number in most.items())
-    assert f"Experts without a token in a step, at most, of 8 in all layers: {words}." in text
+    assert f"Experts without a token in a step, at most, of 8 in all layers: {some[1].strategy} 3." in text
 
 
 def test_the_verdict_stands_below_the_table():
