@@ -3,11 +3,9 @@
 import atexit
 import gc
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from moesys.kernels.cpu import row_invariant_gemm
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.lab.ranks import pool, process
 from moesys.lab.ranks.pool import LocalRanks
@@ -127,32 +124,11 @@ def ranks() -> Iterator[LocalRanks]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _shared_probes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Processes of one run of tests share what probes of matrix products find: every rank would probe the sizes of
-    every test, 20 to 190 ms each, and again after each run that fails.
-    """
+    """Processes of one run of tests share what probes of matrix products find, and no run takes that of another."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "probes"
-    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MOESYS_TEST_PROBES", str(folder))
-        share_probes(patch.setattr)
+        patch.setenv("MOESYS_CACHE", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
         yield
-
-
-def share_probes(set_attribute: Callable[[object, str, object], None] = setattr) -> None:
-    """Reads the results of probes that another process of the same tests has written, and writes its own."""
-    probe, folder = row_invariant_gemm._probe, os.environ.get("MOESYS_TEST_PROBES")
-
-    def shared(*case: Any) -> row_invariant_gemm.RowRule:
-        path = Path(folder, "-".join(map(str, case)))
-        if not path.exists():
-            part = Path(f"{path}.{os.getpid()}")
-            part.write_text(json.dumps(vars(probe(*case))))
-            part.replace(path)
-        return row_invariant_gemm.RowRule(**json.loads(path.read_text()))
-
-    if folder is not None:
-        set_attribute(row_invariant_gemm, "_probe", cache(shared))
 
 
 @pytest.fixture(scope="session", autouse=True)

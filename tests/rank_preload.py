@@ -5,12 +5,9 @@ is loaded is frozen, so that no collection of garbage walks through it, or copie
 import atexit
 import gc
 
-from conftest import share_probes
-
 from moesys.balance.run_planner import warm_up
 
 warm_up()
-share_probes()
 gc.collect()
 gc.freeze()
 # At the end of the server, what is left would be reported as leaked.

@@ -8,9 +8,15 @@ a dozen columns) have no safe number; their rows are multiplied one by one.
 
 from __future__ import annotations
 
+import logging
+import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,6 +34,8 @@ NARROW = 16
 ALIGNMENT_BYTES = 64
 # Columns beyond these are more of the same, and would make the probe of a large expert take a minute.
 LARGEST_COLUMNS = 2048
+# A probe takes milliseconds, unless other programs take the cores that its threads wait for.
+_SILENT_S = 1.0
 _FEW_COUNTS = (*range(1, 17), 24, 32, 64, 100)
 _MANY_COUNTS = (*range(1, 70), 100, 127, 128, 129, 192, 256)
 
@@ -56,7 +64,8 @@ def row_rule(contraction: int, columns: int, dtype: torch.dtype, transposed: boo
     """Returns the rule for x [m, contraction] @ w [contraction, columns]; ``transposed``: w is a transposed contiguous
     matrix.
 
-    On the CPU it is probed, with torch's current number of threads, which is part of the numerics class.
+    On the CPU it is probed once per machine, with torch's current number of threads, which is part of the numerics
+    class. What was found is in the folder that ``MOESYS_CACHE`` names, else in the user's cache.
     """
     if device_type != "cpu":
         return RowRule(tile_rows=DEVICE_TILE_ROWS)
@@ -80,14 +89,52 @@ def projection_rule(
 
 
 @cache
-def _probe(contraction: int, columns: int, dtype: torch.dtype, transposed: bool, _threads: int) -> RowRule:
+def _probe(contraction: int, columns: int, dtype: torch.dtype, transposed: bool, threads: int) -> RowRule:
     columns = min(columns, LARGEST_COLUMNS)
+    path = _cache_folder() / f"rows-{contraction}-{columns}-{dtype}-{transposed}-{threads}"
+    with suppress(OSError, ValueError):
+        min_rows, tile_rows = map(int, path.read_text().split())
+        return RowRule(min_rows, tile_rows or None)
+    rule = _measured_rule(contraction, columns, dtype, transposed)
+    # Where nothing can be written, the next process measures again.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        part.write_text(f"{rule.min_rows} {rule.tile_rows or 0}\n")
+        part.replace(path)
+    return rule
+
+
+@cache
+def _cache_folder() -> Path:
+    """Returns the folder of this processor, of this build of torch, and of the variables that steer its libraries."""
+    steering = {name: value for name, value in os.environ.items() if name.startswith(("MKL_", "ONEDNN_", "DNNL_"))}
+    cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0] if os.path.exists("/proc/cpuinfo") else ""
+    fixed = [line for line in cpu.splitlines() if line.startswith(("model", "stepping", "flags", "vendor"))]
+    machine = (*fixed, torch.__version__, torch.__config__.show(), sorted(steering.items()), _PLACEMENTS)
+    default = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(os.environ.get("MOESYS_CACHE") or Path(default, "moesys"))
+    return folder / f"gemm-{sha256(repr(machine).encode()).hexdigest()[:16]}"
+
+
+def _measured_rule(contraction: int, columns: int, dtype: torch.dtype, transposed: bool) -> RowRule:
     small = contraction * columns <= SMALL_MATRIX
     counts, placements = (_MANY_COUNTS, _PLACEMENTS) if small else (_FEW_COUNTS, _PLACEMENTS[:2])
     rows = max(counts) + max(first_row for first_row, _, _ in placements)
     trials = [_trial(rows, contraction, columns, dtype, transposed, seed) for seed in range(2 if small else 1)]
-    unsafe = next((count for count in reversed(counts) if not _is_safe(count, trials, placements)), 0)
+    begun_s, unsafe = time.monotonic(), 0
+    for count in reversed(counts):
+        if time.monotonic() - begun_s > _SILENT_S:
+            _say_once("moesys measures how many rows BLAS needs for equal bits, once per machine and size of expert")
+        if not _is_safe(count, trials, placements):
+            unsafe = count
+            break
     return RowRule(unsafe + 1) if unsafe < LARGEST_MINIMUM else RowRule(tile_rows=1)
+
+
+@cache
+def _say_once(line: str) -> None:
+    logging.getLogger(__name__).warning(line)
 
 
 def _trial(

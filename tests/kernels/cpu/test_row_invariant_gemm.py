@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from moesys.kernels.cpu import row_invariant_gemm
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, matmul_rows, row_rule
 
 # Each case says which edge it is: (contraction, columns).
@@ -87,6 +91,48 @@ def test_probe_finds_calls_that_are_too_short(transposed: bool, monkeypatch: pyt
     monkeypatch.setattr("moesys.kernels.cpu.row_invariant_gemm._multiply", multiply)
     # A size that no other test has probed, since the probe remembers.
     assert row_rule(71, 33, torch.float32, transposed, "cpu") == RowRule(min_rows=6)
+
+
+def test_a_machine_probes_a_size_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each process would measure again, a minute on a machine whose cores are busy."""
+    (tmp_path / "file").write_text("")
+    size = 72, 34, torch.float32, True, "cpu"
+
+    def as_another_process(folder: str) -> RowRule:
+        monkeypatch.setenv("MOESYS_CACHE", str(tmp_path / folder))
+        for remembered in (row_invariant_gemm._probe, row_invariant_gemm._cache_folder):
+            remembered.cache_clear()
+        return row_rule(*size)
+
+    measured: list[RowRule] = []
+    monkeypatch.setattr(row_invariant_gemm, "_measured_rule", lambda *_: measured.append(RowRule(7)) or measured[-1])
+    assert [as_another_process("cache") for _ in range(3)] == [RowRule(7)] * 3
+    assert len(measured) == 1
+    (file,) = (tmp_path / "cache").glob("*/*")
+    file.write_text("7 tor")
+    assert as_another_process("cache") == RowRule(7)
+    assert len(measured) == 2
+    # Where nothing can be kept, the rule is measured.
+    assert as_another_process("file") == RowRule(7)
+    assert len(measured) == 3
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    assert as_another_process("cache") == RowRule(7)
+    assert len(measured) == 4
+    monkeypatch.setattr(row_invariant_gemm, "_measured_rule", lambda *_: RowRule(tile_rows=1))
+    assert [as_another_process("tiles") for _ in range(2)] == [RowRule(tile_rows=1)] * 2
+    row_invariant_gemm._cache_folder.cache_clear()
+    row_invariant_gemm._probe.cache_clear()
+
+
+def test_a_long_probe_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    seconds = itertools.count(0.0, 0.5)
+    monkeypatch.setattr(row_invariant_gemm, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    row_invariant_gemm._say_once.cache_clear()
+    for _ in range(2):
+        row_invariant_gemm._measured_rule(64, 32, torch.float32, True)
+    assert [record.message for record in caplog.records] == [
+        "moesys measures how many rows BLAS needs for equal bits, once per machine and size of expert"
+    ]
 
 
 def test_probe_finds_that_mkl_multiplies_single_rows_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
