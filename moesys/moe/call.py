@@ -272,15 +272,18 @@ class RoutedExperts(torch.autograd.Function):
         call.release()
         dmasters: list[Tensor | None] = [None] * len(masters)
         if grads_DP is not None:
-            dtype = store.masters.gradient_dtype or masters[0].dtype
-            transfer = store.start_reshard(grads_DP, call.layout, call.generation, dtype)
             leaf = ctx.next_functions[2 + wanted.index(True)][0]
-            # Delayed gradients are in no graph, so none is delayed where gradients may be differentiated.
-            may_delay = store.delay_reshard and not ctx.creates_graph
-            late = may_delay and _reaches_grad(leaf) and lookahead.delay(store, transfer)
-            if store.delay_reshard:
-                store.masters.expect_gradient(late=late)
-            if not late:
+            # Delayed and whole gradients are in no graph, so there are none where gradients may be differentiated.
+            may_delay = (store.delay_reshard or store.whole_gradients) and not ctx.creates_graph and _reaches_grad(leaf)
+            whole = may_delay and store.whole_gradients
+            dtype = store.masters.gradient_dtype or masters[0].dtype
+            transfer = store.start_reshard(grads_DP, call.layout, call.generation, dtype, whole)
+            late = may_delay and store.delay_reshard and lookahead.delay(store, transfer)
+            if whole and not late:
+                store.masters.accumulate_gradient(transfer.finish())
+            if store.delay_reshard or whole:
+                store.masters.expect_gradient(late=late or whole)
+            if not (late or whole):
                 gradients_of_masters = store.masters.gradients_of(transfer.finish())
                 dmasters = [each if want else None for each, want in zip(gradients_of_masters, wanted, strict=True)]
         if store.schedule.has_request:

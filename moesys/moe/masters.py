@@ -234,7 +234,7 @@ class OwnMasters(Masters):
         def before(optimizer: Optimizer, *_: object) -> None:
             if (masters := this()) is not None:
                 masters.drop_cast()
-                masters._refuse_matrix(optimizer)
+                masters._prepare(optimizer)
 
         def after(optimizer: Optimizer, *_: object) -> None:
             if (masters := this()) is not None:
@@ -244,21 +244,24 @@ class OwnMasters(Masters):
         for hook in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
             weakref.finalize(self, hook.remove)
 
-    def _refuse_matrix(self, optimizer: Optimizer) -> None:
-        """Raises TypeError for an optimizer that would take all experts together for one matrix."""
-        by_form = getattr(optimizer, "knows_matrices", False)
-        if by_form or not _works_on_matrices(type(optimizer)):  # type: ignore[arg-type]  # mypy: hash of instances
-            return
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Gives an optimizer that works by element a gradient that lies as the parameter does. Raises TypeError for one
+        that would take all experts together for one matrix.
+        """
         parameter = self._parameter
-        for group in optimizer.param_groups:
-            by_element = group.get("algorithm") in _BY_ELEMENT or not group.get("use_muon", True)
-            if not by_element and any(each is parameter for each in group["params"]):
-                raise TypeError(
-                    f"{type(optimizer).__name__} takes {self._name} {list(parameter.shape)} for one matrix, and would "
-                    "mix the experts with one another, as each of its rows holds all matrices of an expert; use "
-                    f"ms.Muon(model), which knows them, or give the parameters whose names end in {self._name!r} to an "
-                    "optimizer that works by element, such as AdamW"
-                )
+        groups = [group for group in optimizer.param_groups if any(each is parameter for each in group["params"])]
+        if not groups or getattr(optimizer, "knows_matrices", False):
+            return
+        by_element = (group.get("algorithm") in _BY_ELEMENT or not group.get("use_muon", True) for group in groups)
+        if _works_on_matrices(type(optimizer)) and not all(by_element):  # type: ignore[arg-type]  # mypy: hash of instances
+            raise TypeError(
+                f"{type(optimizer).__name__} takes {self._name} {list(parameter.shape)} for one matrix, and would "
+                "mix the experts with one another, as each of its rows holds all matrices of an expert; use "
+                f"ms.Muon(model), which knows them, or give the parameters whose names end in {self._name!r} to an "
+                "optimizer that works by element, such as AdamW"
+            )
+        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
     @property
     def device(self) -> torch.device:
@@ -321,8 +324,12 @@ class OwnMasters(Masters):
     @torch.no_grad()
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
         self.expect_gradient(late=False)
-        parameter = self._parameter
-        gradient = self._distributed(gradients[0])
+        parameter, gradient = self._parameter, gradients[0]
+        if gradient.shape == local_part(parameter).shape:
+            gradient = self._distributed(gradient)
+        elif isinstance(parameter, DTensor):
+            # It is of whole experts, where all ranks have slices.
+            gradient = of_whole_experts(gradient, parameter)
         # Autograd calls hooks in the same way. A rank that alone has hooks sends its gradient as late as the others.
         for hook in hooks_of(parameter):
             replaced = hook(gradient)
@@ -330,6 +337,8 @@ class OwnMasters(Masters):
         if parameter.grad is None:
             parameter.grad = gradient
         else:
+            if isinstance(gradient, DTensor) and isinstance(parameter.grad, DTensor):
+                parameter.grad = parameter.grad.redistribute(placements=gradient.placements)
             local_part(parameter.grad).add_(local_part(gradient))
         for hook in hooks_of(parameter, behind=True):
             hook(parameter)
@@ -369,6 +378,12 @@ def distributed(local: Tensor, shape: ModelShape, shard_dim: int, mesh: DeviceMe
         return local
     size = torch.Size((shape.num_experts, shape.expert_parameters))
     return DTensor.from_local(local, mesh, [Shard(shard_dim)], run_check=False, shape=size, stride=(size[1], 1))
+
+
+def of_whole_experts(local: Tensor, masters: DTensor) -> DTensor:
+    """Returns a tensor that lies over ranks by experts, as ``masters`` [E, P_e] need not, from this rank's part."""
+    size, stride = masters.shape, masters.stride()
+    return DTensor.from_local(local, masters.device_mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from moesys.moe.experts import Experts, experts_of
 from moesys.moe.masters import ExpertForm, local_part
@@ -57,7 +57,7 @@ class Matrices:
     """The matrices of one parameter. A row holds those of one expert; a parameter that is not ``stacked`` is one row.
 
     ``channel``: of the ranks that have parts of each row, by the part that ``boxes`` has for each; None if this rank
-    has whole rows.
+    has whole rows. ``by_owner``: gradient and momentum lie over these ranks by whole rows.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Matrices:
     labels: tuple[str, ...] = ()
     channel: Channel | None = None
     boxes: Sequence[Box] = field(default_factory=list)
+    by_owner: bool = False
 
     def __post_init__(self) -> None:
         shape = self.parameter.shape
@@ -101,6 +102,12 @@ class Matrices:
         """Returns this rank's part of a tensor that lies as the parameter, [n, ...]."""
         local = local_part(tensor.detach())
         return local if self.stacked else local[None]
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """Returns a gradient or a state that lies over the ranks as Muon reads it. A collective if it does not yet."""
+        if self.by_owner and isinstance(tensor, DTensor):
+            return tensor.redistribute(placements=[Shard(0)])
+        return tensor
 
     def own_box(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Returns which rows of a parameter that is cut this rank has, the first and their number, and which part."""

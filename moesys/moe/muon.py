@@ -4,7 +4,8 @@ The arithmetic is that of ``torch.optim.Muon`` (momentum, Newton–Schulz iterat
 one that the model multiplies by: gate, up and down of each expert are three, wherever their elements lie. A rank that
 has all of a matrix orthogonalises it. Where ranks have parts of matrices (``Fsep``, FSDP2), each matrix has an owner:
 parts of the update before the iteration travel to it, and parts of the result travel back, each by one all-to-all.
-Parameters, gradients and momentum stay where they are.
+Parameters, gradients and momentum stay where they are; but of our own masters under ``Fsep``, backward sends gradients
+of whole experts to their owners, where momentum lies too, and only results travel.
 
 E experts, P parameters of an expert, R ranks; matrices are [out, in].
 """
@@ -12,7 +13,6 @@ E experts, P parameters of an expert, R ranks; matrices are [out, in].
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
 
 # A rank orthogonalises so many experts, or other matrices, between two messages.
-_ROWS_AT_ONCE = 8
+_ROWS_AT_ONCE = 4
 # A product of experts on a GPU has always so many, so that no bit of one depends on which others there are.
 _MATRICES_AT_ONCE = 4
 # The name under which a channel counts the bytes of messages.
@@ -119,6 +119,10 @@ class Muon(Optimizer):
         described += [f"{options} {of_adamw} {ns_dtype}", *(f"{self._names[each]} by AdamW" for each in others)]
         for channel in channels:
             _require_alike(channel, described)
+        for experts in experts_of(model):
+            owned = None if experts.masters is None else matrices.get(experts.masters)
+            if owned is not None and owned.channel is not None and experts.shards.can_send_whole():
+                owned.by_owner = experts.store.whole_gradients = True
         self._rounds = _rounds_of([*matrices.values()], channels)
 
     def summary(self) -> str:
@@ -185,9 +189,8 @@ class Muon(Optimizer):
         for parameter, state in states:
             # Optimizers cast state to the dtype of its parameter.
             if parameter in self._matrices and state:
-                self.state[parameter]["momentum_buffer"] = state["momentum_buffer"].to(
-                    parameter.device, _momentum_dtype(parameter)
-                )
+                momentum = state["momentum_buffer"].to(parameter.device, _momentum_dtype(parameter))
+                self.state[parameter]["momentum_buffer"] = self._matrices[parameter].placed(momentum)
 
     def _train_matrices(self, group_of: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Makes a step of Muon. The messages of a round travel while the round before is computed."""
@@ -196,9 +199,10 @@ class Muon(Optimizer):
         for each in active:
             state = self.state[each.parameter]
             if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(
+                momentum = torch.zeros_like(
                     each.parameter, dtype=_momentum_dtype(each.parameter), memory_format=torch.preserve_format
                 )
+                state["momentum_buffer"] = each.placed(momentum)
         ids = {id(each) for each in active}
         rounds = []
         for work in self._rounds:
@@ -239,15 +243,21 @@ class Muon(Optimizer):
                 share.matrices.add_(share.rows, update, group)
             return
         updates = [self._update(share, groups[id(share.matrices)]) for share in shares]
-        wholes = [updates[0].new_empty(share.counts[channel.rank], *share.matrices.row_shape) for share in shares]
+        wholes, by_owner = updates, shares[0].matrices.by_owner
+        if by_owner:
+            of = shares[0].matrices.boxes[channel.rank]
+            updates = [wholes[0].new_empty(sum(share.counts), *of.sizes) for share in shares]
+        else:
+            wholes = [updates[0].new_empty(share.counts[channel.rank], *share.matrices.row_shape) for share in shares]
         # By rank: what this rank has of the rows that the other owns, and what the other has of the rows that it owns.
         mine_R, theirs_R = [], []
         for rank in range(channel.num_ranks):
             mine_R.append([update[share.owned_by(rank)] for share, update in zip(shares, updates, strict=True)])
             theirs_R.append([share.matrices.boxes[rank].of(row) for share, row in zip(shares, wholes, strict=True)])
-        receive = _exchange(channel, mine_R, theirs_R)
+        receive = None if by_owner else _exchange(channel, mine_R, theirs_R)
         yield
-        receive()
+        if receive is not None:
+            receive()
         self._orthogonalize(shares, wholes, groups)
         receive = _exchange(channel, theirs_R, mine_R)
         del wholes, theirs_R
@@ -269,10 +279,13 @@ class Muon(Optimizer):
 
     def _update(self, share: Share, group: Mapping[str, Any]) -> Tensor:
         """Returns this rank's part of the update before it is made orthogonal, in the dtype of the iteration."""
-        matrices, rows, momentum = share.matrices, share.rows, group["momentum"]
+        matrices, momentum = share.matrices, group["momentum"]
+        # All rows of a share with whole rows are those of this rank.
+        rows = slice(None) if matrices.by_owner else share.rows
         buffer = matrices.of(self.state[matrices.parameter]["momentum_buffer"])[rows]
         gradient = matrices.parameter.grad
-        grad = torch.zeros_like(buffer) if gradient is None else matrices.of(gradient)[rows].to(buffer.dtype)
+        grad = torch.zeros_like(buffer) if gradient is None else matrices.of(matrices.placed(gradient))[rows]
+        grad = grad.to(buffer.dtype)
         buffer.lerp_(grad, 1 - momentum)
         update = grad.lerp(buffer, momentum) if group["nesterov"] else buffer
         dtype = self._ns_dtype or (torch.float32 if buffer.device.type == "cpu" else torch.bfloat16)
@@ -437,20 +450,21 @@ def _rounds_of(all_matrices: Sequence[Matrices], channels: Iterable[Channel]) ->
             json.loads(each) for each in channel.gather_bytes(said, Position("Muon()"), device_of(channel.group))
         ]
         work = [(load, rank) for rank, (load, _) in enumerate(of_ranks)]
-        heapq.heapify(work)
         for index, matrices in enumerate(cut):
             matrices.set_boxes([boxes[index] for _, boxes in of_ranks])
         for matrices in sorted(cut, key=lambda each: -each.cost):
-            num_rows, at_once = len(matrices.of(matrices.parameter)), _ROWS_AT_ONCE * channel.num_ranks
+            num_rows = len(matrices.of(matrices.parameter))
+            # Gradients of whole rows lie in the order of their owners, as many on each.
+            at_once = num_rows if matrices.by_owner else _ROWS_AT_ONCE * channel.num_ranks
             shares[id(matrices)] = []
             for row in range(0, num_rows, at_once):
                 counts = [0] * channel.num_ranks
-                for _ in range(row, min(num_rows, row + at_once)):
-                    load, rank = work[0]
-                    heapq.heapreplace(work, (load + matrices.cost, rank))
+                for turn in range(row, min(num_rows, row + at_once)):
+                    rank = turn % channel.num_ranks if matrices.by_owner else min(work)[1]
+                    work[rank] = (work[rank][0] + matrices.cost, rank)
                     counts[rank] += 1
                 shares[id(matrices)].append(Share(matrices, slice(row, row + at_once), tuple(counts)))
-        mine = next(load for load, rank in work if rank == channel.rank)
+        mine = work[channel.rank][0]
     rounds: list[Round] = []
     waiting: dict[Channel, list[Share]] = {}
     for matrices in all_matrices:

@@ -244,6 +244,35 @@ class ShardedExperts(ExpertShards):
         reshard = self._reshard_hierarchical if hierarchical else self._reshard_flat
         return reshard(grads_DP, layout.held_by_rank, channel, detail)
 
+    def can_send_whole(self) -> bool:
+        """Returns whether ``reshard_whole`` is possible: every rank is the owner of as many experts."""
+        plain = type(self) is ShardedExperts and self.flat and self.sharding.reshard == "flat"
+        return plain and self.num_ranks > 1 and self.shape.num_experts % self.num_ranks == 0
+
+    def reshard_whole(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> ReshardSteps:
+        """Sends gradients of whole experts to one rank each, in the place of slices to all ranks: rank r gets those of
+        experts [r·E/R, (r+1)·E/R), [E/R, P]. They are added in rank order, as slices are.
+        """
+        yield False
+        held, each, P = layout.held_by_rank, self.shape.num_experts // self.num_ranks, self.form.num_elements
+        # The slots of each rank by the rank that gets their gradients.
+        to_RR = [[[e for e in experts if e // each == rank] for rank in range(self.num_ranks)] for experts in held]
+        sent = [held[self.rank].index(e) for experts in to_RR[self.rank] for e in experts]
+        arriving = [e - self.rank * each for of_rank in to_RR for e in of_rank[self.rank]]
+        received = self.memory.new(grads_DP, len(arriving), P)
+        transfer = channel.all_to_all(
+            received,
+            grads_DP[:, :P].index_select(0, index_of(sent, grads_DP)),
+            [len(of_rank[self.rank]) for of_rank in to_RR],
+            [len(experts) for experts in to_RR[self.rank]],
+            lane="reshard",
+            detail=detail,
+        )
+        del grads_DP
+        yield True
+        transfer.wait()
+        return (add_in_order(received, arriving, self.memory.new(received, each, P)),)
+
     def _reshard_flat(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> ReshardSteps:
         """Sends gradients by one all-to-all: every rank receives its slice of each gradient of this rank."""
         yield False

@@ -250,6 +250,14 @@ class ExpertShards(ABC):
         which add them up. Gradients that are first summed inside nodes are sent at once, all others when it is started.
         """
 
+    def can_send_whole(self) -> bool:
+        """Returns whether gradients of whole experts can be sent to one rank each, where all ranks have slices."""
+        return False
+
+    def reshard_whole(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> ReshardSteps:
+        """Returns the steps that do so, and return the gradients of E/R experts."""
+        raise NotImplementedError
+
     @property
     @abstractmethod
     def padded_parameters(self) -> int:
@@ -351,6 +359,8 @@ class ExpertStore:
         self.schedule, self.channel = schedule, channel
         self.reshard_after_forward = sharding.reshard_after_forward
         self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
+        # Whether an optimizer has asked for gradients of whole experts (``ExpertShards.reshard_whole``).
+        self.whole_gradients = False
         # The dtype in which the layer's last call computed; None before the first.
         self.dtype: torch.dtype | None = None
         self._prefetched: tuple[tuple[ExpertLayout, int, torch.dtype | None], Restore] | None = None
@@ -441,13 +451,17 @@ class ExpertStore:
         added = invariant and bool((layout.replicas_RE > 0).sum(axis=0).max() > 1)
         return self.shards.new_gradients(layout, device, torch.float64 if added else torch.float32)
 
-    def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout, generation: int, dtype: torch.dtype) -> Reshard:
-        """Creates the transfer that gives owners the sums of slot gradients in ``dtype``. A collective.
+    def start_reshard(
+        self, grads_DP: Tensor, layout: ExpertLayout, generation: int, dtype: torch.dtype, whole: bool
+    ) -> Reshard:
+        """Creates the transfer that gives owners the sums of slot gradients in ``dtype``, or one rank each those of
+        ``whole`` experts. A collective.
 
         Unless gradients are first summed inside nodes, nothing is sent before ``start`` or ``finish``.
         """
         channel = self.channel.tagged(generation)
-        steps = self.shards.reshard(grads_DP, layout, channel, f"layer {self.layer_index}")
+        reshard = self.shards.reshard_whole if whole else self.shards.reshard
+        steps = reshard(grads_DP, layout, channel, f"layer {self.layer_index}")
         return ExpertTransfer(_in_dtype(steps, dtype))
 
 

@@ -217,8 +217,8 @@ def error_of_mutant(name: str, strategy: ms.Strategy) -> float:
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_what_is_broken_shows(ranks: LocalRanks, mutant: str) -> None:
-    fsep = STRATEGIES["fsep"]
-    errors = ranks.run(error_of_mutant, mutant, fsep, num_ranks=2)
+    # Four ranks do not divide six experts, so that parts of updates travel to owners, and not gradients.
+    errors = ranks.run(error_of_mutant, mutant, STRATEGIES["fsep"])
     assert min(errors) > 10 * BOUND
 
 
@@ -275,6 +275,48 @@ def test_no_bit_shows_ranks_layout_or_sharding(ranks: LocalRanks, dtype: torch.d
                 assert_equal(found, wanted, f"{name} on {num_ranks} ranks")
 
 
+# --- gradients of whole experts -------------------------------------------------------------------------------------
+
+BEHIND = STRATEGIES["fsep"].replace(
+    name="behind", sharding=ms.Fsep(slots_per_rank=6, prefetch_layers=1, delay_reshard=True)
+)
+
+
+def gradients_of(strategy: ms.Strategy, muon: bool) -> dict[str, Any]:
+    """Two micro-batches, and a step of AdamW, in a model of which a ``Muon`` was made or not."""
+    model = Stack(SHAPE, strategy, num_layers=2)
+    runtime = ms.link(model)
+    optimizer = ms.Muon(model) if muon else None
+    masters, calls = model.moe[1].experts.masters, []
+    masters.register_hook(lambda gradient: calls.append("gradient"))
+    masters.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
+    for batch in range(2):
+        model(tokens_of(batch, SHAPE.hidden_size)).square().mean().backward()
+    ms.sync_gradients(model)
+    norm = ms.clip_grad_norm_(model, 1.0)
+    found = {"gradient": whole(masters.grad).clone(), "norm": norm, "calls": [*calls]}
+    found["placements"] = str(masters.grad.placements)
+    runtime.close()
+    x = tokens_of(3, SHAPE.hidden_size)
+    (sliced,) = torch.autograd.grad(model(x).square().mean(), masters)
+    found["by itself"], found["placements by itself"] = whole(sliced), str(sliced.placements)
+    torch.optim.AdamW(model.parameters(), lr=1e-3).step()
+    del optimizer
+    return found | {"masters": whole(masters).detach()}
+
+
+@pytest.mark.parametrize("strategy", [STRATEGIES["fsep"], BEHIND], ids=lambda strategy: strategy.name)
+def test_gradients_of_whole_experts_are_those_of_slices(ranks: LocalRanks, strategy: ms.Strategy) -> None:
+    slices = ranks.run(gradients_of, strategy, False, num_ranks=2)
+    wholes = ranks.run(gradients_of, strategy, True, num_ranks=2)
+    for found, wanted in zip(wholes, slices, strict=True):
+        assert (found["placements"], wanted["placements"]) == ("(Shard(dim=0),)", "(Shard(dim=1),)")
+        assert found["placements by itself"] == "(Shard(dim=1),)"
+        for what in ("gradient", "norm", "masters", "by itself"):
+            assert_equal(found[what], wanted[what], what)
+        assert found["calls"] == wanted["calls"] == ["gradient", "accumulated"] * 2
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -305,8 +347,10 @@ def resumed(path: Path) -> dict[str, Tensor]:
 
 def test_a_checkpoint_of_two_ranks_under_ep_resumes_on_four_under_fsep(ranks: LocalRanks, tmp_path: Path) -> None:
     wanted = ranks.run(saved, tmp_path, num_ranks=2)[0]
-    for found in ranks.run(resumed, tmp_path):
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+    # Two ranks divide the six experts, and have gradients and momentum of whole ones.
+    for num_ranks in (4, 2):
+        for found in ranks.run(resumed, tmp_path, num_ranks=num_ranks):
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_state_is_loaded_by_the_same_groups_only() -> None:
