@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -100,6 +101,9 @@ class StrategyMoELayer(MoELayer):
         super().__init__(config, submodules, None, pg_collection, is_mtp_layer, name)
         self._strategy, self._memory = strategy, memory
         _check_experts(self.experts)
+        if isinstance(strategy.sharding, Fsep):
+            self.experts.ep_group = _Alone()
+            self.experts.sharded_state_dict = self._sharded_slices
         if layer_number is not None:
             self.set_layer_number(layer_number)
 
@@ -126,6 +130,21 @@ class StrategyMoELayer(MoELayer):
         made = Experts(shape, self._strategy, self.ep_group, layer_index=index, device=device, outside=outside)
         made.use_memory(self._memory)
         attach(made, self)
+
+    def _sharded_slices(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Returns this rank's slices for a distributed checkpoint, in which experts are whole."""
+        rank, num_ranks = self.ep_group.rank(), self.ep_group.size()
+        found: dict[str, Any] = type(self.experts).sharded_state_dict(self.experts, *args, **options)
+        for name, part in found.items():
+            # Cut where ``OutsideExperts`` has it.
+            cut = partial(_slice_of, dim=int("linear_fc1" in name), rank=rank, num_ranks=num_ranks)
+            if isinstance(part, ShardedTensorFactory):
+                found[name] = replace(part, build_fn=_after(part.build_fn, cut))
+            elif isinstance(part, ShardedTensor):
+                found[name] = cut(part)
+            else:
+                part.replica_id = (0, rank, part.replica_id[-1])
+        return found
 
     def _read(self) -> Parts:
         # Megatron's hooks wait for parameters that are gathered while layers compute.
@@ -195,6 +214,33 @@ def _choices(probs_TE: Tensor, map_TE: Tensor, top_k: int) -> tuple[Tensor, Tens
     expert_TK = map_TE.byte().topk(top_k, dim=-1).indices.sort(dim=-1).values
     weight_TK = probs_TE.gather(1, expert_TK)
     return expert_TK.masked_fill(map_TE.sum(dim=-1, keepdim=True) > top_k, map_TE.shape[-1]), weight_TK
+
+
+class _Alone:
+    """The group of the ranks over which whole experts are distributed, where each rank has a slice of all."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def _slice_of(part: ShardedTensor, *, dim: int, rank: int, num_ranks: int) -> ShardedTensor:
+    """Returns a tensor of a checkpoint as the part of a larger one that a rank has."""
+    axis = part.prepend_axis_num + dim
+    sizes, offsets, fragments = (
+        list(each) for each in (part.global_shape, part.global_offset, part.axis_fragmentations)
+    )
+    offsets[axis] += rank * sizes[axis]
+    sizes[axis] *= num_ranks
+    fragments[axis] *= num_ranks
+    changed = {"global_shape": sizes, "global_offset": offsets, "axis_fragmentations": fragments}
+    return replace(part, **{name: tuple(each) for name, each in changed.items()})
+
+
+def _after(build: Callable[..., list[Any]], change: Callable[[Any], Any]) -> Callable[..., list[Any]]:
+    return lambda *args: [change(each) for each in build(*args)]
 
 
 def _added_to_main_grad(read: Callable[[], Parts]) -> Callable[[Parts], Parts]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import queue
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,9 +52,11 @@ torch.cuda.synchronize = torch.cuda.empty_cache = lambda *args: None
 torch.cuda.random.get_rng_state = torch.cuda.get_rng_state = lambda *args, **options: torch.get_rng_state()
 torch.cuda.set_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
 
+import megatron.core.tensor_parallel.layers as layers  # noqa: E402
 import megatron.core.tensor_parallel.random as random  # noqa: E402
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -65,6 +69,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer import torch_norm  # noqa: E402
 from megatron.core.transformer.moe import moe_layer  # noqa: E402
 from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from moesys.megatron import experts  # noqa: E402
@@ -75,6 +80,14 @@ from moesys.moe.experts import experts_of  # noqa: E402
 token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
     tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 )
+
+# Apex's products, which add the gradients of weights to those of other micro-batches.
+layers._grad_accum_fusion_available = True
+layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+    wgrad_gemm_accum_fp32=lambda x, grad, main_grad: main_grad.add_(grad.float().mT @ x.float())
+)
+# Ranks have no processes of their own, which Megatron would start for results of writing.
+filesystem_async._results_queue = queue.Queue()
 
 VOCABULARY, LENGTH, SEQUENCES = 64, 8, 2
 
@@ -118,6 +131,8 @@ def config_of(run: Run) -> TransformerConfig:
         **{"pipeline_dtype": torch.float32, "expert_tensor_parallel_size": 1, "sequence_parallel": tensor_ranks > 1},
         **{"expert_model_parallel_size": min(dist.get_world_size(), 2)},
     }
+    if run.half:
+        options |= {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
     return TransformerConfig(**options | dict(run.parallel) | dict(run.config))
 
 
@@ -167,13 +182,14 @@ def train(run: Run) -> Trained:
 def _trained(run: Run) -> Trained:
     config = config_of(run)
     models = models_of(run, config)
-    if run.change is not None:
-        for model in models:
-            run.change(model)
+    if run.half:
+        models = [model.bfloat16() for model in models]
     ddp = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **run.ddp})
     wrapped = [DistributedDataParallel(config, ddp, model) for model in models]
     distributed = ddp.use_distributed_optimizer
-    options = OptimizerConfig(optimizer="adam", lr=3e-3, clip_grad=1.0, use_distributed_optimizer=distributed)
+    options = OptimizerConfig(
+        bf16=run.half, optimizer="adam", lr=3e-3, clip_grad=1.0, use_distributed_optimizer=distributed
+    )
     options.overlap_param_gather = ddp.overlap_param_gather
     optimizer = get_megatron_optimizer(options, wrapped)
     config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, optimizer.scale_loss
@@ -304,12 +320,12 @@ def save(folder: str, wrapped: list[Any], optimizer: Any) -> None:
 def load(folder: str, wrapped: list[Any], optimizer: Any) -> None:
     state = dist_checkpointing.load(_sharded(wrapped, optimizer, loading=True), folder)
     for index, model in enumerate(wrapped):
-        model.load_state_dict(state[f"model{index}"])
+        model.module.load_state_dict(state[f"model{index}"])
     optimizer.load_state_dict(state["optimizer"])
 
 
 def _sharded(wrapped: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {f"model{index}": model.sharded_state_dict() for index, model in enumerate(wrapped)}
+    state: dict[str, Any] = {f"model{index}": model.module.sharded_state_dict() for index, model in enumerate(wrapped)}
     every = {name: each for model in state.values() for name, each in model.items()}
     return state | {"optimizer": optimizer.sharded_state_dict(every, is_loading=loading)}
 
@@ -332,6 +348,66 @@ def messages(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[st
                 found.append("no error")
             except (TypeError, ValueError) as error:
                 found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def replayed() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Returns the experts [T, K] that Megatron's replay gives the routers of a model, those of the plans under a
+    strategy, and by layer the tokens of each expert by the map of ``route``, which somebody has replaced.
+    """
+    run = Run(STRATEGIES["ep"], config={"moe_enable_routing_replay": True})
+    RouterReplay.clear_global_router_replay_instances()
+    with parallel(run):
+        (model,) = models_of(run, config_of(run))
+        given = [torch.rand(SEQUENCES * LENGTH, 8).topk(2).indices for _ in model.decoder.layers]
+        RouterReplay.set_replay_data(given)
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        seen = []
+        for layer in model.decoder.layers:
+            route = layer.mlp.route
+            layer.mlp.route = lambda *args, of=route: seen.append(of(*args)[1]) or of(*args)
+        ids, *_ = batch(run, 0)
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        model(ids, torch.arange(LENGTH).expand(SEQUENCES, -1), mask)
+        planned = [torch.from_numpy(each.last_plan.load.tokens_RE.copy()).sum(0) for each in experts_of(model)]
+    return given, planned, [map_TE.sum(0) for map_TE in seen]
+
+
+def rounded() -> list[bool]:
+    """Returns whether gradients of bfloat16 experts, which two ranks compute, are bfloat16 numbers, without and with
+    fusion.
+    """
+    found = []
+    for fused in (False, True):
+        trained = train(Run(STRATEGIES["lent"], 1, half=True, config={"gradient_accumulation_fusion": fused}))
+        gradients = [each for name, each in trained.gradients.items() if ".experts." in name]
+        found.append(all(torch.equal(each, each.bfloat16().float()) for each in gradients))
+    return found
+
+
+def message_for_three_experts() -> str:
+    """Returns the error of a token whose map has one expert more than K."""
+    with parallel(run := Run(STRATEGIES["ep"])):
+        (model,) = models_of(run, config_of(run))
+        layer = model.decoder.layers[0].mlp
+        layer.route = lambda x, mask: (torch.ones(4, 8), torch.arange(8).expand(4, 8) < 3)
+        try:
+            layer(torch.zeros(4, 1, 16))
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+def messages_for_specs() -> list[str]:
+    found = []
+    for spec, strategy in (
+        (get_gpt_layer_local_spec(), STRATEGIES["ep"]),
+        (get_gpt_layer_local_spec(num_experts=8), "ep.toml"),
+    ):
+        try:
+            experts(spec, strategy)
+        except (TypeError, ValueError) as error:
+            found.append(str(error))
     return found
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,8 @@ class Run:
     strategy: None for Megatron's own experts. first: the number of the first step, by which its data differ.
     accumulate: micro-batches of a step. padding: whether the ends of sequences are padding. uneven: whether ranks have
     other numbers of tokens. config, ddp: fields of ``TransformerConfig`` and ``DistributedDataParallelConfig``, where
-    they differ from the small model's. parallel: arguments of ``initialize_model_parallel``. change: is called with
-    the model before it trains. load, save: folders of distributed checkpoints, before and after the training.
+    they differ from the small model's. parallel: arguments of ``initialize_model_parallel``. half: whether parameters
+    are bfloat16. load, save: folders of distributed checkpoints, before and after the training.
     """
 
     strategy: ms.Strategy | None = None
@@ -46,7 +46,7 @@ class Run:
     config: Mapping[str, Any] = field(default_factory=dict)
     parallel: Mapping[str, int] = field(default_factory=dict)
     ddp: Mapping[str, Any] = field(default_factory=dict)
-    change: Callable[[Any], None] | None = None
+    half: bool = False
     load: str | None = None
     save: str | None = None
 

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ SHARED = {"moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": T
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 CLAMPED = {"activation_func_clamp_value": 0.1, "glu_linear_offset": 1.0}
 PER_TOKEN = {"calculate_per_token_loss": True, "moe_z_loss_coeff": 0.1}
+FUSED = {"gradient_accumulation_fusion": True}
 TWO: dict[str, dict[str, Any]] = {
     "losses, shared experts": {"accumulate": 3, "config": SEVERAL_LOSSES | SHARED},
     "full recomputation": {"accumulate": 2, "config": FULL | SHARED, "ddp": {"overlap_grad_reduce": True}},
@@ -37,6 +39,7 @@ TWO: dict[str, dict[str, Any]] = {
     "padding": {"accumulate": 2, "padding": True, "config": PER_TOKEN},
     "tokens apart": {"uneven": True, "config": {"moe_router_topk": 3}},
     "clamped": {"config": CLAMPED},
+    "gradients added in place": {"accumulate": 2, "config": FUSED, "ddp": {"overlap_grad_reduce": True}},
     "groups": {
         "config": BIAS | {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_pre_softmax": True}
     },
@@ -126,6 +129,66 @@ def test_two_ranks_train_as_megatron_does(megatron: LocalRanks) -> None:
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks_train_as_megatron_does(megatron: LocalRanks, name: str) -> None:
     compare(megatron, 4, ["ep", "lent", "fsep"], {name: FOUR[name]}, 2)
+
+
+def test_checkpoints_are_those_of_megatron_on_other_ranks_and_for_other_strategies(
+    megatron: LocalRanks, tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("ep", "fsep", "theirs")]
+    for folder in folders:
+        folder.mkdir()
+    first, second, third = map(str, folders)
+    (saved,) = megatron.run(train, Run(STRATEGIES["ep"], 2, save=first), num_ranks=2)[0]
+    on_four: dict[str, Any] = {"first": 2, "parallel": {"expert_model_parallel_size": 4}}
+    theirs, ours, sliced = megatron.run(
+        train,
+        *(Run(each, 2, load=first, **on_four) for each in (None, STRATEGIES["fsep"])),
+        Run(STRATEGIES["fsep"], 0, load=first, save=second, **on_four),
+    )[0]
+    same_training(ours, theirs)
+    back, again = megatron.run(
+        train,
+        Run(None, 0, load=second, save=third),
+        Run(None, 2, first=2, load=third),
+        num_ranks=2,
+    )[0]
+    assert_equal(sliced.parameters, saved.parameters)
+    assert_equal(back.parameters, saved.parameters)
+    (wanted,) = megatron.run(train, Run(None, 2, first=2, load=first), num_ranks=2)[0]
+    # The state of the optimizer came back, too.
+    assert_equal(again.parameters, wanted.parameters)
+
+
+def test_routes_are_replayed_as_megatron_replays_them(megatron: LocalRanks) -> None:
+    ((given, planned, seen),) = megatron.run(call, "replayed", num_ranks=1)
+    wanted = [each.flatten().bincount(minlength=8) for each in given]
+    assert_equal(planned, wanted)
+    assert_equal(seen, wanted)
+
+
+def test_gradients_added_in_place_are_not_rounded(megatron: LocalRanks) -> None:
+    assert megatron.run(call, "rounded", num_ranks=2) == [[True, False]] * 2
+
+
+def test_a_token_with_more_experts_than_k_is_refused(megatron: LocalRanks) -> None:
+    for message in megatron.run(call, "message_for_three_experts", num_ranks=2):
+        assert "8" in message
+
+
+def test_specifications_that_moesys_cannot_change_are_refused(megatron: LocalRanks) -> None:
+    ((without, of_text),) = megatron.run(call, "messages_for_specs", num_ranks=1)
+    assert "spec, a ModuleSpec, has no MoELayer of Megatron-Core; give the specification of a layer" in without
+    assert of_text == "strategy is a str; give a moesys.Strategy"
+
+
+@pytest.mark.slow
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", ["lent", "fsep"])
+def test_mega_kernels_train_as_megatron_does(megatron: LocalRanks, name: str) -> None:
+    strategy = STRATEGIES[name].replace(overlap=ms.MegaKernel(programs=1, rows_cap=2.0))
+    sizes = {"config": {"hidden_size": 32, "moe_ffn_hidden_size": 16}}
+    found, wanted = megatron.run(train, *(Run(each, 2, **sizes) for each in (strategy, None)), num_ranks=2)[0]
+    same_training(found, wanted)
 
 
 def test_each_option_of_moe_is_in_one_table(megatron: LocalRanks) -> None:
