@@ -16,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from moesys.config import Strategy  # noqa: E402
 from moesys.megatron import experts  # noqa: E402
 from moesys.megatron.options import REFUSED, USED, WITHOUT_EFFECT  # noqa: E402
 from moesys.moe.experts import experts_of  # noqa: E402
@@ -330,15 +332,11 @@ def _sharded(wrapped: list[Any], optimizer: Any, *, loading: bool) -> dict[str, 
     return state | {"optimizer": optimizer.sharded_state_dict(every, is_loading=loading)}
 
 
-class Grouped(SequentialMLP):
-    """Experts as somebody else keeps them."""
-
-
-def messages(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[str]:
-    """Returns the errors of layers under the strategies of these names, with these options and experts' class."""
+def messages(cases: list[tuple[Strategy, dict[str, Any], dict[str, Any]]]) -> list[str]:
+    """Returns the errors of models under these strategies, with these options, and other changes of a run."""
     found = []
-    for name, options, changes in cases:
-        run = Run(STRATEGIES[name], config=options, **changes)
+    for strategy, options, changes in cases:
+        run = Run(strategy, config=options, **changes)
         with parallel(run):
             try:
                 config = config_of(Run(parallel=run.parallel))
@@ -371,6 +369,14 @@ def replayed() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         model(ids, torch.arange(LENGTH).expand(SEQUENCES, -1), mask)
         planned = [torch.from_numpy(each.last_plan.load.tokens_RE.copy()).sum(0) for each in experts_of(model)]
     return given, planned, [map_TE.sum(0) for map_TE in seen]
+
+
+def followed(page: str) -> tuple[Trained, Trained]:
+    """Returns a step with the specification that a program makes, and with Megatron's own experts."""
+    names: dict[str, Any] = {}
+    exec(page, names)
+    with patch(f"{__name__}.experts", lambda spec, strategy: names["spec"]):
+        return train(Run(names["strategy"], 1)), train(Run(steps=1))
 
 
 def rounded() -> list[bool]:

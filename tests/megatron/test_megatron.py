@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import assert_equal
 from megatron_runs import STRATEGIES, Run, Trained, call, train
+from pages import blocks_of, commands_of
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
@@ -181,6 +182,13 @@ def test_specifications_that_moesys_cannot_change_are_refused(megatron: LocalRan
     assert of_text == "strategy is a str; give a moesys.Strategy"
 
 
+def test_the_page_is_followed(megatron: LocalRanks) -> None:
+    spec, install = blocks_of("megatron")
+    assert (spec.title, commands_of(install)) == ("moe_spec.py", ["pip install '.[megatron]'"])
+    for found, wanted in megatron.run(call, "followed", spec.text, num_ranks=2):
+        same_training(found, wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", ["lent", "fsep"])
@@ -203,26 +211,35 @@ def test_each_option_of_moe_is_in_one_table(megatron: LocalRanks) -> None:
     assert not used & without_effect
 
 
-REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("ep", {"moe_expert_capacity_factor": 1.0}, {}, "moe_expert_capacity_factor=1.0: tokens .* set .*=None"),
-    ("ep", {"moe_paged_stash": True}, {}, "moe_paged_stash=True: .*; set moe_paged_stash=False"),
-    ("ep", {"overlap_moe_expert_parallel_comm": True}, {}, "choose the strategy's overlap; set .*=False"),
+EP, FSEP = STRATEGIES["ep"], STRATEGIES["fsep"]
+LATE = FSEP.replace(sharding=ms.Fsep(slots_per_rank=5, prefetch_layers=1, delay_reshard=True))
+REFUSALS: list[tuple[ms.Strategy, dict[str, Any], dict[str, Any], str]] = [
+    (EP, {"moe_expert_capacity_factor": 1.0}, {}, "moe_expert_capacity_factor=1.0: tokens .* set .*=None"),
+    (EP, {"moe_paged_stash": True}, {}, "moe_paged_stash=True: .*; set moe_paged_stash=False"),
+    (EP, {"overlap_moe_expert_parallel_comm": True}, {}, "choose the strategy's overlap; set .*=False"),
     (
-        "ep",
+        EP,
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe_router"]},
         {},
         'set cuda_graph_modules=."attn"',
     ),
-    ("ep", {"fp8": "hybrid"}, {}, "fp8='hybrid': experts would be quantized, .*; set fp8=None"),
-    ("ep", {"expert_tensor_parallel_size": 2}, {}, "expert_tensor_parallel_size=2: .*; choose Fsep; set .*=1"),
-    ("ep", {"moe_token_dispatcher_type": "flex"}, {}, "set moe_token_dispatcher_type='alltoall'"),
-    ("ep", {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, {}, "leave out moe_act"),
-    ("fsep", {"add_bias_linear": True}, {}, "set add_bias_linear=False, or choose Ep"),
+    (EP, {"fp8": "hybrid"}, {}, "fp8='hybrid': experts would be quantized, .*; set fp8=None"),
+    (EP, {"expert_tensor_parallel_size": 2}, {}, "expert_tensor_parallel_size=2: .*; choose Fsep; set .*=1"),
+    (EP, {"moe_token_dispatcher_type": "flex"}, {}, "set moe_token_dispatcher_type='alltoall'"),
+    (EP, {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, {}, "leave out moe_act"),
+    (FSEP, {"add_bias_linear": True}, {}, "set add_bias_linear=False, or choose Ep"),
+    (LATE, {}, {}, "delay_reshard=True, .* takes no gradient later than from backward; use delay_reshard=False"),
+    (
+        FSEP,
+        {"hidden_size": 18},
+        {"parallel": {"expert_model_parallel_size": 4}},
+        "expert_model_parallel_size=4 does not divide the width 18 of experts",
+    ),
 ]
 
 
 def test_what_moesys_does_not_run_is_refused_by_name(megatron: LocalRanks) -> None:
-    found = megatron.run(call, "messages", [case[:3] for case in REFUSALS], num_ranks=2)[0]
+    found = megatron.run(call, "messages", [case[:3] for case in REFUSALS], num_ranks=4)[0]
     for message, (*_, wanted) in zip(found, REFUSALS, strict=True):
         assert re.search(wanted, message), message
 
