@@ -104,6 +104,15 @@ class TrainingComparison:
         """False if the reference itself depends on the order of micro-batches by more than rounding."""
         return self.tolerances[0].spread < (1e-6 if self.tolerances[0].least < 1e-8 else 1e-3)
 
+    def without_main_gradient(self) -> list[str]:
+        """Returns the parameters of the reference whose gradient comes from other terms than the main loss, or none."""
+        whole, found = self.reference.steps[0].gradients, []
+        for name, gradient in whole.items():
+            without = [run.steps[0].gradients.get(name, torch.zeros_like(gradient)) for run in self.without.values()]
+            main = gradient - sum(gradient - each for each in without)
+            found += [name] if float(main.norm()) <= self.tolerances[0].scales["gradients"] else []
+        return found
+
     def run(self) -> list[Finding]:
         for rank, got in enumerate(self.ranks):
             found = difference_of_states(self.reference.initial, got.initial)

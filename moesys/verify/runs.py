@@ -102,9 +102,9 @@ class _Runner:
             comparison = TrainingComparison(job, reference, reordered, {}, ranks)
         result.findings += comparison.run()
         result.compared, result.spread = dict(comparison.compared), comparison.tolerances[0].spread
-        scale, gradients = comparison.tolerances[0].scales["gradients"], reference.steps[0].gradients
-        if idle := [name for name, gradient in gradients.items() if float(gradient.norm()) <= scale]:
-            result.notes.append(f"no gradient in the reference: {', '.join(idle[:3])}{', ...' * (len(idle) > 3)}")
+        idle = comparison.without_main_gradient()
+        if idle:
+            result.notes.append(f"the main loss does not train {', '.join(idle[:3])}{', ...' * (len(idle) > 3)}")
 
     def _check_reference(self, reference: RunRecord, ranks: Sequence[RunRecord], where: str) -> None:
         """Raises CheckError for a reference with which nothing can be compared."""

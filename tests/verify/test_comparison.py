@@ -81,6 +81,7 @@ def test_a_logged_number_and_the_norm_have_the_tolerance_too() -> None:
 
 
 def test_what_float32_rounds_in_float64_is_a_note() -> None:
+    assert 64 * torch.finfo(torch.float32).eps / 2 == FLOAT32_ROUNDING
     comparison = compared(scaled("gradients", "weight", 1 + FLOAT32_ROUNDING / 2), torch.float64)
     assert (comparison.findings, comparison.compared["rounded"]) == ([], {"weight"})
     wrong = compared(scaled("gradients", "weight", 1 + 2 * FLOAT32_ROUNDING), torch.float64)

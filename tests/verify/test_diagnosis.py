@@ -105,6 +105,11 @@ def test_means_of_micro_batches_are_named() -> None:
     assert words == "means of each micro-batch are averaged: a token's weight depends on its micro-batch (1/2 to 3/2)"
 
 
+def test_whether_ranks_are_alike_decides_between_missing_and_not_reduced() -> None:
+    assert explain(seen([0, 2], part=1)).words == "tokens of part 0 micro-batch 0 are missing, the rest is 2 ×"
+    assert explain(seen([0, 2], part=1, alike=False)).words.startswith("only this rank's own tokens, 2 ×")
+
+
 def test_a_factor_on_experts_only_says_so() -> None:
     assert "on experts only" in explain(seen([2, 2], scope="experts")).words
 
