@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 import moesys as ms
 from benchmarks.__main__ import app as benchmarks
 from docs.hooks import FIELDS, described_fields, site_text, with_fields
-from moesys import config
+from moesys import config, verify
 from moesys.__main__ import app
 from moesys.config import Declaration, experiment, workload
 from moesys.frames import BACKWARD, EXPERT_GRADIENTS, LEARNING, Identity, Position, header, position_mismatch
@@ -306,8 +306,9 @@ def test_the_reference_lists_public_names_where_they_are_defined() -> None:
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
     listed = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)]
     parts = (ms.models, ms.planning, ms.traces)
-    public = [value for name in ms.__all__ if (value := getattr(ms, name)) not in parts]
+    public = [value for name in ms.__all__ if (value := getattr(ms, name)) not in (*parts, verify)]
     public += [getattr(part, name) for part in parts for name in part.__all__]
+    public += [value for value in vars(verify).values() if getattr(value, "__module__", "").startswith(verify.__name__)]
     assert len(listed) == len(set(listed))
     found = {pydoc.locate(name): name.rpartition(".")[2] for name in listed}
     assert set(public) <= found.keys()

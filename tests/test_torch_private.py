@@ -38,7 +38,7 @@ from moesys.torch_private import (
     unseen_by_selective_checkpoints,
     will_execute,
 )
-from moesys.verify.numerics import grouped_product
+from moesys.verify.recording import grouped_product
 
 
 @pytest.fixture

@@ -110,12 +110,7 @@ def _require_floating(name: str, tensor: Tensor, shape: ModelShape | None) -> No
 def check_kinds(**given: object) -> None:
     """Raises TypeError and ValueError for arguments of ``Experts`` of another kind than declared."""
     optional_group = (dist.ProcessGroup, DeviceMesh, type(None)) if dist.is_available() else type(None)
-    kinds = {
-        "shape": ModelShape,
-        "strategy": Strategy,
-        "group": optional_group,
-        "cluster": (ClusterSpec, type(None)),
-    }
+    kinds = {"shape": ModelShape, "strategy": Strategy, "group": optional_group, "cluster": (ClusterSpec, type(None))}
     if isinstance(given.get("shape"), Strategy) and isinstance(given.get("strategy"), ModelShape):
         raise TypeError("shape is a Strategy and strategy is a ModelShape; give the shape first, then the strategy")
     for name, value in given.items():

@@ -119,10 +119,7 @@ class Router(nn.Module):
     e_score_correction_bias: Tensor
 
     def __init__(
-        self,
-        shape: ModelShape,
-        device: torch.device | str | None = None,
-        generator: torch.Generator | None = None,
+        self, shape: ModelShape, device: torch.device | str | None = None, generator: torch.Generator | None = None
     ) -> None:
         super().__init__()
         self.shape = shape

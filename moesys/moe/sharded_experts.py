@@ -141,12 +141,7 @@ class ShardedExperts(ExpertShards):
     shard_dim = 1
 
     def __init__(
-        self,
-        shape: ModelShape,
-        rank: int,
-        node_of_rank: Sequence[int],
-        sharding: Fsep,
-        form: ExpertForm | None = None,
+        self, shape: ModelShape, rank: int, node_of_rank: Sequence[int], sharding: Fsep, form: ExpertForm | None = None
     ) -> None:
         super().__init__(shape, rank, len(node_of_rank), form)
         self.node_of_rank, self.sharding = tuple(node_of_rank), sharding

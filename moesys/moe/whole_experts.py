@@ -68,12 +68,7 @@ class WholeExperts(ExpertShards):
     shard_dim = 0
 
     def __init__(
-        self,
-        shape: ModelShape,
-        rank: int,
-        node_of_rank: Sequence[int],
-        by_node: bool,
-        form: ExpertForm | None = None,
+        self, shape: ModelShape, rank: int, node_of_rank: Sequence[int], by_node: bool, form: ExpertForm | None = None
     ) -> None:
         super().__init__(shape, rank, len(node_of_rank), form)
         self.node_of_rank, self.by_node = tuple(node_of_rank), by_node

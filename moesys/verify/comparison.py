@@ -16,8 +16,19 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from moesys.verify.diagnosis import FOLLOWS, MAIN, NO_GRADIENT, PART_OF_A_SUM, Cause, Observation, explain, explain_norm
-from moesys.verify.numerics import error_of, fit, fraction, rows_of_tokens
+from moesys.verify.diagnosis import (
+    FOLLOWS,
+    MAIN,
+    NO_GRADIENT,
+    PART_OF_A_SUM,
+    Cause,
+    Observation,
+    error_of,
+    explain,
+    explain_norm,
+    fit,
+    fraction,
+)
 from moesys.verify.recording import Named, RecordingJob, RunRecord, StepRecord
 from moesys.verify.setup import NO_LABEL, Batch, batch_of, count_labels, is_of_experts, root_of
 
@@ -43,6 +54,17 @@ class Finding:
     @property
     def follows(self) -> bool:
         return FOLLOWS in self.cause
+
+
+def rows_of_tokens(tensor: Tensor, mask: Tensor) -> Tensor | None:
+    """Returns the rows of tokens that are no padding, of [B, S, ...] or [B · S, ...]; None for another layout of a
+    micro-batch with padding, where nobody knows which they are.
+    """
+    if tensor.shape[:2] == mask.shape:
+        return tensor[mask]
+    if tensor.dim() > 1 and tensor.shape[0] == mask.numel():
+        return tensor[mask.flatten()]
+    return tensor if bool(mask.all()) else None
 
 
 class NearTieError(Exception):

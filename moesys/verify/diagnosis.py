@@ -11,13 +11,51 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moesys.verify.numerics import fraction
+import torch
+from torch import Tensor
+
 from moesys.verify.setup import is_of_experts, root_of
 
 MAIN = "main loss"
 NO_GRADIENT = "has no gradient (None)"
 PART_OF_A_SUM = "each rank has a part of a sum: not summed over the ranks that share the batch"
 FOLLOWS = "no sum of the reference's parts: follows from an earlier tensor"
+
+
+def error_of(got: Tensor, right: Tensor, scale: float = 0.0) -> float:
+    """Returns |got − right| / max(|right|, ``scale``) by Frobenius norms; infinite for another shape, and for NaN."""
+    if got.shape != right.shape:
+        return math.inf
+    difference = float((got.double() - right.double()).norm())
+    if difference == 0.0:
+        return 0.0
+    error = difference / max(float(right.double().norm()), scale, 1e-300)
+    return math.inf if math.isnan(error) else error
+
+
+def fit(got: Tensor, vectors: Sequence[Tensor]) -> tuple[list[float], float]:
+    """Returns the coefficients of the ``vectors`` whose sum is nearest to ``got``, NaN for a vector of zeros, and the
+    relative residual.
+    """
+    matrix, right = torch.stack([vector.double().flatten() for vector in vectors]), got.double().flatten()
+    norms = matrix.norm(dim=1)
+    used = norms > 1e-10 * norms.max()
+    coefficients = torch.full((len(vectors),), math.nan, dtype=torch.float64)
+    if not used.any() or not right.isfinite().all():
+        return coefficients.tolist(), 1.0
+    scaled = matrix[used] / norms[used, None]
+    solution = torch.linalg.pinv(scaled @ scaled.T, hermitian=True) @ (scaled @ right)
+    coefficients[used] = solution / norms[used]
+    residual = float((solution @ scaled - right).norm()) / max(float(right.norm()), 1e-300)
+    return coefficients.tolist(), residual
+
+
+def fraction(value: float) -> str:
+    """Returns a number as a fraction where it is a simple one: ``2``, ``1/2``, ``3/4``."""
+    for below in (1, 2, 3, 4, 6, 8) if math.isfinite(value) else ():
+        if abs(value * below - round(value * below)) < 1e-4 and abs(value * below) < 100:
+            return f"{round(value * below)}" + (f"/{below}" if below > 1 else "")
+    return f"{value:.5g}"
 
 
 @dataclass(frozen=True)

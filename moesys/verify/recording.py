@@ -4,6 +4,7 @@ the gradients of parameters, and all that the optimizer changes. Records are fil
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moesys.torch_private import NO_BACKWARD, Float64Mode, current_backward
-from moesys.verify.numerics import grouped_product
 from moesys.verify.setup import (
     Batch,
     Build,
@@ -35,6 +35,18 @@ from moesys.verify.setup import (
 
 T = TypeVar("T")
 Named = dict[str, Tensor]
+
+
+def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Returns what ``torch._grouped_mm`` does: [M, K] × [G, K, N] for rows in groups that end at ``ends``, or [M, K] ×
+    [K, N] → [G, M, N] for groups of the inner dimension. Rows behind the last group are NaN, where the kernel leaves
+    memory as it was, so that an operator that reads them is found.
+    """
+    bounds = [0, *ends.tolist()]
+    if b.dim() == 2:
+        return torch.stack([a[:, i:j] @ b[i:j] for i, j in pairwise(bounds)])
+    rows = [a[i:j] @ b[group] for group, (i, j) in enumerate(pairwise(bounds))]
+    return torch.cat([*rows, a.new_full((len(a) - bounds[-1], b.shape[-1]), math.nan)])
 
 
 @dataclass

@@ -19,7 +19,7 @@ import torch
 from moesys.kinds import did_you_mean
 from moesys.lab.ranks.pool import LocalRanks, RankError, RankTimeouts
 from moesys.verify.comparison import Finding, NearTieError, TrainingComparison, difference_of_states, same_values
-from moesys.verify.numerics import error_of, fit, fraction
+from moesys.verify.diagnosis import error_of, fit, fraction
 from moesys.verify.recording import RecordingJob, RunRecord, in_world, prepare, read_record, record
 from moesys.verify.report import CheckReport, SituationResult
 from moesys.verify.setup import DEFAULT_SITUATIONS, SITUATIONS, Build, CheckOptions, Situation, batch_of, options_of

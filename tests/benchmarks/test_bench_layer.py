@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,7 +83,8 @@ def test_a_wrong_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "layer.json"
     code, output = run("--shape", "tiny", "--dtype", "float32", "--repeats", "2", "--out", str(tmp_path))
     assert code == 1
-    assert "moesys: output differs from eager by 1.0e-03" in output
+    # Output and gradients of x differ by the same factor: which of the two is worst is decided by rounding.
+    assert re.search(r"moesys: (output|dx) differs from eager by 1\.0e-03", output)
     for row in json.loads(path.read_text())["rows"]:
         assert row["wrong"]
         assert row["samples_ms"] == row["ratios"] == {}

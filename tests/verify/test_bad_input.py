@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from broken import broken, impure
+from broken_checks import broken, impure
 
 from moesys import verify
 from moesys.verify.__main__ import main
@@ -74,7 +74,7 @@ def test_batches_that_change_are_refused() -> None:
 
 def test_ranks_that_do_not_talk_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     """By the command, whose JSON says the same as the report."""
-    file = str(Path(__file__).with_name("broken.py"))
+    file = str(Path(__file__).with_name("broken_checks.py"))
     assert main([f"{file}:broken", "--situations", "plain", "--json", "--quiet"]) == 1
     [found] = json.loads(capsys.readouterr().out)
     assert (found["schema"], found["exit_code"], found["check"]) == (1, 1, "broken")
@@ -101,7 +101,7 @@ def test_ranks_that_do_not_talk_are_wrong(capsys: pytest.CaptureFixture[str]) ->
 def test_a_wrong_command_line_says_what_is_allowed(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = str(Path(__file__).with_name("broken.py"))
+    file = str(Path(__file__).with_name("broken_checks.py"))
     assert main([argument.format(file=file) for argument in arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from moesys.verify.comparison import _fitted, merged_observation
-from moesys.verify.diagnosis import ALONE, FOLLOWS, MAIN, TOGETHER, DiagnosisRow, Observation, explain, explain_norm
-from moesys.verify.numerics import fraction
+from moesys.verify.diagnosis import (
+    ALONE,
+    FOLLOWS,
+    MAIN,
+    TOGETHER,
+    DiagnosisRow,
+    Observation,
+    explain,
+    explain_norm,
+    fraction,
+)
 
 AUX = "auxiliary loss"
 

@@ -219,12 +219,7 @@ CLUSTER_HELP = "Nodes x ranks per node, as 4x8; a preset and its nodes, as h100:
 Threads = Annotated[int, option("N", "Threads per rank.", min=1)]
 OutputFormat = Literal["table", "markdown", "csv", "json"]
 FormatOption = Annotated[
-    OutputFormat,
-    option(
-        "FORMAT",
-        "table, markdown, csv or json. All but table have stdout to themselves.",
-        "--format",
-    ),
+    OutputFormat, option("FORMAT", "table, markdown, csv or json. All but table have stdout to themselves.", "--format")
 ]
 
 

@@ -204,7 +204,8 @@ def test_a_program_on_a_terminal_cuts_no_word(command, row, folder, printed):
 
 
 def test_every_command_that_prints_a_table_has_the_option():
-    printing = COMMANDS.keys() - {"bisect", "plan", "report", "convert"}
+    # verify prints tables without rich, which have one width.
+    printing = COMMANDS.keys() - {"bisect", "plan", "report", "convert", "verify"}
     for program, names in (
         (app, printing),
         (
