@@ -330,13 +330,18 @@ def orthogonalize_(views: Iterable[Tensor], group: Mapping[str, Any]) -> None:
             copied = matrix.clone(memory_format=torch.contiguous_format)
             place.copy_(_iterated(copied if wide is view else copied.mT, group))
     for wides in by_shape.values():
-        stacked = torch.cat(wides)
-        for part in stacked.split(_MATRICES_AT_ONCE):
-            missing = _MATRICES_AT_ONCE - len(part)
-            padded = torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
-            part.copy_(_iterated(padded, group)[: len(part)])
-        for wide, part in zip(wides, stacked.split([len(wide) for wide in wides]), strict=True):
-            wide.copy_(part)
+        _in_batches(wides, group)
+
+
+def _in_batches(wides: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+    """Replaces matrices [n, out, in] of one shape, with no more rows than columns, by their orthogonal factors."""
+    stacked = torch.cat([*wides])
+    for part in stacked.split(_MATRICES_AT_ONCE):
+        missing = _MATRICES_AT_ONCE - len(part)
+        padded = torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
+        part.copy_(_iterated(padded, group)[: len(part)])
+    for wide, part in zip(wides, stacked.split([len(wide) for wide in wides]), strict=True):
+        wide.copy_(part)
 
 
 def _iterated(wide: Tensor, group: Mapping[str, Any]) -> Tensor:

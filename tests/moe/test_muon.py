@@ -222,6 +222,33 @@ def test_what_is_broken_shows(ranks: LocalRanks, mutant: str) -> None:
     assert min(errors) > 10 * BOUND
 
 
+def test_batches_on_gpus_are_the_matrices_one_by_one() -> None:
+    """In the code of GPUs, here on the CPU: batches that are padded, of views that are transposed."""
+    group = ms.Muon(ms.MoELayer(SHAPE, STRATEGIES["ep"])).param_groups[0]
+    wides = [torch.randn(5, 17, 25), torch.randn(1, 25, 17).mT, torch.randn(3, 17, 25)]
+    wanted = [wide.clone() for wide in wides]
+    muon.orthogonalize_(wanted, group)
+    muon._in_batches(wides, group)
+    for found, each in zip(wides, wanted, strict=True):
+        torch.testing.assert_close(found, each, rtol=1e-5, atol=1e-6)
+        singular_values = torch.linalg.svdvals(found)
+        assert singular_values.max() / singular_values.min() < 2.0
+
+
+def work_of(strategy: ms.Strategy) -> int:
+    """The cost of all rows that this rank owns, of parameters that no rank has whole."""
+    optimizer = ms.Muon(Stack(SHAPE, strategy, num_layers=2))
+    rounds = [each for each in optimizer._rounds if each.channel is not None]
+    return sum(share.counts[dist.get_rank()] * share.matrices.cost for each in rounds for share in each.shares)
+
+
+def test_work_is_shared_out_over_layers(ranks: LocalRanks) -> None:
+    """Four ranks have three of the twelve experts each, though no layer's six can be divided so."""
+    work = ranks.run(work_of, STRATEGIES["fsep"])
+    # A step on [17, 25] has 17² · (25 + 17 + 25) multiplications, and an expert three such matrices.
+    assert work == [3 * 3 * 17 * 17 * (25 + 17 + 25)] * 4
+
+
 # --- bits -----------------------------------------------------------------------------------------------------------
 
 INVARIANT = ms.ModelShape(hidden_size=37, intermediate_size=17, num_experts=6, top_k=2, n_shared_experts=1)
