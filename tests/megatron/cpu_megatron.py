@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import queue
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import fields
@@ -63,13 +64,14 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer import torch_norm  # noqa: E402
 from megatron.core.transformer.moe import moe_layer  # noqa: E402
-from megatron.core.transformer.moe.experts import SequentialMLP  # noqa: E402
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP  # noqa: E402
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -103,6 +105,45 @@ class Norm(nn.RMSNorm):
 
 
 torch_norm.WrappedTorchNorm.__new__ = lambda cls, **options: Norm(**options)
+
+
+class GroupedLinear(nn.Module):
+    """The linear layers of all experts by the names of Transformer Engine's parameters, which needs a GPU."""
+
+    def __init__(
+        self, num: int, wide: int, out: int, *, config: Any, bias: bool, skip_bias_add: bool, **_: Any
+    ) -> None:
+        super().__init__()
+        self._num, self._bias, self._later = num, bias, skip_bias_add
+        for index in range(num):
+            sizes = {f"weight{index}": (out, wide)} | ({f"bias{index}": (out,)} if bias else {})
+            for name, size in sizes.items():
+                parameter = nn.Parameter(torch.zeros(size))
+                parameter.allreduce = config.expert_model_parallel_size == 1
+                self.register_parameter(name, parameter)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        biases = [getattr(self, f"bias{index}") for index in range(self._num)] if self._bias else None
+        now = [None] * self._num if biases is None or self._later else biases
+        weights = [getattr(self, f"weight{index}") for index in range(self._num)]
+        done = torch.cat([functional.linear(*each) for each in zip(rows.split(counts), weights, now, strict=True)])
+        return done, biases if self._later else None
+
+
+class LatentLinear(nn.Linear):
+    """A projection to or from latent tokens, as Transformer Engine has it."""
+
+    def __init__(self, wide: int, out: int, *, bias: bool, **_: Any) -> None:
+        super().__init__(wide, out, bias)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+moe_layer.HAVE_TE, moe_layer.TELinear = True, LatentLinear
+_one_by_one = LocalSpecProvider.grouped_mlp_modules
+_GROUPED = functools.partial(TEGroupedMLP, submodules=GroupedMLPSubmodules(GroupedLinear, GroupedLinear))
+LocalSpecProvider.grouped_mlp_modules = lambda self, grouped: _GROUPED if grouped else _one_by_one(self, grouped)
 
 
 class OnCpu(TorchFunctionMode):
@@ -157,7 +198,7 @@ def models_of(run: Run, config: TransformerConfig) -> list[GPTModel]:
     models = []
     for chunk in range(chunks or 1):
         stage = {"vp_stage": chunk} if chunks else {}
-        spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
+        spec = get_gpt_layer_local_spec(config.num_moe_experts, config.moe_grouped_gemm, normalization="RMSNorm")
         model = GPTModel(
             config,
             spec if run.strategy is None else experts(spec, run.strategy),
@@ -257,13 +298,21 @@ def forward_step(run: Run, data: Any, model: nn.Module) -> Any:
     return model(ids, positions, mask, labels=labels, **options), loss_of
 
 
-def experts_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[int]]]:
-    """Returns, for each module with experts, its name, itself, and the experts of which it has all or a part."""
+def experts_in(model: nn.Module) -> Iterator[tuple[str, bool, dict[int, dict[str, nn.Parameter]]]]:
+    """Returns, for each module with experts, its name, whether they are slices of all, and their parameters."""
     R, r = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
     for name, module in model.named_modules():
         if isinstance(module, SequentialMLP):
-            held = len(module.local_experts)
-            yield name, module, [each + r * held * (held * R == module.config.num_moe_experts) for each in range(held)]
+            held = [dict(expert.named_parameters()) for expert in module.local_experts]
+        elif isinstance(module, TEGroupedMLP):
+            held = [{} for _ in range(module.num_local_experts)]
+            for path, parameter in module.named_parameters():
+                path, number = re.fullmatch(r"(.*?)(\d+)", path).groups()
+                held[int(number)][path] = parameter
+        else:
+            continue
+        sliced = R > 1 and len(held) == module.config.num_moe_experts
+        yield name, sliced, dict(enumerate(held, 0 if sliced else r * len(held)))
 
 
 @torch.no_grad()
@@ -272,46 +321,44 @@ def draw(model: nn.Module) -> None:
     R, r = parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_model_parallel_rank()
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in model.named_parameters():
-        if ".local_experts." not in name and "norm" not in name:
+        if ".mlp.experts." not in name and "norm" not in name:
             own = tensor_rank * getattr(parameter, "tensor_model_parallel", False)
             generator = torch.Generator().manual_seed(sum(map(ord, name)) + 100 * own)
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    for name, module, held in experts_in(model):
-        cut = len(held) == module.config.num_moe_experts and R > 1
-        for number, expert in zip(held, module.local_experts, strict=True):
-            for path, parameter in expert.named_parameters():
+    for name, sliced, held in experts_in(model):
+        for number, expert in held.items():
+            for path, parameter in expert.items():
                 dim = int("fc1" in path)
-                sizes = [size * (R if cut and axis == dim else 1) for axis, size in enumerate(parameter.shape)]
+                sizes = [size * (R if sliced and axis == dim else 1) for axis, size in enumerate(parameter.shape)]
                 generator = torch.Generator().manual_seed(sum(map(ord, name + path)) + 1000 * number)
                 drawn = torch.randn(sizes, generator=generator) * 0.1
-                parameter.copy_(drawn.chunk(R, dim)[r] if cut else drawn)
+                parameter.copy_(drawn.chunk(R, dim)[r] if sliced else drawn)
 
 
 def whole(models: list[GPTModel], tensor_of: Any) -> dict[str, Tensor]:
     """Returns a tensor of each parameter by its name, and those of all experts whole."""
     found = {}
     for model in models:
-        offset = [layer.layer_number for layer in model.decoder.layers]
+        first = model.decoder.layers[0].layer_number
         for name, parameter in model.named_parameters():
-            if ".local_experts." not in name:
-                found[f"{offset[0]} {name}"] = tensor_of(parameter).clone()
+            if ".mlp.experts." not in name:
+                found[f"{first} {name}"] = tensor_of(parameter).clone()
         R, group = (
             parallel_state.get_expert_model_parallel_world_size(),
             parallel_state.get_expert_model_parallel_group(),
         )
-        for name, module, held in experts_in(model):
+        for name, _, held in experts_in(model):
             own = {
                 (number, path): tensor_of(parameter).clone()
-                for number, expert in zip(held, module.local_experts, strict=True)
-                for path, parameter in expert.named_parameters()
+                for number, expert in held.items()
+                for path, parameter in expert.items()
             }
             of_ranks: list[Any] = [None] * R
             dist.all_gather_object(of_ranks, own, group=group)
             for number, path in sorted({key for each in of_ranks for key in each}):
                 parts = [each[number, path] for each in of_ranks if (number, path) in each]
-                found[f"{offset[0]} {name}.{number}.{path}"] = torch.cat(
-                    parts, int("fc1" in path and parts[0].dim() > 1)
-                )
+                dim = int("fc1" in path and parts[0].dim() > 1)
+                found[f"{first} {name}.{number}.{path}"] = torch.cat(parts, dim)
     return found
 
 

@@ -39,7 +39,8 @@ TWO: dict[str, dict[str, Any]] = {
     "selective recomputation": {"accumulate": 2, "config": SELECTIVE | BIAS},
     "padding": {"accumulate": 2, "padding": True, "config": PER_TOKEN},
     "tokens apart": {"uneven": True, "config": {"moe_router_topk": 3}},
-    "clamped": {"config": CLAMPED},
+    "latent tokens": {"config": SHARED | {"moe_latent_size": 8}},
+    "grouped, interleaved": {"config": CLAMPED | {"moe_grouped_gemm": True, "moe_mlp_glu_interleave_size": 4}},
     "gradients added in place": {"accumulate": 2, "config": FUSED, "ddp": {"overlap_grad_reduce": True}},
     "groups": {
         "config": BIAS | {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_pre_softmax": True}
@@ -47,6 +48,7 @@ TWO: dict[str, dict[str, Any]] = {
 }
 EP_ONLY: dict[str, dict[str, Any]] = {
     "biases": {"config": {"add_bias_linear": True, "gated_linear_unit": False}},
+    "grouped biases": {"config": {"add_bias_linear": True, "moe_grouped_gemm": True}},
     "weighted inputs": {
         "config": {"moe_router_topk": 1, "moe_apply_probs_on_input": True, "moe_router_pre_softmax": True}
     },
