@@ -42,6 +42,7 @@ PACKAGES = {
     "moesys/tuner": ("tuner",),
     "moesys, hosts": ("hf", "megatron", "torchtitan"),
     "moesys/lab": ("lab",),
+    "moesys/verify": ("verify",),
     "moesys, entry points": ("__init__", "__main__", "models", "planning"),
 }
 BUDGETS = {
@@ -55,6 +56,7 @@ BUDGETS = {
     "moesys/tuner": Budget(957, 8),
     "moesys, hosts": Budget(2_794, 18),
     "moesys/lab": Budget(8_076, 52),
+    "moesys/verify": Budget(1_741, 10),
     "moesys, entry points": Budget(274, 4),
     "benchmarks": Budget(6_756, 52),
     "experiments": Budget(1_396, 15),
