@@ -124,7 +124,8 @@ class TrainingComparison:
     @property
     def is_sum(self) -> bool:
         """False if the reference itself depends on the order of micro-batches by more than rounding."""
-        return self.tolerances[0].spread < (1e-6 if self.tolerances[0].least < 1e-8 else 1e-3)
+        # In right references no gradient moved by more than 1e-13 in float64, and 1e-5 in float32.
+        return self.tolerances[0].largest < (32 * 1e-9 if self.tolerances[0].least < 1e-8 else 32 * 3e-4)
 
     def without_main_gradient(self) -> list[str]:
         """Returns the parameters of the reference whose gradient comes from other terms than the main loss, or none."""

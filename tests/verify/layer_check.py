@@ -32,7 +32,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "lent": {"sharding": ms.Ep(slots_per_rank=5), **PLANNED},
     "fsep": {"sharding": ms.Fsep(slots_per_rank=5), **PLANNED},
     "delayed": {"sharding": ms.Fsep(slots_per_rank=5, delay_reshard=True, prefetch_layers=1), **PLANNED},
-    "layout": {"sharding": ms.Fsep(slots_per_rank=5), "reduction": ms.LayoutInvariant(), **PLANNED},
+    "layout": {"sharding": ms.Fsep(slots_per_rank=5), "reduction": ms.LayoutInvariant(block_rows=16, token_block=16), **PLANNED},
     "pipelined": {"sharding": ms.Ep(slots_per_rank=5), "overlap": ms.Pipelined(chunks=2), **PLANNED},
 }
 

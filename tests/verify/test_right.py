@@ -57,13 +57,13 @@ def test_a_strategy_of_our_own_layer_is_right(name: str) -> None:
 @pytest.mark.slow
 def test_a_loss_of_the_global_batch_is_compared_with_one_micro_batch() -> None:
     build = partial(layer_check.layer, name="ep", over="global_batch")
-    plain, uneven = verify.run(build, situations=["plain", "uneven"]).situations
-    assert (plain.verdict, uneven.verdict) == ("right", "not checked")
+    plain, uneven, padding = verify.run(build, situations=["plain", "uneven", "padding"]).situations
+    assert (plain.verdict, uneven.verdict, padding.verdict) == ("right", "not checked", "not checked")
     assert "one process that takes all rows as one micro-batch" in plain.notes[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["titan_qwen3", "titan_qwen3_tp", "titan_deepseek_v3", "titan_llama4"])
+@pytest.mark.parametrize("name", ["titan_qwen3", "titan_qwen3_tp", "titan_deepseek_v3"])
 def test_a_debug_model_of_torchtitan_is_right(name: str) -> None:
     """In a process of its own, as it patches torchtitan."""
     file = Path(__file__).with_name("titan_check.py")

@@ -116,6 +116,13 @@ def test_a_near_tie_is_no_fault() -> None:
         TrainingComparison(JOB, reference, reordered, {}, ranks).run()
 
 
+@pytest.mark.parametrize(("spread", "is_sum"), [(1e-5, True), (1e-3, False)])
+def test_a_reference_that_depends_on_the_order_of_micro_batches_is_no_sum(spread: float, is_sum: bool) -> None:
+    ranks = [record(part, 2) for part in range(2)]
+    reordered = record(0, 2, reference=True, error=spread)
+    assert TrainingComparison(JOB, record(0, 2, reference=True), reordered, {}, ranks).is_sum == is_sum
+
+
 def test_the_order_of_choices_does_not_matter() -> None:
     assert compared(lambda step: step.passes[0]["gate[1]"].copy_(step.passes[0]["gate[1]"].flip(1))).findings == []
 

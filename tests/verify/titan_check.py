@@ -61,8 +61,3 @@ def titan_qwen3_tp(world: verify.World) -> verify.Setup:
 @verify.check(ranks=2)
 def titan_deepseek_v3(world: verify.World) -> verify.Setup:
     return titan(world, model="deepseek_v3")
-
-
-@verify.check(ranks=2)
-def titan_llama4(world: verify.World) -> verify.Setup:
-    return titan(world, model="llama4")
