@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import moesys as ms
 from moesys import verify
-from moesys.verify.setup import count_labels
+from moesys.verify.setup import CheckOptions, batch_of, count_labels
 
 SHAPE = ms.ModelShape(
     hidden_size=32,
@@ -32,7 +33,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "lent": {"sharding": ms.Ep(slots_per_rank=5), **PLANNED},
     "fsep": {"sharding": ms.Fsep(slots_per_rank=5), **PLANNED},
     "delayed": {"sharding": ms.Fsep(slots_per_rank=5, delay_reshard=True, prefetch_layers=1), **PLANNED},
-    "layout": {"sharding": ms.Fsep(slots_per_rank=5), "reduction": ms.LayoutInvariant(block_rows=16, token_block=16), **PLANNED},
+    "layout": {"sharding": ms.Fsep(slots_per_rank=5), "reduction": ms.LayoutInvariant(), **PLANNED},
     "pipelined": {"sharding": ms.Ep(slots_per_rank=5), "overlap": ms.Pipelined(chunks=2), **PLANNED},
 }
 
@@ -54,7 +55,12 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
-@verify.check(ranks=2, dtype=torch.float32)
+def of_64_tokens(situation: verify.Situation, part: int, micro_batch: int, step: int) -> verify.Batch:
+    """Returns a micro-batch whose tokens are whole blocks of ``LayoutInvariant``."""
+    return batch_of(CheckOptions(), replace(situation, length=32), part, micro_batch, step)
+
+
+@verify.check(ranks=2, dtype=torch.float32, batches=of_64_tokens)
 def layer(world: verify.World, name: str = "fsep", over: str = "micro_batch") -> verify.Setup:
     model = Blocks(ms.Strategy(name=name, **(STRATEGIES[name] if world.size > 1 else {}))).train()
     ms.link(model)
