@@ -67,6 +67,7 @@ from megatron.core.distributed import (  # noqa: E402
 from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.transformer import torch_norm  # noqa: E402
@@ -452,7 +453,10 @@ def message_for_three_experts() -> str:
 
 
 def messages_for_specs() -> list[str]:
-    found = []
+    """Returns the classes of a layer in a changed specification of a hybrid model and in the original, and messages."""
+    changed = experts(hybrid_stack_spec, STRATEGIES["ep"])
+    layers = [each.submodules.moe_layer.submodules.mlp.func for each in (changed, hybrid_stack_spec)]
+    found = [each.__name__ for each in layers]
     for spec, strategy in (
         (get_gpt_layer_local_spec(), STRATEGIES["ep"]),
         (get_gpt_layer_local_spec(num_experts=8), "ep.toml"),

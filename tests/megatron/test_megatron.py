@@ -178,15 +178,16 @@ def test_a_token_with_more_experts_than_k_is_refused(megatron: LocalRanks) -> No
         assert "8" in message
 
 
-def test_specifications_that_moesys_cannot_change_are_refused(megatron: LocalRanks) -> None:
-    ((without, of_text),) = megatron.run(call, "messages_for_specs", num_ranks=1)
+def test_specifications_are_changed_in_a_copy_or_refused(megatron: LocalRanks) -> None:
+    ((changed, original, without, of_text),) = megatron.run(call, "messages_for_specs", num_ranks=1)
+    assert (changed, original) == ("StrategyMoELayer", "MoELayer")
     assert "spec, a ModuleSpec, has no MoELayer of Megatron-Core; give the specification of a layer" in without
     assert of_text == "strategy is a str; give a moesys.Strategy"
 
 
 def test_the_page_is_followed(megatron: LocalRanks) -> None:
     spec, install = blocks_of("megatron")
-    assert (spec.title, commands_of(install)) == ("moe_spec.py", ["pip install '.[megatron]'"])
+    assert commands_of(install) == ["pip install '.[megatron]'"]
     for found, wanted in megatron.run(call, "followed", spec.text, num_ranks=2):
         same_training(found, wanted)
 
