@@ -60,7 +60,7 @@ BUDGETS = {
     "moesys, entry points": Budget(290, 4),
     "benchmarks": Budget(6_940, 53),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(46_902, 332),
+    "tests": Budget(46_930, 332),
 }
 TOTAL = Budget(38_573, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")

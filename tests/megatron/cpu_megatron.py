@@ -12,7 +12,7 @@ import functools
 import queue
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +64,7 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models import backends  # noqa: E402
 from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
@@ -450,6 +451,36 @@ def message_for_three_experts() -> str:
         except ValueError as error:
             return str(error)
     return "no error"
+
+
+class PackedExperts(SequentialMLP):
+    """Experts as somebody else keeps them."""
+
+
+def messages_of_layers() -> list[str]:
+    """Returns the errors of a layer: of a part of it that is called alone, of tokens that two ranks have, with
+    parameters of Megatron-FSDP, and with experts of another class.
+    """
+
+    def fails(change: Callable[[Any], object], **inputs: Any) -> str:
+        with parallel(run := Run(STRATEGIES["ep"])), patch(f"{backends.__name__}.SequentialMLP", keeper):
+            try:
+                (model,) = models_of(run, config_of(run))
+                layer = model.decoder.layers[0].mlp
+                change(layer)
+                layer(torch.zeros(4, 1, 16), **inputs)
+            except ValueError as error:
+                return str(error)
+        return "no error"
+
+    keeper: Any = SequentialMLP
+    found = [
+        fails(lambda layer: None, intermediate_tensors=()),
+        fails(lambda layer: vars(layer).update(attn_tp_group=SimpleNamespace(size=lambda: 2))),
+        fails(lambda layer: setattr(next(layer.experts.parameters()), "get_main_grad", None)),
+    ]
+    keeper = PackedExperts
+    return [*found, fails(lambda layer: None)]
 
 
 def messages_for_specs() -> list[str]:

@@ -178,6 +178,15 @@ def test_a_token_with_more_experts_than_k_is_refused(megatron: LocalRanks) -> No
         assert "8" in message
 
 
+def test_what_a_layer_cannot_run_is_refused(megatron: LocalRanks) -> None:
+    ((part, copied, sharded, packed),) = megatron.run(call, "messages_of_layers", num_ranks=1)
+    assert "a part of a MoE layer was called alone, as CUDA graphs do; set cuda_graph_impl='none'" in part
+    assert "tensor_model_parallel_size=2 without sequence_parallel, " in copied
+    assert "set sequence_parallel=True" in copied
+    assert "set use_megatron_fsdp=False, and choose Fsep for experts in slices" in sharded
+    assert "PackedExperts keeps experts in a layout that moesys does not know; it runs those of SequentialMLP" in packed
+
+
 def test_specifications_are_changed_in_a_copy_or_refused(megatron: LocalRanks) -> None:
     ((changed, original, without, of_text),) = megatron.run(call, "messages_for_specs", num_ranks=1)
     assert (changed, original) == ("StrategyMoELayer", "MoELayer")
