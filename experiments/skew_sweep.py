@@ -10,8 +10,8 @@ and at equal drift a popularity moves the more the larger the skew (with ``drift
 restores two slots a rank, so none pays more for its layout.
 
 Simulated; eight seeds take less than ten seconds a skew on two cores. An experiment has one workload, so each skew is
-one, with a run folder of its own: ``moesys run`` runs all ``experiments()`` and draws their speed-ups, as
-``runs/skew_sweep.svg``; ``moesys explain`` takes ``experiment()``, which is skew 1.
+one, with a run folder of its own: ``moesys run`` runs all ``experiments()``, and ``runs/index.html`` has a
+sentence about each; ``moesys explain`` takes ``experiment()``, which is skew 1.
 """
 
 import moesys as ms

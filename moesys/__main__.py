@@ -34,8 +34,7 @@ COMMANDS = {
         "moesys.lab.commands.run:run_command",
         RUN,
         "Run an experiment, or the trials of it that are left.",
-        "If FILE has a function experiments() that returns a list, all of them run one after another, and a chart of "
-        "their speed-ups is drawn.\n\n"
+        "If FILE has a function experiments() that returns a list, all of them run one after another.\n\n"
         "Exit code 1: a trial failed, or has other bits than it must have.",
         (
             "moesys run experiments/overlap_ablation.py",
@@ -47,11 +46,13 @@ COMMANDS = {
         "moesys.lab.commands.compare:compare_command",
         RUN,
         "Compare the strategies of run folders in a table.",
-        "Run folders with the same model, cluster and workload share a table.",
+        "Run folders with the same model, cluster and workload share a table. Folders of ms.Watch, or folders with "
+        "one of these for each seed, are compared with the first one.",
         (
             "moesys compare runs/demo-1234abcd",
             "moesys compare runs/first-1234abcd runs/more-1234abcd --format markdown",
             "moesys compare runs/demo-1234abcd --metric router_entropy",
+            "moesys compare watched/ep watched/fsep",
         ),
     ),
     "bisect": CommandPage(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -110,9 +109,9 @@ def test_run_prints_a_line_a_trial_and_the_table_and_then_has_nothing_to_do():
         "All runs: runs/index.html",
     ]
     assert (folder / "table.txt").read_text().splitlines() == lines[6:-4]
-    shown = moesys("compare", str(folder), "--metric", "load_max_over_mean", "--metric", "step_ms").stdout
-    assert re.findall("SIMULATED: small, (.*)", shown) == ["load_max_over_mean", "step_ms (ms)"]
-    assert shown.count("Lowest and highest: of all steps and seeds.") == 2
+    for form in ("table", "markdown", "csv"):
+        shown = moesys("compare", str(folder), "--metric", "inter_node_share", "--metric", "step_ms", "--format", form)
+        assert all(shown.stdout.count(name) == 1 for name in ("inter_node_share", "step_ms"))
     assert (
         moesys("run", "small.py", "--seeds", "3")
         .stdout.splitlines()[0]
@@ -131,7 +130,7 @@ def experiments() -> list[Experiment]:
 """
 
 
-def test_experiments_of_one_file_run_one_after_another_and_their_speedups_are_drawn():
+def test_experiments_of_one_file_run_one_after_another():
     write("sweep.py", a_sweep())
     result = moesys("run", "sweep.py")
     assert result.exit_code == 0
@@ -139,12 +138,7 @@ def test_experiments_of_one_file_run_one_after_another_and_their_speedups_are_dr
         assert f"{name}: 4 trials to run in the cost model\n" in result.stdout
         assert f"SIMULATED: {name}" in result.stdout
         assert (next(Path("runs").glob(f"{name}-*")) / "table.txt").exists()
-    assert "\nall speed-ups: runs/sweep.svg, runs/sweep.png\n" in result.stdout
     assert result.stdout.splitlines()[-1] == "All runs: runs/index.html"
-    assert '<a href="sweep.svg">' in Path("runs/index.html").read_text()
-    chart = Path("runs/sweep.svg").read_text()
-    assert all(name in chart for name in ("SIMULATED: sweep", "skew-0: fsep", "skew-1: fsep"))
-    assert Path("runs/sweep.png").exists()
     assert moesys("compare", *sorted(map(str, Path("runs").iterdir()))).stdout.count("SIMULATED: ") == 2
 
 

@@ -6,7 +6,6 @@ import io
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -29,8 +28,10 @@ from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.environment import Environment, differences, load_environments
 from moesys.lab.runs.records import RunFolder, other_kind, setting_fingerprint
 from moesys.lab.runs.runner import RunResult
-from moesys.lab.show.comparisons import comparison_sheet, format_comparison
-from moesys.lab.show.sheets import Column, Sheet, figure, print_sheet
+from moesys.lab.runs.watched_run import read_watched_run
+from moesys.lab.show.comparisons import comparison_sheet, format_comparison, watched_sheet
+from moesys.lab.show.sheets import CommandOutput, Report, print_sheet, publish
+from moesys.step_lines import step_files
 
 T = TypeVar("T")
 
@@ -47,18 +48,27 @@ def compare(runs: Path | str | Sequence[Path | str]) -> list[Comparison]:
 
 @refusing()
 def compare_command(
-    folders: Annotated[list[Path], argument("RUN", "Run folders, such as runs/demo-1234abcd.")],
+    folders: Annotated[list[Path], argument("RUN", "Run folders, such as runs/demo-1234abcd, or those of ms.Watch.")],
     form: FormatOption = "table",
     as_json: AsJson = False,
     wide: Wide = False,
     metric: Annotated[
-        list[str] | None, option("NAME", "Show the samples of a metric, such as router_entropy; may be repeated.")
+        list[str] | None, option("NAME", "Add a column for a metric, such as router_entropy; may be repeated.")
     ] = None,
 ) -> int:
-    """Prints a table for each model, cluster and workload among ``folders``, or one for each metric."""
+    """Prints a table for each model, cluster and workload among ``folders``, or one of watched trainings."""
     form = chosen_format(form, as_json)
     # For runs/* a shell gives the list of runs, the charts of sweeps and the folders of other commands too.
     there = [each for each in folders if not each.is_file()] or folders
+    if all(watched := [_watched(each) for each in there]) and len(there) > 1:
+        if form not in ("table", "json") or metric:
+            raise ValueError("watched trainings are compared in a table, or with --json; leave out other options")
+        trainings = {}
+        for folder, of_seeds in zip(there, watched, strict=True):
+            trainings[str(folder)] = {seed: read_watched_run(path) for seed, path in of_seeds.items()}
+        found = Report("compare", "", "measured", [watched_sheet(trainings)])
+        publish(found, CommandOutput(None, form == "json", False, wide))
+        return 0
     runs = [each for each in there if not other_kind(each)] or there
     for each in there:
         if each not in runs:
@@ -70,8 +80,6 @@ def compare_command(
         if name not in known:
             choices = f"{', '.join(known) or 'none'}{did_you_mean(name, known)}"
             raise ValueError(f"--metric={name} is not recorded; choose one of {choices}")
-    if metric and form != "table":
-        raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
     if len(groups) > 1 and form in ("csv", "json"):
         raise ValueError(
             f"--format={form} holds one comparison, and these folders make {len(groups)}; give them one at a time"
@@ -81,12 +89,7 @@ def compare_command(
     for group, comparison, of_group in zip(groups, comparisons, environments, strict=True):
         if len(groups) > 1:
             print(*(folder.path for folder in group))
-        if not metric:
-            _print(comparison, form, _machine(of_group), wide)
-        for place, name in enumerate(metric or ()):
-            if place:
-                print()
-            print_sheet(_metric_sheet(comparison, name), wide=wide)
+        _print(comparison, form, _machine(of_group), wide, metric or ())
     return max(_told_unequal(comparison, group) for group, comparison in zip(groups, comparisons, strict=True))
 
 
@@ -140,35 +143,17 @@ def _machine(environments: Sequence[Environment]) -> str:
     return environments[0].machine_line if environments else ""
 
 
-def _print(comparison: Comparison, form: OutputFormat, machine: str, wide: bool) -> None:
+def _print(comparison: Comparison, form: OutputFormat, machine: str, wide: bool, metrics: Sequence[str] = ()) -> None:
     if form == "table":
-        print_sheet(comparison_sheet(comparison, machine), wide=wide)
+        print_sheet(comparison_sheet(comparison, machine, metrics), wide=wide)
     else:
-        print(format_comparison(comparison, form, machine), end="")
+        print(format_comparison(comparison, form, machine, metrics), end="")
 
 
-@dataclass(frozen=True)
-class MetricRow:
-    """One metric of one strategy, over all samples of all seeds; the median is that of the seeds' medians."""
-
-    strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
-    median: Annotated[float | None, Column("median", figure)]
-    lowest: Annotated[float | None, Column("lowest", figure)]
-    highest: Annotated[float | None, Column("highest", figure)]
-    seeds: Annotated[int, Column("seeds")]
-
-
-def _metric_sheet(comparison: Comparison, metric: str) -> Sheet:
-    unit = next((row.units[metric] for row in comparison.rows if metric in row.units), "")
-    title = f"{comparison.source.upper()}: {comparison.experiment.name}, {metric}{f' ({unit})' if unit else ''}"
-    rows = []
-    for row in comparison.rows:
-        by_seed = row.samples.get(metric, {})
-        values = [value for of_seed in by_seed.values() for value in of_seed]
-        ends = min(values, default=None), max(values, default=None)
-        rows.append(MetricRow(row.name, row.median(metric), *ends, len(by_seed)))
-    note = "Median: over the steps of a seed, then over seeds. Lowest and highest: of all steps and seeds."
-    return Sheet(title, rows, [note])
+def _watched(folder: Path) -> dict[str, Path]:
+    """Returns the folders of ``ms.Watch`` of a training: the folder, or by name those in it, one for each seed."""
+    inside = {"": folder} if folder.is_dir() and step_files(folder) else {path.name: path for path in folder.glob("*/")}
+    return {name: path for name, path in inside.items() if step_files(path)}
 
 
 # --- several folders in one table ---------------------------------------------------------------------------------

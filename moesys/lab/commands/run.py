@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,8 +68,8 @@ def run_command(
     settings: Settings = None,
     imports: Imports = None,
 ) -> int:
-    """Runs what is left of each experiment in ``file``, and prints its table; for several, draws a chart beside the
-    run folders. Returns the exit code. Under torchrun only rank 0 prints.
+    """Runs what is left of each experiment in ``file``, and prints its table. Returns the exit code. Under torchrun
+    only rank 0 prints.
 
     Progress goes where the tables go, or to stderr if a table is for a machine to read.
     """
@@ -114,11 +113,8 @@ def run_command(
         if result.stopped:
             break
     if folders:
-        from moesys.lab.commands.compare import written_for_display
         from moesys.lab.commands.report import print_locations
 
-        if charts := written_for_display(partial(_chart_files, comparisons), out / file.stem):
-            print(f"\nall speed-ups: {', '.join(map(str, charts))}", file=told)
         print_locations(folders, told)
     return code
 
@@ -148,20 +144,3 @@ def _changed(experiment: Experiment, num_seeds: int | None, interpret: bool, fur
         seeds=experiment.seeds if num_seeds is None else tuple(range(num_seeds)),
         strategies=(*experiment.strategies, *new),
     )
-
-
-def _chart_files(comparisons: Sequence[Comparison], path_stem: Path) -> list[Path]:
-    """Draws the speed-ups of several experiments below one another, as SVG and PNG; nothing for a single one."""
-    ratios = {
-        f"{of.experiment.name}: {row.name}": row.speedup for of in comparisons for row in of.rivals if row.speedup
-    }
-    if len(comparisons) == 1 or not ratios:
-        return []
-    # These imports are here because most runs draw nothing.
-    from moesys.lab.show.comparisons import ratio_words
-    from moesys.lab.show.figures import draw_forest, save, style
-
-    kinds = " and ".join(dict.fromkeys(of.source.upper() for of in comparisons))
-    title, xlabel = f"{kinds}: {path_stem.name}", "speed-up over the baseline of each (right is faster)"
-    with style():
-        return save(draw_forest(ratios, title=title, xlabel=xlabel, words=ratio_words), path_stem)

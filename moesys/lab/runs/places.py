@@ -17,13 +17,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moesys.config import Strategy
+from moesys.config import BYTES_PER_GB, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import ModelTraining, RealTraining, Training
+from moesys.display import counted
 from moesys.files import number_set
 from moesys.lab.ranks.process_start import check_main_guard, first_line, joins
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.trials import Measurement, run_measured, run_simulated
+from moesys.limits import rank_memory
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -208,7 +210,8 @@ class RankTrials(Place):
             raise ValueError(
                 "workload=ms.models.ModelTraining(...) trains models of transformers: pip install 'moesys[hf]'"
             )
-        self._workload, self._threads, self._num_ranks = workload, threads, experiment.cluster.num_ranks
+        self._experiment, self._workload, self._threads = experiment, workload, threads
+        self._num_ranks = experiment.cluster.num_ranks
         self._ranks: Ranks | None = None
         if not joins():
             self._backend = _backend_of(workload, self._num_ranks)
@@ -232,9 +235,8 @@ class RankTrials(Place):
     def run_all(
         self, trials: Sequence[Trial], experiment: Experiment, observer: TrialObserver
     ) -> Iterator[TrialResult]:
-        if not joins():
-            # Compiling for a later strategy would disturb the times of a trial, and be shown as a part of it.
-            _warm_up(dict.fromkeys(trial.strategy for trial in trials))
+        # Compiling for a later strategy would disturb the times of a trial, and be shown as a part of it.
+        self._prepare(dict.fromkeys(trial.strategy for trial in trials))
         yield from super().run_all(trials, experiment, observer)
 
     def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
@@ -250,15 +252,21 @@ class RankTrials(Place):
         """
         from moesys.lab.ranks.pool import RankError
 
-        if not joins():
-            # Loops are compiled in this process, and not by all ranks at once.
-            _warm_up(strategies)
+        self._prepare(strategies)
         if self._ranks is None:
             self._ranks = self._local_ranks()
         try:
             return self._ranks.call(function, *arguments)
         except RankError as error:
             raise TrialError(str(error).partition("\n")[0], str(error)) from None
+
+    def _prepare(self, strategies: Iterable[Strategy]) -> None:
+        """Checks what local ranks need, and compiles loops in this process, not in all ranks at once."""
+        if not joins():
+            if self._ranks is None:
+                _check_text(self._workload)
+                _check_memory(self._experiment)
+            _warm_up(strategies)
 
     def close(self) -> None:
         if self._ranks is not None:
@@ -277,6 +285,30 @@ class RankTrials(Place):
             preload=("moesys.lab.runs.trials", f"moesys.lab.train.{learner}"),
             backend=self._backend,
         )
+
+
+def _check_text(workload: RealTraining) -> None:
+    if isinstance(workload, ModelTraining):
+        for field, path in [*(("data", path) for path in workload.data), ("tokenizer", workload.tokenizer)]:
+            if (field, path) != ("tokenizer", "bytes") and not os.path.exists(os.path.expanduser(path)):
+                raise ValueError(f"{field}={path!r} does not exist; correct the path, or leave {field} out")
+
+
+def _check_memory(experiment: Experiment) -> None:
+    """Raises ValueError for a strategy whose experts need more than the free memory of this machine."""
+    import psutil
+
+    workload, free_gb = experiment.workload, psutil.virtual_memory().available / BYTES_PER_GB
+    assert isinstance(workload, Training | ModelTraining)
+    shape = experiment.model, experiment.cluster, workload.num_layers, workload.batch * workload.context
+    for strategy in experiment.strategies if workload.device == "cpu" else ():
+        needed_gb = experiment.cluster.num_ranks * rank_memory(strategy, *shape, recompute=workload.recompute).gb
+        if needed_gb > free_gb:
+            raise ValueError(
+                f"experts of strategy {strategy.name!r} need at least {needed_gb:,.1f} GB, on "
+                f"{counted(experiment.cluster.num_ranks, 'rank')} and in {counted(workload.num_layers, 'layer')}, "
+                f"and {free_gb:,.1f} GB are free; use a smaller model, or simulate this one (moesys simulate)"
+            )
 
 
 def _environment_of(workload: RealTraining) -> dict[str, str]:

@@ -63,6 +63,16 @@ class WatchedRun:
     events: tuple[RunEvent, ...]
     timeline: Timeline | None
 
+    def samples(self) -> dict[str, FloatArray]:
+        """Returns metrics of each step [S] by their names in tables: the mean load of layers, and sums over them."""
+        found = {"step_ms": self.step_ms_S}
+        if self.layers:
+            found["load_max_over_mean"] = np.nansum(self.load_p50_SL, axis=1) / len(self.layers)
+            found["exposed_ms"] = np.nansum(self.exposed_ms_SL, axis=1)
+            found["plan_ms"] = np.nansum(self.plan_ms_SL, axis=1)
+            found["restored_mib"] = np.nansum(self.restored_mib_SL, axis=1)
+        return found
+
 
 def read_watched_run(folder: Path) -> WatchedRun:
     """Reads a folder that ``Watch`` wrote to, one rank after another.

@@ -12,17 +12,22 @@ from itertools import chain
 from statistics import median
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pydantic_core
 
+from moesys.config import Strategy
 from moesys.config.workload import ModelTraining, RealTraining, Training
 from moesys.display import counted
-from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, Row
+from moesys.lab.runs.comparison import JUDGED_STEPS, SPEED, Comparison, Row, agreement
 from moesys.lab.runs.records import setting_fingerprint
 from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
+from moesys.lab.runs.watched_run import WatchedRun
 from moesys.lab.show.sheets import Column, ColumnNote, Sheet, escaped, figure, markdown_table
 
 Format = Literal["markdown", "csv", "json"]
 COMPARISON_SCHEMA = 1
+# One watched run is compared in so many parts, each of which is like a seed.
+_BLOCKS = 10
 # Ranks that have a core each keep it busy; above this many processes per core, others take a part of it.
 BUSY = 1.5
 
@@ -40,6 +45,7 @@ class ComparedStrategy:
     plan_ms: Annotated[float | None, Column("plan\nms", figure)]
     inter_node_share: Annotated[float | None, Column("between\nnodes %", ".1f", 100)]
     final_loss: Annotated[float | None, Column("loss\nat end", ".4f")]
+    asked: Annotated[Mapping[str, float | None], Column("{}", figure, kept=True)]
     would_run: Annotated[str, Column("would\nrun", align="right")]
     n: Annotated[str, Column("n", kept=True)]
     agreement: Annotated[str, Column("agreement", align="right")]
@@ -48,36 +54,39 @@ class ComparedStrategy:
 _METRICS = ("step_ms", "exposed_ms", "load_max_over_mean", "restored_mib", "plan_ms", "inter_node_share")
 
 
-def comparison_sheet(comparison: Comparison, machine: str = "") -> Sheet:
-    """Returns the table and its legend; ``machine`` describes in one line what the numbers were measured on."""
-    rows = [
-        ComparedStrategy(
-            strategy=row.name,
-            speedup=_speedup_cell(row, comparison),
-            final_loss=row.final_loss,
-            would_run=_runs_cell(row, comparison),
-            n=_n_cell(row),
-            agreement=_agreement_cell(row, comparison),
-            **{metric: row.median(metric) for metric in _METRICS},
-        )
-        for row in comparison.rows
-    ]
+def comparison_sheet(comparison: Comparison, machine: str = "", metrics: Sequence[str] = ()) -> Sheet:
+    """Returns the table and its legend; ``machine`` describes in one line what the numbers were measured on.
+    ``metrics``: those that get a column besides the usual ones.
+    """
+    rows = []
+    for row in comparison.rows:
+        cells = _speedup_cell(row, comparison), _n_cell(row), _agreement_cell(row, comparison)
+        rows.append(_compared(row, *cells, _runs_cell(row, comparison), metrics))
     best = [place for place, row in enumerate(comparison.rows) if row.name in comparison.best]
     title = f"{comparison.source.upper()}: {comparison.experiment.name}"
     unclear = unclear_rows([row.speedup for row in rows])
     return Sheet(title, rows, _legend(comparison, machine), best=best, unclear=unclear)
 
 
-def format_comparison(comparison: Comparison, form: Format, machine: str = "") -> str:
-    """Returns the whole text, with a newline at the end; ``machine`` as in ``comparison_sheet``."""
-    sheet = comparison_sheet(comparison, machine)
+def _compared(
+    row: Row, speedup: str, n: str, agreement: str, would_run: str = "", metrics: Sequence[str] = ()
+) -> ComparedStrategy:
+    texts = {"speedup": speedup, "n": n, "agreement": agreement, "would_run": would_run}
+    values: dict[str, Any] = (
+        {metric: row.median(metric) for metric in _METRICS} | {"final_loss": row.final_loss} | texts
+    )
+    return ComparedStrategy(strategy=row.name, asked={metric: row.median(metric) for metric in metrics}, **values)
+
+
+def format_comparison(comparison: Comparison, form: Format, machine: str = "", metrics: Sequence[str] = ()) -> str:
+    """Returns the whole text, with a newline at the end; ``machine`` and ``metrics`` as in ``comparison_sheet``."""
+    sheet = comparison_sheet(comparison, machine, metrics)
     match form:
         case "markdown":
             notes = [f"- {escaped(note)}" for note in sheet.notes]
             return "\n".join([f"### {escaped(sheet.title)}", "", markdown_table(sheet), "", *notes]) + "\n"
         case "csv":
-            units = {metric: unit for row in comparison.rows for metric, unit in row.units.items()}
-            return _csv([_csv_fields(row, comparison, units) for row in comparison.rows])
+            return _csv(comparison, sheet.rows)
         case "json":
             return _json(comparison, machine)
 
@@ -177,6 +186,11 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
             f"The machine was busy: {median(per_core):.1f} runnable processes per core, so steps take longer and vary "
             "more than on an idle one."
         )
+    of = experiment.workload
+    trains_text = isinstance(of, ModelTraining) and not (of.data and all(path.endswith(".bin") for path in of.data))
+    known = of.config_fields.get("vocab_size", 0) if isinstance(of, ModelTraining) and of.tokenizer == "bytes" else 0
+    if trains_text and known > 256:
+        lines.append(f"Tokens are bytes, 256 of the model's {known:,}, as no tokenizer is given.")
     lines.append(f"Other columns: median over the steps of a seed, then over n seeds ({_sample_words(comparison)}).")
     agreements = [row.agreement for row in rows if row.agreement is not None]
     if any(agreement.exact for agreement in agreements):
@@ -192,15 +206,6 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
             "shown. Later, rounding may send a token to another expert."
         )
         lines.append(ColumnNote(words, "agreement"))
-    starved = {row.name: max(chain(*row.samples.get("starved_experts", {}).values()), default=0.0) for row in rows}
-    if any(starved.values()):
-        assert isinstance(experiment.workload, Training | ModelTraining)
-        pairs = experiment.workload.num_layers * experiment.model.num_experts
-        lines.append(
-            f"Experts without a token in a step, at most, of {pairs:,} in all layers: "
-            f"{', '.join(f'{name} {most:g}' for name, most in starved.items() if most)}. This is usual while a router "
-            "is new; if starved_experts rises and router_entropy falls over a longer training, it is collapsing."
-        )
     lines += [f"Would not run: {row.name}: {row.would_not_run}." for row in rows if row.would_not_run]
     lines += [f"Failed: {row.name}, seed {seed}: {error}" for row in rows for seed, error in row.failed.items()]
     return [*lines, _source_words(comparison, machine)]
@@ -228,12 +233,62 @@ def _source_words(comparison: Comparison, machine: str) -> str:
     return f"{how} Fingerprint {setting_fingerprint(experiment)} of model, cluster and workload."
 
 
+# --- watched trainings ------------------------------------------------------------------------------------------------
+
+
+def watched_sheet(trainings: Mapping[str, Mapping[str, WatchedRun]]) -> Sheet:
+    """Compares watched trainings with the first one, over the steps that all have. A training has one run, whose steps
+    are then compared block by block, or a run for each seed by its name.
+    """
+    num_steps = min(len(run.steps_S) for runs in trainings.values() for run in runs.values())
+    seeds = sorted({seed for runs in trainings.values() for seed in runs})
+    blocks = min(_BLOCKS, num_steps) if all(len(runs) == 1 for runs in trainings.values()) else 0
+    baseline, *others = [
+        _watched_row(name, {seeds.index(seed) * (not blocks): run for seed, run in runs.items()}, num_steps, blocks)
+        for name, runs in trainings.items()
+    ]
+    shown = [_compared(baseline, "baseline", str(len(baseline.samples[SPEED])), "reference")]
+    for row in others:
+        ratio, agrees = row.speedup_over(baseline), agreement(baseline.losses, row.losses, 0.0)
+        known = "unknown" if agrees is None else "bit-equal" if agrees.bit_equal else f"{agrees.difference:.1e}"
+        shown.append(_compared(row, ratio_words(ratio) if ratio else "", str(ratio.n if ratio else 0), known))
+    by = f"blocks of {num_steps // blocks} steps or fewer" if blocks else "seeds, the subfolders of one name"
+    notes = [
+        f"Speed-up: the step time of {baseline.name} divided by that of the training: geometric mean over n {by}, with "
+        "its 95 % interval (Student's t on logarithms). ~: the interval contains 1. ?: n is below 6.",
+        f"Agreement: largest relative difference of a loss from that of {baseline.name}, over {num_steps:,} steps, the "
+        "shortest training. The first tenth is not timed.",
+        "This assumes one model, data, batch and machine, on which nothing else ran"
+        + ("; drift between trainings that ran one after another is not in the interval." if blocks else "."),
+    ]
+    return Sheet("MEASURED: watched trainings", shown, notes, unclear=unclear_rows([row.speedup for row in shown]))
+
+
+def _watched_row(name: str, runs: Mapping[int, WatchedRun], num_steps: int, blocks: int) -> Row:
+    """Returns a training; ``blocks``: the number of parts of its only run that take the place of seeds, or 0."""
+    samples: dict[str, dict[int, list[float]]] = {}
+    for seed, run in runs.items():
+        for metric, values_S in run.samples().items():
+            timed_S = values_S[num_steps // 10 : num_steps]
+            parts = dict(enumerate(np.array_split(timed_S, blocks))) if blocks else {seed: timed_S}
+            samples.setdefault(metric, {}).update({part: values.tolist() for part, values in parts.items()})
+    losses = {seed: run.numbers.get("loss", run.steps_S[:0] * 1.0)[:num_steps] for seed, run in runs.items()}
+    finite = {seed: of[np.isfinite(of)].tolist() for seed, of in losses.items()}
+    return Row(name, Strategy(name="watched"), 0, samples, {}, finite, {})
+
+
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+def _csv(comparison: Comparison, shown: Sequence[ComparedStrategy]) -> str:
+    """Returns unrounded numbers: the columns of the table, and the fields of each speed-up."""
+    ratios = [{"verdict": of.verdict, **asdict(of)} if (of := row.speedup) else {} for row in comparison.rows]
+    rows = [
+        {**asdict(row), "source": comparison.source, **row.asked, **of} for row, of in zip(shown, ratios, strict=True)
+    ]
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+    names = [name for name in dict.fromkeys(chain(*rows)) if name != "asked"]
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
@@ -256,26 +311,6 @@ def _json(comparison: Comparison, machine: str) -> str:
         "experiment": comparison.experiment.model_dump(mode="json"),
     }
     return pydantic_core.to_json(fields, indent=1, inf_nan_mode="strings").decode() + "\n"
-
-
-def _csv_fields(row: Row, comparison: Comparison, units: dict[str, str]) -> dict[str, Any]:
-    """Returns the line of a row, with unrounded numbers: the median of each metric, and all fields of the speed-up."""
-    ratio, agreement = row.speedup, row.agreement
-    return {
-        "strategy": row.name,
-        "source": comparison.source,
-        "n seeds": row.n,
-        "failed seeds": len(row.failed),
-        "speedup": ratio and ratio.estimate,
-        "speedup low 95 %": ratio and ratio.low,
-        "speedup high 95 %": ratio and ratio.high,
-        "speedup p": ratio and ratio.p,
-        "verdict": ratio and ratio.verdict,
-        "loss at end (nats a token)": row.final_loss,
-        "largest relative difference of a loss": agreement and agreement.difference,
-        "numbers agree": agreement and agreement.holds,
-        **{f"median {metric}{f' ({unit})' if unit else ''}": row.median(metric) for metric, unit in units.items()},
-    }
 
 
 def _json_fields(row: Row) -> dict[str, Any]:

@@ -218,10 +218,7 @@ def index_page(folder: Path) -> str:
         f"{path.name}: {other_kind(path) or 'not written by moesys'}" for path in children if path not in ours
     )
     note = f'<p class="note">Not listed: {escape(others)}.</p>' if others else ""
-    names = sorted(path.name for path in folder.glob("*.svg"))
-    charts = " ".join(f'<a href="{quote(name)}">{escape(name)}</a>' for name in names)
-    sweeps = f"<p>Charts of several: {charts}</p>" if names else ""
-    return page(title, [f"<h1>{escape(title)}</h1>", f'<section id="runs">{drawn}</section>', sweeps, note])
+    return page(title, [f"<h1>{escape(title)}</h1>", f'<section id="runs">{drawn}</section>', note])
 
 
 def _listed(path: Path) -> tuple[str, str, str, str]:

@@ -167,6 +167,36 @@ def test_a_missing_trace_is_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("data", "nowhere.txt"), ("data", ("~/nowhere",)), ("tokenizer", "no-tokenizer.json")]
+)
+def test_text_that_is_not_there_is_refused_before_a_trial_starts(tmp_path, monkeypatch, field, value):
+    monkeypatch.setattr(RankTrials, "_local_ranks", lambda _: pytest.fail("ranks start"))
+    workload = ms.models.ModelTraining(model="olmoe-small", context=64, steps=1, **{field: value})
+    of = ms.Experiment(name="text", cluster=ClusterSpec(ranks_per_node=2), strategies=(EP,), workload=workload)
+    with pytest.raises(
+        ValueError, match=rf"^{field}='.*(nowhere|no-token).*' does not exist; correct the path, or leave"
+    ):
+        run(of, tmp_path)
+    (folder,) = tmp_path.glob("text-*")
+    assert RunFolder(folder).records() == []
+
+
+def test_experts_without_memory_are_refused_before_a_trial_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(RankTrials, "_local_ranks", lambda _: pytest.fail("ranks start"))
+    huge = training(
+        strategies=(EP,), model=ms.ModelShape(hidden_size=8192, intermediate_size=65536, num_experts=64, top_k=2)
+    )
+    words = (
+        r"experts of strategy 'ep' need at least [\d,]+\.\d GB, on 2 ranks and in 1 layer, and [\d,.]+ GB are free; "
+        r"use a smaller model, or simulate this one \(moesys simulate\)"
+    )
+    with pytest.raises(ValueError, match=words):
+        run(huge, tmp_path)
+    # The cost model is not of this machine.
+    assert run(simulation(), tmp_path).exit_code == 0
+
+
 def test_seeds_of_two_folders_make_one_comparison(tmp_path):
     whole = run(simulation(seeds=(0, 1, 2)), tmp_path / "whole")
     parts = [run(simulation(seeds=seeds), tmp_path / f"part-{seeds[0]}") for seeds in ((0,), (1, 2))]

@@ -20,6 +20,8 @@ from rich.console import Console
 
 import moesys as ms
 from moesys.config import Oracle
+from moesys.config.hub import read_config
+from moesys.config.workload import ModelTraining
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.records import Samples, setting_fingerprint
 from moesys.lab.runs.statistics import PairedRatio
@@ -159,7 +161,11 @@ def test_failures_and_starved_experts_are_told():
     text = printed(comparison)
     assert f"Failed: {first.strategy.name}, seed {first.seed}: RuntimeError: [red]rank 2 died\n" in text
     assert "1 (1 failed)" in text
-    assert f"Experts without a token in a step, at most, of 8 in all layers: {some[1].strategy} 3." in text
+    # Starved experts have no line of their own, but a column for who asks.
+    assert "starved" not in text
+    asked = comparison_sheet(comparison, "", ["starved_experts"])
+    (column,) = [each for each in written_columns(asked) if each.name == "starved_experts"]
+    assert "1.500" in column.cells
 
 
 def test_the_verdict_stands_below_the_table():
@@ -308,10 +314,11 @@ def test_csv_has_one_row_a_strategy_with_unrounded_figures():
     comparison = measured()
     rows = list(csv.DictReader(io.StringIO(format_comparison(comparison, "csv"))))
     assert [row["strategy"] for row in rows] == ["ep", FSEP_WIDE.name, "fsep"]
-    assert float(rows[1]["median step_ms (ms)"]) == comparison.rows[1].median("step_ms")
-    assert float(rows[1]["speedup"]) == comparison.rows[1].speedup.estimate
+    assert float(rows[1]["step_ms"]) == comparison.rows[1].median("step_ms")
+    for name in ("estimate", "low", "high", "p"):
+        assert float(rows[1][name]) == getattr(comparison.rows[1].speedup, name)
     assert rows[1]["verdict"] == "faster"
-    assert rows[0]["speedup"] == ""
+    assert rows[0]["estimate"] == ""
     assert rows[1]["source"] == "measured"
 
 
@@ -345,3 +352,15 @@ def test_every_format_shows_an_experiment_without_records(form):
 def test_the_dtype_is_in_the_legend():
     comparison = measured(model=MODEL.replace(dtype="bfloat16"))
     assert any("at most 0.02 (bfloat16)" in note for note in legend(comparison))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [({}, True), ({"data": ("a.bin", "b.txt")}, True), ({"data": ("a.bin",)}, False), ({"tokenizer": "t.json"}, False)],
+)
+def test_bytes_in_place_of_tokens_are_named(fields: dict, told: bool):
+    config = read_config("olmoe-small")
+    for vocab_size, is_told in ((32_000, told), (256, False)):
+        workload = ModelTraining(model="m", config=json.dumps(config | {"vocab_size": vocab_size}), **fields)
+        of = experiment(model=workload.shape, workload=workload)
+        assert ("Tokens are bytes, 256 of the model's 32,000" in str(legend(compare_records(of, [])))) == is_told

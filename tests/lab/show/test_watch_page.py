@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from scipy import stats
 from typer.testing import CliRunner
 from watch_cases import assert_whole_and_alone, layer_line, step_line, write_lines, write_run
 
@@ -232,3 +237,52 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
     waiting = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert waiting.exit_code == 2
     assert "rank-0007.jsonl is no regular file" in waiting.stderr
+
+
+def with_step_ms(folder: Path, step_ms: Callable[[int], float], **changes: Any) -> None:
+    lines = [replace(step_line(step, [0, 1], **changes), step_ms=step_ms(step)) for step in range(100)]
+    write_lines(folder, lines)
+
+
+def compared(*folders: Path | str) -> Any:
+    result = CliRunner().invoke(app, ["compare", *map(str, folders), "--json"])
+    assert result.exit_code == 0, result.output
+    (table,) = json.loads(result.stdout)["tables"]
+    return table
+
+
+def test_two_watched_trainings_are_compared_over_blocks_of_steps(tmp_path: Path) -> None:
+    """Against statistics.fmean and scipy, on blocks cut here: the first tenth, with its warm-up, counts nowhere."""
+    with_step_ms(tmp_path / "ep", lambda step: 9000.0 if step < 10 else 100.0)
+    with_step_ms(tmp_path / "fsep", lambda step: 80.0 + step // 9 % 2)
+    ep, fsep = compared(tmp_path / "ep", tmp_path / "fsep")["rows"]
+    assert (ep["speedup"], ep["step_ms"], ep["agreement"], ep["n"]) == ("baseline", 100.0, "reference", "10")
+    logs = [
+        math.log(100 / (80 + statistics.median(step // 9 % 2 for step in range(at, at + 9))))
+        for at in range(10, 100, 9)
+    ]
+    half = stats.t.ppf(0.975, 9) * statistics.stdev(logs) / 10**0.5
+    low, middle, high = (math.exp(statistics.fmean(logs) + shift) for shift in (-half, 0, half))
+    assert fsep["speedup"] == f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+    assert (fsep["agreement"], fsep["exposed_ms"], fsep["n"]) == ("bit-equal", 30.0, "10")
+
+
+def test_trainings_of_several_seeds_are_paired_by_the_names_of_their_folders(tmp_path: Path) -> None:
+    for seed, slow in enumerate((1.0, 3.0, 2.0)):
+        with_step_ms(tmp_path / "ep" / f"seed-{seed}", lambda _, slow=slow: 100 * slow)
+        with_step_ms(tmp_path / "fsep" / f"seed-{seed}", lambda _, slow=slow: 50 * slow, loss=2.0)
+    with_step_ms(tmp_path / "fsep" / "seed-9", lambda _: 1.0)
+    table = compared(tmp_path / "ep", tmp_path / "fsep")
+    assert [row["speedup"] for row in table["rows"]] == ["baseline", "? 2.00 [2.00, 2.00]"]
+    assert table["rows"][1]["n"] == "3"
+    assert table["rows"][1]["agreement"] == "3.4e+00"
+    assert "one model, data, batch and machine" in table["notes"][-1]
+
+
+def test_what_is_no_pair_of_watched_trainings_is_refused_in_words(tmp_path: Path) -> None:
+    with_step_ms(tmp_path / "ep", lambda _: 1.0)
+    alone = CliRunner().invoke(app, ["compare", str(tmp_path / "ep")])
+    assert (alone.exit_code, "is not a run folder" in alone.stderr) == (2, True)
+    both = [str(tmp_path / "ep"), str(tmp_path / "ep")]
+    refused = CliRunner().invoke(app, ["compare", *both, "--format", "csv"])
+    assert (refused.exit_code, "in a table, or with --json" in refused.stderr) == (2, True)
