@@ -334,6 +334,7 @@ class SimulatedStrategy:
     strategy: Annotated[str, Column("strategy", align="left", wraps=True)]
     step_ms: Annotated[str, Column("step\nms", kept=True)]
     speedup: Annotated[str, Column("speed-up", align="right", kept=True)]
+    critical_path: Annotated[str, Column("critical path", align="left", wraps=True)]
     max_over_mean: Annotated[float, Column("load\nmax/mean", ".2f")]
     experts_ms: Annotated[float, Column("experts\nms", figure)]
     other_ms: Annotated[float, Column("other\nms", figure)]
@@ -341,7 +342,6 @@ class SimulatedStrategy:
     tokens_ms: Annotated[float, Column("tokens\nms", figure)]
     restore_ms: Annotated[float, Column("restore\nms", figure)]
     waiting_ms: Annotated[float, Column("waiting\nms", figure)]
-    critical_path: Annotated[str, Column("critical path", align="left", wraps=True)]
 
 
 def step_sheet(title: str, of_strategies: Sequence[StepDraws], draws: str) -> Sheet:

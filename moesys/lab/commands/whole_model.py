@@ -138,8 +138,8 @@ def sheets(steps: Sequence[ModelStep], notes: Sequence[str] = ()) -> list[Sheet]
     sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "vp")}
     words = ", ".join(f"{name} {size}" for name, size in (sizes | {"ep": run.groups.expert}).items() if size != 1)
     title = (
-        f"SIMULATED: {run.model.name or 'a model'} of {run.model.num_parameters / 1e9:.1f} billion parameters "
-        f"({run.model.active_parameters / 1e9:.1f} active), on {run.cluster.name or 'a cluster'}"
+        f"SIMULATED: {run.model.name or 'a model'} of {figure(run.model.num_parameters / 1e6)} million parameters "
+        f"({figure(run.model.active_parameters / 1e6)} active), on {run.cluster.name or 'a cluster'}"
         f"{', ' + words if words else ''}: {counted(run.num_micro_batches, 'micro-batch')} of "
         f"{run.micro_batch} x {run.seq_len:,} tokens"
     )

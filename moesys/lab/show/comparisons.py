@@ -48,7 +48,7 @@ class ComparedStrategy:
     asked: Annotated[Mapping[str, float | None], Column("{}", figure, kept=True)]
     would_run: Annotated[str, Column("would\nrun", align="right")]
     n: Annotated[str, Column("n", kept=True)]
-    agreement: Annotated[str, Column("agreement", align="right")]
+    agreement: Annotated[str, Column("agreement", align="right", kept=True)]
 
 
 _METRICS = ("step_ms", "exposed_ms", "load_max_over_mean", "restored_mib", "plan_ms", "inter_node_share")
@@ -151,7 +151,7 @@ def headline(comparison: Comparison) -> str:
 
 def _agreement_cell(row: Row, comparison: Comparison) -> str:
     if comparison.source == "simulated":
-        return "n/a"
+        return ""
     if row is comparison.baseline:
         return "reference"
     if row.agreement is None:

@@ -27,6 +27,7 @@ from moesys.config.workload import Generated, RealTraining, Replay, Workload
 from moesys.display import counted, printable
 from moesys.lab.runs.records import Record
 from moesys.lab.runs.runner import QuietProgress, StepCounter
+from moesys.lab.show.sheets import figure
 
 if TYPE_CHECKING:
     from moesys.tuner.findings import Entry
@@ -183,7 +184,7 @@ class RunProgress(_Display, QuietProgress):
         if record.status == "failed":
             return f"{head}: FAILED after {record.seconds:.1f} s: {record.error}"
         again = ", again" if record.repeat else ""
-        return f"{head}{again}: {_median_ms(record):,.1f} ms a step, {record.seconds:.1f} s"
+        return f"{head}{again}: {figure(_median_ms(record))} ms a step, {record.seconds:.1f} s"
 
     def _refresh(self) -> str:
         if self._bars and self._steps:
@@ -192,7 +193,7 @@ class RunProgress(_Display, QuietProgress):
         if not self._step_ms:
             return ""
         step_ms, name = min((statistics.median(values), name) for name, values in self._step_ms.items())
-        return f"best so far: {name}, {step_ms:,.1f} ms a step"
+        return f"best so far: {name}, {figure(step_ms)} ms a step"
 
 
 def _num_steps(workload: Workload) -> int | None:

@@ -80,7 +80,9 @@ def test_every_figure_is_that_of_the_simulator(tmp_path):
         micro_batches = list(replay_steps(strategy, MODEL, CLUSTER, routing.tokens_SLRE))[-2:]
         step = simulation(micro_batches, rest_of(WORKLOAD))
         trial = run_simulated(strategy, MODEL, CLUSTER, WORKLOAD, seed=0)
-        step_ms, _, imbalance, experts_ms, other_ms, exposed_ms, *waits_ms = rows(output)[strategy.name][1:10]
+        # The critical path, of several words, stands before the other figures.
+        step_ms, *_ = rows(output)[strategy.name][1:]
+        imbalance, experts_ms, other_ms, exposed_ms, *waits_ms = rows(output)[strategy.name][-7:]
         assert step_ms == figure(trial.samples["step_ms"].values[2]) == figure(1e3 * step.length_seconds)
         assert exposed_ms == figure(trial.samples["exposed_ms"].values[2])
         assert imbalance == f"{trial.samples['load_max_over_mean'].values[2]:.2f}"

@@ -172,7 +172,8 @@ def test_no_command_cuts_a_word(name, folder, printed, monkeypatch):
 def test_a_comparison_at_80_columns_has_what_matters(folder, printed):
     text = printed(80, *words_to_run("compare {run}", folder))
     assert re.search(r"\n +strategy +ms +\[95 %\] .* n *\n", text)
-    assert re.search(r"\+\d columns \(.*agreement\): --wide\n", text)
+    assert re.search(r"\+\d columns \(.*\): --wide\n", text)
+    assert "agreement" not in text
 
 
 def as_program(width: int, *command: str, cwd: Path) -> str:
@@ -360,7 +361,7 @@ def test_a_name_that_no_terminal_holds_is_whole(printed):
     sheet = comparison_sheet(compare_records(of, records(of, {"ep": 10.0, name: 8.0})))
     text = printed(80, lambda: print_sheet(sheet))
     [row] = [line for line in text.splitlines() if name in line]
-    assert re.search(r" 1\.25 \[1\.25, 1\.25\] +6 *$", row)
+    assert re.search(r" 1\.25 \[1\.25, 1\.25\] +6 +bit-equal *$", row)
 
 
 def test_a_sentence_of_bisect_breaks_between_words(printed):

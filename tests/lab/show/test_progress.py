@@ -38,9 +38,9 @@ def test_a_pipe_gets_one_line_a_trial(tmp_path):
     progress.end()
     assert file.getvalue().splitlines() == [
         "tiny: 3 trials to run on 4 ranks, 1 recorded already",
-        "[2/4] fsep seed 0: 3.0 ms a step, 1.5 s",
+        "[2/4] fsep seed 0: 3.000 ms a step, 1.5 s",
         "[3/4] ep   seed 1: FAILED after 2.0 s: ValueError: boom [bold]",
-        "[4/4] fsep seed 1, again: 1,234.5 ms a step, 1.5 s",
+        "[4/4] fsep seed 1, again: 1234 ms a step, 1.5 s",
     ]
 
 
@@ -67,7 +67,7 @@ def test_a_terminal_gets_bars_the_best_so_far_and_failures_above(tmp_path):
     assert "2/4" in text
     assert f"{trials[2].strategy.name}, seed {trials[2].seed}" in text
     assert "2/4" in text.splitlines()[1]  # one warm-up and three timed steps
-    assert f"best so far: {trials[0].strategy.name}, 12.0 ms a step" in text
+    assert f"best so far: {trials[0].strategy.name}, 12.00 ms a step" in text
     printed = console.file.getvalue()
     assert f"{trials[1].strategy.name:4} seed {trials[1].seed}: FAILED after 2.0 s: ValueError: boom [bold]" in printed
 
