@@ -24,7 +24,7 @@ HELD = {
     "no experts' gradient on a rank": ("plain", "the gradient is zero", "experts.down"),
     "experts prescaled": ("plain", "3/2 × the reference on experts only", "experts.up"),
     "other betas": ("plain", "differs", "embed.weight"),
-    "last micro-batch of a rank twice": ("uneven", "coefficients", "loss"),
+    "last micro-batch of a rank twice": ("uneven", "reads the data of part 1 micro-batch 2", "embed[0]"),
 }
 
 
