@@ -155,11 +155,7 @@ class MegaRows(NamedTuple):
 
 
 def announce(
-    memory: MegaMemory,
-    expert_TK: Tensor,
-    num_experts: int,
-    shared: Mapping[str, Tensor],
-    origin: Origin | None = None,
+    memory: MegaMemory, expert_TK: Tensor, num_experts: int, shared: Mapping[str, Tensor], origin: Origin | None = None
 ) -> SortedRouting:
     """Publishes this rank's choices and ``shared`` regions, and its counts if all are to plan by them (``counts``),
     with their ``origin``. Ids in ``expert_TK`` that are not in 0..E-1 are dropped.

@@ -109,12 +109,7 @@ class Exchange(NamedTuple):
 
 
 def exchange(
-    tokens_RP: Tensor,
-    position_TK: Tensor,
-    replicas: Replicas,
-    rank: int,
-    num_rows: int,
-    list_RP: Tensor | None = None,
+    tokens_RP: Tensor, position_TK: Tensor, replicas: Replicas, rank: int, num_rows: int, list_RP: Tensor | None = None
 ) -> Exchange:
     """Returns the tables of ``rank`` for the plan ``tokens_RP`` int64; ``position_TK``: each choice's place in its
     list, or -1.

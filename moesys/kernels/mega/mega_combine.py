@@ -212,14 +212,7 @@ def _launch(
             copy_columns=columns_at_once(block.rows, data.out_TH, block),
         )
         _mega_combine[(point.programs or usual_programs(data.out_TH.device),)](
-            memory.launch(name, most_tasks),
-            rows,
-            data,
-            gradients,
-            T,
-            num_groups,
-            sizes=sizes,
-            **launch_options(block),
+            memory.launch(name, most_tasks), rows, data, gradients, T, num_groups, sizes=sizes, **launch_options(block)
         )
 
 

@@ -119,14 +119,7 @@ def fill_quotas(tokens_RE: Tensor, quota_P: Tensor, tables: SplitTables) -> Tens
     num_replicas = len(quota_P)
     tokens_RP = tokens_RE.new_empty(num_ranks, num_replicas)
     _fill_quotas[(num_replicas,)](
-        tokens_RE,
-        quota_P,
-        tables,
-        tokens_RP,
-        num_ranks,
-        num_experts,
-        len(tables.part_first_LR),
-        **lanes_of(num_ranks),
+        tokens_RE, quota_P, tables, tokens_RP, num_ranks, num_experts, len(tables.part_first_LR), **lanes_of(num_ranks)
     )
     return tokens_RP
 
@@ -153,14 +146,7 @@ def sum_before(values, first):  # type: ignore[no-untyped-def]
 
 @kernel(do_not_specialize=["num_ranks", "num_experts", "num_levels"])
 def _fill_quotas(  # type: ignore[no-untyped-def]
-    tokens_RE,
-    quota_P,
-    tables,
-    tokens_RP,
-    num_ranks,
-    num_experts,
-    num_levels,
-    LANES: tl.constexpr,
+    tokens_RE, quota_P, tables, tokens_RP, num_ranks, num_experts, num_levels, LANES: tl.constexpr
 ):
     """Computes the tokens that each source sends to a replica, with one replica per program and one source per lane.
 

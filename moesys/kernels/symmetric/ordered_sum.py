@@ -29,14 +29,7 @@ def ordered_sum(parts_NP: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
     first_E1 = torch.searchsorted(row_N[order_N], torch.arange(num_rows + 1, device=row_N.device))
     # A flat grid: CUDA has at most 65,535 programs in the second of its directions.
     _ordered_sum[(num_rows * triton.cdiv(num_columns, COLUMNS),)](
-        parts_NP,
-        order_N,
-        first_E1,
-        out_EP,
-        parts_NP.stride(0),
-        num_columns,
-        COLUMNS=COLUMNS,
-        num_warps=WARPS,
+        parts_NP, order_N, first_E1, out_EP, parts_NP.stride(0), num_columns, COLUMNS=COLUMNS, num_warps=WARPS
     )
     return out_EP
 
