@@ -80,7 +80,7 @@ FLOORS_IN = {
     "overlap": ({"comm"}, {"*"}),
     "simulator": ({"*"}, {"model"}),
     "verify": (
-        {"setup", "numerics"},
+        {"setup"},
         {"recording", "diagnosis"},
         {"comparison"},
         {"report"},
