@@ -121,7 +121,8 @@ def demo_command(
     trained, compared = _run(training, out, show, fresh, record_routing=traces / TRACE)
     if trained.failed or compared.unequal:
         return 1
-    print()
+    share = max(max(of) / sum(of) for record in trained.records for of in record.tokens_LE)
+    print(f"\nOne expert gets up to {share:.0%} of a layer's tokens: routers are new; trained ones are more even.\n")
     replayed, _ = _run(replay_experiment(traces), out, show, fresh)
     print_locations([trained.path, replayed.path], sys.stdout)
     return replayed.exit_code

@@ -26,8 +26,6 @@ from moesys.lab.show.sheets import Column, ColumnNote, Sheet, escaped, figure, m
 
 Format = Literal["markdown", "csv", "json"]
 COMPARISON_SCHEMA = 1
-# One watched run is compared in so many parts, each of which is like a seed.
-_BLOCKS = 10
 # Ranks that have a core each keep it busy; above this many processes per core, others take a part of it.
 BUSY = 1.5
 
@@ -242,7 +240,8 @@ def watched_sheet(trainings: Mapping[str, Mapping[str, WatchedRun]]) -> Sheet:
     """
     num_steps = min(len(run.steps_S) for runs in trainings.values() for run in runs.values())
     seeds = sorted({seed for runs in trainings.values() for seed in runs})
-    blocks = min(_BLOCKS, num_steps) if all(len(runs) == 1 for runs in trainings.values()) else 0
+    # Ten parts of a single run take the place of seeds.
+    blocks = min(10, num_steps) if all(len(runs) == 1 for runs in trainings.values()) else 0
     baseline, *others = [
         _watched_row(name, {seeds.index(seed) * (not blocks): run for seed, run in runs.items()}, num_steps, blocks)
         for name, runs in trainings.items()
