@@ -54,7 +54,7 @@ BUDGETS = {
     "moesys/moe": Budget(4_628, 23),
     "moesys/simulator": Budget(2_275, 15),
     "moesys/tuner": Budget(963, 8),
-    "moesys, hosts": Budget(2_821, 18),
+    "moesys, hosts": Budget(2_827, 18),
     "moesys/lab": Budget(8_085, 53),
     "moesys/verify": Budget(1_747, 9),
     "moesys, entry points": Budget(291, 4),
@@ -62,7 +62,7 @@ BUDGETS = {
     "experiments": Budget(1_396, 15),
     "tests": Budget(47_015, 332),
 }
-TOTAL = Budget(38_561, 265)
+TOTAL = Budget(38_567, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,7 +24,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from moesys.collectives import device_of
 from moesys.config import Fsep, ModelShape, Strategy
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.megatron.options import activation_of, check_options
@@ -126,7 +126,7 @@ class StrategyMoELayer(MoELayer):
             weights_on="activations",
             collect=_added_to_main_grad(self._read) if config.gradient_accumulation_fusion else None,
         )
-        device = device_of(self.ep_group)
+        device = _device_of(self.experts, self.ep_group)
         made = Experts(shape, self._strategy, self.ep_group, layer_index=index, device=device, outside=outside)
         made.use_memory(self._memory)
         attach(made, self)
@@ -279,6 +279,15 @@ def _each(experts: Any, linear: str, kind: str) -> Iterator[nn.Parameter]:
     if isinstance(experts, SequentialMLP):
         return (getattr(getattr(expert, linear), kind) for expert in experts.local_experts)
     return (getattr(getattr(experts, linear), f"{kind}{index}") for index in range(experts.num_local_experts))
+
+
+def _device_of(experts: nn.Module, group: dist.ProcessGroup) -> torch.device:
+    """Returns where experts are computed: Megatron may make their parameters elsewhere, and move them later."""
+    device, accelerator = next(experts.parameters()).device, torch.accelerator.current_accelerator()
+    if device.type in ("cpu", "meta") and accelerator is not None:
+        backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
+        return accelerator if backends.get(accelerator.type, "gloo") != "gloo" else torch.device("cpu")
+    return device
 
 
 def _check_experts(experts: nn.Module) -> None:
