@@ -60,7 +60,7 @@ BUDGETS = {
     "moesys, entry points": Budget(291, 4),
     "benchmarks": Budget(6_940, 53),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(47_015, 332),
+    "tests": Budget(47_016, 332),
 }
 TOTAL = Budget(38_567, 265)
 OUTSIDE = ("benchmarks", "experiments", "tests")

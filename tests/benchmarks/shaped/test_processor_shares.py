@@ -81,7 +81,7 @@ def test_a_process_gets_no_more_than_the_share_of_its_group() -> None:
         throttled = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
     # A tick late at most; a busy machine gives less.
     assert 0 < processor_s <= 0.5 * clock_s + 0.02
-    assert int(throttled["nr_throttled"]) > 0
+    assert int(throttled["nr_throttled"]) > 0 or processor_s < 0.5 * clock_s - 0.02
 
 
 def stay_inside() -> None:
