@@ -189,7 +189,7 @@ def sent_by_layers(
             shards = ShardedExperts(SHAPE, rank, cluster.node_of_rank, sharding)
             local = torch.zeros(SHAPE.num_experts, len(shards.owned()))
         channel, held = RecordingChannel(), layout.held_by_rank
-        if len(held) > 1 and not shards.keeps_all(held):
+        if not shards.keeps_all(held):
             steps = shards.restore([local], torch.bfloat16, held, channel, "")  # type: ignore[arg-type]
             ExpertTransfer(steps).finish()
         gradients = torch.zeros(len(held[rank]), shards.padded_parameters)

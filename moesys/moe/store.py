@@ -235,7 +235,11 @@ class ExpertShards(ABC):
         """The shapes of this rank's masters."""
 
     def keeps_all(self, held: HeldByRank) -> bool:
-        """Returns whether each of several ranks holds exactly what it owns, so no message is sent; the same on all."""
+        """Returns whether every rank holds exactly what it owns, so that no message is sent; the same on all ranks."""
+        return self.num_ranks == 1 or self._owners_hold(held)
+
+    def _owners_hold(self, held: HeldByRank) -> bool:
+        """Returns the same, of several ranks."""
         return False
 
     @abstractmethod
@@ -404,7 +408,7 @@ class ExpertStore:
     def _start(
         self, masters: Sequence[Master], held: HeldByRank, dtype: torch.dtype, generation: int, when: str
     ) -> Restore:
-        if self.shards.num_ranks == 1 or self.shards.keeps_all(held):
+        if self.shards.keeps_all(held):
             return ExpertTransfer(without_messages(self.shards.all_of(masters, dtype)))
         name, channel = f"layer {self.layer_index}{when}", self.channel.tagged(generation)
         return ExpertTransfer(self.shards.restore(masters, dtype, held, channel, name))

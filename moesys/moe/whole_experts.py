@@ -129,7 +129,7 @@ class WholeExperts(ExpertShards):
         owned = self.owned()
         return {slot: e - owned.start for slot, e in enumerate(held[self.rank]) if e in owned}
 
-    def keeps_all(self, held: HeldByRank) -> bool:
+    def _owners_hold(self, held: HeldByRank) -> bool:
         by_owners, _ = self._loans(held)
         # Without loans all experts that are held are with their owners.
         return not by_owners and sum(map(len, held)) == self.shape.num_experts
