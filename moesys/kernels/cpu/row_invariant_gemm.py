@@ -34,6 +34,7 @@ NARROW = 16
 ALIGNMENT_BYTES = 64
 # Columns beyond these are more of the same, and would make the probe of a large expert take a minute.
 LARGEST_COLUMNS = 2048
+CACHE = "MOESYS_CACHE"
 # A probe takes milliseconds, unless other programs take the cores that its threads wait for.
 _SILENT_S = 1.0
 _FEW_COUNTS = (*range(1, 17), 24, 32, 64, 100)
@@ -91,13 +92,14 @@ def projection_rule(
 @cache
 def _probe(contraction: int, columns: int, dtype: torch.dtype, transposed: bool, threads: int) -> RowRule:
     columns = min(columns, LARGEST_COLUMNS)
-    path = _cache_folder() / f"rows-{contraction}-{columns}-{dtype}-{transposed}-{threads}"
+    name = f"rows-{contraction}-{columns}-{dtype}-{transposed}-{threads}"
     with suppress(OSError, ValueError):
-        min_rows, tile_rows = map(int, path.read_text().split())
+        min_rows, tile_rows = map(int, Path(_folder_of_machine(), name).read_text().split())
         return RowRule(min_rows, tile_rows or None)
     rule = _measured_rule(contraction, columns, dtype, transposed)
     # Where nothing can be written, the next process measures again.
     with suppress(OSError):
+        path = _folder_of_machine() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}")
         part.write_text(f"{rule.min_rows} {rule.tile_rows or 0}\n")
@@ -105,16 +107,28 @@ def _probe(contraction: int, columns: int, dtype: torch.dtype, transposed: bool,
     return rule
 
 
+def cache_folder() -> Path:
+    """Returns the folder that ``MOESYS_CACHE`` names, else that of moesys in the user's cache.
+
+    Raises OSError if neither is known.
+    """
+    if named := os.environ.get(CACHE):
+        return Path(named)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesys"
+    except RuntimeError:
+        # This happens in a container whose user has no name.
+        raise OSError(f"this user has no home folder to keep blocks in; name a folder by {CACHE}") from None
+
+
 @cache
-def _cache_folder() -> Path:
+def _folder_of_machine() -> Path:
     """Returns the folder of this processor, of this build of torch, and of the variables that steer its libraries."""
     steering = {name: value for name, value in os.environ.items() if name.startswith(("MKL_", "ONEDNN_", "DNNL_"))}
     cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0] if os.path.exists("/proc/cpuinfo") else ""
     fixed = [line for line in cpu.splitlines() if line.startswith(("model", "stepping", "flags", "vendor"))]
     machine = (*fixed, torch.__version__, torch.__config__.show(), sorted(steering.items()), _PLACEMENTS)
-    default = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(os.environ.get("MOESYS_CACHE") or Path(default, "moesys"))
-    return folder / f"gemm-{sha256(repr(machine).encode()).hexdigest()[:16]}"
+    return cache_folder() / f"gemm-{sha256(repr(machine).encode()).hexdigest()[:16]}"
 
 
 def _measured_rule(contraction: int, columns: int, dtype: torch.dtype, transposed: bool) -> RowRule:

@@ -28,6 +28,7 @@ import pydantic_core
 import torch
 import triton
 
+from moesys.kernels.cpu.row_invariant_gemm import CACHE, cache_folder
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import (
     OPERAND_BYTES,
@@ -64,7 +65,6 @@ L2_BYTES_PER_US = 8.0e4
 MEMORY_BYTES_PER_US = 3.0e6
 START_US = 1.0
 PINNED = "MOESYS_BLOCKS"
-CACHE = "MOESYS_CACHE"
 # The interpreter's time goes by elements; small tiles waste few.
 INTERPRETED = TileConfig(rows=32, columns=32, contraction=32)
 # Milliseconds of each block for an op, None for one that does not compile, spills, or does not run.
@@ -261,17 +261,7 @@ def cache_file(gpu: Gpu) -> Path:
     number of multiprocessors and the versions of torch, Triton and moesys. Raises OSError if neither folder is known.
     """
     name = f"blocks-{gpu.name}-{gpu.multiprocessors}-{_versions()}"
-    return _folder() / (re.sub(r"[^\w.+-]", "_", name) + ".json")
-
-
-def _folder() -> Path:
-    if named := os.environ.get(CACHE):
-        return Path(named)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesys"
-    except RuntimeError:
-        # This happens in a container whose user has no name.
-        raise OSError(f"this user has no home folder to keep blocks in; name a folder by {CACHE}") from None
+    return cache_folder() / (re.sub(r"[^\w.+-]", "_", name) + ".json")
 
 
 @cache

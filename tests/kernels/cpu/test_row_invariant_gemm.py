@@ -93,14 +93,18 @@ def test_probe_finds_calls_that_are_too_short(transposed: bool, monkeypatch: pyt
     assert row_rule(71, 33, torch.float32, transposed, "cpu") == RowRule(min_rows=6)
 
 
+def raises_runtime_error() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_a_machine_probes_a_size_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each process would measure again, a minute on a machine whose cores are busy."""
     (tmp_path / "file").write_text("")
     size = 72, 34, torch.float32, True, "cpu"
 
     def as_another_process(folder: str) -> RowRule:
-        monkeypatch.setenv("MOESYS_CACHE", str(tmp_path / folder))
-        for remembered in (row_invariant_gemm._probe, row_invariant_gemm._cache_folder):
+        monkeypatch.setenv("MOESYS_CACHE", str(tmp_path / folder) if folder else "")
+        for remembered in (row_invariant_gemm._probe, row_invariant_gemm._folder_of_machine):
             remembered.cache_clear()
         return row_rule(*size)
 
@@ -118,9 +122,16 @@ def test_a_machine_probes_a_size_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     assert as_another_process("cache") == RowRule(7)
     assert len(measured) == 4
+    # A user without a home keeps nothing, also not in a folder named "~".
+    monkeypatch.setattr(Path, "home", raises_runtime_error)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert as_another_process("") == RowRule(7)
+    assert len(measured) == 5
+    assert not list(tmp_path.glob("~"))
     monkeypatch.setattr(row_invariant_gemm, "_measured_rule", lambda *_: RowRule(tile_rows=1))
     assert [as_another_process("tiles") for _ in range(2)] == [RowRule(tile_rows=1)] * 2
-    row_invariant_gemm._cache_folder.cache_clear()
+    row_invariant_gemm._folder_of_machine.cache_clear()
     row_invariant_gemm._probe.cache_clear()
 
 
