@@ -104,7 +104,7 @@ class ClusterSpec(Declaration):
 
     @property
     def has_speeds(self) -> bool:
-        """Whether more is declared than ranks, their nodes and domains, and a name."""
+        """This is true if more is declared than ranks, their nodes and domains, and a name."""
         changed = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}
         return bool(changed - {"num_nodes", "ranks_per_node", "ranks_per_domain", "name"})
 

@@ -185,7 +185,7 @@ class StrategyMoELayer(MoELayer):
 
     def _forward(self, x_SBH: Tensor, padding_mask_SB: Tensor | None) -> tuple[Tensor, None]:
         shared_SBH = self.shared_experts_compute(x_SBH)
-        # Those who record or replay routes patch this method, or the router that it calls.
+        # Code that records or replays routes patches this method, or the router that it calls.
         probs_TE, map_TE = self.route(x_SBH, padding_mask_SB)
         if self.config.moe_latent_size:
             x_SBH, _ = self.fc1_latent_proj(x_SBH)

@@ -83,7 +83,7 @@ class Matrices:
 
     @property
     def kinds(self) -> str:
-        """What the matrices are, and their shapes."""
+        """A description of the matrices, with their shapes."""
         labels = self.labels or ("",) * len(self.shapes)
         each = [f"{label} [{out}, {inward}]".strip() for label, (out, inward) in zip(labels, self.shapes, strict=True)]
         count = self.num_matrices // len(self.shapes)

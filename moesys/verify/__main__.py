@@ -99,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="a model type of transformers, instead of a file")
     parser.add_argument("--parallel", default="fsdp=2", help="with --model: sizes of fsdp, tp and ep")
     parser.add_argument("--implementation", default="all_to_all", help=f"with --model: one of {', '.join(HOSTS)}")
-    parser.add_argument("--situations", default="", help="names, separated by commas (default: plain,uneven,padding)")
+    parser.add_argument(
+        "--situations", default="", help="names with commas (default: plain,uneven,padding,recomputation)"
+    )
     parser.add_argument("--all", dest="every", action="store_true", help="all situations that the check supports")
     parser.add_argument("--ranks", type=int, help="number of ranks (default: that of the check)")
     parser.add_argument("--dtype", default="", help="float64 or float32 (default: that of the check)")

@@ -16,7 +16,7 @@ def verify_command(
     implementation: Annotated[
         str, option("NAME", "With --model: all_to_all, all_reduce, tp, ddp, fsdp; moesys' ep, lent, fsep.")
     ] = "all_to_all",
-    situations: Annotated[str, option("NAMES", "Separated by commas (default: plain,uneven,padding).")] = "",
+    situations: Annotated[str, option("NAMES", "With commas (default: plain,uneven,padding,recomputation).")] = "",
     every: Annotated[bool, flag("Run all situations that the check supports.", "--all")] = False,
     ranks: Annotated[int | None, option("N", "Number of ranks (default: that of the check).")] = None,
     dtype: Annotated[Literal["", "float64", "float32"], option("DTYPE", "float64 or float32.")] = "",

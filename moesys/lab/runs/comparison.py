@@ -97,7 +97,7 @@ class Row:
 
     @property
     def is_oracle(self) -> bool:
-        """Whether its planner knows the load in advance."""
+        """This is true if the planner knows the load in advance."""
         return self.strategy.predictor.kind == "oracle"
 
     @property
