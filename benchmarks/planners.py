@@ -80,10 +80,7 @@ SLOWER = 1.005
 BARS = {False: (0.90, 1.03, 0.04), True: (0.95, 1.05, 0.08)}
 # The files of moesys on which scores depend, without other planners. Those of fixed ones do not depend on Greedy's.
 SHARED = ("balance/", "cost.py", "row_traffic.py", "traces.py", "layout.py")
-OTHERS = (
-    *("cp_sat", "certificate", "late_slots"),
-    *("faster_moe", "llep", "moon_ep", "ultra_ep", "quotas"),
-)
+OTHERS = (*("cp_sat", "certificate", "late_slots"), *("faster_moe", "llep", "moon_ep", "ultra_ep", "quotas"))
 NO_LIMIT = 1 << 60
 
 

@@ -95,10 +95,7 @@ class LayerSteps:
 
 
 def hold_steps(
-    steps: Mapping[str, LayerSteps],
-    wrong: Callable[[str, Any], str],
-    metrics: Callable[[Any], Any],
-    repeats: int,
+    steps: Mapping[str, LayerSteps], wrong: Callable[[str, Any], str], metrics: Callable[[Any], Any], repeats: int
 ) -> dict[str, Outcome]:
     """Checks and times these steps, a collective of all ranks, and closes them.
 

@@ -266,7 +266,7 @@ def _of_planners(moving: Sequence[CaseResult]) -> list[str]:
         "Planners: a workload of the leaderboard, scaled to fewer tokens; planners know the micro-batches before, and "
         "the hosts and links by `moesys calibrate` and the same all-to-alls. "
         f"Each micro-batch is a repetition, and the first {NOT_TIMED} are not timed. Time of `Greedy` over that of the "
-        f"best fixed planner in hindsight, summed, and the same test: {'; '.join(map(against_fixed, moving))}.",
+        f"best fixed planner in hindsight, summed, and the same test: {'; '.join(map(against_fixed, moving))}."
     ]
 
 

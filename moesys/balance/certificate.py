@@ -188,10 +188,7 @@ def greatest_bound(
         room_D = [sum(heaviest_E[: slots // min_replicas]) for slots in slots_D]
         bounds["domain"] = max(
             -(-_shared(heaviest_E, 0, len(ranks_D)) // max(ranks_D)),
-            _least(
-                lambda most: sum(map(min, room_D, [ranks * most for ranks in ranks_D])) >= total,
-                total,
-            ),
+            _least(lambda most: sum(map(min, room_D, [ranks * most for ranks in ranks_D])) >= total, total),
         )
     kind = max(bounds, key=lambda kind: bounds[kind])
     return bounds[kind], kind

@@ -56,13 +56,7 @@ class PlanRequest:
         """
         balance = self.strategy.balance.with_moves_priced(self.units_per_token, self.strategy.replan_every)
         problem = PlanningProblem.of_layout(
-            self.load,
-            self.cluster,
-            self.slots_R,
-            self.model,
-            self.previous,
-            self.strategy,
-            self.units_per_token,
+            self.load, self.cluster, self.slots_R, self.model, self.previous, self.strategy, self.units_per_token
         )
         memory = b"" if self.before is None else self.before.memory()
         problem = replace(problem, recent=self.recent, memory=memory)

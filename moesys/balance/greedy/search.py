@@ -132,11 +132,7 @@ class LayoutSearch:
     """
 
     def __init__(
-        self,
-        problem: PlanningProblem,
-        options: SearchOptions,
-        robust: bool = True,
-        later: Sequence[IntArray] = (),
+        self, problem: PlanningProblem, options: SearchOptions, robust: bool = True, later: Sequence[IntArray] = ()
     ) -> None:
         self.problem, self.options, self.later = problem, options, later
         self.end = None if options.deadline_ms is None else time.monotonic() + options.deadline_ms / 1e3
