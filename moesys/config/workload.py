@@ -22,6 +22,11 @@ _SHARED = ("n_shared_experts", "shared_expert_intermediate_size")
 _REMOVED: dict[str, Any] = {"shaped_links": False, "cpus_per_host": None}
 
 
+def _without_adam(identity: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out the optimizer of earlier releases, so that fingerprints stay."""
+    return {name: value for name, value in identity.items() if (name, value) != ("optimizer", "adam")}
+
+
 class RealTraining(Declaration):
     """The fields that all training on real ranks has in common."""
 
@@ -47,8 +52,7 @@ class RealTraining(Declaration):
 
     def _identity(self) -> dict[str, Any]:
         # Trials that an earlier release has recorded keep their fingerprints.
-        identity = super()._identity() | _REMOVED
-        return {name: value for name, value in identity.items() if (name, value) != ("optimizer", "adam")}
+        return _without_adam(super()._identity() | _REMOVED)
 
     @property
     def recomputed(self) -> Recompute:
@@ -155,7 +159,13 @@ class CostModelWorkload(Declaration):
         "none",
         description="what runs again in backward: nothing, whole layers, what it reads, or layers without all-to-alls",
     )
-    optimizer_ms: float = Field(0.0, ge=0, description="time of the optimizer in a step")
+    optimizer: Literal["adam", "muon"] = Field(
+        "adam", description="`muon` adds what `ms.Muon` takes for the experts, which differs by sharding"
+    )
+    optimizer_ms: float = Field(0.0, ge=0, description="time of the rest of the optimizer in a step")
+
+    def _identity(self) -> dict[str, Any]:
+        return _without_adam(super()._identity())
 
 
 class Replay(CostModelWorkload):

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from moesys.config import ClusterSpec
+import numpy as np
+
+from moesys.config import ClusterSpec, Fsep, ModelShape, Sharding
 from moesys.config.workload import Recompute
-from moesys.cost import ExpertPass, FloatArray, LinkLoad, memory_seconds
+from moesys.cost import ExpertPass, FloatArray, LinkLoad, memory_seconds, product_rate, transfer_seconds
 from moesys.simulator.critical_path import AllToAll
 from moesys.simulator.simulation import Lanes
 
@@ -50,7 +53,9 @@ class RestOfStep:
         ``selective``, as in checkpointed blocks that end with the layer: the layer runs again as far as backward reads
         it, so that neither the second products nor combine run again; MegaKernels run everything again. ``computing``,
         as in LAER-MoE: rows that have travelled are kept.
-    optimizer_seconds: the optimizer at the end of the step.
+    optimizer_seconds: the optimizer at the end of the step, without what ``muon`` adds.
+    muon: whether ``ms.Muon`` trains the experts: those of ``MoELayer`` (``own``), or those of other models
+        (``outside``), whose gradients never arrive whole.
     latency_seconds: the time before the first byte of every all-to-all of rows, experts or gradients, in addition to
         the cluster's latency.
     gradient_bytes: bytes of one element of an expert's gradient when it is sent to its owner; None: those of the
@@ -74,6 +79,7 @@ class RestOfStep:
     other_again_seconds: float | FloatArray | None = None
     recompute: Recompute = "none"
     optimizer_seconds: float = 0.0
+    muon: Literal["none", "own", "outside"] = "none"
     latency_seconds: float = 0.0
     gradient_bytes: int | None = None
     every_slot_travels: bool = False
@@ -101,6 +107,13 @@ class RestOfStep:
         forward, backward = self.cast_bytes
         num_bytes = {"input_gradients": backward, "weight_gradients": 0.0}.get(of, forward)
         return memory_seconds(rows_RE.sum(axis=1) * num_bytes, cluster)
+
+    def end_seconds(self, model: ModelShape, cluster: ClusterSpec, sharding: Sharding, num_layers: int) -> float:
+        """Returns the seconds of the optimizer at the end of the step."""
+        if self.muon == "none":
+            return self.optimizer_seconds
+        flops, sent_s = muon_work(model, cluster, sharding, own=self.muon == "own")
+        return self.optimizer_seconds + num_layers * max(flops / product_rate(cluster, backward=False), sent_s)
 
     @property
     def runs_again(self) -> bool:
@@ -146,3 +159,28 @@ class ShardedRest:
     def _wait(self, place: int) -> None:
         if (gather := self._gathers.pop(place, None)) is not None:
             self._lanes.wait(gather)
+
+
+def muon_work(
+    model: ModelShape, cluster: ClusterSpec, sharding: Sharding, *, own: bool, groups: int = 1
+) -> tuple[float, float]:
+    """Returns the flops in which a rank makes the updates of a layer's experts orthogonal, and the seconds of their
+    messages, if ``groups`` groups of ranks divide the experts among them. Each expert is one rank's work.
+
+    Under ``Fsep`` parts of an update travel to that rank and back, in the compute dtype; backward sends gradients of
+    ``own`` experts there in the first place, if each rank gets as many.
+    """
+    E, H, I, R = model.num_experts, model.hidden_size, model.intermediate_size, cluster.num_ranks
+    flops = 3 * E * iteration_flops(I, H) / (R * groups)
+    if not isinstance(sharding, Fsep):
+        return flops, 0.0
+    bytes_RR = np.full((R, R), 3 * E * H * I * model.bytes_per_element / (R * groups) / R)
+    np.fill_diagonal(bytes_RR, 0.0)
+    legs = 1 if own and sharding.reshard == "flat" and E % R == 0 else 2
+    return flops, legs * transfer_seconds(bytes_RR, cluster)
+
+
+def iteration_flops(rows: int, columns: int) -> float:
+    """Returns the flops of five steps of the Newton–Schulz iteration on [m, n], m ≤ n: 5·(4m²n + 2m³)."""
+    m, n = sorted((rows, columns))
+    return 5.0 * (4 * m * m * n + 2 * m**3)

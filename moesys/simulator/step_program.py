@@ -198,9 +198,10 @@ class _Step:
         self.sharded.finish()
 
     def finish(self) -> None:
-        if self.rest.optimizer_seconds:
+        seconds = self.rest.end_seconds(self.model, self.cluster, self.strategy.sharding, self.layer_of[-1])
+        if seconds:
             self.lanes.layer = None
-        self.lanes.compute(self.rest.optimizer_seconds, "optimizer", "")
+        self.lanes.compute(seconds, "optimizer", "")
 
     def _run(self, layer: int, way: Direction) -> None:
         """Runs the stages that executors run, and takes the time of each."""

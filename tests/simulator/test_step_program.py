@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -452,3 +452,22 @@ def test_nodes_that_nvlink_joins_send_nothing_over_nics(overlap):
     assert joined < length_us(FOUR)
     assert joined == length_us(ms.ClusterSpec(ranks_per_node=4, intra_node_gb_per_s=50, expert_tflops=1))
     assert length_us(FOUR.replace(ranks_per_domain=1)) > length_us(FOUR)
+
+
+@pytest.mark.parametrize(("strategy", "muon", "legs"), [(EP, "own", 0), (FSEP, "own", 1), (FSEP, "outside", 2)])
+def test_muon_adds_products_or_messages_of_each_layer(
+    strategy: ms.Strategy, muon: Literal["own", "outside"], legs: int
+) -> None:
+    """Counted by hand: each rank makes a quarter of the matrices orthogonal, and under ``Fsep`` sends parts of them."""
+    H, I, E = MODEL.hidden_size, MODEL.intermediate_size, MODEL.num_experts
+    flops = 3 * E * 5 * (4 * H * H * I + 2 * H**3) / 4
+    slow, layers = FOUR.replace(expert_tflops=1e-6), plans(strategy, FREE, *[np.full((4, 4), 6)] * 2)
+    for cluster, seconds in (
+        (slow, 2 * flops / 1e6),
+        # A sixteenth of a layer goes from each of a node's two ranks to each of the other node's, by one link.
+        (FOUR.replace(expert_tflops=1e12), 2 * legs * 3 * E * H * I * 2 / 16 * 4 / 20e9),
+    ):
+        without, found = (
+            run_step(strategy, MODEL, cluster, [layers], RestOfStep(muon=of)).length_seconds for of in ("none", muon)
+        )
+        assert found - without == pytest.approx(seconds, rel=1e-3, abs=1e-9)

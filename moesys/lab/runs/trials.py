@@ -170,15 +170,20 @@ def has_seeds(workload: Workload) -> bool:
 
 
 def rest_of(workload: Workload) -> RestOfStep:
-    """Returns what a workload declares about a step besides its routing; for a training, only the recomputation."""
+    """Returns what a workload declares about a step besides its routing; for a training, only the recomputation and
+    Muon.
+    """
     from moesys.simulator.rest_of_step import RestOfStep
 
+    experts: Literal["own", "outside"] = "outside" if isinstance(workload, ModelTraining) else "own"
+    muon: Literal["none", "own", "outside"] = experts if workload.optimizer == "muon" else "none"
     if isinstance(workload, RealTraining):
-        return RestOfStep(recompute=workload.recomputed)
+        return RestOfStep(recompute=workload.recomputed, muon=muon)
     return RestOfStep(
         other_seconds=workload.other_ms / 1000,
         recompute=workload.recompute,
         optimizer_seconds=workload.optimizer_ms / 1000,
+        muon=muon,
     )
 
 
@@ -227,6 +232,7 @@ def simulated_workload(workload: Workload) -> Replay | Generated:
         steps=workload.steps,
         micro_batches=workload.micro_batches,
         recompute=workload.recomputed,
+        optimizer=workload.optimizer,
     )
 
 

@@ -18,16 +18,17 @@ import numpy as np
 
 from moesys.balance.plan import LayerPlan, out_of_rows, plan_layer
 from moesys.balance.replay import Moment, replay_layer
-from moesys.config import Fsep, Gqa, MoeMlp
+from moesys.config import Gqa, MoeMlp
 from moesys.config.base import check_type
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
-from moesys.cost import optimizer_seconds, product_rate, row_product_seconds, transfer_seconds
+from moesys.cost import optimizer_seconds, product_rate, row_product_seconds
 from moesys.load import IntArray, LoadMatrix
 from moesys.simulator.model.exchanges import Ring, passes_of_sum
 from moesys.simulator.model.memory import MASTER_BYTES, MOMENT_BYTES, stage_memory
 from moesys.simulator.model.model_step import WAITS, DrawnStep, ModelStep, SimulatedPart, run_parts, simulate_part
 from moesys.simulator.model.model_units import Units
+from moesys.simulator.rest_of_step import iteration_flops, muon_work
 from moesys.traces import Trace, generate
 
 
@@ -261,14 +262,14 @@ def update_bytes(optimizer: str) -> int:
 def muon_seconds(run: ModelRun, chunks: Sequence[range]) -> float:
     """Returns the seconds in which a rank of a stage makes its updates orthogonal, as ``ms.Muon`` divides that: each
     matrix is one rank's work unless all ranks have it, and messages of one layer travel while another is computed.
-
-    Five steps of the iteration on [m, n], m ≤ n, have 5·(4m²n + 2m³) flops. What several ranks have parts of travels
-    to the owner and back, in the compute dtype.
+    Matrices of which several ranks have parts travel to the owner and back, in the compute dtype.
     """
     layers = [run.model.layers[layer] for chunk in chunks for layer in chunk]
     H, parallel = run.model.hidden_size, run.parallelism
-    dense, experts = 0.0, 0.0
-    dense_parameters = expert_parameters = 0
+    sharded = parallel.dense != "replicated"
+    dense_ring = Ring.of_dense(run)
+    groups = Ring.of_experts(run).size if sharded else 1
+    flops, sent_s, dense_flops, dense_parameters = 0.0, 0.0, 0.0, 0
     for layer in layers:
         sizes = [(each.outputs, each.inputs) for each in layer.attention.products(H).values()]
         if isinstance(layer.attention, Gqa):
@@ -278,33 +279,17 @@ def muon_seconds(run: ModelRun, chunks: Sequence[range]) -> float:
         mlp = layer.mlp.shared if isinstance(layer.mlp, MoeMlp) else layer.mlp
         if mlp is not None:
             sizes += [(mlp.products(H)["down"].inputs, H)] * 3
-        dense += sum(_iteration_flops(*each) for each in sizes)
+        dense_flops += sum(iteration_flops(*each) for each in sizes)
         dense_parameters += sum(rows * columns for rows, columns in sizes)
         if isinstance(layer.mlp, MoeMlp):
-            E, I = layer.mlp.shape.num_experts, layer.mlp.shape.intermediate_size
-            experts += 3 * E * _iteration_flops(I, H)
-            expert_parameters += 3 * E * I * H
-    sharded = parallel.dense != "replicated"
-    dense_ring, expert_ring = Ring.of_dense(run), Ring.of_experts(run)
-    on_rank = (
-        parallel.tp * dense_ring.size if sharded else 1,
-        run.groups.expert * (expert_ring.size if sharded else 1),
-    )
-    flops = dense / on_rank[0] + experts / on_rank[1]
-    b, R = run.model.bytes_per_element, run.groups.expert
-    sent_s = 0.0
+            of_experts = muon_work(run.shape, run.expert_cluster, run.strategy.sharding, own=False, groups=groups)
+            flops, sent_s = flops + of_experts[0], sent_s + of_experts[1]
+    on_rank = parallel.tp * dense_ring.size if sharded else 1
+    flops += dense_flops / on_rank
     if sharded or parallel.tp > 1:
-        sent_s += max(dense_ring.busy_seconds(dense_parameters * b / on_rank[0], run.cluster))
-    if isinstance(run.strategy.sharding, Fsep):
-        bytes_RR = np.full((R, R), expert_parameters * b / on_rank[1] / R)
-        np.fill_diagonal(bytes_RR, 0.0)
-        sent_s += transfer_seconds(bytes_RR, run.expert_cluster)
-    return max(flops / product_rate(run.cluster, backward=False), 2 * sent_s)
-
-
-def _iteration_flops(rows: int, columns: int) -> float:
-    m, n = sorted((rows, columns))
-    return 5.0 * (4 * m * m * n + 2 * m**3)
+        sent_bytes = dense_parameters * run.model.bytes_per_element / on_rank
+        sent_s += 2 * max(dense_ring.busy_seconds(sent_bytes, run.cluster))
+    return max(flops / product_rate(run.cluster, backward=False), sent_s)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import pytest
 from lab_cases import moesys
 from runner_cases import EP, FSEP, simulation, training
 
-from moesys.config import Fsep, Strategy
+from moesys.config import ClusterSpec, Ep, Fsep, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.overlap import MegaKernel
 from moesys.config.workload import Generated, Replay
@@ -268,6 +268,20 @@ def test_a_space_of_one_point_is_that_point_and_has_no_alternatives(tmp_path):
     assert len(result.tuned.choices) == 14
     assert all(choice.next_best is None for choice in result.tuned.choices)
     assert "no other value" not in text
+
+
+def test_muon_makes_fsep_dearer_by_the_messages_of_updates(tmp_path):
+    """Products take no time here. A rank sends half of the updates of its half of the experts, in two layers."""
+    cluster = ClusterSpec(ranks_per_node=2, intra_node_gb_per_s=1.0, expert_tflops=1e12)
+    adam = simulation(strategies=(FSEP, EP), cluster=cluster)
+    space = Space({"sharding": ("ep", "fsep"), "sharding.fsep.slots_per_rank": (4,)})
+    found = []
+    for name in ("adam", "muon"):
+        experiment = adam.replace(workload=adam.workload.replace(optimizer=name))
+        ranking = tune(experiment, space, out=tmp_path).tuned.search.ranking
+        found.append({type(one.strategy.sharding): one.ms for one in ranking})
+    assert found[1][Ep] == pytest.approx(found[0][Ep])
+    assert found[1][Fsep] - found[0][Fsep] == pytest.approx(2 * (3 * 8 * 16 * 16 * 4) / 2 / 2 / 1e9 * 1e3)
 
 
 def test_mega_kernels_are_simulated_with_the_others(tmp_path):
