@@ -16,7 +16,7 @@ Measured on 4 local ranks; all eight seeds were not timed yet; expect ten minute
 """
 
 import moesys as ms
-from moesys.lab.ranks.devices import best_device
+from moesys.lab.ranks.process import best_device
 
 
 def experiment() -> ms.Experiment:

@@ -77,7 +77,7 @@ COMMANDS = {
         ("moesys verify check.py", "moesys verify --model qwen3_moe --parallel fsdp=2,ep=2 --situations plain"),
     ),
     "report": CommandPage(
-        "moesys.lab.commands.report:report_command",
+        "moesys.lab.commands.compare:report_command",
         RUN,
         "Write the page of a run or a watched training, or list several.",
         "The page is one HTML file: for a folder of moesys run its table and figures; for a watched training, also "

@@ -50,8 +50,7 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 FLOORS_IN = {
     "config": (
         {"base"},
-        {"member"},
-        {"model", "cluster", "sharding", "balance", "split", "overlap"},
+        {"model", "cluster", "sharding", "member", "overlap"},
         {"strategy", "layer_spec"},
         {"hub"},
         {"workload", "model_spec"},

@@ -31,7 +31,7 @@ from moesys.balance.topology import (
     usable_slots,
 )
 from moesys.config import Within
-from moesys.config.balance import Balance, MinReplicas, ReplicasWithin
+from moesys.config.member import Balance, MinReplicas, ReplicasWithin
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
 

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import common_shares, layout_from_rows, share_key
 from moesys.config import ClusterSpec
-from moesys.config.balance import Balance
+from moesys.config.member import Balance
 from moesys.layout import ExpertLayout
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import nodes_of
 from moesys.config import ClusterSpec
-from moesys.config.split import Split
+from moesys.config.member import Split
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pydantic import Field
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.static import Static
 from moesys.balance.topology import common_shares, layout_from_rows
-from moesys.config.balance import Balance, unfit_moves
+from moesys.config.member import Balance, unfit_moves
 from moesys.layout import ExpertLayout
 
 

@@ -13,7 +13,7 @@ from moesys.balance.even_split import EvenSplit
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import common_shares, layout_from_rows, share_key
 from moesys.config import ClusterSpec
-from moesys.config.balance import Balance
+from moesys.config.member import Balance
 from moesys.layout import ExpertLayout
 
 # Both constants are the defaults of the published C++ planner (greedy_balancer.cpp): hidden size 4096 in bfloat16, and

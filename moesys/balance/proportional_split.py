@@ -11,7 +11,7 @@ from moesys.balance.flow.token_routes import list_replicas, route_tokens
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import levels_of, nodes_of
 from moesys.config import ClusterSpec
-from moesys.config.split import Split
+from moesys.config.member import Split
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray
 

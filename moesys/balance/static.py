@@ -6,7 +6,7 @@ from typing import Literal
 
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import layout_from_rows, usable_slots
-from moesys.config.balance import Balance
+from moesys.config.member import Balance
 from moesys.layout import ExpertLayout
 
 

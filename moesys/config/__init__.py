@@ -6,10 +6,6 @@ to and read from JSON and TOML. Nothing here imports torch, so that ``--help`` a
 R ranks, E experts, S slots per rank, K top-k, H hidden size, I expert width, P_e parameters of an expert.
 """
 
-from moesys.config.balance import Balance as Balance
-from moesys.config.balance import MinReplicas as MinReplicas
-from moesys.config.balance import ReplicasWithin as ReplicasWithin
-from moesys.config.balance import Within as Within
 from moesys.config.base import BYTES_PER_GB as BYTES_PER_GB
 from moesys.config.base import Declaration as Declaration
 from moesys.config.base import DType as DType
@@ -20,6 +16,11 @@ from moesys.config.layer_spec import Gqa as Gqa
 from moesys.config.layer_spec import LayerSpec as LayerSpec
 from moesys.config.layer_spec import Mla as Mla
 from moesys.config.layer_spec import MoeMlp as MoeMlp
+from moesys.config.member import Balance as Balance
+from moesys.config.member import MinReplicas as MinReplicas
+from moesys.config.member import ReplicasWithin as ReplicasWithin
+from moesys.config.member import Split as Split
+from moesys.config.member import Within as Within
 from moesys.config.model import ModelShape as ModelShape
 from moesys.config.model_run import ModelRun as ModelRun
 from moesys.config.model_run import Parallelism as Parallelism
@@ -30,7 +31,6 @@ from moesys.config.sharding import Fsep as Fsep
 from moesys.config.sharding import Sharding as Sharding
 from moesys.config.sharding import SlotCount as SlotCount
 from moesys.config.sharding import SlotGigabytes as SlotGigabytes
-from moesys.config.split import Split as Split
 from moesys.config.strategy import Adaptive as Adaptive
 from moesys.config.strategy import Ema as Ema
 from moesys.config.strategy import Last as Last

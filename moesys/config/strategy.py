@@ -10,13 +10,12 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.balance import Balance
 from moesys.config.base import BYTES_PER_GB, Declaration, DisplayName, KindUnion
 from moesys.config.cluster import ClusterSpec
+from moesys.config.member import Balance, Split
 from moesys.config.model import ModelShape
 from moesys.config.overlap import Overlap, Sequential
 from moesys.config.sharding import Ep, Sharding, one_per_rank
-from moesys.config.split import Split
 
 
 class Last(Declaration):

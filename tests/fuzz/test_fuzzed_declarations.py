@@ -50,7 +50,7 @@ from moesys.lab.commands.calibrate import check_ranks
 from moesys.lab.commands.plan_load import read_layout, read_load
 from moesys.lab.commands.simulate import _step_plan
 from moesys.lab.commands.whole_model import named_strategy, parallelism_of
-from moesys.lab.ranks.devices import device_of
+from moesys.lab.ranks.process import device_of
 from moesys.lab.ranks.torchrun_ranks import TorchrunRanks
 from moesys.lab.runs.declarations import balance_of, cluster_of, declared_in, predictor_of, split_of
 from moesys.lab.runs.places import place_for

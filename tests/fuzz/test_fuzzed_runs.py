@@ -42,8 +42,7 @@ from mutated_inputs import (
 
 import moesys as ms
 from moesys.config.experiment import Experiment
-from moesys.lab.commands.compare import compare_command
-from moesys.lab.commands.report import report_command
+from moesys.lab.commands.compare import compare_command, report_command
 from moesys.lab.runs.environment import Environment, save_environment
 from moesys.lab.runs.records import RunFolder, record_journal
 from moesys.lab.runs.watched_run import read_watched_run

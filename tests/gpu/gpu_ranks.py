@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moesys.lab.ranks.devices import gpu_backend
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
-from moesys.lab.ranks.process import Outcome
+from moesys.lab.ranks.process import Outcome, gpu_backend
 from moesys.lab.ranks.process_start import LOOPBACK
 
 # alone: each GPU by itself. first: one process on the first rank. together: one rank per GPU, or two ranks on one GPU.

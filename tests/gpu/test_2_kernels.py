@@ -42,7 +42,7 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.proportional_split import Proportional
 from moesys.balance.run_planner import split_tokens
 from moesys.config import ClusterSpec
-from moesys.config.split import Split
+from moesys.config.member import Split
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass

@@ -17,7 +17,7 @@ from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import blocks_of_nodes, levels_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.compiled import borrowing, compiled
 from moesys.config import ClusterSpec
-from moesys.config.split import Split
+from moesys.config.member import Split
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
 

@@ -12,7 +12,7 @@ from moesys.balance.greedy.search import LayoutSearch, SearchOptions
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import domains_of, experts_with_room
 from moesys.config import Within
-from moesys.config.balance import Balance, MinReplicas, ReplicasWithin, unfit_moves
+from moesys.config.member import Balance, MinReplicas, ReplicasWithin, unfit_moves
 from moesys.layout import ExpertLayout
 
 

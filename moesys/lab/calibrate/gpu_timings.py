@@ -18,7 +18,7 @@ from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.heap import RANK, TIMEOUT_S, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, raise_if_given_up, wait
 from moesys.lab.calibrate.timings import Effort, ExpertCase, Pool, layers_of, one_rank_plan, seconds_of, timed
-from moesys.lab.ranks.devices import rank_device
+from moesys.lab.ranks.process import rank_device
 from moesys.overlap.executor import ExpertGradients
 from moesys.overlap.mega_executor import MegaHeaps, plan_mega
 

@@ -30,7 +30,7 @@ from moesys.balance.run_planner import split_tokens
 from moesys.config import BYTES_PER_GB, ClusterSpec, DType, ModelShape
 from moesys.cost import ExpertPass, attention_rate, elementwise_seconds, pass_seconds
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
-from moesys.lab.ranks.devices import rank_device
+from moesys.lab.ranks.process import rank_device
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.moe.masters import DTYPES

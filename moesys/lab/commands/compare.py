@@ -1,22 +1,24 @@
-"""``moesys compare``: the tables of run folders, and the table at the end of ``moesys run``."""
+"""``moesys compare`` and ``moesys report``: the tables and pages of folders, and those at the end of ``moesys run``."""
 
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, TextIO, TypeVar
 
 from moesys.config import Strategy
 from moesys.config.base import in_words
 from moesys.config.experiment import Experiment
-from moesys.files import write_whole
+from moesys.files import read_bytes, write_whole
 from moesys.kinds import did_you_mean
 from moesys.lab.commands.options import (
     AsJson,
     FormatOption,
+    OutFile,
     OutputFormat,
     Wide,
     argument,
@@ -219,3 +221,35 @@ def _warn(environments: Sequence[Environment]) -> None:
         print(f"Warning: these records come from {num} environments, which differ in", file=sys.stderr)
     for field, found in values.items():
         print(f"  {field}: {' / '.join(value or '(none)' for value in dict.fromkeys(found))}", file=sys.stderr)
+
+
+# --- pages ------------------------------------------------------------------------------------------------------
+
+
+@refusing()
+def report_command(
+    folder: Annotated[Path, argument("DIR", "A folder of moesys run or ms.Watch, or a folder of several.")],
+    out: OutFile = None,
+) -> None:
+    """Writes the page of ``folder``, and prints its path. It is report.html in the folder, or index.html of several."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    # This import is here, and below, because it imports matplotlib.
+    from moesys.lab.show.run_page import write_page
+
+    print(write_page(folder, out))
+
+
+def print_locations(folders: Sequence[Path], told: TextIO) -> None:
+    """Writes the pages of runs and the list of all runs beside them, and prints where they are."""
+    from moesys.lab.show.run_page import page_of_run, write_index
+
+    print(file=told)
+    for folder in folders:
+        print(f"Results: {folder}", file=told)
+        if page := written_for_display(page_of_run, folder):
+            # Between the table and the facts about the run are the figures that this run has.
+            figures = re.findall("<h2>(.*?)</h2>", read_bytes(page).decode())[1:-1]
+            print(f"  {page.name}: {', '.join(['table', *figures]).lower()}", file=told)
+    if page := written_for_display(write_index, folders[-1].parent):
+        print(f"All runs: {page}", file=told)

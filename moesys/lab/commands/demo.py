@@ -28,9 +28,8 @@ from moesys.config.hub import read_config
 from moesys.config.overlap import Pipelined
 from moesys.config.strategy import Reduction
 from moesys.config.workload import ModelTraining, Replay
-from moesys.lab.commands.compare import report
+from moesys.lab.commands.compare import print_locations, report
 from moesys.lab.commands.options import Quiet, RunFolders, Wide, flag, refusing
-from moesys.lab.commands.report import print_locations
 from moesys.lab.runs.comparison import Comparison
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.runs.runner import RunResult, run
@@ -70,7 +69,7 @@ FOLD = LARGE_CLUSTER.num_ranks // NUM_RANKS
 def training_experiment() -> Experiment:
     """Returns a training on local ranks, on GPUs if there are any: two layers of OLMoE with two experts per rank."""
     # This import is here because the command line need not wait for torch.
-    from moesys.lab.ranks.devices import best_device
+    from moesys.lab.ranks.process import best_device
 
     device = best_device()
     return Experiment(

@@ -104,8 +104,8 @@ def run_command(
         if writes():
             if not quiet:
                 print(result.summary, file=told)
-            # Imports here and below are late, so that a typo in the file is reported before torch and scipy are loaded.
-            from moesys.lab.commands.compare import report
+            # This import is late, so that a typo in the file is reported before torch and scipy are loaded.
+            from moesys.lab.commands.compare import print_locations, report
 
             comparisons.append(report(result, form, wide=wide))
             folders.append(result.path)
@@ -113,8 +113,6 @@ def run_command(
         if result.stopped:
             break
     if folders:
-        from moesys.lab.commands.report import print_locations
-
         print_locations(folders, told)
     return code
 

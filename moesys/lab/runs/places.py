@@ -322,7 +322,7 @@ def _backend_of(workload: RealTraining, ranks_of_host: int) -> str:
     """Raises ValueError for GPUs if there are none."""
     if workload.device == "cpu":
         return "gloo"
-    from moesys.lab.ranks.devices import gpu_backend
+    from moesys.lab.ranks.process import gpu_backend
 
     return gpu_backend(ranks_of_host)
 

@@ -25,7 +25,7 @@ from moesys.balance.plan import LayerPlan
 from moesys.collectives import guarded
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import ModelTraining, Training
-from moesys.lab.ranks.devices import rank_device
+from moesys.lab.ranks.process import rank_device
 from moesys.lab.train.language_model import ByteLearner
 from moesys.lab.train.text import Text
 from moesys.load import IntArray

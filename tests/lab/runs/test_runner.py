@@ -25,8 +25,7 @@ from moesys.balance.static import Static
 from moesys.config import ClusterSpec
 from moesys.config.workload import Replay
 from moesys.lab.commands import compare as compare_module
-from moesys.lab.commands.compare import compare
-from moesys.lab.commands.report import print_locations
+from moesys.lab.commands.compare import compare, print_locations
 from moesys.lab.commands.run import run_command
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import collect_environment, load_environments

@@ -8,7 +8,7 @@ import torch
 import moesys as ms
 from moesys.lab.commands import demo
 from moesys.lab.ranks import devices
-from moesys.lab.ranks.devices import best_device, device_of, gpu_backend
+from moesys.lab.ranks.process import best_device, device_of, gpu_backend
 from moesys.lab.runs.declarations import load_experiment
 from moesys.lab.runs.places import place_for
 
