@@ -46,7 +46,7 @@ PACKAGES = {
     "moesys, entry points": ("__init__", "__main__", "models", "planning"),
 }
 BUDGETS = {
-    "moesys/config": Budget(2_159, 17),
+    "moesys/config": Budget(2_151, 15),
     "moesys, ground files": Budget(2_529, 17),
     "moesys/kernels": Budget(4_721, 45),
     "moesys/balance": Budget(5_575, 39),
@@ -55,14 +55,14 @@ BUDGETS = {
     "moesys/simulator": Budget(2_287, 15),
     "moesys/tuner": Budget(963, 8),
     "moesys, hosts": Budget(2_827, 18),
-    "moesys/lab": Budget(8_089, 53),
+    "moesys/lab": Budget(8_076, 51),
     "moesys/verify": Budget(1_749, 9),
     "moesys, entry points": Budget(291, 4),
     "benchmarks": Budget(6_934, 53),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(47_050, 332),
+    "tests": Budget(47_046, 332),
 }
-TOTAL = Budget(38_580, 265)
+TOTAL = Budget(38_559, 261)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
