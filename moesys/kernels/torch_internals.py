@@ -25,7 +25,7 @@ def onednn_product(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, None, "none", [], "")
 
 
-def refuse_function_transforms(*tensors: Tensor) -> None:
+def refuse_function_transforms(*tensors: Tensor | None) -> None:
     """Raises RuntimeError inside a transform of ``torch.func``, for batched gradients and for tensors of forward-mode
     differentiation: kernels would fail to read their memory, or lose their tangents.
 
@@ -34,8 +34,9 @@ def refuse_function_transforms(*tensors: Tensor) -> None:
     their first backward, raises AttributeError.
     """
     functorch = torch._C._functorch
+    given = [t for t in tensors if t is not None]
     transformed = functorch.peek_interpreter_stack() is not None
-    if transformed or any(functorch.is_legacy_batchedtensor(t) or unpack_dual(t).tangent is not None for t in tensors):
+    if transformed or any(functorch.is_legacy_batchedtensor(t) or unpack_dual(t).tangent is not None for t in given):
         raise RuntimeError(
             "experts of moesys run inside a transform of torch.func (grad, vjp, jvp, vmap, ...), in forward-mode "
             "differentiation or with batched gradients (is_grads_batched=True, vectorize=True), and support none of "

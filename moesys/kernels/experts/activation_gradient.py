@@ -171,7 +171,7 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
             base = down + matrix.to(tl.int64) * sizes.matrix_stride
             da = rows_by_matrix(dy_row, base, first_column, H, I, False, tiling)
         else:
-            da = tl.zeros([tiling.rows, tiling.columns], dtype=tl.float32)
+            da = tl.zeros([entry.shape[0], tl.arange(0, tiling.columns).shape[0]], dtype=tl.float32)
             for hidden in tl.range(0, H, tiling.contraction, num_stages=tiling.stages, warp_specialize=specialised):
                 left = left_step(dy if specialised else dy_row, first_row, hidden, H, specialised, tiling.contraction)
                 right = down.load([matrix, hidden, first_column]).reshape(tiling.contraction, tiling.columns)

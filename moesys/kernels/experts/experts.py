@@ -272,11 +272,15 @@ def _each_its_own(gate_up_EUH: Tensor, down_EHI: Tensor, activation: str) -> Exp
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x_TH, _, weight_TK, gate_up_EUH, down_EHI, ctx.activation, ctx.blocks = inputs
     ctx.mark_non_differentiable(*output[1:])
+    # Else autograd makes gradients of zeros for them, as large as h.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x_TH, weight_TK, gate_up_EUH, down_EHI, *output[1:])
 
 
 @first_derivatives_only
-def _differentiate(ctx: Any, dy_TH: Tensor, *_: Tensor) -> tuple[InputGradients, Sequence[Tensor]]:
+def _differentiate(ctx: Any, dy_TH: Tensor | None, *_: None) -> tuple[InputGradients, Sequence[Tensor]]:
+    if dy_TH is None:
+        return (None,) * 7, ctx.saved_tensors[:4]
     of_matrices = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     saved = list(ctx.saved_tensors)
     dx_TH, dweight_TK, *found = _experts_backward(dy_TH, saved, ctx.activation, ctx.blocks, of_matrices)

@@ -109,7 +109,7 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
             base = matrices + matrix.to(tl.int64) * matrix_stride
             out = rows_by_matrix(left_row, base, column, L, N, transposed, tiling)
         else:
-            out = tl.zeros((tiling.rows, tiling.columns), tl.float32)
+            out = tl.zeros((in_rows.shape[0], in_columns.shape[0]), tl.float32)
             for start in tl.range(0, L, tiling.contraction, num_stages=tiling.stages, warp_specialize=specialised):
                 left = rows.load([row, start])
                 if transposed:

@@ -129,7 +129,7 @@ def _up(  # type: ignore[no-untyped-def]
             matrix_base = weights + matrix.to(tl.int64) * sizes.matrix_stride
             h = rows_by_halves(x_row, matrix_base, column, H, I, halves, tiling)
         else:
-            h = tl.zeros((tiling.rows, halves * tiling.columns), tl.float32)
+            h = tl.zeros((in_rows.shape[0], tl.arange(0, halves * tiling.columns).shape[0]), tl.float32)
             for start in tl.range(0, H, tiling.contraction, num_stages=tiling.stages, warp_specialize=specialised):
                 left = left_step(x if specialised else x_row, row, start, H, specialised, tiling.contraction)
                 weight = weights.load([matrix, 0, column, start])

@@ -57,16 +57,13 @@ def gpu_address(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def lacks_atomics(device: torch.device, peer: str) -> bool:
-    """Returns whether the driver says that atomics of ``device`` do not reach the memory of the GPU at that
-    ``gpu_address``: flags of MegaKernels are atomics. Not known of a GPU that this process does not see, nor without a
-    driver.
+def atomics_reach(source: str, target: str) -> bool | None:
+    """Returns whether atomics of the GPU at ``source`` (``gpu_address``) reach that of that at ``target``; None if the
+    driver does not say, as for GPUs that ``CUDA_VISIBLE_DEVICES`` hides.
     """
     driver, found = cuda_driver(), ctypes.c_int()
-    if driver is None:
-        return False
-    for place in range(torch.cuda.device_count()):
-        if place != device.index and gpu_address(torch.device("cuda", place)) == peer:
-            asked = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), P2P_NATIVE_ATOMICS, device.index, place)
-            return asked == 0 and found.value == 0
-    return False
+    places = {gpu_address(torch.device("cuda", place)): place for place in range(torch.cuda.device_count())}
+    if driver is None or not {source, target} <= places.keys():
+        return None
+    error = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), P2P_NATIVE_ATOMICS, places[source], places[target])
+    return None if error else bool(found.value)

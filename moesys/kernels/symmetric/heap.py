@@ -15,6 +15,7 @@ import platform
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.symmetric.cuda_driver import gpu_address, lacks_atomics
+from moesys.kernels.symmetric.cuda_driver import atomics_reach, gpu_address
 from moesys.kernels.torch_internals import symmetric_arena
 
 # Regions begin at multiples of a cache line of both kinds of machine, and so at multiples of any load's width.
@@ -184,17 +185,27 @@ def _require_reach(group: dist.ProcessGroup, device: torch.device) -> None:
     num_ranks = dist.get_world_size(group)
     places: list[tuple[str, str]] = [("", "")] * num_ranks
     dist.all_gather_object(places, (platform.node(), gpu_address(device)), group=group)
-    (host, own), reason = places[dist.get_rank(group)], ""
-    for peer, (other, address) in enumerate(places):
+    addresses = dict.fromkeys(address for _, address in places)
+    # A rank that does not see two GPUs asks the others.
+    answers: list[dict[tuple[str, str], bool | None]] = [{}] * num_ranks
+    own = {(source, target): atomics_reach(source, target) for source in addresses for target in addresses}
+    dist.all_gather_object(answers, own, group=group)
+    for (rank, (host, source)), (peer, (other, target)) in product(enumerate(places), repeat=2):
+        known, reason = {each[source, target] for each in answers} - {None}, ""
         if other != host:
             reason = f"rank {peer} is on host {other}, and not on {host}: memory is mapped between GPUs of one host"
-        elif address != own and lacks_atomics(device, address):
-            reason = f"atomics of the GPU at {own} do not reach that of rank {peer} at {address}, and flags are atomics"
-    reasons = [""] * num_ranks
-    dist.all_gather_object(reasons, reason, group=group)
-    for rank, why in enumerate(reasons):
-        if why:
-            raise RuntimeError(f"rank {rank} cannot run overlap=MegaKernel(): {why}; use Sequential() or Pipelined()")
+        elif source != target and False in known:
+            reason = f"atomics of the GPU at {source} do not reach rank {peer} at {target}, and flags are atomics"
+        elif source != target and not known:
+            reason = (
+                f"no rank sees both its GPU at {source} and that of rank {peer} at {target}, so nobody knows whether "
+                "atomics reach it, and flags are atomics; let each rank see all GPUs of its host "
+                "(CUDA_VISIBLE_DEVICES) and choose one by torch.cuda.set_device"
+            )
+        if reason:
+            raise RuntimeError(
+                f"rank {rank} cannot run overlap=MegaKernel(): {reason}; or use Sequential() or Pipelined()"
+            )
 
 
 def require_no_capture(what: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import assert_equal
 from kernel_references import exact_activation
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moesys.kernels.experts.activations import GATED
@@ -117,6 +118,26 @@ def test_what_is_kept_for_backward_is_x_and_h():
     sizes = sorted(tensor.numel() * tensor.element_size() for tensor in activations if tensor.dtype == torch.bfloat16)
     assert sizes == sorted([2 * T * H, 4 * T * K * I])
     assert [t.shape for t in activations if t.dtype == torch.float32] == [(T, K)]
+
+
+class ZeroBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that are made as zeros."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if "zero" in str(func) and isinstance(made, torch.Tensor):
+            self.num_bytes += made.nbytes
+        return made
+
+
+def test_backward_makes_no_gradient_of_what_is_kept():
+    """torch made zeros as large as h and the routing, which lived until the end of backward."""
+    y_TH = moe_experts(*arguments())
+    with ZeroBytes() as made:
+        y_TH.sum().backward()
+    assert made.num_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -81,16 +81,16 @@ def test_engines_are_those_of_cupy_where_it_is_installed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("answer", "value", "lacks"), [(0, 0, True), (0, 1, False), (1, 0, False)], ids=["no", "yes", "not told"]
+    ("error", "value", "reaches"), [(0, 0, False), (0, 1, True), (1, 0, None)], ids=["no", "yes", "not told"]
 )
-def test_the_driver_says_whether_atomics_reach_a_gpu(monkeypatch, answer, value, lacks):
+def test_the_driver_says_whether_atomics_reach_a_gpu(monkeypatch, error, value, reaches):
     """Between GPUs that this process sees, by their names; of others nothing is known."""
     asked = []
 
     def attribute(out, kind, source, destination):
         asked.append((kind, source, destination))
         out._obj.value = value
-        return answer
+        return error
 
     monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: SimpleNamespace(cuDeviceGetP2PAttribute=attribute))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -99,7 +99,9 @@ def test_the_driver_says_whether_atomics_reach_a_gpu(monkeypatch, answer, value,
         "get_device_properties",
         lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"),
     )
-    own = torch.device("cuda", 0)
-    assert cuda_driver.lacks_atomics(own, "GPU-2") is lacks
+    assert cuda_driver.atomics_reach("GPU-0", "GPU-2") is reaches
     assert asked == [(cuda_driver.P2P_NATIVE_ATOMICS, 0, 2)]
-    assert not cuda_driver.lacks_atomics(own, "GPU-7")
+    # A GPU that CUDA_VISIBLE_DEVICES hides, on either side, and a machine without a driver.
+    assert cuda_driver.atomics_reach("GPU-0", "GPU-7") is cuda_driver.atomics_reach("GPU-7", "GPU-0") is None
+    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: None)
+    assert cuda_driver.atomics_reach("GPU-0", "GPU-2") is None

@@ -144,13 +144,15 @@ def test_memory_that_is_not_to_be_had_is_asked_for_at_once(monkeypatch: pytest.M
     assert os.listdir(tmp_path) == []
 
 
-def refused(host: str, atomics: bool) -> str:
-    """What this rank, on host "a" or rank 1's ``host``, says instead of asking torch for a rendezvous."""
+def refused(host: str, reach: list[bool | None]) -> str:
+    """What this rank, on host "a" or rank 1's ``host``, says instead of asking torch for a rendezvous. ``reach``: what
+    ranks know of how atomics of rank 1's GPU reach that of rank 0; of the other direction both know that they do.
+    """
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module.platform, "node", lambda: host if rank == 1 else "a")
         patch.setattr(module, "gpu_address", lambda device: f"0000:0{rank}:00")
-        patch.setattr(module, "lacks_atomics", lambda device, peer: not atomics and (rank, peer) == (1, "0000:00:00"))
+        patch.setattr(module, "atomics_reach", lambda source, target: reach[rank] if source > target else True)
         patch.setattr(module, "symmetric_arena", _rendezvous)
         with pytest.raises(RuntimeError) as raised:
             Heap.of_group(REGIONS, dist.group.WORLD, torch.device("cuda", 0))
@@ -162,22 +164,28 @@ def _rendezvous(*_: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "atomics", "words"),
+    ("host", "reach", "words"),
     [
-        ("b", True, "rank 0 cannot run overlap=MegaKernel(): rank 1 is on host b, and not on a: memory is mapped"),
+        ("b", [True, True], "rank 0 cannot run overlap=MegaKernel(): rank 1 is on host b, and not on a: memory"),
         (
             "a",
-            False,
-            "rank 1 cannot run overlap=MegaKernel(): atomics of the GPU at 0000:01:00 do not reach that of rank",
+            [False, None],
+            "rank 1 cannot run overlap=MegaKernel(): atomics of the GPU at 0000:01:00 do not reach rank 0 at",
         ),
-        ("a", True, "met"),
+        (
+            "a",
+            [None, None],
+            "rank 1 cannot run overlap=MegaKernel(): no rank sees both its GPU at 0000:01:00 and that of rank 0 at",
+        ),
+        ("a", [True, None], "met"),
+        ("a", [True, True], "met"),
     ],
-    ids=["two hosts", "no remote atomics", "all reach all"],
+    ids=["two hosts", "no remote atomics", "nobody knows", "a peer knows", "all reach all"],
 )
 def test_gpus_that_do_not_reach_each_other_are_refused_before_they_meet(
-    ranks: LocalRanks, host: str, atomics: bool, words: str
+    ranks: LocalRanks, host: str, reach: list[bool | None], words: str
 ) -> None:
-    assert all(said.startswith(words) for said in ranks.run(refused, host, atomics, num_ranks=2))
+    assert all(said.startswith(words) for said in ranks.run(refused, host, reach, num_ranks=2))
 
 
 @pytest.mark.parametrize("offset", [0, 256])
