@@ -48,7 +48,7 @@ PACKAGES = {
 BUDGETS = {
     "moesys/config": Budget(2_151, 15),
     "moesys, ground files": Budget(2_529, 17),
-    "moesys/kernels": Budget(4_721, 45),
+    "moesys/kernels": Budget(4_733, 45),
     "moesys/balance": Budget(5_575, 39),
     "moesys/overlap": Budget(2_760, 17),
     "moesys/moe": Budget(4_630, 23),
@@ -60,9 +60,9 @@ BUDGETS = {
     "moesys, entry points": Budget(291, 4),
     "benchmarks": Budget(6_934, 53),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(47_046, 332),
+    "tests": Budget(47_066, 332),
 }
-TOTAL = Budget(38_559, 261)
+TOTAL = Budget(38_571, 261)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
