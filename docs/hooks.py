@@ -1,12 +1,14 @@
 """Makes parts of pages from other texts.
 
 On the site, some pages are texts of the repository's root, whose links are relative to that. In ``strategy.md``, the
-tables of fields are made from the descriptions in the classes: ``python -m docs.hooks`` writes them.
+tables of fields are made from the descriptions in the classes, and in ``api.md`` the tables of names from the
+docstrings: ``python -m docs.hooks`` writes them.
 """
 
 import ast
 import inspect
 import itertools
+import pydoc
 import re
 import typing
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 FIELDS = re.compile(r"(<!-- fields: ([\w, ]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+NAMES = re.compile(r"(<!-- names: (\w[\w-]*) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 BOUNDS = (("ge", "≥ {:g}"), ("gt", "> {:g}"), ("le", "≤ {:g}"), ("lt", "< {:g}"), ("multiple_of", "multiple of {:g}"))
 
 
@@ -40,6 +43,26 @@ def with_fields(text: str, classes: dict[str, Any]) -> str:
     return FIELDS.sub(
         lambda found: found[1] + "".join(f"\n{_table(classes[name])}\n" for name in found[2].split(", ")), text
     )
+
+
+def with_names(text: str) -> str:
+    """Returns a text whose tables between ``<!-- names: PAGE -->`` and ``<!-- end -->`` list what a page of
+    ``docs/api`` documents: each name, the first sentence of its docstring, and the file that defines it.
+    """
+    return NAMES.sub(lambda found: f"{found[1]}\n{_names(ROOT / 'docs' / 'api' / f'{found[2]}.md')}\n", text)
+
+
+def _names(page: Path) -> str:
+    lines = ["| name | meaning | file |", "|---|---|---|"]
+    for path in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        value = pydoc.locate(path)
+        said = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+        sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", said)[0].rstrip(".:").replace("``", "`").replace("|", "\\|")
+        module, _, name = path.rpartition(".")
+        file = Path(inspect.getsourcefile(inspect.getmodule(value)) or "") if callable(value) else None
+        where = file.relative_to(ROOT).as_posix() if file else module
+        lines.append(f"| `{name}` | {sentence} | `{where}` |")
+    return "\n".join(lines) + "\n"
 
 
 def described_fields(declared: Any) -> dict[str, str]:
@@ -108,6 +131,8 @@ def _write() -> None:
     for name in {name for found in FIELDS.finditer(text) for name in found[2].split(", ")}:
         classes[name] = next(getattr(module, name) for module in (workload, config, ms) if hasattr(module, name))
     page.write_text(with_fields(text, classes), encoding="utf-8")
+    page = ROOT / "docs" / "api.md"
+    page.write_text(with_names(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,8 @@ def __getattr__(name: str) -> Any:
     elsewhere = "" if name.startswith("_") or PathFinder.find_spec(name, __path__) else public_path(name)
     names = f"its public names are in moesys.__all__{did_you_mean(name, __all__)}"
     hint = f"it is {elsewhere}" if elsewhere else names
-    raise AttributeError(f"module 'moesys' has no attribute {name!r}; {hint}")
+    # With the module as ``obj``, Python would append a guess of its own.
+    raise AttributeError(f"module 'moesys' has no attribute {name!r}; {hint}", name=name, obj=None)
 
 
 def __dir__() -> list[str]:

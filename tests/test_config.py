@@ -292,6 +292,11 @@ def test_a_name_of_another_public_module_is_named_there(name: str, hint: str) ->
         getattr(ms, name)
 
 
+def test_only_one_name_is_suggested() -> None:
+    done = subprocess.run([sys.executable, "-c", "import moesys\nmoesys.Strateg"], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].lower().count("did you mean") == 1
+
+
 def test_a_call_is_written_without_the_simulator_too() -> None:
     code = (
         "import sys\nsys.modules['moesys.simulator'] = None\nimport moesys as ms\nfrom moesys.config import ModelSpec\n"

@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from benchmarks.__main__ import app as benchmarks
-from docs.hooks import FIELDS, described_fields, site_text, with_fields
+from docs.hooks import FIELDS, described_fields, site_text, with_fields, with_names
 from moesys import config, verify
 from moesys.__main__ import app
 from moesys.config import Declaration, experiment, workload
@@ -313,7 +313,8 @@ def test_the_reference_lists_public_names_where_they_are_defined() -> None:
     found = {pydoc.locate(name): name.rpartition(".")[2] for name in listed}
     assert set(public) <= found.keys()
     assert sorted(name for value, name in found.items() if value not in public) == BESIDE_PUBLIC_NAMES.split()
-    assert set(re.findall(r"`(\w+)`", text_of("api").partition("|---|")[2])) == {name.split(".")[-1] for name in listed}
+    assert with_names(text_of("api")) == text_of("api"), "names differ from docs/api: run `python -m docs.hooks`"
+    assert all(f"| `{name.rpartition('.')[2]}` | " in text_of("api") for name in listed)
 
 
 def test_every_field_has_a_description() -> None:

@@ -35,6 +35,8 @@ RATIO_NOTE = (
     "together. ~: the interval contains 1, so these seeds show no difference from the first. The intervals of two rows "
     "must not be compared with each other, because each compares its row with the first."
 )
+# The planners of a figure: the first so many, and the user's.
+_MOST_DRAWN = 12
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 # The milliseconds of a layer, by setting and sample.
@@ -311,15 +313,21 @@ def _tables_and_figure(
     ranked, num_settings = ranking(found), counted(len({one.setting for one in found}), "setting")
     same = [f"The same in every score: {one.planner} = {' = '.join(one.same)}." for one in ranked if one.same]
     title = f"SIMULATED: {group.name}{'' if group.lag else ', with the MEASURED time of planning'}"
-    sheets = [Sheet(title, ranked, [winner(ranked), f"{group.about}.", *same])]
-    names = [OURS.name, *(name for member in added if (name := _best_pair(group, ranked, member)))]
-    names = list(dict.fromkeys(names))
+    own = {name for member in added if (name := _best_pair(group, ranked, member))}
+    mine = {one.place: name for one in ranked for name in (one.planner, *one.same) if one.place and name in own}
+    places = [f"Yours: {name} is in place {place} of {len(ranked)}." for place, name in mine.items()]
+    sheets = [Sheet(title, ranked, [winner(ranked), *places, f"{group.about}.", *same])]
+    names = [OURS.name, *sorted(own - {OURS.name})]
     if by_workload := regrets(found, names):
         sheets.append(Sheet(f"{group.name}: by workload", by_workload))
     for name in names:
         if lost := lost_settings(found, name):
             sheets.append(Sheet(f"{group.name}: {name} is not the fastest in {len(lost)} of {num_settings}", lost))
-    ratios = {f"{one.place}. {one.planner}": one.ratio for one in ranked if one.ratio}
+    ratios = {
+        f"{one.place}. {one.planner}{' (yours)' * (one.place in mine)}": one.ratio
+        for one in ranked
+        if one.ratio and one.place and (one.place <= _MOST_DRAWN or one.place in mine)
+    }
     return sheets, _figure(title, ratios) if ratios else ""
 
 

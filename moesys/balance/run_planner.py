@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.planning_problem import PastBatch, PlanningProblem
 from moesys.compiled import compile_or_use_python
 from moesys.config import Balance, ClusterSpec, Ep, ModelShape, Overlap, Split, Strategy
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
@@ -208,16 +209,20 @@ def warm_up(
 
 
 def _run_loops(planner: Balance, split: Split | None, late_slots: bool) -> None:
-    """Plans a small problem by all loops of the planner and the split."""
+    """Plans a small problem by all loops of the planner and the split, with a history as in training."""
     cluster = ClusterSpec(num_nodes=2, ranks_per_node=2)
     load = LoadMatrix(np.array([[9, 1, 1, 1], [1, 9, 1, 1], [5, 2, 2, 2], [1, 1, 1, 7]]))
     model = ModelShape(hidden_size=1, intermediate_size=1, num_experts=4, top_k=1)
     layout = plan_layout(load, cluster, planner, 3)
-    turned = LoadMatrix(load.tokens_RE[:, ::-1])
-    layout = plan_layout(turned, cluster, planner, 3, model=model, previous=layout)
+    turned, lent = LoadMatrix(load.tokens_RE[:, ::-1]), Strategy(name="lent", sharding=Ep(slots_per_rank=3))
+    problem = PlanningProblem.of_layout(turned, cluster, 3, model, layout, lent)
+    recent = tuple(PastBatch(number, each, layout) for number, each in enumerate((load, turned, load)))
+    layout, _ = planned(replace(problem, recent=recent), planner)
     if late_slots:
         from moesys.balance.late_slots import fill_late_slots
 
         layout = fill_late_slots(turned, layout, cluster, model, Ep(), (1,) * 4)
     if split is not None:
-        split_tokens(turned, layout, cluster, split, model=model)
+        from moesys.balance.row_blocks import by_blocks
+
+        by_blocks(split_tokens(turned, layout, cluster, split, model=model), 2)

@@ -188,7 +188,7 @@ LAER_A100 = a100(num_nodes=4)
 
 def __getattr__(name: str) -> Any:
     public = [each for each in globals() if not each.startswith("_")]
-    raise AttributeError(f"ms.presets has no {name!r}{did_you_mean(name, public)}")
+    raise AttributeError(f"ms.presets has no {name!r}{did_you_mean(name, public)}", name=name, obj=None)
 
 
 Slots = SlotCount | tuple[SlotCount, ...]

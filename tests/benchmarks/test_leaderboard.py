@@ -210,7 +210,9 @@ def test_one_s_named_planner_is_on_the_board(board: Path) -> None:
         assert {line["planner"].split(" + ")[1] for line in own if line["group"] == group.name} <= {"even", "flow"}
         assert all(line["scores"]["cannot"] == "" for line in own)
     assert "mine:InTurn + flow" in markdown(board)
-    assert "mine:InTurn + flow" in (board / "leaderboard.html").read_text()
+    html = (board / "leaderboard.html").read_text()
+    assert len(re.findall(r"Yours: mine:InTurn \+ \w+ is in place \d+ of \d+\.", html)) == len(SMALL)
+    assert html.count(" (yours)") == len(SMALL)
 
 
 def test_a_planner_that_fails_everywhere_ends_with_1_and_its_reason(tmp_path: Path) -> None:

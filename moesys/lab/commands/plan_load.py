@@ -118,7 +118,9 @@ def read_load(path: Path, micro_batch: int | None = None, layer: int | None = No
     except KeyError as error:
         raise ValueError(f"load {path} has no {error}; give a list of rows, or a plan that moesys wrote") from None
     except (ValueError, TypeError, EOFError) as error:
-        raise ValueError(f"load {path}: {error}; give integers, a row a rank and a column an expert") from None
+        # numpy goes on with advice for its callers.
+        reason = str(error).partition("; use ")[0]
+        raise ValueError(f"load {path}: {reason}; give integers, a row a rank and a column an expert") from None
 
 
 def _of_trace(path: Path, micro_batch: int | None, layer: int | None) -> LoadMatrix:

@@ -43,7 +43,12 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .3rem; }
 p { margin: .3rem 0; } .note, .none { color: var(--soft); font-size: .87rem; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .6rem; margin: 1rem 0; }
 dt { color: var(--soft); font-size: .8rem; } dd { margin: 0; font-size: 1.05rem; overflow-wrap: anywhere; }
-section { overflow-x: auto; } figure { margin: 0; }
+figure { margin: 0; }
+/* A shadow on a side where more can be scrolled into view, which a cover that scrolls along hides at the end. */
+section { overflow-x: auto; background: linear-gradient(90deg, var(--paper) 40%, transparent) 0 0 / 2.5rem 100% local,
+  linear-gradient(270deg, var(--paper) 40%, transparent) 100% 0 / 2.5rem 100% local,
+  linear-gradient(90deg, var(--soft), transparent) 0 0 / .7rem 100% scroll,
+  linear-gradient(270deg, var(--soft), transparent) 100% 0 / .7rem 100% scroll; background-repeat: no-repeat; }
 .hint { fill: transparent; } .hint:hover { fill: var(--soft); fill-opacity: .2; }
 svg { display: block; width: 100%; height: auto; color: var(--ink); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }

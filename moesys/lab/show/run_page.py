@@ -12,7 +12,7 @@ from urllib.parse import quote
 import numpy as np
 
 from moesys.config.experiment import Experiment
-from moesys.config.workload import Generated, ModelTraining, Replay
+from moesys.config.workload import Generated, ModelTraining, RealTraining, Replay
 from moesys.display import counted
 from moesys.files import read_bytes, write_whole
 from moesys.lab.runs.comparison import Comparison, compare_records
@@ -138,7 +138,9 @@ def _step_times(comparison: Comparison) -> str:
     of_rows = {row.name: row.samples.get("step_ms", {}) for row in comparison.rows if not row.repeat}
     times = {name: _over_seeds(np.median, of) for name, of in of_rows.items() if any(of.values())}
     note = "Timed steps after the warm-up, the median over seeds."
-    return section("Step time", _curves(times, "ms", capped=True), note) if times else ""
+    # Losses are those of all steps.
+    first = workload.warmup if isinstance(workload := comparison.experiment.workload, RealTraining) else 0
+    return section("Step time", _curves(times, "ms", first, capped=True), note) if times else ""
 
 
 def _over_seeds(reduce: Callable[..., FloatArray], by_seed: Mapping[int, Sequence[float]]) -> FloatArray:
@@ -147,10 +149,10 @@ def _over_seeds(reduce: Callable[..., FloatArray], by_seed: Mapping[int, Sequenc
     return reduce([values[: min(map(len, known))] for values in known], axis=0)
 
 
-def _curves(values_S: Mapping[str, FloatArray], unit: str, *, capped: bool = False) -> str:
+def _curves(values_S: Mapping[str, FloatArray], unit: str, first: int = 0, *, capped: bool = False) -> str:
     steps = max(map(len, values_S.values()))
     padded = {name: np.pad(of, (0, steps - len(of)), constant_values=np.nan) for name, of in values_S.items()}
-    return curves(Bins.of(np.arange(steps)), padded, unit, capped=capped)
+    return curves(Bins.of(np.arange(first, first + steps)), padded, unit, capped=capped)
 
 
 def _tokens(comparison: Comparison, records: Sequence[Record]) -> list[str]:

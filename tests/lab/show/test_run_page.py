@@ -82,6 +82,8 @@ def test_a_trained_run_has_its_losses_loads_and_step_times(tmp_path):
     assert_whole_and_alone(page)
     assert "The losses of fsep have the same bits as those of ep." in section(page, "Loss")
     assert "stroke-dasharray" in section(page, "Step time"), "a curve hides none that it lies on"
+    first_steps = [HINT.search(section(page, title)).groups()[-1].partition(":")[0] for title in ("Loss", "Step time")]
+    assert first_steps == ["step 0", f"step {experiment().workload.warmup}"]
     titles = ["Speed-up", "Loss", "Load of experts", "Step time", "About this run"]
     assert re.findall("<h2>(.*?)</h2>", page)[1:] == titles
     assert "expert 3: 1.6" in section(page, "Load of experts")
