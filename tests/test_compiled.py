@@ -298,3 +298,27 @@ for run in (lambda: 1, lambda: doubled(3)):
     environment = {**os.environ, "PYTHONPATH": root, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stdout.split()) == (0, ["False", "True"]), done.stderr
+
+
+TRAINS_WITHOUT_COMPILING = """
+import numpy as np
+import moesys as ms
+from moesys.balance.replay import replay_steps
+from moesys.balance.run_planner import warm_up
+from moesys.compiled import _runs_without
+warm_up(ms.Greedy(), ms.FlowSplit())
+model = ms.ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2)
+tokens_SLRE = np.random.default_rng(0).multinomial(400, [0.3, *[0.1] * 7], size=(12, 2, 2))
+for sharding in (ms.Ep(slots_per_rank=6), ms.Fsep(slots_per_rank=6)):
+    fields = {"balance": ms.Greedy(), "split": ms.FlowSplit(), "reduction": ms.LayoutInvariant()}
+    strategy = ms.Strategy(name="one", sharding=sharding, **fields)
+    steps = replay_steps(strategy, model, ms.ClusterSpec(ranks_per_node=2), tokens_SLRE)
+    assert _runs_without("compiling", lambda: [*steps]), sharding
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_training_compiles_nothing_after_the_warm_up(tmp_path):
+    variables = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", TRAINS_WITHOUT_COMPILING], env=variables, check=True)

@@ -216,7 +216,7 @@ def _run_loops(planner: Balance, split: Split | None, late_slots: bool) -> None:
     layout = plan_layout(load, cluster, planner, 3)
     turned, lent = LoadMatrix(load.tokens_RE[:, ::-1]), Strategy(name="lent", sharding=Ep(slots_per_rank=3))
     problem = PlanningProblem.of_layout(turned, cluster, 3, model, layout, lent)
-    recent = tuple(PastBatch(number, each, layout) for number, each in enumerate((load, turned, load)))
+    recent = tuple(PastBatch(number, each, layout) for number, each in enumerate((load, turned) * 2))
     layout, _ = planned(replace(problem, recent=recent), planner)
     if late_slots:
         from moesys.balance.late_slots import fill_late_slots
