@@ -82,7 +82,6 @@ FLOORS_IN = {
         {"setup"},
         {"recording", "diagnosis"},
         {"comparison"},
-        {"report"},
         {"runs"},
         {"*"},
     ),

@@ -6,13 +6,14 @@ transformers and torchtitan are imported by the checks that use them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moesys.verify.setup import Batch, Setup, World, check, count_labels, draw, local, whole
@@ -41,29 +42,17 @@ def transformers_setup(
         parts: number of parts; by default the size of the world.
         group: the process group of the ranks that differ in their part; by default all ranks.
     """
-    parts = world.size if parts is None else parts
-    inner = getattr(model, "module", model)
-    options: dict[str, Any] = {"use_cache": False}
+    inner, parts = getattr(model, "module", model), world.size if parts is None else parts
     coefficient = getattr(inner, "router_aux_loss_coef", 0.0)
-    if coefficient:
-        options["output_router_logits"] = True
+    options = {"use_cache": False} | ({"output_router_logits": True} if coefficient else {})
     if world.situation.recomputation:
         inner.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
 
-    def summed(value: Tensor) -> Tensor:
-        if parts > 1:
-            dist.all_reduce(value, group=group)
-        return value
-
-    def step(batches: list[Batch]) -> dict[str, Tensor]:
-        tokens = summed(torch.tensor(sum(map(count_labels, batches))))
-        loss = torch.zeros((), dtype=world.dtype)
-        for batch in batches:
-            found = model(**batch, num_items_in_batch=tokens, **options).loss
-            (found * parts).backward()
-            loss += found.detach()
-        return {"loss": summed(loss)}
+    def backward(batch: Batch, tokens: Tensor) -> Tensor:
+        loss: Tensor = model(**batch, num_items_in_batch=tokens, **options).loss
+        (loss * parts).backward()
+        return loss.detach()
 
     def clip() -> Tensor:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -75,9 +64,8 @@ def transformers_setup(
     def switch(on: bool) -> None:
         inner.router_aux_loss_coef = coefficient * on
 
-    setup = Setup(model, step, optimizer, clip, part, parts)
-    setup.terms = {"auxiliary loss": switch} if coefficient else {}
-    return setup
+    terms = {"auxiliary loss": switch} if coefficient else {}
+    return Setup(model, _step(world, backward, parts, group), optimizer, clip, part, parts, terms)
 
 
 def torchtitan_setup(world: World, trainer: Any, *, clip: Callable[[Any], Tensor] | None = None) -> Setup:
@@ -93,30 +81,37 @@ def torchtitan_setup(world: World, trainer: Any, *, clip: Callable[[Any], Tensor
     model, dims = trainer.model_parts[0].to(world.dtype), trainer.parallel_dims
     draw(model, deviation=0.05)
     mesh = dims.get_mesh("batch") if dims.dp_enabled else None
-    part, parts = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+    part, parts, group = (mesh.get_local_rank(), mesh.size(), mesh.get_group()) if mesh is not None else (0, 1, None)
+
+    def backward(batch: Batch, tokens: Tensor) -> Tensor:
+        ids = batch["input_ids"]
+        labels = torch.cat([batch["labels"][:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+        inputs = {"input": ids, "positions": torch.arange(ids.shape[1]).expand(ids.shape).contiguous()}
+        return whole(trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens))
+
+    def clipped() -> Tensor:
+        options = {"foreach": True, "pp_mesh": None, "ep_enabled": dims.ep_enabled}
+        return whole(utils.clip_grad_norm_(list(model.parameters()), trainer.config.training.max_norm, **options))
+
+    own = clipped if clip is None else partial(clip, model)
+    return Setup(model, _step(world, backward, parts, group), trainer.optimizers, own, part, parts)
+
+
+def _step(world: World, backward: Callable[[Batch, Tensor], Tensor], parts: int, group: Any) -> Any:
+    """Returns a step whose losses are divided by the labels of all parts, and that logs their sum."""
 
     def summed(value: Tensor) -> Tensor:
-        if mesh is not None:
-            dist.all_reduce(value, group=mesh.get_group())
+        if parts > 1:
+            dist.all_reduce(value, group=group)
         return value
 
     def step(batches: list[Batch]) -> dict[str, Tensor]:
-        tokens, total = summed(torch.tensor(sum(map(count_labels, batches)))), torch.zeros((), dtype=world.dtype)
+        tokens, loss = summed(torch.tensor(sum(map(count_labels, batches)))), torch.zeros((), dtype=world.dtype)
         for batch in batches:
-            ids = batch["input_ids"]
-            labels = torch.cat([batch["labels"][:, 1:], torch.full_like(ids[:, :1], -100)], 1)
-            inputs = {"input": ids, "positions": torch.arange(ids.shape[1]).expand(ids.shape).contiguous()}
-            loss = trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens)
-            total += whole(loss)
-        return {"loss": summed(total)}
+            loss += backward(batch, tokens)
+        return {"loss": summed(loss)}
 
-    def clipped() -> Tensor:
-        max_norm = trainer.config.training.max_norm
-        options = {"foreach": True, "pp_mesh": None, "ep_enabled": dims.ep_enabled}
-        return whole(utils.clip_grad_norm_(list(model.parameters()), max_norm, **options))
-
-    own = clipped if clip is None else lambda: clip(model)
-    return Setup(model, step, trainer.optimizers, own, part, parts)
+    return step
 
 
 @check(supports=("recomputation",))
@@ -137,36 +132,29 @@ def transformers_check(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     options = {"attn_implementation": "eager", "dtype": world.dtype}
+    is_ddp = world.size > 1 and not parallelize and implementation == "ddp"
     if world.size == 1 or parallelize or implementation in ("ddp", "fsdp"):
         config = AutoConfig.for_model(model)
         small = {name: value for name, value in _SMALL.items() if hasattr(config, name)}
-        for key in small.keys() & {"num_key_value_heads"} if hasattr(config, "kv_lora_rank") else ():
-            small[key] = small["num_attention_heads"]
+        small |= {"num_key_value_heads": 4} if hasattr(config, "kv_lora_rank") else {}
         plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(model, **small), **options).train()
         draw(plain)
         if world.size == 1 and not (world.folder / "start").exists():
             plain.save_pretrained(world.folder / "start")
-        wrapped = plain
         if world.size > 1 and parallelize:
             parallelize(plain)
         elif world.size > 1 and implementation == "fsdp":
             for module in [*plain.model.layers, plain]:
                 fully_shard(module, mesh=init_device_mesh("cpu", (world.size,)))
-        elif world.size > 1:
-            wrapped = DistributedDataParallel(plain)
-        return transformers_setup(world, wrapped)
+        return transformers_setup(world, DistributedDataParallel(plain) if is_ddp else plain)
     from transformers.distributed import DistributedConfig
 
     sizes: dict[str, Any] = {name: size for name, size in (("fsdp_size", fsdp), ("tp_size", tp)) if size > 1}
     sizes |= {"ep_size": ep, "ep_implementation": implementation} if ep > 1 else {}
-    parallel: Any = AutoModelForCausalLM.from_pretrained(
-        world.folder / "start", distributed_config=DistributedConfig(**sizes), **options
-    )
-    modules: list[Any] = list(parallel.modules())
-    for module in modules if ep == fsdp * tp and fsdp > 1 and world.dtype == torch.float64 else ():
-        if hasattr(module, "set_gradient_divide_factor") and any(
-            p.dim() == 3 for p in module.parameters(recurse=False)
-        ):
+    start, config = world.folder / "start", DistributedConfig(**sizes)
+    parallel: Any = AutoModelForCausalLM.from_pretrained(start, distributed_config=config, **options)
+    for module in parallel.modules() if ep == fsdp * tp and fsdp > 1 and world.dtype == torch.float64 else ():
+        if isinstance(module, FSDPModule) and any(p.dim() == 3 for p in module.parameters(recurse=False)):
             # FSDP2 divides twice on the mesh of one rank that experts have, except in float32 and bfloat16.
             module.set_gradient_divide_factor(fsdp**0.5)
     group = parallel._mesh_manager.get_mesh("fsdp").get_group() if tp > 1 and fsdp > 1 else None

@@ -8,9 +8,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,19 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moesys.torch_private import NO_BACKWARD, Float64Mode, current_backward
-from moesys.verify.setup import (
-    Batch,
-    Build,
-    CheckOptions,
-    Setup,
-    Situation,
-    World,
-    batch_of,
-    clean_name,
-    is_of_experts,
-    local,
-    whole,
-)
+from moesys.verify.setup import Batch, RecordingJob, Setup, World, batch_of, clean_name, is_of_experts, local, whole
 
 T = TypeVar("T")
 Named = dict[str, Tensor]
@@ -49,30 +37,18 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return torch.cat([*rows, a.new_full((len(a) - bounds[-1], b.shape[-1]), math.nan)])
 
 
-@dataclass
-class StepRecord:
-    """All that is compared of one step of one process.
+class StepRecord(dict[str, dict[Any, Any]]):
+    """All that is compared of one step of one process, by kind, and then by name.
 
-    passes, output_gradients: per forward of the model, by ``module[place]``. repeats: outputs in which a recomputation
-    differs from its forward. gradients: by parameter, after ``step``. absent: parameters whose gradient is None.
-    squares: of this rank's own part of each gradient. contributions: per forward, the increase of each gradient up to
-    the next one; only of a reference. evaluation: losses of ``evaluate``, by part. counted: buffers that it changed.
+    passes, output_gradients: of each forward of the model the tensors, by ``module[place]``. broken: the first tensor
+    that breaks a rule, by the rule: choices that a recomputation does not repeat, buffers that an evaluation changes.
+    logged. gradient: by parameter, after ``step``. absent: parameters whose gradient is None. squares: of this rank's
+    own part of each gradient. contributions: of each forward the increase of each gradient up to the next one; only of
+    a reference. norm, clipped, update, buffer. evaluation: losses of ``evaluate``, by part.
     """
 
-    passes: list[Named] = field(default_factory=list)
-    output_gradients: list[Named] = field(default_factory=list)
-    repeats: list[str] = field(default_factory=list)
-    logged: dict[str, float] = field(default_factory=dict)
-    gradients: Named = field(default_factory=dict)
-    absent: set[str] = field(default_factory=set)
-    squares: dict[str, float] = field(default_factory=dict)
-    contributions: list[Named] = field(default_factory=list)
-    norm: float | None = None
-    clipped: Named = field(default_factory=dict)
-    update: Named = field(default_factory=dict)
-    buffer: Named = field(default_factory=dict)
-    evaluation: dict[int, float] = field(default_factory=dict)
-    counted: list[str] = field(default_factory=list)
+    def __missing__(self, kind: str) -> dict[Any, Any]:
+        return self.setdefault(kind, {})
 
 
 @dataclass
@@ -91,40 +67,12 @@ class RunRecord:
     drawn_by: str = ""
 
 
-@dataclass(frozen=True)
-class RecordingJob:
-    """What a process records.
-
-    parts: the parts whose micro-batches a reference computes, all of them; 0 on ranks. order: ``reordered`` has rows
-    and micro-batches in another order, ``whole`` all micro-batches as one. without: the loss term that is switched off.
-    resume: the training is loaded from the folder, and takes the step after the last one.
-    """
-
-    build: Build
-    options: CheckOptions
-    situation: Situation
-    dtype: torch.dtype
-    folder: Path
-    parts: int = 0
-    steps: int = 2
-    order: str = ""
-    without: str = ""
-    resume: bool = False
-
-    @property
-    def name(self) -> str:
-        words = ("reference" if self.parts else "rank", self.order, self.without, "resumed" * self.resume)
-        return re.sub(r"\W+", "-", "-".join(filter(None, words)))
-
-
 def tensors_in(output: Any) -> Iterator[Tensor]:
     """Yields the tensors of what a module returns; of a complex one its real and imaginary parts as one tensor."""
     if isinstance(output, Tensor):
         yield torch.view_as_real(output) if output.is_complex() else output
-    elif isinstance(output, Mapping):
-        yield from tensors_in(list(output.values()))
-    elif isinstance(output, list | tuple):
-        for each in output:
+    elif isinstance(output, Mapping | list | tuple):
+        for each in output.values() if isinstance(output, Mapping) else output:
             yield from tensors_in(each)
 
 
@@ -132,31 +80,28 @@ class TrainingRecorder:
     """Hooks on all modules of a model, which fill a ``StepRecord``, and its parameters under the reference's names."""
 
     def __init__(self, setup: Setup, *, contributions: bool) -> None:
-        self._setup, self._contributes = setup, contributions
-        self.is_on, self.drawn_by = True, ""
-        self._random_state, self._snapshots = torch.get_rng_state(), list[Named]()
-        self.step = StepRecord()
-        ignored = [re.compile(pattern) for pattern in setup.ignore]
+        self._setup, self._contributes, self.is_on, self.drawn_by = setup, contributions, True, ""
+        self.begin_step()
         setup.model.register_forward_pre_hook(self._begin_pass)
         for name, module in setup.model.named_modules():
             name = clean_name(name)
             # Modules inside of experts hold other tokens on ranks.
-            if not is_of_experts(name) and not any(pattern.search(name) for pattern in ignored):
-                module.register_forward_hook(self._seen_by(name or "model"))
+            if not is_of_experts(name) and not any(re.search(pattern, name) for pattern in setup.ignore):
+                module.register_forward_hook(partial(self._see, name or "model"))
 
     def begin_step(self) -> None:
-        self.step, self._snapshots, self._random_state = StepRecord(), [], torch.get_rng_state()
+        self.step, self._snapshots, self._random_state = StepRecord(), list[Named](), torch.get_rng_state()
 
     def end_step(self) -> None:
         """Takes the gradients, and the contributions of the passes to them."""
-        self.step.gradients, self.step.absent = self.gradients()
-        for before, after in pairwise([*self._snapshots, self.step.gradients]):
-            self.step.contributions.append({n: g - before[n] if n in before else g for n, g in after.items()})
-        self.step.squares = {
-            clean_name(name): float(local(p.grad).double().square().sum())
-            for name, p in self._setup.model.named_parameters()
-            if p.grad is not None
-        }
+        self.step["gradient"] = self.gradients()
+        for m, (before, after) in enumerate(pairwise([*self._snapshots, self.step["gradient"]])):
+            self.step["contributions"][m] = {n: g - before[n] if n in before else g for n, g in after.items()}
+        for name, parameter in self._setup.model.named_parameters():
+            if parameter.grad is not None:
+                self.step["squares"][clean_name(name)] = float(local(parameter.grad).double().square().sum())
+            elif parameter.requires_grad:
+                self.step["absent"][clean_name(name)] = True
         self._watch_random_state("the step itself")
 
     @torch.no_grad()
@@ -164,66 +109,55 @@ class TrainingRecorder:
         """Returns copies of whole tensors, by the reference's names. A collective."""
         found: Named = {}
         for name, tensor in tensors:
-            whole = self._setup.full(clean_name(name), tensor.detach())
-            found |= {key: each.detach().clone() for key, each in whole.items()}
-        return found
+            found |= self._setup.full(clean_name(name), tensor.detach())
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
 
-    def gradients(self) -> tuple[Named, set[str]]:
-        """Returns the gradients, put together, and the parameters that have none on this rank. A collective."""
-        trained = {name: p for name, p in self._setup.model.named_parameters() if p.requires_grad}
-        absent = {name for name, parameter in trained.items() if parameter.grad is None}
+    def gradients(self) -> Named:
+        """Returns the gradients, put together. A collective."""
+        trained = [(name, p) for name, p in self._setup.model.named_parameters() if p.requires_grad]
         # Other ranks may have a gradient, and putting a DTensor together takes them all.
-        parts = {n: torch.zeros_like(p) if n in absent else p.grad for n, p in trained.items()}
-        there = [(n, g) for n, g in parts.items() if g is not None and (n not in absent or isinstance(g, DTensor))]
-        return self.put_together(there), {clean_name(name) for name in absent}
+        present = [(name, p) for name, p in trained if p.grad is not None or isinstance(p, DTensor)]
+        return self.put_together((n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in present)
 
     def _begin_pass(self, *_: Any) -> None:
         if self.is_on and current_backward() == NO_BACKWARD:
-            self.step.passes.append({})
-            self.step.output_gradients.append({})
+            for kind in ("passes", "output_gradients"):
+                self.step[kind][len(self.step[kind])] = {}
             if self._contributes:
-                self._snapshots.append(self.gradients()[0])
-
-    def _seen_by(self, name: str) -> Any:
-        def see(module: nn.Module, inputs: Any, output: Any) -> None:
-            if self.is_on and self.step.passes:
-                self._watch_random_state(f"{name} ({type(module).__name__})")
-                for place, tensor in enumerate(tensors_in(output)):
-                    self._see(f"{name}[{place}]", tensor)
-
-        return see
+                self._snapshots.append(self.gradients())
 
     def _watch_random_state(self, where: str) -> None:
         if not self.drawn_by and not torch.equal(self._random_state, torch.get_rng_state()):
             self.drawn_by = where
 
     @torch.no_grad()
-    def _see(self, key: str, tensor: Tensor) -> None:
-        outputs, gradients = self.step.passes[-1], self.step.output_gradients[-1]
-        sharded = isinstance(tensor, DTensor)
-        if current_backward() != NO_BACKWARD:
-            # A recomputation must repeat the choices of one of the forwards.
-            chosen = [each[key] for each in self.step.passes if key in each] if not sharded else []
-            if chosen and not tensor.is_floating_point() and not any(torch.equal(tensor, each) for each in chosen):
-                self.step.repeats.append(key)
+    def _see(self, name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if not self.is_on or not self.step["passes"]:
             return
-        while key in outputs:
-            key += "'"
-        outputs[key] = whole(tensor)
-        if tensor.requires_grad and not sharded:
-            tensor.register_hook(lambda gradient: gradients.__setitem__(key, gradient.detach().clone()))
+        self._watch_random_state(f"{name} ({type(module).__name__})")
+        passes = self.step["passes"]
+        outputs, gradients = passes[len(passes) - 1], self.step["output_gradients"][len(passes) - 1]
+        for place, tensor in enumerate(tensors_in(output)):
+            key, sharded = f"{name}[{place}]", isinstance(tensor, DTensor)
+            if current_backward() != NO_BACKWARD:
+                # A recomputation must repeat the choices of one of the forwards.
+                chosen = [each[key] for each in passes.values() if key in each] if not sharded else []
+                if chosen and not tensor.is_floating_point() and not any(torch.equal(tensor, each) for each in chosen):
+                    self.step["broken"].setdefault("choices", key)
+                continue
+            while key in outputs:
+                key += "'"
+            outputs[key] = whole(tensor)
+            if tensor.requires_grad and not sharded:
+                tensor.register_hook(lambda gradient, key=key: gradients.__setitem__(key, gradient.detach().clone()))
 
 
 def in_world(function: Callable[[RecordingJob], T], job: RecordingJob) -> T:
     """Calls a function with the default dtype and the random state with which a training begins."""
-    previous = torch.get_default_dtype()
     torch.set_default_dtype(job.dtype)
     torch.manual_seed(0)
-    try:
-        with Float64Mode(grouped_product) if job.dtype == torch.float64 else nullcontext():
-            return function(job)
-    finally:
-        torch.set_default_dtype(previous)
+    with Float64Mode(grouped_product) if job.dtype == torch.float64 else nullcontext():
+        return function(job)
 
 
 def prepare(job: RecordingJob) -> dict[str, bool]:
@@ -239,7 +173,6 @@ def _built(job: RecordingJob) -> Setup:
     setup = job.build(World(size, rank, job.folder, job.dtype, job.situation, torch.device("cpu")))
     if not isinstance(setup, Setup):
         raise TypeError(f"the check returned {type(setup).__name__}; return a moesys.verify.Setup")
-    setup.part, setup.parts = (b if a is None else a for a, b in ((setup.part, rank), (setup.parts, size)))
     return setup
 
 
@@ -248,51 +181,43 @@ def record(job: RecordingJob) -> tuple[int, int, list[str]]:
 
     Returns the part of this rank, the number of parts, and the loss terms that can be switched off.
     """
-    setup, situation = _built(job), job.situation
-    part, parts = setup.part or 0, setup.parts or 1
+    setup, situation, rank = _built(job), job.situation, dist.get_rank()
+    part = rank if setup.part is None else setup.part
+    parts = dist.get_world_size() if setup.parts is None else setup.parts
     for term, switch in setup.terms.items():
         switch(term != job.without)
     if job.resume and setup.load is not None:
         setup.load(job.folder / "checkpoint")
-    recorder = TrainingRecorder(setup, contributions=job.parts > 0)
-    before = recorder.put_together(setup.model.named_parameters())
-    initial = trained = before | recorder.put_together(setup.model.named_buffers())
-    first, steps = situation.steps * job.resume, []
+    recorder, model = TrainingRecorder(setup, contributions=job.parts > 0), setup.model
+    before = recorder.put_together(model.named_parameters())
+    initial = trained = before | recorder.put_together(model.named_buffers())
+    first, steps = situation.steps * job.resume, list[StepRecord]()
     for step in range(first, first + job.steps):
         if setup.save is not None and step == situation.steps and not job.resume:
             setup.save(job.folder / "checkpoint")
-        steps.append(_step(setup, recorder, _batches(job, part, step)))
-        after = recorder.put_together(setup.model.named_parameters())
-        steps[-1].update = {name: after[name] - before[name] for name in after}
-        steps[-1].buffer, before = recorder.put_together(setup.model.named_buffers()), after
-        trained = after | steps[-1].buffer if step < situation.steps else trained
+        recorder.begin_step()
+        logged, found = setup.step(_batches(job, part, step)), recorder.step
+        if not isinstance(logged, Mapping) or "loss" not in logged:
+            raise ValueError(f"step returned {type(logged).__name__}, which has no 'loss'; return {{'loss': ...}}")
+        found["logged"] = {name: _number(value) for name, value in logged.items()}
+        recorder.end_step()
+        if setup.clip is not None:
+            found["norm"], found["clipped"] = {"norm that clips": _number(setup.clip())}, recorder.gradients()
+        setup.optimizer.step()
+        setup.optimizer.zero_grad()
+        after, found["buffer"] = map(recorder.put_together, (model.named_parameters(), model.named_buffers()))
+        found["update"], before = {name: after[name] - before[name] for name in after}, after
+        trained = after | found["buffer"] if step < situation.steps else trained
         if situation.needs == "evaluate":
-            _evaluate(job, setup, recorder, steps[-1], part)
-    run = RunRecord(part, parts, initial, trained, steps, recorder.drawn_by)
-    torch.save(run, job.folder / f"{job.name}-{dist.get_rank()}.pt")
+            _evaluate(job, setup, recorder, part)
+        steps.append(found)
+    torch.save(RunRecord(part, parts, initial, trained, steps, recorder.drawn_by), job.folder / f"{job.file}-{rank}.pt")
     return part, parts, list(setup.terms)
 
 
 def read_record(job: RecordingJob, rank: int = 0) -> RunRecord:
     """Returns the record of a rank, whose tensors are read from the file when they are used."""
-    found: RunRecord = torch.load(job.folder / f"{job.name}-{rank}.pt", mmap=True, weights_only=False)
-    return found
-
-
-def _step(setup: Setup, recorder: TrainingRecorder, batches: list[Batch]) -> StepRecord:
-    recorder.begin_step()
-    logged = setup.step(batches)
-    if not isinstance(logged, Mapping) or "loss" not in logged:
-        raise ValueError(f"step returned {type(logged).__name__}, which has no 'loss'; return {{'loss': ...}}")
-    record = recorder.step
-    record.logged = {name: float(value) for name, value in logged.items()}
-    recorder.end_step()
-    if setup.clip is not None:
-        record.norm = float(setup.clip())
-        record.clipped, _ = recorder.gradients()
-    setup.optimizer.step()
-    setup.optimizer.zero_grad()
-    return record
+    return torch.load(job.folder / f"{job.file}-{rank}.pt", mmap=True, weights_only=False)
 
 
 def _batches(job: RecordingJob, part: int, step: int) -> list[Batch]:
@@ -307,10 +232,16 @@ def _batches(job: RecordingJob, part: int, step: int) -> list[Batch]:
 
 
 @torch.no_grad()
-def _evaluate(job: RecordingJob, setup: Setup, recorder: TrainingRecorder, step: StepRecord, part: int) -> None:
+def _evaluate(job: RecordingJob, setup: Setup, recorder: TrainingRecorder, part: int) -> None:
     assert setup.evaluate is not None
-    recorder.is_on = False
+    recorder.is_on, step = False, recorder.step
     for each in range(job.parts) if job.parts else (part,):
-        step.evaluation[each] = float(setup.evaluate(batch_of(job.options, job.situation, each, 0, 1000)))
+        loss = setup.evaluate(batch_of(job.options, job.situation, each, 0, 1000))
+        step["evaluation"][f"loss of evaluate, part {each}"] = _number(loss)
     recorder.is_on, after = True, recorder.put_together(setup.model.named_buffers())
-    step.counted = [name for name, tensor in after.items() if not torch.equal(tensor, step.buffer[name])]
+    for name in [name for name, tensor in after.items() if not torch.equal(tensor, step["buffer"][name])]:
+        step["broken"].setdefault("evaluation", name)
+
+
+def _number(value: Any) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64)

@@ -1,100 +1,245 @@
-"""The runs of a check: ranks and the reference in processes of their own, situation after situation."""
+"""The runs of a check, ranks and the reference in processes of their own, and its report: a table, and JSON."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import platform
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import permutations
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import torch
 
+from moesys.display import counted
 from moesys.kinds import did_you_mean
 from moesys.lab.ranks.pool import LocalRanks, RankError, RankTimeouts
-from moesys.verify.comparison import Finding, NearTieError, TrainingComparison, difference_of_states, same_values
-from moesys.verify.diagnosis import error_of, fit, fraction
-from moesys.verify.recording import RecordingJob, RunRecord, in_world, prepare, read_record, record
-from moesys.verify.report import CheckReport, SituationResult
-from moesys.verify.setup import DEFAULT_SITUATIONS, SITUATIONS, Build, CheckOptions, Situation, batch_of, options_of
+from moesys.verify.comparison import PLACES, Finding, NearTieError, TrainingComparison, first_difference, same_values
+from moesys.verify.diagnosis import FOLLOWS, ROWS, error_of, means
+from moesys.verify.recording import RunRecord, in_world, prepare, read_record, record
+from moesys.verify.setup import SITUATIONS, Build, CheckOptions, RecordingJob, Situation, batch_of, options_of
 
 # A situation runs again with another seed where tokens choose other experts at near ties.
 MOST_SEEDS = 4
-Progress = Callable[[str], None]
+DEFAULT_SITUATIONS = ("plain", "uneven", "padding", "recomputation")
+SCHEMA, WIDTH = 1, 80
+# The columns of the table: situation, stage, tensor, ranks, error; the cause is below each row.
+_COLUMNS = (13, 10, 38, 7, 8)
+
+
+@dataclass
+class SituationResult:
+    """What one situation showed.
+
+    definition: what the loss of the user means. in_float32: whether float32 has the fault too. not_checked: why the
+    situation was not checked. spread: the median rounding of gradients, relative.
+    """
+
+    name: str
+    dtype: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    definition: str = ""
+    in_float32: str = ""
+    not_checked: str = ""
+    compared: dict[str, set[str]] = field(default_factory=dict)
+    spread: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        return "WRONG" if self.findings else "not checked" if self.not_checked else "right"
+
+
+@dataclass
+class CheckReport:
+    """The result of a check. error: why it could not be carried out to the end."""
+
+    check: str
+    ranks: int
+    dtype: str
+    situations: list[SituationResult] = field(default_factory=list)
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings, situation after situation, each in the order of a step."""
+        return [finding for situation in self.situations for finding in situation.findings]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if the training is right, 1 if it is wrong, 2 if it could not be checked."""
+        if self.findings:
+            return 1
+        return 2 if self.error or not any(each.verdict == "right" for each in self.situations) else 0
+
+    def require_right(self) -> None:
+        """Raises AssertionError, with the report, unless the training is right."""
+        if self.exit_code:
+            raise AssertionError(f"\n{self}")
+
+    def __str__(self) -> str:
+        wrong = [each for each in self.situations if each.findings]
+        checked = [each for each in self.situations if not each.not_checked]
+        words = "right in" if not wrong else f"WRONG in {len(wrong)} of"
+        words = f"{words} {counted(len(checked), 'situation')}" if wrong or not self.error else "could not be checked"
+        lines = [f"{self.check}, {self.ranks} ranks, {self.dtype}: {words}, {self.seconds:.0f} s"]
+        lines += ["", _row(("situation", "stage", "tensor", "ranks", "error"))] if wrong else []
+        lines += [line for situation in wrong for line in _table(situation)]
+        lines += ["", f"Error: {self.error}"] if self.error else []
+        notes = [line for note in self._notes() for line in wrap(note, WIDTH)]
+        return "\n".join([*lines, *([""] if notes else []), *notes])
+
+    def _notes(self) -> Iterator[str]:
+        kinds = ("parameters", "outputs", "skipped", "rounded")
+        of = {kind: set().union(*(each.compared.get(kind, ()) for each in self.situations)) for kind in kinds}
+        if of["parameters"]:
+            numbers = f"{len(of['parameters'])} parameters, {len(of['outputs'])} outputs"
+            skipped = len(of["skipped"] - of["outputs"])
+            yield f"Compared: {numbers}; {skipped} outputs have another shape or hold padding."
+            spread = max(each.spread for each in self.situations)
+            yield f"Rounding of the reference itself: {spread:.0e} (median of gradients)."
+        if rounded := of["rounded"]:
+            yield f"Note: {len(rounded)} tensors differ by float32's rounding, such as {min(rounded)}."
+        for each in self.situations:
+            yield from [f"Definition: {each.definition}."] * bool(each.definition)
+            yield from (f"Note ({each.name}): {note}." for note in each.notes)
+            yield from [f"Not checked: {each.name}, as {each.not_checked}."] * bool(each.not_checked)
+
+    def to_json(self) -> str:
+        """Returns the report as JSON, with the environment and a number that changes with its schema."""
+        environment = {"torch": torch.__version__, "python": platform.python_version()}
+        found = {"schema": SCHEMA, "exit_code": self.exit_code, **asdict(self), "environment": environment}
+        return json.dumps(found, indent=2, default=sorted)
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    short = [c if len(c) < width else "…" + c[2 - width :] for c, width in zip(cells, _COLUMNS, strict=True)]
+    return "  " + "".join(map(str.ljust, short, _COLUMNS)).rstrip()
+
+
+def _table(situation: SituationResult) -> list[str]:
+    lines, first = list[str](), situation.findings[0]
+    shown = [finding for finding in situation.findings if FOLLOWS not in finding.cause] or [first]
+    for finding in shown:
+        ranks = ", ".join(map(str, finding.ranks))
+        name = situation.name if finding is shown[0] else ""
+        lines.append(_row((name, finding.stage, finding.tensor, ranks, f"{finding.error:.1g}")))
+        lines += wrap(finding.cause, WIDTH, **_indent(15))
+    if more := len(situation.findings) - len(shown):
+        words = f"{counted(more, 'other difference')} of gradients: no sum of the reference's parts."
+        lines += wrap(words, WIDTH, **_indent(15))
+    place = f"First: {first.stage} of {first.tensor}."
+    if not any(finding.stage in PLACES for finding in situation.findings) and first.stage in ("gradient", "norm"):
+        place += " All outputs and gradients of outputs are right."
+    way_out = next((f"Way out: {finding.way_out}" for finding in situation.findings if finding.way_out), "")
+    return [*lines, *wrap(" ".join(filter(None, (place, situation.in_float32, way_out))), WIDTH, **_indent(2))]
+
+
+def _indent(width: int) -> dict[str, Any]:
+    return dict.fromkeys(("initial_indent", "subsequent_indent"), " " * width)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 class CheckError(Exception):
     """A check could not be carried out: its training raises, hangs, dies, draws random numbers, or does not train."""
 
 
+# What masks of dropout must be, by whether ranks have the same part: the fault, and the way out.
+MASKS = {
+    True: ("ranks that share a batch draw different dropout masks", "Seed ranks of one part alike."),
+    False: ("ranks with data of their own draw equal dropout masks", "Seed by the part after the model is drawn."),
+}
+
+
 @dataclass
 class _Runner:
-    """Runs one check on its ranks. folder: shared by all processes."""
+    """Runs one check on its ranks."""
 
     build: Build
     options: CheckOptions
     ranks: LocalRanks
-    folder: Path
-    timeout_s: float
 
     def call(self, function: Callable[[RecordingJob], Any], job: RecordingJob, num_ranks: int) -> list[Any]:
         """Calls a function on ranks; raises CheckError with the tracebacks of those that fail, and ends all."""
         try:
-            return self.ranks.run(in_world, function, job, num_ranks=num_ranks, timeout_s=self.timeout_s)
+            return self.ranks.run(in_world, function, job, num_ranks=num_ranks)
         except RankError as error:
             where = "the reference, which is one process" if num_ranks == 1 else f"{num_ranks} ranks"
             short = any(words in str(error) for words in ("MemoryError", "not enough memory", "signal 9"))
             hint = "\nIf memory is short, give the model fewer layers or experts by its configuration." * short
-            raise CheckError(f"{where}, situation {job.situation.name}, {_words(job.dtype)}: {error}{hint}") from error
+            hint += "\nIf it refuses float64, give float32 (--dtype float32)." * (job.dtype == torch.float64)
+            raise CheckError(f"{where}, situation {job.situation.name}, {str(job.dtype)[6:]}: {error}{hint}") from error
 
     def reference(self, job: RecordingJob, parts: int, **options: Any) -> RunRecord:
         job = replace(job, parts=parts, **options)
         self.call(record, job, 1)
         return read_record(job)
 
-    def compare(self, situation: Situation, dtype: torch.dtype) -> SituationResult:
-        """Runs one situation in one dtype, and returns what was found."""
-        begin_s, result = time.monotonic(), SituationResult(situation.name, _words(dtype))
-        folder = self.folder / f"{situation.name}-{_words(dtype)}-{situation.seed}"
-        folder.mkdir()
-        job = RecordingJob(self.build, self.options, situation, dtype, folder, steps=situation.steps)
-        if not self.call(prepare, job, 1)[0].get(situation.needs, True):
-            result.not_checked = f"the setup has no {'save and load' if situation.needs == 'save' else 'evaluate'}"
+    def check(self, situation: Situation) -> SituationResult:
+        """Runs a situation, in float32 too if float64 finds a fault."""
+        result = self._with_seeds(situation, self.options.dtype)
+        if not result.findings or self.options.dtype != torch.float64:
             return result
-        on_ranks = replace(job, steps=job.steps + (situation.needs == "save"))
+        with suppress(CheckError):
+            stages = {each.stage for each in self._with_seeds(situation, torch.float32).findings}
+            both = any(finding.stage in stages for finding in result.findings)
+            result.in_float32 = "Also in float32." if both else "In float64 only: a path that float32 does not take."
+        return result
+
+    def _with_seeds(self, situation: Situation, dtype: torch.dtype) -> SituationResult:
+        """Runs a situation, with another seed where tokens choose other experts at near ties."""
+        result, begin_s = SituationResult(situation.name, str(dtype)[6:]), time.monotonic()
+        for tries in range(MOST_SEEDS):
+            again = replace(situation, seed=situation.seed + 1000 * tries)
+            with tempfile.TemporaryDirectory(prefix="moesys-verify-") as folder:
+                job = RecordingJob(self.build, self.options, again, dtype, Path(folder), steps=situation.steps)
+                try:
+                    self._compare(result, job)
+                    break
+                except NearTieError as tie:
+                    result.notes.append(f"{tie} choose other experts at near ties, so another seed was taken")
+        else:
+            result.not_checked = f"with {MOST_SEEDS} seeds tokens choose other experts at near ties"
+        result.seconds = time.monotonic() - begin_s
+        return result
+
+    def _compare(self, result: SituationResult, job: RecordingJob) -> None:
+        situation, saves = job.situation, job.situation.needs == "save"
+        if not self.call(prepare, job, 1)[0].get(situation.needs, True):
+            result.not_checked = f"the setup has no {'save and load' if saves else 'evaluate'}"
+            return
+        on_ranks = replace(job, steps=job.steps + saves)
         answers = self.call(record, on_ranks, self.options.ranks)
         parts, ranks = _parts(answers), [read_record(on_ranks, rank) for rank in range(self.options.ranks)]
         if situation.dropout:
             result.findings = list(_masks(ranks))
-        else:
-            self._compare_with_reference(result, job, ranks, parts, answers[0][2])
-        if situation.needs == "save" and not result.findings:
-            result.findings = self._resumed(job, ranks, parts)
-        result.seconds = time.monotonic() - begin_s
-        return result
-
-    def _compare_with_reference(
-        self, result: SituationResult, job: RecordingJob, ranks: list[RunRecord], parts: int, terms: Sequence[str]
-    ) -> None:
+            return
         reference, reordered = self.reference(job, parts), self.reference(job, parts, order="reordered")
-        self._check_reference(reference, ranks, f"situation {job.situation.name}")
-        without = {term: self.reference(job, parts, steps=1, without=term) for term in terms}
+        for words in _unfit(reference, ranks):
+            raise CheckError(f"situation {situation.name}: {words}")
+        without = {term: self.reference(job, parts, steps=1, without=term) for term in answers[0][2]}
         comparison = TrainingComparison(job, reference, reordered, without, ranks)
-        if job.situation.name == "uneven":
+        if situation.name == "uneven":
             whole = self.reference(job, parts, order="whole", steps=1)
-            result.definition, means = _definition(reference, whole, without, comparison.tolerances[0].largest)
-            if means and self.options.expects == "token_mean":
-                way_out = "Sum the losses of tokens, and divide by the tokens of the global batch."
-                result.findings.append(Finding("definition", "loss", (), 1.0, result.definition, way_out))
+            result.definition, by_place = comparison.definition(whole)
+            if by_place and self.options.expects == "token_mean":
+                result.findings = [Finding("definition", "loss", (), 1.0, result.definition, ROWS[means])]
         if not comparison.is_sum:
             result.notes.append("the step is no sum over micro-batches: their order changes it by more than rounding")
-            if job.situation.micro_batches > 1:
+            if situation.micro_batches > 1:
                 result.not_checked = "the step is no sum over micro-batches, and this situation has several"
                 return
             result.notes.append("it is compared with one process that takes all rows as one micro-batch")
@@ -102,31 +247,10 @@ class _Runner:
             comparison = TrainingComparison(job, reference, reordered, {}, ranks)
         result.findings += comparison.run()
         result.compared, result.spread = dict(comparison.compared), comparison.tolerances[0].spread
-        idle = comparison.without_main_gradient()
-        if idle:
+        if idle := comparison.without_main_gradient():
             result.notes.append(f"the main loss does not train {', '.join(idle[:3])}{', ...' * (len(idle) > 3)}")
-
-    def _check_reference(self, reference: RunRecord, ranks: Sequence[RunRecord], where: str) -> None:
-        """Raises CheckError for a reference with which nothing can be compared."""
-        step = reference.steps[0]
-        if reference.drawn_by:
-            words = f"the model draws random numbers, first in {reference.drawn_by}; switch dropout and noise off"
-            raise CheckError(f"{where}: {words}, such as by dropout=0.0")
-        for kind, words in (("gradients", "gradient"), ("update", "update")):
-            if not any(float(tensor.norm()) for tensor in getattr(step, kind).values()):
-                words = f"the reference does not train: every {words} is zero"
-                raise CheckError(f"{where}: {words}; check the loss, and which parameters the optimizer has")
-        for rank, got in enumerate(ranks):
-            missing, more = (
-                [name for name in a if name not in b]
-                for a, b in ((reference.initial, got.initial), (got.initial, reference.initial))
-            )
-            if missing and more:
-                words = f"rank {rank} has no {missing[0]}, but {more[0]}, which the reference has not"
-                raise CheckError(f"{where}: {words}; give Setup.full, which returns tensors under its names")
-            if got.steps[0].logged.keys() != step.logged.keys():
-                words = f"step returns {sorted(got.steps[0].logged)} on rank {rank} and {sorted(step.logged)} in one"
-                raise CheckError(f"{where}: {words} process; return the same names")
+        if saves and not result.findings:
+            result.findings = self._resumed(job, ranks, parts)
 
     def _resumed(self, job: RecordingJob, went_on: list[RunRecord], parts: int) -> list[Finding]:
         """Compares a checkpoint of the ranks with what they had, in one process and on the ranks, and one more step of
@@ -134,17 +258,16 @@ class _Runner:
         """
         again = replace(job, steps=1, resume=True)
         alone = self.reference(again, parts)
-        found = difference_of_states(went_on[0].trained, alone.initial)
-        if found is not None:
-            return [Finding("saved", found[0], (0,), 1.0, f"in the checkpoint: {found[1]}", found[2])]
+        if found := first_difference(went_on[0].trained, alone.initial):
+            return [Finding("saved", found[0], (0,), 1.0, f"in the checkpoint: {found[1].words}", found[1].way_out)]
         self.call(record, again, self.options.ranks)
         rounding = 1e-6 if job.dtype == torch.float64 else 1e-3
         for rank, right in enumerate(went_on):
-            update = right.steps[-1].update
+            update = right.steps[-1]["update"]
             scale = 1e-6 * max(float(each.norm()) for each in update.values())
             for who, got, limit in (("", read_record(again, rank), 1e-7), (" in one process", alone, rounding)):
                 for name, value in update.items():
-                    error = error_of(got.steps[-1].update.get(name, value * 0), value, scale)
+                    error = error_of(got.steps[-1]["update"].get(name, value * 0), value, scale)
                     if error > limit:
                         words = f"the step after loading{who} has another update: state of the optimizer"
                         way_out = "Save and load moments and step counts under the names of their parameters."
@@ -155,47 +278,47 @@ class _Runner:
 def run(
     build: Build,
     *,
-    situations: Sequence[str] | str | None = None,
+    situations: Sequence[str | Situation] | str | None = None,
     ranks: int | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
     timeout_s: float = 300.0,
-    progress: Progress = lambda line: None,
+    progress: Callable[[str], None] = lambda line: None,
 ) -> CheckReport:
     """Runs a check in one process and on ranks of this machine, and compares all that a training uses.
 
     Args:
         build: a module-level function that builds a ``Setup`` for a ``World``, marked by ``check`` or not.
-        situations: names of situations, or ``all``; by default ``plain``, ``uneven``, ``padding``, and
+        situations: names of situations or situations, or ``all``; by default ``plain``, ``uneven``, ``padding``, and
             ``recomputation`` if the check supports it.
         ranks: the number of ranks; by default that of the check.
         dtype: float64 or float32; by default that of the check. What float64 finds is looked for in float32 too.
-        seed: seed of the batches.
+        seed: added to the seeds of the batches.
         timeout_s: the most seconds of one run; ranks that give no answer are ended, with their stacks in the message.
         progress: called with a line for each situation.
 
     Raises ValueError for a situation that there is not, or options that are not allowed.
     """
-    given = options_of(build)
-    options = replace(given, ranks=ranks or given.ranks, dtype=dtype or given.dtype)
-    names = tuple(SITUATIONS) if situations == "all" else situations or DEFAULT_SITUATIONS
-    for name in (names := [names] if isinstance(names, str) else list(names)):
-        if name not in SITUATIONS:
+    options = options_of(build)
+    options = replace(options, ranks=ranks or options.ranks, dtype=dtype or options.dtype)
+    known = SITUATIONS | {each: each for each in situations or () if isinstance(each, Situation)}
+    names = SITUATIONS if situations == "all" else [situations] if isinstance(situations, str) else situations
+    for name in (names := names or DEFAULT_SITUATIONS):
+        if name not in known:
             hint = did_you_mean(name, SITUATIONS) or f"; choose from {', '.join(SITUATIONS)}"
             raise ValueError(f"situations has {name!r}, which is none{hint}")
-    report, begin_s = CheckReport(name_of(build), options.ranks, _words(options.dtype)), time.monotonic()
+    report, begin_s = CheckReport(name_of(build), options.ranks, str(options.dtype)[6:]), time.monotonic()
     timeouts = RankTimeouts(run_s=timeout_s, collective_s=max(1.0, 0.8 * timeout_s))
-    with (
-        tempfile.TemporaryDirectory(prefix="moesys-verify-") as folder,
-        closing(LocalRanks(options.ranks, timeouts=timeouts, preload=_preload())) as pool,
-    ):
-        runner = _Runner(build, options, pool, Path(folder), timeout_s)
-        for situation in (replace(SITUATIONS[name], seed=seed) for name in names):
+    # Modules that take long to import, and that ranks need: for torch's modes, and for models.
+    slow = re.compile(r"transformers\.models\.\w+\.modeling_\w+|transformers\.distributed")
+    preload = ["torch._dynamo", *filter(slow.fullmatch, sys.modules)]
+    with closing(LocalRanks(options.ranks, timeouts=timeouts, preload=preload)) as pool:
+        for situation in (replace(known[name], seed=known[name].seed + seed) for name in names):
             result = SituationResult(situation.name)
             if situation.needs in ("", "evaluate", "save", *options.supports):
                 try:
                     _check_batches(options, situation)
-                    result = _in_dtypes(runner, situation, report)
+                    result = _Runner(build, options, pool).check(situation)
                 except CheckError as error:
                     report.error = str(error)
                     break
@@ -207,104 +330,38 @@ def run(
     return report
 
 
-def _in_dtypes(runner: _Runner, situation: Situation, report: CheckReport) -> SituationResult:
-    """Runs a situation; in float32 instead if it raises in float64, and in float32 too if float64 finds a fault."""
-    if report.dtype == "float32":
-        return _with_seeds(runner, situation, torch.float32)
-    try:
-        result = _with_seeds(runner, situation, torch.float64)
-    except CheckError as error:
-        raised = re.search(r" raised (.*)", str(error))
-        if not raised:
-            raise
-        try:
-            result = _with_seeds(runner, situation, torch.float32)
-        except CheckError:
-            raise error from None
-        report.dtype = "float32"
-        result.notes.append(f"float64 raised {raised[1]}, so this is float32")
-        return result
-    if result.findings:
-        with suppress(CheckError):
-            again = _with_seeds(runner, situation, torch.float32)
-            both = {each.stage for each in again.findings} & {each.stage for each in result.findings}
-            words = "Also in float32." if both else "In float64 only: a path that float32 does not take."
-            result.in_float32 = words
-    return result
-
-
-def _with_seeds(runner: _Runner, situation: Situation, dtype: torch.dtype) -> SituationResult:
-    """Runs a situation, with another seed where tokens choose other experts at near ties."""
-    ties: list[str] = []
-    while len(ties) < MOST_SEEDS:
-        try:
-            result = runner.compare(replace(situation, seed=situation.seed + 1000 * len(ties)), dtype)
-        except NearTieError as tie:
-            ties.append(f"{tie} choose other experts at near ties")
-            continue
-        result.notes += [f"{tie}, so another seed was taken" for tie in ties]
-        return result
-    return SituationResult(situation.name, _words(dtype), not_checked=f"with {MOST_SEEDS} seeds {ties[0]}")
-
-
-def _definition(
-    reference: RunRecord, whole: RunRecord, without: Mapping[str, RunRecord], tolerance: float
-) -> tuple[str, bool]:
-    """Returns what the user's loss means, in words, and whether the weight of a token depends on where it is."""
-    step, right = reference.steps[0], whole.steps[0].gradients
-    scale = 1e-3 * max(float(gradient.norm()) for gradient in right.values())
-    worst = max(error_of(step.gradients[name], gradient, scale) for name, gradient in right.items())
-    if worst <= max(tolerance, 1e-6):
-        return "every token has the same weight, and no term depends on the division into micro-batches", False
-    probes = [run.steps[0] for run in without.values()]
-
-    def of_terms(name: str) -> float:
-        """Returns the share of the terms beside the main loss in a gradient."""
-        moved = [float((right[name] - probe.gradients[name]).norm()) for probe in probes]
-        return sum(moved) / max(float(right[name].norm()), scale)
-
-    # The weights of tokens are those of a gradient that other terms hardly reach.
-    name = min(right, key=of_terms)
-    main = [
-        share[name] - sum(share[name] - probe.contributions[m][name] for probe in probes)
-        for m, share in enumerate(step.contributions)
-    ]
-    coefficients, residual = fit(right[name], main) if main else ([], 1.0)
-    weights = [1 / c for c in coefficients if c and c == c]
-    if residual < 1e-3 and weights and max(abs(weight - 1) for weight in weights) > 1e-3:
-        words = "the means of micro-batches or of ranks are averaged: a token has"
-        low, high = (fraction(each) for each in (min(weights), max(weights)))
-        return f"{words} {low} to {high} times its weight in the global batch, by its micro-batch", True
-    terms = " and ".join(without) or "loss"
-    return (
-        f"the {terms} is one of each micro-batch: gradients differ by up to {100 * worst:.2g} % from that of all",
-        False,
-    )
+def _unfit(reference: RunRecord, ranks: Sequence[RunRecord]) -> Iterator[str]:
+    """Yields why nothing can be compared with a reference."""
+    if module := reference.drawn_by:
+        yield f"the model draws random numbers, first in {module}; switch dropout and noise off, as by dropout=0.0"
+    for kind in ("gradient", "update"):
+        if not any(float(tensor.norm()) for tensor in reference.steps[0][kind].values()):
+            yield f"the reference does not train: every {kind} is zero; check the loss, and what the optimizer has"
+    for rank, got in enumerate(ranks):
+        missing, more = ([n for n in a if n not in b] for a, b in permutations((reference.initial, got.initial)))
+        if missing and more:
+            words = f"rank {rank} has no {missing[0]}, but {more[0]}, which the reference has not"
+            yield f"{words}; give Setup.full, which returns tensors under its names"
+        mine, right = (sorted(each.steps[0]["logged"]) for each in (got, reference))
+        if mine != right:
+            yield f"step returns {mine} on rank {rank} and {right} in one process; return the same names"
 
 
 def _masks(ranks: Sequence[RunRecord]) -> Iterator[Finding]:
     """Yields the outputs by which ranks of different parts drew the same masks, or ranks of one part different ones."""
-    first = ranks[0].steps[0].passes
+    first, *others = (run.steps[0]["passes"][0] for run in ranks)
     if not any(run.drawn_by for run in ranks):
-        raise CheckError(
-            "situation dropout: the model draws no random numbers; switch dropout on where it is asked for"
-        )
-    for rank, run in enumerate(ranks[1:], 1):
-        pairs = [
-            (key, same_values(first[0][key], tensor))
-            for key, tensor in run.steps[0].passes[0].items()
-            if key in first[0] and tensor.is_floating_point()
-        ]
-        if run.part == ranks[0].part and (other := [key for key, same in pairs if not same]):
-            words = "ranks that share a batch draw different dropout masks"
-            yield Finding("output", other[0], (0, rank), 1.0, words, "Seed ranks of one part alike.")
-        if run.part != ranks[0].part and pairs and all(same for _, same in pairs):
-            words = "ranks with data of their own draw equal dropout masks"
-            yield Finding("output", pairs[0][0], (0, rank), 1.0, words, "Seed by the part after the model is drawn.")
+        raise CheckError("situation dropout: the model draws no random numbers; switch dropout on where asked for it")
+    for rank, outputs in enumerate(others, 1):
+        shares = ranks[rank].part == ranks[0].part
+        same = {n: same_values(first[n], t) for n, t in outputs.items() if n in first and t.is_floating_point()}
+        if same and all(same.values()) != shares:
+            name = next(n for n, each in same.items() if each != shares)
+            yield Finding("output", name, (0, rank), 1.0, *MASKS[shares])
 
 
 def _check_batches(options: CheckOptions, situation: Situation) -> None:
-    """Raises CheckError for batches that differ between calls."""
+    """Raises CheckError for batches that lack something, or differ between calls."""
     first, again = (batch_of(options, situation, 0, 0, 0) for _ in range(2))
     for name in ("input_ids", "labels", "attention_mask"):
         if name not in first:
@@ -329,29 +386,23 @@ def name_of(build: Build) -> str:
     return " ".join([name, *(str(value) for value in given.values() if isinstance(value, str | int) and value)])
 
 
-def checks_in(path: Path) -> dict[str, Build]:
-    """Imports a file, and returns its checks by name. Ranks import it too, so its folder is added to ``sys.path``.
+def checks_in(target: str) -> list[Build]:
+    """Imports a file, and returns its checks, or the one of ``file.py:name``. Ranks import it too, so its folder is
+    added to ``sys.path``.
 
-    Raises ValueError if it is no Python file, or has no check, or if another module has its name.
+    Raises ValueError if it is no Python file, or has no such check, or if another module has its name.
     """
-    path = path.resolve()
+    file, _, name = target.partition(":")
+    path = Path(file).resolve()
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"{path} is no Python file; give the path of one, such as check.py")
     sys.path.insert(0, str(path.parent))
     module = importlib.import_module(path.stem)
     if Path(inspect.getsourcefile(module) or "").resolve() != path:
         raise ValueError(f"{path} has the name of another module, {module.__name__}; give the file another name")
-    found = {name: each for name, each in vars(module).items() if hasattr(each, "check_options")}
+    found = {each: build for each, build in vars(module).items() if hasattr(build, "check_options")}
     if not found:
         raise ValueError(f"{path} has no check; mark a function that builds a Setup by @verify.check(ranks=2)")
-    return found
-
-
-def _preload() -> list[str]:
-    """Returns modules that take long to import, and that ranks need: for torch's modes, and for models."""
-    slow = re.compile(r"transformers\.models\.\w+\.modeling_\w+|transformers\.distributed")
-    return ["torch._dynamo", *(name for name in sys.modules if slow.fullmatch(name))]
-
-
-def _words(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    if name and name not in found:
+        raise ValueError(f"{file} has no check {name!r}; it has {', '.join(found)}{did_you_mean(name, found)}")
+    return [found[name]] if name else list(found.values())

@@ -5,12 +5,12 @@ R ranks, of which P parts read data of their own; A micro-batches of a part.
 
 from __future__ import annotations
 
-import math
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,6 @@ SITUATIONS = {
         Situation("dropout", steps=1, dropout=True, needs="dropout"),
     )
 }
-DEFAULT_SITUATIONS = ("plain", "uneven", "padding", "recomputation")
 
 
 @dataclass(frozen=True)
@@ -112,14 +111,6 @@ class World:
     device: torch.device
 
 
-class Stepper(Protocol):
-    """An optimizer, or anything that moves parameters, biases and schedules as one does."""
-
-    def step(self) -> Any: ...
-
-    def zero_grad(self) -> Any: ...
-
-
 def whole(tensor: Tensor) -> Tensor:
     """Returns a copy of a tensor, put together from the parts of all ranks if it is a ``DTensor``. A collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
@@ -139,7 +130,7 @@ class Setup:
         step: forward and backward of this rank's micro-batches, and whatever else comes before clipping. It takes the
             number of micro-batches from its argument, of which the reference gets P · A. Returns the numbers that the
             trainer logs, global ones, ``loss`` among them.
-        optimizer: has ``step()`` and ``zero_grad()``.
+        optimizer: what moves parameters, biases and schedules, by ``step()``; it has ``zero_grad()`` too.
         clip: scales the gradients, and returns the norm that they had before.
         part: which of the data this rank reads; by default its rank.
         parts: the number of parts; by default the size of the world. Ranks that share a batch have the same part.
@@ -154,7 +145,7 @@ class Setup:
 
     model: nn.Module
     step: Callable[[list[Batch]], Mapping[str, Any]]
-    optimizer: Stepper
+    optimizer: Any
     clip: Callable[[], Any] | None = None
     part: int | None = None
     parts: int | None = None
@@ -194,8 +185,8 @@ class CheckOptions:
     batches: Callable[[Situation, int, int, int], Batch] | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("ranks", self.ranks), ("vocabulary", self.vocabulary)):
-            if value < 2:
+        for name in ("ranks", "vocabulary"):
+            if (value := getattr(self, name)) < 2:
                 raise ValueError(f"{name}={value} must be at least 2")
         known = {each.needs for each in SITUATIONS.values()} - {"", "evaluate", "save"}
         for each in self.supports:
@@ -216,20 +207,43 @@ check = CheckOptions
 
 def options_of(build: Build) -> CheckOptions:
     """Returns the options of a check, also of one inside of ``functools.partial``; defaults for a plain function."""
-    options: CheckOptions = getattr(getattr(build, "func", build), "check_options", CheckOptions())
-    return options
+    return getattr(getattr(build, "func", build), "check_options", CheckOptions())
+
+
+@dataclass(frozen=True)
+class RecordingJob:
+    """What a process records.
+
+    parts: the parts whose micro-batches a reference computes, all of them; 0 on ranks. order: ``reordered`` has rows
+    and micro-batches in another order, ``whole`` all micro-batches as one. without: the loss term that is switched off.
+    resume: the training is loaded from the folder, and takes the step after the last one.
+    """
+
+    build: Build
+    options: CheckOptions
+    situation: Situation
+    dtype: torch.dtype
+    folder: Path
+    parts: int = 0
+    steps: int = 2
+    order: str = ""
+    without: str = ""
+    resume: bool = False
+
+    @property
+    def file(self) -> str:
+        """The name of the file of a record, without the rank."""
+        return re.sub(r"\W+", "-", f"{self.parts} {self.order} {self.without} {self.resume}")
 
 
 def batch_of(options: CheckOptions, situation: Situation, part: int, micro_batch: int, step: int) -> Batch:
     """Returns a micro-batch, which is a pure function of the arguments."""
     if options.batches is not None:
         return options.batches(situation, part, micro_batch, step)
-    data_part = 0 if situation.dropout else part
-    seed = zlib.crc32(f"{situation.seed} {data_part} {micro_batch} {step}".encode())
+    seed = zlib.crc32(f"{situation.seed} {0 if situation.dropout else part} {micro_batch} {step}".encode())
     random = torch.Generator().manual_seed(seed)
     ids = torch.randint(options.vocabulary, (situation.rows, situation.length), generator=random)
-    if situation.repeated:
-        ids = ids[:1, :1].expand_as(ids).clone()
+    ids = ids[:1, :1].expand_as(ids).clone() if situation.repeated else ids
     labels, mask = ids.clone(), torch.ones_like(ids)
     if situation.uneven:
         # The same numbers whatever the default dtype is.
@@ -239,9 +253,7 @@ def batch_of(options: CheckOptions, situation: Situation, part: int, micro_batch
         labels[0, 1] = ids[0, 1]
     if situation.padding and (part + micro_batch) % 2:
         mask[:, situation.length * 2 // 3 :] = 0
-        labels[mask == 0] = NO_LABEL
-    if situation.no_labels and part == 1:
-        labels[:] = NO_LABEL
+    labels[(mask == 0) | (situation.no_labels and part == 1)] = NO_LABEL
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
@@ -256,10 +268,8 @@ def draw(model: nn.Module, seed: int = 0, deviation: float = 0.1) -> None:
         values = deviation * torch.randn(parameter.shape, generator=random, dtype=torch.float64)
         values = (values + ("norm" in name)).to(parameter.dtype)
         if isinstance(parameter, DTensor):
-            sharded = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(sharded.to_local())
-        else:
-            parameter.copy_(values)
+            values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        local(parameter).copy_(local(values))
 
 
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -278,8 +288,3 @@ def count_labels(batch: Batch) -> int:
 def is_of_experts(name: str) -> bool:
     """Returns whether a module or parameter is inside of experts."""
     return ".experts." in f".{name}"
-
-
-def root_of(squares: Sequence[float]) -> float:
-    """Returns the norm of a vector from the squares of its parts."""
-    return math.sqrt(math.fsum(squares))

@@ -21,7 +21,11 @@ HELD = {
     "norm without a root": ("plain", "× the reference", "norm that clips"),
     "padding counts as tokens": ("padding", "a constant factor", "loss"),
     "configured accumulation": ("uneven", "step divides by a configured number", "loss"),
-    "no experts' gradient on a rank": ("plain", "the gradient is zero", "experts.down"),
+    "no experts' gradient on a rank": (
+        "plain",
+        "0 × the reference on experts only: nothing",
+        "experts.down",
+    ),
     "experts prescaled": ("plain", "3/2 × the reference on experts only", "experts.up"),
     "other betas": ("plain", "differs", "embed.weight"),
     "last micro-batch of a rank twice": ("uneven", "reads the data of part 1 micro-batch 2", "embed[0]"),

@@ -7,18 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from moesys.verify.comparison import _fitted, merged_observation
-from moesys.verify.diagnosis import (
-    ALONE,
-    FOLLOWS,
-    MAIN,
-    TOGETHER,
-    DiagnosisRow,
-    Observation,
-    explain,
-    explain_norm,
-    fraction,
-)
+from moesys.verify.comparison import _fitted
+from moesys.verify.diagnosis import FOLLOWS, MAIN, ROWS, Observation, Row, explain, explain_norm, fraction
 
 AUX = "auxiliary loss"
 
@@ -30,59 +20,55 @@ def seen(main: list[float], aux: list[float] | None = None, **options: Any) -> O
     return Observation(coefficients, **options)
 
 
-ROWS: dict[str, tuple[Observation, str]] = {
-    "the gradient is None on some ranks": (seen([1, 1], absent=True), "None"),
-    "rows of experts match other experts": (seen([1, 1], permutation=[1, 0]), "experts permuted: [1, 0]"),
-    "the halves of a tensor are exchanged": (seen([1, 1], halves=True), "gate and up"),
-    "the ranks that share a batch sum up to the reference": (seen([1, 1], sums_up=True), "not summed over the ranks"),
-    "the residual is large": (seen([2, 2], residual=0.5), FOLLOWS),
-    "all coefficients are 1": (seen([1, 1], [1, 1]), "rounding only"),
-    "all coefficients are 0": (seen([0, 0]), "nothing reaches it"),
-    "all coefficients and the logged loss are 1/P": (
-        seen([0.5, 0.5], scope="all", loss_factor=0.5),
-        "step divides by a configured number",
-    ),
-    "all coefficients are the same": (seen([2, 2], [2, 2]), "2 × the reference: summed over 2 data ranks"),
-    "a loss term has another coefficient, the rest 1": (seen([1, 1], [0.5, 0.5]), "auxiliary loss counts 1/2 ×: divid"),
-    "the main loss has 0, other terms 1": (seen([0, 0], [1, 1]), "main loss has no gradient here"),
-    "only the rank's own part has coefficients, and ranks differ": (
+CASES: dict[str, tuple[Observation, str]] = {
+    "factor, 1": (seen([1, 1], [1, 1]), "1 × the reference: rounding only"),
+    "factor, 0": (seen([0, 0]), "0 × the reference: nothing reaches it"),
+    "factor, configured": (seen([0.5, 0.5], scope="all", loss_factor=0.5), "step divides by a configured number"),
+    "factor": (seen([2, 2], [2, 2]), "2 × the reference: summed over 2 data ranks"),
+    "loss_term": (seen([1, 1], [0.5, 0.5]), "auxiliary loss counts 1/2 ×: divid"),
+    "loss_term, main": (seen([0, 0], [1, 1]), "main loss counts 0 ×: nothing reaches it"),
+    "own_tokens": (
         seen([0, 2], [0, 2], part=1, alike=False),
         "only this rank's own tokens, 2 ×: not reduced over the 2 data ranks",
     ),
-    "some parts or micro-batches have 0, and ranks are alike": (
-        seen([1, 0, 1, 1], [1, 0, 1, 1]),
-        "tokens of part 0 micro-batch 1 are missing",
-    ),
-    "parts, or micro-batches, have coefficients N / (P · n)": (
+    "missing": (seen([1, 0, 1, 1], [1, 0, 1, 1]), "tokens of part 0 micro-batch 1 are missing"),
+    "means": (
         seen([2 / 3, 2], [1, 1]),
         "means of each rank are averaged: a token's weight depends on its rank (2/3 to 2)",
     ),
-    "the coefficient of micro-batch m is R^(A-1-m)": (seen([4, 2, 1, 4, 2, 1]), "reduced, not its increase"),
-    "the coefficient of micro-batch m is 1 / R^(A-m)": (
-        seen([1 / 8, 1 / 4, 1 / 2, 1 / 8, 1 / 4, 1 / 2]),
-        "the accumulated buffer is scaled",
-    ),
+    "accumulated": (seen([4, 2, 1, 4, 2, 1]), "reduced, not its increase"),
+    "accumulated, scaled": (seen([1 / 8, 1 / 4, 1 / 2, 1 / 8, 1 / 4, 1 / 2]), "the accumulated buffer is scaled"),
 }
 
 
+def row_of(case: str) -> Row:
+    """Returns the row that a case is for."""
+    return next(row for row in ROWS if row.__name__ == case.partition(",")[0])
+
+
 def test_every_row_has_a_case() -> None:
-    assert list(ROWS) == [row.observed for row in (*ALONE, *TOGETHER)]
+    assert {row_of(case) for case in CASES} == set(ROWS)
 
 
-@pytest.mark.parametrize("row", [*ALONE, *TOGETHER], ids=lambda row: row.observed)
-def test_a_row_names_its_cause_and_a_way_out(row: DiagnosisRow) -> None:
-    observation, words = ROWS[row.observed]
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_names_its_cause_and_a_way_out(case: str) -> None:
+    observation, words = CASES[case]
+    assert words in row_of(case)(observation)
     cause = explain(observation)
     assert words in cause.words
-    assert row.way_out in cause.way_out
+    assert ROWS[row_of(case)] in cause.way_out
 
 
-@pytest.mark.parametrize("row", [*ALONE, *TOGETHER], ids=lambda row: row.observed)
-def test_no_other_row_gives_the_same_cause(row: DiagnosisRow) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.__name__)
+def test_no_other_row_gives_the_same_cause(row: Row) -> None:
     """A row that does not hold says nothing of what others are for."""
-    for observed, (observation, _) in ROWS.items():
-        if observed != row.observed and row in TOGETHER and observed in {each.observed for each in TOGETHER}:
-            assert not row.means(observation), (row.observed, observed)
+    for case, (observation, _) in CASES.items():
+        assert row_of(case) is row or not row(observation), (row.__name__, case)
+
+
+def test_what_no_coefficients_explain_follows_from_something_earlier() -> None:
+    assert explain(seen([2, 2], residual=0.5)).words == FOLLOWS
+    assert explain(Observation()).words == FOLLOWS
 
 
 @pytest.mark.parametrize(
@@ -150,12 +136,13 @@ def test_more_coefficients_than_numbers_are_not_fitted() -> None:
     assert explain(_fitted(torch.tensor([5.0, -3.0]), vectors, Observation())).words == FOLLOWS
 
 
-def test_experts_complete_each_others_coefficients() -> None:
-    nan = float("nan")
-    merged = merged_observation([seen([1, nan, 1, 0]), seen([nan, 0, 1, 0])])
-    assert merged is not None
-    assert explain(merged).words == "tokens of part 0 micro-batch 1, part 1 micro-batch 1 are missing"
-    assert merged_observation([seen([1, 0]), seen([1, 2])]) is None
+def test_experts_have_coefficients_in_common() -> None:
+    """Expert 0 has no tokens of some micro-batches, expert 1 none of others, and both lack those of the last one."""
+    random = torch.Generator().manual_seed(0)
+    vectors = {(MAIN, m): torch.randn(2, 5, 7, generator=random, dtype=torch.float64) for m in range(4)}
+    vectors[MAIN, 1][0], vectors[MAIN, 2][1] = 0.0, 0.0
+    fitted = _fitted(sum(vectors.values()) - vectors[MAIN, 3], vectors, Observation(micro_batches=2))
+    assert explain(fitted).words == "tokens of part 1 micro-batch 1 are missing"
 
 
 GRADIENTS = {"dense": 4.0, "layers.0.experts.up": 12.0}

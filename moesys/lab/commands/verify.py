@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -10,7 +11,7 @@ from moesys.lab.commands.options import AsJson, Quiet, argument, flag, option, r
 
 @refusing()
 def verify_command(
-    check: Annotated[str, argument("CHECK", "check.py, or check.py:NAME for one of its checks.")] = "",
+    target: Annotated[str, argument("CHECK", "check.py, or check.py:NAME for one of its checks.")] = "",
     model: Annotated[str, option("TYPE", "A model type of transformers instead, such as qwen3_moe.")] = "",
     parallel: Annotated[str, option("SIZES", "With --model: sizes of fsdp, tp and ep.")] = "fsdp=2",
     implementation: Annotated[
@@ -26,6 +27,7 @@ def verify_command(
     quiet: Quiet = False,
 ) -> int:
     """Runs checks and prints their reports; returns the exit code."""
+    given = Namespace(**locals(), all=every, json=as_json)
     # These imports are here because they import torch, and strategies transformers.
     from moesys.config import Ep, Fsep, Strategy
     from moesys.hf.parallelize import parallelize
@@ -36,5 +38,4 @@ def verify_command(
         name: partial(parallelize, strategy=Strategy(name=name, sharding=sharding))
         for name, sharding in shardings.items()
     }
-    settings = (check, model, parallel, implementation, situations, every, ranks, dtype, seed, timeout)
-    return verify(*settings, as_json=as_json, quiet=quiet, strategies=strategies)
+    return verify(given, strategies)
