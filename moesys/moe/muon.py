@@ -39,6 +39,8 @@ from moesys.overlap.comm.record import Meter, Recorder
 _ROWS_AT_ONCE = 4
 # A product of experts on a GPU has always so many, so that no bit of one depends on which others there are.
 _MATRICES_AT_ONCE = 4
+# From so many rows on, products of a matrix with its own transpose are computed by halves on CPUs.
+_HALVED_ROWS = 512
 # The name under which a channel counts the bytes of messages.
 _LANE = "optimizer"
 
@@ -349,10 +351,32 @@ def _iterated(wide: Tensor, group: Mapping[str, Any]) -> Tensor:
     a, b, c = group["ns_coefficients"]
     add_product = torch.addmm if wide.ndim == 2 else torch.baddbmm
     wide = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
+    # In bfloat16, rounding the square before it is scaled would lose digits.
+    halved = wide.ndim == 2 and wide.device.type == "cpu" and wide.dtype == torch.float32 and len(wide) >= _HALVED_ROWS
+    gram, square = (wide.new_empty(len(wide), len(wide)) for _ in range(2)) if halved else (wide, wide)
     for _ in range(group["ns_steps"]):
-        gram = wide @ wide.mT
-        wide = add_product(wide, add_product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+        if halved:
+            _multiply_by_transpose(wide, gram)
+            _multiply_by_transpose(gram, square)
+            polynomial = square.mul_(c).add_(gram, alpha=b)
+        else:
+            gram = wide @ wide.mT
+            polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+        wide = add_product(wide, polynomial, wide, beta=a)
     return wide
+
+
+def _multiply_by_transpose(matrix: Tensor, out: Tensor) -> None:
+    """Writes the product of a matrix and its transpose, of which nearly one half is copied from the other."""
+    if len(matrix) < _HALVED_ROWS:
+        torch.mm(matrix, matrix.mT, out=out)
+        return
+    half = len(matrix) // 2
+    first, second = matrix[:half], matrix[half:]
+    _multiply_by_transpose(first, out[:half, :half])
+    _multiply_by_transpose(second, out[half:, half:])
+    torch.mm(second, first.mT, out=out[half:, :half])
+    out[:half, half:] = out[half:, :half].mT
 
 
 # --- which rank trains what -------------------------------------------------------------------------------------------

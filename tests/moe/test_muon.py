@@ -235,6 +235,17 @@ def test_batches_on_gpus_are_the_matrices_one_by_one() -> None:
         assert singular_values.max() / singular_values.min() < 2.0
 
 
+def test_products_by_halves_are_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ms.Muon(ms.MoELayer(SHAPE, STRATEGIES["ep"])).param_groups[0]
+    halved = torch.randn(1, 1100, 1031, generator=torch.Generator().manual_seed(0))
+    whole = halved.clone()
+    muon.orthogonalize_([halved], group)
+    monkeypatch.setattr(muon, "_HALVED_ROWS", 10**6)
+    muon.orthogonalize_([whole], group)
+    assert not torch.equal(halved, whole), "both are the same products"
+    torch.testing.assert_close(halved, whole, rtol=0, atol=1e-5 * float(whole.abs().max()))
+
+
 def work_of(strategy: ms.Strategy) -> int:
     """The cost of all rows that this rank owns, of parameters that no rank has whole."""
     optimizer = ms.Muon(Stack(SHAPE, strategy, num_layers=2))
