@@ -5,7 +5,6 @@ S steps that were written, L layers, E experts, N lines of one rank's file, F fi
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,31 +84,38 @@ def read_watched_run(folder: Path) -> WatchedRun:
     if not files:
         raise ValueError(f"{folder} has no rank-0000.jsonl; give the folder that ms.Watch(model, folder) writes to")
     lowest = next(iter(files))
-    first = _RankLines.read(files[lowest])
-    if not first.steps:
+    first, tokens_E = _read(files[lowest])
+    if not first:
         raise ValueError(f"{files[lowest]} has no step yet; come back when the first one is through")
-    steps_S = np.array(first.steps)[first.kept_N]
-    num_ranks_S = np.array(first.num_ranks)[first.kept_N]
+    steps_S = np.array([line.step for line in first])
+    place_of = {line.step: place for place, line in enumerate(first)}
     columns: dict[int, _LayerColumns] = defaultdict(lambda: _LayerColumns(len(steps_S)))
-    tokens_E: dict[int, IntArray] = {}
     # Most events happen on all ranks; the others name their rank.
     events: dict[RunEvent, None] = {}
-    for rank in files:
-        lines = first if rank == lowest else _RankLines.read(files[rank])
-        # If a run is resumed with fewer ranks, the old lines of the other ranks stay behind.
-        lines.fold_into(columns, steps_S, num_ranks_S > rank)
-        tokens_E = lines.tokens_E() | tokens_E
-        wanted = set(steps_S[num_ranks_S > rank].tolist())
-        events |= {event: None for line, event in lines.events if lines.kept_N[line] and event.step in wanted}
+    for rank, path in files.items():
+        lines, tokens_of_rank = (first, tokens_E) if rank == lowest else _read(path)
+        tokens_E = tokens_of_rank | tokens_E
+        # A rank may be a step ahead. If a run is resumed with fewer ranks, the old lines of the others stay behind.
+        lines = [each for each in lines if each.step in place_of and first[place_of[each.step]].num_ranks > rank]
+        events |= {RunEvent(line.step, event): None for line in lines for event in line.events}
+        if lines:
+            layer_N = np.concatenate([line.layers for line in lines])
+            fields_NF = np.concatenate([line.fields_LF for line in lines])
+            place_N = np.repeat([place_of[line.step] for line in lines], [len(line.layers) for line in lines])
+            for layer in np.unique(layer_N).tolist():
+                columns[layer].add(fields_NF[layer_N == layer], place_N[layer_N == layer])
     by_layer = [columns[layer].by_name() for layer in sorted(columns)]
     return WatchedRun(
         folder=folder,
-        num_ranks=int(num_ranks_S[-1]),
+        num_ranks=first[-1].num_ranks,
         layers=tuple(sorted(columns)),
         steps_S=steps_S,
-        time_s_S=np.array(first.times_s)[first.kept_N],
-        step_ms_S=np.array(first.steps_ms)[first.kept_N],
-        numbers=first.numbers_S(),
+        time_s_S=np.array([line.time_s for line in first]),
+        step_ms_S=np.array([line.step_ms for line in first]),
+        numbers={
+            name: np.array([line.numbers.get(name, np.nan) for line in first])
+            for name in dict.fromkeys(name for line in first for name in line.numbers)
+        },
         **{f"{name}_SL": _beside([of[name] for of in by_layer], steps_S) for name in (*_FIELDS, "worst_exposed_ms")},
         tokens_E=dict(sorted(tokens_E.items())),
         events=tuple(sorted(events, key=lambda event: event.step)),
@@ -148,74 +154,43 @@ class _LayerColumns:
         return columns | {"worst_exposed_ms": self._worst_exposed_ms_S}
 
 
-class _RankLines:
-    """All lines of one rank's file, by columns; ``kept_N`` are those that count."""
+class _Line(NamedTuple):
+    """The line of a step without its tokens; F fields of each of the step's layers."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.steps: list[int] = []
-        self.num_ranks: list[int] = []
-        self.times_s: list[float] = []
-        self.steps_ms: list[float] = []
-        self.events: list[tuple[int, RunEvent]] = []
-        self.kept_N = np.zeros(0, dtype=bool)
-        self._numbers: dict[str, dict[int, float]] = defaultdict(dict)
-        # The numbers of lines of each layer, and F fields of each line.
-        self._lines: dict[int, array[int]] = defaultdict(lambda: array("q"))
-        self._fields: dict[int, array[float]] = defaultdict(lambda: array("d"))
-        self._newest: deque[tuple[int, StepLine]] = deque(maxlen=NEWEST_STEPS)
+    step: int
+    num_ranks: int
+    time_s: float
+    step_ms: float
+    numbers: dict[str, float]
+    layers: IntArray
+    fields_LF: FloatArray
+    events: tuple[EventLine, ...]
 
-    @classmethod
-    def read(cls, path: Path) -> _RankLines:
-        found = cls(path)
-        for number, line in enumerate(step_journal(path).read()):
-            found._add(number, line)
-        # A line counts if no later one is of the same step or of one before: there the run began again.
-        steps_N = np.array(found.steps, dtype=np.int64)
-        later_N = np.append(np.minimum.accumulate(steps_N[::-1])[::-1][1:], np.iinfo(np.int64).max)
-        found.kept_N = steps_N < later_N[: len(steps_N)]
-        return found
 
-    def _add(self, number: int, line: StepLine) -> None:
-        self.steps.append(line.step)
-        self.num_ranks.append(line.num_ranks)
-        self.times_s.append(line.time_s)
-        self.steps_ms.append(line.step_ms)
-        self.events += [(number, RunEvent(line.step, event)) for event in line.events]
-        for name, value in line.numbers.items():
-            self._numbers[name][number] = value
+def _read(path: Path) -> tuple[list[_Line], dict[int, IntArray]]:
+    """Returns the lines of one rank that count, and the tokens of each layer whose tokens the rank wrote, in the newest
+    of them. Where a run began again, only lines before that step and those written since count.
+    """
+    lines: list[_Line] = []
+    newest: deque[StepLine] = deque(maxlen=NEWEST_STEPS)
+    for line in step_journal(path).read():
+        for earlier in (lines, newest):
+            while earlier and earlier[-1].step >= line.step:
+                earlier.pop()
+        layers = np.array([layer.layer for layer in line.layers], dtype=np.int64)
+        fields_LF = np.array([[getattr(layer, name) for name in _FIELDS] for layer in line.layers], dtype=np.float64)
+        of_line = (line.step, line.num_ranks, line.time_s, line.step_ms, line.numbers)
+        lines.append(_Line(*of_line, layers, fields_LF.reshape(-1, len(_FIELDS)), line.events))
+        newest.append(line)
+    totals: dict[int, IntArray] = {}
+    for line in newest:
         for layer in line.layers:
-            self._lines[layer.layer].append(number)
-            self._fields[layer.layer].extend(getattr(layer, name) for name in _FIELDS)
-        self._newest.append((number, line))
-
-    def numbers_S(self) -> dict[str, FloatArray]:
-        """Returns the numbers of the lines that count, by name."""
-        kept = np.flatnonzero(self.kept_N).tolist()
-        return {name: np.array([of.get(line, np.nan) for line in kept]) for name, of in self._numbers.items()}
-
-    def fold_into(self, columns: dict[int, _LayerColumns], steps_S: IntArray, wanted_S: npt.NDArray[np.bool_]) -> None:
-        """Adds what is known of the steps that are wanted: another rank may be one ahead or behind."""
-        steps_N = np.array(self.steps, dtype=np.int64)
-        position_N = np.searchsorted(steps_S, steps_N).clip(max=len(steps_S) - 1)
-        known_N = self.kept_N & (steps_S[position_N] == steps_N) & wanted_S[position_N]
-        for layer, lines in self._lines.items():
-            lines_N = np.array(lines)
-            fields_NF = np.array(self._fields[layer]).reshape(-1, len(_FIELDS))
-            here = known_N[lines_N]
-            columns[layer].add(fields_NF[here], position_N[lines_N[here]])
-
-    def tokens_E(self) -> dict[int, IntArray]:
-        """Returns the tokens of each layer whose tokens this rank wrote, in the newest lines."""
-        totals: dict[int, IntArray] = {}
-        for number, line in self._newest:
-            for layer in line.layers:
-                if self.kept_N[number] and layer.tokens_E:
-                    tokens_E = np.array(layer.tokens_E, dtype=np.int64)
-                    if (total_E := totals.setdefault(layer.layer, np.zeros_like(tokens_E))).shape != tokens_E.shape:
-                        raise ValueError(
-                            f"{self.path}: step {line.step} has {len(tokens_E)} experts in layer {layer.layer}, and a "
-                            f"step before it {len(total_E)}; delete the line"
-                        )
-                    total_E += tokens_E
-        return totals
+            if layer.tokens_E:
+                tokens_E = np.array(layer.tokens_E, dtype=np.int64)
+                if (total_E := totals.setdefault(layer.layer, np.zeros_like(tokens_E))).shape != tokens_E.shape:
+                    raise ValueError(
+                        f"{path}: step {line.step} has {len(tokens_E)} experts in layer {layer.layer}, and a step "
+                        f"before it {len(total_E)}; delete the line"
+                    )
+                total_E += tokens_E
+    return lines, totals
