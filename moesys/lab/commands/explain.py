@@ -20,7 +20,7 @@ from moesys.balance.plan import LayerPlan, StepPlan
 from moesys.balance.predictors import window
 from moesys.balance.replay import Replan, ReplayBatch, replay_layer
 from moesys.balance.run_planner import split_tokens
-from moesys.config import Fsep, ModelShape, Oracle, Strategy
+from moesys.config import Oracle, Strategy
 from moesys.config.base import check_type
 from moesys.config.experiment import Experiment
 from moesys.config.workload import RealTraining, Replay
@@ -33,7 +33,6 @@ from moesys.lab.show.step_explanation import (
     ExpertChange,
     LayerExplanation,
     LayoutChange,
-    MegaKernelMemory,
     PathPlace,
     StepExplanation,
     Traffic,
@@ -129,7 +128,6 @@ def explain(
             PathPlace(where, 1000 * seconds, share) for where, seconds, share in by_place(simulated.critical_path)
         ],
         layers=tuple(_explain_layer(layer, plan, walk, simulated) for layer, walk in enumerate(walks)),
-        mega=_mega_memory(strategy, model, plans),
         would_not_run=step.why_not(model_layers),
     )
 
@@ -277,28 +275,3 @@ def _traffic(plan: LayerPlan, step: StepPlan) -> list[Traffic]:
         *late,
         traffic("reshard", 1, *reshard_bytes(plan.layout, model, cluster, sharding)),
     ]
-
-
-# --- memory ---
-
-
-def _mega_memory(strategy: Strategy, model: ModelShape, plans: tuple[LayerPlan, ...]) -> MegaKernelMemory | None:
-    """Returns the memory that a ``MegaKernel`` takes for these layers; None for other overlaps."""
-    overlap = strategy.overlap
-    if not overlap.reaches_memory:
-        return None
-    # These imports are here because the modules import Triton.
-    from moesys.moe.pulled_experts import ring_bytes
-    from moesys.overlap.mega_executor import symmetric_bytes
-
-    num_ranks, num_slots = plans[0].layout.expert_RS.shape
-    most_tokens = max(int(plan.load.tokens_RE.sum(1).max()) for plan in plans) // model.top_k
-    if strategy.plans_on_device and overlap.most_tokens is not None:
-        most_tokens = overlap.most_tokens
-    num_replicas = max(int((plan.layout.replicas_RE > 0).sum()) for plan in plans)
-    # MoELayer decides in the same way: experts that are restored node by node are sent, not pulled.
-    pulls = num_ranks > 1 and isinstance(strategy.sharding, Fsep) and strategy.sharding.flat
-    return MegaKernelMemory(
-        symmetric_bytes(overlap, model, most_tokens, num_ranks, num_replicas),
-        ring_bytes(model, num_ranks, num_slots, strategy.reduction.gradient_bytes) if pulls else 0,
-    )

@@ -12,7 +12,7 @@ import numpy as np
 from rich.text import Text
 from rich.tree import Tree
 
-from moesys.config import BYTES_PER_GB, ClusterSpec, Strategy
+from moesys.config import ClusterSpec, Strategy
 from moesys.config.base import python_value
 from moesys.display import Columns, Display, counted, listed
 from moesys.lab.runs.declarations import member_words
@@ -136,18 +136,6 @@ class LayerExplanation:
 
 
 @dataclass(frozen=True)
-class MegaKernelMemory:
-    """The memory of a rank that peers access in a model under a ``MegaKernel``, in bytes, for all layers together.
-
-    symmetric_bytes: the arena. pulled_bytes: the regions from which peers pull experts and gradients; 0 if those are
-    sent or stay.
-    """
-
-    symmetric_bytes: int
-    pulled_bytes: int
-
-
-@dataclass(frozen=True)
 class PathPlace:
     """A place on the critical path, such as ``node 2's NIC in``, and its share of the path."""
 
@@ -166,7 +154,6 @@ class StepExplanation(Display):
         ``step_ms``.
     exposed_ms: all waiting, the mean over ranks.
     critical_path: the places that determine the step's length, most milliseconds first; they add up to ``step_ms``.
-    mega: the memory of a ``MegaKernel``; None for other overlaps.
     would_not_run: the reasons why it would not run on such a cluster, if there are any.
     """
 
@@ -184,7 +171,6 @@ class StepExplanation(Display):
     mean_ms: dict[str, float]
     critical_path: list[PathPlace]
     layers: tuple[LayerExplanation, ...]
-    mega: MegaKernelMemory | None = None
     would_not_run: tuple[str, ...] = ()
 
     def _facts(self) -> str:
@@ -231,10 +217,6 @@ def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> 
     add_line(tree, "strategy", repr(explanation.strategy))
     if explanation.strategy.overlap.reaches_memory:
         add_line(tree, "plans", _planning_words(explanation.strategy))
-    if (mega := explanation.mega) is not None:
-        pulled = f", and {mega.pulled_bytes / BYTES_PER_GB:.3f} GB where they pull experts and gradients"
-        shared = f"{mega.symmetric_bytes / BYTES_PER_GB:.3f} GB that peers reach{pulled * (mega.pulled_bytes > 0)}"
-        add_line(tree, "memory of a rank", f"{shared}, for all layers together")
     _time_branch(tree, explanation)
     add_head(tree, counted(len(layers), "layer")).add(_table(layers))
     _layer_branch(tree, layers[layer], explanation.strategy, explanation.critical_rank)
