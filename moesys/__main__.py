@@ -177,13 +177,6 @@ def options(
     """Takes the options of moesys itself."""
 
 
-@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench() -> int:
-    """Prints where the benchmarks are."""
-    print("The benchmarks run from a checkout of moesys: python -m benchmarks --help")
-    return 2
-
-
 def main() -> None:
     """Runs a command. SIGTERM ends it as Ctrl-C does, but with exit code 143 instead of 130: 128 and the signal."""
     for stream in (sys.stdout, sys.stderr):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from rich.console import Console
 
 from moesys.display import counted
 from moesys.lab.commands.options import AsJson, Quiet, Wide, flag
-from moesys.lab.runs.environment import available_cores, collect_environment, cpu_name, output_of, version_of
+from moesys.lab.runs.environment import available_cores, cpu_name, version_of
 from moesys.lab.show.sheets import Column, Sheet, print_sheet
 
 State = Literal["ok", "slow", "missing", "broken"]
@@ -166,13 +165,6 @@ def _gpus() -> Iterator[Check]:
     for name in dict.fromkeys(device.name for device in devices):
         alike = [device for device in devices if device.name == name]
         yield Check("GPU", f"{len(alike)} × {name}, {alike[0].total_memory / GIB:.0f} GiB", "ok")
-    if len(devices) > 1:
-        status = output_of("nvidia-smi", "nvlink", "--status", timeout_s=5)
-        links = sum("GB/s" in line for line in status.splitlines())
-        if links:
-            yield Check("NVLink", f"{links} links up", "ok", "its speed: moesys calibrate, under torchrun")
-        else:
-            yield Check("NVLink", "none, or not reported", "missing", "for fast all-to-alls inside a node")
 
 
 def _optional() -> Iterator[Check]:
@@ -217,31 +209,14 @@ def _sum_of_ranks() -> float:
     return value_1.item()
 
 
-def _git() -> Iterator[Check]:
-    if not shutil.which("git"):
-        yield Check("git", "not installed", "missing", "to record which commit results come from: install git")
-        return
-    environment, _ = collect_environment()
-    if environment.git_commit:
-        changes = " with uncommitted changes" if environment.git_dirty else ""
-        yield Check("git", f"commit {environment.git_commit[:8]}{changes}", "ok")
-    else:
-        yield Check("git", "moesys does not run from a checkout", "ok", "records name the version, but no commit")
-
-
 # --- machine --------------------------------------------------------------------------------------------------------
 
 
-def _cpu() -> Iterator[Check]:
-    cores = available_cores()
-    found = f"{cpu_name()}, {counted(cores, 'core')}"
-    yield Check("CPU", found, "ok", f"for timings, start at most {counted(cores, 'rank')} of one thread")
-
-
-def _memory() -> Iterator[Check]:
+def _machine() -> Iterator[Check]:
     import psutil
 
-    memory = psutil.virtual_memory()
+    cores, memory = counted(available_cores(), "core"), psutil.virtual_memory()
+    yield Check("CPU", f"{cpu_name()}, {cores}", "ok", "for timings, start at most a rank of one thread a core")
     yield Check("memory", f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB of it free", "ok")
 
 
@@ -267,8 +242,6 @@ _CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "GPU kernels": _optional,
     "backends": _backends,
     "local ranks": _local_ranks,
-    "git": _git,
-    "CPU": _cpu,
-    "memory": _memory,
+    "machine": _machine,
     "bfloat16": _half_precision,
 }

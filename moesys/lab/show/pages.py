@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
-from itertools import cycle, pairwise
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,13 +169,6 @@ class Bins:
         """The first step of each bin, and the one after the last."""
         return np.append(self.steps_S[self.first_B], self.steps_S[-1] + 1)
 
-    @property
-    def labels(self) -> list[str]:
-        """The name of each bin, such as ``step 7`` or ``steps 11–20``."""
-        last_B = np.append(self.first_B[1:], len(self.steps_S)) - 1
-        ends = zip(self.steps_S[self.first_B].tolist(), self.steps_S[last_B].tolist(), strict=True)
-        return [f"step {first}" if first == last else f"steps {first}–{last}" for first, last in ends]
-
     def mean(self, values: FloatArray) -> FloatArray:
         """Returns the mean of each bin, along axis 0, of values that are finite."""
         counts = np.add.reduceat(np.isfinite(values).astype(float), self.first_B)
@@ -236,9 +229,7 @@ def _loads(run: WatchedRun, bins: Bins) -> list[str]:
         "The busiest rank's tokens over the mean: 1 is balanced. A row is a layer, a cell the median of a step's "
         "micro-batches" + ("." if bins.single else ", a mean over its steps.")
     )
-    drawn = heat_map(
-        bins.mean(run.load_p50_SL).T, rows, (bins.edges, bins.labels), (1.0, 1.2), ("step", "load max/mean")
-    )
+    drawn = heat_map(bins.mean(run.load_p50_SL).T, rows, bins.edges, (1.0, 1.2), ("step", "load max/mean"))
     parts = [section("Load by layer over steps", drawn, note)]
     over_layers = {
         "p50, mean over layers": _of_steps(np.nanmean, run.load_p50_SL),
@@ -324,7 +315,7 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
         return f'<p class="none">{escape(unit)}: {_number(known[0])} {where}</p>'
     top = float(np.quantile(known, _CAP))
     note = ""
-    at_B, edges, texts = bins.mean(bins.steps_S.astype(float)), bins.edges.tolist(), [list[str]() for _ in bins.labels]
+    at_B = bins.mean(bins.steps_S.astype(float))
     with style(PAGE_STYLE):
         figure = Figure(figsize=(_WIDTH, _CURVE_HEIGHT), layout="constrained")
         axes = figure.subplots()
@@ -346,10 +337,7 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
                 marker=marker,
                 label=short(name),
             )
-            for place, words in enumerate(texts):
-                ends = "" if bins.single else f" ({_number(low_B[place])} to {_number(high_B[place])})"
-                words.append(f"{name} {_number(mean_B[place])}{ends}")
-        axes.set(xlabel="step", ylabel=unit, xlim=(edges[0] - 0.5, edges[-1] - 0.5))
+        axes.set(xlabel="step", ylabel=unit, xlim=(bins.edges[0] - 0.5, bins.edges[-1] - 0.5))
         axes.grid(axis="y", linewidth=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
@@ -359,27 +347,23 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
             note = f'<p class="note">{above} above {_number(1.15 * top)}, up to {_number(known.max())}, not shown.</p>'
         if len(values_S) > 1:
             figure.legend(loc="outside lower center", ncols=4)
-    hints = [
-        Hint((first - 0.5, after - 0.5), axes.get_ylim(), f"{label}: {'; '.join(words)}")
-        for (first, after), label, words in zip(pairwise(edges), bins.labels, texts, strict=True)
-    ]
-    return inline_svg(figure, hints) + note
+    return inline_svg(figure) + note
 
 
 def heat_map(
     values_LB: FloatArray,
     rows: Sequence[str],
-    columns: tuple[npt.NDArray[Any], Sequence[str]],
+    edges: npt.NDArray[Any],
     scale: tuple[float, float],
     what: tuple[str, str],
 ) -> str:
     """Draws a cell for each row and column, coloured by its value; a nan leaves its cell empty.
 
-    ``columns``: where they begin and the last one ends, and their names. ``scale``: the value of the first colour, and
-    the least value that the last colour may have, so that small differences look small. ``what``: names the horizontal
-    axis and the values. Dark cells have large values.
+    ``edges``: where columns begin, and the last one ends. ``scale``: the value of the first colour, and the least value
+    that the last colour may have, so that small differences look small. ``what``: names the horizontal axis and the
+    values. Dark cells have large values.
     """
-    (floor, top), (edges, labels) = scale, columns
+    floor, top = scale
     known = values_LB[np.isfinite(values_LB)]
     if known.size > 1 and known.min() == known.max() and known.size == values_LB.size:
         return f'<p class="none">{escape(what[1])}: {_number(known[0])} in every cell</p>'
@@ -402,12 +386,7 @@ def heat_map(
         bar = figure.colorbar(mesh, ax=axes, label=what[1], extend=beyond, pad=0.01, fraction=0.05)
         for steps in bar.ax.findobj(QuadMesh):
             steps.set_rasterized(True)
-    ends = edges.tolist()
-    hints = [
-        Hint((ends[column], ends[column + 1]), (row, row + 1), f"{rows[row]}, {labels[column]}: {_number(value)}")
-        for (row, column), value in np.ndenumerate(values_LB)
-    ]
-    return inline_svg(figure, hints)
+    return inline_svg(figure)
 
 
 def token_map(tokens_E: Mapping[int, IntArray]) -> str:
@@ -415,9 +394,8 @@ def token_map(tokens_E: Mapping[int, IntArray]) -> str:
     share_LE = np.full((len(tokens_E), max(map(len, tokens_E.values()))), np.nan)
     for row, of_layer_E in enumerate(tokens_E.values()):
         share_LE[row, : len(of_layer_E)] = of_layer_E / max(of_layer_E.mean(), 1e-300)
-    experts = np.arange(share_LE.shape[1] + 1) - 0.5, [f"expert {expert}" for expert in range(share_LE.shape[1])]
-    rows = [f"layer {layer}" for layer in tokens_E]
-    return heat_map(share_LE, rows, experts, (0.0, 2.0), ("expert", "tokens over the mean"))
+    rows, edges = [f"layer {layer}" for layer in tokens_E], np.arange(share_LE.shape[1] + 1) - 0.5
+    return heat_map(share_LE, rows, edges, (0.0, 2.0), ("expert", "tokens over the mean"))
 
 
 def timelines(panels: Sequence[TimelinePanel], title: str) -> str:

@@ -16,7 +16,6 @@ from moesys.config.workload import Generated
 from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import run
-from moesys.lab.runs.trials import simulated_steps
 from moesys.lab.show.comparisons import headline
 from moesys.lab.show.run_page import index_page, run_page, write_page
 
@@ -34,7 +33,7 @@ def written(of: Experiment, out: Path, **step_ms: float) -> Path:
     return folder.path
 
 
-def test_a_simulated_run_has_its_table_winner_loads_and_timelines_on_one_scale(small, tmp_path):
+def test_a_simulated_run_has_its_table_winner_and_timelines_on_one_scale(small, tmp_path):
     result = run(small, tmp_path, jobs=1)
     page = run_page(RunFolder(result.path))
     assert page == run_page(RunFolder(result.path))
@@ -47,21 +46,6 @@ def test_a_simulated_run_has_its_table_winner_loads_and_timelines_on_one_scale(s
         (row.name, pytest.approx(row.median("step_ms"), rel=1e-3)) for row in comparison.rows
     ]
     assert "<svg" in section(page, "Speed-up")
-    loads = section(page, "Load of ranks and experts")
-    names = [row.name for row in comparison.rows[:2]]
-    assert [text for text in re.findall(r">([^<>]+)</text>", loads) if text.startswith("rank, under")] == [
-        f"rank, under {name}" for name in names
-    ]
-    step = next(
-        simulated_steps(comparison.rows[1].strategy, small.model, small.cluster, small.workload, small.seeds[0])
-    )
-    counts = step.plans[0].layers[0].tokens.computed_RE
-    hints = [unescape(title) for *_, title in HINT.findall(loads)][counts.size :]
-    assert hints == [
-        f"expert {expert}, rank {rank}: {counts[rank, expert]:.4g}"
-        for expert in range(counts.shape[1])
-        for rank in range(counts.shape[0])
-    ]
     drawn = section(page, "Timelines")
     assert len(re.findall("<svg", drawn)) == 1
     texts = re.findall(r">([^<>]+)</text>", drawn)
@@ -86,7 +70,7 @@ def test_a_trained_run_has_its_losses_loads_and_step_times(tmp_path):
     assert first_steps == ["step 0", f"step {experiment().workload.warmup}"]
     titles = ["Speed-up", "Loss", "Load of experts", "Step time", "About this run"]
     assert re.findall("<h2>(.*?)</h2>", page)[1:] == titles
-    assert "expert 3: 1.6" in section(page, "Load of experts")
+    assert "<svg" in section(page, "Load of experts")
     assert "MEASURED: tiny, 4 experts with top-2 on 4 ranks of 1 node" in page
 
 
