@@ -224,11 +224,11 @@ def _git_state(package: Path) -> tuple[str, str]:
     return commit, "".join(diffs)
 
 
-def output_of(*command: str, timeout_s: float | None = None) -> str:
-    """Returns what a command prints, whatever its exit code; "" if it is not installed or does not end in time."""
+def output_of(*command: str) -> str:
+    """Returns what a command prints, whatever its exit code; "" if it is not installed."""
     try:
-        return subprocess.run(command, capture_output=True, errors="replace", check=False, timeout=timeout_s).stdout
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, errors="replace", check=False).stdout
+    except OSError:
         return ""
 
 

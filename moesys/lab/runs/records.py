@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict
 
-from moesys.config import Declaration
 from moesys.config.experiment import Experiment, Source
 from moesys.files import FolderLock, write_whole
 from moesys.journal import Journal
@@ -109,30 +108,24 @@ def differences(there: Experiment, here: Experiment) -> dict[str, tuple[Any, Any
     ``{"workload.steps": (30, 40)}``. A strategy or seed that only one of them has is no difference: the identity of a
     trial does not depend on other trials.
     """
+    pairs = [(part, getattr(there, part), getattr(here, part)) for part in ("model", "cluster", "workload")]
+    named = {strategy.name: strategy for strategy in there.strategies}
+    pairs += [(f"strategies[{of.name}]", named[of.name], of) for of in here.strategies if of.name in named]
     found: dict[str, tuple[Any, Any]] = {}
-    for part in ("model", "cluster", "workload"):
-        found |= _differing_fields(getattr(there, part), getattr(here, part), part)
-    for a, b in ((a, b) for a in there.strategies for b in here.strategies if a.name == b.name):
-        found |= _differing_fields(a, b, f"strategies[{b.name}]")
+    for path, a, b in pairs:
+        found |= _differing_fields(a.model_dump(), b.model_dump(), path)
     return found
 
 
-def _differing_fields(there: Declaration, here: Declaration, path: str) -> dict[str, tuple[Any, Any]]:
-    if type(there) is not type(here):
-        kinds = getattr(there, "kind", None), getattr(here, "kind", None)
-        if kinds[0] != kinds[1]:
-            return {f"{path}.kind": kinds}
-        # These are two classes of one name: the file of a user's planner was read twice, or has changed.
-        a, b = (planner.model_dump().get("source_digest") for planner in (there, here))
-        if a != b:
-            return {f"{path}.source_digest": (a, b)}
+def _differing_fields(there: Any, here: Any, path: str) -> dict[str, tuple[Any, Any]]:
+    if not (isinstance(there, dict) and isinstance(here, dict)):
+        return {} if there == here else {path: (there, here)}
+    # Of two kinds, or of two contents of the file of a user's planner, other fields are not compared.
+    if differing := [name for name in ("kind", "source_digest") if there.get(name) != here.get(name)]:
+        return {f"{path}.{name}": (there.get(name), here.get(name)) for name in differing[:1]}
     found: dict[str, tuple[Any, Any]] = {}
-    for name in type(here).model_fields:
-        a, b = getattr(there, name), getattr(here, name)
-        if isinstance(a, Declaration) and isinstance(b, Declaration):
-            found |= _differing_fields(a, b, f"{path}.{name}")
-        elif a != b and name not in here.display_fields:
-            found[f"{path}.{name}"] = (a, b)
+    for name in [name for name in there | here if name != "name"]:
+        found |= _differing_fields(there.get(name), here.get(name), f"{path}.{name}")
     return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -38,37 +38,22 @@ _SILENT_S = 20.0
 
 
 class Bars(Progress):
-    """Bars, and a line below them, whose numbers ``refresh`` reads whenever they are drawn; it returns the line."""
+    """Bars whose numbers ``before_drawing`` updates whenever they are drawn."""
 
-    def __init__(
-        self,
-        console: Console,
-        *columns: ProgressColumn,
-        refresh: Callable[[], str] | None = None,
-        transient: bool = True,
-    ) -> None:
-        self._refresh: Callable[[], str] | None = None
-        # Rich must not read names as markup.
-        words = TextColumn("{task.description}", markup=False)
-        # The time left is estimated from all steps so far, however long they take.
+    # The constructor of the base draws before there are tasks.
+    before_drawing: Callable[[], None] | None = None
+
+    def __init__(self, console: Console, *columns: ProgressColumn, transient: bool = True) -> None:
+        # Rich must not read names as markup. The time left is estimated from all steps so far, however long they take.
+        shown = TextColumn("{task.description}", markup=False), BarColumn(), *columns
         super().__init__(
-            words,
-            BarColumn(),
-            *columns,
-            console=console,
-            transient=transient,
-            refresh_per_second=4,
-            speed_estimate_period=float("inf"),
+            *shown, console=console, transient=transient, refresh_per_second=4, speed_estimate_period=float("inf")
         )
-        # The constructor of the base draws before there are tasks.
-        self._refresh = refresh
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        if self._refresh is None:
-            yield self.make_tasks_table(self.tasks)
-        else:
-            line = self._refresh()
-            yield Group(self.make_tasks_table(self.tasks), Text(line, style="dim"))
+        if self.before_drawing is not None:
+            self.before_drawing()
+        return super().get_renderables()
 
 
 def is_live(console: Console) -> bool:
@@ -128,11 +113,11 @@ class _Display:
         self._console = console
         self._bars: Bars | None = None
 
-    def _say(self, line: str, style: str = "", is_error: bool = False) -> None:
+    def _say(self, line: str, is_error: bool = False) -> None:
         if self._console.quiet and not is_error:
             return
         if is_live(self._console):
-            self._console.print(Text(line, style=style))
+            self._console.print(Text(line, style="red" if is_error else ""))
         else:
             print(line, file=self._console.file, flush=True)
 
@@ -153,9 +138,10 @@ class RunProgress(_Display, QuietProgress):
             self._note(record)
         self._say(_opening(experiment, len(recorded), num_left))
         if is_live(self._console):
-            self._bars = Bars(self._console, MofNCompleteColumn(), TimeRemainingColumn(), refresh=self._refresh)
+            self._bars = Bars(self._console, MofNCompleteColumn(), TimeRemainingColumn())
             self._all = self._bars.add_task("trials", total=self._num_trials, completed=self._num_done)
             self._one = self._bars.add_task("", total=_num_steps(experiment.workload), visible=False)
+            self._bars.before_drawing = self._update
             self._bars.start()
 
     def start(self, trial: Trial, steps: StepCounter) -> None:
@@ -167,7 +153,7 @@ class RunProgress(_Display, QuietProgress):
         self._num_done += 1
         self._note(record)
         if record.status == "failed" or self._bars is None:
-            self._say(self._line(record), style="red", is_error=record.status == "failed")
+            self._say(self._line(record), is_error=record.status == "failed")
 
     def end(self) -> None:
         if self._bars:
@@ -186,14 +172,14 @@ class RunProgress(_Display, QuietProgress):
         again = ", again" if record.repeat else ""
         return f"{head}{again}: {figure(_median_ms(record))} ms a step, {record.seconds:.1f} s"
 
-    def _refresh(self) -> str:
+    def _update(self) -> None:
         if self._bars and self._steps:
-            self._bars.update(self._all, completed=self._num_done)
+            step_ms, name = min(
+                ((statistics.median(ms), name) for name, ms in self._step_ms.items()), default=(0.0, "")
+            )
+            best = f", best so far: {name}, {figure(step_ms)} ms a step" if name else ""
+            self._bars.update(self._all, completed=self._num_done, description=f"trials{best}")
             self._bars.update(self._one, completed=self._steps.count())
-        if not self._step_ms:
-            return ""
-        step_ms, name = min((statistics.median(values), name) for name, values in self._step_ms.items())
-        return f"best so far: {name}, {figure(step_ms)} ms a step"
 
 
 def _num_steps(workload: Workload) -> int | None:
