@@ -16,13 +16,13 @@ import numpy as np
 import pydantic_core
 
 from moesys.config import Strategy
-from moesys.config.workload import ModelTraining, RealTraining, Training
+from moesys.config.workload import ModelTraining, RealTraining, Replay, Training
 from moesys.display import counted
 from moesys.lab.runs.comparison import JUDGED_STEPS, SPEED, Comparison, Row, agreement
 from moesys.lab.runs.records import setting_fingerprint
 from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
 from moesys.lab.runs.watched_run import WatchedRun
-from moesys.lab.show.sheets import Column, ColumnNote, Sheet, escaped, figure, markdown_table
+from moesys.lab.show.sheets import Column, Sheet, escaped, figure, markdown_table
 
 Format = Literal["markdown", "csv", "json"]
 COMPARISON_SCHEMA = 1
@@ -56,24 +56,28 @@ def comparison_sheet(comparison: Comparison, machine: str = "", metrics: Sequenc
     """Returns the table and its legend; ``machine`` describes in one line what the numbers were measured on.
     ``metrics``: those that get a column besides the usual ones.
     """
-    rows = []
-    for row in comparison.rows:
-        cells = _speedup_cell(row, comparison), _n_cell(row), _agreement_cell(row, comparison)
-        rows.append(_compared(row, *cells, _runs_cell(row, comparison), metrics))
+    some_would_not = any(row.would_not_run for row in comparison.rows)
+    rows = [
+        _compared(
+            row,
+            metrics,
+            speedup=_speedup_cell(row, comparison),
+            n=_n_cell(row),
+            agreement=_agreement_cell(row, comparison),
+            would_run=("no" if row.would_not_run else "yes") * some_would_not,
+        )
+        for row in comparison.rows
+    ]
     best = [place for place, row in enumerate(comparison.rows) if row.name in comparison.best]
     title = f"{comparison.source.upper()}: {comparison.experiment.name}"
     unclear = unclear_rows([row.speedup for row in rows])
     return Sheet(title, rows, _legend(comparison, machine), best=best, unclear=unclear)
 
 
-def _compared(
-    row: Row, speedup: str, n: str, agreement: str, would_run: str = "", metrics: Sequence[str] = ()
-) -> ComparedStrategy:
-    texts = {"speedup": speedup, "n": n, "agreement": agreement, "would_run": would_run}
-    values: dict[str, Any] = (
-        {metric: row.median(metric) for metric in _METRICS} | {"final_loss": row.final_loss} | texts
-    )
-    return ComparedStrategy(strategy=row.name, asked={metric: row.median(metric) for metric in metrics}, **values)
+def _compared(row: Row, metrics: Sequence[str] = (), **texts: str) -> ComparedStrategy:
+    values: dict[str, Any] = {metric: row.median(metric) for metric in _METRICS} | {"would_run": ""} | texts
+    asked = {metric: row.median(metric) for metric in metrics}
+    return ComparedStrategy(strategy=row.name, final_loss=row.final_loss, asked=asked, **values)
 
 
 def format_comparison(comparison: Comparison, form: Format, machine: str = "", metrics: Sequence[str] = ()) -> str:
@@ -97,13 +101,6 @@ def _n_cell(row: Row) -> str:
     notes = [f"{row.speedup.n} paired"] if row.speedup is not None and row.speedup.n != row.n else []
     notes += [f"{len(row.failed)} failed"] if row.failed else []
     return f"{row.n}" + (f" ({', '.join(notes)})" if notes else "")
-
-
-def _runs_cell(row: Row, comparison: Comparison) -> str:
-    """Returns "" if all strategies would run."""
-    if not any(of.would_not_run for of in comparison.rows):
-        return ""
-    return "no" if row.would_not_run else "yes"
 
 
 def _speedup_cell(row: Row, comparison: Comparison) -> str:
@@ -189,32 +186,26 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
     known = of.config_fields.get("vocab_size", 0) if isinstance(of, ModelTraining) and of.tokenizer == "bytes" else 0
     if trains_text and known > 256:
         lines.append(f"Tokens are bytes, 256 of the model's {known:,}, as no tokenizer is given.")
-    lines.append(f"Other columns: median over the steps of a seed, then over n seeds ({_sample_words(comparison)}).")
+    unit = "steps" if isinstance(of, RealTraining) else "micro-batches"
+    each = "" if isinstance(of, Replay) else f", {of.steps} {unit} each"
+    lines.append(
+        f"Other columns: median over the steps of a seed, then over n seeds ({len(experiment.seeds)} requested{each})."
+    )
     agreements = [row.agreement for row in rows if row.agreement is not None]
     if any(agreement.exact for agreement in agreements):
-        words = (
+        lines.append(
             f"Agreement: with the LayoutInvariant reduction, each loss must be bit-equal to the loss of {baseline} for "
             "the same seed and step. Any other is an error, and no speed is shown."
         )
-        lines.append(ColumnNote(words, "agreement"))
     if tolerance := max((agreement.tolerance for agreement in agreements), default=0.0):
-        words = (
+        lines.append(
             f"Agreement: largest relative difference between a loss and that of {baseline} for the same seed and step: "
             f"at most {tolerance:g} ({experiment.model.dtype}) within the first {JUDGED_STEPS} steps, else no speed is "
             "shown. Later, rounding may send a token to another expert."
         )
-        lines.append(ColumnNote(words, "agreement"))
     lines += [f"Would not run: {row.name}: {row.would_not_run}." for row in rows if row.would_not_run]
     lines += [f"Failed: {row.name}, seed {seed}: {error}" for row in rows for seed, error in row.failed.items()]
     return [*lines, _source_words(comparison, machine)]
-
-
-def _sample_words(comparison: Comparison) -> str:
-    experiment, seeds = comparison.experiment, comparison.experiment.seeds
-    steps = getattr(experiment.workload, "steps", None)
-    unit = "steps" if isinstance(experiment.workload, RealTraining) else "micro-batches"
-    asked = f"{len(seeds)} requested"
-    return f"{asked}, {steps} {unit} each" if steps else asked
 
 
 def _source_words(comparison: Comparison, machine: str) -> str:
@@ -246,11 +237,12 @@ def watched_sheet(trainings: Mapping[str, Mapping[str, WatchedRun]]) -> Sheet:
         _watched_row(name, {seeds.index(seed) * (not blocks): run for seed, run in runs.items()}, num_steps, blocks)
         for name, runs in trainings.items()
     ]
-    shown = [_compared(baseline, "baseline", str(len(baseline.samples[SPEED])), "reference")]
+    shown = [_compared(baseline, speedup="baseline", n=str(len(baseline.samples[SPEED])), agreement="reference")]
     for row in others:
         ratio, agrees = row.speedup_over(baseline), agreement(baseline.losses, row.losses, 0.0)
         known = "unknown" if agrees is None else "bit-equal" if agrees.bit_equal else f"{agrees.difference:.1e}"
-        shown.append(_compared(row, ratio_words(ratio) if ratio else "", str(ratio.n if ratio else 0), known))
+        words, n = (ratio_words(ratio), ratio.n) if ratio else ("", 0)
+        shown.append(_compared(row, speedup=words, n=str(n), agreement=known))
     by = f"blocks of {num_steps // blocks} steps or fewer" if blocks else "seeds, the subfolders of one name"
     notes = [
         f"Speed-up: the step time of {baseline.name} divided by that of the training: geometric mean over n {by}, with "
