@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -209,7 +209,9 @@ class LocalRanks:
         if not 1 <= num_ranks <= self.num_ranks:
             raise ValueError(f"num_ranks={num_ranks} must be between 1 and {self.num_ranks}, the ranks of the pool")
         call = pickled((fn, args))
-        with self._one_run, self._killed_on_error():
+        with self._one_run, contextlib.ExitStack() as on_error:
+            # All are killed too when the run itself breaks off, as by Ctrl-C, for nobody would read their answers.
+            on_error.callback(kill_all, self._processes)
             self._num_runs += 1
             self._start(num_ranks)
             job = Job(call, list(sys.path), self._num_runs, num_ranks)
@@ -217,8 +219,7 @@ class LocalRanks:
             if all(outcome.kind == "returned" for outcome in outcomes):
                 for rank in range(num_ranks):
                     self._processes[rank].leave_group()
-            else:
-                kill_all(self._processes)
+                on_error.pop_all()
         return outcomes
 
     def close(self) -> None:
@@ -295,15 +296,6 @@ class LocalRanks:
         # Their threads still read the pipes, which are about to be closed.
         concurrent.futures.wait(asked)
         return [outcomes[rank] for rank in range(job.num_ranks)]
-
-    @contextlib.contextmanager
-    def _killed_on_error(self) -> Iterator[None]:
-        """Kills all ranks when the run itself breaks off, as by Ctrl-C, for nobody would read their answers."""
-        try:
-            yield
-        except BaseException:
-            kill_all(self._processes)
-            raise
 
 
 def _local_store() -> dist.TCPStore:

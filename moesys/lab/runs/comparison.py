@@ -242,13 +242,17 @@ def compare_records(experiment: Experiment, records: Iterable[Record], source: S
     baseline = plain[0]
     seen = dict.fromkeys(record.environment for results in rows.values() for _, record in results)
 
-    def tolerance(row: Row) -> float:
+    def judged_of(row: Row) -> Row:
+        """Adds the agreement of a row, and its speed-up if it was simulated or its losses agree with the baseline."""
         # No other machine, version or number of threads is promised the same bits.
         of = baseline.strategy.reduction
         exact = len(seen) == 1 and isinstance(of, LayoutInvariant) and row.strategy.reduction == of
-        return 0.0 if exact else LOSS_TOLERANCE[experiment.model.dtype]
+        tolerance = 0.0 if exact else LOSS_TOLERANCE[experiment.model.dtype]
+        agrees = agreement(baseline.losses, row.losses, tolerance) if source == "measured" else None
+        may_show = source == "simulated" or (agrees is not None and agrees.holds)
+        return replace(row, speedup=row.speedup_over(baseline) if may_show else None, agreement=agrees)
 
-    judged = [_judged(row, baseline, source, tolerance(row)) for row in plain[1:]]
+    judged = list(map(judged_of, plain[1:]))
     judged.sort(
         key=lambda row: (-row.repeat, bool(row.would_not_run), -row.speedup.estimate if row.speedup else math.inf)
     )
@@ -307,10 +311,3 @@ def _row(strategy: Strategy, repeat: int, results: list[tuple[Trial, Record]]) -
         failed={trial.seed: record.error for trial, record in results if record.status == "failed"},
         would_not_run=next((record.would_not_run for _, record in ok if record.would_not_run), ""),
     )
-
-
-def _judged(row: Row, baseline: Row, source: Source, tolerance: float) -> Row:
-    """Adds the agreement of a row, and its speed-up if it was simulated or its losses agree with the baseline."""
-    agrees = agreement(baseline.losses, row.losses, tolerance) if source == "measured" else None
-    may_show = source == "simulated" or (agrees is not None and agrees.holds)
-    return replace(row, speedup=row.speedup_over(baseline) if may_show else None, agreement=agrees)
