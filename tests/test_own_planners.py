@@ -412,7 +412,7 @@ def test_a_module_that_cannot_be_imported_is_named(eager: str, capsys: pytest.Ca
         ("folder/nowhere.py", "folder/nowhere.py is not a file; give the file or the module that defines the planners"),
         ("nowhere", "nowhere cannot be imported: ModuleNotFoundError: No module named 'nowhere'; modules are looked"),
         ("folder/broken.py", "SystemExit: 3"),
-        ("folder/bare.py", "Bare.extra has no annotation; write its type, as in extra: int = 3, or extra: ClassVar"),
+        ("folder/bare.py", "`extra = 3`. All model fields require a type annotation"),
         ("folder/bare.py", 'bare.py", line 3, in <module>\n    class Bare(ms.Balance):\n'),
         (f"folder/{eager}.py", f"/{eager}.py already; give one of the files another name"),
     ):

@@ -155,11 +155,6 @@ def moe_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))
 
 
-def num_moe_layers(config: Mapping[str, Any]) -> int:
-    """Returns how many layers have experts."""
-    return sum(moe_layers(config))
-
-
 def _whole(config: Mapping[str, Any], name: str) -> int:
     """Returns a number, 0 where it is not there."""
     value = config.get(name) or 0

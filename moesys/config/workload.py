@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from moesys.config.base import Declaration, KindUnion, LongName
-from moesys.config.hub import config_named, num_moe_layers, parse_config, read_config, shape_of
+from moesys.config.hub import config_named, moe_layers, parse_config, read_config, shape_of
 from moesys.config.model import ModelShape
 
 # The parts that run forward again in backward: none; whole layers; layers as far as backward reads them; computing.
@@ -139,7 +139,7 @@ class ModelTraining(RealTraining):
     @property
     def num_layers(self) -> int:
         """The number of layers with experts."""
-        return num_moe_layers(self.config_fields)
+        return sum(moe_layers(self.config_fields))
 
     @property
     def recomputed(self) -> Recompute:

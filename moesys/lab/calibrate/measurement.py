@@ -124,13 +124,12 @@ class MeasuredLink:
 @dataclass
 class Calibration:
     """A calibration, in progress or complete. cluster: with all fields measured so far. samples_s: all seconds, by name
-    of the timing; ``keep`` gets them after each timing.
+    of the timing.
     """
 
     ranks: Ranks
     grid: Grid
     effort: Effort
-    keep: Callable[[dict[str, Any]], None]
     device_type: str
     cluster: ClusterSpec
     figures: list[Figure] = field(default_factory=list)
@@ -140,9 +139,9 @@ class Calibration:
 
     def run(self, what: str, fn: Callable[..., T], *args: Any) -> list[T]:
         """Calls ``fn(*args, effort, device_type)`` on each rank, and records what it returns."""
-        by_rank = self.ranks.run(fn, *args, self.effort, self.device_type, timeout_s=PART_TIMEOUT_S)
-        self.samples_s[what] = by_rank
-        self.keep(self.samples_s)
+        self.samples_s[what] = by_rank = self.ranks.run(
+            fn, *args, self.effort, self.device_type, timeout_s=PART_TIMEOUT_S
+        )
         return by_rank
 
     def add(self, figure: Figure) -> None:
@@ -162,7 +161,6 @@ def calibrate(
     grid: Grid | None = None,
     effort: Effort = DEFAULT_EFFORT,
     tell: Callable[[str], None] = lambda _: None,
-    keep: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> Calibration:
     """Measures the fields of a ``ClusterSpec`` on ``ranks``, all of them at the same time, as they train.
 
@@ -173,7 +171,7 @@ def calibrate(
     shape = ClusterSpec(
         num_nodes=cluster.num_nodes, ranks_per_node=cluster.ranks_per_node, ranks_per_domain=cluster.ranks_per_domain
     )
-    found = Calibration(ranks, grid or GRIDS[device_type], effort, keep, device_type, shape)
+    found = Calibration(ranks, grid or GRIDS[device_type], effort, device_type, shape)
     for part, measure in PARTS.items():
         tell(part)
         measure(found)

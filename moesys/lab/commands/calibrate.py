@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from moesys.files import number_set, write_whole
 from moesys.lab.commands.options import Threads, option, refusing
 from moesys.lab.ranks.process_start import joins, writes
 from moesys.lab.runs.environment import available_cores, machine_line
 from moesys.lab.show.progress import steps_told
-from moesys.lab.show.sheets import AS_TABLES, CommandOutput, Report, Sheet, publish, write
+from moesys.lab.show.sheets import AS_TABLES, CommandOutput, Report, Sheet, publish
 
 if TYPE_CHECKING:
     # These modules import torch, which takes seconds.
@@ -32,31 +32,21 @@ def calibrate_command(
     repeats: Annotated[int, option("N", "Number of timed windows of each case.", min=1)] = 7,
     output: CommandOutput = AS_TABLES,
 ) -> None:
-    """Measures, writes and prints. Under torchrun all ranks call it, and the first one writes and prints.
-
-    The folder gets all samples so far after each timing, so that a crash does not lose them.
-    """
+    """Measures, writes and prints. Under torchrun all ranks call it, and the first one writes and prints."""
     check_ranks(ranks, device)
     # These imports are here because they import torch, and wrong options are refused before.
     from moesys.lab.calibrate.measurement import PARTS, calibrate
     from moesys.lab.calibrate.timings import GRIDS, Effort
     from moesys.lab.ranks.torchrun_ranks import start_ranks
 
-    out = output.folder
-
-    def keep(samples: dict[str, Any]) -> None:
-        if out is not None and writes():
-            so_far = {"machine": machine_line(threads), "finished": False, "samples_s": samples}
-            out.mkdir(parents=True, exist_ok=True)
-            write(Report("calibrate", "", "measured", (), data=so_far), json_path=out / "calibrate.json")
-
     started, cluster = start_ranks(ranks or min(MOST_LOCAL_RANKS, available_cores()), device, threads=threads)
     with closing(started), steps_told("calibrate", len(PARTS), output.quiet or not writes()) as tell:
         grid, effort = GRIDS[device], Effort(repeats=repeats)
-        found = calibrate(started, cluster, device_type=device, grid=grid, effort=effort, tell=tell, keep=keep)
+        found = calibrate(started, cluster, device_type=device, grid=grid, effort=effort, tell=tell)
     if writes():
         # Files are written first, because the reader of the printed tables may close the pipe.
-        if out is not None:
+        if (out := output.folder) is not None:
+            out.mkdir(parents=True, exist_ok=True)
             write_whole(out / CLUSTER_FILE, spec_text(found))
         publish(report(found, threads), output)
         if out is not None:

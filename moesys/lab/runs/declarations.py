@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, PydanticUserError, TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from moesys.config import Balance, ClusterSpec, Declaration, Predictor, Split, Strategy, presets
 from moesys.config.base import in_words
@@ -279,16 +279,7 @@ def _reason_in(path: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).rstrip()
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    words = f"{type(error).__name__}: {error}"
-    if own and isinstance(error, PydanticUserError) and error.code == "model-field-missing-annotation":
-        # The file's last line of the traceback is that of the class, and only the message has the field.
-        owner, field = re.search(r"class (\w+)", str(own[-1].line)), re.search(r"`(\w+) = (.*)`\. ", error.message)
-        if owner and field:
-            words = (
-                f"{owner[1]}.{field[1]} has no annotation; write its type, as in {field[1]}: int = {field[2]}, or "
-                f"{field[1]}: ClassVar = {field[2]} if it is no field"
-            )
-    return "".join(traceback.format_list(own)) + words
+    return "".join(traceback.format_list(own)) + f"{type(error).__name__}: {error}"
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

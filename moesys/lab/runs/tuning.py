@@ -271,8 +271,13 @@ class _Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.path)
         try:
-            if fresh:
-                _set_aside(self.path)
+            names = (JOURNAL, STRATEGY, EXPERIMENT, ROUTING)
+            if fresh and (old := [name for name in names if (self.path / name).exists()]):
+                # The files of an earlier tuning get a folder of their own.
+                aside = next(each for name in numbered("before") if not (each := self.path / name).exists())
+                aside.mkdir()
+                for name in old:
+                    shutil.move(self.path / name, aside)
             self.journal = TuneJournal(self.path / JOURNAL, self._setting(), self._lock)
         except BaseException:
             self._lock.close()
@@ -345,13 +350,3 @@ class _Folder:
             routings = [routing_of(workload, experiment.model, experiment.cluster, seed) for seed in self._seeds]
             setting["trace"] = " ".join(routing.digest for routing in routings)
         return setting
-
-
-def _set_aside(path: Path) -> None:
-    """Moves the files of an earlier tuning into a folder of their own."""
-    old = [path / name for name in (JOURNAL, STRATEGY, EXPERIMENT, ROUTING) if (path / name).exists()]
-    if old:
-        place = next(folder for folder in (path / name for name in numbered("before")) if not folder.exists())
-        place.mkdir()
-        for file in old:
-            shutil.move(file, place / file.name)
