@@ -25,9 +25,7 @@ COMMANDS = {
         "moesys.lab.commands.demo:demo_command",
         START,
         "Train and compare four strategies on this machine.",
-        "Ranks of this machine train a small OLMoE under four strategies. The routing of the first one is then "
-        "replayed on simulated GPUs. The demo takes less than 3 minutes on 2 cores, and a second call trains nothing "
-        "again.",
+        "It takes less than 3 minutes on 2 cores, and then replays the routing of the first one on simulated GPUs.",
         ("moesys demo", "moesys demo --out demo-runs --fresh"),
     ),
     "run": CommandPage(
@@ -59,10 +57,8 @@ COMMANDS = {
         "moesys.lab.commands.bisect:bisect_command",
         RUN,
         "Find the first tensor in which two strategies differ.",
-        "Both strategies are trained again, step by step in turns, on as many ranks as before. Every tensor is "
-        "compared bit by bit: outputs and gradients of all modules on each rank, then gradients of parameters, the "
-        "norm, parameters and optimizer state. The result names the step, the tensor with its layer, and the "
-        "rank.\n\n"
+        "Both strategies are trained again, and every tensor is compared bit by bit. The result names the step, the "
+        "tensor with its layer, and the rank.\n\n"
         "Exit code 1: a bit differs.",
         ("moesys bisect runs/convergence-1234abcd ep fsep", "moesys bisect runs/demo-1234abcd ep ep --seed 0"),
     ),
@@ -80,9 +76,7 @@ COMMANDS = {
         "moesys.lab.commands.compare:report_command",
         RUN,
         "Write the page of a run or a watched training, or list several.",
-        "The page is one HTML file: for a folder of moesys run its table and figures; for a watched training, also "
-        "while it runs, the losses, the load of each layer, idle times and events; for a folder of several the list of "
-        "them.",
+        "The page is one HTML file, which needs no other. That of a training can be written while it runs.",
         ("moesys report runs/first", "moesys report runs/first --out page.html"),
     ),
     "simulate": CommandPage(
@@ -99,8 +93,7 @@ COMMANDS = {
         "moesys.lab.commands.tune:tune_command",
         SIMULATE,
         "Search for the fastest strategy, with reasons for each field.",
-        "Lower bounds rule strategies out, and the simulator ranks the rest. The best strategies for a training are "
-        "also timed on ranks. The same command continues a search that was stopped.",
+        "The best ones for a training are also timed on ranks. The same command continues a search that was stopped.",
         (
             "moesys tune experiments/skew_sweep.py --memory-gb 80",
             "moesys tune experiments/skew_sweep.py --budget 32 --minutes 5",
@@ -130,9 +123,8 @@ COMMANDS = {
         "moesys.lab.commands.convert_checkpoint:convert_command",
         CHECKPOINTS,
         "Convert a checkpoint: the hub's format to torch's, or back.",
-        "from_pretrained reads the hub's format. dcp.load reads the other one, a distributed checkpoint, on any number "
-        'of ranks, under the key "model". Config and tokenizer are copied, the optimizer is not. OUT appears when it '
-        "is complete.",
+        "from_pretrained reads the hub's format, dcp.load the other one, on any number of ranks, under the key "
+        '"model". Config and tokenizer are copied, the optimizer is not.',
         ("moesys convert Qwen3-30B-A3B start", "moesys convert checkpoints/last tuned --config Qwen3-30B-A3B"),
     ),
     "doctor": CommandPage(
@@ -149,9 +141,7 @@ COMMANDS = {
         "moesys.lab.commands.calibrate:calibrate_command",
         MACHINE,
         "Measure this machine or cluster for simulations.",
-        "It measures experts forward and backward, attention, norms, the optimizer, and links inside and between "
-        "nodes; on GPUs also fused tiles and flags. On 2 cores it takes about two minutes. Under torchrun it measures "
-        "the ranks that torchrun started.",
+        "On 2 cores it takes about two minutes. Under torchrun it measures the ranks that torchrun started.",
         (
             "moesys calibrate --ranks 2 --out here",
             "moesys simulate experiments/skew_sweep.py --cluster here/cluster.toml",

@@ -22,9 +22,7 @@ CLUSTER_FILE = "cluster.toml"
 
 @refusing()
 def calibrate_command(
-    ranks: Annotated[
-        int | None, option("N", "Number of local ranks (default: one per core, at most 8).", min=1)
-    ] = None,
+    ranks: Annotated[int | None, option("N", "Local ranks (default: one per core, at most 8).", min=1)] = None,
     device: Annotated[
         Literal["cpu", "cuda"], option("DEVICE", "cpu, or cuda for the ranks that torchrun started, one per GPU.")
     ] = "cpu",

@@ -54,9 +54,7 @@ def compare_command(
     form: FormatOption = "table",
     as_json: AsJson = False,
     wide: Wide = False,
-    metric: Annotated[
-        list[str] | None, option("NAME", "Add a column for a metric, such as router_entropy; may be repeated.")
-    ] = None,
+    metric: Annotated[list[str] | None, option("NAME", "Metric to add as a column; may be repeated.")] = None,
 ) -> int:
     """Prints a table for each model, cluster and workload among ``folders``, or one of watched trainings."""
     form = chosen_format(form, as_json)

@@ -11,13 +11,9 @@ from moesys.lab.show.progress import status_line
 
 @refusing()
 def convert_command(
-    source: Annotated[
-        Path, argument("SOURCE", "Folder of a model from the hub, or of a checkpoint of torch.distributed.checkpoint.")
-    ],
+    source: Annotated[Path, argument("SOURCE", "Folder of a checkpoint, in the hub's format or distributed.")],
     out: Annotated[Path, argument("OUT", "Folder that is created, in the other format.")],
-    config: Annotated[
-        Path | None, option("FILE", "config.json of the model, or its folder, if SOURCE has none.")
-    ] = None,
+    config: Annotated[Path | None, option("FILE", "config.json, or its folder, if SOURCE has none.")] = None,
     quiet: Quiet = False,
 ) -> None:
     """Converts ``source`` to the other format, and prints the new folder."""

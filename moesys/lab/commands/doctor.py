@@ -66,9 +66,7 @@ def examine() -> list[Check]:
 
 def doctor_command(
     gpu: Annotated[bool, flag("Test the GPUs of this machine layer by layer, then time them.", "--gpu")] = False,
-    rehearse: Annotated[
-        bool, flag("With --gpu: without a GPU, rehearse the checks that a CPU can run.", "--rehearse")
-    ] = False,
+    rehearse: Annotated[bool, flag("Rehearse the checks of --gpu that a CPU can run.", "--rehearse")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
     wide: Wide = False,

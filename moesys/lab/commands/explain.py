@@ -49,9 +49,7 @@ from moesys.traces import Trace
 @refusing()
 def explain_command(
     file: ExperimentFile,
-    strategy: Annotated[
-        str | None, option("NAME", "Name of a strategy, or a Strategy in .toml or .json (default: the last).")
-    ] = None,
+    strategy: Annotated[str | None, option("NAME", "A strategy by name, or a file of one (default: the last).")] = None,
     layer: Annotated[int | None, option("N", "Layer to show in detail (default: the least balanced one).")] = None,
     micro_batch: Annotated[int | None, option("N", "Micro-batch to explain, from 0 (default: the last one).")] = None,
     as_json: AsJson = False,

@@ -194,7 +194,7 @@ def model_names_known(begun: str) -> list[str]:
 
 
 ExperimentFile = Annotated[
-    Path, argument("FILE", "An experiment: .py with a function that returns it, .json or .toml.")
+    Path, argument("FILE", "An experiment: .json, .toml, or .py with a function that returns it.")
 ]
 Imports = Annotated[
     list[str] | None,
@@ -211,16 +211,11 @@ Settings = Annotated[
 RunFolders = Annotated[Path, option("DIR", "Folder of run folders; it is created.", "--out", "-o")]
 MODEL_LAYERS_HELP = "Layers of the whole model, for its memory (default: the workload's)."
 ModelLayers = Annotated[int | None, option("N", MODEL_LAYERS_HELP, min=1)]
-Jobs = Annotated[
-    int | None,
-    option("N", "Number of worker processes for simulation (default: one per core). Does not change results.", min=1),
-]
+Jobs = Annotated[int | None, option("N", "Worker processes for simulation (default: one per core).", min=1)]
 CLUSTER_HELP = "Nodes x ranks per node, as 4x8; a preset and its nodes, as h100:4; or a ClusterSpec in a file."
 Threads = Annotated[int, option("N", "Threads per rank.", min=1)]
 OutputFormat = Literal["table", "markdown", "csv", "json"]
-FormatOption = Annotated[
-    OutputFormat, option("FORMAT", "table, markdown, csv or json. All but table have stdout to themselves.", "--format")
-]
+FormatOption = Annotated[OutputFormat, option("FORMAT", "table, markdown, csv or json.", "--format")]
 
 
 def chosen_format(form: OutputFormat, as_json: bool) -> OutputFormat:
@@ -234,14 +229,8 @@ def chosen_format(form: OutputFormat, as_json: bool) -> OutputFormat:
 Wide = Annotated[bool, flag("Print all columns of tables, even if the terminal breaks them.", "--wide")]
 AsJson = Annotated[bool, flag("Print the results as JSON instead of tables; nothing else goes to stdout.", "--json")]
 Quiet = Annotated[bool, flag("Print only the results and errors, no progress.", "--quiet", "-q")]
-OutFolder = Annotated[
-    Path | None,
-    option("DIR", "Write the results into this folder; it is created.", "--out", "-o", callback=folder_to_write),
-]
-OutFile = Annotated[
-    Path | None,
-    option("FILE", "Write the result to this file; its folder is created.", "--out", "-o", callback=file_to_write),
-]
+OutFolder = Annotated[Path | None, option("DIR", "Folder for the results.", "--out", "-o", callback=folder_to_write)]
+OutFile = Annotated[Path | None, option("FILE", "File for the result.", "--out", "-o", callback=file_to_write)]
 
 
 # --- options of all commands that print results -----------------------------------------------------------------------

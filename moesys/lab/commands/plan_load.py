@@ -38,17 +38,10 @@ def plan_command(
     cluster: Annotated[str, option("CLUSTER", CLUSTER_HELP)],
     slots: Annotated[int | None, option("N", "Slots per rank (default: one more than needed).", min=1)] = None,
     balance: Annotated[
-        str,
-        option(
-            "KIND",
-            'Layout planner: greedy, {"kind": "greedy", "effort": 4}, or a class of yours, my_planners:Heaviest.',
-        ),
+        str, option("KIND", "Layout planner: a kind, fields in JSON, or a class of yours, my_planners:Heaviest.")
     ] = "greedy",
     split: Annotated[
-        str,
-        option(
-            "KIND", 'Split: flow, {"kind": "flow", "max_inter_node": 0.1}, or a class of yours, my_planners:Nearest.'
-        ),
+        str, option("KIND", "Split: a kind, fields in JSON, or a class of yours, my_planners:Nearest.")
     ] = "flow",
     previous: Annotated[Path | None, option("FILE", "Plan that --out wrote, whose layout is in force.")] = None,
     out: OutFile = None,

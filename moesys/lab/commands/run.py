@@ -58,13 +58,8 @@ def run_command(
     record_routing: Annotated[
         Path | None, option("FILE", "Record the routing of a training in FILE, with {seed} and {strategy} in it.")
     ] = None,
-    interpret: Annotated[
-        bool, flag("Compute experts by GPU kernels in Triton's interpreter (slow).", "--interpret")
-    ] = False,
-    strategy: Annotated[
-        list[Path] | None,
-        option("FILE", "Add a Strategy, .toml or .json, such as moesys tune writes; may be repeated."),
-    ] = None,
+    interpret: Annotated[bool, flag("Run GPU kernels in Triton's interpreter (slow).", "--interpret")] = False,
+    strategy: Annotated[list[Path] | None, option("FILE", "Add a Strategy in a file; may be repeated.")] = None,
     settings: Settings = None,
     imports: Imports = None,
 ) -> int:

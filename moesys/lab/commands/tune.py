@@ -43,16 +43,12 @@ MOST_SHOWN = 8
 @refusing()
 def tune_command(
     file: ExperimentFile,
-    space: Annotated[
-        Path | None, option("FILE", "Space to search, in .json or .toml (default: all that may be faster).")
-    ] = None,
+    space: Annotated[Path | None, option("FILE", "Space to search (default: all that may be faster).")] = None,
     out: RunFolders = Path("runs"),
     as_json: AsJson = False,
     quiet: Quiet = False,
     budget: Annotated[int, option("N", "Number of strategies to simulate, before their neighbours.", min=1)] = 256,
-    timed: Annotated[
-        int | None, option("N", "Number of timed trials (default: 30 for a training, else 0).", min=0, max=30)
-    ] = None,
+    timed: Annotated[int | None, option("N", "Timed trials (default: 30 for a training).", min=0, max=30)] = None,
     seeds: Annotated[int, option("N", "Number of the experiment's seeds to simulate.", min=1)] = 2,
     memory_gb: Annotated[float | None, option("GB", "Memory of a rank (default: that of the cluster).", min=0)] = None,
     model_layers: ModelLayers = None,
