@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
-from matplotlib.transforms import Affine2D
 
 from moesys.display import counted, html_table, listed, printable
 from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
-from moesys.lab.show.figures import COUNTS, OKABE_ITO, STYLE, TimelinePanel, draw_timelines, placed_rows, short, style
+from moesys.lab.show.figures import COUNTS, OKABE_ITO, STYLE, TimelinePanel, draw_timelines, short, style
 from moesys.lab.show.sheets import Sheet, notes_of, rows_of, written_columns
 from moesys.load import IntArray
 from moesys.timeline import Timeline
@@ -49,7 +48,6 @@ section { overflow-x: auto; background: linear-gradient(90deg, var(--paper) 40%,
   linear-gradient(270deg, var(--paper) 40%, transparent) 100% 0 / 2.5rem 100% local,
   linear-gradient(90deg, var(--soft), transparent) 0 0 / .7rem 100% scroll,
   linear-gradient(270deg, var(--soft), transparent) 100% 0 / .7rem 100% scroll; background-repeat: no-repeat; }
-.hint { fill: transparent; } .hint:hover { fill: var(--soft); fill-opacity: .2; }
 svg { display: block; width: 100%; height: auto; color: var(--ink); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line); }
@@ -110,15 +108,7 @@ def sheet_section(sheet: Sheet) -> str:
     return section(sheet.title, drawn + notes)
 
 
-class Hint(NamedTuple):
-    """A rectangle of a figure's first axes, in the units of its data, and the text that the pointer shows on it."""
-
-    x: tuple[float, float]
-    y: tuple[float, float]
-    text: str
-
-
-def inline_svg(figure: Figure, hints: Iterable[Hint] = ()) -> str:
+def inline_svg(figure: Figure) -> str:
     """Returns a figure drawn with ``PAGE_STYLE`` as part of a page: equal figures give equal bytes, and nothing in it
     refers to other files.
     """
@@ -130,17 +120,7 @@ def inline_svg(figure: Figure, hints: Iterable[Hint] = ()) -> str:
     points = 72 * figure.get_figwidth()
     size = f'style="min-width: {_LEAST_SCALE * points:.0f}px; max-width: {_MOST_SCALE * points:.0f}px"'
     head = head.replace("<svg", f"<svg {size}", 1)
-    return f"<figure>{head}{''.join(_hint_rectangles(figure, hints))}{end}</figure>"
-
-
-def _hint_rectangles(figure: Figure, hints: Iterable[Hint]) -> Iterator[str]:
-    width, height = 72 * figure.get_size_inches()
-    to_page = figure.axes[0].transData + figure.transFigure.inverted()
-    to_page += Affine2D().scale(width, -height).translate(0, height)
-    for hint in hints:
-        (x0, x1), (y0, y1) = np.sort(to_page.transform(np.transpose([hint.x, hint.y])), axis=0).T
-        place = f'x="{x0:.1f}" y="{y0:.1f}" width="{x1 - x0:.2f}" height="{y1 - y0:.2f}"'
-        yield f'<rect class="hint" {place}><title>{escape(hint.text)}</title></rect>'
+    return f"<figure>{head}{end}</figure>"
 
 
 # --- the page of a watched training -----------------------------------------------------------------------------------
@@ -399,15 +379,9 @@ def token_map(tokens_E: Mapping[int, IntArray]) -> str:
 
 
 def timelines(panels: Sequence[TimelinePanel], title: str) -> str:
-    """Draws the timelines of strategies below one another, on one scale; the pointer shows what a bar is."""
+    """Draws the timelines of strategies below one another, on one scale."""
     with style(PAGE_STYLE):
-        figure = draw_timelines(panels, title=title)
-    bars = [(at, bar) for at, row in placed_rows(panels) for bar in row.bars]
-    hints = [
-        Hint((bar.start_ms, bar.end_ms), (at - 0.4, at + 0.4), f"{bar.words}, {_number(bar.end_ms - bar.start_ms)} ms")
-        for at, bar in bars[:_MOST_SPANS]
-    ]
-    return inline_svg(figure, hints)
+        return inline_svg(draw_timelines(panels, title=title))
 
 
 def as_title(name: str) -> str:

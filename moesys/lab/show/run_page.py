@@ -51,7 +51,7 @@ REPORT_FILE = "report.html"
 _INDEX_TITLE = "Runs of moesys"
 _TIMELINE_NOTE = (
     "The first timed step of the first seed, on the rank that the step waits for most and on another. All strategies "
-    "have one scale. Grey on the line of computation is idle time. The pointer shows what a bar is."
+    "have one scale. Grey on the line of computation is idle time."
 )
 
 

@@ -145,16 +145,8 @@ class Operations:
         return sum(each.flops for each in self.operations)
 
     @property
-    def input_gradient_flops(self) -> int:
-        return sum(each.input_gradient_flops for each in self.operations)
-
-    @property
-    def weight_gradient_flops(self) -> int:
-        return sum(each.weight_gradient_flops for each in self.operations)
-
-    @property
     def backward_flops(self) -> int:
-        return self.input_gradient_flops + self.weight_gradient_flops
+        return sum(each.input_gradient_flops + each.weight_gradient_flops for each in self.operations)
 
     @property
     def forward_bytes(self) -> int:
@@ -163,11 +155,6 @@ class Operations:
     @property
     def backward_bytes(self) -> int:
         return sum(each.backward_bytes for each in self.operations)
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes that forward sends."""
-        return sum(each.sent_bytes for each in self.operations)
 
 
 @dataclass(frozen=True, repr=False)

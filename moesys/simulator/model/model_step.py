@@ -19,10 +19,8 @@ from moesys.config.workload import Recompute
 from moesys.cost import FloatArray, memory_seconds
 from moesys.display import Columns, Display, by_column, counted, draw_bars
 from moesys.layout import TokenPlan
-from moesys.simulator.model.exchanges import Ring, passes_of_sum, place_pairs
-from moesys.simulator.model.memory import StageMemory
 from moesys.simulator.model.model_cost import Operations, model_flops_per_token
-from moesys.simulator.model.model_units import Unit
+from moesys.simulator.model.model_units import Ring, StageMemory, Unit, passes_of_sum, place_pairs
 from moesys.simulator.model.pipeline import PartSeconds, PassSeconds, PipelineRun, run_pipeline
 from moesys.simulator.rest_of_step import RestOfStep, RestUnit
 from moesys.simulator.simulation import Simulation

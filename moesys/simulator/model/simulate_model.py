@@ -24,10 +24,8 @@ from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
 from moesys.cost import optimizer_seconds, product_rate, row_product_seconds
 from moesys.load import IntArray, LoadMatrix
-from moesys.simulator.model.exchanges import Ring, passes_of_sum
-from moesys.simulator.model.memory import MASTER_BYTES, MOMENT_BYTES, stage_memory
 from moesys.simulator.model.model_step import WAITS, DrawnStep, ModelStep, SimulatedPart, run_parts, simulate_part
-from moesys.simulator.model.model_units import Units
+from moesys.simulator.model.model_units import MASTER_BYTES, MOMENT_BYTES, Ring, Units, passes_of_sum, stage_memory
 from moesys.simulator.rest_of_step import iteration_flops, muon_work
 from moesys.traces import Trace, generate
 

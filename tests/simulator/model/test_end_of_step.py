@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 import moesys as ms
 from moesys.config.model_run import ModelRun, Parallelism
-from moesys.simulator.model.exchanges import Ring
 from moesys.simulator.model.model_step import SimulatedPart
-from moesys.simulator.model.model_units import Units
+from moesys.simulator.model.model_units import Ring, Units
 from moesys.simulator.model.pipeline import PartSeconds
 from moesys.simulator.model.simulate_model import EndOfStep, simulate_model
 

@@ -324,7 +324,6 @@ def test_what_runs_again_has_no_product_of_which_backward_reads_nothing() -> Non
     layer = count_model(BY_HAND, 1).layers[0]
     skipped = {each.name for each in layer.operations} - {each.name for each in layer.again("selective").operations}
     assert skipped == {"output", "attention_residual", "expert_down", "shared_down", "combine", "mlp_residual"}
-    assert layer.again("selective").sent_bytes == layer.of("dispatch").sent_bytes
     assert layer.again("none").operations == ()
 
 
@@ -420,7 +419,7 @@ def _layer_holds(layer: Operations, model: ms.models.ModelSpec) -> None:
     again = [layer.again(recompute).flops for recompute in RECOMPUTES]
     assert 0 == again[0] < again[1] < again[2] == layer.flops
     products = layer.of("attention_projections", "router", "experts", "shared_experts", "dense_mlp")
-    assert products.flops == products.input_gradient_flops == products.weight_gradient_flops
+    assert products.backward_flops == 2 * products.flops
     # All but scores is as much for every token.
     assert all(num_bytes % layer.seq_len == 0 for num_bytes in kept[0].values())
 

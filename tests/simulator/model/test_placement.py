@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import moesys as ms
 from moesys.config.model_run import ModelRun, Parallelism
-from moesys.simulator.model.exchanges import Ring, place_groups, place_pairs
+from moesys.simulator.model.model_units import Ring, place_groups, place_pairs
 from moesys.simulator.model.simulate_model import simulate_model
 
 SLOW = ms.presets.h100(2).replace(ranks_per_node=4, name="")

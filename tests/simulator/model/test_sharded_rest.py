@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 import moesys as ms
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.cost import LinkLoad
-from moesys.simulator.model.exchanges import Ring
-from moesys.simulator.model.model_units import Units
+from moesys.simulator.model.model_units import Ring, Units
 from moesys.simulator.model.simulate_model import simulate_model
 from moesys.simulator.rest_of_step import RestOfStep, RestUnit
 from moesys.simulator.step_program import run_step
