@@ -38,10 +38,12 @@ _SILENT_S = 20.0
 
 
 class Bars(Progress):
-    """Bars whose numbers ``before_drawing`` updates whenever they are drawn."""
+    """Bars, and a line below them. ``refreshed`` reads the numbers of the bars and returns the line, whenever both are
+    drawn.
+    """
 
     # The constructor of the base draws before there are tasks.
-    before_drawing: Callable[[], None] | None = None
+    refreshed: Callable[[], str] | None = None
 
     def __init__(self, console: Console, *columns: ProgressColumn, transient: bool = True) -> None:
         # Rich must not read names as markup. The time left is estimated from all steps so far, however long they take.
@@ -51,9 +53,9 @@ class Bars(Progress):
         )
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        if self.before_drawing is not None:
-            self.before_drawing()
-        return super().get_renderables()
+        line = self.refreshed() if self.refreshed else ""
+        yield from super().get_renderables()
+        yield from [Text(line, style="dim")] * (line != "")
 
 
 def is_live(console: Console) -> bool:
@@ -141,7 +143,7 @@ class RunProgress(_Display, QuietProgress):
             self._bars = Bars(self._console, MofNCompleteColumn(), TimeRemainingColumn())
             self._all = self._bars.add_task("trials", total=self._num_trials, completed=self._num_done)
             self._one = self._bars.add_task("", total=_num_steps(experiment.workload), visible=False)
-            self._bars.before_drawing = self._update
+            self._bars.refreshed = self._refreshed
             self._bars.start()
 
     def start(self, trial: Trial, steps: StepCounter) -> None:
@@ -172,14 +174,14 @@ class RunProgress(_Display, QuietProgress):
         again = ", again" if record.repeat else ""
         return f"{head}{again}: {figure(_median_ms(record))} ms a step, {record.seconds:.1f} s"
 
-    def _update(self) -> None:
+    def _refreshed(self) -> str:
         if self._bars and self._steps:
-            step_ms, name = min(
-                ((statistics.median(ms), name) for name, ms in self._step_ms.items()), default=(0.0, "")
-            )
-            best = f", best so far: {name}, {figure(step_ms)} ms a step" if name else ""
-            self._bars.update(self._all, completed=self._num_done, description=f"trials{best}")
+            self._bars.update(self._all, completed=self._num_done)
             self._bars.update(self._one, completed=self._steps.count())
+        if not self._step_ms:
+            return ""
+        step_ms, name = min((statistics.median(values), name) for name, values in self._step_ms.items())
+        return f"best so far: {name}, {figure(step_ms)} ms a step"
 
 
 def _num_steps(workload: Workload) -> int | None:
