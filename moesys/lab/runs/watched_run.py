@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -173,8 +173,9 @@ def _read(path: Path) -> tuple[list[_Line], dict[int, IntArray]]:
     """
     lines: list[_Line] = []
     newest: deque[StepLine] = deque(maxlen=NEWEST_STEPS)
+    both: tuple[Any, ...] = lines, newest
     for line in step_journal(path).read():
-        for earlier in (lines, newest):
+        for earlier in both:
             while earlier and earlier[-1].step >= line.step:
                 earlier.pop()
         layers = np.array([layer.layer for layer in line.layers], dtype=np.int64)
