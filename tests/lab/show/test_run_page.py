@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from lab_cases import EP, FSEP, FSEP_WIDE, experiment, moesys, records
+from test_watch_page import drawn as drawn
 from test_watch_page import section
 from watch_cases import assert_whole_and_alone, write_run
 
@@ -56,13 +57,16 @@ def test_a_simulated_run_has_its_table_winner_and_timelines_on_one_scale(small, 
         assert float(shown.split()[1]) == pytest.approx(first_ms, rel=1e-3)
 
 
-def test_a_trained_run_has_its_losses_loads_and_step_times(tmp_path):
+def test_a_trained_run_has_its_losses_loads_and_step_times(tmp_path, drawn):
     page = run_page(RunFolder(written(experiment(), tmp_path, ep=10.0, fsep=5.0)))
     assert_whole_and_alone(page)
     assert "The losses of fsep have the same bits as those of ep." in section(page, "Loss")
     assert "stroke-dasharray" in section(page, "Step time"), "a curve hides none that it lies on"
-    first_steps = [HINT.search(section(page, title)).groups()[-1].partition(":")[0] for title in ("Loss", "Step time")]
-    assert first_steps == ["step 0", f"step {experiment().workload.warmup}"]
+    axes = [figure.axes[0] for figure in drawn]
+    first_steps = {
+        each.get_ylabel(): each.get_lines()[0].get_xdata()[0] for each in axes if each.get_xlabel() == "step"
+    }
+    assert first_steps == {"loss, nats per token": 0, "ms": experiment().workload.warmup}
     titles = ["Speed-up", "Loss", "Load of experts", "Step time", "About this run"]
     assert re.findall("<h2>(.*?)</h2>", page)[1:] == titles
     assert "<svg" in section(page, "Load of experts")
