@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import product
 from typing import NamedTuple
 
@@ -64,10 +65,8 @@ def fit(got: Tensor, vectors: Sequence[Tensor]) -> tuple[list[float], float]:
 
 def fraction(value: float) -> str:
     """Returns a number as a fraction where it is a simple one: ``2``, ``1/2``, ``3/4``."""
-    for below in (1, 2, 3, 4, 6, 8) if math.isfinite(value) else ():
-        if abs(value * below - round(value * below)) < 1e-4 and abs(value * below) < 100:
-            return f"{round(value * below)}" + (f"/{below}" if below > 1 else "")
-    return f"{value:.5g}"
+    near = Fraction(value).limit_denominator(8) if math.isfinite(value) and abs(value) < 100 else math.inf
+    return str(near) if abs(value - near) < 5e-5 else f"{value:.5g}"
 
 
 @dataclass(frozen=True)

@@ -151,10 +151,11 @@ def transformers_check(
 
     sizes: dict[str, Any] = {name: size for name, size in (("fsdp_size", fsdp), ("tp_size", tp)) if size > 1}
     sizes |= {"ep_size": ep, "ep_implementation": implementation} if ep > 1 else {}
-    start, config = world.folder / "start", DistributedConfig(**sizes)
-    parallel: Any = AutoModelForCausalLM.from_pretrained(start, distributed_config=config, **options)
+    start, mesh = world.folder / "start", DistributedConfig(**sizes)
+    parallel: Any = AutoModelForCausalLM.from_pretrained(start, distributed_config=mesh, **options)
     for module in parallel.modules() if ep == fsdp * tp and fsdp > 1 and world.dtype == torch.float64 else ():
-        if isinstance(module, FSDPModule) and any(p.dim() == 3 for p in module.parameters(recurse=False)):
+        has_experts = any(p.dim() == 3 for p in module.parameters(recurse=False))
+        if has_experts and isinstance(module, FSDPModule):
             # FSDP2 divides twice on the mesh of one rank that experts have, except in float32 and bfloat16.
             module.set_gradient_divide_factor(fsdp**0.5)
     group = parallel._mesh_manager.get_mesh("fsdp").get_group() if tp > 1 and fsdp > 1 else None

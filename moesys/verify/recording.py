@@ -211,13 +211,13 @@ def record(job: RecordingJob) -> tuple[int, int, list[str]]:
         if situation.needs == "evaluate":
             _evaluate(job, setup, recorder, part)
         steps.append(found)
-    torch.save(RunRecord(part, parts, initial, trained, steps, recorder.drawn_by), job.folder / f"{job.file}-{rank}.pt")
+    torch.save(RunRecord(part, parts, initial, trained, steps, recorder.drawn_by), job.file(rank))
     return part, parts, list(setup.terms)
 
 
 def read_record(job: RecordingJob, rank: int = 0) -> RunRecord:
     """Returns the record of a rank, whose tensors are read from the file when they are used."""
-    return torch.load(job.folder / f"{job.file}-{rank}.pt", mmap=True, weights_only=False)
+    return torch.load(job.file(rank), mmap=True, weights_only=False)
 
 
 def _batches(job: RecordingJob, part: int, step: int) -> list[Batch]:

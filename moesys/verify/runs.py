@@ -179,8 +179,8 @@ class _Runner:
         except RankError as error:
             where = "the reference, which is one process" if num_ranks == 1 else f"{num_ranks} ranks"
             short = any(words in str(error) for words in ("MemoryError", "not enough memory", "signal 9"))
-            hint = "\nIf memory is short, give the model fewer layers or experts by its configuration." * short
-            hint += "\nIf it refuses float64, give float32 (--dtype float32)." * (job.dtype == torch.float64)
+            hint = "\nIf it refuses float64, give float32 (--dtype float32)." * (job.dtype == torch.float64)
+            hint = "\nGive the model fewer layers or experts by its configuration." if short else hint
             raise CheckError(f"{where}, situation {job.situation.name}, {str(job.dtype)[6:]}: {error}{hint}") from error
 
     def reference(self, job: RecordingJob, parts: int, **options: Any) -> RunRecord:
@@ -363,9 +363,8 @@ def _masks(ranks: Sequence[RunRecord]) -> Iterator[Finding]:
 def _check_batches(options: CheckOptions, situation: Situation) -> None:
     """Raises CheckError for batches that lack something, or differ between calls."""
     first, again = (batch_of(options, situation, 0, 0, 0) for _ in range(2))
-    for name in ("input_ids", "labels", "attention_mask"):
-        if name not in first:
-            raise CheckError(f"batches returns {sorted(first)}, without {name}; return all of the three")
+    if absent := {"input_ids", "labels", "attention_mask"} - first.keys():
+        raise CheckError(f"batches returns {sorted(first)}, without {min(absent)}; return all of the three")
     if not all(torch.equal(first[name], again[name]) for name in first):
         raise CheckError("batches returns another batch when it is called again; draw with a generator that it seeds")
 

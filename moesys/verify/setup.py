@@ -230,10 +230,9 @@ class RecordingJob:
     without: str = ""
     resume: bool = False
 
-    @property
-    def file(self) -> str:
-        """The name of the file of a record, without the rank."""
-        return re.sub(r"\W+", "-", f"{self.parts} {self.order} {self.without} {self.resume}")
+    def file(self, rank: int) -> Path:
+        """Returns the file of a rank's record."""
+        return self.folder / re.sub(r"\W+", "-", f"{self.parts} {self.order} {self.without} {self.resume} {rank}")
 
 
 def batch_of(options: CheckOptions, situation: Situation, part: int, micro_batch: int, step: int) -> Batch:
