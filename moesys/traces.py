@@ -512,7 +512,7 @@ def _vllm_response(response: dict[str, Any], num_experts: int) -> tuple[IntArray
     vLLM leaves zeros in the rows of these. With top-1, expert 0 may be what a router chose, so that none is left out.
     """
     parts = [response.get("prompt_routed_experts"), *(choice.get("routed_experts") for choice in response["choices"])]
-    arrays = [_vllm_array(part) for part in parts if part is not None]
+    arrays = [routes_in(part) for part in parts if part is not None]
     if not arrays:
         raise ValueError("no routed_experts; start the server with --enable-return-routed-experts")
     ids_TLK = np.concatenate(arrays)
@@ -521,8 +521,15 @@ def _vllm_response(response: dict[str, Any], num_experts: int) -> tuple[IntArray
     return _counts_LE(np.where(dense_L[:, None], -1, ids_TLK), num_experts), ids_TLK.shape[2], dense_L
 
 
-def _vllm_array(part: str | list[Any]) -> IntArray:
-    ids_TLK = _whole_numbers(read_array(base64.b64decode(part, validate=True)) if isinstance(part, str) else part)
+def routes_in(part: Any, shape: tuple[int, int] | None = None) -> IntArray:
+    """Returns ids of experts [tokens, layers, top-k] that are an array, nested lists, or in base64 an .npy file; with
+    ``shape``, which is [layers, top-k], also int32 alone. Raises ValueError for others.
+    """
+    if isinstance(part, str | bytes):
+        data = base64.b64decode(part, validate=True)
+        alone = shape is not None and not data.startswith(np.lib.format.MAGIC_PREFIX)
+        part = np.frombuffer(data, "<i4").reshape(-1, *shape or ()) if alone else read_array(data)
+    ids_TLK = _whole_numbers(part)
     if ids_TLK.ndim != 3:
         raise ValueError(f"routed_experts has shape {ids_TLK.shape}, and [tokens, layers, top-k] is three dimensions")
     return ids_TLK

@@ -58,7 +58,7 @@ PAGES = [
 WITH_BLOCKS = [page.stem for page in PAGES if any(block.language in ("python", "sh") for block in blocks_of(page.stem))]
 
 # The other pages have tests of their own: in tests/hf/test_train_your_model.py, tests/torchtitan/ and tests/megatron/.
-FOLLOWED = [page for page in WITH_BLOCKS if page not in ("strategy", "transformers", "torchtitan", "megatron")]
+FOLLOWED = [page for page in WITH_BLOCKS if page not in ("strategy", "transformers", "rl", "torchtitan", "megatron")]
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from functools import partial, wraps
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -36,12 +37,15 @@ from moesys.torch_private import NO_BACKWARD, current_backward, run_forward_pre_
 def experts(spec: Any, strategy: Strategy) -> Any:
     """Returns a copy of a specification of Megatron in which each ``MoELayer`` runs its experts under ``strategy``.
 
-    ``spec``: that of a layer, of a block, or of the MoE layer alone, as the functions ``get_gpt_*_spec`` return them.
+    ``spec``: that of a layer, of a block, or of the MoE layer alone, as the functions ``get_gpt_*_spec`` return them;
+    or a function that returns one, as a provider of Megatron-Bridge has it, for which a function is returned.
 
     Raises TypeError for a strategy of another class, and ValueError for a specification without a ``MoELayer``.
     """
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy is a {type(strategy).__name__}; give a moesys.Strategy")
+    if isfunction(spec) or (isinstance(spec, partial) and spec.func is not MoELayer):
+        return wraps(spec)(lambda *args, **options: experts(spec(*args, **options), strategy))
     found: list[Any] = []
     memory = PagePool()
 

@@ -1,7 +1,8 @@
 """Records the choices of routers, and replaces choices by recorded ones: only ids are replayed.
 
 Scores stay those of the live router, weights are made from them at the replayed ids, and gradients flow as always.
-A router's calls count: the n-th one outside of a recomputation is micro-batch n. Padding has the ids -1.
+A router's calls count: the n-th one outside of a recomputation is micro-batch n. Padding has the ids -1, and tokens
+for which the live router chooses have the ids -2.
 
 L routers, T tokens of this rank, K top-k, E experts.
 """
@@ -26,6 +27,7 @@ from moesys.moe.router import Router
 from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
 
 Ids = Tensor | NDArray[np.integer]
+PADDING, LIVE = -1, -2
 
 
 def checked(
@@ -34,7 +36,7 @@ def checked(
     """Returns the ids [L, T, K] of each micro-batch, of whatever integer dtype they are.
 
     Raises TypeError for what is no tensor or array of integers, ValueError for another shape, for ids outside of
-    [0, E), and for an expert twice for one token; a token whose ids are all -1 is padding. ``names`` and
+    [0, E), and for an expert twice for one token; the ids of a token may also be all -1 or all -2. ``names`` and
     ``num_experts`` are those of the L routers.
     """
     single = isinstance(expert_LTK, Tensor | np.ndarray)
@@ -59,20 +61,21 @@ def _checked(ids: Ids, what: str, names: Sequence[str], num_experts: Sequence[in
             f"{names[-1]}) and K={top_k}"
         )
     for layer, (name, experts) in enumerate(zip(names, num_experts, strict=True)):
-        _check_layer(ids[layer], partial("{}[{}, {}]".format, what, layer), name, experts)
+        check_layer(ids[layer], partial("{}[{}, {}]".format, what, layer), name, experts)
     return ids
 
 
-def _check_layer(ids_TK: Tensor, place: Callable[[int], str], name: str, num_experts: int) -> None:
+def check_layer(ids_TK: Tensor, place: Callable[[int], str], name: str, num_experts: int) -> None:
     """Raises ValueError for the ids of one layer. ``place`` names a token."""
     expert_TK = ids_TK.long()
-    padding_T1 = (expert_TK == -1).all(dim=1, keepdim=True)
-    outside_TK = ((expert_TK < 0) | (expert_TK >= num_experts)) & ~padding_T1
+    same_T1 = (expert_TK == expert_TK[:, :1]).all(dim=1, keepdim=True)
+    no_route_T1 = same_T1 & ((expert_TK[:, :1] == PADDING) | (expert_TK[:, :1] == LIVE))
+    outside_TK = ((expert_TK < 0) | (expert_TK >= num_experts)) & ~no_route_T1
     if outside_TK.any():
         token, k = outside_TK.nonzero()[0].tolist()
         raise ValueError(f"{place(token)} has {expert_TK[token, k]}; {name} has experts 0 to {num_experts - 1}")
     sorted_TK = expert_TK.sort(dim=1).values
-    twice = ((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & ~padding_T1).nonzero()
+    twice = ((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & ~no_route_T1).nonzero()
     if len(twice):
         token, k = twice[0].tolist()
         raise ValueError(
@@ -306,17 +309,18 @@ class _Replayer:
                 f"expert_LTK has {len(recorded_TK)} tokens in micro-batch {micro_batch}, but {self._name} routes "
                 f"{len(live_TK)}; give the ids of exactly this rank's tokens, padding included"
             )
-        return recorded_TK.to(live_TK.device).long()
+        recorded_TK = recorded_TK.to(live_TK.device).long()
+        return torch.where(recorded_TK == LIVE, live_TK, recorded_TK)
 
     def _check_padding(self, live_TK: Tensor) -> None:
         """Raises ValueError for ids of padding, -1, in the place of a token that the mask does not leave out."""
         # Ids are on the host, as a rule, which waits for a device only if there is padding.
-        padding = (self._micro_batches[self._next_at][:, 0] < 0).nonzero().flatten()
+        padding = (self._micro_batches[self._next_at][:, 0] == PADDING).nonzero().flatten()
         if len(padding) and len(real := padding[live_TK[:, 0].to(padding.device)[padding] >= 0]):
             raise ValueError(
                 f"expert_LTK has -1 for token {int(real[0])} in micro-batch {self._next_at}, which "
-                f"{self._name} routes; only padding may have -1, so give the ids of that token's experts, or run the "
-                "model with the mask that leaves it out"
+                f"{self._name} routes; only padding may have -1, so give the ids of that token's experts or, for "
+                "those of the live router, -2, or run the model with the mask that leaves it out"
             )
 
     def check_end(self) -> None:

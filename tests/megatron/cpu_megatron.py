@@ -9,11 +9,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import queue
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +77,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 from megatron.core.transformer import torch_norm  # noqa: E402
 from megatron.core.transformer.moe import moe_layer  # noqa: E402
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP, TEGroupedMLP  # noqa: E402
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -398,17 +402,21 @@ def messages(cases: list[tuple[Strategy, dict[str, Any], dict[str, Any]]]) -> li
     return found
 
 
-def replayed() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Returns the experts [T, K] that Megatron's replay gives the routers of a model, those of the plans under a
-    strategy, and by layer the tokens of each expert by the map of ``route``, which somebody has replaced.
+def replayed(by_verl: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Returns the experts [T, K] that Megatron's replay or that of verl gives the routers of a model, those of the
+    plans under a strategy, and by layer the tokens of each expert by the map of ``route``, which somebody has replaced.
     """
     run = Run(STRATEGIES["ep"], config={"moe_enable_routing_replay": True})
     RouterReplay.clear_global_router_replay_instances()
-    with parallel(run):
+    with parallel(run), verl_patch() if by_verl else contextlib.nullcontext() as verl:
         (model,) = models_of(run, config_of(run))
         given = [torch.rand(SEQUENCES * LENGTH, 8).topk(2).indices for _ in model.decoder.layers]
-        RouterReplay.set_replay_data(given)
-        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        if verl is None:
+            RouterReplay.set_replay_data(given)
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        else:
+            verl.RouterReplay.set_replay_data(given)
+            verl.RouterReplay.set_global_router_replay_action(verl.RouterReplayAction.REPLAY_FORWARD)
         seen = []
         for layer in model.decoder.layers:
             route = layer.mlp.route
@@ -418,6 +426,55 @@ def replayed() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         model(ids, torch.arange(LENGTH).expand(SEQUENCES, -1), mask)
         planned = [torch.from_numpy(each.last_plan.load.tokens_RE.copy()).sum(0) for each in experts_of(model)]
     return given, planned, [map_TE.sum(0) for map_TE in seen]
+
+
+@contextlib.contextmanager
+def verl_patch() -> Iterator[Any]:
+    """Gives verl's module for the replay of routes, whose patch of Megatron is applied."""
+    path = Path(sys.prefix, "hosts", "verl", "utils", "megatron", "router_replay_patch.py")
+    found = spec_from_file_location("verl_router_replay", path)
+    verl = module_from_spec(found)
+    found.loader.exec_module(verl)
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    with (
+        patch.object(TopKRouter, "__init__", TopKRouter.__init__),
+        patch.object(TopKRouter, "routing", TopKRouter.routing),
+        patch.object(TransformerConfig, "__init__", TransformerConfig.__init__),
+        patch.object(dispatcher, "preprocess", dispatcher.preprocess),
+    ):
+        verl.apply_router_replay_patch()
+        try:
+            yield verl
+        finally:
+            for changed, mark in ((TopKRouter, "_router_replay_patched"), (TransformerConfig, "_verl_router_patched")):
+                delattr(changed, mark)
+            del dispatcher._preprocess_patched
+
+
+class MegatronEngine:
+    """verl's engine, as far as the page on reinforcement learning uses it, with a provider of Megatron-Bridge."""
+
+    def _build_tf_config(self) -> None:
+        def spec(config: Any, vp_stage: int | None = None) -> Any:
+            return get_gpt_layer_local_spec(num_experts=8, normalization="RMSNorm")
+
+        self.provider = SimpleNamespace(transformer_layer_spec=spec)
+
+
+def with_verl(page: str) -> tuple[Trained, Trained, list[str]]:
+    """Returns a step with the specification of the engine that the page changes, and with Megatron's own experts; and
+    the parameters of the function that makes it.
+    """
+    names: dict[str, Any] = {}
+    module = SimpleNamespace(MegatronEngine=type("MegatronEngine", (MegatronEngine,), {}))
+    with patch.dict(sys.modules, {"verl.workers.engine.megatron.transformer_impl": module}):
+        exec(page, names)
+    engine = module.MegatronEngine()
+    engine._build_tf_config()
+    spec = engine.provider.transformer_layer_spec
+    with patch(f"{__name__}.experts", lambda *_: spec(None)):
+        trained = train(Run(names["strategy"], 1))
+    return trained, train(Run(steps=1)), list(inspect.signature(spec).parameters)
 
 
 def followed(page: str) -> tuple[Trained, Trained]:

@@ -5,6 +5,7 @@ All is float32, so that only the order of sums differs.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import sys
@@ -162,8 +163,9 @@ def test_checkpoints_are_those_of_megatron_on_other_ranks_and_for_other_strategi
     assert_equal(again.parameters, wanted.parameters)
 
 
-def test_routes_are_replayed_as_megatron_replays_them(megatron: LocalRanks) -> None:
-    ((given, planned, seen),) = megatron.run(call, "replayed", num_ranks=1)
+@pytest.mark.parametrize("by_verl", [False, True], ids=["Megatron", "verl"])
+def test_routes_are_replayed_as_megatron_and_verl_replay_them(megatron: LocalRanks, by_verl: bool) -> None:
+    ((given, planned, seen),) = megatron.run(call, "replayed", by_verl, num_ranks=1)
     wanted = [each.flatten().bincount(minlength=8) for each in given]
     assert_equal(planned, wanted)
     assert_equal(seen, wanted)
@@ -199,6 +201,20 @@ def test_the_page_is_followed(megatron: LocalRanks) -> None:
     assert commands_of(install) == ["pip install '.[megatron]'"]
     for found, wanted in megatron.run(call, "followed", spec.text, num_ranks=2):
         same_training(found, wanted)
+
+
+def test_the_engine_of_verl_runs_experts_under_a_strategy(megatron: LocalRanks) -> None:
+    """With a stand-in for the engine, which needs GPUs: that of verl makes its provider where the page changes it."""
+    (program,) = [block.text for block in blocks_of("rl") if block.title == "moe_strategy.py"]
+    for found, wanted, parameters in megatron.run(call, "with_verl", program, num_ranks=2):
+        same_training(found, wanted)
+        assert parameters == ["config", "vp_stage"]
+    source = Path(sys.prefix, "hosts", "verl", "workers", "engine", "megatron", "transformer_impl.py").read_text()
+    (engine,) = [each for each in ast.parse(source).body if getattr(each, "name", "") == "MegatronEngine"]
+    (build,) = [each for each in engine.body if getattr(each, "name", "") == "_build_tf_config"]
+    assigned = [ast.unparse(each) for each in ast.walk(build) if isinstance(each, ast.Assign)]
+    assert "self.provider = provider" in assigned
+    assert "provider = bridge.to_megatron_provider(load_weights=False)" in assigned
 
 
 @pytest.mark.slow

@@ -155,13 +155,37 @@ def test_evaluation_replays_too() -> None:
         assert torch.equal(evaluated, model(tokens(0)))
 
 
+def with_live_tokens(ids: Tensor) -> Tensor:
+    """The ids, in which those of every third token of layer 0 and of every second of layer 1 are the router's."""
+    ids = ids.clone()
+    ids[0, ::3], ids[1, ::2] = -2, -2
+    return ids
+
+
+@every_shape
+def test_tokens_without_ids_are_routed_live(shape: ms.ModelShape) -> None:
+    """With the weights and the gradients that the router gives them."""
+    plain = results(stack(shape))
+    model = stack(shape)
+    with ms.record_routing(model) as live:
+        results(model)
+    model.zero_grad()
+    with ms.replay_routing(model, [with_live_tokens(ids.long()) for ids in live]):
+        assert_equal(results(model), plain)
+    other = with_live_tokens(other_experts(0))
+    with torch.no_grad(), ms.replay_routing(model, other), ms.record_routing(model) as found:
+        model(tokens(0))
+    assert torch.equal(found[0][other >= 0], other[other >= 0].to(torch.uint8))
+    assert torch.equal(found[0][0, ::3], live[0][0, ::3])
+
+
 # --- recomputation ---
 
 
 @every_checkpoint
 def test_a_recomputation_repeats_the_experts_of_its_first_pass(way: Way) -> None:
     sizes = (19, 12, 19)
-    ids = [other_experts(seed, num_tokens) for seed, num_tokens in enumerate(sizes)]
+    ids = [with_live_tokens(other_experts(seed, num_tokens)) for seed, num_tokens in enumerate(sizes)]
     by_way = []
     for each in (plainly, way):
         with ms.replay_routing(model := stack(), ids):
@@ -262,6 +286,23 @@ def test_ranks_with_different_tokens_replay_their_own(ranks: LocalRanks) -> None
     assert all(torch.equal(a, b) for a, b in zip(by_rank[0]["counted"], wanted_LE, strict=True))
 
 
+def trained_with_live_tokens(predictor: ms.Last | ms.Oracle) -> tuple[Tensor, Tensor]:
+    """Returns the recorded ids of the first layer, and the loads of its plan."""
+    rank, model = dist.get_rank(), stack(strategy=FSEP.replace(predictor=predictor))
+    with ms.replay_routing(model, with_live_tokens(other_experts(rank))), ms.record_routing(model) as recorded:
+        model(tokens(rank)).sum().backward()
+    return recorded[0][0], model.moe[0].experts.take_counts()
+
+
+@pytest.mark.parametrize("predictor", [ms.Last(), ms.Oracle()], ids=lambda predictor: predictor.kind)
+def test_ranks_route_live_what_has_no_ids(ranks: LocalRanks, predictor: ms.Last | ms.Oracle) -> None:
+    """Also where layouts were planned without these tokens."""
+    ids, counts = zip(*ranks.run(trained_with_live_tokens, predictor, num_ranks=2, timeout_s=60.0), strict=True)
+    wanted_E = torch.cat(ids).flatten().long().bincount(minlength=E)
+    assert wanted_E.sum() == 2 * 19 * K
+    assert_equal(counts, [wanted_E] * 2)
+
+
 def messages_of_replay(strategy: ms.Strategy) -> list[str]:
     """Returns the errors of ids of which those of rank 1 alone cannot be replayed. Then ranks go on together."""
     rank, model, said = dist.get_rank(), stack(SHAPES["sigmoid in groups"], strategy), []
@@ -283,6 +324,7 @@ def replaced(ids: Tensor, place: Any, value: int | Tensor) -> Tensor:
 # Each entry changes the ids, and has the words of the error.
 FAULTS: tuple[tuple[Callable[[Tensor], Tensor], str], ...] = (
     (lambda ids: replaced(ids, (0, 4), -1), " has -1 for token 4 in micro-batch 0"),
+    (lambda ids: replaced(ids, (0, 4, 1), -2), "[0][0, 4] has -2; moe.0.router has experts 0 to 7"),
     (lambda ids: ids[:, 1:], " has 18 tokens in micro-batch 0, but moe.0.router"),
     (lambda ids: replaced(ids, (1, 4, 2), E), "[0][1, 4] has 8; moe.1.router has experts 0 to 7"),
     (lambda ids: replaced(ids, (1, 4), torch.tensor([0, 1, 0])), "[0][1, 4] has expert 0 twice, in [0, 1, 0]; a token"),
