@@ -36,6 +36,7 @@ NOT_RUN = {
     r"\.venv/bin/python": "writes goldens",
     r"moesys doctor --gpu": "needs a GPU",
     r"torchrun --nnodes": "needs several hosts",
+    r"python -m verl": "needs GPUs",
     r"torchrun .* -m moesys": "the same trials as the command before it",
     r".*--slurm": "needs Slurm",
     r"(TRITON_INTERPRET=1 )?python -m (benchmarks (?!leaderboard)|experiments)": "takes minutes, or needs root",
