@@ -93,7 +93,7 @@ def test_a_block_has_the_work_that_whole_models_count(tokens, heads, width):
     assert case.num_bytes("backward", 4) == counted.backward_bytes
     assert case.num_kernels == sum(operation.forward_bytes > 0 for operation in counted.operations)
     scores, of_scores = AttentionCase(heads, width, tokens), counted.of("attention_scores")
-    assert (scores.flops("forward"), scores.flops("backward")) == (of_scores.flops, of_scores.input_gradient_flops)
+    assert (scores.flops("forward"), scores.flops("backward")) == (of_scores.flops, of_scores.backward_flops)
 
 
 @pytest.mark.parametrize("call_s", [0.005, 0.25])

@@ -143,7 +143,7 @@ def test_a_pair_costs_what_torch_counts_of_a_flash_kernel(seq_len: int, name: st
     pairs = seq_len * (seq_len + 1) // 2
     assert scores.flops * seq_len**2 == sdpa_flop_count(query, key, value) * pairs
     backward = sdpa_backward_flop_count(value, query, key, value)
-    assert scores.input_gradient_flops * seq_len**2 == backward * pairs
+    assert scores.backward_flops * seq_len**2 == backward * pairs
 
 
 # --- against figures of others --------------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ def test_all_but_scores_is_as_much_for_every_token(model: ms.models.ModelSpec, s
         (one.embedding, *one.layers, one.head), (many.embedding, *many.layers, many.head), strict=True
     ):
         assert several.saved() == {name: seq_len * num_bytes for name, num_bytes in each.saved().items()}
-        for field in ("forward_bytes", "backward_bytes", "sent_bytes"):
+        for field in ("forward_bytes", "backward_bytes"):
             assert getattr(several, field) == seq_len * getattr(each, field)
         scores = (several.of("attention_scores").flops, each.of("attention_scores").flops)
         assert several.flops - scores[0] == seq_len * (each.flops - scores[1])
