@@ -27,7 +27,7 @@ from benchmarks.kernels.gemm_timer import META, Operands
 from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
-from moesys.kernels.experts.tile_tuner import OPS, blocks_of
+from moesys.kernels.experts.tile_tuner import OPS, blocks_of, candidates, refused_ways
 from moesys.kernels.experts.tiles import Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.weight_gradient import (
@@ -129,23 +129,32 @@ class CompiledKernel:
         return "; ".join(found)
 
 
-def main(sizes: Sequence[Size], mega: bool, arch: str, output: CommandOutput) -> int:
-    """Compiles, writes and prints; returns 1 if a kernel falls short. ``mega``: compiles MegaKernels too."""
+def main(sizes: Sequence[Size], mega: bool, with_candidates: bool, arch: str, output: CommandOutput) -> int:
+    """Compiles, writes and prints; returns 1 if a kernel falls short or a candidate does not compile. ``mega``: with
+    MegaKernels; ``with_candidates``: with all tiles that the tuner tries.
+    """
     rows: list[CompiledKernel] = []
+    notes: list[str] = []
+    num_failed = 0
     target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    num_ops = NUM_OPS + NUM_MEGA_OPS * mega
+    num_ops = NUM_OPS + NUM_MEGA_OPS * mega + len(OPS) * with_candidates
     with warnings.catch_warnings(), steps_told("compiling", num_ops * len(sizes), output.quiet) as tell:
         warnings.simplefilter("ignore", UserWarning)
         for size in sizes:
             rows += compile_size(size, torch.bfloat16, tell, target=target)
             if mega:
                 rows += compile_mega(size, torch.bfloat16, tell, target=target)
+            if with_candidates:
+                of_size, refused, failed = compile_candidates(size, torch.bfloat16, tell, target=target)
+                rows += of_size
+                notes += [*refused, *failed]
+                num_failed += len(failed)
     short = sum(bool(row.wrong) for row in rows)
     title = f"COMPILED: kernels for {arch}, not run"
-    notes = [f"bfloat16, triton {triton.__version__}; {len(rows)} kernels, {short} of them fall short"]
+    notes[:0] = [f"bfloat16, triton {triton.__version__}; {len(rows)} kernels, {short} of them fall short"]
     sheet = Sheet(title, rows, notes, group_by="size")
     publish(Report("kernels aot", title, "compiled", [sheet], data={"rows": rows}), output)
-    return int(short > 0)
+    return int(short + num_failed > 0)
 
 
 # --- kernels of one device --------------------------------------------------------------------------------------------
@@ -239,6 +248,37 @@ def compile_size(
         for code in compiled:
             found.append(CompiledKernel(size.name, op, block if code is gemm else None, code))
     return found
+
+
+def compile_candidates(
+    size: Size, dtype: torch.dtype, tell: Callable[[str], None], target: GPUTarget = HOPPER
+) -> tuple[list[CompiledKernel], list[str], list[str]]:
+    """Compiles all tiles that the tuner tries. Returns the kernels, which ways of operands are refused and why, and
+    which candidates do not compile. Those that spill are dropped when they are tuned, and fall short of nothing.
+    """
+    _, T, H, I, E, K = size
+    meta = partial(torch.empty, dtype=dtype, device="meta")
+    shape = ShapeClass.of(meta(T, H), meta(E, H, I), T * K, ACTIVATION)
+    operands = Operands(shape, META)
+    found, refused, failed = [], [], []
+    for op in OPS:
+        tell(f"{size.name}: candidates of {op}")
+        refused += [f"{op}: {way} is refused: {reason}" for way, reason in refused_ways(op, ACTIVATION).items()]
+        for block in candidates(op, shape, capability=target.arch):
+            words = f"{op} {block.operands}, {block.warps} warps, {block.stages} stages"
+            try:
+                with compiling(target) as compiled:
+                    operands.launch(op, block, operands.tiles(block))
+            except Exception as error:
+                # Triton raises whatever the pass that failed raises.
+                failed.append(f"{words}: {block.rows}x{block.columns} does not compile: {error!r}")
+                continue
+            gemm = max(compiled, key=lambda code: (len(code.mma), code.shared_bytes))
+            if gemm.spills or gemm.stack_bytes:
+                refused.append(f"{words}: {block.rows}x{block.columns} is refused: it spills {gemm.spills} registers")
+            else:
+                found.append(CompiledKernel(size.name, words, block, gemm))
+    return found, refused, failed
 
 
 # --- MegaKernels ------------------------------------------------------------------------------------------------------

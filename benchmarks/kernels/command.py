@@ -23,6 +23,7 @@ def bench_kernels(
     aot: Annotated[bool, flag("Compile without a GPU and read the machine code.", "--aot")] = False,
     tune: Annotated[bool, flag("Find the fastest tiles on this GPU and keep them.", "--tune")] = False,
     mega: Annotated[bool, flag("Compile MegaKernels too (with --aot).")] = True,
+    candidates: Annotated[bool, flag("Compile all tiles that --tune tries (with --aot).", "--candidates")] = False,
     arch: Annotated[
         Literal["sm_90", "sm_100"], option("ARCH", "sm_90 (Hopper) or sm_100 (Blackwell) (with --aot).")
     ] = "sm_90",
@@ -49,7 +50,7 @@ def bench_kernels(
                 return tune_tiles(sizes, output)
         from benchmarks.kernels.aot import main
 
-        raise typer.Exit(main(sizes, mega, arch, output))
+        raise typer.Exit(main(sizes, mega, candidates, arch, output))
     from benchmarks.kernels import kernels_contest
 
     with refusing():

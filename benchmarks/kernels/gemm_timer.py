@@ -5,6 +5,7 @@ T tokens, K choices of each, P = T·K rows, E experts, H hidden, I expert width,
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -130,8 +131,9 @@ class GemmTimer:
             with warnings.catch_warnings(), compiling(triton.runtime.driver.active.get_current_target()) as found:
                 warnings.simplefilter("ignore", UserWarning)
                 self._meta.launch(op, block, self._meta.tiles(block))
-        except Exception:
+        except Exception as error:
             # Triton raises whatever the pass that failed raises.
+            logging.getLogger(__name__).warning("%s: %s is dropped, as it does not compile: %r", op, block, error)
             return False
         return not any(code.spills or code.stack_bytes for code in found)
 

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 
 from moesys.hf.experts_module import is_experts
 
@@ -80,6 +82,40 @@ def _refuse(adapter: Any, *_args: object, **_kwargs: object) -> NoReturn:
         f"{adapter.parameter_name} of experts is sharded over ranks, and its adapter cannot be merged, unmerged or "
         "unloaded here; save the adapter, load it in one process (PeftModel.from_pretrained), and do it there"
     )
+
+
+def factors_of(adapter: Any | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Returns the factors [E, r, in] and [E, out, r] of what the active LoRA of ``adapter`` adds to a parameter of all
+    experts, with zeros up to the next multiple of 16 for r; None where that is nothing.
+    """
+    if adapter is None or adapter.disable_adapters or adapter.merged:
+        return None, None
+    active = [each for each in adapter.active_adapters if each in adapter.lora_A]
+    if not active:
+        return None, None
+    E = adapter.num_experts
+    inward = torch.cat([adapter.lora_A[each].weight.unflatten(0, (E, -1)) for each in active], dim=1)
+    scaled = [adapter.lora_B[each].weight.unflatten(1, (-1, E)) * adapter.scaling[each] for each in active]
+    return _padded(inward, torch.cat(scaled, dim=1).permute(2, 0, 1))
+
+
+def with_factors(module: Any, name: str, transposed: bool) -> tuple[Tensor, tuple[Tensor, Tensor] | tuple[None, None]]:
+    """Returns the parameter ``name`` and the factors of LoRA on it, as ``factors_of`` does, where PEFT's own forward
+    runs around the module: then it has put a single adapter in the parameter's place as a pair of factors. Without
+    these, or in other releases of PEFT, the parameter is what PEFT computes.
+    """
+    proxies: Any = module.parametrizations[name] if is_parametrized(module, name) else []
+    if len(proxies) != 1 or not all(hasattr(proxies[0], each) for each in ("lhs", "rhs", "scaling")):
+        return getattr(module, name), (None, None)
+    left, right = proxies[0].lhs, proxies[0].rhs
+    if transposed:
+        left, right = right.mT, left.mT
+    return proxies.original, _padded(right, left * proxies[0].scaling)
+
+
+def _padded(inward: Tensor, outward: Tensor) -> tuple[Tensor, Tensor]:
+    more = -inward.shape[1] % 16
+    return functional.pad(inward, (0, 0, 0, more)).contiguous(), functional.pad(outward, (0, more)).contiguous()
 
 
 def with_lora(module: Any, name: str, adapter: Any | None) -> Tensor:

@@ -25,7 +25,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.hub import NAMES
-from moesys.hf.adapters import with_lora
+from moesys.hf.adapters import factors_of, with_lora
 from moesys.hf.checkpoint_check import check_before_loading
 from moesys.hf.experts_module import ExpertsModule, compute_dtype, is_experts
 from moesys.hf.padding import real_tokens
@@ -33,7 +33,7 @@ from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.experts import Experts, attach
 from moesys.moe.gradients import is_lost
 from moesys.moe.masters import DTYPE_NAMES, local_part
-from moesys.moe.outside import OutsideExperts, Parts
+from moesys.moe.outside import OutsideExperts, Parts, adapters_are_products
 from moesys.torch_private import NO_BACKWARD, current_backward, hooks_of, unseen_by_selective_checkpoints
 
 
@@ -220,6 +220,9 @@ def strategy_experts(
     )
 
     adapter_of = {adapter.parameter_name: adapter for adapter in adapters}
+    # LoRA on matrices runs by products of its own where it can, and is added to parameters elsewhere.
+    matrices, products = description.names[:2], adapters_are_products(strategy) and ep_mesh.device_type == "cpu"
+    by_products = [adapter_of.pop(name, None) for name in matrices] if products else []
 
     def read() -> dict[str, Tensor]:
         if replaced := [name for name in names.values() if is_parametrized(module, name)]:
@@ -232,9 +235,13 @@ def strategy_experts(
         parameters = [module._parameters[name] for name in names.values()]
         add_late(parameters, [cast(Tensor, gradients[part]) for part in names], num_batches)
 
-    add = None if adapters else add_gradients
+    def factors() -> tuple[Tensor | None, ...]:
+        return tuple(factor for adapter in by_products for factor in factors_of(adapter))
+
+    add = None if adapter_of else add_gradients
     activation = None if description.swiglu else description.activation
-    outside = OutsideExperts(read, description.transposed, activation, add_gradients=add)
+    low_rank = factors if any(by_products) else None
+    outside = OutsideExperts(read, description.transposed, activation, add_gradients=add, adapters=low_rank)
     device = ep_mesh.device_type
     return Experts(shape, strategy, ep_mesh, cluster=cluster, layer_index=layer_index, device=device, outside=outside)
 

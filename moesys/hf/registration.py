@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moesys.config import Strategy
+from moesys.hf.adapters import with_factors
 from moesys.hf.experts_module import ExpertsModule, compute_dtype
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, projection_rule
@@ -29,7 +30,15 @@ from moesys.kernels.first_derivatives import InputGradients, first_derivatives_o
 from moesys.kernels.torch_internals import refuse_function_transforms
 from moesys.moe.masters import ExpertForm, Part
 from moesys.moe.store import RestoredExperts
-from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertGradients, ExpertWeights
+from moesys.overlap.executor import (
+    NUM_FACTORS,
+    Adapters,
+    Arrivals,
+    BackwardInputs,
+    ExpertGradients,
+    ExpertWeights,
+    zeros_like_factors,
+)
 from moesys.overlap.experts_cpu import SWIGLU, CpuExperts
 from moesys.overlap.routes import SortedRoutes, sort_rows
 from moesys.torch_private import unseen_by_selective_checkpoints
@@ -122,15 +131,17 @@ def _by_rows(
     experts: ExpertsModule, memory: PagePool, module: nn.Module, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor
 ) -> Tensor:
     refuse_function_transforms(x_TH, weight_TK)
-    parameters = *(getattr(module, name) for name in experts.names), *experts.parameters
+    read = [with_factors(module, name, experts.transposed) for name in experts.names]
+    parameters = *(parameter for parameter, _ in read), *experts.parameters
+    factors = [factor for _, of_parameter in read[:2] for factor in of_parameter]
     dtype = compute_dtype(parameters[0])
-    y_TH: Tensor = ModuleFunction.apply(experts, dtype, memory, x_TH, weight_TK, index_TK, *parameters)
+    y_TH: Tensor = ModuleFunction.apply(experts, dtype, memory, x_TH, weight_TK, index_TK, *parameters, *factors)
     return y_TH
 
 
 class ModuleFunction(torch.autograd.Function):
-    """The autograd function of an experts module: y [T, H] from x [T, H], routing weights and experts [T, K], and all
-    parameters of the module.
+    """The autograd function of an experts module: y [T, H] from x [T, H], routing weights and experts [T, K], all
+    parameters of the module, and the factors of LoRA on its projections.
 
     It saves x, the pre-activations and the routing, and recomputes what else backward needs: the gradient of a routing
     weight is the product of the activation and the gradient behind the down projection (SonicMoE's dataflow).
@@ -145,27 +156,31 @@ class ModuleFunction(torch.autograd.Function):
         x_TH: Tensor,
         weight_TK: Tensor,
         index_TK: Tensor,
-        *parameters: Tensor,
+        *learnt: Any,
     ) -> Tensor:
+        parameters, factors = learnt[:-NUM_FACTORS], learnt[-NUM_FACTORS:]
         with torch.autocast(x_TH.device.type, enabled=False):
             compute = compute_of(experts, dtype, parameters, ParameterGradients((), ()))
             routes = routes_of(index_TK, len(parameters[0]), compute.min_rows)
             scratch, held = Scratch(memory, x_TH.device), _held(experts, dtype, memory, parameters)
+            held.adapters = Adapters.of(range(len(held)), factors)
             x = Arrivals(x_TH.to(dtype), _token_of_choice(weight_TK))
             forward_pass = compute.forward(routes, x, held, scratch)
             y_PH, wide_TK = forward_pass.experts(routes.chunk), _wide_weights(routes, weight_TK, dtype)
             y_TH = x_TH.new_empty(x_TH.shape)
             compute.combine(y_PH, routes.chunk.return_M.view_as(wide_TK), wide_TK, y_TH, scratch)
         ctx.description = experts, dtype, memory, routes
-        ctx.save_for_backward(x_TH, weight_TK, forward_pass.pre_activations(), *parameters)
+        ctx.save_for_backward(x_TH, weight_TK, forward_pass.pre_activations(), *learnt)
         return y_TH
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[InputGradients, Sequence[Tensor]]:
         experts, dtype, memory, routes = ctx.description
-        x_TH, weight_TK, h_PU, *parameters = ctx.saved_tensors
-        needs_x, needs_weight, _, *needs_parameters = ctx.needs_input_grad[3:]
+        x_TH, weight_TK, h_PU, *learnt = ctx.saved_tensors
+        parameters, factors = learnt[:-NUM_FACTORS], learnt[-NUM_FACTORS:]
+        needs_x, needs_weight, _, *needs_parameters = ctx.needs_input_grad[3:-NUM_FACTORS]
+        dfactors = zeros_like_factors(factors)
         gradients = [
             torch.empty_like(parameter) if needed else None
             for parameter, needed in zip(parameters, needs_parameters, strict=True)
@@ -174,6 +189,7 @@ class ModuleFunction(torch.autograd.Function):
         others = ParameterGradients(parameters[named:], gradients[named:])
         with torch.autocast(x_TH.device.type, enabled=False):
             compute, held = compute_of(experts, dtype, parameters, others), _held(experts, dtype, memory, parameters)
+            held.adapters = Adapters.of(range(len(held)), factors, dfactors)
             scratch, token_M = Scratch(memory, x_TH.device), _token_of_choice(weight_TK)
             dy, x = Arrivals(grad_outputs[0], token_M), Arrivals(x_TH.to(dtype), token_M)
             weight_M = _wide_weights(routes, weight_TK, dtype).view(-1)
@@ -187,7 +203,7 @@ class ModuleFunction(torch.autograd.Function):
             compute.combine(dx_PH, routes.chunk.return_M.view_as(weight_TK), None, dx_TH, scratch)
             dweight_TK = dweight_M.view_as(weight_TK).to(weight_TK.dtype)
         of_tokens = dx_TH if needs_x else None, dweight_TK if needs_weight else None
-        return (None, None, None, *of_tokens, None, *gradients), (x_TH, weight_TK, *parameters)
+        return (None, None, None, *of_tokens, None, *gradients, *dfactors), (x_TH, weight_TK, *learnt)
 
 
 def compute_of(

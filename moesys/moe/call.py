@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,7 +34,15 @@ from moesys.kernels.launch import on_its_device
 from moesys.layout import ExpertLayout
 from moesys.moe.masters import Expert
 from moesys.moe.store import ExpertStore, Reshard, Restore, RestoredExperts
-from moesys.overlap.executor import MicroBatchRun, SavedTensors, SharedMemory
+from moesys.overlap.executor import (
+    NUM_FACTORS,
+    Adapters,
+    ExpertGradients,
+    MicroBatchRun,
+    SavedTensors,
+    SharedMemory,
+    zeros_like_factors,
+)
 from moesys.torch_private import NO_BACKWARD, after_this_backward, checkpointed_region, current_backward, will_execute
 
 PLAN_TIMEOUT_S = 60.0
@@ -132,8 +141,9 @@ class LayerCall:
         if not self._computed and self.store.masters.at_hand:
             self.restore()
 
-    def wait_for_experts(self) -> RestoredExperts:
-        """Waits for the experts of forward, and returns them. Starts the transfers of the next layers' experts.
+    def wait_for_experts(self, adapters: Adapters | None) -> RestoredExperts:
+        """Waits for the experts of forward, and returns them with ``adapters``. Starts the transfers of the next
+        layers' experts.
 
         With chunked rows it is called once the first chunk has arrived, which those transfers can no longer delay.
         """
@@ -143,6 +153,7 @@ class LayerCall:
             upcoming.prefetch(self._pass_number, self.generation)
         self.upcoming = ()
         experts = transfer.finish()
+        experts.adapters = adapters
         experts.keeper = store.masters if self.expects_backward and not store.reshard_after_forward else None
         return experts
 
@@ -150,11 +161,17 @@ class LayerCall:
         """Frees the experts that backward does not need, or will restore again."""
         store, experts = self.store, self.restore().finish()
         experts.drop_copies()
+        experts.adapters = None
         if store.reshard_after_forward:
             self.release()
         elif self.runs_again and self._computed and (own := store.shards.own_rows(self.layout.held_by_rank)):
             self._lent = {slot: each for slot, each in enumerate(experts.masters) if slot not in own}
             self.release()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The experts in the slots of this rank."""
+        return self.layout.held_by_rank[self.store.shards.rank]
 
     def release(self) -> None:
         """Frees the experts, which may be restored again."""
@@ -214,18 +231,21 @@ NUM_SAVED = 3
 
 
 class RoutedExperts(torch.autograd.Function):
-    """y [T, H] from x [T, H], routing weights float32 [T, K] and this rank's masters; N of the T tokens are real.
+    """y [T, H] from x [T, H], routing weights float32 [T, K], this rank's masters and the factors of LoRA on all
+    experts (``NUM_FACTORS``); N of the T tokens are real.
 
     Saves routing weights, the arrived rows of x, pre-activations and masters. ``ctx.call`` also keeps the restored
     experts that ``LayerCall.end_forward`` has not released.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, weight_TK: Tensor, call: LayerCall, link: Link, *masters: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, weight_TK: Tensor, call: LayerCall, link: Link, *learnt: Any) -> Tensor:
+        masters, factors = learnt[:-NUM_FACTORS], learnt[-NUM_FACTORS:]
         with torch.autocast(x_TH.device.type, enabled=False):
             # Steps 3 to 5 of ``Experts.forward``.
             call.restore(masters)
-            inputs = call.without_padding(x_TH), call.without_padding(weight_TK), call.wait_for_experts
+            wait = partial(call.wait_for_experts, Adapters.of(call.held, factors))
+            inputs = call.without_padding(x_TH), call.without_padding(weight_TK), wait
             if call.replayed:
                 y_NH, saved = call.run.recompute(*inputs, read=call.output_read)
             else:
@@ -236,7 +256,7 @@ class RoutedExperts(torch.autograd.Function):
         # Gradients are functions of x, which backward does not read; an empty slice says so without keeping x.
         with torch.enable_grad():
             ctx.x_0H = x_TH[:0].clone()
-        ctx.save_for_backward(weight_TK, saved.arrivals_MH, saved.h_P2I, *masters)
+        ctx.save_for_backward(weight_TK, saved.arrivals_MH, saved.h_P2I, *learnt)
         # The experts that a recomputation restores are used by the backward that follows it.
         if not call.replayed:
             call.end_forward()
@@ -248,21 +268,28 @@ class RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[InputGradients, Sequence[Tensor]]:
         call: LayerCall = ctx.call
         lookahead, store = ctx.link.lookahead, call.store
-        weight_TK, arrivals_MH, h_P2I, *masters = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[4:]
+        weight_TK, arrivals_MH, h_P2I, *learnt = ctx.saved_tensors
+        masters, factors = learnt[:-NUM_FACTORS], learnt[-NUM_FACTORS:]
+        wanted, adapts = ctx.needs_input_grad[4:-NUM_FACTORS], any(ctx.needs_input_grad[-NUM_FACTORS:])
+        dfactors = zeros_like_factors(factors) if adapts else [None] * NUM_FACTORS
         dy_TH = grad_outputs[0]
         dy_NH = call.without_padding(dy_TH).contiguous()
         grads_DP = gradients = None
         if any(wanted):
             grads_DP = store.new_gradients(call.layout, dy_TH.device)
             gradients = store.shards.form.gradients(grads_DP)
+        elif adapts:
+            # Those of LoRA alone are computed.
+            gradients = ExpertGradients(None, None)  # type: ignore[arg-type]
 
         def wait_for_experts() -> RestoredExperts:
             # While they arrive and compute, earlier layers restore theirs, and delayed gradients are sent.
             transfer = call.restore()
             transfer.start()
             lookahead.behind_backward(call)
-            return transfer.finish()
+            experts = transfer.finish()
+            experts.adapters = Adapters.of(call.held, factors, dfactors)
+            return experts
 
         with torch.autocast(dy_TH.device.type, enabled=False):
             call.restore(masters)
@@ -294,7 +321,7 @@ class RoutedExperts(torch.autograd.Function):
         # The whole backward is launched by then, so the device has work while the host waits for a part of forward.
         if call.check is not None:
             after_this_backward(call.check)
-        return (dx_TH, dweight_TK, None, None, *dmasters), (ctx.x_0H, weight_TK, *masters)
+        return (dx_TH, dweight_TK, None, None, *dmasters, *dfactors), (ctx.x_0H, weight_TK, *learnt)
 
 
 def _reaches_grad(node: Any) -> bool:

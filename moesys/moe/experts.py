@@ -37,7 +37,7 @@ from moesys.moe.whole_experts import WholeExperts
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
-from moesys.overlap.executor import Executor, ExpertCompute, LayerContext, executor_of
+from moesys.overlap.executor import NUM_FACTORS, Executor, ExpertCompute, LayerContext, executor_of
 from moesys.overlap.experts_cpu import OURS, CpuExperts, experts_on_device
 from moesys.torch_private import (
     ends_recomputation,
@@ -225,7 +225,10 @@ class Experts(nn.Module):
                 f"the experts of layer {self.layer_index} are on the meta device, without values; call "
                 "to_empty(device=...) on the model, and load its state, before its first forward"
             )
-        inputs = (x_TH.to(dtype), weight_TK.float().contiguous(), *masters)
+        adapters = None if self.outside is None else self.outside.adapters
+        factors = (None,) * NUM_FACTORS if adapters is None else adapters()
+        learnt = *masters, *(each for each in factors if each is not None)
+        inputs = (x_TH.to(dtype), weight_TK.float().contiguous(), *learnt)
         trains_experts = torch.is_grad_enabled() and any(each.requires_grad for each in masters)
         saves = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
         flags = BACKWARD * saves + EXPERT_GRADIENTS * trains_experts
@@ -234,8 +237,8 @@ class Experts(nn.Module):
             call = self._replay_or_plan(expert_TK.long(), mask_T, dtype, flags)
             if call.replayed:
                 # If nothing is saved here, the tensor that stops a recomputation is saved after the layer.
-                call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
-            y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters)
+                call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(learnt)))
+            y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters, *factors)
             self._count(call)
             first_pass = self.training and torch.is_grad_enabled() and not call.replayed
             if self.load_log is not None and first_pass:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moesys.config import ModelShape, Strategy
+from moesys.config import LayoutInvariant, ModelShape, Strategy
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.arguments import check_order
 from moesys.moe.masters import ExpertForm, Master, Masters, Part, local_part
@@ -54,6 +54,10 @@ class OutsideExperts:
         ``down``, which is the same function.
     add_gradients: adds gradients, in the form of what ``read`` gives, to those parameters' own when backward is past
         the layer, as ``delay_reshard=True`` asks for; None if that is impossible, as with computed parts.
+    adapters: LoRA on the experts, whenever it is asked: of ``gate_up`` or ``up`` [E, r, in] and [E, out, r], then of
+        ``down``, in [out, in] whichever way matrices lie, all experts on each rank; None for a matrix without. Their
+        product is added to the matrix by two products of rank r, a multiple of 16. Gradients are those of the experts
+        that this rank computes: the sum over all ranks is whole.
 
     Raises ValueError, where ``Experts`` are made or parts are read, for parts that do not fit.
     """
@@ -63,6 +67,7 @@ class OutsideExperts:
     activation: Callable[[Tensor], Tensor] | None = None
     weights_on: Literal["outputs", "activations"] = "outputs"
     add_gradients: Callable[[Parts], None] | None = None
+    adapters: Callable[[], Sequence[Tensor | None]] | None = None
     collect: Callable[[Parts], Parts] | None = None
 
     @torch.no_grad()
@@ -131,6 +136,12 @@ class OutsideExperts:
             raise ValueError(
                 f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__}, whose kernels compute "
                 f"SwiGLU without biases by matrices [out, in], and these experts have {what}; {way}"
+            )
+        if self.adapters is not None and not adapters_are_products(strategy):
+            raise ValueError(
+                f"strategy {strategy.name!r} has overlap={type(strategy.overlap).__name__} and reduction="
+                f"{type(strategy.reduction).__name__}, and OutsideExperts(adapters=...) runs under Sequential() or "
+                "Pipelined() with Ordered() alone; use these, or let read() give the sums of matrices and adapters"
             )
         if strategy.sharding.delay_reshard and self.add_gradients is None:
             raise ValueError(
@@ -245,6 +256,11 @@ class OutsideMasters(Masters):
             if not _each(kept):
                 return f"no tensor of {part.name!r} on this rank; use fewer ranks in a group, or stack experts"
         return ""
+
+
+def adapters_are_products(strategy: Strategy) -> bool:
+    """Returns whether LoRA runs by products of its own: MegaKernels have none, and their sums depend on the layout."""
+    return not strategy.overlap.reaches_memory and not isinstance(strategy.reduction, LayoutInvariant)
 
 
 def _are_computed(tensors: Sequence[Tensor]) -> bool:

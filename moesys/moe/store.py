@@ -31,7 +31,7 @@ from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
 from moesys.moe.masters import Expert, ExpertForm, Master, Masters
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.executor import ExpertWeights
+from moesys.overlap.executor import Adapters, ExpertWeights
 
 
 class RestoredExperts(Sequence[ExpertWeights]):
@@ -57,6 +57,8 @@ class RestoredExperts(Sequence[ExpertWeights]):
         self.masters: list[Expert] = list(unstacked(experts) if isinstance(experts, ExpertWeights) else experts)
         self._copies: dict[int, ExpertWeights] = {}
         self.keeper: Masters | None = None
+        # LoRA on them, for one pass.
+        self.adapters: Adapters | None = None
 
     def __len__(self) -> int:
         return len(self.masters)

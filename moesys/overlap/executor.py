@@ -46,8 +46,53 @@ class ExpertWeights(NamedTuple):
     down_bias: Tensor | None = None
 
 
+# LoRA as autograd has it: two tensors of each projection, which may be None.
+Factors = Sequence[Tensor | None]
+NUM_FACTORS = 4
+
+
+class LowRank(NamedTuple):
+    """Matrices ``outward @ inward`` that LoRA adds to a projection: [out, r] and [r, in], or of all experts,
+    [E, out, r] and [E, r, in]. r is a multiple of 16, which products by rows need.
+    """
+
+    inward: Tensor
+    outward: Tensor
+
+
+class Adapters(NamedTuple):
+    """LoRA on experts: what ``up`` and ``down`` of all experts have, and where gradients of these are added, which are
+    None where they are not computed. ``expert_S``: the expert in each slot.
+    """
+
+    expert_S: tuple[int, ...]
+    up: LowRank | None
+    down: LowRank | None
+    dup: LowRank | None = None
+    ddown: LowRank | None = None
+
+    @staticmethod
+    def of(expert_S: Sequence[int], factors: Factors, dfactors: Factors = (None,) * NUM_FACTORS) -> Adapters | None:
+        """Returns LoRA by its ``factors``, inward and outward of up and of down; None if there is none."""
+        pairs = [
+            None if inward is None or outward is None else LowRank(inward, outward)
+            for inward, outward in (factors[:2], factors[2:], dfactors[:2], dfactors[2:])
+        ]
+        return Adapters(tuple(expert_S), *pairs) if any(pairs) else None
+
+
+def zeros_like_factors(factors: Factors) -> list[Tensor | None]:
+    """Returns where gradients of factors are added, at least float32."""
+    return [
+        None if each is None else torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32))
+        for each in factors
+    ]
+
+
 class HeldExperts(Protocol):
     """The experts that a rank holds, one per slot; float32 masters are cast just before each use."""
+
+    adapters: Adapters | None
 
     def __len__(self) -> int: ...
 

@@ -19,10 +19,25 @@ from torch import Tensor
 
 from moesys.config import ModelShape
 from moesys.kernels.cpu.page_pool import Scratch
-from moesys.kernels.cpu.row_invariant_gemm import NARROW, RowRule, aligned, is_aligned, matmul_rows, projection_rule
+from moesys.kernels.cpu.row_invariant_gemm import (
+    NARROW,
+    RowRule,
+    aligned,
+    is_aligned,
+    matmul_rows,
+    projection_rule,
+    row_rule,
+)
 from moesys.kernels.cpu.row_invariant_ops import RowFunction, swiglu, swiglu_backward
 from moesys.overlap.exact_sum import BlockSums, add_on_grid, largest_size, row_sizes
-from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertCompute, ExpertGradients, ExpertWeights, HeldExperts
+from moesys.overlap.executor import (
+    Arrivals,
+    BackwardInputs,
+    ExpertCompute,
+    ExpertGradients,
+    HeldExperts,
+    LowRank,
+)
 from moesys.overlap.routes import ChunkRows, Routes, SlotRows, SortedRoutes
 
 # Combine works on blocks of so many elements, which stay in a core's cache.
@@ -42,6 +57,8 @@ class Projection:
     bias: gives a slot's [out], if there are any.
     gradient, bias_gradient: where the gradients of weight and bias are written, [S, ...]; None if they are not
         computed.
+    low_rank: gives what LoRA adds to a slot's weight, if there is any; low_rank_gradient: where its gradients are
+        written, if they are computed.
     """
 
     weight: Callable[[int], Tensor]
@@ -49,6 +66,8 @@ class Projection:
     transposed: bool
     gradient: Tensor | None
     bias_gradient: Tensor | None
+    low_rank: Callable[[int], LowRank] | None = None
+    low_rank_gradient: Callable[[int], LowRank] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +91,12 @@ class CpuExperts:
         experts = weights.by_slot()
         width = experts[0].gate_up.shape[int(self.transposed)] if len(experts) else 0
         h_P2I = scratch.memory.empty((routes.num_rows, width), x.rows.dtype, x.rows.device)
-        return CpuForward(self, *_projections(experts, None, self.transposed), scratch, x, h_P2I)
+        return CpuForward(self, *_projections(weights, None, self.transposed), scratch, x, h_P2I)
 
     def backward(
         self, routes: Routes | SortedRoutes, inputs: BackwardInputs, weights: HeldExperts, scratch: Scratch
     ) -> CpuBackward:
-        projections = _projections(weights.by_slot(), inputs.gradients, self.transposed)
+        projections = _projections(weights, inputs.gradients, self.transposed)
         order: Sequence[tuple[int, Tensor | slice, Tensor]] = routes.order
         sums = inputs.sums
         later = frozenset(slot for slot, _, _ in order)
@@ -132,11 +151,27 @@ class _Pass:
             matmul_rows(x, self._weight(projection, slot), out, self.rule)
             if projection.bias is not None:
                 out += projection.bias(slot.slot)
+            if projection.low_rank is not None:
+                inward, outward = projection.low_rank(slot.slot)
+                out += self._thin("outward", self._thin("inward", x, inward), outward)
 
     def _multiply_back(self, projection: Projection, slots: Sequence[SlotRows], dy_NB: Tensor, out_NA: Tensor) -> None:
         """Writes ``out = dy @ weight``."""
         for slot, dy, out in _by_slot(slots, dy_NB, out_NA):
             matmul_rows(dy, self._weight(projection, slot).t(), out, self.rule)
+            if projection.low_rank is not None:
+                inward, outward = projection.low_rank(slot.slot)
+                out += self._thin("outward", self._thin("inward", dy, outward.t()), inward.t())
+
+    def _thin(self, name: str, x_NA: Tensor, weight_BA: Tensor) -> Tensor:
+        """Returns x @ weightᵀ of a factor of LoRA, in scratch memory, by rules of its own."""
+        weight_BA = weight_BA.to(x_NA.dtype)
+        out_NB = self.scratch(name, (len(x_NA), len(weight_BA)), x_NA.dtype)
+        rule = row_rule(x_NA.shape[1], len(weight_BA), x_NA.dtype, weight_BA.is_contiguous(), x_NA.device.type)
+        if rule.tile_rows is None and len(x_NA) < rule.min_rows:
+            rule = RowRule(tile_rows=rule.min_rows)
+        matmul_rows(x_NA, weight_BA, out_NB, rule)
+        return out_NB
 
     def _weight(self, projection: Projection, slot: SlotRows) -> Tensor:
         """Returns [out, in]; a cast one lasts until the next is cast."""
@@ -203,6 +238,7 @@ class CpuBackward(_Pass):
         self.order, self.later = order, later
         wanted = (up.gradient, down.gradient, up.bias_gradient, down.bias_gradient)
         self.gradients = {kind: of for kind, of in zip(KINDS, wanted, strict=True) if of is not None}
+        self.adapted = [each for each in (up, down) if each.low_rank_gradient is not None]
         self.used_slots: set[int] = set()
         # One chunk has all rows of an expert at once, so products that are no sums of blocks are not kept for later.
         kept_rows = len(self.h_PU) if later else 0
@@ -238,7 +274,7 @@ class CpuBackward(_Pass):
             self._multiply_back(self.up, slots, dh_NU, dx_PH[here])
             if self.sums is not None:
                 self.sizes_2P[0, rows], self.sizes_2P[1, rows] = row_sizes(dh_NU), row_sizes(wa_NI)
-            if self.gradients and not self.later.issuperset(slot.slot for slot in slots):
+            if (self.gradients or self.adapted) and not self.later.issuperset(slot.slot for slot in slots):
                 operands = dh_NU, self._take(self.x, gather_N, "x"), dy_NH, wa_NI, weight_N
                 for slot, *of_slot in _by_slot(slots, *operands):
                     if slot.slot not in self.later:
@@ -296,6 +332,8 @@ class CpuBackward(_Pass):
     def _slot_gradients(self, slot: int, *operands: Tensor) -> None:
         """Writes a slot's gradients, from its rows in expert order: dh, x, dy, weighted activations and weights."""
         self.used_slots.add(slot)
+        for projection in self.adapted:
+            self._write_low_rank(projection, slot, operands)
         for kind, gradient in self.gradients.items():
             if self.sums is None or self.sums.is_one_block(slot):
                 self._write_gradient(kind, gradient[slot], *operands)
@@ -329,6 +367,16 @@ class CpuBackward(_Pass):
             case "down bias":
                 out.copy_((dy_NH.to(weight_N.dtype) * weight_N[:, None]).sum(dim=0))
 
+    def _write_low_rank(self, projection: Projection, slot: int, operands: Sequence[Tensor]) -> None:
+        """Writes the gradients of a slot's factors."""
+        assert projection.low_rank is not None
+        assert projection.low_rank_gradient is not None
+        dh_NU, x_NH, dy_NH, wa_NI, _ = operands
+        dy, x = (dh_NU, x_NH) if projection is self.up else (self.scratch.cast("cast dy", dy_NH, wa_NI.dtype), wa_NI)
+        (inward, outward), found = projection.low_rank(slot), projection.low_rank_gradient(slot)
+        self._write_product(False, dy, self._thin("inward", x, inward), found.outward)
+        self._write_product(False, self._thin("inward", dy, outward.t()), x, found.inward)
+
     def _write_product(self, transposed: bool, dy_NB: Tensor, x_NA: Tensor, out: Tensor) -> None:
         """Writes ``dyᵀ @ x`` summed over rows in order, as the weight lies."""
         left, right = (aligned(rows) for rows in ((x_NA, dy_NB) if transposed else (dy_NB, x_NA)))
@@ -356,18 +404,25 @@ def _by_slot(slots: Sequence[SlotRows], *rows: Tensor) -> Iterator[tuple[Any, ..
 
 
 def _projections(
-    experts: Sequence[ExpertWeights], gradients: ExpertGradients | None, transposed: bool
+    held: HeldExperts, gradients: ExpertGradients | None, transposed: bool
 ) -> tuple[Projection, Projection]:
     """Returns up and down of the layer's experts."""
+    experts = held.by_slot()
+    expert_S, up, down, up_gradient, down_gradient = held.adapters or ((), None, None, None, None)
     dup, ddown, dup_bias, ddown_bias = gradients or (None, None, None, None)
 
     def of(name: str) -> Callable[[int], Tensor]:
         return lambda slot: getattr(experts[slot], name)
 
+    def low_rank(pair: LowRank | None) -> Callable[[int], LowRank] | None:
+        return None if pair is None else lambda slot: LowRank(*(each[expert_S[slot]] for each in pair))
+
     up_bias, down_bias = (experts[0].gate_up_bias, experts[0].down_bias) if len(experts) else (None, None)
+    biases = None if up_bias is None else of("gate_up_bias"), None if down_bias is None else of("down_bias")
+    of_low_rank = [low_rank(pair) for pair in (up, down, up_gradient, down_gradient)]
     return (
-        Projection(of("gate_up"), None if up_bias is None else of("gate_up_bias"), transposed, dup, dup_bias),
-        Projection(of("down"), None if down_bias is None else of("down_bias"), transposed, ddown, ddown_bias),
+        Projection(of("gate_up"), biases[0], transposed, dup, dup_bias, *of_low_rank[::2]),
+        Projection(of("down"), biases[1], transposed, ddown, ddown_bias, *of_low_rank[1::2]),
     )
 
 

@@ -20,7 +20,7 @@ from compile_before import launches
 
 import moesys
 from benchmarks.kernels import ahead_of_time
-from benchmarks.kernels.aot import POINTS, compile_mega, compile_size, tables_of_64_ranks
+from benchmarks.kernels.aot import POINTS, compile_candidates, compile_mega, compile_size, tables_of_64_ranks
 from benchmarks.kernels.drawn_layer import SIZES
 from moesys.kernels.experts.token_rows import gather_rows
 from moesys.kernels.mega import tasks
@@ -55,6 +55,8 @@ def main() -> None:
     folder = Path(moesys.__file__).parent
     known = {name for path in folder.rglob("*.py") for name in KERNEL.findall(path.read_text())}
     wrong = [f"{row.op}: {row.wrong}" for row in rows if row.wrong]
+    *_, failed = compile_candidates(SIZES[0], torch.bfloat16, print)
+    wrong += failed
     print(json.dumps({"triton": triton.__version__, "wrong": wrong, "known": len(known), "not": sorted(known - seen)}))
 
 

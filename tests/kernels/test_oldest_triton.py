@@ -1,4 +1,5 @@
-"""The installed Triton and the oldest that moesys runs on, torch 2.11's, compile every kernel, and spill nothing.
+"""The installed Triton and the oldest that moesys runs on, torch 2.11's, compile every kernel and every tile that is
+tuned, and spill nothing in default tiles.
 
 `make aot` compiles those that compute for Blackwell too.
 """
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from moesys.config.overlap import MegaKernel
+from moesys.kernels.experts import tile_tuner
 from moesys.kernels.experts.tile_config import ShapeClass
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.mega import point
@@ -26,7 +28,7 @@ SCRIPT = Path(__file__).with_name("compile_all.py")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("version", ["", "3.6."])
 def test_every_kernel_compiles_and_spills_nothing(version: str) -> None:
     if version and not OLDEST.is_dir():
@@ -41,6 +43,18 @@ def test_every_kernel_compiles_and_spills_nothing(version: str) -> None:
     assert found["triton"].startswith(version)
     assert found["known"] >= 40
     assert (found["not"], found["wrong"]) == ([], [])
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_ways_that_triton_cannot_compile_are_no_candidates(monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+    monkeypatch.setattr(tile_tuner, "OLD_TRITON", old)
+    shape = ShapeClass(2048, 768, 128, 8, "swiglu", "bfloat16", 2048)
+    for op in tile_tuner.OPS:
+        ways = {block.operands for block in tile_tuner.candidates(op, shape)}
+        refused = tile_tuner.refused_ways(op, "swiglu")
+        assert ways | refused.keys() == {"pointers", "tma", "specialised"}
+        assert not ways & refused.keys()
+        assert ("specialised" in refused) == (op == "weight_gradient" or (old and op in ("up", "activation_gradient")))
 
 
 def test_tiles_of_weight_gradients_are_narrow_where_wide_ones_spill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,12 @@ def test_parts_that_do_not_fit_are_refused_when_experts_are_made(parts: Any, mes
             MEGA,
             r"and these experts have matrices \[in, out\]; let read\(\) give .mT of each and leave transposed out, or",
         ),
+        (
+            FUSED,
+            {"adapters": lambda: ()},
+            MEGA,
+            "MegaKernel and reduction=Ordered, and .* let read.. give the sums",
+        ),
         (FUSED, {}, LATE, "'fsep' has delay_reshard=True, and who keeps .*; use delay_reshard=False, or give Outside"),
     ],
 )

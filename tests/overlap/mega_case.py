@@ -79,6 +79,8 @@ class Case:
 class Weights:
     """``HeldExperts`` as two tensors."""
 
+    adapters = None
+
     gate_up: Tensor
     down: Tensor
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import pydantic_core
 import torch
@@ -65,6 +65,7 @@ L2_BYTES_PER_US = 8.0e4
 MEMORY_BYTES_PER_US = 3.0e6
 START_US = 1.0
 PINNED = "MOESYS_BLOCKS"
+OLD_TRITON = triton.__version__.startswith("3.6.")
 # The interpreter's time goes by elements; small tiles waste few.
 INTERPRETED = TileConfig(rows=32, columns=32, contraction=32)
 # Milliseconds of each block for an op, None for one that does not compile, spills, or does not run.
@@ -112,7 +113,7 @@ def candidates(
     gemm = gemm_of(op, shape)
     found: list[TileConfig] = []
     for block in sorted(
-        (block for block in _all_blocks(op) if _fits(block, op, shape.activation, gemm, capability)),
+        (block for block in _all_blocks(op, shape.activation) if _fits(block, op, shape.activation, gemm, capability)),
         key=lambda block: model_us(block, gemm, shape, multiprocessors),
     ):
         if sum(other.operands == block.operands for other in found) < MOST_OF_A_WAY:
@@ -127,10 +128,22 @@ def blocks_for(shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS, capabi
     return TileConfigs(**{op: candidates(op, shape, multiprocessors, capability)[0] for op in OPS})
 
 
-def _all_blocks(op: str) -> Sequence[TileConfig]:
-    ways: tuple[Operands, ...] = ("pointers", "tma", "specialised") if op != "weight_gradient" else ("pointers",)
-    found = []
-    for operands in ways:
+def refused_ways(op: str, activation: str) -> dict[Operands, str]:
+    """Returns the ways of operands that no candidate of ``op`` has, and why."""
+    if op == "weight_gradient":
+        gathers = "it gathers one side, and descriptors do not gather rows"
+        return {"tma": gathers, "specialised": gathers}
+    splits_tile = op == "activation_gradient" or (op == "up" and GATED[activation])
+    if OLD_TRITON and splits_tile:
+        return {"specialised": "Triton 3.6 does not specialise warps around an epilogue that splits a tile"}
+    return {}
+
+
+def _all_blocks(op: str, activation: str) -> Sequence[TileConfig]:
+    found: list[TileConfig] = []
+    for operands in get_args(Operands):
+        if operands in refused_ways(op, activation):
+            continue
         for rows, columns in ((128, 256), (128, 128), (256, 128), (128, 64), (64, 256), (64, 128)):
             if operands == "specialised" and rows < 128:
                 # Each of the two groups of warps needs 64 rows.

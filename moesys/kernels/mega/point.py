@@ -11,13 +11,13 @@ from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import THREADS_OF_WARP, TileConfig, TileConfigs, all_registers
-from moesys.kernels.experts.tile_tuner import HOPPER, INTERPRETED, SINGLE, capability_of
+from moesys.kernels.experts.tile_tuner import HOPPER, INTERPRETED, OLD_TRITON, SINGLE, capability_of
 from moesys.kernels.mega.exchange import TileOrder
 from moesys.kernels.mega.tasks import WHOLE
 
 # Triton 3.6, and every release for GPUs after Hopper, spills registers in backward's combine if tiles of weight
 # gradients have more columns (``python -m benchmarks kernels --aot``).
-OLD_TRITON, NARROW_COLUMNS = triton.__version__.startswith("3.6."), 128
+NARROW_COLUMNS = 128
 # The bytes of one load, and of all loads that a thread has in flight.
 LOAD_BYTES, FLIGHT_BYTES = 16, 128
 

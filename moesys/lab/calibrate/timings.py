@@ -36,7 +36,7 @@ from moesys.load import LoadMatrix
 from moesys.moe.masters import DTYPES
 from moesys.overlap.comm.channel import Messages, exchange
 from moesys.overlap.comm.record import Meter
-from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertGradients, ExpertWeights
+from moesys.overlap.executor import Adapters, Arrivals, BackwardInputs, ExpertGradients, ExpertWeights
 from moesys.overlap.experts_cpu import experts_on_device
 from moesys.overlap.routes import build_routes, chunk_counts
 from moesys.torch_private import hold_stream
@@ -162,6 +162,8 @@ class ExpertPasses:
 
 class StackedExperts(list[ExpertWeights]):
     """``HeldExperts`` whose weights are two tensors, [S, 2I, H] and [S, H, I]."""
+
+    adapters: Adapters | None = None
 
     def __init__(self, gate_up_SUH: Tensor, down_SHI: Tensor) -> None:
         super().__init__(map(ExpertWeights, gate_up_SUH, down_SHI))
