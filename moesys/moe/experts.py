@@ -240,6 +240,8 @@ class Experts(nn.Module):
                 call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(learnt)))
             y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters, *factors)
             self._count(call)
+            if y_TH.requires_grad and not self.training and any(each.requires_grad for each in learnt):
+                y_TH.register_hook(self._warn_of_evaluation)
             first_pass = self.training and torch.is_grad_enabled() and not call.replayed
             if self.load_log is not None and first_pass:
                 micro_batch = self.schedule.micro_batch - 1
@@ -248,6 +250,15 @@ class Experts(nn.Module):
             if self.count_scores is not None and first_pass:
                 self.count_scores(expert_TK, mask_T)
             return y_TH.to(x_TH.dtype)
+
+    def _warn_of_evaluation(self, dy_TH: Tensor) -> None:
+        """Warns in the backward of a layer in evaluation mode that trains, and learns nothing from its loads."""
+        if self.schedule.follows_history or self.load_log is not None or self.count_scores is not None:
+            warnings.warn(
+                f"layer {self.layer_index} trains in evaluation mode, in which layouts do not follow its loads, and "
+                "nothing is recorded or counted; call model.train(), as models of from_pretrained need it",
+                stacklevel=2,
+            )
 
     def _replay_or_plan(self, expert_TK: Tensor, mask_T: Tensor | None, dtype: torch.dtype, flags: int) -> LayerCall:
         """Returns the call that a recomputation repeats, else a new one."""

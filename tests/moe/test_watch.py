@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -391,3 +392,24 @@ def test_an_error_of_the_callable_is_one_warning(tmp_path: Path) -> None:
     (warning,) = warned
     assert str(warning.message).startswith("log raised ConnectionError in step 0: no route; ")
     assert len(lines_of(tmp_path)) == 3
+
+
+def test_a_backward_in_evaluation_mode_warns_where_something_would_follow_the_load(tmp_path: Path) -> None:
+    """Models of ``from_pretrained`` are in evaluation mode until ``train()``."""
+    shape = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
+    follows = ms.Strategy(name="follows", sharding=ms.Ep(slots_per_rank=4), balance=ms.Greedy(), split=ms.FlowSplit())
+    still = ms.Strategy(name="still")
+
+    def warned(strategy: ms.Strategy, training: bool, watched: bool = False, frozen: bool = False) -> int:
+        layer = ms.MoELayer(shape, strategy).train(training)
+        layer.requires_grad_(not frozen)
+        with ExitStack() as opened, warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            if watched:
+                opened.enter_context(ms.Watch(layer, tmp_path))
+            layer(torch.randn(5, 16, requires_grad=True)).sum().backward()
+        return sum("layer 0 trains in evaluation mode" in str(each.message) for each in found)
+
+    assert warned(follows, training=False) == warned(still, training=False, watched=True) == 1
+    assert warned(follows, training=True) == warned(still, training=False) == 0
+    assert warned(follows, training=False, frozen=True) == 0
