@@ -23,6 +23,7 @@ from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay
 from moesys.display import counted
 from moesys.files import read_bytes
+from moesys.lab.commands.host_config import read_host
 from moesys.lab.commands.options import (
     CLUSTER_HELP,
     MODEL_LAYERS_HELP,
@@ -33,7 +34,7 @@ from moesys.lab.commands.options import (
     option,
     refusing,
 )
-from moesys.lab.commands.whole_model import simulate_whole_model
+from moesys.lab.commands.whole_model import parallelism_of, run_of, simulate_whole_model
 from moesys.lab.runs.declarations import cluster_of, import_modules_of_user, load_experiment, strategy_in
 from moesys.lab.runs.records import numbered
 from moesys.lab.runs.statistics import paired_ratio
@@ -51,6 +52,8 @@ MOST_DRAWN_RANKS = 4
 _FILE_PANEL, _MODEL_PANEL = "Options with FILE, an experiment or a plan", "Options with --model, a whole model"
 _file_option = partial(option, rich_help_panel=_FILE_PANEL)
 _model_option = partial(option, rich_help_panel=_MODEL_PANEL)
+# Options that ``--from`` reads in the command of its host.
+DECLARED = ("parallel", "tokens", "micro_batch", "global_batch", "fp8", "optimizer")
 TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
 LEGEND = (
     ColumnNote(
@@ -99,6 +102,14 @@ def simulate_command(
             autocompletion=model_names_known,
         ),
     ] = None,
+    source: Annotated[
+        str | None,
+        _model_option(
+            "COMMAND",
+            "Command or YAML of Megatron, torchtitan or transformers, instead of --model and sizes.",
+            "--from",
+        ),
+    ] = None,
     parallel: Annotated[
         str, _model_option("SIZES", "Sizes of groups and more: tp=2,pp=8,vp=4,ep=32, recompute=selective.")
     ] = "",
@@ -110,13 +121,15 @@ def simulate_command(
     optimizer: Annotated[str, _model_option("NAME", "adam, adam_bf16, sgd or muon.")] = "adam",
 ) -> None:
     """Simulates a step of an experiment, of a plan or of a whole model, prints the tables and writes the files."""
-    if (file is None) == (model is None):
-        raise typer.BadParameter("simulate either FILE or --model; give one of them")
+    if [file, model, source].count(None) != 2:
+        raise typer.BadParameter("simulate FILE, --model or --from; give one of them")
     panel, of = (_FILE_PANEL, "FILE") if file is None else (_MODEL_PANEL, "--model")
     for each in ctx.command.params:
-        source = ctx.get_parameter_source(each.name or "")
-        if getattr(each, "rich_help_panel", "") == panel and source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(f"{each.opts[0]} is for {of}; leave it out")
+        given = ctx.get_parameter_source(each.name or "")
+        read = source is not None and each.name in DECLARED
+        if (read or getattr(each, "rich_help_panel", "") == panel) and given and given.name == "COMMANDLINE":
+            words = "--model, and --from reads it" if read else of
+            raise typer.BadParameter(f"{each.opts[0]} is for {words}; leave it out")
     import_modules_of_user(imports or ())
     if output.folder is not None:
         # The folder is made first, so that an error comes before the simulation.
@@ -124,20 +137,25 @@ def simulate_command(
     if file is not None:
         _simulate(*_todo(file, strategy or (), layers, cluster, step, draws), model_layers, output)
         return
-    assert model is not None
-    simulate_whole_model(
-        model,
+    host = None if source is None else read_host(source)
+    run = partial(
+        run_of,
         cluster,
-        strategies=strategy or ("ep",),
-        parallel=parallel,
-        skew=skew,
-        draws=draws,
-        output=output,
+        model=model,
+        parallelism=parallelism_of(parallel),
         seq_len=tokens,
         micro_batch=micro_batch,
         global_batch=global_batch,
         fp8=fp8,
         optimizer=optimizer,
+    )
+    simulate_whole_model(
+        run if host is None else partial(host.run_on, cluster),
+        strategies=strategy or ("ep",),
+        skew=skew,
+        draws=draws,
+        output=output,
+        read=host and host.sheet(),
     )
 
 

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import typer
 from rich.console import Console
 
+from moesys.files import write_whole
+from moesys.lab.commands.host_config import read_host
 from moesys.lab.commands.options import (
+    CLUSTER_HELP,
     AsJson,
-    ExperimentFile,
     Imports,
     Jobs,
     ModelLayers,
@@ -23,6 +26,8 @@ from moesys.lab.commands.options import (
     Settings,
     Threads,
     Wide,
+    argument,
+    file_to_write,
     flag,
     option,
     refusing,
@@ -33,7 +38,7 @@ from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.tuning import decision, tune
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.progress import TuneProgress
-from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, figure, publish
+from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, figure, print_sheet, publish
 from moesys.tuner.pick import Draws, TunePick
 from moesys.tuner.space import SearchBounds, Space
 
@@ -42,7 +47,19 @@ MOST_SHOWN = 8
 
 @refusing()
 def tune_command(
-    file: ExperimentFile,
+    file: Annotated[
+        Path | None, argument("FILE", "An experiment: .py with a function that returns it, .json or .toml.")
+    ] = None,
+    source: Annotated[
+        str | None,
+        option("COMMAND", "Command or YAML of Megatron, torchtitan or transformers, or a file with it.", "--from"),
+    ] = None,
+    cluster: Annotated[str | None, option("CLUSTER", f"With --from. {CLUSTER_HELP}")] = None,
+    skew: Annotated[float, option("X", "With --from: skew of the drawn routing.", min=0)] = 1.0,
+    write: Annotated[
+        Path | None,
+        option("FILE", "With --from: write the lines by which its host runs the result.", callback=file_to_write),
+    ] = None,
     space: Annotated[Path | None, option("FILE", "Space to search (default: all that may be faster).")] = None,
     out: RunFolders = Path("runs"),
     as_json: AsJson = False,
@@ -63,8 +80,16 @@ def tune_command(
 ) -> None:
     """Tunes the experiment in ``file``, prints the result and writes it to a folder. Only rank 0 of torchrun prints."""
     import_modules_of_user(imports or ())
-    experiment = load_experiment(file, settings or ())
+    if (file is None) == (source is None) or (file is not None and (cluster or write)):
+        raise typer.BadParameter("tune FILE, or --from with --cluster and --write; give one of them")
     declared = None if space is None else declared_in(space, Space)
+    host = None if source is None else read_host(source)
+    if file is not None:
+        experiment = load_experiment(file, settings or ())
+    else:
+        assert host is not None
+        experiment, offered, layers = host.experiment(cluster, skew)
+        declared, model_layers = declared or offered, model_layers or layers
     bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes, jobs)
     console = Console(file=sys.stderr if as_json else sys.stdout, quiet=quiet)
     with closing(TuneProgress(console)) as progress:
@@ -74,6 +99,10 @@ def tune_command(
         tuned = result.tuned
         report = Report("tune", "", tuned.decided_by, tune_sheets(tuned, experiment.name))
         publish(report, CommandOutput(None, as_json, quiet, wide))
+        if host is not None and not as_json:
+            print_sheet(host.sheet(), wide=wide)
+        if host is not None and write is not None:
+            write_whole(write, host.lines(result.path / "tuned.toml"))
         print(
             f"{decision(tuned)}\n"
             f"The strategy and its reasons: {result.path / 'tuned.toml'}\n"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from moesys.config import BYTES_PER_GB, ModelSpec, Strategy, presets
+from moesys.config import BYTES_PER_GB, Strategy, presets
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
 from moesys.display import counted
@@ -24,47 +24,45 @@ from moesys.simulator.model.simulate_model import simulate_model
 _FASTER = (1.25, 1.5, 2.0)
 
 
+def run_of(cluster: str | None, **fields: Any) -> ModelRun:
+    """Returns the run with these fields, of which ``model`` is a name or a path. Raises ValueError for others."""
+    if cluster is None:
+        raise ValueError("a model needs a cluster to run on; give --cluster, as in --cluster h100:4")
+    return ModelRun.model_validate({"cluster": cluster_of(cluster), **fields})
+
+
 def simulate_whole_model(
-    model: str,
-    cluster: str | None,
+    run_with: Callable[..., ModelRun],
     *,
     strategies: Sequence[str],
-    parallel: str,
     skew: float,
     draws: int,
     output: CommandOutput,
-    **fields: Any,
+    read: Sheet | None = None,
 ) -> None:
     """Simulates a step of a model under each strategy, prints the tables and writes the steps.
 
-    ``fields``: fields of ``ModelRun``. Raises ValueError for arguments that cannot be met.
+    ``run_with`` makes the run of a strategy. ``read``: where its fields are from. Raises ValueError for arguments that
+    cannot be met.
     """
-    if cluster is None:
-        raise ValueError("a model needs a cluster to run on; give --cluster, as in --cluster h100:4")
     routing = Generated(skew=skew) if skew else None
-    declared = {
-        "model": ModelSpec.from_config(model),
-        "cluster": cluster_of(cluster),
-        "parallelism": parallelism_of(parallel),
-        **fields,
-    }
     if len(set(strategies)) < len(strategies):
         raise ValueError(f"strategy={list(strategies)} names one twice; give each once")
     steps = []
     with status_line(output.quiet) as show:
         for name in strategies:
-            run = ModelRun.model_validate(declared | {"strategy": named_strategy(name)})
+            run = run_with(strategy=named_strategy(name))
 
             def tell(words: str, name: str = run.strategy.name) -> None:
                 show(f"{name}: {words}")
 
             steps.append(simulate_model(run, routing, draws=draws, tell=tell))
     if output.folder is not None:
-        write_whole(output.folder / "model.json", _json(steps))
+        write_whole(output.folder / "model.json", _json(steps, read))
     if output.as_json:
-        print(_json(steps))
+        print(_json(steps, read))
     else:
-        for sheet in sheets(steps, notes_on(steps, skew)):
+        for sheet in [*sheets(steps, notes_on(steps, skew)), *([read] if read else [])]:
             print_sheet(sheet, wide=output.wide)
     if output.folder is not None:
         output.print_written(["model.json"])
@@ -188,9 +186,10 @@ def notes_on(steps: Sequence[ModelStep], skew: float) -> list[str]:
     ]
 
 
-def _json(steps: Sequence[ModelStep]) -> str:
+def _json(steps: Sequence[ModelStep], read: Sheet | None) -> str:
     found = [
         {
+            **({"read": [asdict(row) for row in read.rows]} if read else {}),
             "run": step.run.model_dump(mode="json"),
             "seconds": step.seconds,
             "seconds_by_draw": [draw.seconds for draw in step.draws],

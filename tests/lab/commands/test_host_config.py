@@ -1,0 +1,230 @@
+"""Commands of other frameworks, from which ``simulate`` and ``tune`` read what a training declares."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import moesys as ms
+from moesys.__main__ import app
+from moesys.config.layer_spec import Mla
+from moesys.lab.commands.host_config import HostConfig, read_host
+
+MEGATRON = """
+GPUS_PER_NODE=8
+export EP=8
+MODEL_ARGS=(
+    --num-layers 48 --hidden-size 2048 --num-attention-heads 32 --group-query-attention --num-query-groups 4
+    --kv-channels 128 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 151936
+    --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --seq-length 4096 --bf16
+)
+TRAINING_ARGS=(
+    --expert-model-parallel-size ${EP}   # of 32 ranks
+    --micro-batch-size 1 --global-batch-size=64 --use-distributed-optimizer --recompute-granularity selective
+    --lr 1e-4 --moe-grouped-gemm
+)
+torchrun --nproc_per_node $GPUS_PER_NODE --nnodes 4 pretrain_gpt.py \\
+    ${MODEL_ARGS[@]} ${TRAINING_ARGS[@]}
+"""
+SMALL = (
+    "pretrain_gpt.py --num-layers 2 --hidden-size 256 --num-attention-heads 4 --swiglu --disable-bias-linear "
+    "--num-experts 8 --moe-ffn-hidden-size 128 --seq-length 512 --micro-batch-size 2 --bf16 "
+    "--expert-model-parallel-size 4"
+)
+TITAN = "torchrun --nproc-per-node 4 -m torchtitan.train --module qwen3 --config qwen3_moe_debug "
+
+
+def from_of(host: HostConfig) -> dict[str, tuple[str, str]]:
+    return {row.field: (row.value, row.source) for row in host.rows}
+
+
+def test_a_script_of_megatron_declares_the_model_of_its_config() -> None:
+    host = read_host(MEGATRON)
+    published, found = ms.models.ModelSpec.from_config("qwen3-30b-a3b"), host.fields["model"]
+    assert found.num_layers == published.num_layers
+    # Norms of queries and keys are no sizes that the command has.
+    assert found.num_parameters == pytest.approx(published.num_parameters, rel=1e-5)
+    run = host.run_on("h100:4")
+    assert (run.shape.num_experts, run.shape.top_k, run.shape.intermediate_size) == (128, 8, 768)
+    assert (run.groups.expert, run.num_micro_batches, run.tokens_per_rank) == (8, 2, 4096)
+    assert run.parallelism.recompute == "selective"
+    assert from_of(host)["global_batch"] == ("64", "--global-batch-size")
+    assert from_of(host)["tp"] == ("1", "assumed: there is no --tensor-model-parallel-size")
+    assert host.unread == {"lr", "moe-grouped-gemm"}
+
+
+def test_latent_attention_dense_layers_and_stages_are_read(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(
+        "pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --swiglu --disable-bias-linear "
+        "--multi-latent-attention --q-lora-rank 64 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+        "--v-head-dim 16 --ffn-hidden-size 1024 --num-experts 16 --moe-ffn-hidden-size 128 --moe-router-topk 4 "
+        "--moe-layer-freq '([0]*2+[1]*10)' --moe-shared-expert-intermediate-size 256 --seq-length 1024 "
+        "--micro-batch-size 1 --global-batch-size 32 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --expert-model-parallel-size 4"
+    )
+    run = read_host(str(tmp_path / "train.sh")).run_on("h100:2")
+    assert run.model.moe_layers == tuple(range(2, 12))
+    assert run.model.layers[2].mlp.shared_intermediate_size == 256
+    assert isinstance(run.model.layers[0].attention, Mla)
+    parallel = run.parallelism
+    assert (parallel.tp, parallel.pp, parallel.vp, parallel.ep, run.model.dtype) == (2, 2, 2, 4, "float32")
+
+
+BRIDGE = """
+model:
+  num_layers: 2
+  hidden_size: 256
+  num_attention_heads: 4
+  num_query_groups: 2
+  gated_linear_unit: true
+  add_bias_linear: false
+  share_embeddings_and_output_weights: false
+  num_moe_experts: 8
+  moe_ffn_hidden_size: 128
+  expert_model_parallel_size: 4
+  pipeline_model_parallel_size: 1
+  moe_permute_fusion: true
+  seq_length: 512
+  vocab_size: 1000
+train: {micro_batch_size: 2, global_batch_size: 32}
+ddp: {use_distributed_optimizer: true}
+"""
+
+
+def test_a_file_of_bridge_declares_what_the_command_does(tmp_path: Path) -> None:
+    (tmp_path / "conf.yaml").write_text(BRIDGE)
+    of_file = read_host(str(tmp_path / "conf.yaml"))
+    command = SMALL.replace(" --bf16", "") + " --group-query-attention --num-query-groups 2 --vocab-size 1000"
+    command += " --untie-embeddings-and-output-weights --global-batch-size 32 --use-distributed-optimizer"
+    of_command = read_host(command)
+    assert of_file.run_on("h100:1") == of_command.run_on("h100:1")
+    assert from_of(of_file)["num_experts"] == ("8", "num_moe_experts")
+    assert of_file.unread == {"moe-permute-fusion"}
+    (tmp_path / "conf.yaml").write_text(BRIDGE.replace("add_bias_linear: false", "add_bias_linear: true"))
+    with pytest.raises(ValueError, match="without add_bias_linear experts have biases"):
+        read_host(str(tmp_path / "conf.yaml"))
+    (tmp_path / "conf.yaml").write_text("{model: [")
+    with pytest.raises(ValueError, match="is no YAML or JSON of options"):
+        read_host(str(tmp_path / "conf.yaml"))
+
+
+def test_arguments_of_a_trainer_declare_a_run(tmp_path: Path) -> None:
+    arguments = {
+        "model_name_or_path": "qwen3-30b-a3b",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "gradient_checkpointing": True,
+        "max_length": 1024,
+        "learning_rate": 1e-4,
+    }
+    (tmp_path / "sft.json").write_text(json.dumps(arguments))
+    host = read_host(str(tmp_path / "sft.json"))
+    run = host.run_on("h100:1")
+    assert run.model == ms.models.ModelSpec.from_config("qwen3-30b-a3b")
+    assert (run.seq_len, run.micro_batch, run.num_micro_batches, run.groups.expert) == (1024, 2, 3, 8)
+    assert (run.parallelism.recompute, run.parallelism.dense, run.optimizer) == ("full", "full", "adam")
+    assert from_of(host)["optimizer"] == ("adamw_torch", "assumed: there is no optim")
+    assert host.unread == {"learning-rate"}
+    assert "ms.parallelize(model, strategy)" in host.lines(Path("tuned.toml"))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "python train.py --lr 3",
+            "has neither --num-experts, as commands of Megatron-LM have, nor torchtitan.train, nor",
+        ),
+        ("pretrain_gpt.py --num-experts '8", "is no command line (No closing quotation); give one in quotes"),
+        (
+            SMALL.replace("--swiglu ", ""),
+            "without --swiglu MLPs have no gate, which --from does not simulate; change it",
+        ),
+        (
+            SMALL.replace("--seq-length 512 ", ""),
+            "Megatron is given no value of --seq-length, which says seq_len; add it",
+        ),
+        (SMALL.replace("layers 2", "layers two"), "--num-layers is 'two', and layers is a whole number"),
+        (
+            SMALL + " --moe-layer-freq [0]*3",
+            "--moe-layer-freq is '[0]*3', of 3 layers, and there are 2; give as many",
+        ),
+        (SMALL + " --tensor-model-parallel-size 2", "--expert-tensor-parallel-size is 2, and experts"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_its_option(command: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_host(command)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "--from", SMALL], "--from needs a cluster to run on; give --cluster, as in --cluster h100:4"),
+        (["simulate", "--from", SMALL, "--tokens", "8"], "--tokens is for --model, and --from reads it; leave it out"),
+        (
+            ["simulate", "--from", SMALL, "--model", "mixtral-8x7b"],
+            "simulate FILE, --model or --from; give one of them",
+        ),
+        (["tune", "--from", SMALL, "a.py"], "tune FILE, or --from with --cluster and --write; give one of them"),
+        (["tune", "a.py", "--cluster", "h100:1"], "tune FILE, or --from with --cluster and --write; give one of them"),
+        (
+            ["simulate", "--from", f"torchrun --nnodes 1 --nproc-per-node 4 {SMALL}", "--cluster", "h100:1"],
+            "cluster='h100:1' has 8 ranks, and the command starts 1 nodes of 4; give a cluster of these",
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_refused(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_simulate_reads_a_command(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(SMALL)
+    command = ["simulate", "--from", str(tmp_path / "train.sh"), "--cluster", "h100:1", "--strategy", "fsep:3", "-q"]
+    printed = CliRunner().invoke(app, command).stdout
+    assert "Read from what is given to Megatron" in printed
+    assert "assumed: there is no --vocab-size" in " ".join(printed.split())
+    (found,) = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert found["run"]["seq_len"] == 512
+    assert {"field": "micro_batch", "value": "2", "source": "--micro-batch-size"} in found["read"]
+
+
+def test_tune_offers_what_the_host_runs_and_writes_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, space, layers = read_host(SMALL).experiment("h100:1", 1.0)
+    assert layers == 2
+    assert {each.delay_reshard for each in space.values("sharding")} == {False}
+    assert {each.prefetch_layers for each in space.values("sharding")} == {0}
+    options = ["--cluster", "h100:1", "--budget", "4", "--seeds", "1", "--write", "lines.py", "-q"]
+    result = CliRunner().invoke(app, ["tune", "--from", SMALL, *options])
+    assert result.exit_code == 0, result.stderr
+    names: dict[str, object] = {"transformer_layer_spec": "spec"}
+    lines = Path("lines.py").read_text().replace("from moesys.megatron import experts", "experts = lambda *of: of")
+    exec(lines, names)
+    spec, strategy = names["transformer_layer_spec"]
+    assert (spec, strategy) == ("spec", names["strategy"])
+    assert isinstance(strategy, ms.Strategy)
+
+
+@pytest.mark.slow
+def test_torchtitan_makes_its_configuration_and_takes_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(sys.prefix, "hosts")))
+    host = read_host(TITAN + "--parallelism.expert_parallel_degree 4 --training.seq_len 1024")
+    run = host.run_on("h100:1")
+    assert (run.model.num_layers, run.shape.num_experts, run.shape.top_k) == (8, 64, 8)
+    assert (run.model.hidden_size, run.seq_len, run.micro_batch, run.groups.expert) == (256, 1024, 8, 4)
+    assert from_of(host)["ep"] == ("4", "parallelism.expert_parallel_degree")
+    from torchtitan.config import ConfigManager
+
+    words = shlex.split(host.lines(Path("tuned.toml")))
+    config = ConfigManager().parse_args(words[words.index("torchtitan.train") + 1 :])
+    assert config.parallelism.spmd_backend == "partial_dtensor"
+    assert config.override.imports == [("moesys.torchtitan.experts", {"strategy": "tuned.toml"})]
