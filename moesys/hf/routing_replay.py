@@ -20,16 +20,7 @@ from torch import Tensor, nn
 from moesys.hf.padding import follow_padding, real_tokens
 from moesys.moe.experts import experts_of, require_module
 from moesys.moe.router import SUM_EPS, Router
-from moesys.moe.routing_replay import (
-    LIVE,
-    PADDING,
-    ForwardHook,
-    Ids,
-    ReplayableRouter,
-    check_layer,
-    recorded,
-    replayed,
-)
+from moesys.moe.routing_replay import LIVE, PADDING, ForwardHook, Ids, ReplayableRouter, check_layer, recorded, replayed
 from moesys.traces import routes_in
 
 WeightsAt = Callable[[Any, Tensor, Tensor], Tensor]
@@ -99,7 +90,8 @@ def align_routing(model: nn.Module, routes: Sequence[Routes], batch: Tensor | Se
     Raises ValueError, which names sequence, piece and row, for routes that do not fit the sequence or the model, and
     for an expert twice.
     """
-    routers, config = routers_of(model), getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
+    routers = routers_of(model)
     num_layers = config.get_text_config().num_hidden_layers if hasattr(config, "get_text_config") else len(routers)
     given = torch.as_tensor(batch).cpu()
     lengths = given.bool().sum(dim=1) if given.dim() == 2 else given

@@ -30,14 +30,7 @@ from moesys.kernels.cpu.row_invariant_gemm import (
 )
 from moesys.kernels.cpu.row_invariant_ops import RowFunction, swiglu, swiglu_backward
 from moesys.overlap.exact_sum import BlockSums, add_on_grid, largest_size, row_sizes
-from moesys.overlap.executor import (
-    Arrivals,
-    BackwardInputs,
-    ExpertCompute,
-    ExpertGradients,
-    HeldExperts,
-    LowRank,
-)
+from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertCompute, ExpertGradients, HeldExperts, LowRank
 from moesys.overlap.routes import ChunkRows, Routes, SlotRows, SortedRoutes
 
 # Combine works on blocks of so many elements, which stay in a core's cache.

@@ -93,13 +93,10 @@ class HostConfig:
 
     def flag(self, name: str, option: str) -> bool:
         self.unread.discard(option)
-        shown = self.named(option)
-        self.rows.append(
-            HostField(
-                name, str(option in self.values).lower(), shown if option in self.values else f"there is no {shown}"
-            )
-        )
-        return option in self.values
+        given = option in self.values
+        source = f"{'' if given else 'there is no '}{self.named(option)}"
+        self.rows.append(HostField(name, str(given).lower(), source))
+        return given
 
     def run_on(self, cluster: str | None, **fields: Any) -> ModelRun:
         """Returns the declared run. Raises ValueError for a cluster with other ranks than the command starts."""
@@ -112,8 +109,7 @@ class HostConfig:
                 f"{started[0]}; give a cluster of these"
             )
         if self.accumulation is not None:
-            batch = self.accumulation * self.fields["micro_batch"] * found.num_ranks
-            self.fields["global_batch"] = batch
+            self.fields["global_batch"] = self.accumulation * self.fields["micro_batch"] * found.num_ranks
         return ModelRun.model_validate({"cluster": found, **self.fields, **fields})
 
     def sheet(self) -> Sheet:
@@ -132,7 +128,7 @@ class HostConfig:
         setting = Setting(run.shape, run.expert_cluster, workload.num_layers, layers)
         space = default_space(setting, run.tokens_per_rank).root
         # Hosts keep the parameters, and take gradients from backward alone; Megatron's layers are not linked.
-        cannot = {"sharding.delay_reshard": (False,)}
+        cannot: dict[str, tuple[Any, ...]] = {"sharding.delay_reshard": (False,)}
         cannot |= {"sharding.prefetch_layers": (0,)} if self.host == "Megatron" else {}
         experiment = Experiment(
             name=f"from-{self.host.lower()}",
@@ -154,14 +150,14 @@ class HostConfig:
         if self.host == "transformers":
             return (
                 "# The arguments stay. In the program, after the model is made and before the optimizer is:\n"
-                "from pathlib import Path\n\nimport moesys as ms\n\n"
-                f"strategy = ms.Strategy.from_toml(Path({str(strategy)!r}).read_text())\n"
+                "import moesys as ms\n\n"
+                f"strategy = ms.Strategy.from_toml(open({str(strategy)!r}).read())\n"
                 "ms.parallelize(model, strategy)\n"
             )
         return (
             "# The command stays. In the program that it runs, where the specification of the model's layers is made:\n"
-            "from pathlib import Path\n\nimport moesys as ms\nfrom moesys.megatron import experts\n\n"
-            f"strategy = ms.Strategy.from_toml(Path({str(strategy)!r}).read_text())\n"
+            "import moesys as ms\nfrom moesys.megatron import experts\n\n"
+            f"strategy = ms.Strategy.from_toml(open({str(strategy)!r}).read())\n"
             "transformer_layer_spec = experts(transformer_layer_spec, strategy)\n"
         )
 
@@ -193,7 +189,7 @@ def read_host(source: str) -> HostConfig:
 
 def _of_command(source: str, text: str) -> HostConfig:
     for name, value in re.findall(r"^\s*(?:export\s+)?(\w+)=([^\s(;]+)", text, re.MULTILINE):
-        text = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", lambda _, value=value: value, text)
+        text = re.sub(rf"\$(?:{name}\b|\{{{name}\}})", value.replace("\\", r"\\"), text)
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
@@ -213,7 +209,7 @@ def _of_command(source: str, text: str) -> HostConfig:
 def _of_file(path: Path, text: str) -> HostConfig:
     """Reads the leaves of a YAML or JSON file as options of a command."""
     try:
-        import yaml
+        import yaml  # type: ignore[import-untyped]
     except ImportError as error:
         raise ValueError(f"{str(path)!r} is read by pyyaml, which is not there ({error}); install it") from None
     found = HostConfig([])
@@ -283,8 +279,7 @@ def _megatron(of: HostConfig) -> dict[str, Any]:
         )
     tp, pp = number("tp", "tensor-model-parallel-size", 1), number("pp", "pipeline-model-parallel-size", 1)
     if (etp := number("tensor parallelism of experts", "expert-tensor-parallel-size", tp)) != 1:
-        shown = of.named("expert-tensor-parallel-size")
-        raise ValueError(f"{shown} is {etp}, and experts are never cut so; use 1")
+        raise ValueError(f"{of.named('expert-tensor-parallel-size')} is {etp}, and experts are never cut so; use 1")
     if not (vp := number("vp", "num-virtual-stages-per-pipeline-rank", 0)):
         in_part = number("layers of a part", "num-layers-per-virtual-pipeline-stage", -(-L // pp))
         vp = -(-L // pp) // max(1, in_part)

@@ -155,7 +155,7 @@ def simulate_command(
         skew=skew,
         draws=draws,
         output=output,
-        read=host and host.sheet(),
+        read=None if host is None else host.sheet(),
     )
 
 

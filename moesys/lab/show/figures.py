@@ -23,7 +23,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from moesys.config.base import python_value
 from moesys.files import whole_file, write_whole
@@ -75,6 +75,8 @@ _LEGEND_COLUMNS = 7
 _PASS = re.compile(r"layer (\d+) (forward|recomputation|backward)(?: \d+)?(.*)")
 # The width in inches is that of a telephone.
 _FOREST_WIDTH, _FOREST_ROW = 4.7, 0.36
+# A wider range of ratios has a logarithmic axis.
+_LINEAR_RANGE = 4.0
 
 
 @contextmanager
@@ -100,13 +102,13 @@ def short(name: str) -> str:
 
 @dataclass(frozen=True)
 class TimelineBar:
-    """A bar of a timeline. on_path: whether it lies on the critical path. words: of a pass, what it is."""
+    """A bar of a timeline. words: what the pointer shows. on_path: whether it lies on the critical path."""
 
     start_ms: float
     end_ms: float
     kind: str
+    words: str
     on_path: bool = False
-    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class TimelinePanel:
         for rank, lane in product(self.ranks, lanes):
             bars = [_bar(span, on_path) for span in spans if (span.rank, span.lane) == (rank, lane)]
             if lane == "compute" and bars:
-                bars += _idle(bars, length_ms)
+                bars += _idle(bars, rank, length_ms)
             if bars:
                 rows.append(TimelineRow(lane.replace("_", " "), f"rank {rank}", tuple(bars)))
         return rows
@@ -173,7 +175,8 @@ def shown_ranks(of: Simulation, most: int) -> list[int]:
 
 def _bar(span: Span, on_path: set[tuple[int | None, str, str]]) -> TimelineBar:
     marked = any((rank, span.kind, span.detail) in on_path for rank in (span.rank, None))
-    return TimelineBar(span.start_us / 1e3, span.end_us / 1e3, span.kind, marked)
+    words = f"rank {span.rank}, {span.lane}: {span.kind} {span.detail}".rstrip()
+    return TimelineBar(span.start_us / 1e3, span.end_us / 1e3, span.kind, words, marked)
 
 
 def _passes(spans: Sequence[Span], rank: int) -> Iterator[TimelineBar]:
@@ -183,21 +186,22 @@ def _passes(spans: Sequence[Span], rank: int) -> Iterator[TimelineBar]:
             layer, way, rest = found.groups()
             ends.setdefault((way, f"layer {layer} {way}{rest}"), []).extend((span.start_us, span.end_us))
     for (way, words), times_us in ends.items():
-        yield TimelineBar(min(times_us) / 1e3, max(times_us) / 1e3, way, words=words)
+        yield TimelineBar(min(times_us) / 1e3, max(times_us) / 1e3, way, words)
 
 
 def _path_bars(path: Sequence[PathPart]) -> Iterator[TimelineBar]:
     end_ms = 0.0
     for part in path:
         start_ms, end_ms = end_ms, end_ms + 1e3 * part.seconds
-        yield TimelineBar(start_ms, end_ms, part.kind, on_path=True)
+        words = f"critical path, {part.share:.0%}: {part.where}, {part.kind} {part.detail}".rstrip()
+        yield TimelineBar(start_ms, end_ms, part.kind, words, True)
 
 
-def _idle(bars: Sequence[TimelineBar], length_ms: float) -> list[TimelineBar]:
+def _idle(bars: Sequence[TimelineBar], rank: int, length_ms: float) -> list[TimelineBar]:
     gaps, at_ms = [], 0.0
     for start_ms, end_ms in [*sorted((bar.start_ms, bar.end_ms) for bar in bars), (length_ms, length_ms)]:
         if start_ms > at_ms:
-            gaps.append(TimelineBar(at_ms, start_ms, "idle"))
+            gaps.append(TimelineBar(at_ms, start_ms, "idle", f"rank {rank} computes nothing"))
         at_ms = max(at_ms, end_ms)
     return gaps
 
@@ -319,6 +323,11 @@ def draw_forest(
             ends += dots
             axes.plot(list(dots), [row + 0.17] * len(dots), "o", color=GREY, markersize=2.5)
         axes.text(0, row - 0.42, f"{short(name)}  {words(ratio)}", transform=axes.get_yaxis_transform(), va="center")
+    if (range_of_ratios := max(ends) / min(ends)) > _LINEAR_RANGE:
+        axes.set_xscale("log")
+        subs = (1, 1.5, 2, 3, 5, 7) if range_of_ratios < _LINEAR_RANGE**2 else (1, 3)
+        axes.xaxis.set_major_locator(LogLocator(base=10, subs=subs))
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_major_locator(NullLocator())
     axes.spines["left"].set_visible(False)

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
-from itertools import cycle
-from typing import Any
+from itertools import cycle, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.transforms import Affine2D
 
 from moesys.display import counted, html_table, listed, printable
 from moesys.lab.runs.watched_run import NEWEST_STEPS, FloatArray, WatchedRun
-from moesys.lab.show.figures import COUNTS, OKABE_ITO, STYLE, TimelinePanel, draw_timelines, short, style
+from moesys.lab.show.figures import COUNTS, OKABE_ITO, STYLE, TimelinePanel, draw_timelines, placed_rows, short, style
 from moesys.lab.show.sheets import Sheet, notes_of, rows_of, written_columns
 from moesys.load import IntArray
 from moesys.timeline import Timeline
@@ -48,6 +49,7 @@ section { overflow-x: auto; background: linear-gradient(90deg, var(--paper) 40%,
   linear-gradient(270deg, var(--paper) 40%, transparent) 100% 0 / 2.5rem 100% local,
   linear-gradient(90deg, var(--soft), transparent) 0 0 / .7rem 100% scroll,
   linear-gradient(270deg, var(--soft), transparent) 100% 0 / .7rem 100% scroll; background-repeat: no-repeat; }
+.hint { fill: transparent; } .hint:hover { fill: var(--soft); fill-opacity: .2; }
 svg { display: block; width: 100%; height: auto; color: var(--ink); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line); }
@@ -108,7 +110,15 @@ def sheet_section(sheet: Sheet) -> str:
     return section(sheet.title, drawn + notes)
 
 
-def inline_svg(figure: Figure) -> str:
+class Hint(NamedTuple):
+    """A rectangle of a figure's first axes, in the units of its data, and the text that the pointer shows on it."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    text: str
+
+
+def inline_svg(figure: Figure, hints: Iterable[Hint] = ()) -> str:
     """Returns a figure drawn with ``PAGE_STYLE`` as part of a page: equal figures give equal bytes, and nothing in it
     refers to other files.
     """
@@ -120,7 +130,17 @@ def inline_svg(figure: Figure) -> str:
     points = 72 * figure.get_figwidth()
     size = f'style="min-width: {_LEAST_SCALE * points:.0f}px; max-width: {_MOST_SCALE * points:.0f}px"'
     head = head.replace("<svg", f"<svg {size}", 1)
-    return f"<figure>{head}{end}</figure>"
+    return f"<figure>{head}{''.join(_hint_rectangles(figure, hints))}{end}</figure>"
+
+
+def _hint_rectangles(figure: Figure, hints: Iterable[Hint]) -> Iterator[str]:
+    width, height = 72 * figure.get_size_inches()
+    to_page = figure.axes[0].transData + figure.transFigure.inverted()
+    to_page += Affine2D().scale(width, -height).translate(0, height)
+    for hint in hints:
+        (x0, x1), (y0, y1) = np.sort(to_page.transform(np.transpose([hint.x, hint.y])), axis=0).T
+        place = f'x="{x0:.1f}" y="{y0:.1f}" width="{x1 - x0:.2f}" height="{y1 - y0:.2f}"'
+        yield f'<rect class="hint" {place}><title>{escape(hint.text)}</title></rect>'
 
 
 # --- the page of a watched training -----------------------------------------------------------------------------------
@@ -148,6 +168,13 @@ class Bins:
     def edges(self) -> IntArray:
         """The first step of each bin, and the one after the last."""
         return np.append(self.steps_S[self.first_B], self.steps_S[-1] + 1)
+
+    @property
+    def labels(self) -> list[str]:
+        """The name of each bin, such as ``step 7`` or ``steps 11–20``."""
+        last_B = np.append(self.first_B[1:], len(self.steps_S)) - 1
+        ends = zip(self.steps_S[self.first_B].tolist(), self.steps_S[last_B].tolist(), strict=True)
+        return [f"step {first}" if first == last else f"steps {first}–{last}" for first, last in ends]
 
     def mean(self, values: FloatArray) -> FloatArray:
         """Returns the mean of each bin, along axis 0, of values that are finite."""
@@ -209,7 +236,9 @@ def _loads(run: WatchedRun, bins: Bins) -> list[str]:
         "The busiest rank's tokens over the mean: 1 is balanced. A row is a layer, a cell the median of a step's "
         "micro-batches" + ("." if bins.single else ", a mean over its steps.")
     )
-    drawn = heat_map(bins.mean(run.load_p50_SL).T, rows, bins.edges, (1.0, 1.2), ("step", "load max/mean"))
+    drawn = heat_map(
+        bins.mean(run.load_p50_SL).T, rows, (bins.edges, bins.labels), (1.0, 1.2), ("step", "load max/mean")
+    )
     parts = [section("Load by layer over steps", drawn, note)]
     over_layers = {
         "p50, mean over layers": _of_steps(np.nanmean, run.load_p50_SL),
@@ -295,7 +324,7 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
         return f'<p class="none">{escape(unit)}: {_number(known[0])} {where}</p>'
     top = float(np.quantile(known, _CAP))
     note = ""
-    at_B = bins.mean(bins.steps_S.astype(float))
+    at_B, edges, texts = bins.mean(bins.steps_S.astype(float)), bins.edges.tolist(), [list[str]() for _ in bins.labels]
     with style(PAGE_STYLE):
         figure = Figure(figsize=(_WIDTH, _CURVE_HEIGHT), layout="constrained")
         axes = figure.subplots()
@@ -317,7 +346,10 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
                 marker=marker,
                 label=short(name),
             )
-        axes.set(xlabel="step", ylabel=unit, xlim=(bins.edges[0] - 0.5, bins.edges[-1] - 0.5))
+            for place, words in enumerate(texts):
+                ends = "" if bins.single else f" ({_number(low_B[place])} to {_number(high_B[place])})"
+                words.append(f"{name} {_number(mean_B[place])}{ends}")
+        axes.set(xlabel="step", ylabel=unit, xlim=(edges[0] - 0.5, edges[-1] - 0.5))
         axes.grid(axis="y", linewidth=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
@@ -327,23 +359,27 @@ def curves(bins: Bins, values_S: dict[str, FloatArray], unit: str, *, capped: bo
             note = f'<p class="note">{above} above {_number(1.15 * top)}, up to {_number(known.max())}, not shown.</p>'
         if len(values_S) > 1:
             figure.legend(loc="outside lower center", ncols=4)
-    return inline_svg(figure) + note
+    hints = [
+        Hint((first - 0.5, after - 0.5), axes.get_ylim(), f"{label}: {'; '.join(words)}")
+        for (first, after), label, words in zip(pairwise(edges), bins.labels, texts, strict=True)
+    ]
+    return inline_svg(figure, hints) + note
 
 
 def heat_map(
     values_LB: FloatArray,
     rows: Sequence[str],
-    edges: npt.NDArray[Any],
+    columns: tuple[npt.NDArray[Any], Sequence[str]],
     scale: tuple[float, float],
     what: tuple[str, str],
 ) -> str:
     """Draws a cell for each row and column, coloured by its value; a nan leaves its cell empty.
 
-    ``edges``: where columns begin, and the last one ends. ``scale``: the value of the first colour, and the least value
-    that the last colour may have, so that small differences look small. ``what``: names the horizontal axis and the
-    values. Dark cells have large values.
+    ``columns``: where they begin and the last one ends, and their names. ``scale``: the value of the first colour, and
+    the least value that the last colour may have, so that small differences look small. ``what``: names the horizontal
+    axis and the values. Dark cells have large values.
     """
-    floor, top = scale
+    (floor, top), (edges, labels) = scale, columns
     known = values_LB[np.isfinite(values_LB)]
     if known.size > 1 and known.min() == known.max() and known.size == values_LB.size:
         return f'<p class="none">{escape(what[1])}: {_number(known[0])} in every cell</p>'
@@ -366,7 +402,12 @@ def heat_map(
         bar = figure.colorbar(mesh, ax=axes, label=what[1], extend=beyond, pad=0.01, fraction=0.05)
         for steps in bar.ax.findobj(QuadMesh):
             steps.set_rasterized(True)
-    return inline_svg(figure)
+    ends = edges.tolist()
+    hints = [
+        Hint((ends[column], ends[column + 1]), (row, row + 1), f"{rows[row]}, {labels[column]}: {_number(value)}")
+        for (row, column), value in np.ndenumerate(values_LB)
+    ]
+    return inline_svg(figure, hints)
 
 
 def token_map(tokens_E: Mapping[int, IntArray]) -> str:
@@ -374,14 +415,21 @@ def token_map(tokens_E: Mapping[int, IntArray]) -> str:
     share_LE = np.full((len(tokens_E), max(map(len, tokens_E.values()))), np.nan)
     for row, of_layer_E in enumerate(tokens_E.values()):
         share_LE[row, : len(of_layer_E)] = of_layer_E / max(of_layer_E.mean(), 1e-300)
-    rows, edges = [f"layer {layer}" for layer in tokens_E], np.arange(share_LE.shape[1] + 1) - 0.5
-    return heat_map(share_LE, rows, edges, (0.0, 2.0), ("expert", "tokens over the mean"))
+    experts = np.arange(share_LE.shape[1] + 1) - 0.5, [f"expert {expert}" for expert in range(share_LE.shape[1])]
+    rows = [f"layer {layer}" for layer in tokens_E]
+    return heat_map(share_LE, rows, experts, (0.0, 2.0), ("expert", "tokens over the mean"))
 
 
 def timelines(panels: Sequence[TimelinePanel], title: str) -> str:
-    """Draws the timelines of strategies below one another, on one scale."""
+    """Draws the timelines of strategies below one another, on one scale; the pointer shows what a bar is."""
     with style(PAGE_STYLE):
-        return inline_svg(draw_timelines(panels, title=title))
+        figure = draw_timelines(panels, title=title)
+    bars = [(at, bar) for at, row in placed_rows(panels) for bar in row.bars]
+    hints = [
+        Hint((bar.start_ms, bar.end_ms), (at - 0.4, at + 0.4), f"{bar.words}, {_number(bar.end_ms - bar.start_ms)} ms")
+        for at, bar in bars[:_MOST_SPANS]
+    ]
+    return inline_svg(figure, hints)
 
 
 def as_title(name: str) -> str:

@@ -36,6 +36,7 @@ from moesys.lab.show.pages import (
     as_title,
     curves,
     facts,
+    heat_map,
     inline_svg,
     page,
     section,
@@ -49,9 +50,11 @@ from moesys.step_lines import step_files, step_journal
 
 REPORT_FILE = "report.html"
 _INDEX_TITLE = "Runs of moesys"
+# A map of more ranks and experts is not drawn.
+_MOST_CELLS = 20_000
 _TIMELINE_NOTE = (
     "The first timed step of the first seed, on the rank that the step waits for most and on another. All strategies "
-    "have one scale. Grey on the line of computation is idle time."
+    "have one scale. Grey on the line of computation is idle time. The pointer shows what a bar is."
 )
 
 
@@ -174,16 +177,30 @@ def _simulated(comparison: Comparison, words: str) -> list[str]:
         for row in comparison.rows:
             if row.samples and not row.repeat:
                 of_seed = row.strategy, experiment.model, experiment.cluster, workload, min(row.losses)
-                steps[row.name] = next(simulated_steps(*of_seed)).simulation
+                step = next(simulated_steps(*of_seed))
+                steps[row.name] = step, step.simulation
     except (ValueError, OSError) as error:
         why = f'<p class="none">The steps cannot be simulated again: {escape(str(error))}</p>'
         return [section("Timelines", why)]
     if not steps:
         return []
+    parts = []
+    # Rows are in the order of their speed, behind the baseline.
+    loads_ER = {name: step.plans[0].layers[0].tokens.computed_RE.T for name, (step, _) in list(steps.items())[:2]}
+    E, R = next(iter(loads_ER.values())).shape
+    if len(loads_ER) == 2 and E * R <= _MOST_CELLS:
+        ranks = np.arange(R + 1) - 0.5, [f"rank {rank}" for rank in range(R)]
+        experts, scale = [f"expert {expert}" for expert in range(E)], (0.0, float(max(map(np.max, loads_ER.values()))))
+        drawn = [
+            heat_map(load_ER.astype(float), experts, ranks, scale, (f"rank, under {name}", "tokens"))
+            for name, load_ER in loads_ER.items()
+        ]
+        note = "Tokens of layer 0 that each rank computes for each expert; dark means many."
+        parts.append(section("Load of ranks and experts", "".join(drawn), note))
     panels = [
-        TimelinePanel(name, of.timeline, tuple(shown_ranks(of, 2)), of.critical_path) for name, of in steps.items()
+        TimelinePanel(name, of.timeline, tuple(shown_ranks(of, 2)), of.critical_path) for name, (_, of) in steps.items()
     ]
-    return [section("Timelines", timelines(panels, words), _TIMELINE_NOTE)]
+    return [*parts, section("Timelines", timelines(panels, words), _TIMELINE_NOTE)]
 
 
 # --- all runs of a folder ---------------------------------------------------------------------------------------------

@@ -109,6 +109,7 @@ def test_rows_of_a_timeline_have_passes_the_critical_path_and_idle_time():
         ("forward", "layer 0 forward", 0.5, 2.0)
     ]
     assert [(bar.kind, bar.start_ms, bar.end_ms) for bar in path.bars] == [("dispatch", 0, 0.5), ("experts", 0.5, 2.0)]
+    assert path.bars[1].words == "critical path, 75%: rank 0's experts, experts layer 0 forward 0"
     idle = [(bar.start_ms, bar.end_ms) for row in (first, second) for bar in row.bars if bar.kind == "idle"]
     assert idle == [(0, 0.5), (0, 0.5), (1.5, 2.0)]
     marked = [row.owner for row in (first, dispatch, second) for bar in row.bars if bar.on_path]

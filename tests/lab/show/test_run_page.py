@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from lab_cases import EP, FSEP, FSEP_WIDE, experiment, moesys, records
-from test_watch_page import drawn as drawn
-from test_watch_page import section
+from test_watch_page import HINT, section
 from watch_cases import assert_whole_and_alone, write_run
 
 from moesys.config.experiment import Experiment
@@ -17,6 +16,7 @@ from moesys.config.workload import Generated
 from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import run
+from moesys.lab.runs.trials import simulated_steps
 from moesys.lab.show.comparisons import headline
 from moesys.lab.show.run_page import index_page, run_page, write_page
 
@@ -34,7 +34,7 @@ def written(of: Experiment, out: Path, **step_ms: float) -> Path:
     return folder.path
 
 
-def test_a_simulated_run_has_its_table_winner_and_timelines_on_one_scale(small, tmp_path):
+def test_a_simulated_run_has_its_table_winner_loads_and_timelines_on_one_scale(small, tmp_path):
     result = run(small, tmp_path, jobs=1)
     page = run_page(RunFolder(result.path))
     assert page == run_page(RunFolder(result.path))
@@ -47,6 +47,21 @@ def test_a_simulated_run_has_its_table_winner_and_timelines_on_one_scale(small, 
         (row.name, pytest.approx(row.median("step_ms"), rel=1e-3)) for row in comparison.rows
     ]
     assert "<svg" in section(page, "Speed-up")
+    loads = section(page, "Load of ranks and experts")
+    names = [row.name for row in comparison.rows[:2]]
+    assert [text for text in re.findall(r">([^<>]+)</text>", loads) if text.startswith("rank, under")] == [
+        f"rank, under {name}" for name in names
+    ]
+    step = next(
+        simulated_steps(comparison.rows[1].strategy, small.model, small.cluster, small.workload, small.seeds[0])
+    )
+    counts = step.plans[0].layers[0].tokens.computed_RE
+    hints = [unescape(title) for *_, title in HINT.findall(loads)][counts.size :]
+    assert hints == [
+        f"expert {expert}, rank {rank}: {counts[rank, expert]:.4g}"
+        for expert in range(counts.shape[1])
+        for rank in range(counts.shape[0])
+    ]
     drawn = section(page, "Timelines")
     assert len(re.findall("<svg", drawn)) == 1
     texts = re.findall(r">([^<>]+)</text>", drawn)
@@ -55,21 +70,23 @@ def test_a_simulated_run_has_its_table_winner_and_timelines_on_one_scale(small, 
         first_ms = row.samples["step_ms"][0][0]
         (shown,) = [text for text in texts if text.startswith(f"{row.name}: ")]
         assert float(shown.split()[1]) == pytest.approx(first_ms, rel=1e-3)
+    hints = [unescape(title) for *_, title in HINT.findall(drawn)]
+    assert any(re.match(r"layer 0 forward, .* ms", hint) for hint in hints)
+    assert any(re.match(r"layer 1 backward, .* ms", hint) for hint in hints)
+    shares = [int(found[1]) for hint in hints if (found := re.match(r"critical path, (\d+)%", hint))]
+    assert sum(shares) == pytest.approx(200, abs=0.5 * len(shares))
 
 
-def test_a_trained_run_has_its_losses_loads_and_step_times(tmp_path, drawn):
+def test_a_trained_run_has_its_losses_loads_and_step_times(tmp_path):
     page = run_page(RunFolder(written(experiment(), tmp_path, ep=10.0, fsep=5.0)))
     assert_whole_and_alone(page)
     assert "The losses of fsep have the same bits as those of ep." in section(page, "Loss")
     assert "stroke-dasharray" in section(page, "Step time"), "a curve hides none that it lies on"
-    axes = [figure.axes[0] for figure in drawn]
-    first_steps = {
-        each.get_ylabel(): each.get_lines()[0].get_xdata()[0] for each in axes if each.get_xlabel() == "step"
-    }
-    assert first_steps == {"loss, nats per token": 0, "ms": experiment().workload.warmup}
+    first_steps = [HINT.search(section(page, title)).groups()[-1].partition(":")[0] for title in ("Loss", "Step time")]
+    assert first_steps == ["step 0", f"step {experiment().workload.warmup}"]
     titles = ["Speed-up", "Loss", "Load of experts", "Step time", "About this run"]
     assert re.findall("<h2>(.*?)</h2>", page)[1:] == titles
-    assert "<svg" in section(page, "Load of experts")
+    assert "expert 3: 1.6" in section(page, "Load of experts")
     assert "MEASURED: tiny, 4 experts with top-2 on 4 ranks of 1 node" in page
 
 

@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from html import unescape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,10 @@ from moesys.lab.show.pages import Bins, heat_map, watch_page
 from moesys.step_lines import write_spans
 from moesys.timeline import Span, Timeline
 
+HINT = re.compile(
+    r'<rect class="hint" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"><title>([^<]*)</title></rect>'
+)
+
 
 def section(page: str, title: str) -> str:
     (found,) = re.findall(rf"<section><h2>{re.escape(title)}</h2>(.*?)</section>", page, re.DOTALL)
@@ -43,14 +46,23 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures of a page, in its order."""
     figures: list[Figure] = []
     write = pages.inline_svg
-    monkeypatch.setattr(pages, "inline_svg", lambda figure: figures.append(figure) or write(figure))
+    monkeypatch.setattr(pages, "inline_svg", lambda figure, hints=(): figures.append(figure) or write(figure, hints))
     return figures
 
 
 def test_every_step_and_layer_is_a_cell_with_its_value(tmp_path: Path, drawn: list[Figure]) -> None:
     page = page_of(write_run(tmp_path, num_steps=20, num_layers=3, num_ranks=2))
     assert_whole_and_alone(page)
+    cells = HINT.findall(section(page, "Load by layer over steps"))
     loads_LS = np.array([[layer_line(layer, step).load_p50 for step in range(20)] for layer in range(3)])
+    assert [title for *_, title in cells] == [
+        f"layer {layer}, step {step}: {load:.4g}" for (layer, step), load in np.ndenumerate(loads_LS)
+    ]
+    x, y, width, height = (
+        np.array([list(map(float, place)) for *place, _ in cells]).reshape(3, 20, 4).transpose(2, 0, 1)
+    )
+    assert x[:, 1:] == pytest.approx((x + width)[:, :-1], abs=0.1)
+    assert y[1:] == pytest.approx((y + height)[:-1], abs=0.1)
     axes, bar = drawn[1].axes
     (mesh,) = axes.collections
     assert np.asarray(mesh.get_array()) == pytest.approx(loads_LS)
@@ -60,24 +72,36 @@ def test_every_step_and_layer_is_a_cell_with_its_value(tmp_path: Path, drawn: li
 
 
 def test_a_layer_that_did_not_run_has_an_empty_cell_and_small_differences_look_small(drawn: list[Figure]) -> None:
-    heat_map(np.array([[1.0, np.nan, 1.01]]), ["a"], np.arange(4), (1.0, 1.2), ("step", "load"))
+    columns = np.arange(4), ["1", "2", "3"]
+    text = heat_map(np.array([[1.0, np.nan, 1.01]]), ["a"], columns, (1.0, 1.2), ("step", "load"))
     mesh = drawn[0].axes[0].collections[0]
     assert mesh.get_array().mask.tolist() == [[False, True, False]]
     assert mesh.get_clim() == (1.0, 1.2)
+    assert [title for *_, title in HINT.findall(text)] == ["a, 1: 1", "a, 2: none", "a, 3: 1.01"]
 
 
 def test_long_runs_are_binned_and_no_step_is_lost(tmp_path: Path, drawn: list[Figure]) -> None:
     num_steps = 1003
     page = page_of(write_run(tmp_path, num_steps=num_steps, num_layers=2))
     assert len(page) < 400_000
-    (mesh,) = drawn[1].axes[0].collections
-    first_B = np.append(Bins.of(np.arange(num_steps)).first_B, num_steps).tolist()
-    for layer, of_layer in enumerate(np.asarray(mesh.get_array())):
-        for (first, end), value in zip(pairwise(first_B), of_layer, strict=True):
-            assert value == pytest.approx(np.mean([layer_line(layer, step).load_p50 for step in range(first, end)]))
+    cells = HINT.findall(section(page, "Load by layer over steps"))
+    assert len(cells) == 2 * 160
+    seen = []
+    for *_, title in cells:
+        layer, first, last, value = re.fullmatch(r"layer (\d), steps (\d+)–(\d+): (.+)", title).groups()
+        steps = range(int(first), int(last) + 1)
+        seen += [(int(layer), step) for step in steps]
+        assert float(value) == pytest.approx(np.mean([layer_line(int(layer), s).load_p50 for s in steps]), rel=1e-3)
+    assert seen == [(layer, step) for layer in range(2) for step in range(num_steps)]
+    hints = re.findall(r"<title>steps (\d+)–(\d+): Loss (\S+) \((\S+) to (\S+)\)", section(page, "Loss"))
+    assert len(hints) == 160
+    for first, last, *shown in hints:
+        high, low = (5 / (1 + int(step) / 10) for step in (first, last))
+        assert [float(shown[1]), float(shown[2])] == pytest.approx([low, high], rel=1e-3)
+        assert low <= float(shown[0]) * 1.001
+        assert float(shown[0]) * 0.999 <= high
     (axes,) = drawn[0].axes
-    means = [np.mean([5 / (1 + step / 10) for step in range(*bounds)]) for bounds in pairwise(first_B)]
-    assert axes.lines[0].get_ydata() == pytest.approx(means)
+    assert axes.lines[0].get_ydata() == pytest.approx([float(mean) for _, _, mean, *_ in hints], rel=1e-3)
     band = axes.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == pytest.approx((5 / (1 + 1002 / 10), 5))
 
@@ -92,6 +116,7 @@ def test_the_curve_goes_through_the_losses(tmp_path: Path, drawn: list[Figure]) 
     assert axes.lines[0].get_xdata().tolist() == [0, 1, 3]
     assert axes.get_ylabel() == "Loss"
     assert ">Loss</text>" in text
+    assert "step 2: Loss none" in text
 
 
 def test_a_value_in_few_steps_is_seen_and_is_not_said_to_be_in_every_step(tmp_path: Path, drawn: list[Figure]) -> None:
@@ -140,19 +165,15 @@ def test_the_table_has_a_row_for_each_layer(tmp_path: Path) -> None:
     assert len(rows) == 2
 
 
-def test_experts_layers_and_events_are_shown(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_experts_layers_and_events_are_shown(tmp_path: Path) -> None:
     write_lines(tmp_path, [step_line(0, [0, 1]), step_line(1, [0], events=["plan <due> at 1 & late"])])
     page = page_of(tmp_path)
     assert_whole_and_alone(page)
-    titles = ("Load by layer over steps", "Tokens of experts by layer")
-    assert all("<svg" in section(page, title) for title in titles)
-    cells, experts = (
-        figure.axes[0].collections[0].get_array()
-        for figure in drawn
-        if len(figure.axes) == 2 and figure.axes[0].collections
-    )
-    assert experts.tolist() == [pytest.approx([expert / 1.5 for expert in range(4)])] * 2
-    assert cells.mask.tolist() == [[False, False], [False, True]]
+    experts = [title for *_, title in HINT.findall(section(page, "Tokens of experts by layer"))]
+    assert experts[:4] == [f"layer 0, expert {expert}: {expert / 1.5:.4g}" for expert in range(4)]
+    assert len(experts) == 8
+    cells = [title for *_, title in HINT.findall(section(page, "Load by layer over steps"))]
+    assert cells[3] == "layer 1, step 1: none"
     assert "plan <due> at 1 & late" in unescape(section(page, "Events"))
 
 
@@ -170,11 +191,19 @@ def test_spans_are_drawn_where_there_are_some(tmp_path: Path) -> None:
     drawn = section(page, "Timeline")
     texts = re.findall(r">([^<>]+)</text>", drawn)
     assert {"rank 0", "rank 1", "compute", "dispatch", "experts", "ms"} <= set(texts)
+    hints = HINT.findall(drawn)
+    assert [title for *_, title in hints].count("rank 1, compute: experts, 2 ms") == 1
+    width_of = {title: float(width) for _, _, width, _, title in hints}
+    assert width_of["rank 0, compute: experts, 2 ms"] == pytest.approx(
+        2 * width_of["rank 0, dispatch: dispatch c 0, 1 ms"], rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(("num_steps", "num_layers"), [(1, 1), (1, 100)])
 def test_pages_of_any_size_are_whole(tmp_path: Path, num_steps: int, num_layers: int) -> None:
-    assert_whole_and_alone(page_of(write_run(tmp_path, num_steps, num_layers)))
+    page = page_of(write_run(tmp_path, num_steps, num_layers))
+    assert_whole_and_alone(page)
+    assert len(HINT.findall(section(page, "Load by layer over steps"))) == num_steps * num_layers
 
 
 def test_a_run_without_layers_or_finite_losses_has_a_page(tmp_path: Path) -> None:
