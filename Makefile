@@ -124,6 +124,7 @@ docs: .venv/docs-installed
 .venv/hosts: .venv/installed tests/torchtitan/requirements.txt
 	rm -rf $@ $@.part
 	$(BIN)/pip install --no-deps --ignore-requires-python --no-compile --target $@.part -r tests/torchtitan/requirements.txt
+	rm -rf $@.part/tests $@.part/scripts # of verl's wheel: they would hide our own
 	mv $@.part $@
 	touch $@
 

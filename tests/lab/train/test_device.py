@@ -7,7 +7,7 @@ import torch
 
 import moesys as ms
 from moesys.lab.commands import demo
-from moesys.lab.ranks import devices
+from moesys.lab.ranks import process
 from moesys.lab.ranks.process import best_device, device_of, gpu_backend
 from moesys.lab.runs.declarations import load_experiment
 from moesys.lab.runs.places import place_for
@@ -94,4 +94,4 @@ def test_what_shows_overlap_shows_mega_kernels_where_a_gpu_is(gpus, pytestconfig
     # The rest is the same, so that rows can be found again.
     rest = [one for one in shown.strategies if not isinstance(one.overlap, ms.MegaKernel)]
     assert rest == list(without.strategies)
-    assert devices.best_device() == "cuda"
+    assert process.best_device() == "cuda"
