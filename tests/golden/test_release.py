@@ -59,6 +59,8 @@ def test_a_run_folder_is_compared(release: Path) -> None:
     of_now, of_release = map(json.loads, shortened)
     # Its words are others now.
     assert of_now.pop("machine").split(", ")[:2] == of_release.pop("machine").split(", ")[:2]
+    # The field is newer.
+    assert of_now["experiment"]["workload"].pop("optimizer") == "adam"
     assert of_now == of_release
 
 
