@@ -458,7 +458,7 @@ def end(call: Callable[[], None]) -> NoReturn:
 
 def prepare() -> None:
     """Loads and probes once what every process would."""
-    for name in ("convert_checkpoint", "report", "run", "tune"):
+    for name in ("compare", "convert_checkpoint", "run", "tune"):
         __import__(f"moesys.lab.commands.{name}")
     for name in ("moesys.hf.convert", "moesys.lab.runs.environment", "transformers.models.qwen3_moe"):
         __import__(name)

@@ -151,13 +151,13 @@ class HostConfig:
             return (
                 "# The arguments stay. In the program, after the model is made and before the optimizer is:\n"
                 "import moesys as ms\n\n"
-                f"strategy = ms.Strategy.from_toml(open({str(strategy)!r}).read())\n"
+                f"with open({str(strategy)!r}) as file:\n    strategy = ms.Strategy.from_toml(file.read())\n"
                 "ms.parallelize(model, strategy)\n"
             )
         return (
             "# The command stays. In the program that it runs, where the specification of the model's layers is made:\n"
             "import moesys as ms\nfrom moesys.megatron import experts\n\n"
-            f"strategy = ms.Strategy.from_toml(open({str(strategy)!r}).read())\n"
+            f"with open({str(strategy)!r}) as file:\n    strategy = ms.Strategy.from_toml(file.read())\n"
             "transformer_layer_spec = experts(transformer_layer_spec, strategy)\n"
         )
 
