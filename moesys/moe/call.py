@@ -279,7 +279,7 @@ class RoutedExperts(torch.autograd.Function):
             grads_DP = store.new_gradients(call.layout, dy_TH.device)
             gradients = store.shards.form.gradients(grads_DP)
         elif adapts:
-            # Those of LoRA alone are computed.
+            # Only gradients of LoRA are computed.
             gradients = ExpertGradients(None, None)  # type: ignore[arg-type]
 
         def wait_for_experts() -> RestoredExperts:

@@ -27,7 +27,7 @@ PLACES = ("output", "backward")
 TENSORS = ("logged", "gradient", "norm", "clipped", "update", "buffer", "evaluation")
 # What a step that rounds to float32 somewhere may differ by: 64 times its rounding.
 FLOAT32_ROUNDING = 64 * 2.0**-24
-# What each process must keep by itself.
+# The rules that each process must keep by itself, and how it breaks them.
 RULES = {"choices": "a recomputation chose other experts than the forward", "evaluation": "evaluation changes it"}
 WAYS_OUT = {
     "weights": "Draw or load the same weights on all ranks, such as by moesys.verify.draw.",
@@ -401,7 +401,7 @@ class TrainingComparison:
         whole, *without = (step[kind] if index is None else step[kind][index] for step in steps)
         if key not in whole:
             return {}
-        # Where only one term reaches, there is no gradient without it.
+        # A parameter that only one term reaches has no gradient without it.
         terms = {t: whole[key] - each.get(key, 0.0) for t, each in zip(self.without, without, strict=False)}
         return terms | {MAIN: whole[key] - sum(terms.values())}
 

@@ -30,7 +30,7 @@ class Cause(NamedTuple):
     way_out: str = ""
 
 
-# What is seen without coefficients: the cause, and the way out.
+# The causes that are seen without coefficients, each with its way out.
 FOUND = {
     "absent": Cause("has no gradient (None)", "Touch every local expert: without a gradient there is no momentum."),
     "permuted": Cause("experts permuted", "Check the order of ranks in the expert mesh, and loading."),
@@ -93,7 +93,7 @@ class Observation:
 
     @property
     def fits(self) -> bool:
-        """Whether coefficients explain the gradient."""
+        """True if coefficients explain the gradient."""
         return bool(self.coefficients) and self.residual <= min(max(1e-6, 100 * self.tolerance), 0.05)
 
     def same(self, values: Iterable[float], value: float) -> bool:

@@ -38,7 +38,7 @@ _COLUMNS = (13, 10, 38, 7, 8)
 
 @dataclass
 class SituationResult:
-    """What one situation showed.
+    """The result of one situation.
 
     definition: what the loss of the user means. in_float32: whether float32 has the fault too. not_checked: why the
     situation was not checked. spread: the median rounding of gradients, relative.
@@ -157,7 +157,7 @@ class CheckError(Exception):
     """A check could not be carried out: its training raises, hangs, dies, draws random numbers, or does not train."""
 
 
-# What masks of dropout must be, by whether ranks have the same part: the fault, and the way out.
+# The fault of dropout masks and its way out, by whether ranks have the same part.
 MASKS = {
     True: ("ranks that share a batch draw different dropout masks", "Seed ranks of one part alike."),
     False: ("ranks with data of their own draw equal dropout masks", "Seed by the part after the model is drawn."),

@@ -212,7 +212,7 @@ def options_of(build: Build) -> CheckOptions:
 
 @dataclass(frozen=True)
 class RecordingJob:
-    """What a process records.
+    """The choice of what a process records.
 
     parts: the parts whose micro-batches a reference computes, all of them; 0 on ranks. order: ``reordered`` has rows
     and micro-batches in another order, ``whole`` all micro-batches as one. without: the loss term that is switched off.

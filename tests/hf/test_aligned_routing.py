@@ -18,7 +18,7 @@ import moesys as ms
 
 Array = NDArray[np.integer]
 E, L, K = 8, 2, 3
-# Of four sequences of a batch, the first and the number of its tokens; others of 20 are padding.
+# The first token and the number of tokens of each of four sequences; the rest of 20 is padding.
 SPANS = ((3, 12), (0, 20), (8, 9), (0, 5))
 MASK = torch.zeros(4, 20, dtype=torch.int64)
 for row, (begin, size) in enumerate(SPANS):

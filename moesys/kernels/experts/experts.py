@@ -272,7 +272,7 @@ def _each_its_own(gate_up_EUH: Tensor, down_EHI: Tensor, activation: str) -> Exp
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x_TH, _, weight_TK, gate_up_EUH, down_EHI, ctx.activation, ctx.blocks = inputs
     ctx.mark_non_differentiable(*output[1:])
-    # Else autograd makes gradients of zeros for them, as large as h.
+    # Otherwise autograd makes gradients of zeros for them, as large as h.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x_TH, weight_TK, gate_up_EUH, down_EHI, *output[1:])
 

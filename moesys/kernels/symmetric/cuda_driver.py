@@ -58,8 +58,8 @@ def gpu_address(device: torch.device) -> str:
 
 
 def atomics_reach(source: str, target: str) -> bool | None:
-    """Returns whether atomics of the GPU at ``source`` (``gpu_address``) reach that of that at ``target``; None if the
-    driver does not say, as for GPUs that ``CUDA_VISIBLE_DEVICES`` hides.
+    """Returns whether atomics of the GPU at ``source`` (``gpu_address``) reach the memory of the one at ``target``;
+    None if the driver does not say, as for GPUs that ``CUDA_VISIBLE_DEVICES`` hides.
     """
     driver, found = cuda_driver(), ctypes.c_int()
     places = {gpu_address(torch.device("cuda", place)): place for place in range(torch.cuda.device_count())}

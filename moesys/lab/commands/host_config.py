@@ -38,7 +38,7 @@ _BRIDGE = {
     "share-embeddings-and-output-weights": ("untie-embeddings-and-output-weights", True),
     "virtual-pipeline-model-parallel-size": ("num-virtual-stages-per-pipeline-rank", False),
 }
-# What trainers on top of transformers call the length of a sequence.
+# Trainers on top of transformers have these names for the length of a sequence.
 _LENGTHS = ("max-length", "max-seq-length", "cutoff-len", "sequence-len", "model-max-length")
 
 

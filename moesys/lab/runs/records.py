@@ -120,7 +120,7 @@ def differences(there: Experiment, here: Experiment) -> dict[str, tuple[Any, Any
 def _differing_fields(there: Any, here: Any, path: str) -> dict[str, tuple[Any, Any]]:
     if not (isinstance(there, dict) and isinstance(here, dict)):
         return {} if there == here else {path: (there, here)}
-    # Of two kinds, or of two contents of the file of a user's planner, other fields are not compared.
+    # Other fields are not compared if kinds differ, or the contents of the file of a user's planner.
     if differing := [name for name in ("kind", "source_digest") if there.get(name) != here.get(name)]:
         return {f"{path}.{name}": (there.get(name), here.get(name)) for name in differing[:1]}
     found: dict[str, tuple[Any, Any]] = {}
