@@ -298,7 +298,8 @@ def test_the_reading_example_reads_a_run_folder(
 
 # The classes of results, and the base of declarations.
 BESIDE_PUBLIC_NAMES = (
-    "Comparison Declaration LayerMetrics MoERuntime PathPart RestOfStep RunResult Simulation Span Timeline TuneResult"
+    "Comparison Declaration LayerMetrics MoERuntime PathPart RestOfStep RunResult Simulation Span Timeline TuneResult "
+    "align_routing"
 )
 
 

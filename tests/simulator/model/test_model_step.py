@@ -53,7 +53,7 @@ def test_each_kind_of_product_has_its_rate(backward: float, attention: float, at
     )
     run = ModelRun(model=SMALL, cluster=own, seq_len=512, global_batch=16)
     cost = count_model(SMALL, 512)
-    scores = [layer.of("attention_scores") for layer in cost.layers]
+    scores = [each for layer in cost.layers for each in layer.of("attention_scores").operations]
     forward, gradients = sum(of.flops for of in scores), sum(of.input_gradient_flops for of in scores)
     tera_flops = (cost.flops - forward) + (cost.backward_flops - gradients) / backward
     tera_flops += forward / attention + gradients / attention_backward
