@@ -65,15 +65,12 @@ def _check_of_model(given: argparse.Namespace, strategies: Mapping[str, Any]) ->
     if implementation not in (known := [*HOSTS, *strategies]):
         hint = did_you_mean(implementation, known)
         raise ValueError(f"implementation={implementation} must be one of {', '.join(known)}{hint}")
-    sizes = dict.fromkeys(("fsdp", "tp", "ep"), 1)
-    for part in filter(None, parallel.split(",")):
-        if not (found := re.fullmatch(r"(fsdp|tp|ep)=([1-9]\d*)", part)):
-            raise ValueError(f"parallel has {part!r}; give sizes of fsdp, tp and ep, such as fsdp=2,ep=2")
-        sizes[found[1]] = int(found[2])
+    if not re.fullmatch(r"((fsdp|tp|ep)=[1-9]\d*(,|$))+", parallel):
+        raise ValueError(f"parallel has {parallel!r}; give sizes of fsdp, tp and ep, such as fsdp=2,ep=2")
+    sizes = {"fsdp": 1, "tp": 1, "ep": 1} | {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", parallel)}
     ranks = sizes["fsdp"] * sizes["tp"]
     if ranks < 2 or ranks % sizes["ep"]:
-        words = f"parallel={parallel} is fsdp · tp = {ranks} ranks"
-        raise ValueError(f"{words}, which must be 2 or more, and divisible by ep")
+        raise ValueError(f"fsdp · tp of {parallel} is {ranks} ranks, which must be 2 or more, and divisible by ep")
     options: dict[str, Any] = {"parallelize": strategies.get(implementation), **sizes}
     return [partial(transformers_check, model=given.model, implementation=implementation, **options)], ranks
 

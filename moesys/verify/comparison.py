@@ -88,8 +88,8 @@ class Tolerances:
         spreads = self._spreads[stage]
         least = self.largest if stage in ("logged", "norm", "evaluation") else self.least
         # A clip may return float32, and an update is enlarged by the optimizer.
-        least = least if stage == "gradient" else max(least, 1e-6)
-        return max(32 * spreads.get(name, 0.0), 32 * median(spreads.values() or [0.0]), least)
+        enlarged = 0.0 if stage == "gradient" else 1e-6
+        return max(32 * spreads.get(name, 0.0), 32 * median(spreads.values() or [0.0]), least, enlarged)
 
 
 class TrainingComparison:
@@ -138,9 +138,8 @@ class TrainingComparison:
         best = min(fits, key=lambda fitted: fitted.residual)
         weights = [1 / c for (term, _), c in best.coefficients.items() if term == MAIN and c]
         if best.residual < 1e-3 and weights and max(abs(weight - 1) for weight in weights) > 1e-3:
-            low, high = fraction(min(weights)), fraction(max(weights))
-            words = f"the means of micro-batches or of ranks are averaged: a token has {low} to {high}"
-            return f"{words} times its weight in the global batch, by its micro-batch", True
+            span = f"{fraction(min(weights))} to {fraction(max(weights))} times its weight in the global batch"
+            return f"the means of micro-batches or of ranks are averaged: a token has {span}, by its micro-batch", True
         words = f"the {' and '.join(self.without) or 'loss'} is one of each micro-batch"
         return f"{words}: gradients differ by up to {100 * error:.2g} % from that of all", False
 
@@ -238,7 +237,7 @@ class TrainingComparison:
         chosen = next((each for each in reversed(choices.values()) if len(each) == len(wrong) and each.dim() > 1), None)
         if chosen is not None and not bool(wrong.all()):
             common = set.intersection(*map(set, chosen[wrong].tolist()))
-            words += f"; each of them chose expert {_numbers(sorted(common))}" if common else ""
+            words += f"; each of them chose expert {', '.join(map(str, sorted(common)))}" if common else ""
         return Cause(words)
 
     def _choices_cause(self, key: str, rank: int, index: int, a: Tensor, b: Tensor, mask: Tensor, _: Named) -> Cause:
@@ -287,9 +286,9 @@ class TrainingComparison:
 
     def _flow(self, key: str, rank: int, m: int, rows: Tensor, terms: list[Tensor], mask: Tensor, at: int) -> Cause:
         sharing = [got for got, run in zip(self._got, self.ranks, strict=True) if run.part == self.ranks[rank].part]
-        parts = [rows_of_tokens(each["output_gradients"][m].get(key), mask) for each in sharing]
+        parts = (rows_of_tokens(each["output_gradients"][m].get(key), mask) for each in sharing)
         alike = [each for each in parts if each is not None and each.shape == rows.shape]
-        if len(parts) == len(alike) > 1 and fit(torch.stack(alike).sum(0), terms)[1] < self._tolerance.largest:
+        if len(alike) > 1 and fit(torch.stack(alike).sum(0), terms)[1] < self._tolerance.largest:
             return FOUND["part of a sum"]
         padding = "" if bool(mask.all()) else ", in a micro-batch with padding"
         if float(rows.norm()) < 1e-9 * max(float(vector.norm()) for vector in terms):
@@ -421,7 +420,7 @@ def _joined(noun: str, causes: Mapping[int, Cause], *, each: bool = False) -> Ca
         numbers.setdefault(cause, []).append(number)
     if len(numbers) == 1 and not each:
         return next(iter(numbers))
-    words = " / ".join(f"{noun} {_numbers(of)}: {cause.words}" for cause, of in numbers.items())
+    words = " / ".join(f"{noun} {', '.join(map(str, of))}: {cause.words}" for cause, of in numbers.items())
     return Cause(words, " ".join(dict.fromkeys(cause.way_out for cause in numbers)))
 
 
@@ -444,9 +443,8 @@ def _rearrangement(name: str, got: Tensor, right: Tensor, tolerance: float) -> C
     match = [next((f for f in experts if error_of(got[e], right[f]) <= tolerance), -1) for e in experts]
     if sorted(match) == experts != match:
         return FOUND["permuted"]._replace(words=f"{FOUND['permuted'].words}: {match}")
-    even = [(size // 2, dim) for dim, size in enumerate(got.shape) if size % 2 == 0]
-    halves = any(error_of(got.roll(half, dim), right) <= tolerance for half, dim in even)
-    return FOUND["halves"] if halves else None
+    rolled = (error_of(got.roll(size // 2, dim), right) for dim, size in enumerate(got.shape) if size % 2 == 0)
+    return FOUND["halves"] if any(error <= tolerance for error in rolled) else None
 
 
 def _fitted(got: Tensor, vectors: Mapping[tuple[str, int], Tensor], seen: Observation) -> Observation:
@@ -489,7 +487,3 @@ def _kinds(names: Sequence[str]) -> str:
     """Returns the first kind of parameter, without the numbers of layers, and how many kinds more there are."""
     kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
     return names[0] if len(names) == 1 else kinds[0] + f" and {len(kinds) - 1} more" * (len(kinds) > 1)
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

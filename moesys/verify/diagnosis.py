@@ -43,8 +43,7 @@ def error_of(got: Tensor, right: Tensor, scale: float = 0.0) -> float:
     """Returns |got − right| / max(|right|, ``scale``) by Frobenius norms; infinite for another shape, and for NaN."""
     if got.shape != right.shape:
         return math.inf
-    difference = float((got.double() - right.double()).norm())
-    error = difference / max(float(right.double().norm()), scale, 1e-300)
+    error = float((got.double() - right.double()).norm()) / max(float(right.double().norm()), scale, 1e-300)
     return math.inf if math.isnan(error) else error
 
 
@@ -108,9 +107,8 @@ class Observation:
 
 def sizes_of(seen: Observation) -> dict[str, int]:
     """Returns the sizes of a training by which something may be multiplied or divided."""
-    shared = seen.ranks // seen.parts
-    sizes = {"data ranks": seen.parts, "ranks that share a batch": shared, "micro-batches": seen.micro_batches}
-    sizes |= {"ranks": seen.ranks} if seen.ranks not in (seen.parts, shared) else {}
+    sizes = {"data ranks": seen.parts, "ranks that share a batch": seen.ranks // seen.parts}
+    sizes |= {"micro-batches": seen.micro_batches, "ranks": seen.ranks * (1 < seen.parts < seen.ranks)}
     return {name: size for name, size in sizes.items() if size > 1}
 
 
@@ -120,13 +118,12 @@ def factor_words(seen: Observation, value: float) -> str:
         return "nothing reaches it" if value < 0.5 else "rounding only, where it computes in float32"
     if seen.scope == "all" and seen.parts > 1 and seen.same([value, seen.loss_factor], 1 / seen.parts):
         return "as the logged loss: step divides by a configured number, not by that of its micro-batches"
-    found = []
+    found = list[str]()
     for name, size in sizes_of(seen).items():
         once = f"summed over {size} {name} instead of averaged, or counted twice"
         once = f"not divided by the {size} micro-batches" if name == "micro-batches" else once
-        found += [once] if seen.same([value], size) else []
-        found += [f"divided by {size} {name} once too often"] if seen.same([value * size], 1) else []
-        found += [f"multiplied by {size} {name} twice"] if seen.same([value], size * size) else []
+        often = {1 / size: f"divided by {size} {name} once too often", size**2: f"multiplied by {size} {name} twice"}
+        found += [words for each, words in {size: once, **often}.items() if seen.same([value], each)]
     tokens = [f"multiplied by the {n} tokens of the batch" for n in seen.tokens if n > 1 and seen.same([value], n)]
     return " or ".join([*found, *tokens[:1]]) or "a constant factor"
 

@@ -6,7 +6,6 @@ transformers and torchtitan are imported by the checks that use them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,13 +67,13 @@ def transformers_setup(
     return Setup(model, _step(world, backward, parts, group), optimizer, clip, part, parts, terms)
 
 
-def torchtitan_setup(world: World, trainer: Any, *, clip: Callable[[Any], Tensor] | None = None) -> Setup:
-    """Returns the training of a built ``Trainer`` of torchtitan, whose parameters are drawn by ``verify.draw``.
+def torchtitan_setup(world: World, trainer: Any) -> Setup:
+    """Returns the training of a built ``Trainer`` of torchtitan, whose parameters are drawn by ``verify.draw``, and
+    whose gradients are clipped by torchtitan's ``clip_grad_norm_``.
 
     Args:
         world: the world.
         trainer: the trainer, with one part of a model, without a pipeline.
-        clip: clips the gradients of the model; by default torchtitan's ``clip_grad_norm_``.
     """
     import torchtitan.distributed.utils as utils
 
@@ -89,12 +88,11 @@ def torchtitan_setup(world: World, trainer: Any, *, clip: Callable[[Any], Tensor
         inputs = {"input": ids, "positions": torch.arange(ids.shape[1]).expand(ids.shape).contiguous()}
         return whole(trainer.forward_backward_step(input_dict=inputs, labels=labels, global_valid_tokens=tokens))
 
-    def clipped() -> Tensor:
+    def clip() -> Tensor:
         options = {"foreach": True, "pp_mesh": None, "ep_enabled": dims.ep_enabled}
         return whole(utils.clip_grad_norm_(list(model.parameters()), trainer.config.training.max_norm, **options))
 
-    own = clipped if clip is None else partial(clip, model)
-    return Setup(model, _step(world, backward, parts, group), trainer.optimizers, own, part, parts)
+    return Setup(model, _step(world, backward, parts, group), trainer.optimizers, clip, part, parts)
 
 
 def _step(world: World, backward: Callable[[Batch, Tensor], Tensor], parts: int, group: Any) -> Any:
@@ -154,8 +152,7 @@ def transformers_check(
     start, mesh = world.folder / "start", DistributedConfig(**sizes)
     parallel: Any = AutoModelForCausalLM.from_pretrained(start, distributed_config=mesh, **options)
     for module in parallel.modules() if ep == fsdp * tp and fsdp > 1 and world.dtype == torch.float64 else ():
-        has_experts = any(p.dim() == 3 for p in module.parameters(recurse=False))
-        if has_experts and isinstance(module, FSDPModule):
+        if any(p.dim() == 3 for p in module.parameters(recurse=False)) and isinstance(module, FSDPModule):
             # FSDP2 divides twice on the mesh of one rank that experts have, except in float32 and bfloat16.
             module.set_gradient_divide_factor(fsdp**0.5)
     group = parallel._mesh_manager.get_mesh("fsdp").get_group() if tp > 1 and fsdp > 1 else None

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import Any, TypeVar
+from itertools import pairwise, product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from moesys.torch_private import NO_BACKWARD, Float64Mode, current_backward
 from moesys.verify.setup import Batch, RecordingJob, Setup, World, batch_of, clean_name, is_of_experts, local, whole
 
-T = TypeVar("T")
 Named = dict[str, Tensor]
 
 
@@ -56,7 +55,8 @@ class RunRecord:
     """A run of one process.
 
     initial, trained: parameters and buffers before the first and after the last step; ``trained`` before a step that
-    is taken after a checkpoint. drawn_by: the first module whose forward draws random numbers; "" if none does.
+    is taken after a checkpoint. drawn_by: the first module whose forward draws random numbers; "" if none does. terms:
+    those that can be switched off. able: whether it has what some situations need.
     """
 
     part: int
@@ -64,7 +64,9 @@ class RunRecord:
     initial: Named
     trained: Named
     steps: list[StepRecord]
-    drawn_by: str = ""
+    drawn_by: str
+    terms: list[str]
+    able: dict[str, bool]
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -152,38 +154,20 @@ class TrainingRecorder:
                 tensor.register_hook(lambda gradient, key=key: gradients.__setitem__(key, gradient.detach().clone()))
 
 
-def in_world(function: Callable[[RecordingJob], T], job: RecordingJob) -> T:
-    """Calls a function with the default dtype and the random state with which a training begins."""
+def record(job: RecordingJob) -> None:
+    """Runs a training in this process, a rank of the default group, and writes the record into the folder."""
     torch.set_default_dtype(job.dtype)
     torch.manual_seed(0)
     with Float64Mode(grouped_product) if job.dtype == torch.float64 else nullcontext():
-        return function(job)
+        torch.save(_run(job), job.file(dist.get_rank()))
 
 
-def prepare(job: RecordingJob) -> dict[str, bool]:
-    """Builds the training, which may leave a checkpoint in the folder for other processes, and returns whether it has
-    the functions that some situations need.
-    """
-    setup = _built(job)
-    return {"evaluate": setup.evaluate is not None, "save": None not in (setup.save, setup.load)}
-
-
-def _built(job: RecordingJob) -> Setup:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    setup = job.build(World(size, rank, job.folder, job.dtype, job.situation, torch.device("cpu")))
+def _run(job: RecordingJob) -> RunRecord:
+    size, rank, situation = dist.get_world_size(), dist.get_rank(), job.situation
+    setup = job.build(World(size, rank, job.folder, job.dtype, situation, torch.device("cpu")))
     if not isinstance(setup, Setup):
         raise TypeError(f"the check returned {type(setup).__name__}; return a moesys.verify.Setup")
-    return setup
-
-
-def record(job: RecordingJob) -> tuple[int, int, list[str]]:
-    """Runs a training in this process, a rank of the default group, and writes the record into the folder.
-
-    Returns the part of this rank, the number of parts, and the loss terms that can be switched off.
-    """
-    setup, situation, rank = _built(job), job.situation, dist.get_rank()
-    part = rank if setup.part is None else setup.part
-    parts = dist.get_world_size() if setup.parts is None else setup.parts
+    part, parts = rank if setup.part is None else setup.part, size if setup.parts is None else setup.parts
     for term, switch in setup.terms.items():
         switch(term != job.without)
     if job.resume and setup.load is not None:
@@ -211,19 +195,14 @@ def record(job: RecordingJob) -> tuple[int, int, list[str]]:
         if situation.needs == "evaluate":
             _evaluate(job, setup, recorder, part)
         steps.append(found)
-    torch.save(RunRecord(part, parts, initial, trained, steps, recorder.drawn_by), job.file(rank))
-    return part, parts, list(setup.terms)
-
-
-def read_record(job: RecordingJob, rank: int = 0) -> RunRecord:
-    """Returns the record of a rank, whose tensors are read from the file when they are used."""
-    return torch.load(job.file(rank), mmap=True, weights_only=False)
+    able = {"evaluate": setup.evaluate is not None, "save": None not in (setup.save, setup.load)}
+    return RunRecord(part, parts, initial, trained, steps, recorder.drawn_by, list(setup.terms), able)
 
 
 def _batches(job: RecordingJob, part: int, step: int) -> list[Batch]:
     """Returns the micro-batches of a step of this process, in the order in which it computes them."""
-    places = [(p, m) for p in range(job.parts or 1) for m in range(job.situation.micro_batches)]
-    batches = [batch_of(job.options, job.situation, p if job.parts else part, m, step) for p, m in places]
+    places = product(range(job.parts) or (part,), range(job.situation.micro_batches))
+    batches = [batch_of(job.options, job.situation, *place, step) for place in places]
     if job.order.startswith("reordered"):
         batches = [{name: tensor.flip(0) for name, tensor in batch.items()} for batch in reversed(batches)]
     if job.order.endswith("whole"):
@@ -235,7 +214,7 @@ def _batches(job: RecordingJob, part: int, step: int) -> list[Batch]:
 def _evaluate(job: RecordingJob, setup: Setup, recorder: TrainingRecorder, part: int) -> None:
     assert setup.evaluate is not None
     recorder.is_on, step = False, recorder.step
-    for each in range(job.parts) if job.parts else (part,):
+    for each in range(job.parts) or (part,):
         loss = setup.evaluate(batch_of(job.options, job.situation, each, 0, 1000))
         step["evaluation"][f"loss of evaluate, part {each}"] = _number(loss)
     recorder.is_on, after = True, recorder.put_together(setup.model.named_buffers())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import platform
 import re
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import permutations
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -23,9 +21,9 @@ import torch
 from moesys.display import counted
 from moesys.kinds import did_you_mean
 from moesys.lab.ranks.pool import LocalRanks, RankError, RankTimeouts
-from moesys.verify.comparison import PLACES, Finding, NearTieError, TrainingComparison, first_difference, same_values
-from moesys.verify.diagnosis import FOLLOWS, ROWS, error_of, means
-from moesys.verify.recording import RunRecord, in_world, prepare, read_record, record
+from moesys.verify.comparison import Finding, NearTieError, TrainingComparison, first_difference, same_values
+from moesys.verify.diagnosis import ROWS, error_of, means
+from moesys.verify.recording import RunRecord, record
 from moesys.verify.setup import SITUATIONS, Build, CheckOptions, RecordingJob, Situation, batch_of, options_of
 
 # A situation runs again with another seed where tokens choose other experts at near ties.
@@ -45,7 +43,6 @@ class SituationResult:
     """
 
     name: str
-    dtype: str = ""
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     definition: str = ""
@@ -79,9 +76,8 @@ class CheckReport:
     @property
     def exit_code(self) -> int:
         """0 if the training is right, 1 if it is wrong, 2 if it could not be checked."""
-        if self.findings:
-            return 1
-        return 2 if self.error or not any(each.verdict == "right" for each in self.situations) else 0
+        is_right = not self.error and any(each.verdict == "right" for each in self.situations)
+        return 1 if self.findings else 0 if is_right else 2
 
     def require_right(self) -> None:
         """Raises AssertionError, with the report, unless the training is right."""
@@ -92,7 +88,8 @@ class CheckReport:
         wrong = [each for each in self.situations if each.findings]
         checked = [each for each in self.situations if not each.not_checked]
         words = "right in" if not wrong else f"WRONG in {len(wrong)} of"
-        words = f"{words} {counted(len(checked), 'situation')}" if wrong or not self.error else "could not be checked"
+        is_checked = wrong or (checked and not self.error)
+        words = f"{words} {counted(len(checked), 'situation')}" if is_checked else "could not be checked"
         lines = [f"{self.check}, {self.ranks} ranks, {self.dtype}: {words}, {self.seconds:.0f} s"]
         lines += ["", _row(("situation", "stage", "tensor", "ranks", "error"))] if wrong else []
         lines += [line for situation in wrong for line in _table(situation)]
@@ -130,18 +127,14 @@ def _row(cells: tuple[str, ...]) -> str:
 
 def _table(situation: SituationResult) -> list[str]:
     lines, first = list[str](), situation.findings[0]
-    shown = [finding for finding in situation.findings if FOLLOWS not in finding.cause] or [first]
-    for finding in shown:
+    for finding in situation.findings:
         ranks = ", ".join(map(str, finding.ranks))
-        name = situation.name if finding is shown[0] else ""
+        name = situation.name if finding is first else ""
         lines.append(_row((name, finding.stage, finding.tensor, ranks, f"{finding.error:.1g}")))
         lines += wrap(finding.cause, WIDTH, **_indent(15))
-    if more := len(situation.findings) - len(shown):
-        words = f"{counted(more, 'other difference')} of gradients: no sum of the reference's parts."
-        lines += wrap(words, WIDTH, **_indent(15))
     place = f"First: {first.stage} of {first.tensor}."
-    if not any(finding.stage in PLACES for finding in situation.findings) and first.stage in ("gradient", "norm"):
-        place += " All outputs and gradients of outputs are right."
+    # Outputs and their gradients are compared before gradients are.
+    place += " All outputs and gradients of outputs are right." * (first.stage in ("gradient", "norm"))
     way_out = next((f"Way out: {finding.way_out}" for finding in situation.findings if finding.way_out), "")
     return [*lines, *wrap(" ".join(filter(None, (place, situation.in_float32, way_out))), WIDTH, **_indent(2))]
 
@@ -172,36 +165,37 @@ class _Runner:
     options: CheckOptions
     ranks: LocalRanks
 
-    def call(self, function: Callable[[RecordingJob], Any], job: RecordingJob, num_ranks: int) -> list[Any]:
-        """Calls a function on ranks; raises CheckError with the tracebacks of those that fail, and ends all."""
+    def records(self, job: RecordingJob, num_ranks: int = 1) -> list[RunRecord]:
+        """Runs a training on ranks, and returns their records, whose tensors are read when they are used.
+
+        Raises CheckError with the tracebacks of ranks that fail, and ends all.
+        """
         try:
-            return self.ranks.run(in_world, function, job, num_ranks=num_ranks)
+            self.ranks.run(record, job, num_ranks=num_ranks)
         except RankError as error:
             where = "the reference, which is one process" if num_ranks == 1 else f"{num_ranks} ranks"
             short = any(words in str(error) for words in ("MemoryError", "not enough memory", "signal 9"))
             hint = "\nIf it refuses float64, give float32 (--dtype float32)." * (job.dtype == torch.float64)
             hint = "\nGive the model fewer layers or experts by its configuration." if short else hint
             raise CheckError(f"{where}, situation {job.situation.name}, {str(job.dtype)[6:]}: {error}{hint}") from error
+        return [torch.load(job.file(rank), mmap=True, weights_only=False) for rank in range(num_ranks)]
 
     def reference(self, job: RecordingJob, parts: int, **options: Any) -> RunRecord:
-        job = replace(job, parts=parts, **options)
-        self.call(record, job, 1)
-        return read_record(job)
+        return self.records(replace(job, parts=parts, **options))[0]
 
     def check(self, situation: Situation) -> SituationResult:
         """Runs a situation, in float32 too if float64 finds a fault."""
         result = self._with_seeds(situation, self.options.dtype)
-        if not result.findings or self.options.dtype != torch.float64:
-            return result
         with suppress(CheckError):
-            stages = {each.stage for each in self._with_seeds(situation, torch.float32).findings}
-            both = any(finding.stage in stages for finding in result.findings)
-            result.in_float32 = "Also in float32." if both else "In float64 only: a path that float32 does not take."
+            if result.findings and self.options.dtype == torch.float64:
+                stages = {each.stage for each in self._with_seeds(situation, torch.float32).findings}
+                both = any(finding.stage in stages for finding in result.findings)
+                result.in_float32 = "Also in float32." if both else "In float64 only: float32 takes another path."
         return result
 
     def _with_seeds(self, situation: Situation, dtype: torch.dtype) -> SituationResult:
         """Runs a situation, with another seed where tokens choose other experts at near ties."""
-        result, begin_s = SituationResult(situation.name, str(dtype)[6:]), time.monotonic()
+        result, begin_s = SituationResult(situation.name), time.monotonic()
         for tries in range(MOST_SEEDS):
             again = replace(situation, seed=situation.seed + 1000 * tries)
             with tempfile.TemporaryDirectory(prefix="moesys-verify-") as folder:
@@ -218,19 +212,23 @@ class _Runner:
 
     def _compare(self, result: SituationResult, job: RecordingJob) -> None:
         situation, saves = job.situation, job.situation.needs == "save"
-        if not self.call(prepare, job, 1)[0].get(situation.needs, True):
+        if situation.needs not in ("", "evaluate", "save", *self.options.supports):
+            result.not_checked = f"the check does not list {situation.needs} in supports"
+            return
+        _check_batches(self.options, situation)
+        # The world of one rank is built first, and may leave a checkpoint in the folder for others.
+        if not self.records(replace(job, steps=0))[0].able.get(situation.needs, True):
             result.not_checked = f"the setup has no {'save and load' if saves else 'evaluate'}"
             return
-        on_ranks = replace(job, steps=job.steps + saves)
-        answers = self.call(record, on_ranks, self.options.ranks)
-        parts, ranks = _parts(answers), [read_record(on_ranks, rank) for rank in range(self.options.ranks)]
+        ranks = self.records(replace(job, steps=job.steps + saves), self.options.ranks)
+        parts = _parts(ranks)
         if situation.dropout:
             result.findings = list(_masks(ranks))
             return
         reference, reordered = self.reference(job, parts), self.reference(job, parts, order="reordered")
         for words in _unfit(reference, ranks):
             raise CheckError(f"situation {situation.name}: {words}")
-        without = {term: self.reference(job, parts, steps=1, without=term) for term in answers[0][2]}
+        without = {term: self.reference(job, parts, steps=1, without=term) for term in ranks[0].terms}
         comparison = TrainingComparison(job, reference, reordered, without, ranks)
         if situation.name == "uneven":
             whole = self.reference(job, parts, order="whole", steps=1)
@@ -238,11 +236,11 @@ class _Runner:
             if by_place and self.options.expects == "token_mean":
                 result.findings = [Finding("definition", "loss", (), 1.0, result.definition, ROWS[means])]
         if not comparison.is_sum:
-            result.notes.append("the step is no sum over micro-batches: their order changes it by more than rounding")
+            words = "the step is no sum over micro-batches: their order changes it by more than rounding"
             if situation.micro_batches > 1:
-                result.not_checked = "the step is no sum over micro-batches, and this situation has several"
+                result.not_checked = words
                 return
-            result.notes.append("it is compared with one process that takes all rows as one micro-batch")
+            result.notes.append(f"{words}. It is compared with one process that takes all rows as one micro-batch")
             reference, reordered = (self.reference(job, parts, order=o) for o in ("whole", "reordered-whole"))
             comparison = TrainingComparison(job, reference, reordered, {}, ranks)
         result.findings += comparison.run()
@@ -250,29 +248,29 @@ class _Runner:
         if idle := comparison.without_main_gradient():
             result.notes.append(f"the main loss does not train {', '.join(idle[:3])}{', ...' * (len(idle) > 3)}")
         if saves and not result.findings:
-            result.findings = self._resumed(job, ranks, parts)
+            result.findings = list(self._resumed(job, ranks, parts))[:1]
 
-    def _resumed(self, job: RecordingJob, went_on: list[RunRecord], parts: int) -> list[Finding]:
+    def _resumed(self, job: RecordingJob, went_on: list[RunRecord], parts: int) -> Iterator[Finding]:
         """Compares a checkpoint of the ranks with what they had, in one process and on the ranks, and one more step of
         a training that was loaded with one that went on.
         """
         again = replace(job, steps=1, resume=True)
         alone = self.reference(again, parts)
         if found := first_difference(went_on[0].trained, alone.initial):
-            return [Finding("saved", found[0], (0,), 1.0, f"in the checkpoint: {found[1].words}", found[1].way_out)]
-        self.call(record, again, self.options.ranks)
+            yield Finding("saved", found[0], (0,), 1.0, f"in the checkpoint: {found[1].words}", found[1].way_out)
+            return
+        loaded = self.records(again, self.options.ranks)
         rounding = 1e-6 if job.dtype == torch.float64 else 1e-3
         for rank, right in enumerate(went_on):
             update = right.steps[-1]["update"]
             scale = 1e-6 * max(float(each.norm()) for each in update.values())
-            for who, got, limit in (("", read_record(again, rank), 1e-7), (" in one process", alone, rounding)):
+            for who, got, limit in (("", loaded[rank], 1e-7), (" in one process", alone, rounding)):
                 for name, value in update.items():
                     error = error_of(got.steps[-1]["update"].get(name, value * 0), value, scale)
                     if error > limit:
                         words = f"the step after loading{who} has another update: state of the optimizer"
                         way_out = "Save and load moments and step counts under the names of their parameters."
-                        return [Finding("saved", name, (rank,), error, words, way_out)]
-        return []
+                        yield Finding("saved", name, (rank,), error, words, way_out)
 
 
 def run(
@@ -313,19 +311,12 @@ def run(
     slow = re.compile(r"transformers\.models\.\w+\.modeling_\w+|transformers\.distributed")
     preload = ["torch._dynamo", *filter(slow.fullmatch, sys.modules)]
     with closing(LocalRanks(options.ranks, timeouts=timeouts, preload=preload)) as pool:
-        for situation in (replace(known[name], seed=known[name].seed + seed) for name in names):
-            result = SituationResult(situation.name)
-            if situation.needs in ("", "evaluate", "save", *options.supports):
-                try:
-                    _check_batches(options, situation)
-                    result = _Runner(build, options, pool).check(situation)
-                except CheckError as error:
-                    report.error = str(error)
-                    break
-            else:
-                result.not_checked = f"the check does not list {situation.needs} in supports"
-            report.situations.append(result)
-            progress(f"{situation.name}: {result.verdict}, {result.seconds:.0f} s")
+        try:
+            for situation in (replace(known[name], seed=known[name].seed + seed) for name in names):
+                report.situations.append(result := _Runner(build, options, pool).check(situation))
+                progress(f"{situation.name}: {result.verdict}, {result.seconds:.0f} s")
+        except CheckError as error:
+            report.error = str(error)
     report.seconds = time.monotonic() - begin_s
     return report
 
@@ -338,9 +329,9 @@ def _unfit(reference: RunRecord, ranks: Sequence[RunRecord]) -> Iterator[str]:
         if not any(float(tensor.norm()) for tensor in reference.steps[0][kind].values()):
             yield f"the reference does not train: every {kind} is zero; check the loss, and what the optimizer has"
     for rank, got in enumerate(ranks):
-        missing, more = ([n for n in a if n not in b] for a, b in permutations((reference.initial, got.initial)))
+        missing, more = reference.initial.keys() - got.initial, got.initial.keys() - reference.initial
         if missing and more:
-            words = f"rank {rank} has no {missing[0]}, but {more[0]}, which the reference has not"
+            words = f"rank {rank} has no {min(missing)}, but {min(more)}, which the reference has not"
             yield f"{words}; give Setup.full, which returns tensors under its names"
         mine, right = (sorted(each.steps[0]["logged"]) for each in (got, reference))
         if mine != right:
@@ -348,16 +339,16 @@ def _unfit(reference: RunRecord, ranks: Sequence[RunRecord]) -> Iterator[str]:
 
 
 def _masks(ranks: Sequence[RunRecord]) -> Iterator[Finding]:
-    """Yields the outputs by which ranks of different parts drew the same masks, or ranks of one part different ones."""
+    """Yields the output by which ranks of different parts drew the same masks, or ranks of one part different ones."""
     first, *others = (run.steps[0]["passes"][0] for run in ranks)
     if not any(run.drawn_by for run in ranks):
         raise CheckError("situation dropout: the model draws no random numbers; switch dropout on where asked for it")
+    # That of the whole model: inside of it, ranks that share a batch may have parts of tensors.
+    last = next(reversed(first))
     for rank, outputs in enumerate(others, 1):
         shares = ranks[rank].part == ranks[0].part
-        same = {n: same_values(first[n], t) for n, t in outputs.items() if n in first and t.is_floating_point()}
-        if same and all(same.values()) != shares:
-            name = next(n for n, each in same.items() if each != shares)
-            yield Finding("output", name, (0, rank), 1.0, *MASKS[shares])
+        if same_values(first[last], outputs[last]) != shares:
+            yield Finding("output", last, (0, rank), 1.0, *MASKS[shares])
 
 
 def _check_batches(options: CheckOptions, situation: Situation) -> None:
@@ -369,9 +360,9 @@ def _check_batches(options: CheckOptions, situation: Situation) -> None:
         raise CheckError("batches returns another batch when it is called again; draw with a generator that it seeds")
 
 
-def _parts(answers: Sequence[tuple[int, int, list[str]]]) -> int:
+def _parts(ranks: Sequence[RunRecord]) -> int:
     """Returns the number of parts; raises CheckError if ranks do not agree, or parts are missing."""
-    numbers, have = {parts for _, parts, _ in answers}, [part for part, _, _ in answers]
+    numbers, have = {run.parts for run in ranks}, [run.part for run in ranks]
     if len(numbers) != 1 or sorted(set(have)) != list(range(min(numbers))):
         words = "all ranks return the same parts, and each of 0 to parts - 1 is the part of a rank"
         raise CheckError(f"ranks have parts {have} of {sorted(numbers)}; {words}")
@@ -397,7 +388,7 @@ def checks_in(target: str) -> list[Build]:
         raise ValueError(f"{path} is no Python file; give the path of one, such as check.py")
     sys.path.insert(0, str(path.parent))
     module = importlib.import_module(path.stem)
-    if Path(inspect.getsourcefile(module) or "").resolve() != path:
+    if Path(getattr(module, "__file__", None) or "").resolve() != path:
         raise ValueError(f"{path} has the name of another module, {module.__name__}; give the file another name")
     found = {each: build for each, build in vars(module).items() if hasattr(build, "check_options")}
     if not found:

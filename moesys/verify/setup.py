@@ -66,28 +66,26 @@ class Situation:
     seed: int = 0
 
 
-SITUATIONS = {
-    situation.name: situation
-    for situation in (
-        Situation("plain"),
-        Situation("uneven", 3, uneven=True),
-        Situation("padding", 2, uneven=True, padding=True),
-        Situation("recomputation", recomputation="full", needs="recomputation"),
-        Situation("selective", recomputation="selective", needs="selective"),
-        Situation("no_labels", uneven=True, no_labels=True),
-        Situation("few_tokens", rows=1, length=3),
-        Situation("one_expert", repeated=True),
-        Situation("accumulation", 3, uneven=True, sync=False, needs="accumulation"),
-        Situation("frozen", frozen="experts", needs="frozen"),
-        Situation("frozen_routers", frozen="routers", needs="frozen"),
-        Situation("routers_only", frozen="all but routers", needs="frozen"),
-        Situation("tied", tied=True, needs="tied"),
-        Situation("two_forwards", 2, two_forwards=True, needs="two_forwards"),
-        Situation("evaluation", needs="evaluate"),
-        Situation("checkpoint", needs="save"),
-        Situation("dropout", steps=1, dropout=True, needs="dropout"),
-    )
-}
+_SITUATIONS = (
+    Situation("plain"),
+    Situation("uneven", 3, uneven=True),
+    Situation("padding", 2, uneven=True, padding=True),
+    Situation("recomputation", recomputation="full", needs="recomputation"),
+    Situation("selective", recomputation="selective", needs="selective"),
+    Situation("no_labels", uneven=True, no_labels=True),
+    Situation("few_tokens", rows=1, length=3),
+    Situation("one_expert", repeated=True),
+    Situation("accumulation", 3, uneven=True, sync=False, needs="accumulation"),
+    Situation("frozen", frozen="experts", needs="frozen"),
+    Situation("frozen_routers", frozen="routers", needs="frozen"),
+    Situation("routers_only", frozen="all but routers", needs="frozen"),
+    Situation("tied", tied=True, needs="tied"),
+    Situation("two_forwards", 2, two_forwards=True, needs="two_forwards"),
+    Situation("evaluation", needs="evaluate"),
+    Situation("checkpoint", needs="save"),
+    Situation("dropout", steps=1, dropout=True, needs="dropout"),
+)
+SITUATIONS = {situation.name: situation for situation in _SITUATIONS}
 
 
 @dataclass(frozen=True)

@@ -116,3 +116,17 @@ def held(world: verify.World, fault: str = "") -> verify.Setup:
     elif fault == "last micro-batch of a rank twice" and world.rank == 1:
         setup.step = lambda batches: step([*batches[:-2], batches[-1], batches[-1]])
     return setup
+
+
+@verify.check(expects="token_mean")
+def means(world: verify.World) -> verify.Setup:
+    """Builds a training whose own definition averages the means of micro-batches."""
+    setup = small_moe(world)
+    step = setup.step
+
+    def each(batches: list[verify.Batch]) -> Any:
+        logged = [step([batch]) for batch in batches]
+        return {name: sum(found[name] for found in logged) for name in logged[0]}
+
+    setup.step = each
+    return setup

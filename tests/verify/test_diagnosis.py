@@ -82,10 +82,12 @@ def test_what_no_coefficients_explain_follows_from_something_earlier() -> None:
         (4.0, {"ranks": 8, "parts": 2}, "summed over 4 ranks that share a batch"),
         (8.0, {"ranks": 8, "parts": 2}, "summed over 8 ranks"),
         (40.0, {}, "multiplied by the 40 tokens of the batch"),
+        (0.5, {"scope": "all"}, "divided by 2 data ranks once too often"),
+        (0.5, {"scope": "all", "loss_factor": 0.5}, "step divides by a configured number"),
         (1.7, {}, "a constant factor"),
     ],
 )
-def test_a_factor_is_named_by_the_size_that_it_equals(value: float, options: dict[str, int], words: str) -> None:
+def test_a_factor_is_named_by_the_size_that_it_equals(value: float, options: dict[str, Any], words: str) -> None:
     assert words in explain(seen([value, value], **{"micro_batches": 1, **options})).words
 
 
@@ -164,6 +166,13 @@ OWN = [{"dense": 4.0, "layers.0.experts.up": 5.0}, {"dense": 4.0, "layers.0.expe
 )
 def test_a_wrong_norm_is_named(square: float, words: str) -> None:
     assert words in explain_norm(square**0.5, 4.0, GRADIENTS, OWN, 0).words
+
+
+def test_experts_of_other_ranks_are_told_from_shards() -> None:
+    own = [{"dense": 1.0, "layers.0.experts.up": 5.0}, {"dense": 3.0, "layers.0.experts.up": 7.0}]
+    assert explain_norm(3.0, 4.0, GRADIENTS, own, 0).words == "experts of other ranks are missing"
+    shards = explain_norm(6.0**0.5, 4.0, GRADIENTS, own, 0).words
+    assert shards == "of this rank's shards only: not reduced over the ranks"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from held import HELD, held
+from held import HELD, held, means
 from planted import FAULTS
 
 from moesys import verify
@@ -28,8 +28,17 @@ def test_a_fault_is_found_named_and_placed(name: str) -> None:
     assert report.exit_code == 1, report
     assert fault.first in report.findings[0].tensor, report
     assert any(fault.words in finding.cause for finding in report.findings), report
+    only = "In float64 only" if name == "expert gradients divided twice" else "Also in float32"
+    assert report.situations[0].in_float32.startswith(only), report
     with pytest.raises(AssertionError, match="WRONG in 1 of 1 situation"):
         report.require_right()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_definition_that_is_not_the_expected_one_is_a_fault() -> None:
+    finding = verify.run(means, situations=["uneven"]).findings[0]
+    assert (finding.stage, finding.tensor) == ("definition", "loss")
+    assert "the means of micro-batches or of ranks are averaged" in finding.cause
 
 
 @pytest.mark.slow

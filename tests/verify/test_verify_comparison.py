@@ -8,14 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from conftest import assert_equal
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from moesys.verify.comparison import FLOAT32_ROUNDING, NearTieError, TrainingComparison
-from moesys.verify.recording import RunRecord, StepRecord
+from moesys.verify.comparison import FLOAT32_ROUNDING, NearTieError, TrainingComparison, rows_of_tokens
+from moesys.verify.recording import RunRecord, StepRecord, TrainingRecorder, _batches
+from moesys.verify.runs import _masks
 from moesys.verify.setup import SITUATIONS, CheckOptions, RecordingJob, Setup
 
 SPREAD = 1e-6
 JOB = RecordingJob(lambda world: Setup(None, None, None), CheckOptions(), SITUATIONS["plain"], torch.float32, Path())  # type: ignore[arg-type]
+
+
+# The parameters of the model: their seeds, and their shapes.
+PARAMETERS = {"weight": (30, (6, 5)), "head": (40, (6, 5)), "mlp.experts.up": (70, (4, 6, 5))}
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
@@ -23,21 +30,23 @@ def numbers(seed: int, *shape: int) -> Tensor:
 
 
 def record(part: int, parts: int, *, reference: bool = False, error: float = 0.0) -> RunRecord:
-    """Returns the record of a step of a model with one weight and a router; ``error``: of all gradients, relative."""
+    """Returns the record of a step of a model with three parameters and a router; ``error``: of gradients, relative."""
     step = StepRecord()
     for m, each in enumerate(range(parts) if reference else (part,)):
         scores = numbers(10 + each, 48, 8)
         step["passes"][m] = {"gate[0]": scores, "gate[1]": scores.topk(2).indices}
         step["output_gradients"][m] = {"gate[0]": numbers(20 + each, 48, 8)}
-        step["contributions"][m] = {"weight": numbers(30 + each, 6, 5), "head": numbers(40 + each, 6, 5)}
-    whole = {name: sum(numbers(base + p, 6, 5) for p in range(parts)) for name, base in (("weight", 30), ("head", 40))}
+        step["contributions"][m] = {name: numbers(seed + each, *shape) for name, (seed, shape) in PARAMETERS.items()}
+        step["evaluation"][f"loss of evaluate, part {each}"] = torch.tensor(1.0 + each, dtype=torch.float64)
+    whole = {name: sum(numbers(seed + p, *shape) for p in range(parts)) for name, (seed, shape) in PARAMETERS.items()}
     whole = {name: tensor * (1 + error) for name, tensor in whole.items()}
     step |= {"gradient": whole, "clipped": dict(whole), "update": {n: -0.1 * t for n, t in whole.items()}}
     step["logged"]["loss"] = torch.tensor(2.0 * (1 + error), dtype=torch.float64)
     step["norm"]["norm"] = torch.tensor(3.0, dtype=torch.float64)
     step["squares"] = {name: float(tensor.square().sum()) for name, tensor in whole.items()}
+    step["buffer"]["gate.bias"] = numbers(4, 8)
     initial = {"weight": numbers(1, 6, 5), "head": numbers(2, 6, 5), "gate.bias": numbers(3, 8)}
-    return RunRecord(part, parts, initial, initial, [step])
+    return RunRecord(part, parts, initial, initial, [step], "", [], {})
 
 
 def compared(change: Any, dtype: torch.dtype = torch.float32, rank: int = 1) -> TrainingComparison:
@@ -61,7 +70,7 @@ def scaled(kind: str, name: str, factor: float) -> Any:
 def test_equal_records_differ_nowhere() -> None:
     comparison = compared(lambda step: None)
     assert comparison.findings == []
-    assert comparison.compared["parameters"] == {"weight", "head"}
+    assert comparison.compared["parameters"] == set(PARAMETERS)
     assert comparison.compared["outputs"] == {"gate[0]", "gate[1]"}
 
 
@@ -150,7 +159,22 @@ def test_other_weights_end_the_comparison() -> None:
 @pytest.mark.parametrize(
     ("change", "stage", "words"),
     [
-        (scaled("gradient", "weight", 2.0), "gradient", "rank 1"),
+        (scaled("gradient", "weight", 2.0), "gradient", "2 × the reference: summed over 2 data ranks"),
+        (
+            lambda step: step["gradient"]["mlp.experts.up"][2].mul_(2.0),
+            "gradient",
+            "experts 2: 2 × the reference on experts only: summed over 2 data ranks",
+        ),
+        (
+            lambda step: step["gradient"].update({"mlp.experts.up": step["gradient"]["mlp.experts.up"].roll(1, 0)}),
+            "gradient",
+            "experts permuted: [3, 0, 1, 2]",
+        ),
+        (
+            lambda step: step["gradient"].update(weight=step["gradient"]["weight"].roll(3, 0)),
+            "gradient",
+            "exchanged halves of the tensor",
+        ),
         (
             lambda step: step["clipped"].update(step["gradient"] | {"weight": 3 * step["gradient"]["weight"]}),
             "clipped",
@@ -158,12 +182,14 @@ def test_other_weights_end_the_comparison() -> None:
         ),
         (scaled("update", "head", 2.0), "update", "2 × the reference; ranks differ"),
         (lambda step: step["absent"].update(weight=True) or step["gradient"].pop("weight"), "gradient", "None"),
+        (scaled("buffer", "gate.bias", 2.0), "buffer", "moved once for each of 2 ranks"),
+        (scaled("evaluation", "loss of evaluate, part 1", 1.5), "evaluation", "3, reference 2: 3/2 ×"),
     ],
 )
 def test_a_difference_has_its_stage(change: Any, stage: str, words: str) -> None:
     finding = compared(change).findings[0]
-    assert finding.stage == stage
-    assert words in finding.cause or finding.ranks == (1,)
+    assert (finding.stage, finding.ranks) == (stage, (1,))
+    assert words in finding.cause
 
 
 def test_a_clip_without_effect_is_named() -> None:
@@ -173,3 +199,155 @@ def test_a_clip_without_effect_is_named() -> None:
         run.steps[0]["clipped"] = {name: 0.25 * tensor for name, tensor in run.steps[0]["clipped"].items()}
     [finding] = TrainingComparison(JOB, reference, reordered, {}, ranks).run()
     assert (finding.stage, finding.cause) == ("clipped", "not scaled: clipping has no effect on it")
+
+
+def test_loss_terms_have_coefficients_of_their_own() -> None:
+    """Each of two terms is what the reference loses without it, whatever the other one is."""
+    terms = {"auxiliary loss": 50, "z-loss": 60}
+
+    def less(base: int) -> RunRecord:
+        run = record(0, 2, reference=True)
+        for m, contributions in run.steps[0]["contributions"].items():
+            contributions["weight"] = contributions["weight"] - numbers(base + m, 6, 5)
+        return run
+
+    ranks = [record(part, 2) for part in range(2)]
+    for run in ranks:
+        weight = run.steps[0]["gradient"]["weight"]
+        run.steps[0]["gradient"]["weight"] = weight - sum(numbers(60 + m, 6, 5) for m in range(2)) / 2
+    reference, reordered = record(0, 2, reference=True), record(0, 2, reference=True, error=SPREAD)
+    without = {term: less(base) for term, base in terms.items()}
+    finding = TrainingComparison(JOB, reference, reordered, without, ranks).run()[0]
+    assert (finding.stage, finding.tensor) == ("gradient", "weight")
+    assert finding.cause == "z-loss counts 1/2 ×: divided by 2 data ranks once too often"
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_masks_are_those_of_the_whole_model(shares: bool) -> None:
+    """Inside of the model, ranks that share a batch have parts of tensors, which differ."""
+
+    def masked(rank: int, seed: int) -> RunRecord:
+        run = record(0 if shares else rank, 1 if shares else 2)
+        run.drawn_by = "dropout"
+        run.steps[0]["passes"][0] = {"q_proj[0]": numbers(rank, 4, 8), "model[0]": numbers(seed, 4, 8)}
+        return run
+
+    findings = {alike: list(_masks([masked(0, 7), masked(1, 7 if alike else 8)])) for alike in (True, False)}
+    assert findings[shares] == []
+    [finding] = findings[not shares]
+    assert (finding.tensor, finding.ranks) == ("model[0]", (0, 1))
+    assert ("draw different" if shares else "draw equal") in finding.cause
+
+
+def test_each_expert_has_factors_of_its_own() -> None:
+    def change(step: StepRecord) -> None:
+        experts = step["gradient"]["mlp.experts.up"]
+        experts[1], experts[3] = 2 * experts[1], experts[3] / 2
+
+    [finding] = compared(change).findings
+    assert finding.cause == (
+        "experts 1: 2 × the reference on experts only: summed over 2 data ranks instead of averaged, or counted twice"
+        " / experts 3: 1/2 × the reference on experts only: divided by 2 data ranks once too often"
+    )
+
+
+def test_ranks_that_share_a_batch_have_parts_of_a_sum() -> None:
+    ranks = [record(0, 1) for _ in range(2)]
+    for run, sign in zip(ranks, (1, -1), strict=True):
+        [step] = run.steps
+        step["gradient"]["weight"] = step["gradient"]["weight"] / 2 + sign * numbers(90, 6, 5)
+        step["output_gradients"][0]["gate[0]"] = step["output_gradients"][0]["gate[0]"] / 2 + sign * numbers(91, 48, 8)
+    reference, reordered = record(0, 1, reference=True), record(0, 1, reference=True, error=SPREAD)
+    place, finding = TrainingComparison(JOB, reference, reordered, {}, ranks).run()
+    assert (place.stage, place.tensor, place.cause) == ("backward", "gate[0]", "each rank has a part of a sum")
+    assert (finding.stage, finding.tensor, finding.cause) == ("gradient", "weight", "each rank has a part of a sum")
+
+
+def test_the_first_step_that_differs_ends_the_comparison() -> None:
+    ranks, references = [record(part, 2) for part in range(2)], [record(0, 2, reference=True) for _ in range(2)]
+    for part, rank in enumerate(ranks):
+        rank.steps += record(part, 2).steps
+    for reference in references:
+        reference.steps += record(0, 2, reference=True).steps
+    ranks[1].steps[1]["gradient"]["weight"] *= 2
+    comparison = TrainingComparison(replace(JOB, steps=2), *references, {}, ranks)
+    assert [finding.tensor for finding in comparison.run()] == ["step 1: weight"]
+    ranks[1].steps[0]["gradient"]["head"] = 3 * ranks[1].steps[0]["gradient"]["head"]
+    comparison = TrainingComparison(replace(JOB, steps=2), *references, {}, ranks)
+    assert [finding.tensor for finding in comparison.run()] == ["head"]
+
+
+@pytest.mark.parametrize(
+    ("factors", "by_place", "words"),
+    [
+        ((1.0, 1.0), False, "every token has the same weight, and no term depends on the division"),
+        ((0.5, 1.5), True, "averaged: a token has 2/3 to 2 times its weight in the global batch, by its micro-batch"),
+        (None, False, "the loss is one of each micro-batch: gradients differ by up to"),
+    ],
+)
+def test_the_weights_of_tokens_are_those_of_the_whole_batch(
+    factors: tuple[float, float] | None, by_place: bool, words: str
+) -> None:
+    whole = record(0, 2, reference=True)
+    for name, (seed, shape) in PARAMETERS.items():
+        parts = [numbers(seed + m, *shape) for m in range(2)]
+        other = numbers(95, *shape)
+        gradient = sum(f * part for f, part in zip(factors, parts, strict=True)) if factors else sum(parts) + other
+        whole.steps[0]["gradient"][name] = gradient
+    said, by_its_place = compared(lambda step: None).definition(whole)
+    assert words in said
+    assert by_its_place == by_place
+
+
+def test_rows_of_padding_are_not_compared() -> None:
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    tokens_BSH = numbers(1, 2, 3, 4)
+    rows = tokens_BSH.flatten(0, 1)[[0, 1, 3]]
+    assert_equal(rows_of_tokens(tokens_BSH, mask), rows)
+    assert_equal(rows_of_tokens(tokens_BSH.flatten(0, 1), mask), rows)
+    assert rows_of_tokens(numbers(2, 2, 4, 3, 3), mask) is None
+    assert_equal(rows_of_tokens(numbers(2, 2, 4, 3, 3), mask | True), numbers(2, 2, 4, 3, 3))
+
+
+def test_the_reference_is_reordered_in_its_rows_and_its_micro_batches() -> None:
+    job = replace(JOB, situation=SITUATIONS["padding"], parts=2)
+    batches, reordered = _batches(job, 0, 0), _batches(replace(job, order="reordered"), 0, 0)
+    assert len(batches) == 4
+    for batch, other in zip(batches, reversed(reordered), strict=True):
+        assert_equal({name: tensor.flip(0) for name, tensor in batch.items()}, other)
+    [whole] = _batches(replace(job, order="whole"), 0, 0)
+    assert_equal(whole, {name: torch.cat([batch[name] for batch in batches]) for name in whole})
+
+
+class Choosing(nn.Module):
+    """A router that chooses ``again`` experts further when it is called again."""
+
+    def __init__(self, again: int) -> None:
+        super().__init__()
+        self.again, self.calls = again, 0
+
+    def forward(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        choices_TK = (scores_TE.topk(2).indices + (self.calls > 1) * self.again) % scores_TE.shape[1]
+        return scores_TE.sigmoid(), choices_TK
+
+
+class Recomputing(nn.Module):
+    def __init__(self, again: int) -> None:
+        super().__init__()
+        self.weight, self.router = nn.Parameter(torch.ones(8)), Choosing(again)
+
+    def forward(self, scores_TE: Tensor) -> Tensor:
+        # A recomputation ends with the last tensor that backward needs, which is behind the router.
+        return checkpoint(
+            lambda scores_TE: self.router(scores_TE)[0].exp(), scores_TE * self.weight, use_reentrant=False
+        )
+
+
+@pytest.mark.parametrize(("again", "broken"), [(0, {}), (1, {"choices": "router[1]"})])
+def test_a_recomputation_must_repeat_the_choices_of_its_forward(again: int, broken: dict[str, str]) -> None:
+    model = Recomputing(again)
+    recorder = TrainingRecorder(Setup(model, lambda batches: {}, None), contributions=False)
+    model(numbers(1, 6, 8).float()).sum().backward()
+    assert model.router.calls == 2
+    assert recorder.step["broken"] == broken
