@@ -180,9 +180,10 @@ def main() -> None:
     with sigterm_as_ctrl_c() as terminated:
         try:
             app()
-        except SystemExit as end:
-            if end.code == 130 and terminated.is_set():
-                raise SystemExit(143) from None
+        except BaseException as end:
+            # Python 3.11 makes a RuntimeError of an interruption while it defines some classes, as imports do.
+            if KeyboardInterrupt in (type(end), type(end.__cause__)) or getattr(end, "code", 0) == 130:
+                raise SystemExit(143 if terminated.is_set() else 130) from None
             raise
 
 

@@ -172,7 +172,7 @@ def compile_or_use_python(folder: Path, run: Callable[[], object], way_out: str 
         package.in_python = True
         # This imports what planning needs before anybody waits for a plan.
         run()
-        _say_once("Python", f"moesys plans in Python, because its inner loops are not compiled here; {way_out}")
+        _say_once("Python", f"moesys plans in Python, with equal results: its loops are not compiled yet; {way_out}")
         return
     with ExitStack() as stack:
         # Not every file system has locks.
@@ -203,7 +203,7 @@ class _KeptCode:
                 return CompileResult._rebuild(target, *pickle.load(file))
         if _refused.get() == "compiling":
             raise _NotCompiledError
-        _say_once("compiling", "moesys compiles its inner loops, which takes up to two minutes, once per installation")
+        _say_once("compiling", "moesys compiles its inner loops, which takes about two minutes, once per installation")
         return None
 
     def save_overload(self, signature: Any, result: Any) -> None:

@@ -93,7 +93,7 @@ def check_options(command: str) -> None:
             found.make_context(name, rest)
 
 
-def run_on_rank(file: str, folder: Path) -> str:
+def run_on_rank(file: str, folder: Path, *arguments: str) -> str:
     """Runs a file as torchrun does, on ranks that are there, and returns what it prints."""
     # Only ranks that train models of transformers need these.
     sys.path.insert(0, str(ROOT / "tests" / "hf"))
@@ -109,6 +109,7 @@ def run_on_rank(file: str, folder: Path) -> str:
         for name in ("init_process_group", "destroy_process_group"):
             patch.setattr(dist, name, lambda *_: None)
         patch.setattr(dist, "is_torchelastic_launched", lambda: True)
+        patch.setattr(sys, "argv", [file, *arguments])
         runpy.run_path(file, run_name="__main__")
     return printed.getvalue()
 
@@ -217,14 +218,14 @@ class Reader:
         if not is_run(command) or (SLOW.match(command) and not self.slow):
             return ""
         if program == "torchrun":
-            _, num_ranks, file = arguments
+            _, num_ranks, file, *rest = arguments
             if not self.slow:
                 # One process has taken all of its steps.
                 path = self.folder / file
                 text = re.sub(r"\brange\(\d{3}\)", "range(3)", path.read_text(encoding="utf-8"))
                 text = re.sub(r"(\w+_steps)=(\d)0\b", lambda of: f"{of[1]}={2 * int(of[2])}", text)
                 path.write_text(text, encoding="utf-8")
-            printed = self.ranks.run(run_on_rank, file, self.folder, num_ranks=int(num_ranks), timeout_s=250.0)
+            printed = self.ranks.run(run_on_rank, file, self.folder, *rest, num_ranks=int(num_ranks), timeout_s=250.0)
             self.printed[command] = printed[0]
             return ""
         with reading_in(self.folder):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
+import weakref
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import PAGES
 from benchmarks.__main__ import app as benchmarks
-from moesys.__main__ import COMMANDS, app
+from moesys.__main__ import COMMANDS, app, main
 from moesys.balance.cp_sat import CpSat
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.experiment import Experiment
@@ -318,3 +323,33 @@ for line in {list(lines)!r}:
     for (line, message), said in zip(lines.items(), done.stdout.splitlines(), strict=True):
         assert said.startswith("2 [] "), (line, said)
         assert message in said, (line, said)
+
+
+def define(struck: Callable[..., None]) -> None:
+    """Defines a class, which calls back."""
+    type("Imported", (), {"field": type("Field", (), {"__set_name__": struck})()})
+
+
+def drop(struck: Callable[..., None]) -> None:
+    """Drops an object that calls back, as imports drop their locks."""
+    dropped = set()
+    _watched = weakref.ref(dropped, struck)
+    del dropped
+    for _ in range(200):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("at", [define, drop])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_an_import_ends_a_command_without_a_traceback(
+    at: Callable[[Callable[..., None]], None],
+    number: int,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("moesys.__main__.app", lambda: at(lambda *_: os.kill(os.getpid(), number)))
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert (end.value.code, end.value.__suppress_context__) == (code, True)
+    assert capfd.readouterr() == ("", "")

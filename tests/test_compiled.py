@@ -164,7 +164,7 @@ if sys.argv[1:] != ["at the first call"]:
 assert int(doubled(3)) == 6
 print(sum(doubled.dispatcher.stats.cache_hits.values()))
 """
-COMPILES = "moesys compiles its inner loops, which takes up to two minutes, once per installation"
+COMPILES = "moesys compiles its inner loops, which takes about two minutes, once per installation"
 
 
 class Loops:
@@ -198,7 +198,7 @@ def loops(tmp_path: Path) -> Loops:
 
 @pytest.mark.ranks
 def test_one_process_compiles_says_so_in_a_line_and_others_load(loops):
-    in_python = "moesys plans in Python, because its inner loops are not compiled here; do this"
+    in_python = "moesys plans in Python, with equal results: its loops are not compiled yet; do this"
     assert ends(loops.start("do this")) == (0, [in_python])
     assert ends(loops.start(), loops.start()) == (1, [COMPILES])
     assert ends(loops.start(), loops.start("do this"), loops.start("at the first call")) == (3, [])

@@ -160,7 +160,7 @@ def test_a_reader_runs_commands() -> None:
 def test_a_training_that_a_page_shows_learns(ranks: LocalRanks, tmp_path: Path) -> None:
     reader = Reader(tmp_path, ranks)
     reader.follow("watch")
-    lines = (tmp_path / "runs" / "watched" / "rank-0000.jsonl").read_text().splitlines()
+    lines = (tmp_path / "runs" / "fsep" / "rank-0000.jsonl").read_text().splitlines()
     losses = [float(re.search(r'"loss": ?([\d.]+)', line)[1]) for line in lines]
     assert losses[-1] < 0.5 * losses[0]
 

@@ -204,7 +204,10 @@ def warm_up(
     compile_or_use_python(
         Path(__file__).parent,
         partial(_run_loops, Balance.class_of(loops)(), config, late_slots),
-        "compile them once: python -c 'from moesys.balance.run_planner import warm_up; warm_up()'" if small else "",
+        "to compile them once, or to wait for a process that does: "
+        "python -c 'from moesys.balance.run_planner import warm_up; warm_up()'"
+        if small
+        else "",
     )
 
 

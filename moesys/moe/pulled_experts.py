@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesys.config import Fsep, ModelShape
-from moesys.kernels.symmetric.heap import ArenaLayout
 from moesys.kernels.symmetric.ordered_sum import ordered_sum
-from moesys.kernels.symmetric.pulls import PullPart, PullRing, PullRings, pull_regions
+from moesys.kernels.symmetric.pulls import PullPart, PullRing, PullRings
 from moesys.layout import ExpertLayout
 from moesys.moe.masters import Master
 from moesys.moe.sharded_experts import ShardedExperts
@@ -117,17 +116,6 @@ class PulledExperts(ShardedExperts):
             pull.wait()
         if recorder.enabled and ring.stream is None:
             recorder.add_between(lane, lane, start, recorder.clock.now(), detail)
-
-
-def ring_bytes(shape: ModelShape, num_ranks: int, num_slots: int, gradient_bytes: int) -> int:
-    """Returns the bytes of each rank's arenas if layers like ``shape`` share experts and their gradients, of
-    ``gradient_bytes`` per element, with ``num_slots`` on every rank. All layers of a linked model have one arena.
-    """
-    wire_slice = -(-shape.expert_parameters // num_ranks)
-    restored_bytes = shape.num_experts * wire_slice * shape.bytes_per_element
-    resharded_bytes = num_slots * num_ranks * wire_slice * gradient_bytes
-    shared = (restored_bytes, resharded_bytes)
-    return sum(ArenaLayout.of(pull_regions(num_bytes, num_ranks)).num_bytes for num_bytes in shared)
 
 
 def _slots(held: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

@@ -51,7 +51,7 @@ from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, disp
 from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.mega.tasks import TaskTime, TaskTimes
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts
-from moesys.kernels.symmetric.heap import ArenaLayout, Heap, require_no_capture
+from moesys.kernels.symmetric.heap import Heap, require_no_capture
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.limits import too_many_rows
 from moesys.load import IntArray
@@ -262,15 +262,6 @@ def plan_mega_later(
     pending = PendingPlan(split, turn, heaps.limit, room, most_tokens * model.top_k)
     executor = MegaKernelRun(expert_TK, model.num_experts, pending, replicas, room, memory, blocks, overlap, recorder)
     return executor, pending
-
-
-def symmetric_bytes(overlap: MegaKernel, model: ModelShape, most_tokens: int, num_ranks: int, num_replicas: int) -> int:
-    """Returns the bytes of the arena that each of ``num_ranks`` GPUs has for all layers like ``model``, with at most so
-    many tokens on any rank and so many replicas in a layout.
-    """
-    _, flags = _blocks_and_flags(overlap, model, most_tokens, num_replicas, torch.device("cuda"))
-    shared = regions(most_tokens, model.top_k, model.hidden_size, getattr(torch, model.dtype), num_ranks, flags)
-    return ArenaLayout.of({**shared, **count_regions(num_ranks, model.num_experts)}).num_bytes
 
 
 def _blocks_and_flags(

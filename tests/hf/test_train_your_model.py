@@ -28,7 +28,7 @@ def test_the_page_trains_a_model(ranks: LocalRanks, tmp_path: Path) -> None:
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
     for folder in ("tuned", "again"):
         assert (tmp_path / folder / "config.json").exists()
-    for folder in ("loop-checkpoint", "moe-checkpoint", "start"):
+    for folder in ("resumable", "start"):
         assert (tmp_path / folder / ".metadata").exists()
 
 

@@ -14,11 +14,11 @@ from harness import Stack, whole
 
 import moesys as ms
 from moesys.config import Overlap
-from moesys.kernels.symmetric.heap import Heap
+from moesys.kernels.symmetric.heap import ArenaLayout, Heap
 from moesys.kernels.symmetric.pulls import PullPart, PullRing, PullRings, pull_regions
 from moesys.kernels.symmetric.signals import PeerTimeoutError
 from moesys.layout import ExpertLayout
-from moesys.moe.pulled_experts import PulledExperts, ring_bytes
+from moesys.moe.pulled_experts import PulledExperts
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.store import ExpertTransfer
 from moesys.overlap.comm.channel import Channel
@@ -123,6 +123,17 @@ def step(overlap: Overlap) -> list[torch.Tensor]:
             assert num_bytes == ring_bytes(shape, dist.get_world_size(), num_slots=2, gradient_bytes=4)
     runtime.close()
     return [*outputs, x_TH.grad, *(whole(p.grad) for p in model.parameters())]
+
+
+def ring_bytes(shape: ms.ModelShape, num_ranks: int, num_slots: int, gradient_bytes: int) -> int:
+    """Returns the bytes of each rank's arenas if layers like ``shape`` share experts and their gradients, of
+    ``gradient_bytes`` per element, with ``num_slots`` on every rank. All layers of a linked model have one arena.
+    """
+    wire_slice = -(-shape.expert_parameters // num_ranks)
+    restored_bytes = shape.num_experts * wire_slice * shape.bytes_per_element
+    resharded_bytes = num_slots * num_ranks * wire_slice * gradient_bytes
+    shared = (restored_bytes, resharded_bytes)
+    return sum(ArenaLayout.of(pull_regions(num_bytes, num_ranks)).num_bytes for num_bytes in shared)
 
 
 def steps() -> list[list[torch.Tensor]]:

@@ -12,12 +12,14 @@ import torch
 
 import moesys as ms
 from moesys.kernels.mega.arguments import MegaMemory
+from moesys.kernels.mega.exchange import regions
 from moesys.kernels.mega.point import blocks_at
-from moesys.kernels.symmetric.heap import Heap
+from moesys.kernels.symmetric.counts import count_regions
+from moesys.kernels.symmetric.heap import ArenaLayout, Heap
 from moesys.limits import too_many_rows
 from moesys.overlap.device_split import room_for_rows
 from moesys.overlap.experts_triton import ACTIVATION
-from moesys.overlap.mega_executor import MegaHeaps, plan_mega, symmetric_bytes
+from moesys.overlap.mega_executor import MegaHeaps, _blocks_and_flags, plan_mega
 from moesys.simulator.mega_pass import RASTER, TileSizes
 
 # Every token of four ranks wants experts 0 and 1, which rank 0 holds.
@@ -64,6 +66,17 @@ def test_no_tokens_anywhere_are_within_any_cap():
 def test_a_cap_below_one_is_refused():
     with pytest.raises(ValueError, match=r"rows_cap"):
         ms.MegaKernel(rows_cap=0.9)
+
+
+def symmetric_bytes(
+    overlap: ms.MegaKernel, model: ms.ModelShape, most_tokens: int, num_ranks: int, num_replicas: int
+) -> int:
+    """Returns the bytes of the arena that each of ``num_ranks`` GPUs has for all layers like ``model``, with at most so
+    many tokens on any rank and so many replicas in a layout.
+    """
+    _, flags = _blocks_and_flags(overlap, model, most_tokens, num_replicas, torch.device("cuda"))
+    shared = regions(most_tokens, model.top_k, model.hidden_size, getattr(torch, model.dtype), num_ranks, flags)
+    return ArenaLayout.of({**shared, **count_regions(num_ranks, model.num_experts)}).num_bytes
 
 
 def test_symmetric_memory_is_at_most_a_quarter_of_unieps():

@@ -83,7 +83,7 @@ def stop_signals_blocked() -> Iterator[None]:
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[threading.Event]:
     """Raises KeyboardInterrupt in the main thread if SIGTERM arrives inside (Slurm, docker and ``kill`` send it), and
-    yields an event that is set when it does.
+    yields an event that is set when it does. SIGTERM and Ctrl-C are not lost in callbacks, such as those of imports.
 
     Does nothing in other threads, and where the program handles SIGTERM by itself.
     """
@@ -93,12 +93,22 @@ def sigterm_as_ctrl_c() -> Iterator[threading.Event]:
         terminated.set()
         raise KeyboardInterrupt
 
+    def unraisable(found: "sys.UnraisableHookArgs") -> None:
+        # Python ignores what a callback raises, so the signal comes again when that has ended.
+        if found.exc_type is KeyboardInterrupt:
+            again = signal.SIGTERM if terminated.is_set() else signal.SIGINT
+            threading.Timer(0.01, os.kill, (os.getpid(), again)).start()
+        else:
+            before(found)
+
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield terminated
         return
     signal.signal(signal.SIGTERM, interrupt)
+    before, sys.unraisablehook = sys.unraisablehook, unraisable
     try:
         yield terminated
     finally:
+        sys.unraisablehook = before
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
