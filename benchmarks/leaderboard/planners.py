@@ -111,18 +111,18 @@ class PlannerGroup:
 GROUPS = (
     PlannerGroup(
         "planned on history",
-        "layouts are planned on earlier counts, in parallel with training; experts are fully sharded",
+        "Layouts are planned on earlier counts, in parallel with training; experts are fully sharded",
         _pairs((*_LAYOUTS, _CP_SAT), _SPLITS) + _pairs(_ON_COUNTS, _FLOWS[:1]),
     ),
     PlannerGroup(
         "history and one late slot",
-        "as above, but one slot of each rank is filled from the current counts where that is predicted to be faster",
+        "As above, but one slot of each rank is filled from the current counts where that is predicted to be faster",
         _pairs(_LAYOUTS, _FLOWS),
         late_slots=1,
     ),
     PlannerGroup(
         "planned on current counts",
-        "layouts are planned on the counts of the same micro-batch, before any token is sent, so the time of planning "
+        "Layouts are planned on the counts of the same micro-batch, before any token is sent, so the time of planning "
         "is added to that of the layer; experts are owned by ranks and lent to others",
         _pairs(_ON_COUNTS, (Quotas(),)) + _pairs(_LAYOUTS, (EvenSplit(), *_FLOWS)),
         lag=0,

@@ -311,13 +311,16 @@ def _tables_and_figure(
 ) -> tuple[list[Sheet], str]:
     """Returns the tables of one group that have rows, the ranking first, and its figure as SVG."""
     ranked, num_settings = ranking(found), counted(len({one.setting for one in found}), "setting")
-    same = [f"The same in every score: {one.planner} = {' = '.join(one.same)}." for one in ranked if one.same]
+    same = "; ".join(f"{one.planner} = {' = '.join(one.same)}" for one in ranked if one.same)
     title = f"SIMULATED: {group.name}{'' if group.lag else ', with the MEASURED time of planning'}"
     own = {name for member in added if (name := _best_pair(group, ranked, member))}
     mine = {one.place: name for one in ranked for name in (one.planner, *one.same) if one.place and name in own}
     places = [f"Yours: {name} is in place {place} of {len(ranked)}." for place, name in mine.items()]
-    sheets = [Sheet(title, ranked, [winner(ranked), *places, f"{group.about}.", *same])]
-    names = [OURS.name, *sorted(own - {OURS.name})]
+    notes = [winner(ranked), *places, f"{group.about}.", *([f"The same in every score: {same}."] if same else [])]
+    sheets = [Sheet(title, ranked, notes)]
+    # A pair has the name of the row that it is in.
+    ours = next((one.planner for one in ranked if OURS.name in one.same), OURS.name)
+    names = [ours, *sorted(own - {OURS.name, ours})]
     if by_workload := regrets(found, names):
         sheets.append(Sheet(f"{group.name}: by workload", by_workload))
     for name in names:

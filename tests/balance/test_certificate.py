@@ -141,6 +141,11 @@ def test_a_certificate_in_words():
         "this layout:  at least 30 (gap 0.00%), for 30 tokens live only on rank 0: expert 0",
         "any layout:   at least 18 (gap 66.67%), by mean",
     ]
+    everywhere = split_tokens(
+        LoadMatrix([[4], [6]]), ExpertLayout([[0], [0]], num_experts=1), ClusterSpec(ranks_per_node=2), FlowSplit()
+    )
+    _, of_layout, _ = str(certify(everywhere, ClusterSpec(ranks_per_node=2))).splitlines()
+    assert of_layout == "this layout:  at least 5 (gap 0.00%), by mean"
 
 
 def test_check_finds_what_was_tampered_with():

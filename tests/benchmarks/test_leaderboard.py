@@ -151,8 +151,13 @@ def test_places_follow_from_the_lines_alone(board: Path) -> None:
         rows = [re.split(r" *\| *", row.strip("| ")) for row in re.findall(r"^\| .+ \|$", section, re.MULTILINE)][2:]
         ranked = {row[1]: (int(row[0]), float(row[2].split()[0])) for row in rows if row[0].isdigit()}
         places = list(ranked)
-        for first, *same in (words.split(" = ") for words in re.findall("The same in every score: (.+)[.]", section)):
-            ranked |= dict.fromkeys(same, ranked[first])
+        for words in re.findall("The same in every score: (.+)[.]", section):
+            for first, *same in (names.split(" = ") for names in words.split("; ")):
+                ranked |= dict.fromkeys(same, ranked[first])
+        # Tables below name a pair as the ranking does.
+        below = re.findall(rf"## {group.name}: (greedy.+) is not the fastest", page)
+        assert all(name in ranked for name in below)
+        assert all(not re.search(rf" = {re.escape(name)}[ ;.]", section) for name in below)
         assert set(ranked) == everywhere
         for planner, (place, ratio) in ranked.items():
             assert ratio == pytest.approx(scores[planner] / min(scores.values()), abs=6e-4)
