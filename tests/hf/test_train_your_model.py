@@ -26,6 +26,10 @@ def test_the_page_trains_a_model(ranks: LocalRanks, tmp_path: Path) -> None:
     assert losses[-1] < 0.8 * losses[0]
     assert reader.printed["python use.py"].startswith("    parser.add_argument(")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    # Continued, under another sharding.
+    resumed = reader.printed["torchrun --nproc-per-node 2 resume.py ep"]
+    assert re.findall(r"rank 0, step (\d)", resumed) == list("4567")
+    assert (tmp_path / "runs" / "loop" / "report.html").exists()
     for folder in ("tuned", "again"):
         assert (tmp_path / folder / "config.json").exists()
     for folder in ("resumable", "start"):
