@@ -121,8 +121,9 @@ class Certificate(Display):
         experts, ranks = listed("expert", self.tight.experts), listed("rank", self.tight.ranks)
         held = f"for {self.tight.tokens:,} tokens live only on {ranks}: {experts}"
         why = "by mean" if len(self.tight.ranks) == self.num_ranks else held
+        mean = f"{self.max_over_mean:.4f} × the mean of {float(self.mean):,.1f}"
         return (
-            f"busiest rank: {self.max_tokens:,} tokens, {self.max_over_mean:.4f} × the mean of {float(self.mean):,.1f}\n"
+            f"busiest rank: {self.max_tokens:,} tokens, {mean}\n"
             f"this layout:  at least {self.layout_bound:,} (gap {self.layout_gap:.2%}), {why}\n"
             f"any layout:   at least {self.bound:,} (gap {self.gap:.2%}), by {self.bound_kind}"
         )
