@@ -49,7 +49,7 @@ BUDGETS = {
     "moesys/config": Budget(2_149, 15),
     "moesys, ground files": Budget(2_533, 17),
     "moesys/kernels": Budget(4_743, 45),
-    "moesys/balance": Budget(5_582, 39),
+    "moesys/balance": Budget(5_583, 39),
     "moesys/overlap": Budget(2_821, 17),
     "moesys/moe": Budget(4_689, 23),
     "moesys/simulator": Budget(2_260, 13),
@@ -62,7 +62,7 @@ BUDGETS = {
     "experiments": Budget(1_396, 15),
     "tests": Budget(47_925, 334),
 }
-TOTAL = Budget(38_545, 259)
+TOTAL = Budget(38_546, 259)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
