@@ -335,6 +335,9 @@ class TrainingComparison:
             return explain_norm(float(got), float(right), squares, [each["squares"] for each in self._got], rank)
         words = self._words_of_change(stage, name, got, right, step)
         drift = "; ranks differ, so that replicas drift apart" * (stage == "update" and not seen.alike)
+        for word, size in (("sum", 1), ("mean", len(ranks))) if stage == "logged" and not seen.alike else ():
+            if error_of(torch.stack(ranks).sum(0) / size, right) <= max(self._tolerance.of(stage, name), 1e-6):
+                words += f"; the {word} over the ranks is right, so reduce it before step returns it"
         return Cause(words + drift, WAYS_OUT.get(stage, ""))
 
     def _words_of_change(self, stage: str, name: str, got: Tensor, right: Tensor, step: StepRecord) -> str:

@@ -127,8 +127,10 @@ def transformers_check(
         implementation: ``ddp``, ``fsdp``, ``tp``, or that of transformers' expert parallelism.
         parallelize: makes the plain model parallel instead.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, logging
 
+    # Ranks end without a word of the locks of progress bars.
+    logging.disable_progress_bar()
     options = {"attn_implementation": "eager", "dtype": world.dtype}
     is_ddp = world.size > 1 and not parallelize and implementation == "ddp"
     if world.size == 1 or parallelize or implementation in ("ddp", "fsdp"):

@@ -304,7 +304,7 @@ def run(
     for name in (names := names or DEFAULT_SITUATIONS):
         if name not in known:
             hint = did_you_mean(name, SITUATIONS) or f"; choose from {', '.join(SITUATIONS)}"
-            raise ValueError(f"situations has {name!r}, which is none{hint}")
+            raise ValueError(f"situations has {name!r}, which is no situation{hint}")
     report, begin_s = CheckReport(name_of(build), options.ranks, str(options.dtype)[6:]), time.monotonic()
     timeouts = RankTimeouts(run_s=timeout_s, collective_s=max(1.0, 0.8 * timeout_s))
     # Modules that take long to import, and that ranks need: for torch's modes, and for models.

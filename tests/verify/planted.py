@@ -39,6 +39,7 @@ FAULTS = {
     "tokens lost": Fault("fsdp", "uneven", "tokens of part 1 micro-batch 0 are missing", "loss"),
     "accumulated buffer scaled": Fault("ddp", "uneven", "the accumulated buffer is scaled", "all parameters"),
     "logged twice": Fault("ddp", "plain", "2 ×", "loss"),
+    "logged by each rank": Fault("ddp", "plain", "the sum over the ranks is right", "loss"),
     "norm of shards": Fault("fsdp", "plain", "of this rank's shards only", "norm that clips"),
     "norm misses experts": Fault("all_to_all", "plain", "experts of other ranks are missing", "norm that clips"),
     "mean of norms": Fault("all_to_all", "plain", "the mean of the ranks' own norms", "norm that clips"),

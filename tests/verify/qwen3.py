@@ -155,7 +155,7 @@ def build(world: verify.World, host: str = "ddp", fault: str = "") -> verify.Set
                 local(parameter.grad).mul_(0.5)
             if planted == "embedding drifts" and "embed_tokens" in name:
                 parameter.grad.mul_(1.5 if world.rank else 0.5)
-        if parts > 1:
+        if parts > 1 and planted != "logged by each rank":
             dist.all_reduce(logged)
         return {"loss": logged[0] * (2 if planted == "logged twice" else 1), "auxiliary loss": logged[1]}
 

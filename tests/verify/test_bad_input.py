@@ -91,7 +91,10 @@ def test_ranks_that_do_not_talk_are_wrong(capsys: pytest.CaptureFixture[str]) ->
         ([], "give one of a file, such as check.py, and --model, such as qwen3_moe"),
         (["nowhere.py"], "nowhere.py is no Python file"),
         (["{file}:brokn"], "has no check 'brokn'; it has broken; did you mean 'broken'?"),
-        (["{file}", "--situations", "padings"], "situations has 'padings', which is none; did you mean 'padding'?"),
+        (
+            ["{file}", "--situations", "padings"],
+            "situations has 'padings', which is no situation; did you mean 'padding'?",
+        ),
         (["{file}", "--dtype", "float16"], "dtype=torch.float16 must be torch.float64 or torch.float32"),
         (["{file}", "--ranks", "1"], "ranks=1 must be at least 2"),
         (["--model", "qwen3_moe", "--implementation", "all_to_al"], "implementation=all_to_al must be one of"),
