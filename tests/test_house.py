@@ -56,13 +56,13 @@ BUDGETS = {
     "moesys/tuner": Budget(963, 8),
     "moesys, hosts": Budget(2_933, 18),
     "moesys/lab": Budget(8_295, 52),
-    "moesys/verify": Budget(1_300, 8),
+    "moesys/verify": Budget(1_304, 8),
     "moesys, entry points": Budget(277, 4),
     "benchmarks": Budget(6_978, 53),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(47_925, 334),
+    "tests": Budget(47_929, 334),
 }
-TOTAL = Budget(38_546, 259)
+TOTAL = Budget(38_550, 259)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
