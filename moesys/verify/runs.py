@@ -373,7 +373,7 @@ def name_of(build: Build) -> str:
     """Returns the name of a check, with the arguments of ``functools.partial``."""
     given = getattr(build, "keywords", {})
     name: str = getattr(getattr(build, "func", build), "__name__", type(build).__name__)
-    return " ".join([name, *(str(value) for value in given.values() if isinstance(value, str | int) and value)])
+    return " ".join([name, *(f"{key}={it}" for key, it in given.items() if isinstance(it, str | int) and it)])
 
 
 def checks_in(target: str) -> list[Build]:

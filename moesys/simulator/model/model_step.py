@@ -174,24 +174,24 @@ def _host_seconds(run: ModelRun, units: Sequence[Unit]) -> PartSeconds:
 
 
 # The names of what a simulated rank computes and waits for.
-_PARAMETERS = "dense parameters on their way"
+_PARAMETERS = "dense parameters and gradients"
 _NAMES = {
     "experts": "experts",
     "weight_gradients": "experts",
-    "gather": "rows put in order",
-    "sum": "rows put in order",
-    "other": "rest of layers",
-    "counts": "rows on their way",
-    "dispatch": "rows on their way",
-    "combine": "rows on their way",
-    "restore": "experts on their way",
-    "reshard": "experts on their way",
+    "gather": "permute",
+    "sum": "permute",
+    "other": "attention and dense layers",
+    "counts": "token all-to-all",
+    "dispatch": "token all-to-all",
+    "combine": "token all-to-all",
+    "restore": "expert weights and gradients",
+    "reshard": "expert weights and gradients",
     "all_gather": _PARAMETERS,
     "reduce_scatter": _PARAMETERS,
-    "mega_kernel": "rows on their way",
+    "mega_kernel": "token all-to-all",
 }
-_SLOWER = "slower ranks"
-WAITS = frozenset({"rows on their way", "experts on their way", _PARAMETERS, _SLOWER})
+_SLOWER = "waiting for slower ranks"
+WAITS = frozenset({"token all-to-all", "expert weights and gradients", _PARAMETERS, _SLOWER})
 
 
 def _waited(waited_R: Mapping[str, FloatArray]) -> float:

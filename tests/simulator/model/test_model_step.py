@@ -145,10 +145,10 @@ def test_micro_batches_side_by_side_hide_what_each_waits_for() -> None:
         assert found.seconds < 0.95 * plain.seconds
         layer = count_model(model, 1024).layers[0].saved_bytes()
         assert found.peak.activations == plain.peak.activations + layer
-        for name in ("experts", "rest of layers", "rows put in order"):
+        for name in ("experts", "attention and dense layers", "permute"):
             assert found.shares[name] == pytest.approx(plain.shares[name])
         assert min(found.shares.values()) > -1e-9
-        assert found.shares["rows on their way"] < plain.shares["rows on their way"]
+        assert found.shares["token all-to-all"] < plain.shares["token all-to-all"]
         assert sum(found.shares.values()) == pytest.approx(found.seconds)
 
 
@@ -217,7 +217,7 @@ def test_rows_in_float8_go_to_experts_and_come_home_wide() -> None:
     links = ms.ClusterSpec(num_nodes=1, ranks_per_node=4, intra_node_gb_per_s=1.0, expert_tflops=1e12, fp8_tflops=1e12)
     run = EIGHT.replace(cluster=links, fp8=True)
     wide, narrow = (simulate_model(run.replace(fp8_rows=narrow)) for narrow in (False, True))
-    name = "rows on their way"
+    name = "token all-to-all"
     assert narrow.shares[name] == pytest.approx(wide.shares[name] * (132 / 256 + 1) / 2, rel=1e-3)
     # In backward of a whole layer that runs again they go twice.
     again = run.replace(parallelism=Parallelism(recompute="full"))

@@ -85,7 +85,7 @@ def test_a_group_that_straddles_a_rack_is_simulated() -> None:
     assert run.expert_cluster.domain_sizes == (4, 4)
     fitting = run.replace(cluster=cluster.replace(ranks_per_domain=8))
     assert fitting.expert_cluster.domain_sizes == (8,)
-    assert simulate_model(run).shares["rows on their way"] > 1.5 * simulate_model(fitting).shares["rows on their way"]
+    assert simulate_model(run).shares["token all-to-all"] > 1.5 * simulate_model(fitting).shares["token all-to-all"]
 
 
 def test_tensor_groups_and_hops_lie_as_ranks_are_numbered() -> None:
@@ -94,7 +94,9 @@ def test_tensor_groups_and_hops_lie_as_ranks_are_numbered() -> None:
     run = ModelRun(model=SMALL, cluster=cluster, seq_len=256, global_batch=12)
     in_one = cluster.replace(ranks_per_domain=12)
     tensor = run.replace(parallelism=Parallelism(ep=2, tp=4))
-    rest = [simulate_model(each).shares["rest of layers"] for each in (tensor, tensor.replace(cluster=in_one))]
+    rest = [
+        simulate_model(each).shares["attention and dense layers"] for each in (tensor, tensor.replace(cluster=in_one))
+    ]
     assert rest[0] > 1.2 * rest[1]
     stages = run.replace(parallelism=Parallelism(ep=2, pp=2))
     runs = [simulate_model(each).draws[0].pipeline.seconds for each in (stages, stages.replace(cluster=in_one))]
