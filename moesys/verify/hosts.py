@@ -136,9 +136,12 @@ def transformers_check(
     if world.size == 1 or parallelize or implementation in ("ddp", "fsdp"):
         config = AutoConfig.for_model(model)
         small = {name: value for name, value in _SMALL.items() if hasattr(config, name)}
-        small |= {"num_key_value_heads": 4} if hasattr(config, "kv_lora_rank") else {}
+        # Multi-head latent attention has keys of every head, and rotates qk_rope_head_dim numbers of each.
+        small |= {"num_key_value_heads": 4, "head_dim": 8} if hasattr(config, "kv_lora_rank") else {}
         plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(model, **small), **options).train()
         draw(plain)
+        # transformers keeps some parameters in float32, which holds what was drawn in float32.
+        plain.to(world.dtype)
         if world.size == 1 and not (world.folder / "start").exists():
             plain.save_pretrained(world.folder / "start")
         if world.size > 1 and parallelize:
@@ -158,4 +161,4 @@ def transformers_check(
             # FSDP2 divides twice on the mesh of one rank that experts have, except in float32 and bfloat16.
             module.set_gradient_divide_factor(fsdp**0.5)
     group = parallel._mesh_manager.get_mesh("fsdp").get_group() if tp > 1 and fsdp > 1 else None
-    return transformers_setup(world, parallel.train(), part=world.rank // tp, parts=fsdp, group=group)
+    return transformers_setup(world, parallel.train().to(world.dtype), part=world.rank // tp, parts=fsdp, group=group)

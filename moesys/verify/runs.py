@@ -86,10 +86,9 @@ class CheckReport:
 
     def __str__(self) -> str:
         wrong = [each for each in self.situations if each.findings]
-        checked = [each for each in self.situations if not each.not_checked]
+        checked = [each for each in self.situations if not (each.not_checked or (self.error and not wrong))]
         words = "right in" if not wrong else f"WRONG in {len(wrong)} of"
-        is_checked = wrong or (checked and not self.error)
-        words = f"{words} {counted(len(checked), 'situation')}" if is_checked else "could not be checked"
+        words = f"{words} {counted(len(checked), 'situation')}" if checked else "could not be checked"
         lines = [f"{self.check}, {self.ranks} ranks, {self.dtype}: {words}, {self.seconds:.0f} s"]
         lines += ["", _row(("situation", "stage", "tensor", "ranks", "error"))] if wrong else []
         lines += [line for situation in wrong for line in _table(situation)]

@@ -15,6 +15,7 @@ import small_moe
 import torch
 
 from moesys import verify
+from moesys.verify.hosts import transformers_check
 from moesys.verify.setup import SITUATIONS
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
@@ -40,6 +41,14 @@ def test_float32_is_right() -> None:
 def test_a_host_is_right(host: str) -> None:
     situations = ("plain", "padding", "checkpoint") if host == "all_to_all" else SITUATIONS_OF[host]
     verify.run(partial(qwen3.build, host=host), situations=situations).require_right()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek_v3", "gpt_oss"])
+def test_a_family_without_a_file_is_right(model: str) -> None:
+    """DeepSeek-V3 has latent attention and parameters that stay in float32, GPT-OSS has experts with biases."""
+    build = partial(transformers_check, model=model, implementation="all_to_all", fsdp=2, ep=2)
+    verify.run(build, situations=["plain", "padding"]).require_right()
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ from conftest import assert_equal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moesys.verify.comparison import FLOAT32_ROUNDING, NearTieError, TrainingComparison, rows_of_tokens
+from moesys.verify.comparison import FLOAT32_ROUNDING, Finding, NearTieError, TrainingComparison, rows_of_tokens
 from moesys.verify.recording import RunRecord, StepRecord, TrainingRecorder, _batches
-from moesys.verify.runs import _masks
+from moesys.verify.runs import CheckReport, SituationResult, _masks
 from moesys.verify.setup import SITUATIONS, CheckOptions, RecordingJob, Setup
 
 SPREAD = 1e-6
@@ -351,3 +351,23 @@ def test_a_recomputation_must_repeat_the_choices_of_its_forward(again: int, brok
     model(numbers(1, 6, 8).float()).sum().backward()
     assert model.router.calls == 2
     assert recorder.step["broken"] == broken
+
+
+RIGHT, WRONG = SituationResult("plain"), SituationResult("uneven", [Finding("logged", "loss", (0,), 1.0, "2 ×")])
+NOT_CHECKED = SituationResult("tied", not_checked="the check does not list tied in supports")
+
+
+@pytest.mark.parametrize(
+    ("situations", "error", "code", "words"),
+    [
+        ([RIGHT, NOT_CHECKED], "", 0, "right in 1 situation,"),
+        ([RIGHT, WRONG, NOT_CHECKED], "", 1, "WRONG in 1 of 2 situations,"),
+        ([RIGHT, WRONG], "rank 1 hangs", 1, "WRONG in 1 of 2 situations,"),
+        ([RIGHT], "rank 1 hangs", 2, "could not be checked,"),
+        ([NOT_CHECKED], "", 2, "could not be checked,"),
+    ],
+)
+def test_what_is_not_checked_is_never_right(situations: list[Any], error: str, code: int, words: str) -> None:
+    report = CheckReport("check", 2, "float64", situations, error)
+    assert report.exit_code == code
+    assert str(report).startswith(f"check, 2 ranks, float64: {words} 0 s")
