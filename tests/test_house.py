@@ -60,7 +60,7 @@ BUDGETS = {
     "moesys, entry points": Budget(277, 4),
     "benchmarks": Budget(6_978, 53),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(47_931, 334),
+    "tests": Budget(47_953, 334),
 }
 TOTAL = Budget(38_550, 259)
 OUTSIDE = ("benchmarks", "experiments", "tests")
