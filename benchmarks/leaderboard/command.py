@@ -20,7 +20,7 @@ from benchmarks.leaderboard.ranking import HTML_PAGE, PAGE, RATIO_NOTE, write_pa
 from benchmarks.leaderboard.scores import FILE, PlannerResult, results
 from benchmarks.leaderboard.workloads import SCORED, TOKENS_PER_RANK, WARM_UP, recorded_in, settings
 from moesys.config import Balance, ModelShape, ModelSpec, Split
-from moesys.config.layer_spec import MoeMlp
+from moesys.config.model import MoeMlp
 from moesys.display import counted
 from moesys.lab.commands.options import (
     CLUSTER_HELP,

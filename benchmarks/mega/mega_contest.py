@@ -33,7 +33,7 @@ from benchmarks.mega.virtual_ranks import side_by_side
 from moesys.config.overlap import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
-from moesys.kernels.symmetric.pacing import paced_link
+from moesys.kernels.symmetric.signals import paced_link
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import steps_told

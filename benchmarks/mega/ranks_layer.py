@@ -36,7 +36,7 @@ from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.routing import SortedRouting, route
 from moesys.kernels.symmetric.counts import count_regions
 from moesys.kernels.symmetric.heap import Region
-from moesys.kernels.symmetric.pacing import paced_copies
+from moesys.kernels.symmetric.signals import paced_copies
 from moesys.lab.calibrate.timings import StackedExperts
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix

@@ -17,7 +17,7 @@ import moesys as ms
 from benchmarks.harness.model_steps import HIDDEN, LENGTH, MODELS, config_of, strategies
 from benchmarks.leaderboard.workloads import GENERATED
 from moesys.config import Predictor, presets
-from moesys.config.layer_spec import MoeMlp
+from moesys.config.model import MoeMlp
 from moesys.config.strategy import Ema, Last, WindowMean
 from moesys.load import IntArray
 from moesys.traces import Trace

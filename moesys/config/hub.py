@@ -19,8 +19,7 @@ from typing import Any, Literal, NamedTuple
 import pydantic_core
 
 from moesys.config.base import DType
-from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
-from moesys.config.model import ModelShape
+from moesys.config.model import DenseMlp, Gqa, LayerSpec, Mla, ModelShape, MoeMlp
 from moesys.kinds import did_you_mean
 
 # Configurations of another model_type that are one of these families.

@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 
 from moesys.config.base import BYTES_PER_ELEMENT, Declaration, LongName
 from moesys.config.cluster import ClusterSpec
-from moesys.config.layer_spec import MoeMlp
-from moesys.config.model import ModelShape
+from moesys.config.model import ModelShape, MoeMlp
 from moesys.config.model_spec import ModelSpec
 from moesys.config.strategy import Strategy
 

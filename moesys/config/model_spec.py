@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from moesys.config.base import BYTES_PER_ELEMENT, Declaration, DisplayName, DType
 from moesys.config.hub import config_named, hub_model, read_config
-from moesys.config.layer_spec import LayerSpec, MoeMlp
+from moesys.config.model import LayerSpec, MoeMlp
 from moesys.display import Columns, Display, by_column, counted
 
 

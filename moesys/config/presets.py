@@ -9,8 +9,7 @@ from typing import Any
 
 from moesys.config.cluster import ClusterSpec
 from moesys.config.hub import hub_model, read_config
-from moesys.config.layer_spec import MoeMlp
-from moesys.config.model import ModelShape
+from moesys.config.model import ModelShape, MoeMlp
 from moesys.config.sharding import Fsep, SlotCount
 from moesys.config.strategy import Strategy, WindowMean
 from moesys.kinds import did_you_mean

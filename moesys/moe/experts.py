@@ -34,8 +34,8 @@ from moesys.moe.planners import Planner, PlanReader
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.store import ExpertShards, ExpertStore
 from moesys.moe.whole_experts import WholeExperts
+from moesys.overlap.comm.background import Heartbeat
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.executor import NUM_FACTORS, Executor, ExpertCompute, LayerContext, executor_of
 from moesys.overlap.experts_cpu import OURS, CpuExperts, experts_on_device

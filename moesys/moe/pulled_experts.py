@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesys.config import Fsep, ModelShape
-from moesys.kernels.symmetric.ordered_sum import ordered_sum
-from moesys.kernels.symmetric.pulls import PullPart, PullRing, PullRings
+from moesys.kernels.symmetric.pulls import PullPart, PullRing, PullRings, ordered_sum
 from moesys.layout import ExpertLayout
 from moesys.moe.masters import Master
 from moesys.moe.sharded_experts import ShardedExperts

@@ -18,8 +18,7 @@ import numpy as np
 from moesys.config import ClusterSpec, Fsep, ModelShape, Sharding
 from moesys.config.workload import Recompute
 from moesys.cost import ExpertPass, FloatArray, LinkLoad, memory_seconds, product_rate, transfer_seconds
-from moesys.simulator.critical_path import AllToAll
-from moesys.simulator.simulation import Lanes
+from moesys.simulator.simulation import AllToAll, Lanes
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,10 +43,9 @@ from moesys.cost import (
 from moesys.layout import TokenPlan
 from moesys.row_traffic import RowTraffic, row_traffic
 from moesys.schedule import Direction, Stage, StageKind, schedule_of
-from moesys.simulator.critical_path import AllToAll
 from moesys.simulator.mega_pass import mega_pass, publish_seconds
 from moesys.simulator.rest_of_step import RestOfStep, ShardedRest
-from moesys.simulator.simulation import SLOWER_RANKS, Lanes, Simulation
+from moesys.simulator.simulation import SLOWER_RANKS, AllToAll, Lanes, Simulation
 from moesys.timeline import Timeline
 
 

@@ -8,9 +8,9 @@ from balance_cases import zipf_load
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesys.balance.budget import greedy_busiest, replica_budget
 from moesys.config import ClusterSpec
 from moesys.load import LoadMatrix
+from moesys.planning import greedy_busiest, replica_budget
 
 CLUSTER = ClusterSpec(ranks_per_node=2)
 

@@ -52,10 +52,10 @@ from moesys.kernels.experts.token_rows import combine, gather_rows
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.routing import route
-from moesys.kernels.symmetric.ordered_sum import ordered_sum
-from moesys.kernels.topk import topk_by_index
+from moesys.kernels.symmetric.pulls import ordered_sum
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
+from moesys.moe.router import topk_by_index
 from moesys.overlap.device_split import device_split
 from moesys.overlap.mega_executor import tokens_by_replica
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from gpu_layers import synchronize_ranks
 from gpu_ranks import GpuRank
 
-from moesys.kernels.symmetric.cuda_driver import copy_engines
-from moesys.kernels.symmetric.heap import BASES, Heap, Region
+from moesys.kernels.symmetric.heap import BASES, Heap, Region, copy_engines
 from moesys.kernels.symmetric.pulls import Copy, start_copies
 
 pytestmark = pytest.mark.gpu(layer="between ranks", after=("device",))

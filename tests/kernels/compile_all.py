@@ -28,8 +28,8 @@ from moesys.kernels.mega.arguments import publish
 from moesys.kernels.split.tables import keep_within
 from moesys.kernels.symmetric import pulls, signals
 from moesys.kernels.symmetric.heap import Heap, Region
-from moesys.kernels.symmetric.ordered_sum import ordered_sum
-from moesys.kernels.symmetric.pacing import paced_copies
+from moesys.kernels.symmetric.pulls import ordered_sum
+from moesys.kernels.symmetric.signals import paced_copies
 from moesys.lab.calibrate import gpu_timings
 
 KERNEL = re.compile(r"^@kernel.*\ndef (\w+)\(", re.MULTILINE)

@@ -28,7 +28,7 @@ from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.routing import SortedRouting
-from moesys.kernels.symmetric.ordered_sum import ordered_sum
+from moesys.kernels.symmetric.pulls import ordered_sum
 
 H, I = 32, 16
 U = 2 * I

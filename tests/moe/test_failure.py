@@ -24,7 +24,7 @@ import moesys as ms
 from moesys import collectives
 from moesys.collectives import guarded, silent_ranks_named
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
-from moesys.overlap.comm import heartbeat
+from moesys.overlap.comm import background
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
 
@@ -175,11 +175,11 @@ def fail_beside_a_frozen_store() -> list[tuple[str, tuple[int, ...]]]:
     group, said = dist.new_group([0, 1], timedelta(seconds=1)), []
     other = 1 - dist.get_rank()
     places = (collectives, "FAILURE_GRACE_S", 0.1), (collectives, "default_store", FrozenStore)
-    places += ((heartbeat, "default_store", FrozenStore),)
+    places += ((background, "default_store", FrozenStore),)
     with contextlib.ExitStack() as stack:
         for place in places:
             stack.enter_context(mock.patch.object(*place))
-        beating = heartbeat.Heartbeat(dist.get_rank())
+        beating = background.Heartbeat(dist.get_rank())
         for having in (None, beating):
             channel = Channel(group, [0, 0], Recorder(0), Meter())
             channel.heartbeat, channel.failure_grace_s = having, 0.1

@@ -19,8 +19,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from moesys.config import ModelShape
-from moesys.kernels.topk import topk_by_index
-from moesys.moe.router import Router, load_balancing_loss, router_loss, z_loss
+from moesys.moe.router import Router, load_balancing_loss, router_loss, topk_by_index, z_loss
 from moesys.moe.router_bias import move_router_bias
 
 T, H, E, K = 37, 24, 16, 3

@@ -14,10 +14,9 @@ from test_step_program import AHEAD, EP, FOUR, FREE, FSEP, HOME, MODEL, ON_DEMAN
 import moesys as ms
 from moesys import cost
 from moesys.config.workload import Recompute
-from moesys.simulator.critical_path import by_place
 from moesys.simulator.mega_pass import ComputeSpan, MegaPass, RowTransfer, mega_pass
 from moesys.simulator.rest_of_step import RestOfStep
-from moesys.simulator.simulation import Lanes, Simulation, exposed_ms
+from moesys.simulator.simulation import Lanes, Simulation, by_place, exposed_ms
 from moesys.simulator.step_program import run_step
 from moesys.timeline import Timeline
 

@@ -12,7 +12,7 @@ from moesys.config import Strategy
 from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.tuner.findings import TuneJournal
-from moesys.tuner.strategy_search import search
+from moesys.tuner.pick import search
 from moesys.tuner.tuned_workload import Deadline, ladder
 
 

@@ -25,9 +25,8 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.config import ClusterSpec, Fsep, Strategy
 from moesys.config.overlap import MegaKernel, Pipelined, Sequential
-from moesys.tuner.pick import tune_workload
+from moesys.tuner.pick import SearchResult, search, tune_workload
 from moesys.tuner.space import SearchBounds, Space
-from moesys.tuner.strategy_search import SearchResult, search
 from moesys.tuner.tuned_workload import Fidelity, ladder
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"

@@ -12,7 +12,7 @@ from moesys.lab.ranks import pool
 from moesys.lab.ranks.pool import Workers
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.tuner import costs as costs_module
-from moesys.tuner.strategy_search import search
+from moesys.tuner.pick import search
 
 FUSED = changed(SMALL, {"overlap": ("sequential", "mega_kernel")})
 

@@ -18,7 +18,7 @@ from quick_tensors import quick_tensors
 from side_streams import side_streams
 from torch import Tensor
 
-from moesys.kernels.symmetric import pacing, pulls, signals
+from moesys.kernels.symmetric import pulls, signals
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.pulls import Copy, start_copies
 from moesys.kernels.symmetric.signals import raise_if_given_up
@@ -138,7 +138,6 @@ def interleaved() -> Iterator[None]:
             patch.setattr(Heap, "of_group", staticmethod(_of_group(of_group)))
             for module, name, function in (
                 (signals, "nap", _nap),
-                (pacing, "nap", _nap),
                 (signals, "raise_if_given_up", _raise_if_given_up),
                 (signals, "SPOILERS", 2),
                 (signals, "host_ns", _now_ns),

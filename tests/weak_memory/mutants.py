@@ -20,11 +20,11 @@ import pytest
 from weak_cases import Shown, WeakCase, run_once
 
 from moesys.kernels.mega import arguments, exchange, mega_combine, mega_dispatch, push_rows, tasks
-from moesys.kernels.symmetric import counts, ordered_sum, pulls, signals
+from moesys.kernels.symmetric import counts, pulls, signals
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
 
-MODULES = (signals, counts, pulls, ordered_sum, exchange, arguments, tasks, mega_dispatch, push_rows)
+MODULES = (signals, counts, pulls, exchange, arguments, tasks, mega_dispatch, push_rows)
 MODULES = (*MODULES, mega_combine)
 # Records of tasks are read when their launch has ended, so that nothing of them travels between programs.
 RECORDS = {"begin_task", "task_is_ready", "end_task", "_read_clock"}

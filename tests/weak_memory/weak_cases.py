@@ -21,8 +21,7 @@ import moesys as ms
 from moesys.kernels.mega.arguments import MegaMemory, publish
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import TIMEOUT_S, Heap
-from moesys.kernels.symmetric.ordered_sum import ordered_sum
-from moesys.kernels.symmetric.pulls import PullPart, PullRings
+from moesys.kernels.symmetric.pulls import PullPart, PullRings, ordered_sum
 from moesys.overlap.mega_executor import MegaHeaps
 
 # When waits run out, if it is not when all wait.

@@ -49,8 +49,7 @@ from moesys.kernels.mega.tasks import (
     task_is_ready,
 )
 from moesys.kernels.symmetric.heap import RANK, at
-from moesys.kernels.symmetric.pacing import arrive, set_off
-from moesys.kernels.symmetric.signals import all_came, raise_flag
+from moesys.kernels.symmetric.signals import all_came, arrive, raise_flag, set_off
 
 # Columns of a tile that are pushed from registers at a time: 128 bytes of 16 bits side by side.
 PUSH_COLUMNS = 64

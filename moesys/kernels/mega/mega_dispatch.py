@@ -33,8 +33,7 @@ from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_
 from moesys.kernels.mega.push_rows import Task
 from moesys.kernels.mega.tasks import FETCH, PRODUCT, begin_task, end_task, leave, mixed_task, take, task_is_ready
 from moesys.kernels.symmetric.heap import RANK, at
-from moesys.kernels.symmetric.pacing import arrive, set_off
-from moesys.kernels.symmetric.signals import DISPATCH, PUBLISH, all_came, wait
+from moesys.kernels.symmetric.signals import DISPATCH, PUBLISH, all_came, arrive, set_off, wait
 
 
 class DispatchRows(NamedTuple):

@@ -41,8 +41,7 @@ from moesys.lab.show.step_explanation import (
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 from moesys.row_traffic import row_traffic
-from moesys.simulator.critical_path import by_place
-from moesys.simulator.simulation import Simulation, critical_rank, exposed_ms
+from moesys.simulator.simulation import Simulation, by_place, critical_rank, exposed_ms
 from moesys.traces import Trace
 
 

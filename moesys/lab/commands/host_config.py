@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from moesys.config import ModelShape, ModelSpec, presets
 from moesys.config.experiment import Experiment
-from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
+from moesys.config.model import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
 from moesys.lab.runs.declarations import cluster_of

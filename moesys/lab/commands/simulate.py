@@ -43,9 +43,8 @@ from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.figures import TimelinePanel, draw_timelines, save, shown_ranks, style, write_chrome_trace
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, ColumnNote, CommandOutput, Report, Sheet, figure, publish
-from moesys.simulator.critical_path import by_place
 from moesys.simulator.rest_of_step import RestOfStep
-from moesys.simulator.simulation import Simulation, exposed_ms
+from moesys.simulator.simulation import Simulation, by_place, exposed_ms
 
 MOST_TRACED_RANKS = 64
 MOST_DRAWN_RANKS = 4

@@ -31,8 +31,7 @@ from moesys.lab.runs.comparison import SPEED, Comparison
 from moesys.lab.runs.statistics import PairedRatio, seed_ratios
 from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.sheets import figure as digits
-from moesys.simulator.critical_path import PathPart
-from moesys.simulator.simulation import Simulation
+from moesys.simulator.simulation import PathPart, Simulation
 from moesys.timeline import Source, Span, Timeline
 
 STYLE: dict[Any, Any] = {

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from moesys.config import BYTES_PER_GB, DenseMlp, Gqa, LayerSpec, Mla, ModelSpec, MoeMlp
-from moesys.config.layer_spec import Product
+from moesys.config.model import Product
 from moesys.config.model_run import LayerRecompute
 from moesys.display import Columns, Display, by_column, counted, draw_bars
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moesys.kernels.symmetric import cuda_driver
+from moesys.kernels.symmetric import heap
 from moesys.kernels.symmetric.pulls import BLOCK_WORDS, Copy, start_copies
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def test_engines_copy_where_there_is_a_driver(monkeypatch):
     driver = SimpleNamespace(
         cuMemcpyAsync=lambda *call: asked.append([number.value for number in call]) or answers.pop(0)
     )
-    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: driver)
+    monkeypatch.setattr(heap, "cuda_driver", lambda: driver)
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
@@ -77,7 +77,7 @@ def test_engines_are_those_of_cupy_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     start_copies([Copy(1, 2, 3), Copy(9, 9, 0), Copy(4, 5, 6)], torch.device("cuda", 0))
     assert asked == [(1, 2, 3, 4, 77), (4, 5, 6, 4, 77)]
-    assert cuda_driver.copy_engines(CPU) is None
+    assert heap.copy_engines(CPU) is None
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_the_driver_says_whether_atomics_reach_a_gpu(monkeypatch, error, value, 
         out._obj.value = value
         return error
 
-    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: SimpleNamespace(cuDeviceGetP2PAttribute=attribute))
+    monkeypatch.setattr(heap, "cuda_driver", lambda: SimpleNamespace(cuDeviceGetP2PAttribute=attribute))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
         lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"),
     )
-    assert cuda_driver.atomics_reach("GPU-0", "GPU-2") is reaches
-    assert asked == [(cuda_driver.P2P_NATIVE_ATOMICS, 0, 2)]
+    assert heap.atomics_reach("GPU-0", "GPU-2") is reaches
+    assert asked == [(heap.P2P_NATIVE_ATOMICS, 0, 2)]
     # A GPU that CUDA_VISIBLE_DEVICES hides, on either side, and a machine without a driver.
-    assert cuda_driver.atomics_reach("GPU-0", "GPU-7") is cuda_driver.atomics_reach("GPU-7", "GPU-0") is None
-    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: None)
-    assert cuda_driver.atomics_reach("GPU-0", "GPU-2") is None
+    assert heap.atomics_reach("GPU-0", "GPU-7") is heap.atomics_reach("GPU-7", "GPU-0") is None
+    monkeypatch.setattr(heap, "cuda_driver", lambda: None)
+    assert heap.atomics_reach("GPU-0", "GPU-2") is None

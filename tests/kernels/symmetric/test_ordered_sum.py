@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_references import ordered_sum_reference
 
-from moesys.kernels.symmetric.ordered_sum import COLUMNS, ordered_sum
+from moesys.kernels.symmetric.pulls import COLUMNS, ordered_sum
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-import moesys.kernels.symmetric.signals
-from moesys.kernels.symmetric import pacing
-from moesys.kernels.symmetric.pacing import arrive, paced_copies, paced_link, set_off
-from moesys.kernels.symmetric.signals import now_ns
+from moesys.kernels.symmetric import signals
+from moesys.kernels.symmetric.signals import arrive, now_ns, paced_copies, paced_link, set_off
 
 CPU = torch.device("cpu")
 # 20 KB on a link of 2 MB/s: 10 ms.
@@ -28,8 +26,8 @@ def clock(monkeypatch):
     def nap():
         clock.ns += POLL_NS
 
-    monkeypatch.setattr(moesys.kernels.symmetric.signals, "host_ns", lambda: clock.ns)
-    monkeypatch.setattr(pacing, "nap", nap)
+    monkeypatch.setattr(signals, "host_ns", lambda: clock.ns)
+    monkeypatch.setattr(signals, "nap", nap)
     return clock
 
 

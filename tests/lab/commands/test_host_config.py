@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from moesys.__main__ import app
-from moesys.config.layer_spec import Mla
+from moesys.config.model import Mla
 from moesys.lab.commands.host_config import HostConfig, read_host
 
 MEGATRON = """

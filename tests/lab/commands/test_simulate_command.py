@@ -29,7 +29,7 @@ from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.figures import write_chrome_trace
 from moesys.lab.show.sheets import figure
 from moesys.load import LoadMatrix
-from moesys.simulator.critical_path import PathPart, by_place
+from moesys.simulator.simulation import PathPart, by_place
 from moesys.simulator.step_program import simulation
 from moesys.timeline import Span, Timeline
 from moesys.traces import Trace, save_trace

@@ -29,7 +29,7 @@ from moesys.lab.show.figures import (
 )
 from moesys.lab.show.pages import Bins, curves
 from moesys.load import LoadMatrix
-from moesys.simulator.critical_path import PathPart
+from moesys.simulator.simulation import PathPart
 from moesys.timeline import Span, Timeline
 
 RATIO = PairedRatio(8, 1.2, 1.1, 1.3, 0.01)
