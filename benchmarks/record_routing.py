@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moesys.balance.predictors import measured_drift
-from moesys.config.hub import read_config
+from moesys.config.model_spec import read_config
 from moesys.hf.routing_replay import record_routing
 from moesys.lab.commands.options import Quiet, argument, folder_to_write, refusing
 from moesys.lab.show.progress import steps_told

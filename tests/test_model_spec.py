@@ -14,7 +14,7 @@ from small_models import SMALL
 from transformers import AutoConfig
 
 import moesys as ms
-from moesys.config.hub import family_defaults, family_names, model_names, published_names, read_config
+from moesys.config.model_spec import family_defaults, family_names, model_names, published_names, read_config
 
 every_small = pytest.mark.parametrize("config", SMALL.values(), ids=SMALL)
 

@@ -34,8 +34,8 @@ from benchmarks.leaderboard.workloads import recorded_in, settings
 from benchmarks.seconds_certificate import certify_seconds
 from benchmarks.shaped import cases as shaped
 from moesys.__main__ import COMMANDS
-from moesys.config.hub import read_config
 from moesys.config.member import RECORDED
+from moesys.config.model_spec import read_config
 from moesys.journal import Journal
 from moesys.lab.commands.options import file_to_write, folder_to_write
 from moesys.lab.commands.plan_load import read_layout, read_load

@@ -40,7 +40,7 @@ from moesys.kernels.symmetric.signals import paced_copies
 from moesys.lab.calibrate.timings import StackedExperts
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.overlap.device_split import PendingPlan, RowLimit, device_split, room_for_rows
+from moesys.overlap.device_routes import PendingPlan, RowLimit, device_split, room_for_rows
 from moesys.overlap.executor import ExpertGradients
 from moesys.overlap.experts_triton import ACTIVATION
 from moesys.overlap.mega_executor import MegaKernelRun, Stages, replicas_of, tokens_by_replica

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from moesys.config.cluster import ClusterSpec
-from moesys.config.hub import hub_model, read_config
 from moesys.config.model import ModelShape, MoeMlp
+from moesys.config.model_spec import hub_model, read_config
 from moesys.config.sharding import Fsep, SlotCount
 from moesys.config.strategy import Strategy, WindowMean
 from moesys.kinds import did_you_mean

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from moesys.config.base import Declaration, KindUnion, LongName
-from moesys.config.hub import config_named, moe_layers, parse_config, read_config, shape_of
 from moesys.config.model import ModelShape
+from moesys.config.model_spec import config_named, moe_layers, parse_config, read_config, shape_of
 
 # The parts that run forward again in backward: none; whole layers; layers as far as backward reads them; computing.
 Recompute = Literal["none", "layers", "selective", "computing"]

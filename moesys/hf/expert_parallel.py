@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from transformers.distributed.expert_parallel import EPImplementation
 
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
-from moesys.config.hub import NAMES
+from moesys.config.model_spec import NAMES
 from moesys.hf.adapters import factors_of, with_lora
 from moesys.hf.checkpoint_check import check_before_loading
 from moesys.hf.experts_module import ExpertsModule, compute_dtype, is_experts

@@ -25,7 +25,7 @@ from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.run_planner import plan_layout
 from moesys.config import ClusterSpec, ModelShape, Ordered, Strategy
 from moesys.frames import Position
-from moesys.kernels.host_copies import to_device
+from moesys.kernels.launch import to_device
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
 from moesys.moe.call import LayerCall

@@ -111,8 +111,14 @@ class Router(nn.Module):
     ``weight`` float32 [E, H], normal with ``initializer_range`` from ``generator``; ``e_score_correction_bias``
     float32 [E], for sigmoid only. Names and shapes are those of the published checkpoints.
 
-    Each pass in training mode with gradients enabled adds ``router_aux_loss_coef`` x :func:`load_balancing_loss` +
+    Each pass in training mode with gradients enabled adds ``router_aux_loss_coef`` x the load-balancing loss +
     ``router_z_loss_coef`` x :func:`z_loss` over this rank's real tokens to the loss: :func:`router_loss` gives the sum.
+
+    The load-balancing loss is the Switch loss, E x sum over experts of (share of tokens) x (mean score), lowest when
+    both are even. Softmax: share = tokens / T, score = probability; what transformers computes for one layer, K at
+    perfect balance (arXiv 2101.03961, equations 4 to 6). Sigmoid: share = tokens / (K T), score = sigmoid divided by
+    its sum over experts; 1 at perfect balance (arXiv 2412.19437, equations 17 to 20, with the T tokens of a pass in the
+    place of one sequence). Only the scores are differentiable.
     """
 
     e_score_correction_bias: Tensor
@@ -198,28 +204,6 @@ class Router(nn.Module):
         return self.__dict__ | {"_passes": [], "_newest": None}
 
 
-def load_balancing_loss(
-    logits_TE: Tensor, expert_TK: Tensor, num_experts: int, *, scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-) -> Tensor:
-    """Returns the Switch loss, E x sum over experts of (share of tokens) x (mean score), lowest when both are even.
-
-    Softmax: share = tokens / T, score = probability; what transformers computes for one layer, K at perfect balance
-    (arXiv 2101.03961, equations 4 to 6). Sigmoid: share = tokens / (K T), score = sigmoid divided by its sum over
-    experts; 1 at perfect balance (arXiv 2412.19437, equations 17 to 20, with the T tokens of this call in the place of
-    one sequence). Only the scores are differentiable.
-
-    Args:
-        logits_TE: [T, E] float32. No tokens: the loss is 0.
-        expert_TK: [T, K] int64, the chosen experts.
-        num_experts: E.
-
-    Returns:
-        A float32 scalar.
-    """
-    share_E = token_shares(_tokens_of(expert_TK, num_experts), expert_TK.shape[1], scoring_func)
-    return num_experts * (share_E * mean_scores(logits_TE, scoring_func)).sum()
-
-
 def token_shares(tokens_E: Tensor, top_k: int, scoring_func: str) -> Tensor:
     """Returns the share of tokens of each expert, float32 [E], from their integers: their sum is K for softmax, and 1
     for sigmoid. No tokens: 0.
@@ -271,7 +255,7 @@ def router_loss(
     - Losses that it has returned are left out once backward has gone through their passes.
     - A forward that raised does not count, once its router runs again: what it computed is gone.
 
-    ``over``: whose shares of tokens the :func:`load_balancing_loss` has. "micro_batch": this rank's, of each pass.
+    ``over``: whose shares of tokens the load-balancing loss has. "micro_batch": this rank's, of each pass.
     "global_batch": those of all ranks, in all passes since the last ``update_router_bias``, which is to be called after
     each step (arXiv 2501.11873). Scores are then weighted by the tokens of their rank, so that the mean of the ranks'
     losses is the loss of one process with the tokens of all. A collective, in which each router has run equally often

@@ -27,7 +27,7 @@ from torch import Tensor
 from moesys.balance.layout_schedule import LayoutSchedule
 from moesys.config import LayoutInvariant, ModelShape, Sharding
 from moesys.kernels.cpu.page_pool import PagePool
-from moesys.kernels.host_copies import to_device
+from moesys.kernels.launch import to_device
 from moesys.layout import ExpertLayout
 from moesys.moe.masters import Expert, ExpertForm, Master, Masters
 from moesys.overlap.comm.channel import Channel

@@ -23,7 +23,7 @@ from torch import Tensor
 from moesys.config import LayoutInvariant, Overlap
 from moesys.frames import Position
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
-from moesys.kernels.host_copies import to_device
+from moesys.kernels.launch import to_device
 from moesys.layout import ExpertLayout
 from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.exact_sum import BlockSums
@@ -308,8 +308,7 @@ class ChunkedExecutor(Executor):
 
     def launch(self, expert_TK: Tensor, layout: ExpertLayout, at: Position) -> DeviceLaunch:
         # Imported here, so that Triton is loaded only where it runs.
-        from moesys.overlap.device_routes import chunk_numbers, own_replicas, route_on_device
-        from moesys.overlap.device_split import device_split
+        from moesys.overlap.device_routes import chunk_numbers, device_split, own_replicas, route_on_device
 
         layer, channel, chunks = self.layer, self.layer.channel, self.num_chunks
         if self._tables is None or self._tables[0] is not layout:

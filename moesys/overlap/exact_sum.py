@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moesys.compiled import borrowing
 from moesys.frames import Position
-from moesys.kernels.host_copies import to_device
+from moesys.kernels.launch import to_device
 from moesys.overlap.comm.channel import Channel
 
 # A float64 has 53 bits: one is for what rounding adds, and one for the sign of the last partial sum.

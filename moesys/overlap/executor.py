@@ -25,7 +25,7 @@ from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.frames import Position
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
-from moesys.kernels.host_copies import to_device
+from moesys.kernels.launch import to_device
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
 from moesys.overlap.comm.channel import Channel

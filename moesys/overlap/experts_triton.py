@@ -37,7 +37,7 @@ from moesys.kernels.experts.tile_tuner import INTERPRETED, SINGLE, blocks_of
 from moesys.kernels.experts.tiles import RowTiles, groups_by_size, tile_table
 from moesys.kernels.experts.token_rows import combine
 from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks, WeightGradients, weight_gradient
-from moesys.kernels.host_copies import HostCopy, to_device
+from moesys.kernels.launch import HostCopy, to_device
 from moesys.kernels.routing import SortedRouting, route
 from moesys.overlap.exact_sum import BlockSums, largest_by_slot, largest_size
 from moesys.overlap.executor import (

@@ -43,7 +43,7 @@ from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.experts.tile_config import TileConfigs
 from moesys.kernels.experts.tiles import groups_by_size
 from moesys.kernels.experts.weight_gradient import OrderedGroups, WeightGradients
-from moesys.kernels.host_copies import to_device
+from moesys.kernels.launch import to_device
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange, publish
 from moesys.kernels.mega.exchange import Replicas, most_flags, regions
 from moesys.kernels.mega.mega_combine import down_combine, input_gradient_combine, routing_weight_gradients
@@ -56,7 +56,7 @@ from moesys.layout import ExpertLayout, TokenPlan
 from moesys.limits import too_many_rows
 from moesys.load import IntArray
 from moesys.overlap.comm.record import Recorder, SpanRecord, stage
-from moesys.overlap.device_split import DeviceSplit, PendingPlan, RowLimit, device_split, room_for_rows
+from moesys.overlap.device_routes import DeviceSplit, PendingPlan, RowLimit, device_split, room_for_rows
 from moesys.overlap.exact_sum import BlockSums
 from moesys.overlap.executor import (
     DeviceLaunch,

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesys.kernels.host_copies import to_device
+from moesys.kernels.launch import to_device
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
 

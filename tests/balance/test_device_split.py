@@ -23,7 +23,7 @@ from moesys.kernels.split.flow import split
 from moesys.kernels.split.tables import entries_of
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.overlap.device_split import device_split, split_tables
+from moesys.overlap.device_routes import device_split, split_tables
 from moesys.overlap.mega_executor import tokens_by_replica
 
 TWO_NODES = ClusterSpec(num_nodes=2, ranks_per_node=2)

@@ -42,7 +42,7 @@ from benchmarks.leaderboard.planners import named_planner
 from moesys.__main__ import main
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.compiled import code_folders
-from moesys.config.hub import published_names, read_config
+from moesys.config.model_spec import published_names, read_config
 from moesys.files import FolderLock
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import Gpu, _parse, blocks_of, cache_file, read_blocks

@@ -24,7 +24,7 @@ WARM_UPS, STEPS = 2, 2
 # On the CPU, where kernels have ended when they return, moesys reads at once whether one gave up.
 READS_ON_CPU = ("raise_if_given_up", "_raise_if_found")
 # Copies to pinned memory, which the host reads on a GPU when they have arrived or all of backward is launched.
-COPIES = "moesys.kernels.host_copies"
+COPIES = "moesys.kernels.launch"
 
 
 def shape_of(gpu: GpuRank) -> ModelShape:

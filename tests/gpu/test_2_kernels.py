@@ -56,7 +56,7 @@ from moesys.kernels.symmetric.pulls import ordered_sum
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.moe.router import topk_by_index
-from moesys.overlap.device_split import device_split
+from moesys.overlap.device_routes import device_split
 from moesys.overlap.mega_executor import tokens_by_replica
 
 pytestmark = pytest.mark.gpu(layer="kernels of one device")

@@ -48,7 +48,7 @@ class ThroughRoutes(TritonExperts):
 
 def checks_copies(frame: Any) -> bool:
     """Returns whether the frame checks a copy, which goes by pinned memory on a GPU and is read when it has arrived."""
-    is_copy = frame.f_globals.get("__name__") == "moesys.kernels.host_copies" and frame.f_back is not None
+    is_copy = frame.f_globals.get("__name__") == "moesys.kernels.launch" and frame.f_back is not None
     return is_copy and frame.f_back.f_code.co_name == "check"
 
 

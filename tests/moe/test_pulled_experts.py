@@ -119,8 +119,12 @@ def step(overlap: Overlap) -> list[torch.Tensor]:
     assert len({id(shards.rings) for shards in all_shards if isinstance(shards, PulledExperts)}) == pulled
     for shards in all_shards:
         if isinstance(shards, PulledExperts):
-            num_bytes = sum(ring._heap.layout.num_bytes for ring in shards.rings._rings.values())
-            assert num_bytes == ring_bytes(shape, dist.get_world_size(), num_slots=2, gradient_bytes=4)
+            # Slices of all experts are restored, and gradients of two slots resharded; all layers share the memory.
+            bytes_of_slice = -(-shape.expert_parameters // dist.get_world_size())
+            shared = (shape.num_experts * shape.bytes_per_element, 2 * dist.get_world_size() * 4)
+            regions = [pull_regions(each * bytes_of_slice, dist.get_world_size()) for each in shared]
+            found = sum(ring._heap.layout.num_bytes for ring in shards.rings._rings.values())
+            assert found == sum(ArenaLayout.of(each).num_bytes for each in regions)
     runtime.close()
     return [*outputs, x_TH.grad, *(whole(p.grad) for p in model.parameters())]
 

@@ -39,7 +39,7 @@ ON_THE_CPU = ("raise_if_given_up", "_raise_if_found", "_framed", "index_of")
 # Experts and their gradients, which no plan of tokens is about, are brought by tables that the host makes of layouts.
 OF_LAYOUTS = ("moesys.moe.pulled_experts", "moesys.kernels.symmetric.pulls")
 # Goes by pinned memory on a GPU; what it reads is counted.
-COPIES = "moesys.kernels.host_copies"
+COPIES = "moesys.kernels.launch"
 
 
 def of_hosts(frame: Any) -> bool:

@@ -12,7 +12,7 @@ from test_ranks_plan import different, made, train
 from torch import Tensor
 
 import moesys as ms
-from moesys.kernels.host_copies import HostCopy
+from moesys.kernels.launch import HostCopy
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.experts_triton import TritonExperts
 

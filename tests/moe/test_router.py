@@ -19,7 +19,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from moesys.config import ModelShape
-from moesys.moe.router import Router, load_balancing_loss, router_loss, topk_by_index, z_loss
+from moesys.moe.router import Router, mean_scores, router_loss, token_shares, topk_by_index, z_loss
 from moesys.moe.router_bias import move_router_bias
 
 T, H, E, K = 37, 24, 16, 3
@@ -234,10 +234,16 @@ def test_initial_weights_come_from_the_generator():
 # --- losses ---
 
 
+def load_balancing_loss(logits_TE, expert_TK, scoring_func="softmax"):
+    """The loss as routers have it, of all tokens."""
+    share_E = token_shares(expert_TK.flatten().bincount(minlength=E), K, scoring_func)
+    return E * (share_E * mean_scores(logits_TE, scoring_func)).sum()
+
+
 def test_load_balancing_loss_is_that_of_transformers():
     logits_TE = torch.randn(T, E, requires_grad=True)
     expert_TK = topk_by_index(logits_TE.detach(), K)
-    ours = load_balancing_loss(logits_TE, expert_TK, E)
+    ours = load_balancing_loss(logits_TE, expert_TK)
     theirs = load_balancing_loss_func((logits_TE,), E, K)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     (our_grad,) = torch.autograd.grad(ours, logits_TE)
@@ -253,7 +259,7 @@ def test_load_balancing_loss_of_sigmoid_is_that_of_deepseek():
     f = [E / (K * T) * sum(i in chosen for chosen in expert_TK.tolist()) for i in range(E)]
     P = (s / s.sum(dim=1, keepdim=True)).mean(dim=0)
     expected = sum(f[i] * P[i].item() for i in range(E))
-    loss = load_balancing_loss(logits_TE, expert_TK, E, scoring_func="sigmoid")
+    loss = load_balancing_loss(logits_TE, expert_TK, "sigmoid")
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -273,7 +279,7 @@ def test_a_model_sums_the_losses_of_its_routers():
         routing = router(x_TH)
         if router is not model["free"]:
             kind = router.shape.scoring_func
-            balance = load_balancing_loss(routing.logits_TE, routing.expert_TK, E, scoring_func=kind)
+            balance = load_balancing_loss(routing.logits_TE, routing.expert_TK, kind)
             expected += 0.01 * balance.item() + 0.001 * z_loss(routing.logits_TE).item()
     assert router_loss(model["free"]).item() == 0
     loss = router_loss(model)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moesys.config.hub import SAME_AS
+from moesys.config.model_spec import SAME_AS
 
 # Products of a module's name.
 _PART_OF = {

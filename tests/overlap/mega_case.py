@@ -22,7 +22,7 @@ from moesys.load import LoadMatrix
 from moesys.overlap.chunked import ChunkedRun
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
-from moesys.overlap.device_split import device_split
+from moesys.overlap.device_routes import device_split
 from moesys.overlap.executor import ExpertGradients, ExpertWeights, SavedTensors
 from moesys.overlap.experts_triton import ACTIVATION, TritonExperts
 from moesys.overlap.mega_executor import MegaHeaps, MegaKernelRun, plan_mega, plan_mega_later, replicas_of

@@ -15,13 +15,12 @@ from torch import Tensor
 import moesys as ms
 from moesys.balance.plan import plan_layer
 from moesys.frames import NO_LAYER, Identity, Position, header
-from moesys.kernels.host_copies import HostCopy
+from moesys.kernels.launch import HostCopy
 from moesys.kernels.routing import route
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.overlap.comm.record import Meter
-from moesys.overlap.device_routes import PendingRoutes, chunk_numbers, own_replicas, route_on_device
-from moesys.overlap.device_split import device_split
+from moesys.overlap.device_routes import PendingRoutes, chunk_numbers, device_split, own_replicas, route_on_device
 from moesys.overlap.routes import build_routes, chunk_counts
 
 SPLITS = tuple(split for kind in ms.Split.kinds().values() if (split := kind()).on_device)

@@ -17,7 +17,7 @@ from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.symmetric.counts import count_regions
 from moesys.kernels.symmetric.heap import ArenaLayout, Heap
 from moesys.limits import too_many_rows
-from moesys.overlap.device_split import room_for_rows
+from moesys.overlap.device_routes import room_for_rows
 from moesys.overlap.experts_triton import ACTIVATION
 from moesys.overlap.mega_executor import MegaHeaps, _blocks_and_flags, plan_mega
 from moesys.simulator.mega_pass import RASTER, TileSizes
@@ -81,7 +81,9 @@ def symmetric_bytes(
 
 def test_symmetric_memory_is_at_most_a_quarter_of_unieps():
     """T=32768, H=1536, K=8 in 16 bits, for which UniEP (arXiv 2604.19241) says 7.7 GB."""
-    found = symmetric_bytes(ms.MegaKernel(), SHAPE, 32768, num_ranks=8, num_replicas=128)
+    _, flags = _blocks_and_flags(ms.MegaKernel(), SHAPE, 32768, 128, torch.device("cuda"))
+    shared = regions(32768, SHAPE.top_k, SHAPE.hidden_size, torch.bfloat16, 8, flags)
+    found = ArenaLayout.of({**shared, **count_regions(8, SHAPE.num_experts)}).num_bytes
     # Those of x, once more for backward, and eight that come home.
     rows = 2 * 32768 * 1536 * (2 + 8)
     assert rows < found <= 7.7e9 / 4

@@ -11,7 +11,7 @@ from mega_case import Case, Drawn, MegaRun, new_heaps
 import moesys as ms
 from moesys.collectives import RankMismatchError
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.overlap.device_split import RowLimit, room_for_rows, split_tables
+from moesys.overlap.device_routes import RowLimit, room_for_rows, split_tables
 
 # The experts of four ranks, of which the first holds one more; each source sends so many tokens to each replica.
 LAYOUT = ms.planning.ExpertLayout(np.array([[0, 1], [1, 2], [3, -1], [4, -1]]), 5)

@@ -22,8 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.host_copies import to_device
-from moesys.kernels.launch import kernel
+from moesys.kernels.launch import kernel, to_device
 from moesys.kernels.split.tables import IntArray, SplitTables, fill_quotas
 
 # A product of two numbers that have at most this many bits together fits int64.

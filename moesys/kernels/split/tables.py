@@ -20,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.host_copies import to_device
-from moesys.kernels.launch import kernel
+from moesys.kernels.launch import kernel, to_device
 
 IntArray = npt.NDArray[np.int64]
 # The fewest lanes of a program, those that a warp gets, and the most warps.

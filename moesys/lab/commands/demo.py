@@ -24,7 +24,7 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.greedy.greedy import Greedy
 from moesys.config import Ep, Fsep, LayoutInvariant, Ordered, Strategy, presets
 from moesys.config.experiment import Experiment
-from moesys.config.hub import read_config
+from moesys.config.model_spec import read_config
 from moesys.config.overlap import Pipelined
 from moesys.config.strategy import Reduction
 from moesys.config.workload import ModelTraining, Replay

@@ -188,7 +188,7 @@ def argument(metavar: str, text: str, **more: Any) -> Any:
 
 def model_names_known(begun: str) -> list[str]:
     """Returns the names of packaged models that start with ``begun``, for the completion of shells."""
-    from moesys.config.hub import model_names, published_names
+    from moesys.config.model_spec import model_names, published_names
 
     return [name for name in (*model_names(), *published_names()) if name.startswith(begun)]
 

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
-from moesys.config.workload import Training, Workload
 from moesys.lab.commands.options import (
     AsJson,
     ExperimentFile,
@@ -58,7 +57,6 @@ def run_command(
     record_routing: Annotated[
         Path | None, option("FILE", "Record the routing of a training in FILE, with {seed} and {strategy} in it.")
     ] = None,
-    interpret: Annotated[bool, flag("Run GPU kernels in Triton's interpreter (slow).", "--interpret")] = False,
     strategy: Annotated[list[Path] | None, option("FILE", "Add a Strategy in a file; may be repeated.")] = None,
     settings: Settings = None,
     imports: Imports = None,
@@ -82,7 +80,7 @@ def run_command(
             "leave it out here, and give their run folders to moesys compare one at a time"
         )
     further = [declared_in(path, Strategy) for path in strategy or ()]
-    for experiment in [_changed(one, seeds, interpret, further) for one in experiments]:
+    for experiment in [_changed(one, seeds, further) for one in experiments]:
         if comparisons and not quiet:
             print(file=told)
         result = run(
@@ -120,20 +118,13 @@ def _slurm(text: str, jobs: int | None) -> Slurm:
     return slurm_of(text)
 
 
-def _changed(experiment: Experiment, num_seeds: int | None, interpret: bool, further: Sequence[Strategy]) -> Experiment:
-    """Returns the experiment with other seeds, with kernels in Triton's interpreter, and with further strategies but
-    those that it has already, under any name.
+def _changed(experiment: Experiment, num_seeds: int | None, further: Sequence[Strategy]) -> Experiment:
+    """Returns the experiment with other seeds, and with further strategies but those that it has already, under any
+    name.
     """
-    workload: Workload = experiment.workload
-    if interpret and not isinstance(workload, Training):
-        raise ValueError(
-            f"--interpret has the kernels of workload=Training(...) interpreted, and that of {experiment.name} is "
-            f"{type(workload).__name__}; leave it out"
-        )
     there = {strategy.fingerprint() for strategy in experiment.strategies}
     new = [strategy for strategy in further if strategy.fingerprint() not in there]
     return experiment.replace(
-        workload=workload.replace(interpret=True) if interpret else workload,
         seeds=experiment.seeds if num_seeds is None else tuple(range(num_seeds)),
         strategies=(*experiment.strategies, *new),
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,27 +26,6 @@ T = TypeVar("T")
 # Ranks wait this long for a rank that failed where no message reports it.
 COLLECTIVE_TIMEOUT_S = 120.0
 _POLL_S = 0.01
-
-
-class Ranks(Protocol):
-    """Ranks that call a function at the same time, each time in a new process group: local ones, or torchrun's.
-
-    Local ranks belong to one process. Under torchrun each rank makes the same calls; ``writes`` is True for the rank
-    that prints and writes files.
-    """
-
-    writes: bool
-
-    def run(self, fn: Callable[..., T], *args: Any, timeout_s: float | None = None) -> list[T]:
-        """Returns ``fn(*args)`` of each rank, in rank order. ``fn`` is a module-level function. Raises RankError."""
-
-    def call(self, fn: Callable[..., T], *args: Any) -> T:
-        """Returns ``fn(*args)`` of rank 0, or under torchrun of the calling rank. Raises RankError on all."""
-
-    def share(self, value: T | None) -> T:
-        """Returns the ``value`` of the process that writes, on all processes."""
-
-    def close(self) -> None: ...
 
 
 def start_ranks(num_ranks: int, device_type: str = "cpu", *, threads: int = 1) -> tuple[Ranks, ClusterSpec]:
@@ -149,3 +128,8 @@ class TorchrunRanks:
     def _leave(self) -> None:
         if dist.is_initialized():
             leave_groups()
+
+
+# Ranks that call a function at the same time, each time in a new process group: local ones, which belong to one
+# process, or torchrun's, each of which makes the same calls. ``writes`` is True for the rank that prints and writes.
+Ranks = LocalRanks | TorchrunRanks

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from itertools import cycle, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,31 +35,6 @@ PAGE_STYLE: dict[Any, Any] = STYLE | {
     "savefig.transparent": True,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
 }
-_CSS = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --soft: #5b6570; --line: #d9dee4; }
-@media (prefers-color-scheme: dark) { :root { --paper: #14181d; --ink: #e6e9ec; --soft: #9aa4ae; --line: #2c333b; } }
-body { font: 15px/1.45 system-ui, sans-serif; background: var(--paper); color: var(--ink); margin: 2rem auto;
-  max-width: 1000px; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .3rem; }
-p { margin: .3rem 0; } .note, .none { color: var(--soft); font-size: .87rem; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .6rem; margin: 1rem 0; }
-dt { color: var(--soft); font-size: .8rem; } dd { margin: 0; font-size: 1.05rem; overflow-wrap: anywhere; }
-figure { margin: 0; }
-/* A shadow on a side where more can be scrolled into view, which a cover that scrolls along hides at the end. */
-section { overflow-x: auto; background: linear-gradient(90deg, var(--paper) 40%, transparent) 0 0 / 2.5rem 100% local,
-  linear-gradient(270deg, var(--paper) 40%, transparent) 100% 0 / 2.5rem 100% local,
-  linear-gradient(90deg, var(--soft), transparent) 0 0 / .7rem 100% scroll,
-  linear-gradient(270deg, var(--soft), transparent) 100% 0 / .7rem 100% scroll; background-repeat: no-repeat; }
-.hint { fill: transparent; } .hint:hover { fill: var(--soft); fill-opacity: .2; }
-svg { display: block; width: 100%; height: auto; color: var(--ink); }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line); }
-th { color: var(--soft); font-weight: normal; vertical-align: bottom; white-space: pre-line; }
-td { vertical-align: top; } td:not(.left) { white-space: nowrap; } .left { text-align: left; }
-#runs td:nth-child(2) { min-width: 13rem; } a { color: inherit; }
-.best { font-weight: bold; } .unclear { color: var(--soft); }
-.headline { font-size: 1.15rem; margin: 1rem 0; }
-"""
 # Sizes in inches, and the least and the most pixels per point of a figure: below the least its texts are illegible.
 _WIDTH, _CURVE_HEIGHT, _LEAST_HEIGHT = 9.6, 2.2, 1.7
 _LEAST_SCALE, _MOST_SCALE = 1.04, 1.5
@@ -75,7 +51,8 @@ _DASHES: tuple[Any, ...] = ("-", (0, (4, 3)), (0, (1, 2)), (0, (6, 2, 1, 2)))
 def page(title: str, parts: Sequence[str]) -> str:
     """Returns the whole file. ``parts`` are its body, in HTML, whose control characters are escaped."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-    lines = ["<!DOCTYPE html>", f'<html lang="en"><head>{head}<style>{_CSS}</style></head>', "<body>"]
+    css = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    lines = ["<!DOCTYPE html>", f'<html lang="en"><head>{head}<style>\n{css}</style></head>', "<body>"]
     return printable("\n".join([*lines, *parts, "</body></html>", ""]), keep="\n\t")
 
 

@@ -35,7 +35,7 @@ class LanguageModel(nn.Module):
     are those of ``MoELayer``. With ``workload.recompute`` blocks keep their inputs only and run again in backward.
 
     Parameters are float32 and start from ``seed`` and their names alone: not from ranks, not from the strategy. All
-    but the experts are replicated on every rank. Raises ValueError where the heads do not divide the hidden size.
+    but the experts are replicated on every rank.
     """
 
     def __init__(
@@ -51,8 +51,6 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         H = model.hidden_size
-        if H % workload.num_heads:
-            raise ValueError(f"num_heads={workload.num_heads} does not divide hidden_size={H}; choose a divisor")
         self.workload = workload
         self.embedding = nn.Embedding(VOCABULARY, H, dtype=PARAMETER_DTYPE)
         self.place = nn.Embedding(workload.context, H, dtype=PARAMETER_DTYPE)

@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from moesys.balance.plan import LayerPlan
@@ -33,6 +33,9 @@ from moesys.moe.gradients import clip_grad_norm_
 from moesys.moe.muon import Muon
 from moesys.moe.router_bias import update_router_bias
 from moesys.moe.runtime import MoERuntime
+
+if TYPE_CHECKING:
+    from moesys.lab.train.model_learner import ModelLearner
 
 
 @dataclass(frozen=True)
@@ -63,29 +66,6 @@ class StepResult:
     router_entropy: float
     tokens_LE: list[list[int]]
     loads_MLRE: list[list[list[list[int]]]]
-
-
-class Learner(Protocol):
-    """A model and the text that it learns. All methods are collectives of the ranks that train; to make one is none, so
-    that ranks can meet first.
-
-    B sequences, C tokens of context, N = B·C tokens.
-    """
-
-    model: nn.Module
-    text: Text
-
-    def link(self) -> MoERuntime:
-        """Joins the model's layers, and shards what is to be sharded."""
-
-    def losses(self, inputs_BC: Tensor, targets_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns each token's cross entropy, float32 [N] nats, and what the routers ask for, a mean over tokens."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of the sum of all ranks' ``loss``."""
-
-    def sync_gradients(self) -> None:
-        """Ends what ``backward`` leaves for the end of a step."""
 
 
 def train(
@@ -125,7 +105,7 @@ class Trainer:
     ) -> None:
         self.workload, self.seed = workload, seed
         self.device = rank_device(workload.device)
-        self.learner: Learner
+        self.learner: ByteLearner | ModelLearner
         if isinstance(workload, Training):
             self.learner = ByteLearner(shape, strategy, cluster, workload, seed, group, self.device)
         else:

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from moesys import frames
 from moesys.collectives import EXPLAINED, FAILURE_GRACE_S, failure_of, group_destroyed
 from moesys.frames import NO_LAYER, VALUES, Header, Identity, Position
-from moesys.kernels.host_copies import HostCopy, to_device
+from moesys.kernels.launch import HostCopy, to_device
 from moesys.overlap.comm.background import BackgroundThread, Heartbeat, silent_ranks
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.torch_private import group_timeout_s, is_registered

@@ -103,13 +103,11 @@ def run_pipeline(
     """Runs ``parts[stage][chunk]``. ``hop_seconds``: from a part to the next on another stage, either way; a stage goes
     on meanwhile.
 
-    Raises ValueError for micro-batches that do not fill the groups of an interleaved schedule, and for one that splits
-    backward with more than one chunk. ``Parallelism`` says with what ``overlap`` cannot be used.
+    ``ModelRun`` checks that an interleaved schedule has micro-batches that fill its groups, that one which splits
+    backward has one chunk a stage, and with what ``overlap`` cannot be used.
     """
     num_stages, num_chunks = len(parts), len(parts[0])
     if schedule == "zero_bubble":
-        if num_chunks > 1:
-            raise ValueError(f"schedule='zero_bubble' has one chunk a stage, not {num_chunks}; use vp=1")
         filling = _Pipeline(parts, hop_seconds, split=True).run_filling(micro_batches)
         orders = [
             list(_with_weight_gradients(_one_forward_one_backward(stage, num_stages, 1, micro_batches, 0)))
@@ -117,11 +115,6 @@ def run_pipeline(
         ]
         at_once = _Pipeline(parts, hop_seconds, split=True).run_in_order(orders)
         return min(filling, at_once, key=lambda run: run.seconds)
-    if num_chunks > 1 and micro_batches % num_stages:
-        raise ValueError(
-            f"vp={num_chunks} goes through micro-batches in groups of pp={num_stages}, and "
-            f"{micro_batches} do not fill them; use a multiple of {num_stages}, or vp=1"
-        )
     further = int(overlap)
     orders = [
         _one_forward_one_backward(stage, num_stages, num_chunks, micro_batches, further) for stage in range(num_stages)

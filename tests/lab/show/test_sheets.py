@@ -20,7 +20,7 @@ from rich.console import Console
 
 import moesys as ms
 from moesys.config import Oracle
-from moesys.config.hub import read_config
+from moesys.config.model_spec import read_config
 from moesys.config.workload import ModelTraining
 from moesys.lab.runs.comparison import Comparison, compare_records
 from moesys.lab.runs.records import Samples, setting_fingerprint

@@ -64,8 +64,3 @@ def test_initial_weights_depend_on_the_seed_and_on_nothing_else(ranks: LocalRank
         assert weights.keys() == alone.keys()
         assert all(torch.equal(weights[name], alone[name]) for name in alone)
     assert not any(torch.equal(weight, alone[name]) for name, weight in initial_weights(EP, 1).items() if weight.std())
-
-
-def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_heads=3 does not divide hidden_size=32; choose a divisor"):
-        LanguageModel(SHAPE, EP, WORKLOAD.replace(num_heads=3), seed=0)

@@ -13,7 +13,7 @@ from conftest import refusal
 from torch.nn import functional
 
 import moesys as ms
-from moesys.config.hub import model_names, read_config
+from moesys.config.model_spec import model_names, read_config
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.train.loop import train
 from moesys.lab.train.text import load_text

@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 import moesys as ms
-from moesys.config.hub import published_names, read_config
 from moesys.config.model_run import LayerRecompute
+from moesys.config.model_spec import published_names, read_config
 from moesys.simulator.model.model_cost import ModelCost, Operations, count_model, model_flops_per_token
 
 RECOMPUTES: tuple[LayerRecompute, ...] = ("none", "selective", "full")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 
 import pytest
@@ -201,11 +200,3 @@ def test_a_slow_stage_sets_the_pace() -> None:
     # It begins after the first forward, once waits a second for the first gradient, and one backward comes after it.
     assert run.seconds == 1.0 + 10 * 6.0 + 1.0 + 2.0
     assert run.spans[1][0] == (Work("forward", 0, 0), 1.0, 3.0)
-
-
-def test_what_cannot_be_is_refused() -> None:
-    parts = equal_parts(4, 2, PartSeconds(1.0, 2.0))
-    with pytest.raises(ValueError, match=re.escape("vp=2 goes through micro-batches in groups of")):
-        run_pipeline(parts, 6)
-    with pytest.raises(ValueError, match="schedule='zero_bubble' has one chunk a stage, not 2"):
-        run_pipeline(parts, 8, "zero_bubble")
