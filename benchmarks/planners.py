@@ -31,10 +31,10 @@ from moesys.balance.flow.flow_split import FlowSplit, split_costs
 from moesys.balance.flow.step_cost import prices_of, with_experts
 from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.laer import Laer
+from moesys.balance.planning_problem import link_domains_of
 from moesys.balance.replay import replay_layer
 from moesys.balance.run_planner import warm_up
 from moesys.balance.static import Static
-from moesys.balance.topology import link_domains_of
 from moesys.config import Balance, ClusterSpec, Ep, Fsep, ModelShape, Predictor, Sharding, Strategy, presets
 from moesys.config.strategy import Ema, Last, Oracle, WindowMean
 from moesys.config.workload import Generated

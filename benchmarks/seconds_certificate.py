@@ -13,7 +13,7 @@ from scipy.sparse import bmat, csr_matrix, diags, identity, kron
 
 from moesys.balance.certificate import greatest_bound
 from moesys.balance.flow.step_cost import crosses_once, plan_seconds, row_seconds
-from moesys.balance.topology import link_domains_of, nodes_of, tokens_by_node
+from moesys.balance.planning_problem import link_domains_of, nodes_of, tokens_by_node
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Sharding, Strategy
 from moesys.config.overlap import Sequential
 from moesys.cost import GRADIENT_BYTES, FloatArray, restores_per_step

@@ -22,7 +22,7 @@ from moesys.lab.runs.environment import load_environments
 from moesys.lab.show.run_page import write_index
 from moesys.lab.train.text import load_files
 from moesys.step_lines import read_spans, step_journal
-from moesys.tuner.findings import TuneJournal
+from moesys.tuner.costs import TuneJournal
 
 
 def test_text_takes_the_place_of_what_was_there(tmp_path: Path) -> None:

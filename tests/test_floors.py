@@ -66,7 +66,7 @@ FLOORS_IN = {
         {"mega"},
     ),
     "balance": (
-        {"planning_problem", "topology"},
+        {"planning_problem"},
         {"flow"},
         {"static", "even_split", "quotas", "certificate", "late_slots"},
         {"*"},

@@ -19,7 +19,7 @@ OTHER_USER = 4321
 
 COMPILED = """
 import numpy as np
-from moesys.balance.topology import tokens_by_node
+from moesys.balance.planning_problem import tokens_by_node
 print(tokens_by_node(np.ones((2, 3), dtype=np.int64), (0, 0))[1].tolist())
 """
 

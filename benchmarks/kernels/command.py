@@ -12,8 +12,9 @@ import typer
 from benchmarks.harness.options import chosen
 from benchmarks.kernels.drawn_layer import SIZES, Size
 from benchmarks.kernels.gemm_timer import GemmTimer
+from benchmarks.kernels.tile_tuning import tune_blocks
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
-from moesys.kernels.experts.tile_tuner import OPS, Gpu, blocks_for, cache_file, tune_blocks
+from moesys.kernels.experts.tile_tuner import OPS, Gpu, blocks_for, cache_file
 from moesys.lab.commands.options import flag, option, refusing
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, publish

@@ -100,7 +100,7 @@ class Operands:
 
 
 class GemmTimer:
-    """``tile_tuner.Timer`` by events of a CUDA device: the sum of medians of both routings.
+    """``tile_tuning.Timer`` by events of a CUDA device: the sum of medians of both routings.
 
     Candidates are interleaved, the L2 cache is flushed before each run, and what spills or does not compile is dropped
     before it is run.

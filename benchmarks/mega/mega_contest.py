@@ -20,6 +20,7 @@ from benchmarks.harness.contest import Case, Contestant, Outcome, differing, hol
 from benchmarks.harness.meters import CpuMeter, GpuMeter
 from benchmarks.kernels.drawn_layer import SIZES, Size
 from benchmarks.kernels.kernels_contest import DTYPES, WHOLE, require_device
+from benchmarks.mega.pacing import paced_link
 from benchmarks.mega.ranks_layer import (
     DIRECTIONS,
     MegaRun,
@@ -33,7 +34,6 @@ from benchmarks.mega.virtual_ranks import side_by_side
 from moesys.config.overlap import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
-from moesys.kernels.symmetric.signals import paced_link
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import steps_told

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.drawn_layer import Size
+from benchmarks.mega.pacing import paced_copies
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.run_planner import split_tokens
@@ -36,7 +37,6 @@ from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.routing import SortedRouting, route
 from moesys.kernels.symmetric.counts import count_regions
 from moesys.kernels.symmetric.heap import Region
-from moesys.kernels.symmetric.signals import paced_copies
 from moesys.lab.calibrate.timings import StackedExperts
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix

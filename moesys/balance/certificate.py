@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from moesys.balance.flow.max_load import TightSet, tight_set
-from moesys.balance.topology import domains_of
+from moesys.balance.planning_problem import domains_of
 from moesys.config import ClusterSpec, Within
 from moesys.config.sharding import one_per_rank
 from moesys.display import Columns, Display, by_column, listed

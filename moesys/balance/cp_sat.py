@@ -21,8 +21,8 @@ from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load, tight_set
 from moesys.balance.flow.step_cost import plan_seconds
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import (
+from moesys.balance.planning_problem import (
+    PlanningProblem,
     domains_of,
     layout_from_rows,
     link_domains_of,

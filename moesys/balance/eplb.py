@@ -9,8 +9,7 @@ from typing import Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import common_shares, layout_from_rows, share_key
+from moesys.balance.planning_problem import PlanningProblem, common_shares, layout_from_rows, share_key
 from moesys.config import ClusterSpec
 from moesys.config.member import Balance
 from moesys.layout import ExpertLayout

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import nodes_of
+from moesys.balance.planning_problem import PlanningProblem, nodes_of
 from moesys.config import ClusterSpec
 from moesys.config.member import Split
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan

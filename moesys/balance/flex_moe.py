@@ -9,9 +9,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.planning_problem import PlanningProblem, common_shares, layout_from_rows
 from moesys.balance.static import Static
-from moesys.balance.topology import common_shares, layout_from_rows
 from moesys.config.member import Balance, unfit_moves
 from moesys.layout import ExpertLayout
 

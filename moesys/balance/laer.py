@@ -10,8 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from moesys.balance.even_split import EvenSplit
-from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import common_shares, layout_from_rows, share_key
+from moesys.balance.planning_problem import PlanningProblem, common_shares, layout_from_rows, share_key
 from moesys.config import ClusterSpec
 from moesys.config.member import Balance
 from moesys.layout import ExpertLayout

@@ -16,8 +16,7 @@ import numpy as np
 
 from moesys.balance.flow.max_load import min_max_flow, new_flow
 from moesys.balance.flow.token_routes import list_replicas
-from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import link_domains_of, nodes_of, tokens_by_node
+from moesys.balance.planning_problem import PlanningProblem, link_domains_of, nodes_of, tokens_by_node
 from moesys.compiled import borrowing, compiled
 from moesys.config import ClusterSpec, Ep, ModelShape, Sharding
 from moesys.cost import GRADIENT_BYTES, FloatArray, row_product_seconds

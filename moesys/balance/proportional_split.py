@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from moesys.balance.flow.token_routes import list_replicas, route_tokens
-from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import levels_of, nodes_of
+from moesys.balance.planning_problem import PlanningProblem, levels_of, nodes_of
 from moesys.config import ClusterSpec
 from moesys.config.member import Split
 from moesys.layout import ExpertLayout, TokenPlan

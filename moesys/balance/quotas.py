@@ -12,8 +12,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import layout_from_rows
+from moesys.balance.planning_problem import PlanningProblem, layout_from_rows
 from moesys.config import Balance, Split
 from moesys.layout import ExpertLayout, TokenPlan, owner_of_experts
 from moesys.load import IntArray

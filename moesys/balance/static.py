@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import layout_from_rows, usable_slots
+from moesys.balance.planning_problem import PlanningProblem, layout_from_rows, usable_slots
 from moesys.config.member import Balance
 from moesys.layout import ExpertLayout
 

@@ -25,9 +25,8 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
 from moesys.config.model_spec import NAMES
-from moesys.hf.adapters import factors_of, with_lora
 from moesys.hf.checkpoint_check import check_before_loading
-from moesys.hf.experts_module import ExpertsModule, compute_dtype, is_experts
+from moesys.hf.experts_module import ExpertsModule, compute_dtype, factors_of, is_experts, with_lora
 from moesys.hf.padding import real_tokens
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.experts import Experts, attach

@@ -1,13 +1,24 @@
-"""The description of an experts module of transformers: what it computes, and with which parameters."""
+"""The description of an experts module of transformers: what it computes, and with which parameters; and LoRA of PEFT
+on these: each rank computes W + s·B·A of those experts, or slices, that it has.
+
+PEFT wraps an experts module once for each adapted parameter (``target_parameters``), wrapper around wrapper. Its own
+forward puts the sum for all experts in the parameter's place. Here that is left out, and experts under a strategy read
+the sum for their own part. The gradients of B and A are then zero for experts of other ranks, and are sums over the
+tokens of all ranks for its own, so FSDP's mean over the ranks is what it is for other parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.nn.utils.parametrize import is_parametrized
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -80,3 +91,138 @@ def compute_dtype(weight: Tensor) -> torch.dtype:
     if weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return weight.dtype
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Returns whether a module is PEFT's LoRA on one parameter of the module inside."""
+    return (type(module).__module__, type(module).__name__) == ("peft.tuners.lora.layer", "ParamWrapper")
+
+
+def adapters_of(model: nn.Module) -> dict[nn.Module, list[Any]]:
+    """Returns the LoRA around each experts module of ``model`` that has some, one for each parameter.
+
+    Raises ValueError for experts inside of an adapter of another kind.
+    """
+    found: dict[nn.Module, list[Any]] = {}
+    for module in model.modules():
+        inner = module
+        while (base := inner._modules.get("base_layer")) is not None:
+            inner = base
+        if inner is module or not is_experts(inner):
+            continue
+        if not is_adapter(module):
+            raise ValueError(
+                f"{type(inner).__name__} has an adapter of type {type(module).__name__}, and moesys runs experts over "
+                "ranks with no other adapters than LoRA of PEFT on their parameters; use "
+                "LoraConfig(target_parameters=...), or leave experts out of what is adapted"
+            )
+        found.setdefault(inner, []).append(module)
+    return found
+
+
+def bypass(adapters: Sequence[Any]) -> None:
+    """Makes wrappers leave what they would add to the experts inside, and refuse what needs whole parameters. Declares
+    their matrices, those of each expert, for ``Muon``.
+    """
+    for adapter in adapters:
+        adapter.forward = partial(_forward, adapter)
+        for factors in (adapter.lora_A, adapter.lora_B):
+            views = partial(_matrices, adapter.num_experts, factors is adapter.lora_A)
+            for factor in factors.values():
+                factor.__dict__["moesys_matrices"] = {"weight": views}
+        for name in ("merge", "unmerge", "unload_and_optionally_merge_module"):
+            setattr(adapter, name, partial(_refuse, adapter))
+
+
+def _matrices(num_experts: int, of_rows: bool, factor: Tensor) -> list[Tensor]:
+    """Returns the matrices of experts in a factor: rows of A [1, E·r, in], or each E-th column of B [1, out, r·E]."""
+    if of_rows:
+        return [factor.flatten(0, 1).unflatten(0, (len(factor) * num_experts, factor.shape[1] // num_experts))]
+    return [factor.unflatten(2, (-1, num_experts)).permute(0, 3, 1, 2).flatten(0, 1)]
+
+
+def _forward(adapter: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    adapter._check_forward_args(x, *args, **kwargs)
+    if adapter.disable_adapters and adapter.merged:
+        adapter.unmerge()
+    y: Tensor = adapter.base_layer(x, *args, **kwargs)
+    return y
+
+
+def _refuse(adapter: Any, *_args: object, **_kwargs: object) -> NoReturn:
+    raise ValueError(
+        f"{adapter.parameter_name} of experts is sharded over ranks, and its adapter cannot be merged, unmerged or "
+        "unloaded here; save the adapter, load it in one process (PeftModel.from_pretrained), and do it there"
+    )
+
+
+def factors_of(adapter: Any | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Returns the factors [E, r, in] and [E, out, r] of what the active LoRA of ``adapter`` adds to a parameter of all
+    experts, with zeros up to the next multiple of 16 for r; None where that is nothing.
+    """
+    if adapter is None or adapter.disable_adapters or adapter.merged:
+        return None, None
+    active = [each for each in adapter.active_adapters if each in adapter.lora_A]
+    if not active:
+        return None, None
+    E = adapter.num_experts
+    inward = torch.cat([adapter.lora_A[each].weight.unflatten(0, (E, -1)) for each in active], dim=1)
+    scaled = [adapter.lora_B[each].weight.unflatten(1, (-1, E)) * adapter.scaling[each] for each in active]
+    return _padded(inward, torch.cat(scaled, dim=1).permute(2, 0, 1))
+
+
+def with_factors(module: Any, name: str, transposed: bool) -> tuple[Tensor, tuple[Tensor, Tensor] | tuple[None, None]]:
+    """Returns the parameter ``name`` and the factors of LoRA on it, as ``factors_of`` does, where PEFT's own forward
+    runs around the module: then it has put a single adapter in the parameter's place as a pair of factors. Without
+    these, or in other releases of PEFT, the parameter is what PEFT computes.
+    """
+    proxies: Any = module.parametrizations[name] if is_parametrized(module, name) else []
+    if len(proxies) != 1 or not all(hasattr(proxies[0], each) for each in ("lhs", "rhs", "scaling")):
+        return getattr(module, name), (None, None)
+    left, right = proxies[0].lhs, proxies[0].rhs
+    if transposed:
+        left, right = right.mT, left.mT
+    return proxies.original, _padded(right, left * proxies[0].scaling)
+
+
+def _padded(inward: Tensor, outward: Tensor) -> tuple[Tensor, Tensor]:
+    more = -inward.shape[1] % 16
+    return functional.pad(inward, (0, 0, 0, more)).contiguous(), functional.pad(outward, (0, more)).contiguous()
+
+
+def with_lora(module: Any, name: str, adapter: Any | None) -> Tensor:
+    """Returns the parameter ``name`` of an experts module with what ``adapter`` adds to this rank's part of it.
+
+    While FSDP has the adapter sharded, this is an empty tensor, whose shape says that the part is not at hand.
+    """
+    parameter = module._parameters[name]
+    # Before it is sharded, its form alone is read.
+    if adapter is None or adapter.disable_adapters or adapter.merged or not isinstance(parameter, DTensor):
+        return parameter
+    weight = parameter.to_local()
+    active = [each for each in adapter.active_adapters if each in adapter.lora_A]
+    if any(isinstance(adapter.lora_A[each].weight, DTensor) for each in active):
+        return weight.new_empty(0)
+    # As PEFT does, also under autocast.
+    with torch.autocast(weight.device.type, enabled=False):
+        for each in active:
+            left, right = _factors(module, parameter, adapter, each)
+            add = torch.addmm if weight.ndim == 2 else torch.baddbmm
+            weight = add(weight, left, right, alpha=adapter.scaling[each])
+    return weight
+
+
+def _factors(module: Any, parameter: DTensor, adapter: Any, active: str) -> tuple[Tensor, Tensor]:
+    """Returns the factors [E, ..., r] and [E, r, ...] of what is added to this rank's part of ``parameter``."""
+    if parameter.ndim == 2:
+        # PEFT takes biases for one matrix.
+        left, right = (each[active].weight.to(parameter.dtype) for each in (adapter.lora_B, adapter.lora_A))
+    else:
+        left, right, _ = adapter.get_delta_factors(active)
+    chunk, last = parameter.__create_chunk_list__()[0], parameter.ndim - 1
+    for dim, (first, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        if dim != last:
+            left = left.narrow(dim, first, size)
+        if dim == last or (dim == 0 and right.ndim == 3):
+            right = right.narrow(dim, first, size)
+    return left, right

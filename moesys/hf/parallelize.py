@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from moesys.config import ClusterSpec, Strategy
-from moesys.hf.adapters import adapters_of, bypass, is_adapter
 from moesys.hf.expert_parallel import check, check_module, run, shard, strategy_experts, watch_optimizers
-from moesys.hf.experts_module import is_experts
+from moesys.hf.experts_module import adapters_of, bypass, is_adapter, is_experts
 from moesys.hf.padding import follow_padding, real_tokens
 from moesys.moe.experts import Experts, require_module
 from moesys.moe.gradients import BIASES, require_equal_values, reshard_units

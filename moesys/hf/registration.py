@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moesys.config import Strategy
-from moesys.hf.adapters import with_factors
-from moesys.hf.experts_module import ExpertsModule, compute_dtype
+from moesys.hf.experts_module import ExpertsModule, compute_dtype, with_factors
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, projection_rule
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function

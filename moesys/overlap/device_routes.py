@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesys.balance.topology import levels_of, link_domains_of, nodes_of
+from moesys.balance.planning_problem import levels_of, link_domains_of, nodes_of
 from moesys.config import ClusterSpec, Split
 from moesys.config.overlap import MegaKernel
 from moesys.frames import Position, call_mismatch, choices_of, generation_of

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from moesys.config import Strategy
-from moesys.tuner.costs import Session
-from moesys.tuner.findings import Entry
+from moesys.tuner.costs import Entry, Session
 from moesys.tuner.tuned_workload import OutOfTimeError
 
 MOST_TRIALS = 30

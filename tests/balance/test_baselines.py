@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from moesys.balance.eplb import Eplb
 from moesys.balance.flex_moe import FlexMoe
+from moesys.balance.planning_problem import share_key
 from moesys.balance.run_planner import plan_layout
 from moesys.balance.static import Static
-from moesys.balance.topology import share_key
 from moesys.config import ClusterSpec
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix

@@ -15,9 +15,9 @@ from moesys.balance.eplb import heaviest_replicated
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load, tight_set
+from moesys.balance.planning_problem import domains_of
 from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.balance.static import Static
-from moesys.balance.topology import domains_of
 from moesys.config import ClusterSpec
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix

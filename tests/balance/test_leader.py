@@ -18,10 +18,9 @@ from moesys.balance.greedy.robust_cost import NO_LIMIT
 from moesys.balance.greedy.search import LayoutSearch
 from moesys.balance.laer import Laer
 from moesys.balance.plan import StepPlan, plan_layer
-from moesys.balance.planning_problem import PastBatch, PlanningProblem
+from moesys.balance.planning_problem import PastBatch, PlanningProblem, link_domains_of
 from moesys.balance.predictors import FORECAST_UNITS, forecast
 from moesys.balance.run_planner import plan_layout
-from moesys.balance.topology import link_domains_of
 from moesys.config import Ep, Fsep, ModelShape, Sharding, Strategy, presets
 from moesys.config.workload import Generated
 from moesys.layout import EMPTY, ExpertLayout

@@ -19,9 +19,9 @@ from moesys.balance.flow.token_routes import list_replicas
 from moesys.balance.greedy.builders import spread
 from moesys.balance.greedy.robust_cost import draw_drifted
 from moesys.balance.plan import StepPlan, plan_layer
+from moesys.balance.planning_problem import blocks_of_nodes, link_domains_of, tokens_by_node
 from moesys.balance.predictors import measured_drift
 from moesys.balance.run_planner import plan_layout, split_tokens
-from moesys.balance.topology import blocks_of_nodes, link_domains_of, tokens_by_node
 from moesys.config import Overlap, presets
 from moesys.layout import EMPTY
 from moesys.row_traffic import row_traffic

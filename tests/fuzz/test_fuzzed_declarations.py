@@ -45,7 +45,7 @@ from moesys.compiled import code_folders
 from moesys.config.model_spec import published_names, read_config
 from moesys.files import FolderLock
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
-from moesys.kernels.experts.tile_tuner import Gpu, _parse, blocks_of, cache_file, read_blocks
+from moesys.kernels.experts.tile_tuner import Gpu, blocks_of, cache_file, kept_blocks, read_blocks
 from moesys.lab.commands.calibrate import check_ranks
 from moesys.lab.commands.plan_load import read_layout, read_load
 from moesys.lab.commands.simulate import _step_plan
@@ -223,7 +223,7 @@ def blocks_file(folder: Path) -> Attempt:
             assert same(json.loads(read_blocks(path).to_json()), json_said(path.read_bytes()))
         # The cache of tuned blocks, which is tuned again where it is damaged.
         path.write_bytes(json_bytes(draw, {"a": blocks, "b": blocks}))
-        kept = _parse(path)
+        kept = kept_blocks(path)
         assert not kept or kept.keys() == json_said(path.read_bytes()).keys()
 
     return attempt
@@ -372,4 +372,4 @@ def test_a_width_that_is_none_does_not_end_a_command(columns: str, monkeypatch: 
 
 
 def test_damaged_blocks_that_are_kept_are_none(tmp_path: Path) -> None:
-    assert _parse(written(tmp_path, "blocks.json", DEEP)) == {}
+    assert kept_blocks(written(tmp_path, "blocks.json", DEEP)) == {}

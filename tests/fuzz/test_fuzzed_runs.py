@@ -50,7 +50,7 @@ from moesys.lab.show.pages import watch_page
 from moesys.step_lines import read_spans, step_journal, write_spans
 from moesys.timeline import Span, Timeline
 from moesys.traces import Trace, load_trace, megatron_trace, save_trace, vllm_trace
-from moesys.tuner.findings import Entry, TuneJournal
+from moesys.tuner.costs import Entry, TuneJournal
 
 # --- traces -------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ import moesys
 from benchmarks.kernels import ahead_of_time
 from benchmarks.kernels.aot import POINTS, compile_candidates, compile_mega, compile_size, tables_of_64_ranks
 from benchmarks.kernels.drawn_layer import SIZES
+from benchmarks.mega.pacing import paced_copies
 from moesys.kernels.experts.token_rows import gather_rows
 from moesys.kernels.mega import tasks
 from moesys.kernels.mega.arguments import publish
@@ -29,7 +30,6 @@ from moesys.kernels.split.tables import keep_within
 from moesys.kernels.symmetric import pulls, signals
 from moesys.kernels.symmetric.heap import Heap, Region
 from moesys.kernels.symmetric.pulls import ordered_sum
-from moesys.kernels.symmetric.signals import paced_copies
 from moesys.lab.calibrate import gpu_timings
 
 KERNEL = re.compile(r"^@kernel.*\ndef (\w+)\(", re.MULTILINE)

@@ -83,7 +83,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from moesys.config import Strategy  # noqa: E402
 from moesys.megatron import experts  # noqa: E402
-from moesys.megatron.options import REFUSED, USED, WITHOUT_EFFECT  # noqa: E402
+from moesys.megatron.moe_layer import REFUSED, USED, WITHOUT_EFFECT  # noqa: E402
 from moesys.moe.experts import experts_of  # noqa: E402
 
 # gloo takes sizes of messages as numbers, as they are once they have left a GPU.

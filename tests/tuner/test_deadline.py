@@ -11,7 +11,7 @@ from tuner_cases import CLUSTERS, EP, MODEL, SMALL, cost, costs_of, drawn, sessi
 from moesys.config import Strategy
 from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
-from moesys.tuner.findings import TuneJournal
+from moesys.tuner.costs import TuneJournal
 from moesys.tuner.pick import search
 from moesys.tuner.tuned_workload import Deadline, ladder
 

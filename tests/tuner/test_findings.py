@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 from tuner_cases import EP
 
-from moesys.tuner.findings import Entry, TuneJournal
+from moesys.tuner.costs import Entry, TuneJournal
 
 SETTING = {"model": "a", "moesys": "b"}
 

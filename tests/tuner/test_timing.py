@@ -10,7 +10,7 @@ from tuner_cases import CLUSTERS, EP, SMALL, drawn, exhausted, memory_of, sessio
 
 from moesys.config import Fsep
 from moesys.tuner import timing
-from moesys.tuner.findings import TuneJournal
+from moesys.tuner.costs import TuneJournal
 from moesys.tuner.pick import tune_workload
 from moesys.tuner.space import SearchBounds
 from moesys.tuner.timing import MOST_TRIALS, Rounds, TrialFailedError

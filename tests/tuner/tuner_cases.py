@@ -8,8 +8,7 @@ from moesys.config import ClusterSpec, ModelShape, Strategy, WindowMean
 from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.limits import RankMemory, rank_memory
-from moesys.tuner.costs import Costs, Helpers, Session
-from moesys.tuner.findings import Entry, TuneJournal
+from moesys.tuner.costs import Costs, Entry, Helpers, Session, TuneJournal
 from moesys.tuner.space import Space
 from moesys.tuner.tuned_workload import Deadline, Fidelity, Plans, Setting, ladder
 

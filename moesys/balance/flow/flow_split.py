@@ -13,8 +13,14 @@ from moesys.balance.flow.max_load import min_max_flow, new_flow
 from moesys.balance.flow.min_cost_push import min_cost_push
 from moesys.balance.flow.step_cost import crosses_once, prices_of, split_cost
 from moesys.balance.flow.token_routes import group_by_node, list_replicas, route_tokens
-from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import blocks_of_nodes, levels_of, link_domains_of, nodes_of, tokens_by_node
+from moesys.balance.planning_problem import (
+    PlanningProblem,
+    blocks_of_nodes,
+    levels_of,
+    link_domains_of,
+    nodes_of,
+    tokens_by_node,
+)
 from moesys.compiled import borrowing, compiled
 from moesys.config import ClusterSpec
 from moesys.config.member import Split

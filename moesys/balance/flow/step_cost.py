@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.balance.flow.token_routes import list_replicas
-from moesys.balance.topology import link_domains_of, nodes_of, tokens_by_node
+from moesys.balance.planning_problem import link_domains_of, nodes_of, tokens_by_node
 from moesys.compiled import borrowing, compiled
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
 from moesys.config.workload import Recompute

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.balance.greedy.robust_cost import NO_LIMIT, draw_scenarios, robust_cost
-from moesys.balance.topology import experts_with_room
+from moesys.balance.planning_problem import experts_with_room
 from moesys.compiled import borrowing, compiled
 from moesys.layout import EMPTY
 from moesys.load import IntArray

@@ -9,8 +9,7 @@ from pydantic import Field
 
 from moesys.balance.greedy.leader import follow_leader
 from moesys.balance.greedy.search import LayoutSearch, SearchOptions
-from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import domains_of, experts_with_room
+from moesys.balance.planning_problem import PlanningProblem, domains_of, experts_with_room
 from moesys.config import Within
 from moesys.config.member import Balance, MinReplicas, ReplicasWithin, unfit_moves
 from moesys.layout import ExpertLayout

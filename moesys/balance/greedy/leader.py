@@ -38,9 +38,8 @@ from moesys.balance.greedy.local_search import climbed
 from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT
 from moesys.balance.greedy.search import KINDS, LayoutSearch, Recipe, SearchOptions, trials_of
 from moesys.balance.late_slots import fill_late_slots
-from moesys.balance.planning_problem import PastBatch, PlanningProblem
+from moesys.balance.planning_problem import PastBatch, PlanningProblem, link_domains_of, tokens_by_node
 from moesys.balance.predictors import FORECAST_UNITS, forecast
-from moesys.balance.topology import link_domains_of, tokens_by_node
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray, LoadMatrix

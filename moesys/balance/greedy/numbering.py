@@ -11,8 +11,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import levels_of, link_domains_of, nodes_of, tokens_by_node, usable_slots
+from moesys.balance.planning_problem import (
+    PlanningProblem,
+    levels_of,
+    link_domains_of,
+    nodes_of,
+    tokens_by_node,
+    usable_slots,
+)
 from moesys.config import ClusterSpec
 from moesys.layout import EMPTY, ExpertLayout, owner_of_experts
 from moesys.load import IntArray

@@ -18,8 +18,7 @@ from moesys.balance.greedy.local_search import MoveConstraints, climbed, local_s
 from moesys.balance.greedy.numbering import Numbers, num_moves, relabelled, relabelled_inside
 from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT, Scenarios, StepJudge, draw_scenarios, robust_cost
 from moesys.balance.late_slots import FetchPrices, fetch_prices
-from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import domains_of
+from moesys.balance.planning_problem import PlanningProblem, domains_of
 from moesys.config import Ep, Within
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray

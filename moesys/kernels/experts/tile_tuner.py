@@ -1,9 +1,9 @@
-"""The tile tuner: which tile configurations a grouped GEMM may have, and the fastest of them on this GPU.
+"""Which tile configurations a grouped GEMM may have, and which one a layer uses.
 
-``candidates`` lists what fits a Hopper GPU, likely fast ones first, ranked by a small model. ``tune_blocks`` finds the
-fastest when it is asked for, and keeps it on disk. A layer uses the first that there is of: blocks that its caller
-gives; the file that ``MOESYS_BLOCKS`` names; what ``tune_blocks`` has found for the shape class on such a GPU with
-these versions; the model's choice. Nothing is tuned in a step of training.
+``candidates`` lists what fits a Hopper GPU, likely fast ones first, ranked by a small model. A layer uses the first
+that there is of: blocks that its caller gives; the file that ``MOESYS_BLOCKS`` names; what ``python -m benchmarks
+kernels --tune`` has found for the shape class on such a GPU with these versions, and kept on disk; the model's choice.
+Nothing is tuned in a step of training.
 
 Contraction is fixed by the dtype, and no tile is narrower than a partial sum of the routing weight's gradient, so that
 no choice changes a bit.
@@ -11,13 +11,11 @@ no choice changes a bit.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +26,7 @@ import pydantic_core
 import torch
 import triton
 
-from moesys.kernels.cpu.row_invariant_gemm import CACHE, cache_folder
+from moesys.kernels.cpu.row_invariant_gemm import cache_folder
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import (
     OPERAND_BYTES,
@@ -68,8 +66,6 @@ PINNED = "MOESYS_BLOCKS"
 OLD_TRITON = triton.__version__.startswith("3.6.")
 # The interpreter's time goes by elements; small tiles waste few.
 INTERPRETED = TileConfig(rows=32, columns=32, contraction=32)
-# Milliseconds of each block for an op, None for one that does not compile, spills, or does not run.
-Timer = Callable[[str, Sequence[TileConfig]], Sequence[float | None]]
 
 
 class Gemm(NamedTuple):
@@ -247,25 +243,6 @@ def read_blocks(path: Path) -> TileConfigs:
         raise ValueError(f"{PINNED}={path}: {error}") from None
 
 
-def tune_blocks(shape: ShapeClass, timer: Timer, gpu: Gpu) -> TileConfigs:
-    """Returns the fastest candidate of each op by ``timer``, one op after another, and keeps them for ``blocks_of``.
-
-    Of equally fast ones the model's favourite, which is also what an op gets all of whose candidates failed. Raises
-    OSError, before anything is timed, where nothing can be kept.
-    """
-    path, best = cache_file(gpu), {}
-    # This writes nothing new, but raises its error before minutes of timing if results cannot be written.
-    _keep(path, {})
-    for op in OPS:
-        blocks = candidates(op, shape, gpu.multiprocessors, gpu.capability)
-        taken_ms = timer(op, blocks)
-        timed = [(ms, place) for place, ms in enumerate(taken_ms) if ms is not None]
-        best[op] = blocks[min(timed)[1]] if timed else blocks[0]
-    found = TileConfigs(**best)
-    _keep(path, {shape.key: found})
-    return found
-
-
 # --- on disk ----------------------------------------------------------------------------------------------------
 
 
@@ -297,37 +274,13 @@ def _cached(gpu: Gpu) -> Mapping[str, TileConfigs]:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, changed_ns: int) -> Mapping[str, TileConfigs]:
-    return _parse(path)
+    return kept_blocks(path)
 
 
-def _parse(path: Path) -> Mapping[str, TileConfigs]:
+def kept_blocks(path: Path) -> Mapping[str, TileConfigs]:
     """Returns configurations by shape class; none if the file is damaged, which the next tuning replaces."""
     try:
         found = pydantic_core.from_json(path.read_bytes())
         return {key: TileConfigs.from_json(json.dumps(blocks)) for key, blocks in found.items()}
     except (AttributeError, OSError, ValueError):
         return {}
-
-
-def _keep(path: Path, found: Mapping[str, TileConfigs]) -> None:
-    """Adds to the file, which is complete at any time, and loses nothing that others add meanwhile."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path.with_suffix(".lock")):
-            kept = {**_parse(path), **found}
-            try:
-                temporary.write_text(json.dumps({key: json.loads(of.to_json()) for key, of in kept.items()}, indent=1))
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise OSError(f"blocks cannot be kept: {error}; name a folder that can be written to by {CACHE}") from None
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Lets one process at a time run the block."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -64,7 +64,7 @@ class RegionOffsets(NamedTuple):
 class MegaLaunch(NamedTuple):
     """The arguments of a launch that are about its rank, and not about rows.
 
-    ``world``: see ``Heap``; ``pace``: of what is pulled and pushed (``pacing``), None for as fast as it goes;
+    ``world``: see ``Heap``; ``pace``: of what is pulled and pushed (``signals``), None for as fast as it goes;
     ``epoch_1``; ``queue_2``: tasks taken, and programs that are done; ``times``: where tasks write down when they ran.
     """
 

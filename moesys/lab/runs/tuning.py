@@ -33,8 +33,7 @@ from moesys.lab.runs.trials import (
     simulated_steps,
 )
 from moesys.traces import save_trace
-from moesys.tuner.costs import Observer, Session
-from moesys.tuner.findings import Entry, TuneJournal
+from moesys.tuner.costs import Entry, Observer, Session, TuneJournal
 from moesys.tuner.pick import TunePick, tune_workload
 from moesys.tuner.space import SearchBounds, Space
 from moesys.tuner.timing import MOST_TRIALS, Clock, TrialFailedError

@@ -30,7 +30,7 @@ from moesys.lab.runs.runner import QuietProgress, StepCounter
 from moesys.lab.show.sheets import figure
 
 if TYPE_CHECKING:
-    from moesys.tuner.findings import Entry
+    from moesys.tuner.costs import Entry
 
 
 # In a pipe, work that shows words on a status line is silent for no longer.

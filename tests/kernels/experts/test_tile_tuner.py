@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.kernels.tile_tuning import tune_blocks
 from moesys.kernels.experts import tile_tuner
 from moesys.kernels.experts.experts import moe_experts
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
@@ -27,7 +28,6 @@ from moesys.kernels.experts.tile_tuner import (
     blocks_of,
     cache_file,
     candidates,
-    tune_blocks,
 )
 
 SHAPE = ShapeClass(2048, 768, 128, 8, "swiglu", "bfloat16", 2048)

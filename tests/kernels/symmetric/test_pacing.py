@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.mega.pacing import paced_copies, paced_link
 from moesys.kernels.symmetric import signals
-from moesys.kernels.symmetric.signals import arrive, now_ns, paced_copies, paced_link, set_off
+from moesys.kernels.symmetric.signals import arrive, now_ns, set_off
 
 CPU = torch.device("cpu")
 # 20 KB on a link of 2 MB/s: 10 ms.
