@@ -18,7 +18,8 @@ from moesys.balance.quotas import Quotas
 from moesys.config import Balance, ClusterSpec, Ep, Fsep, Last, ModelShape, Predictor, Split, Strategy
 from moesys.config.base import in_words
 from moesys.files import json_of
-from moesys.lab.runs.declarations import member_words, own_kind
+from moesys.lab.runs.declarations import own_kind
+from moesys.tuner.tuned_workload import value_words
 
 _FLOWS: tuple[Split, ...] = (FlowSplit(), FlowSplit(max_inter_node="seconds"))
 # All planners and splits of moesys take part, also those that are still to come.
@@ -40,7 +41,7 @@ class PlannerPair:
 
     @property
     def name(self) -> str:
-        return f"{member_words(self.balance)} + {member_words(self.split)}"
+        return f"{value_words(self.balance)} + {value_words(self.split)}"
 
 
 OURS = PlannerPair(Greedy(), _FLOWS[1])

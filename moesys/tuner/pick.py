@@ -70,7 +70,7 @@ class TunePick:
 
     decided_by: the kind of time by which the pick is the fastest. speedup: the baseline's time divided by the pick's,
     both of that kind. timing: None where nothing was timed. draws: intervals of the fastest strategies in the cost
-    model. not_seen: what the tuning was doing when its time was over; "" where it ended by itself.
+    model.
     """
 
     strategy: Strategy
@@ -82,10 +82,6 @@ class TunePick:
     search: SearchResult
     timing: TimingResult | None
     draws: tuple[Draws, ...] = ()
-
-    @property
-    def not_seen(self) -> str:
-        return self.search.not_seen
 
     @property
     def compared(self) -> tuple[Draws, ...]:
@@ -106,7 +102,7 @@ class TunePick:
             f"# {decided}\n"
             "# Beside a field: the best other value that was tried, and what it would cost.\n"
         )
-        head += f"# Stopped when the time was over, while {self.not_seen}.\n" if self.not_seen else ""
+        head += f"# Stopped when the time was over, while {self.search.not_seen}.\n" if self.search.not_seen else ""
         reasons = {choice.field: str(choice) for choice in self.choices if choice.next_best is not None}
         return head + "\n".join(_commented(self.strategy.to_toml(), reasons)) + "\n"
 

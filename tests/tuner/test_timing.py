@@ -124,11 +124,6 @@ def test_trials_of_the_journal_are_not_run_again(tmp_path):
     assert second.calls == []
 
 
-def test_too_many_trials_are_refused():
-    with pytest.raises(ValueError, match="31 timed trials; use 2 to 30, or 0 for none"):
-        rounds(Clock({}), trials=31)
-
-
 @pytest.mark.parametrize(
     "name", [name if name == "slow ranks" else pytest.param(name, marks=pytest.mark.slow) for name in CLUSTERS]
 )

@@ -21,11 +21,12 @@ from moesys.config import Balance, ClusterSpec, Split
 from moesys.display import counted
 from moesys.files import read_bytes, read_json, write_whole
 from moesys.lab.commands.options import CLUSTER_HELP, AsJson, OutFile, option, refusing
-from moesys.lab.runs.declarations import balance_of, cluster_of, member_words, split_of
+from moesys.lab.runs.declarations import balance_of, cluster_of, split_of
 from moesys.lab.show.sheets import add_head, add_line, print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.traces import load_trace, read_array
+from moesys.tuner.tuned_workload import value_words
 
 MOST_RANKS_SHOWN = 128
 MOST_EXPERTS_SHOWN = 16
@@ -62,7 +63,7 @@ def plan_command(
     if as_json:
         print(text, end="")
         return
-    title = f"{load.name}: {member_words(balance_config)} + {member_words(split_config)}"
+    title = f"{load.name}: {value_words(balance_config)} + {value_words(split_config)}"
     tree = plan_tree(plan, certificate, spec, title, before)
     print_full(tree, [] if out is None else [f"Written to {out}."])
 

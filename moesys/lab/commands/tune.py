@@ -170,10 +170,10 @@ def _simulated(tuned: TunePick, name: str) -> Sheet:
         f"{tuned.search.num_points:,} of {tuned.space.num_combinations:,} combinations were looked at in the cost "
         f"model; speed-up is over {tuned.baseline.name}."
     ]
-    if tuned.not_seen:
+    if tuned.search.not_seen:
         notes.append(
-            f"Stopped when the time was over, while {tuned.not_seen}: costs are of {tuned.search.of}, and what comes "
-            "later was not looked at. The same command goes on from here."
+            f"Stopped when the time was over, while {tuned.search.not_seen}: costs are of {tuned.search.of}, and what "
+            "comes later was not looked at. The same command goes on from here."
         )
     baseline_reasons = [reason for strategy, reason in tuned.search.refused if strategy == tuned.baseline]
     notes += [f"The baseline would not run: {reason}." for reason in baseline_reasons]

@@ -54,11 +54,6 @@ class Agreement:
         return self.difference == 0
 
     @property
-    def steps_left(self) -> int:
-        """Steps from the first one on that is further off."""
-        return self.num_steps - self.steps_within
-
-    @property
     def holds(self) -> bool:
         """True if both compute the same in the first ``JUDGED_STEPS`` steps, or in all if no bit may differ."""
         return self.steps_within >= (self.num_steps if self.exact else min(self.num_steps, JUDGED_STEPS))

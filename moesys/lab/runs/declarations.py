@@ -384,13 +384,6 @@ def own_kind(kind: str) -> str:
     return f"{import_module_of_user(module)}:{name}" if name else kind
 
 
-def member_words(member: Balance | Split | Predictor) -> str:
-    """Returns a member's kind and the fields that differ from their defaults, such as ``greedy(effort=4)``."""
-    defaults = {name: field.default for name, field in type(member).model_fields.items()}
-    changed = [f"{field}={value}" for field, value in member if field != "kind" and value != defaults[field]]
-    return f"{member.kind}({', '.join(changed)})" if changed else member.kind
-
-
 def _member(text: str, field: str, union: TypeAdapter[T]) -> T:
     fields: Any = json_of(text, f"{field}={text!r}") if text.lstrip().startswith("{") else {"kind": text}
     try:

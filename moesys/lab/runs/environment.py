@@ -52,10 +52,6 @@ class Environment:
     variables: dict[str, str]
 
     @property
-    def git_dirty(self) -> bool:
-        return self.git_diff != ""
-
-    @property
     def id(self) -> str:
         """8 hex digits; the same machine in the same state has the same."""
         return sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
@@ -68,7 +64,7 @@ class Environment:
         parts.append(f"Python {self.python}")
         parts += [f"torch {self.packages['torch']}"] if "torch" in self.packages else []
         if self.git_commit:
-            parts.append(f"moesys {self.git_commit[:8]}{' with uncommitted changes' if self.git_dirty else ''}")
+            parts.append(f"moesys {self.git_commit[:8]}{' with uncommitted changes' if self.git_diff else ''}")
         return ", ".join(parts)
 
 

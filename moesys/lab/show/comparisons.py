@@ -154,7 +154,7 @@ def _agreement_cell(row: Row, comparison: Comparison) -> str:
     agreement = row.agreement
     if agreement.exact:
         return "bit-equal" if agreement.holds else f"DIVERGES at step {agreement.steps_within}"
-    if agreement.holds and agreement.steps_left:
+    if agreement.holds and agreement.steps_within < agreement.num_steps:
         return f"for {agreement.steps_within} of {agreement.num_steps} steps"
     return "bit-equal" if agreement.bit_equal else f"{agreement.difference:.1e}"
 

@@ -12,8 +12,7 @@ from test_explanation import FSEP, declared
 from typer.testing import CliRunner
 
 from moesys.config import Strategy
-from moesys.lab.commands.explain import explain, explain_command
-from moesys.lab.show.step_explanation import StepExplanation
+from moesys.lab.commands.explain import StepExplanation, explain, explain_command
 
 app = typer.Typer(rich_markup_mode=None)
 

@@ -19,9 +19,8 @@ from moesys.config.experiment import Experiment
 from moesys.config.overlap import Pipelined
 from moesys.config.workload import Generated, Replay, Training
 from moesys.cost import link_load
-from moesys.lab.commands.explain import explain
+from moesys.lab.commands.explain import explain, explanation_tree
 from moesys.lab.runs.trials import run_simulated
-from moesys.lab.show.step_explanation import explanation_tree
 from moesys.load import LoadMatrix
 from moesys.simulator.simulation import SLOWER_RANKS, Lanes
 from moesys.simulator.step_program import simulation

@@ -155,7 +155,7 @@ def test_trainings_that_part_late_show_their_speed_and_the_step():
     for first_off, holds in ((9, False), (10, True), (39, True)):
         losses = [loss * (1.5 if step >= first_off else 1 + 1e-8) for step, loss in enumerate(reference)]
         parted = agreement({0: reference, 1: reference}, {0: losses, 1: reference}, 1e-4)
-        assert (parted.difference, parted.steps_within, parted.steps_left) == (0.5, first_off, 40 - first_off)
+        assert (parted.difference, parted.steps_within, parted.num_steps) == (0.5, first_off, 40)
         assert parted.holds is holds
 
 

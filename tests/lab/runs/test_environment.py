@@ -110,7 +110,6 @@ def test_saving_writes_the_file_and_the_changes_once(environment, tmp_path):
     save_environment(changed, "+ a change\n", tmp_path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     assert load_environments(tmp_path) == {changed.id: changed}
-    assert changed.git_dirty
     assert "with uncommitted changes" in replace(changed, git_commit="a" * 40).machine_line
 
 

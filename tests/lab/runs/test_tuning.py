@@ -366,8 +366,8 @@ def test_a_limit_of_minutes_holds_and_the_same_call_goes_on(tmp_path, monkeypatc
     for _ in range(40):
         found.append(tune(simulation(), SPACE, SearchBounds(6, minutes=1), out=tmp_path))
         text = (found[-1].path / "tuned.toml").read_text()
-        assert ("Stopped when the time was over" in text) == bool(found[-1].tuned.not_seen)
-        if not found[-1].tuned.not_seen:
+        assert ("Stopped when the time was over" in text) == bool(found[-1].tuned.search.not_seen)
+        if not found[-1].tuned.search.not_seen:
             break
     assert 1 < len(found) < 40
     whole = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path / "whole")

@@ -247,7 +247,7 @@ def test_a_limit_of_minutes_ends_what_workers_do(tmp_path):
     # Planned in each micro-batch and layer, the first look at it alone would take ten minutes.
     slow = WAITING.replace(balance=Waiting(seconds=100.0))
     tuned = tune(simulation(strategies=(EP, slow)), SPACE, bounds, out=tmp_path).tuned
-    assert tuned.not_seen
+    assert tuned.search.not_seen
     assert tuned.search.baseline is not None
 
 
