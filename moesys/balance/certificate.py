@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -236,14 +237,8 @@ def _least(enough: Callable[[int], bool], most: int) -> int:
     """Returns the least positive integer for which ``enough`` holds, as it does for ``most`` and above; 0 without
     tokens.
     """
-    low, high = min(1, most), most
-    while low < high:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    least = min(1, most)
+    return least + bisect_left(range(least, most), True, key=enough)
 
 
 def _slots(layout: ExpertLayout, slots_per_rank: int | Sequence[int] | None) -> list[int]:

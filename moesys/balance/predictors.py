@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, NamedTuple, Protocol, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 
@@ -171,24 +171,6 @@ def window(config: Predictor) -> int | None:
             return 0
         case _:
             assert_never(config)
-
-
-class _Memory(Protocol):
-    """The memory of one kind of predictor. A new one is empty; ``estimate_RE`` needs at least one load."""
-
-    @property
-    def units_per_token(self) -> int: ...
-
-    def add(self, tokens_RE: IntArray) -> None: ...
-
-    def estimate_RE(self) -> IntArray: ...
-
-    def state(self) -> Any: ...
-
-    def restore(self, state: Any, shape_RE: tuple[int, ...] | None) -> None:
-        """Continues with ``state``. ``shape_RE``: of the loads, None if there were none. Raises KeyError, TypeError or
-        ValueError for anything else than a state.
-        """
 
 
 def _memory_of(config: Predictor) -> _Memory:
@@ -362,3 +344,8 @@ def _check_count(tokens_RE: IntArray, bound: int, way_out: str) -> None:
             f"the load has a count of {largest} tokens, and this predictor's sums are below 2**62 only for counts "
             f"below {bound}; use {way_out}"
         )
+
+
+# The memory of one kind of predictor. A new one is empty; ``estimate_RE`` needs at least one load. ``restore`` raises
+# KeyError, TypeError or ValueError for anything else than a state; its shape is that of the loads, None without any.
+_Memory = _Window | _MovingAverage | _Contest
