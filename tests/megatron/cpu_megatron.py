@@ -83,7 +83,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from moesys.config import Strategy  # noqa: E402
 from moesys.megatron import experts  # noqa: E402
-from moesys.megatron.moe_layer import REFUSED, USED, WITHOUT_EFFECT  # noqa: E402
+from moesys.megatron.moe_layer import REFUSED  # noqa: E402
 from moesys.moe.experts import experts_of  # noqa: E402
 
 # gloo takes sizes of messages as numbers, as they are once they have left a GPU.
@@ -573,5 +573,42 @@ def options_of_moe() -> tuple[set[str], set[str]]:
 READ = ("moe_layer", "experts", "router", "shared_experts", "token_dispatcher")
 
 
+def _names(text: str) -> set[str]:
+    return set(text.split())
+
+
+USED = _names(
+    """
+    activation_func activation_func_clamp_value add_bias_linear calculate_per_token_loss cuda_graph_impl
+    cuda_graph_modules expert_model_parallel_size ffn_hidden_size fine_grained_activation_offloading
+    gated_linear_unit glu_linear_offset gradient_accumulation_fusion hidden_size init_method
+    moe_apply_probs_on_input moe_aux_loss_coeff moe_enable_routing_replay moe_ffn_hidden_size
+    moe_grad_scale_func moe_grouped_gemm moe_input_jitter_eps moe_latent_size moe_layer_freq moe_layer_recompute
+    moe_mlp_glu_interleave_size moe_per_layer_logging moe_router_bias_update_rate moe_router_dtype
+    moe_router_enable_expert_bias moe_router_force_biased moe_router_force_load_balancing moe_router_fusion
+    moe_router_group_topk moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax
+    moe_router_quantile_balancing_ema moe_router_score_function moe_router_topk moe_router_topk_limited_devices
+    moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_glu_interleave_size
+    moe_shared_expert_intermediate_size moe_z_loss_coeff mtp_num_layers mtp_use_repeated_layer num_layers
+    num_moe_experts offload_modules output_layer_init_method params_dtype perform_initialization
+    recompute_granularity recompute_modules sequence_parallel use_grouped_gemm_for_shared_expert
+    """
+)
+# How Megatron's experts and dispatchers compute what moesys computes in its own way, and what only refused options use.
+WITHOUT_EFFECT = _names(
+    """
+    bias_activation_fusion bias_dropout_fusion cpu_offloading_activations delay_offload_until_cuda_graph
+    expert_tensor_parallel_num_weight_shards fp4_recipe fp8_recipe gtp_weight_remat_size
+    inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
+    moe_deepep_num_sms moe_enable_deepep moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms
+    moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms
+    moe_hybridep_num_sms_preprocessing moe_hybridep_pad_uneven_dispatch_inputs moe_ncclep_static_shape
+    moe_ncclep_zero_copy moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda
+    moe_paged_stash_page_size moe_permute_fusion moe_permute_fusion_into_hybridep moe_token_drop_policy
+    use_fused_weighted_squared_relu use_transformer_engine_op_fuser
+    """
+)
+
+
 def tables() -> list[set[str]]:
-    return [set(REFUSED), set(USED), set(WITHOUT_EFFECT)]
+    return [set(REFUSED), USED, WITHOUT_EFFECT]
