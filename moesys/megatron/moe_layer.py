@@ -4,8 +4,8 @@ router chooses experts; dispatch, computation and combination are those of ``Exp
 R ranks of an expert group, E experts, K top-k, T tokens of a rank, S sequence length, B sequences, H the width of a
 token inside of the experts, and I that of an expert.
 
-``REFUSED`` has the options of ``TransformerConfig`` that no strategy runs. All others that are of MoE, or that Megatron's
-own layer reads, are in tables of ``tests/megatron``: those that are used, and those without effect.
+``REFUSED`` has the options of ``TransformerConfig`` that no strategy runs. Tables of ``tests/megatron`` have all others
+that are of MoE, or that Megatron's own layer reads: those that are used, and those without effect.
 """
 
 from __future__ import annotations

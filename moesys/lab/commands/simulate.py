@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, count, islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -87,10 +87,6 @@ def simulate_command(
     ] = None,
     draws: Annotated[int, option("N", "Number of draws: seeds, or further steps of a single trace.", min=1)] = 8,
     output: CommandOutput = AS_TABLES,
-    layers: Annotated[
-        int | None, _file_option("N", "Number of layers to draw, or to take from a trace.", min=1)
-    ] = None,
-    step: Annotated[int, _file_option("N", "Timed step, from 0; planners have seen the steps before it.", min=0)] = 0,
     model_layers: Annotated[int | None, _file_option("N", MODEL_LAYERS_HELP, min=1)] = None,
     imports: Imports = None,
     model: Annotated[
@@ -134,7 +130,7 @@ def simulate_command(
         # The folder is made first, so that an error comes before the simulation.
         output.folder.mkdir(parents=True, exist_ok=True)
     if file is not None:
-        _simulate(*_todo(file, strategy or (), layers, cluster, step, draws), model_layers, output)
+        _simulate(*_todo(file, strategy or (), cluster, draws), model_layers, output)
         return
     host = None if source is None else read_host(source)
     run = partial(
@@ -181,24 +177,21 @@ def _simulate(name: str, todo: Sequence[Todo], words: str, model_layers: int | N
 Todo = tuple[str, Iterator[SimulatedStep]]
 
 
-def _todo(
-    file: Path, strategies: Sequence[str], layers: int | None, cluster: str | None, step: int, draws: int
-) -> tuple[str, list[Todo], str]:
+def _todo(file: Path, strategies: Sequence[str], cluster: str | None, draws: int) -> tuple[str, list[Todo], str]:
     """Returns the name of the simulation; the name of each strategy with a step of each draw; and what a draw is, in
     words.
     """
     plan = _step_plan(file)
     if plan is None:
-        experiment = _changed(load_experiment(file), layers, cluster)
+        experiment = _changed(load_experiment(file), cluster)
         chosen = [strategy_in(experiment, name) for name in strategies] or list(experiment.strategies)
-        of_trace = f"steps of the trace from {step} on, which resemble one another"
+        of_trace = "steps of the trace, which resemble one another"
         words = "routing of other seeds" if has_seeds(experiment.workload) else of_trace
-        todo = [(each.name, _drawn(each, experiment, layers, step, draws)) for each in chosen]
-        return experiment.name, todo, words
-    given = {"--strategy": bool(strategies), "--cluster": cluster is not None, "--step": step != 0}
+        return experiment.name, [(each.name, _drawn(each, experiment, draws)) for each in chosen], words
+    given = {"--strategy": bool(strategies), "--cluster": cluster is not None}
     if unused := [option for option, there in given.items() if there]:
         raise ValueError(f"{unused[0]} is for experiments, and {file} is the plan of one step; leave it out")
-    return file.stem, [(plan.strategy.name, iter([SimulatedStep((_first_layers(plan, layers),), RestOfStep())]))], ""
+    return file.stem, [(plan.strategy.name, iter([SimulatedStep((plan,), RestOfStep())]))], ""
 
 
 def _step_plan(file: Path) -> StepPlan | None:
@@ -218,55 +211,29 @@ def _step_plan(file: Path) -> StepPlan | None:
         raise ValueError(f"{file}: {error}; write one with StepPlan.to_json()") from None
 
 
-def _changed(experiment: Experiment, layers: int | None, cluster: str | None) -> Experiment:
-    """Returns the experiment on another cluster, with this number of layers."""
-    workload = simulated_workload(experiment.workload)
-    if layers is not None and isinstance(workload, Generated):
-        workload = workload.replace(num_layers=layers)
+def _changed(experiment: Experiment, cluster: str | None) -> Experiment:
+    """Returns what is simulated of the experiment, on another cluster."""
     declared = simulated_cluster(experiment)
-    return experiment.replace(workload=workload, cluster=cluster_of(cluster, declared) if cluster else declared)
+    return experiment.replace(
+        workload=simulated_workload(experiment.workload),
+        cluster=cluster_of(cluster, declared) if cluster else declared,
+    )
 
 
-def _drawn(
-    strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int
-) -> Iterator[SimulatedStep]:
-    """Yields the same step under the seeds of the experiment, and if routing is drawn, under other seeds after them; of
-    a single trace the step and those after it, as many as there are.
+def _drawn(strategy: Strategy, experiment: Experiment, draws: int) -> Iterator[SimulatedStep]:
+    """Yields the first step under the seeds of the experiment, and if routing is drawn, under other seeds after them;
+    of a single trace its first steps, as many as there are.
     """
-    seeds = list(experiment.seeds)
-    if not has_seeds(experiment.workload):
-        yield from islice(_steps(strategy, experiment, layers, step, seeds[0]), draws)
+    workload, seeds = experiment.workload, list(experiment.seeds)
+    assert isinstance(workload, Replay | Generated)
+    steps = partial(simulated_steps, strategy, experiment.model, experiment.cluster, workload)
+    if not has_seeds(workload):
+        yield from islice(steps(seeds[0]), draws)
         return
-    if isinstance(experiment.workload, Generated):
+    if isinstance(workload, Generated):
         seeds += islice((seed for seed in count() if seed not in experiment.seeds), max(0, draws - len(seeds)))
     for seed in seeds[:draws]:
-        yield next(_steps(strategy, experiment, layers, step, seed))
-
-
-def _steps(
-    strategy: Strategy, experiment: Experiment, layers: int | None, step: int, seed: int
-) -> Iterator[SimulatedStep]:
-    """Yields the timed steps of a seed from ``step`` on."""
-    workload = experiment.workload
-    assert isinstance(workload, Replay | Generated)
-    if isinstance(workload, Generated) and step >= workload.steps:
-        raise ValueError(
-            f"step={step} is none of the workload's {workload.steps} timed steps; use 0 to {workload.steps - 1}"
-        )
-    timed = islice(simulated_steps(strategy, experiment.model, experiment.cluster, workload, seed), step, None)
-    if (first := next(timed, None)) is None:
-        raise ValueError(f"step={step} is behind the trace's last timed step; use a smaller one, or 0 for the first")
-    for each in chain([first], timed):
-        yield replace(each, plans=tuple(_first_layers(plan, layers) for plan in each.plans))
-
-
-def _first_layers(plan: StepPlan, layers: int | None) -> StepPlan:
-    if layers is None:
-        return plan
-    if layers > len(plan.layers):
-        raise ValueError(f"layers={layers} is more than the {len(plan.layers)} that there are; use at most so many")
-    previous = None if plan.previous is None else plan.previous[:layers]
-    return StepPlan(plan.strategy, plan.model, plan.cluster, plan.layers[:layers], previous)
+        yield next(steps(seed))
 
 
 # --- what is shown --------------------------------------------------------------------------------------------------

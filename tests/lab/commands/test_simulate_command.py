@@ -72,20 +72,20 @@ def test_names_are_no_markup(tmp_path, name):
 
 
 def test_every_figure_is_that_of_the_simulator(tmp_path):
-    code, output = run(written(tmp_path, declared()), "--step", 2, "--draws", 1)
+    code, output = run(written(tmp_path, declared()), "--draws", 1)
     assert code == 0
     assert "SIMULATED: tiny, one step of 2 layers on 4 ranks of 2 nodes" in output
     for strategy in (EP, FSEP):
         routing = routing_of(WORKLOAD, MODEL, CLUSTER, seed=0)
-        micro_batches = list(replay_steps(strategy, MODEL, CLUSTER, routing.tokens_SLRE))[-2:]
+        micro_batches = list(replay_steps(strategy, MODEL, CLUSTER, routing.tokens_SLRE))[1:3]
         step = simulation(micro_batches, rest_of(WORKLOAD))
         trial = run_simulated(strategy, MODEL, CLUSTER, WORKLOAD, seed=0)
         # The critical path, of several words, stands before the other figures.
         step_ms, *_ = rows(output)[strategy.name][1:]
         imbalance, experts_ms, other_ms, exposed_ms, *waits_ms = rows(output)[strategy.name][-7:]
-        assert step_ms == figure(trial.samples["step_ms"].values[2]) == figure(1e3 * step.length_seconds)
-        assert exposed_ms == figure(trial.samples["exposed_ms"].values[2])
-        assert imbalance == f"{trial.samples['load_max_over_mean'].values[2]:.2f}"
+        assert step_ms == figure(trial.samples["step_ms"].values[0]) == figure(1e3 * step.length_seconds)
+        assert exposed_ms == figure(trial.samples["exposed_ms"].values[0])
+        assert imbalance == f"{trial.samples['load_max_over_mean'].values[0]:.2f}"
         assert sum(map(float, waits_ms)) == pytest.approx(float(exposed_ms), abs=3e-3)
         computed_ms = 1e3 * sum(seconds_R.mean() for seconds_R in step.computed_R.values())
         assert float(experts_ms) + float(other_ms) == pytest.approx(computed_ms, abs=3e-3)
@@ -122,13 +122,12 @@ def test_draws_of_a_single_trace_are_its_steps(tmp_path):
     routing = routing_of(WORKLOAD, MODEL, CLUSTER, seed=0)
     save_trace(routing, tmp_path / "trace.npz")
     replayed = Replay(trace=str(tmp_path / "trace.npz"), warmup=1, micro_batches=2, other_ms=0.1, recompute="layers")
-    code, output = run(written(tmp_path, declared(workload=replayed, seeds=(0,))), "--step", 1)
+    code, output = run(written(tmp_path, declared(workload=replayed, seeds=(0,))))
     assert code == 0
-    # Two of three are left.
-    step_ms = run_simulated(FSEP, MODEL, CLUSTER, replayed, seed=0).samples["step_ms"].values[1:]
-    assert len(step_ms) == 2
+    step_ms = run_simulated(FSEP, MODEL, CLUSTER, replayed, seed=0).samples["step_ms"].values
+    assert len(step_ms) == 3
     assert cells(output, "fsep")[1].startswith(f"{figure(float(np.median(step_ms)))} [")
-    assert "steps of the trace from 1 on" in " ".join(output.split())
+    assert "Draws: steps of the trace, which" in " ".join(output.split())
 
 
 def test_what_would_not_run_is_marked_and_says_why(tmp_path):
@@ -174,12 +173,12 @@ def test_the_hardware_that_is_assumed_is_named(tmp_path, workload, speeds, words
     )
 
 
-def test_strategies_layers_and_clusters_are_chosen(tmp_path):
+def test_strategies_and_clusters_are_chosen(tmp_path):
     file = written(tmp_path, declared())
-    chosen = ("--strategy", "fsep", "--layers", 3, "--draws", 1, "--cluster")
+    chosen = ("--strategy", "fsep", "--draws", 1, "--cluster")
     code, output = run(file, *chosen, "3x2")
     assert code == 0
-    assert "one step of 3 layers on 6 ranks of 3 nodes" in output
+    assert "one step of 2 layers on 6 ranks of 3 nodes" in output
     assert list(rows(output)) == ["fsep"]
     # The speeds are the experiment's, so that a file that says the same gives the same.
     (tmp_path / "six.json").write_text(CLUSTER.replace(num_nodes=3).to_json())
@@ -188,7 +187,7 @@ def test_strategies_layers_and_clusters_are_chosen(tmp_path):
 
 def test_a_training_is_simulated_with_drawn_routing(tmp_path):
     workload = Training(num_layers=3, context=16, batch=2, micro_batches=2, warmup=1, steps=4, recompute=True)
-    code, output = run(written(tmp_path, declared(workload=workload)), "--step", 3, "--draws", 1)
+    code, output = run(written(tmp_path, declared(workload=workload)), "--draws", 1)
     assert code == 0
     assert "one step of 3 layers on 4 ranks" in output
 
@@ -197,11 +196,10 @@ def test_a_plan_of_one_step_is_simulated(tmp_path):
     load = LoadMatrix(np.arange(16).reshape(4, 4))
     plan = StepPlan(FSEP, MODEL, CLUSTER, tuple(plan_layer(FSEP, MODEL, CLUSTER, load) for _ in range(3)))
     (tmp_path / "plan.json").write_text(plan.to_json())
-    code, output = run(tmp_path / "plan.json", "--layers", 2)
+    code, output = run(tmp_path / "plan.json")
     assert code == 0
-    assert "SIMULATED: plan, one step of 2 layers" in output
-    two = StepPlan(FSEP, MODEL, CLUSTER, plan.layers[:2])
-    assert rows(output)["fsep"][1] == figure(1e3 * simulation([two]).length_seconds)
+    assert "SIMULATED: plan, one step of 3 layers" in output
+    assert rows(output)["fsep"][1] == figure(1e3 * simulation([plan]).length_seconds)
 
 
 def test_traces_and_charts_are_written(tmp_path):
@@ -220,7 +218,7 @@ def test_traces_and_charts_are_written(tmp_path):
 def test_files_of_strategies_whose_names_look_alike_are_numbered(tmp_path):
     alike = tuple(FSEP.replace(name=name, lag=lag) for lag, name in enumerate(("a/b", "a_b-2", "a_b"), start=1))
     file = written(tmp_path, declared(strategies=alike))
-    code, output = run(file, "--layers", 1, "--draws", 1, "--out", tmp_path / "found")
+    code, output = run(file, "--draws", 1, "--out", tmp_path / "found")
     assert code == 0
     names = {path.name for path in (tmp_path / "found").iterdir()}
     traces = {f"{stem}.trace.json" for stem in ("a_b", "a_b-2", "a_b-3")}
