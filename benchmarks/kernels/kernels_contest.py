@@ -38,7 +38,7 @@ from benchmarks.kernels.drawn_layer import (
     draw_layer,
     relative_errors,
 )
-from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.experts.products import INTERPRETED
 from moesys.lab.runs.statistics import Quantiles
 from moesys.lab.show.progress import steps_told
 from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, plain, publish, write

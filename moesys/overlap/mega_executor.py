@@ -39,7 +39,7 @@ from moesys.collectives import guarded
 from moesys.config import ModelShape
 from moesys.config.overlap import MegaKernel
 from moesys.frames import Position, call_bits
-from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.experts.products import INTERPRETED
 from moesys.kernels.experts.tile_config import TileConfigs
 from moesys.kernels.experts.tiles import groups_by_size
 from moesys.kernels.experts.weight_gradient import OrderedGroups, WeightGradients

@@ -19,11 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED, slope_one, slopes
-from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import (
+    dot,
     left_step,
     matrices_by_tma,
     readable_by_tma,
+    rounded,
     rows_by_matrix,
     rows_by_tma,
     run_with_descriptors,

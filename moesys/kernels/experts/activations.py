@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.experts.products import INTERPRETED
 
 # Every activation, and whether it takes a gate.
 GATED: Mapping[str, bool] = MappingProxyType({"swiglu": True, "geglu": True, "gelu": False, "relu2": False})

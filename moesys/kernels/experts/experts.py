@@ -18,7 +18,7 @@ from torch import Tensor
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
-from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.experts.products import INTERPRETED
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size

@@ -14,10 +14,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import (
+    dot,
     matrices_by_tma,
     readable_by_tma,
+    rounded,
     rows_by_matrix,
     rows_by_tma,
     run_with_descriptors,

@@ -6,6 +6,12 @@ GEMMs and MegaKernels multiply here, so that both give the same bits.
 TMA reads tiles by tensor descriptors, which kernels make themselves: where warps are specialised, Triton splits tiles
 between two groups of warps, and descriptors with them. Descriptors from the host stay whole, which Triton 3.9 refuses
 and Triton 3.6 compiles into loads that write behind their buffers.
+
+Products and rounding are the same in Triton's interpreter, which cannot compute in bfloat16: it multiplies the bit
+patterns as if they were integers, and cuts float32 off where bfloat16 should round. So there operands are converted to
+float32 first, which changes no product, and results are rounded by hand. It multiplies tiles by numpy's BLAS, whose
+sums depend on how large the tile is on some processors (OpenBLAS on those without AVX-512). So there products are
+summed element by element. On a GPU all is what Triton does by itself.
 """
 
 from __future__ import annotations
@@ -19,9 +25,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.numerics import dot
-
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 TMA_BYTES = 16
+
+
+@triton.jit
+def dot(left, right, total):  # type: ignore[no-untyped-def]
+    """Returns ``total`` + ``left`` [M, K] @ ``right`` [K, N] in float32. M and N change no element's bits."""
+    if INTERPRETED:
+        return total + tl.sum(left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :], axis=1)
+    else:
+        return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns float32 ``x`` in ``dtype``, to the nearest, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        even = bits + 0x7FFF + ((bits >> 16) & 1)
+        # NaN has no neighbour to be rounded to
+        kept = tl.where(x == x, even, bits)
+        return (kept & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        return x.to(dtype)
 
 
 class Side(NamedTuple):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.numerics import rounded
+from moesys.kernels.experts.products import rounded
 from moesys.kernels.launch import kernel
 
 # Columns of a step, or of a program that combines: with 4 warps, 16 bytes of each row for each thread in 16 bits.

@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED, activate, activate_one
-from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import (
+    dot,
     halves_by_tma,
     left_step,
     readable_by_tma,
+    rounded,
     rows_by_tiles,
     rows_by_tma,
     run_with_descriptors,

@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.numerics import dot, rounded
-from moesys.kernels.experts.products import Gather, Side, columns_by_columns, outer_step
+from moesys.kernels.experts.products import Gather, Side, columns_by_columns, dot, outer_step, rounded
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import require_contiguous, tile_of
 from moesys.kernels.launch import kernel

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.numerics import rounded
-from moesys.kernels.experts.products import rows_by_matrix
+from moesys.kernels.experts.products import rounded, rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs, Tiling, usual_programs
 from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.weight_gradient import OuterProduct, WeightGradients, store_outer_product

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moesys.kernels.experts.activation_gradient import sum_of_partials
-from moesys.kernels.experts.numerics import rounded
+from moesys.kernels.experts.products import rounded
 from moesys.kernels.experts.token_rows import plus_term
 from moesys.kernels.mega.arguments import is_last
 from moesys.kernels.mega.tasks import PUSH, SUM, task_is_ready

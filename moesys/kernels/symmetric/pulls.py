@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.experts.products import INTERPRETED
 from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.heap import BASES, RANK, Heap, Region, at, copy_engines, require_no_capture
 from moesys.kernels.symmetric.signals import PUBLISH, PULL, TimeoutWatch, raise_flag, wait

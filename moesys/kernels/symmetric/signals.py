@@ -28,7 +28,7 @@ import triton.language as tl  # the interpreter looks for it where a function co
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.experts.products import INTERPRETED
 from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.heap import ABORT, NUM_RANKS, RANK, REPORT, REPORT_WORDS, SEEN_NS, TIMEOUT_NS, Heap, at
 

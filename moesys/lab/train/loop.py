@@ -234,7 +234,7 @@ class Trainer:
 def _compute_by_kernels(runtime: MoERuntime) -> None:
     """Raises ValueError where Triton would compile them."""
     # This import is here so that Triton's kernels are loaded only where they run.
-    from moesys.kernels.experts.numerics import INTERPRETED
+    from moesys.kernels.experts.products import INTERPRETED
     from moesys.overlap.experts_triton import TritonExperts
 
     if not INTERPRETED.value:

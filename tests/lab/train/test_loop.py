@@ -195,7 +195,7 @@ def test_a_step_tells_every_rank_the_same_and_its_numbers_add_up(ranks: LocalRan
 
 
 def test_compiled_kernels_are_not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    numerics = importlib.import_module("moesys.kernels.experts.numerics")
+    numerics = importlib.import_module("moesys.kernels.experts.products")
     monkeypatch.setattr(numerics, "INTERPRETED", numerics.tl.constexpr(False))
     with pytest.raises(ValueError, match="start Python with TRITON_INTERPRET=1, or use interpret=False"):
         next(train(EP, SHAPE, cluster_of_all(), WORKLOAD.replace(interpret=True), seed=0))
