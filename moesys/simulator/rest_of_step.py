@@ -45,9 +45,7 @@ class RestOfStep:
     """The work of a step other than the experts of its layers.
 
     other_seconds: the forward of the rest of a layer (attention, norms, router), before its experts; a number, or one
-        per rank [R].
-    other_backward_seconds: its backward; None: twice as long. other_again_seconds: the part of it that runs again under
-        ``recompute``; None: all.
+        per rank [R]. Its backward takes twice as long; under ``recompute`` all of it runs again.
     recompute: ``layers``: before its backward the whole layer runs forward again, and its rows travel again.
         ``selective``, as in checkpointed blocks that end with the layer: the layer runs again as far as backward reads
         it, so that neither the second products nor combine run again; MegaKernels run everything again. ``computing``,
@@ -70,12 +68,10 @@ class RestOfStep:
     cast_bytes: bytes read and written per row to narrow the operands of experts' products, before their forward and
         before their backward.
     units: all units of the model in the order of forward, as many with experts as there are layers with experts; then
-        ``other_seconds`` and the other seconds of the rest are not read. None: layers with experts, and nothing else.
+        ``other_seconds`` is not read. None: layers with experts, and nothing else.
     """
 
     other_seconds: float | FloatArray = 0.0
-    other_backward_seconds: float | FloatArray | None = None
-    other_again_seconds: float | FloatArray | None = None
     recompute: Recompute = "none"
     optimizer_seconds: float = 0.0
     muon: Literal["none", "own", "outside"] = "none"
@@ -91,10 +87,7 @@ class RestOfStep:
     def units_of(self, num_layers: int) -> Sequence[RestUnit]:
         """Returns the units of a model with so many layers with experts. Raises ValueError if ``units`` has others."""
         if self.units is None:
-            forward = self.other_seconds
-            backward = 2 * forward if self.other_backward_seconds is None else self.other_backward_seconds
-            again = forward if self.other_again_seconds is None else self.other_again_seconds
-            return [RestUnit(forward, backward, again)] * num_layers
+            return [RestUnit(self.other_seconds, 2 * self.other_seconds, self.other_seconds)] * num_layers
         if (found := sum(unit.has_experts for unit in self.units)) != num_layers:
             raise ValueError(f"units has {found} with experts, and there are plans of {num_layers}; give as many")
         return self.units
