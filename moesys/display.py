@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from html import escape
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +156,15 @@ def _cell(value: Any) -> str:
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def version_of(package: str, absent: str = "") -> str:
+    """Returns the version of an installed package, ``absent`` of others."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return absent
 
 
 def counted(number: int, noun: str) -> str:

@@ -5,8 +5,6 @@ T tokens of this rank, H hidden size, K top-k.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from moesys.config import ClusterSpec, ModelShape, Strategy, presets
 from moesys.config.base import Declaration
+from moesys.display import version_of
 from moesys.files import number_set
 from moesys.kernels.torch_internals import refuse_function_transforms
 from moesys.torch_private import require_values
@@ -129,15 +128,7 @@ def declaration(shape: ModelShape, strategy: Strategy, cluster: ClusterSpec, see
     """Returns what must be the same on all ranks that share experts, as JSON values; names are left out."""
     declared: dict[str, Declaration] = {"ModelShape": shape, "strategy": strategy, "cluster": cluster}
     fields = {key: {k: v for k, v in _fields(each).items() if k != "name"} for key, each in declared.items()}
-    return fields | {"seed": seed, "torch": torch.__version__, "moesys": _version()}
-
-
-@cache
-def _version() -> str:
-    try:
-        return version("moesys")
-    except PackageNotFoundError:
-        return "not installed"
+    return fields | {"seed": seed, "torch": torch.__version__, "moesys": version_of("moesys", "not installed")}
 
 
 def _fields(declared: Declaration) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moesys.config import Strategy
+from moesys.display import version_of
 from moesys.files import read_bytes
 from moesys.moe.muon import Muon
 from moesys.moe.runtime import PlanningState
@@ -30,12 +30,9 @@ try:
 
     from moesys.torchtitan.routed_experts import replaced
 except ImportError as error:
-    try:
-        _found = version("torchtitan")
-    except PackageNotFoundError:
-        _found = "none"
     raise ImportError(
-        f"torchtitan's models need torchtitan 0.3 or newer, and found is {_found} ({error}); install moesys[torchtitan]"
+        f"torchtitan's models need torchtitan 0.3 or newer, and found is {version_of('torchtitan', 'none')} ({error}); "
+        "install moesys[torchtitan]"
     ) from error
 
 __all__ = ["experts", "muon", "planning"]

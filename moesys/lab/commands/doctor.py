@@ -20,9 +20,9 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from moesys.display import counted
+from moesys.display import counted, version_of
 from moesys.lab.commands.options import AsJson, Quiet, Wide, flag
-from moesys.lab.runs.environment import available_cores, cpu_name, version_of
+from moesys.lab.runs.environment import available_cores, cpu_name
 from moesys.lab.show.sheets import Column, Sheet, print_sheet
 
 State = Literal["ok", "slow", "missing", "broken"]

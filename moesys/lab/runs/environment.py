@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from moesys.display import counted
+from moesys.display import counted, version_of
 from moesys.files import read_bytes, write_whole
 from moesys.lab.ranks.process_start import LOOPBACK
 
@@ -194,14 +194,6 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _words(value: Any) -> str:
     return ", ".join(value) if isinstance(value, list) else str(value)
-
-
-def version_of(package: str) -> str:
-    """Returns the version of an installed package, "" of others."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _git_state(package: Path) -> tuple[str, str]:
