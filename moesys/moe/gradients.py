@@ -116,7 +116,7 @@ def _gradient_dtypes(
     digest = hashlib.sha256(names).digest()
     sent_R = channel.gather_bytes(digest + bytes(map(_kind_of_gradient, parameters.values())), at, device)
     if len({sent[: len(digest)] for sent in sent_R}) > 1:
-        _raise_mismatch([text.decode().split("\n") for text in channel.gather_bytes(names, at, device)], channel)
+        raise_mismatch(names, channel, at, device, "have different parameters beside experts: {}, and {}")
     found: list[torch.dtype | None] = []
     for name, codes in zip(parameters, zip(*(sent[len(digest) :] for sent in sent_R), strict=True), strict=True):
         if _OTHER in codes:
@@ -140,16 +140,16 @@ def _kind_of_gradient(parameter: nn.Parameter) -> int:
     return _DTYPES.index(parameter.grad.dtype) if known else _OTHER
 
 
-def _raise_mismatch(parameters_R: Sequence[Sequence[str]], channel: Channel) -> None:
-    """Raises ``RankMismatchError`` with the first parameter that differs."""
-    first = parameters_R[0]
-    for rank, others in zip(channel.members, parameters_R, strict=True):
-        for mine, other in zip_longest(first, others, fillvalue="no further parameter"):
+def raise_mismatch(described: bytes, channel: Channel, at: Position, device: torch.device, words: str) -> None:
+    """Raises ``RankMismatchError`` on all ranks where they describe parameters, one a line, differently. ``words``: of
+    two ranks, with ``{}`` in the places of the first lines that differ. A collective.
+    """
+    of_ranks = [text.decode().split("\n") for text in channel.gather_bytes(described, at, device)]
+    for rank, others in zip(channel.members, of_ranks, strict=True):
+        for mine, other in zip_longest(of_ranks[0], others, fillvalue="no further parameter"):
             if mine != other:
-                raise RankMismatchError(
-                    f"ranks {channel.members[0]} and {rank} have different parameters beside experts: {mine}, and "
-                    f"{other}. {ALIKE}"
-                )
+                told = words.format(mine, other)
+                raise RankMismatchError(f"{at.what}: ranks {channel.members[0]} and {rank} {told}. {ALIKE}")
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from moesys.collectives import device_of
-from moesys.frames import ALIKE, Position, RankMismatchError
+from moesys.frames import Position
 from moesys.moe.arguments import require_module
 from moesys.moe.experts import experts_of
-from moesys.moe.gradients import channels_of, reshard_units
+from moesys.moe.gradients import channels_of, raise_mismatch, reshard_units
 from moesys.moe.matrices import Choice, Matrices, matrices_of
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
@@ -446,16 +446,9 @@ def _connect(model: nn.Module, all_matrices: Sequence[Matrices]) -> dict[tuple[i
 def _require_alike(channel: Channel, described: Sequence[str]) -> None:
     """Raises ``RankMismatchError`` on all ranks where they would train other parameters, or otherwise."""
     text, at, device = "\n".join(described).encode(), Position("Muon()"), device_of(channel.group)
-    if len(set(channel.gather_bytes(hashlib.sha256(text).digest(), at, device))) == 1:
-        return
-    of_ranks = [each.decode().split("\n") for each in channel.gather_bytes(text, at, device)]
-    for rank, others in zip(channel.members, of_ranks, strict=True):
-        for mine, other in zip_longest(of_ranks[0], others, fillvalue="no further parameter"):
-            if mine != other:
-                raise RankMismatchError(
-                    f"Muon(): ranks {channel.members[0]} and {rank} would train differently: {mine}, and {other}; give "
-                    f"all ranks the same model and the same arguments. {ALIKE}"
-                )
+    if len(set(channel.gather_bytes(hashlib.sha256(text).digest(), at, device))) > 1:
+        words = "would train differently: {}, and {}; give all ranks the same model and the same arguments"
+        raise_mismatch(text, channel, at, device, words)
 
 
 def _rounds_of(all_matrices: Sequence[Matrices], channels: Iterable[Channel]) -> list[Round]:
