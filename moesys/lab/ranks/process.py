@@ -272,7 +272,11 @@ def _tensor_of_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]
 def _serve(settings: ProcessSettings, jobs: Connection, stacks: Connection) -> None:
     """Runs jobs until the parent closes the pipe. None instead of a job: every rank has answered the last one."""
     _die_with_parent()
-    jobs.send_bytes(b"started")
+    try:
+        jobs.send_bytes(b"started")
+    except BrokenPipeError:
+        # The parent was stopped while this process started.
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     os.environ.update({**settings.environment, **threads_of(settings.threads)})

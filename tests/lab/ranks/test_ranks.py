@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from moesys.lab.ranks.pool import LocalRanks, RankError, RankTimeouts
+from moesys.lab.ranks.process import ProcessSettings, _serve
 
 
 def sum_of_ranks(offset: float) -> tuple[int, int, float]:
@@ -417,3 +419,13 @@ def test_what_a_killed_process_left_in_temporary_folders_is_removed_by_the_next(
         assert [len(folders) for folders in found] == [2, 2]
         assert set(found[0]) & set(found[1]) == {"moesys-ranks-link"} == set(os.listdir(place))
     assert [path.name for path in victim.iterdir()] == ["precious"]
+
+
+def test_a_rank_whose_parent_was_stopped_while_it_started_ends_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moesys.lab.ranks.process._die_with_parent", lambda: None)
+    here, there = Pipe()
+    here.close()
+    with there:
+        assert _serve(ProcessSettings(), there, there) is None
