@@ -173,14 +173,13 @@ def sheets(steps: Sequence[ModelStep], notes: Sequence[str] = ()) -> list[Sheet]
 def notes_on(steps: Sequence[ModelStep], skew: float) -> list[str]:
     """Returns how to read the tables, and the effect of faster layers."""
     faster = "; ".join(
-        f"{step.run.strategy.name}: " + ", ".join(f"{step.speed_up(by):.2f}" for by in _FASTER) for step in steps
+        f"{step.run.strategy.name} " + ", ".join(f"{step.speed_up(by):.2f}" for by in _FASTER) for step in steps
     )
     routing = f"drawn with skew {skew:g}" if skew else "even, as no --skew is given"
     return [
         f"Routing is {routing}. bubble: a stage of the pipeline has nothing to do. MFU: of the data sheet's rate in "
         "16 bits.",
-        f"Layers of experts {', '.join(f'{by:g}' for by in _FASTER)} times as fast would make the step faster by "
-        f"{faster}.",
+        f"Speed-up if the MoE layers were {', '.join(f'{by:g}' for by in _FASTER)} times as fast: {faster}.",
         "Memory leaves out what an allocator wastes, and workspaces of kernels and of NCCL.",
         *dict.fromkeys(step.remark for step in steps if step.remark),
     ]
