@@ -38,6 +38,7 @@ from moesys.overlap.executor import (
     NUM_FACTORS,
     Adapters,
     ExpertGradients,
+    Factors,
     MicroBatchRun,
     SavedTensors,
     SharedMemory,
@@ -168,10 +169,11 @@ class LayerCall:
             self._lent = {slot: each for slot, each in enumerate(experts.masters) if slot not in own}
             self.release()
 
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The experts in the slots of this rank."""
-        return self.layout.held_by_rank[self.store.shards.rank]
+    def adapters(self, factors: Factors, dfactors: Factors = (None,) * NUM_FACTORS) -> Adapters | None:
+        """Returns LoRA on the experts in the slots of this rank; None if there is none."""
+        if all(each is None for each in factors):
+            return None
+        return Adapters.of(self.layout.held_by_rank[self.store.shards.rank], factors, dfactors)
 
     def release(self) -> None:
         """Frees the experts, which may be restored again."""
@@ -244,7 +246,7 @@ class RoutedExperts(torch.autograd.Function):
         with torch.autocast(x_TH.device.type, enabled=False):
             # Steps 3 to 5 of ``Experts.forward``.
             call.restore(masters)
-            wait = partial(call.wait_for_experts, Adapters.of(call.held, factors))
+            wait = partial(call.wait_for_experts, call.adapters(factors))
             inputs = call.without_padding(x_TH), call.without_padding(weight_TK), wait
             if call.replayed:
                 y_NH, saved = call.run.recompute(*inputs, read=call.output_read)
@@ -288,7 +290,7 @@ class RoutedExperts(torch.autograd.Function):
             transfer.start()
             lookahead.behind_backward(call)
             experts = transfer.finish()
-            experts.adapters = Adapters.of(call.held, factors, dfactors)
+            experts.adapters = call.adapters(factors, dfactors)
             return experts
 
         with torch.autocast(dy_TH.device.type, enabled=False):

@@ -30,7 +30,16 @@ from moesys.kernels.cpu.row_invariant_gemm import (
 )
 from moesys.kernels.cpu.row_invariant_ops import RowFunction, swiglu, swiglu_backward
 from moesys.overlap.exact_sum import BlockSums, add_on_grid, largest_size, row_sizes
-from moesys.overlap.executor import Arrivals, BackwardInputs, ExpertCompute, ExpertGradients, HeldExperts, LowRank
+from moesys.overlap.executor import (
+    Adapters,
+    Arrivals,
+    BackwardInputs,
+    ExpertCompute,
+    ExpertGradients,
+    ExpertWeights,
+    HeldExperts,
+    LowRank,
+)
 from moesys.overlap.routes import ChunkRows, Routes, SlotRows, SortedRoutes
 
 # Combine works on blocks of so many elements, which stay in a core's cache.
@@ -84,12 +93,12 @@ class CpuExperts:
         experts = weights.by_slot()
         width = experts[0].gate_up.shape[int(self.transposed)] if len(experts) else 0
         h_P2I = scratch.memory.empty((routes.num_rows, width), x.rows.dtype, x.rows.device)
-        return CpuForward(self, *_projections(weights, None, self.transposed), scratch, x, h_P2I)
+        return CpuForward(self, *_projections(experts, weights.adapters, None, self.transposed), scratch, x, h_P2I)
 
     def backward(
         self, routes: Routes | SortedRoutes, inputs: BackwardInputs, weights: HeldExperts, scratch: Scratch
     ) -> CpuBackward:
-        projections = _projections(weights, inputs.gradients, self.transposed)
+        projections = _projections(weights.by_slot(), weights.adapters, inputs.gradients, self.transposed)
         order: Sequence[tuple[int, Tensor | slice, Tensor]] = routes.order
         sums = inputs.sums
         later = frozenset(slot for slot, _, _ in order)
@@ -397,11 +406,10 @@ def _by_slot(slots: Sequence[SlotRows], *rows: Tensor) -> Iterator[tuple[Any, ..
 
 
 def _projections(
-    held: HeldExperts, gradients: ExpertGradients | None, transposed: bool
+    experts: Sequence[ExpertWeights], adapters: Adapters | None, gradients: ExpertGradients | None, transposed: bool
 ) -> tuple[Projection, Projection]:
     """Returns up and down of the layer's experts."""
-    experts = held.by_slot()
-    expert_S, up, down, up_gradient, down_gradient = held.adapters or ((), None, None, None, None)
+    expert_S, up, down, up_gradient, down_gradient = adapters or ((), None, None, None, None)
     dup, ddown, dup_bias, ddown_bias = gradients or (None, None, None, None)
 
     def of(name: str) -> Callable[[int], Tensor]:
