@@ -98,6 +98,7 @@ def balanced_on_ranks(by_quantiles: bool) -> Balanced:
     return balanced(batches_SM, by_quantiles)
 
 
+@pytest.mark.filterwarnings("ignore:layer . trains in evaluation mode")
 @pytest.mark.parametrize("by_quantiles", [False, True], ids=["by counts", "by quantiles"])
 def test_counts_and_biases_are_those_of_one_process_with_the_whole_batch(ranks: LocalRanks, by_quantiles: bool) -> None:
     whole_S = []
