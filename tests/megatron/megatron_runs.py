@@ -34,7 +34,8 @@ class Run:
     accumulate: micro-batches of a step. padding: whether the ends of sequences are padding. uneven: whether ranks have
     other numbers of tokens. config, ddp: fields of ``TransformerConfig`` and ``DistributedDataParallelConfig``, where
     they differ from the small model's. parallel: arguments of ``initialize_model_parallel``. half: whether parameters
-    are bfloat16. load, save: folders of distributed checkpoints, before and after the training.
+    are bfloat16. by_triton: whether Triton's kernels compute experts under any overlap. load, save: folders of
+    distributed checkpoints, before and after the training.
     """
 
     strategy: ms.Strategy | None = None
@@ -47,6 +48,7 @@ class Run:
     parallel: Mapping[str, int] = field(default_factory=dict)
     ddp: Mapping[str, Any] = field(default_factory=dict)
     half: bool = False
+    by_triton: bool = False
     load: str | None = None
     save: str | None = None
 
@@ -67,11 +69,11 @@ class Trained:
 
 def train(*runs: Run) -> list[Trained]:
     """Trains on all ranks of the process group, one run after the other."""
-    import cpu_megatron
+    import megatron_loop
 
-    return [cpu_megatron.train(run) for run in runs]
+    return [megatron_loop.train(run) for run in runs]
 
 
 def call(name: str, *args: Any) -> Any:
-    """Returns what a function of ``cpu_megatron`` returns on this rank."""
-    return getattr(importlib.import_module("cpu_megatron"), name)(*args)
+    """Returns what a function of ``megatron_loop`` returns on this rank."""
+    return getattr(importlib.import_module("megatron_loop"), name)(*args)

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import assert_equal
 from megatron_runs import STRATEGIES, Run, Trained, call, train
@@ -220,11 +221,29 @@ def test_the_engine_of_verl_runs_experts_under_a_strategy(megatron: LocalRanks) 
 @pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", ["lent", "fsep"])
-def test_mega_kernels_train_as_megatron_does(megatron: LocalRanks, name: str) -> None:
+def test_mega_kernels_train_as_megatron_does_by_the_bits_of_messages(megatron: LocalRanks, name: str) -> None:
     strategy = STRATEGIES[name].replace(overlap=ms.MegaKernel(programs=1, rows_cap=2.0))
+    others = [strategy.replace(overlap=overlap) for overlap in (ms.Sequential(), ms.Pipelined(chunks=3))]
     sizes = {"config": {"hidden_size": 32, "moe_ffn_hidden_size": 16}}
-    found, wanted = megatron.run(train, *(Run(each, 2, **sizes) for each in (strategy, None)), num_ranks=2)[0]
+    runs = [Run(each, 2, by_triton=each in others, **sizes) for each in (strategy, None, *others)]
+    found, wanted, *in_messages = megatron.run(train, *runs, num_ranks=2)[0]
     same_training(found, wanted)
+    for other in in_messages:
+        assert_equal(
+            [other.losses, other.gradients, other.parameters], [found.losses, found.gradients, found.parameters]
+        )
+
+
+def test_traces_of_megatron_are_the_loads_of_plans(megatron: LocalRanks, tmp_path: Path) -> None:
+    """By Megatron's own recorder, which ``--moe-routing-trace-path`` switches on."""
+    theirs = tmp_path / "theirs"
+    megatron.run(call, "traced", str(theirs), None, num_ranks=2)
+    wanted = ms.traces.megatron_trace(theirs, 8)
+    for name, strategy in STRATEGIES.items():
+        loads = megatron.run(call, "traced", str(tmp_path / name), strategy, num_ranks=2)[0]
+        found = ms.traces.megatron_trace(tmp_path / name, 8)
+        assert np.array_equal(found.tokens_SLRE, wanted.tokens_SLRE)
+        assert np.array_equal(found.tokens_SLRE, loads)
 
 
 def test_each_option_of_moe_is_in_one_table(megatron: LocalRanks) -> None:

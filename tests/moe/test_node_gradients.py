@@ -27,6 +27,8 @@ SHAPE = ms.ModelShape(hidden_size=7, intermediate_size=5, num_experts=6, top_k=2
 CLUSTERS = {
     "2 nodes x 2 ranks": ms.ClusterSpec(num_nodes=2, ranks_per_node=2),
     "nodes of 1 and 3": ms.ClusterSpec(num_nodes=2, ranks_per_node=(1, 3)),
+    # The last rank's slices come through the first, so that the order of arrival is not its own inverse.
+    "nodes of 3 and 1": ms.ClusterSpec(num_nodes=2, ranks_per_node=(3, 1)),
     "nodes of 1, 2 and 1": ms.ClusterSpec(num_nodes=3, ranks_per_node=(1, 2, 1)),
     "4 nodes of a rank": ms.ClusterSpec(num_nodes=4, ranks_per_node=1),
     "one node": ms.ClusterSpec(num_nodes=1, ranks_per_node=4),
@@ -118,10 +120,12 @@ def test_bytes_on_the_wire_are_those_of_the_formula(homes: dict[str, Any], name:
             assert received.get(("reshard", "inter_node"), 0) == between
 
 
-def trained(sharding: ms.Fsep, overlap: Overlap, linked: bool, checkpointed: bool) -> dict[str, Any]:
+def trained(
+    cluster: ms.ClusterSpec, sharding: ms.Fsep, overlap: Overlap, linked: bool, checkpointed: bool
+) -> dict[str, Any]:
     """Gradients of two micro-batches of three layers, and what slots had of the first layer's, in backward's order."""
     strategy = ms.Strategy(name="home", sharding=sharding, balance=ms.Eplb(), overlap=overlap)
-    model = Stack(SHAPE, strategy, num_layers=3, cluster=CLUSTERS["nodes of 1 and 3"])
+    model = Stack(SHAPE, strategy, num_layers=3, cluster=cluster)
     if linked:
         ms.link(model)
     for moe in model.moe:
@@ -143,20 +147,20 @@ def trained(sharding: ms.Fsep, overlap: Overlap, linked: bool, checkpointed: boo
     return {"slots": slots, "gradients": gradients_of(model)}
 
 
-def test_travel_behind_other_work_recomputation_and_chunks_change_no_bit(ranks: LocalRanks) -> None:
+@pytest.mark.parametrize("name", ["nodes of 1 and 3", "nodes of 3 and 1"])
+def test_travel_behind_other_work_recomputation_and_chunks_change_no_bit(ranks: LocalRanks, name: str) -> None:
     ahead = HOME.replace(prefetch_layers=1, delay_reshard=True)
     runs = [
         (HOME, ms.Sequential(), False, False),
         (ahead.replace(restore="hierarchical", prefetch_layers=2), ms.Pipelined(chunks=3), True, True),
         (HOME.replace(reshard_after_forward=False, delay_reshard=True), ms.Pipelined(chunks=2), True, False),
     ]
-    first, *others = [ranks.run(trained, *each) for each in runs]
+    first, *others = [ranks.run(trained, CLUSTERS[name], *each) for each in runs]
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             assert_equal(mine["gradients"], theirs["gradients"])
     assert [len(each["slots"]) for each in first] == [2] * 4
-    cluster = CLUSTERS["nodes of 1 and 3"]
-    batches = [summed_by_node([each["slots"][batch] for each in first], cluster) for batch in range(2)]
+    batches = [summed_by_node([each["slots"][batch] for each in first], CLUSTERS[name]) for batch in range(2)]
     for each in first:
         (masters,) = (gradient for name, gradient in each["gradients"].items() if name.startswith("moe.0.experts."))
         assert torch.equal(masters, batches[0] + batches[1])
