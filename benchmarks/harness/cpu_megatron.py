@@ -11,7 +11,7 @@ import queue
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,7 +172,13 @@ def parallel(**sizes: int) -> Iterator[None]:
         try:
             yield
         finally:
+            # Megatron destroys some of its groups. Each of the others has threads of gloo, which wake a hundred times
+            # a second.
+            groups = parallel_state._global_process_group_list[1:]
             parallel_state.destroy_model_parallel()
+            for group in groups:
+                with suppress(ValueError):
+                    dist.destroy_process_group(group)
 
 
 def model_of(
