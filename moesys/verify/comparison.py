@@ -63,11 +63,13 @@ def rows_of_tokens(tensor: Tensor | None, mask: Tensor) -> Tensor | None:
     """Returns the rows of tokens that are no padding, of [B, S, ...] or [B · S, ...]; None for another layout of a
     micro-batch with padding, where nobody knows which they are.
     """
-    if tensor is None or tensor.shape[:2] == mask.shape:
-        return None if tensor is None else tensor[mask]
-    if tensor.dim() > 1 and tensor.shape[0] == mask.numel():
-        return tensor[mask.flatten()]
-    return tensor if bool(mask.all()) else None
+    if tensor is None:
+        return None
+    by_token = tensor.shape[:2] == mask.shape
+    rows = tensor.flatten(0, 1) if by_token else tensor
+    if bool(mask.all()):
+        return rows
+    return rows[mask.flatten()] if by_token or (rows.dim() > 1 and len(rows) == mask.numel()) else None
 
 
 class Tolerances:
