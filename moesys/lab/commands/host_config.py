@@ -293,6 +293,8 @@ def _megatron(of: HostConfig) -> dict[str, Any]:
         "dense": "optimizer" if of.flag("sharded optimizer", "use-distributed-optimizer") else "replicated",
         "overlap_micro_batches": of.flag("overlap_micro_batches", "overlap-moe-expert-parallel-comm"),
     }
+    if not (has_batch := "global-batch-size" in of.values):
+        of.word("global_batch", "global-batch-size", "a micro-batch of each data-parallel rank")
     return {
         "model": ModelSpec(
             name="of the command",
@@ -305,7 +307,7 @@ def _megatron(of: HostConfig) -> dict[str, Any]:
         "parallelism": Parallelism.model_validate(parallelism),
         "seq_len": number("seq_len", "seq-length"),
         "micro_batch": number("micro_batch", "micro-batch-size"),
-        "global_batch": number("global_batch", "global-batch-size", 0) or None,
+        "global_batch": number("global_batch", "global-batch-size") if has_batch else None,
         "optimizer": of.word("optimizer", "optimizer", "adam"),
     }
 

@@ -176,9 +176,10 @@ def notes_on(steps: Sequence[ModelStep], skew: float) -> list[str]:
         f"{step.run.strategy.name} " + ", ".join(f"{step.speed_up(by):.2f}" for by in _FASTER) for step in steps
     )
     routing = f"drawn with skew {skew:g}" if skew else "even, as no --skew is given"
+    piped = any(step.run.parallelism.pp > 1 for step in steps)
     return [
-        f"Routing is {routing}. bubble: a stage of the pipeline has nothing to do. MFU: of the data sheet's rate in "
-        "16 bits.",
+        f"Routing is {routing}. {'bubble: a stage of the pipeline has nothing to do. ' * piped}MFU: of the data "
+        "sheet's rate in 16 bits.",
         f"Speed-up if the MoE layers were {', '.join(f'{by:g}' for by in _FASTER)} times as fast: {faster}.",
         "Memory leaves out what an allocator wastes, and workspaces of kernels and of NCCL.",
         *dict.fromkeys(step.remark for step in steps if step.remark),
