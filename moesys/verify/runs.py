@@ -86,7 +86,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         wrong = [each for each in self.situations if each.findings]
-        checked = [each for each in self.situations if not (each.not_checked or (self.error and not wrong))]
+        checked = [each for each in self.situations if each.verdict != "not checked" and (wrong or not self.error)]
         words = "right in" if not wrong else f"WRONG in {len(wrong)} of"
         words = f"{words} {counted(len(checked), 'situation')}" if checked else "could not be checked"
         lines = [f"{self.check}, {self.ranks} ranks, {self.dtype}: {words}, {self.seconds:.0f} s"]
@@ -342,8 +342,8 @@ def _masks(ranks: Sequence[RunRecord]) -> Iterator[Finding]:
     first, *others = (run.steps[0]["passes"][0] for run in ranks)
     if not any(run.drawn_by for run in ranks):
         raise CheckError("situation dropout: the model draws no random numbers; switch dropout on where asked for it")
-    # That of the whole model: inside of it, ranks that share a batch may have parts of tensors.
-    last = next(reversed(first))
+    # The last output is the whole model's: inside of it, ranks that share a batch may have parts of tensors.
+    last = [name for name, output in first.items() if output.is_floating_point()][-1]
     for rank, outputs in enumerate(others, 1):
         shares = ranks[rank].part == ranks[0].part
         if same_values(first[last], outputs[last]) != shares:

@@ -230,6 +230,8 @@ def test_masks_are_those_of_the_whole_model(shares: bool) -> None:
         run = record(0 if shares else rank, 1 if shares else 2)
         run.drawn_by = "dropout"
         run.steps[0]["passes"][0] = {"q_proj[0]": numbers(rank, 4, 8), "model[0]": numbers(seed, 4, 8)}
+        # Choices of experts may be alike whatever the masks are.
+        run.steps[0]["passes"][0]["model[1]"] = torch.arange(4)
         return run
 
     findings = {alike: list(_masks([masked(0, 7), masked(1, 7 if alike else 8)])) for alike in (True, False)}
@@ -354,6 +356,7 @@ def test_a_recomputation_must_repeat_the_choices_of_its_forward(again: int, brok
 
 
 RIGHT, WRONG = SituationResult("plain"), SituationResult("uneven", [Finding("logged", "loss", (0,), 1.0, "2 ×")])
+HALF = SituationResult("uneven", [Finding("definition", "loss", (), 1.0, "means")], not_checked="it is no sum")
 NOT_CHECKED = SituationResult("tied", not_checked="the check does not list tied in supports")
 
 
@@ -363,6 +366,7 @@ NOT_CHECKED = SituationResult("tied", not_checked="the check does not list tied 
         ([RIGHT, NOT_CHECKED], "", 0, "right in 1 situation,"),
         ([RIGHT, WRONG, NOT_CHECKED], "", 1, "WRONG in 1 of 2 situations,"),
         ([RIGHT, WRONG], "rank 1 hangs", 1, "WRONG in 1 of 2 situations,"),
+        ([RIGHT, HALF], "", 1, "WRONG in 1 of 2 situations,"),
         ([RIGHT], "rank 1 hangs", 2, "could not be checked,"),
         ([NOT_CHECKED], "", 2, "could not be checked,"),
     ],
