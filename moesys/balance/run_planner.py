@@ -189,8 +189,8 @@ def warm_up(
     """Loads the compiled loops that a planner and a split need (``Greedy``'s and ``FlowSplit``'s, if none are given),
     and with ``late_slots`` the choice of what fills them.
 
-    They are compiled once per installation, which takes a minute of one process, says so in a line, and lets other
-    processes wait; then they are kept on disk beside the source (or where NUMBA_CACHE_DIR says). Processes that start
+    They are compiled once per installation, which takes about two minutes, says so in a line, and lets other processes
+    wait; then they are kept on disk beside the source (or where NUMBA_CACHE_DIR says). Processes that start
     others, or that others wait for, call this before; loading takes less than a second, and the next time next to
     nothing. ``load_size``: ranks times experts of the problems to come. For a small one nothing is compiled: without
     machine code on the disk, Python makes the same plans.
