@@ -129,17 +129,6 @@ def step(overlap: Overlap) -> list[torch.Tensor]:
     return [*outputs, x_TH.grad, *(whole(p.grad) for p in model.parameters())]
 
 
-def ring_bytes(shape: ms.ModelShape, num_ranks: int, num_slots: int, gradient_bytes: int) -> int:
-    """Returns the bytes of each rank's arenas if layers like ``shape`` share experts and their gradients, of
-    ``gradient_bytes`` per element, with ``num_slots`` on every rank. All layers of a linked model have one arena.
-    """
-    wire_slice = -(-shape.expert_parameters // num_ranks)
-    restored_bytes = shape.num_experts * wire_slice * shape.bytes_per_element
-    resharded_bytes = num_slots * num_ranks * wire_slice * gradient_bytes
-    shared = (restored_bytes, resharded_bytes)
-    return sum(ArenaLayout.of(pull_regions(num_bytes, num_ranks)).num_bytes for num_bytes in shared)
-
-
 def steps() -> list[list[torch.Tensor]]:
     return [step(ms.Sequential()), step(ms.MegaKernel(rows_cap=2.0))]
 

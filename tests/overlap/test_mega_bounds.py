@@ -68,17 +68,6 @@ def test_a_cap_below_one_is_refused():
         ms.MegaKernel(rows_cap=0.9)
 
 
-def symmetric_bytes(
-    overlap: ms.MegaKernel, model: ms.ModelShape, most_tokens: int, num_ranks: int, num_replicas: int
-) -> int:
-    """Returns the bytes of the arena that each of ``num_ranks`` GPUs has for all layers like ``model``, with at most so
-    many tokens on any rank and so many replicas in a layout.
-    """
-    _, flags = _blocks_and_flags(overlap, model, most_tokens, num_replicas, torch.device("cuda"))
-    shared = regions(most_tokens, model.top_k, model.hidden_size, getattr(torch, model.dtype), num_ranks, flags)
-    return ArenaLayout.of({**shared, **count_regions(num_ranks, model.num_experts)}).num_bytes
-
-
 def test_symmetric_memory_is_at_most_a_quarter_of_unieps():
     """T=32768, H=1536, K=8 in 16 bits, for which UniEP (arXiv 2604.19241) says 7.7 GB."""
     _, flags = _blocks_and_flags(ms.MegaKernel(), SHAPE, 32768, 128, torch.device("cuda"))
