@@ -119,8 +119,9 @@ def parallelize(
         bypass(adapters.get(module, ()))
         unit: FSDPModule = fsdp(module, mesh=expert_mesh["efsdp"], mp_policy=of_experts)
         # Each group's gradients are sums already: the sum of the groups' over all ranks is the mean. Where there is one
-        # group FSDP adds nothing up, and divides.
-        unit.set_gradient_divide_factor(float(num_ranks))
+        # group FSDP adds nothing up, and divides. On one rank a division by 1 would write each gradient once more.
+        if num_ranks > 1:
+            unit.set_gradient_divide_factor(float(num_ranks))
         if not alone:
             unit.set_force_sum_reduction_for_comms(True)
     # A part of a block computes with the inputs that it would have inside of the block's unit.
