@@ -7,6 +7,7 @@ rest of the process.
 from __future__ import annotations
 
 import functools
+import gc
 import queue
 import re
 import warnings
@@ -179,6 +180,8 @@ def parallel(**sizes: int) -> Iterator[None]:
             for group in groups:
                 with suppress(ValueError):
                     dist.destroy_process_group(group)
+            # Models keep groups too, in circles.
+            gc.collect()
 
 
 def model_of(
