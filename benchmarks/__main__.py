@@ -38,7 +38,7 @@ PAGES = {
     "hosts": CommandPage(
         "benchmarks.hosts:bench_hosts",
         COMPUTING,
-        "Train a model in torchtitan or Megatron-Core, by strategy.",
+        "Train in torchtitan or Megatron-Core, by strategy.",
         "The trainer's own experts are timed beside them; `make hosts` installs both trainers.\n\n"
         "Exit code 1: a gradient differs.",
         ("python -m benchmarks hosts --out found", "python -m benchmarks hosts --routing skewed --ranks 4 --share 0.5"),
