@@ -59,7 +59,7 @@ HIDDEN, WIDTH, NUM_EXPERTS, TOP_K = 256, 768, 64, 8
 SPARE_SLOTS = 4
 # glibc keeps all memory that is freed. By default it returns large pieces, and torchtitan's experts wait for new pages.
 _KEEPING_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 34)}
-# What a table says of a trainer, and the package that it is installed by.
+# A table explains its trainer by these notes.
 ABOUT = {
     "torchtitan": (
         "The trainer is torchtitan's, and a step its train_step. The model is the first {layers} of 8 layers of its "
@@ -72,6 +72,7 @@ ABOUT = {
         "megatron: its own SequentialMLP and alltoall dispatcher; its grouped products need Transformer Engine.",
     ),
 }
+# These packages install the trainers.
 DISTRIBUTIONS = {"torchtitan": "torchtitan", "megatron": "megatron-core"}
 _TIMEOUTS = RankTimeouts(run_s=3600.0, collective_s=600.0)
 

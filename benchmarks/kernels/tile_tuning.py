@@ -20,8 +20,8 @@ Timer = Callable[[str, Sequence[TileConfig]], Sequence[float | None]]
 def tune_blocks(shape: ShapeClass, timer: Timer, gpu: Gpu) -> TileConfigs:
     """Returns the fastest candidate of each op by ``timer``, one op after another, and keeps them for ``blocks_of``.
 
-    Of equally fast ones the model's favourite, which is also what an op gets all of whose candidates failed. Raises
-    OSError, before anything is timed, where nothing can be kept.
+    Of equally fast candidates it takes the first, which the model ranks best; an op all of whose candidates failed gets
+    the first too. Raises OSError, before anything is timed, if results cannot be kept.
     """
     path, best = cache_file(gpu), {}
     # This writes nothing new, but raises its error before minutes of timing if results cannot be written.

@@ -214,7 +214,7 @@ def levels_of(cluster: ClusterSpec, node_R: IntArray) -> IntArray:
 def blocks_of_nodes(node_R: IntArray) -> IntArray:
     """Returns the block that each rank is in, int64 [L, R], of 2 nodes, of 4, and so on, as long as there are several.
 
-    Where a token crosses to a node once, rows that keep to near nodes share its crossing.
+    If each token crosses to a node once, its rows for experts on nearby nodes share that crossing.
     """
     num_levels = max(int(node_R[-1]).bit_length() - 1, 0)
     blocks = [node_R >> level for level in range(1, num_levels + 1)]
