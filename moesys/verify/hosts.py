@@ -1,11 +1,13 @@
-"""Setups of other people's trainings: causal language models of transformers, and torchtitan's trainer.
+"""Setups of other people's trainings: models of transformers and of Megatron-Core, and torchtitan's trainer.
 
-transformers and torchtitan are imported by the checks that use them.
+These packages are imported by the checks that use them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moesys.verify.setup import Batch, Setup, World, check, count_labels, draw, local, whole
+from moesys.verify.setup import Batch, Setup, World, check, clean_name, count_labels, draw, local, whole
 
 # Smaller sizes for the fields that a configuration has; L layers are two, unless a model needs more kinds of them.
 _SMALL = {
@@ -93,6 +95,73 @@ def torchtitan_setup(world: World, trainer: Any) -> Setup:
         return whole(utils.clip_grad_norm_(list(model.parameters()), trainer.config.training.max_norm, **options))
 
     return Setup(model, _step(world, backward, parts, group), trainer.optimizers, clip, part, parts)
+
+
+# Experts of this rank, by the names of ``SequentialMLP`` and of ``TEGroupedMLP``.
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)")
+
+
+def megatron_setup(
+    world: World, model: Any, optimizer: Any, forward_step: Callable[[Iterator[Batch], Any], Any]
+) -> Setup:
+    """Returns the training of a model of Megatron-Core by its own schedule, reduction of gradients, and clipping.
+
+    Args:
+        world: the world, on whose ranks Megatron's process groups are.
+        model: the model inside of Megatron's ``DistributedDataParallel``, without a pipeline.
+        optimizer: that of ``get_megatron_optimizer``, without ``use_distributed_optimizer``.
+        forward_step: Megatron-LM's function of that name: it takes an iterator of micro-batches and the model, and
+            returns the output and the function of its loss. The first number that this function logs is the loss.
+    """
+    from megatron.core import parallel_state as groups
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    parameters = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    part, parts = groups.get_data_parallel_rank(), groups.get_data_parallel_world_size()
+
+    def step(batches: list[Batch]) -> dict[str, Tensor]:
+        model.zero_grad_buffer()
+        rows, length = batches[0]["input_ids"].shape
+        options = {"forward_step_func": forward_step, "data_iterator": iter(batches), "model": [model]}
+        options |= {"num_microbatches": len(batches), "micro_batch_size": rows, "seq_length": length}
+        logged = get_forward_backward_func()(**options, forward_only=False)
+        numbers = {}
+        for name in logged[0]:
+            # Each is a mean, or a sum and a count.
+            value = torch.stack([each[name].detach().flatten() for each in logged]).sum(0)
+            dist.all_reduce(value, group=groups.get_data_parallel_group())
+            numbers[name] = value[0] / (value[1] if len(value) > 1 else len(batches) * parts)
+        return {"loss": next(iter(numbers.values()))} | numbers
+
+    def clip() -> Any:
+        # The optimizer clips in its step, whose last part comes later.
+        optimizer.step_with_ready_grads = lambda: True
+        norm = optimizer.step()[1]
+        del optimizer.step_with_ready_grads
+        return norm
+
+    def gathered(tensor: Tensor, group: Any) -> list[Tensor]:
+        pieces = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(pieces, tensor.contiguous(), group=group)
+        return pieces
+
+    def full(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+        tensors, expert = groups.get_tensor_model_parallel_group(), _EXPERT.fullmatch(name)
+        tensors = groups.get_expert_tensor_parallel_group() if expert else tensors
+        if tensors.size() > 1 and getattr(parameters.get(name), "tensor_model_parallel", False):
+            # Each rank has its part of the gate and of the projection beside it.
+            halves = 2 if "linear_fc1" in name and model.config.gated_linear_unit else 1
+            dim = parameters[name].partition_dim
+            pieces = [piece.chunk(halves, dim) for piece in gathered(tensor, tensors)]
+            tensor = torch.cat([piece[half] for half in range(halves) for piece in pieces], dim)
+        if expert is None:
+            return {name: tensor.clone()}
+        pieces = gathered(tensor, groups.get_expert_model_parallel_group())
+        local = model.config.num_moe_experts // len(pieces)
+        return {f"{expert[1]}{local * r + int(expert[2])}{expert[3]}": piece for r, piece in enumerate(pieces)}
+
+    moves = SimpleNamespace(step=optimizer.step_with_ready_grads, zero_grad=optimizer.zero_grad)
+    return Setup(model, step, moves, clip, part, parts, full=full)
 
 
 def _step(world: World, backward: Callable[[Batch, Tensor], Tensor], parts: int, group: Any) -> Any:

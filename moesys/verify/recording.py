@@ -100,8 +100,8 @@ class TrainingRecorder:
         for m, (before, after) in enumerate(pairwise([*self._snapshots, self.step["gradient"]])):
             self.step["contributions"][m] = {n: g - before[n] if n in before else g for n, g in after.items()}
         for name, parameter in self._setup.model.named_parameters():
-            if parameter.grad is not None:
-                self.step["squares"][clean_name(name)] = float(local(parameter.grad).double().square().sum())
+            if (gradient := _gradient_of(parameter)) is not None:
+                self.step["squares"][clean_name(name)] = float(local(gradient).double().square().sum())
             elif parameter.requires_grad:
                 self.step["absent"][clean_name(name)] = True
         self._watch_random_state("the step itself")
@@ -116,10 +116,10 @@ class TrainingRecorder:
 
     def gradients(self) -> Named:
         """Returns the gradients, put together. A collective."""
-        trained = [(name, p) for name, p in self._setup.model.named_parameters() if p.requires_grad]
+        trained = [(n, p, _gradient_of(p)) for n, p in self._setup.model.named_parameters() if p.requires_grad]
         # Other ranks may have a gradient, and putting a DTensor together takes them all.
-        present = [(name, p) for name, p in trained if p.grad is not None or isinstance(p, DTensor)]
-        return self.put_together((n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in present)
+        present = [(n, p, g) for n, p, g in trained if g is not None or isinstance(p, DTensor)]
+        return self.put_together((n, torch.zeros_like(p) if g is None else g) for n, p, g in present)
 
     def _begin_pass(self, *_: Any) -> None:
         if self.is_on and current_backward() == NO_BACKWARD:
@@ -172,6 +172,8 @@ def _run(job: RecordingJob) -> RunRecord:
         switch(term != job.without)
     if job.resume and setup.load is not None:
         setup.load(job.folder / "checkpoint")
+    if job.order.startswith("reordered"):
+        _round_anew(setup.model, job.dtype)
     recorder, model = TrainingRecorder(setup, contributions=job.parts > 0), setup.model
     before = recorder.put_together(model.named_parameters())
     initial = trained = before | recorder.put_together(model.named_buffers())
@@ -199,6 +201,17 @@ def _run(job: RecordingJob) -> RunRecord:
     return RunRecord(part, parts, initial, trained, steps, recorder.drawn_by, list(setup.terms), able)
 
 
+@torch.no_grad()
+def _round_anew(model: nn.Module, dtype: torch.dtype) -> None:
+    """Moves each parameter by about one unit in its last place, up or down: the rows of a batch in another order do not
+    change the order of sums over its width, as tensor parallelism does.
+    """
+    random = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        signs = torch.randint(0, 2, parameter.shape, generator=random) * 2 - 1
+        parameter.mul_(1 + signs * torch.finfo(dtype).eps)
+
+
 def _batches(job: RecordingJob, part: int, step: int) -> list[Batch]:
     """Returns the micro-batches of a step of this process, in the order in which it computes them."""
     places = product(range(job.parts) or (part,), range(job.situation.micro_batches))
@@ -220,6 +233,11 @@ def _evaluate(job: RecordingJob, setup: Setup, recorder: TrainingRecorder, part:
     recorder.is_on, after = True, recorder.put_together(setup.model.named_buffers())
     for name in [name for name, tensor in after.items() if not torch.equal(tensor, step["buffer"][name])]:
         step["broken"].setdefault("evaluation", name)
+
+
+def _gradient_of(parameter: Tensor) -> Tensor | None:
+    """Returns a parameter's gradient, which Megatron-Core adds up in ``main_grad``."""
+    return getattr(parameter, "main_grad", None) if parameter.grad is None else parameter.grad
 
 
 def _number(value: Any) -> Tensor:

@@ -76,10 +76,24 @@ def test_a_loss_of_the_global_batch_is_compared_with_one_micro_batch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["titan_qwen3", "titan_qwen3_tp", "titan_deepseek_v3"])
-def test_a_debug_model_of_torchtitan_is_right(name: str) -> None:
-    """In a process of its own, as it patches torchtitan."""
-    file = Path(__file__).with_name("titan_check.py")
-    command = [sys.executable, "-W", "ignore", "-m", "moesys.verify", f"{file}:{name}", "--situations", "plain,uneven"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    "check",
+    [f"titan_check.py:titan_{name}" for name in ("qwen3", "qwen3_tp", "deepseek_v3")]
+    + [f"megatron_check.py:megatron_{name}" for name in ("ep", "grouped", "tp", "four")],
+)
+def test_a_model_of_another_trainer_is_right(check: str) -> None:
+    done = checked_alone(check, "plain,uneven,padding")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_expert_gradients_that_megatron_sums_are_named() -> None:
+    done = checked_alone("megatron_check.py:megatron_summed", "plain")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "2 × the reference on experts only: summed over 2 data ranks" in done.stdout
+
+
+def checked_alone(check: str, situations: str) -> subprocess.CompletedProcess[str]:
+    """Runs a check in a process of its own, as it patches the trainer."""
+    file = Path(__file__).parent / check
+    command = [sys.executable, "-W", "ignore", "-m", "moesys.verify", str(file), "--situations", situations]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
