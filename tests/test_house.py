@@ -56,13 +56,13 @@ BUDGETS = {
     "moesys/tuner": Budget(943, 6),
     "moesys, hosts": Budget(2_879, 16),
     "moesys/lab": Budget(8_193, 51),
-    "moesys/verify": Budget(1_306, 8),
+    "moesys/verify": Budget(1_362, 8),
     "moesys, entry points": Budget(323, 4),
     "benchmarks": Budget(7_329, 56),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(47_838, 334),
+    "tests": Budget(47_921, 335),
 }
-TOTAL = Budget(38_204, 240)
+TOTAL = Budget(38_260, 240)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
