@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,13 +74,20 @@ def models_of(run: Run, config: TransformerConfig) -> list[GPTModel]:
     return models
 
 
-def train(run: Run) -> Trained:
-    """Trains on all ranks by Megatron's schedule, reduction of gradients, and optimizer."""
-    with parallel(run):
-        return _trained(run)
+def train(*runs: Run) -> list[Trained]:
+    """Trains on all ranks by Megatron's schedule, reduction of gradients, and optimizer, one run after the other. Those
+    that follow one another in equal groups share them, as gloo takes a second to make them.
+    """
+    trained = []
+    for _, alike in groupby(runs, lambda run: dict(run.parallel)):
+        alike = list(alike)
+        with parallel(alike[0]):
+            trained += map(_trained, alike)
+    return trained
 
 
 def _trained(run: Run) -> Trained:
+    cpu.random.model_parallel_cuda_manual_seed(1)
     config = config_of(run)
     models = models_of(run, config)
     if run.half:
@@ -175,17 +183,18 @@ def _sharded(wrapped: list[Any], optimizer: Any, *, loading: bool) -> dict[str, 
 def messages(cases: list[tuple[Strategy, dict[str, Any], dict[str, Any]]]) -> list[str]:
     """Returns the errors of models under these strategies, with these options, and other changes of a run."""
     found = []
-    for strategy, options, changes in cases:
-        run = Run(strategy, config=options, **changes)
+    for changes, alike in groupby(cases, lambda case: case[2]):
+        run = Run(**changes)
         with parallel(run):
-            try:
-                config = config_of(Run(parallel=run.parallel))
-                # As Megatron would have it where what the option needs is installed.
-                vars(config).update(options)
-                models_of(run, config)
-                found.append("no error")
-            except (TypeError, ValueError) as error:
-                found.append(f"{type(error).__name__}: {error}")
+            for strategy, options, _ in alike:
+                try:
+                    config = config_of(run)
+                    # As Megatron would have it where what the option needs is installed.
+                    vars(config).update(options)
+                    models_of(Run(strategy, config=options, **changes), config)
+                    found.append("no error")
+                except (TypeError, ValueError) as error:
+                    found.append(f"{type(error).__name__}: {error}")
     return found
 
 
@@ -277,8 +286,8 @@ def with_verl(page: str) -> tuple[Trained, Trained, list[str]]:
     engine._build_tf_config()
     spec = engine.provider.transformer_layer_spec
     with patch.object(cpu, "experts", lambda *_: spec(None)):
-        trained = train(Run(names["strategy"], 1))
-    return trained, train(Run(steps=1)), list(inspect.signature(spec).parameters)
+        (trained,) = train(Run(names["strategy"], 1))
+    return trained, *train(Run(steps=1)), list(inspect.signature(spec).parameters)
 
 
 def followed(page: str) -> tuple[Trained, Trained]:
@@ -286,7 +295,7 @@ def followed(page: str) -> tuple[Trained, Trained]:
     names: dict[str, Any] = {}
     exec(page, names)
     with patch.object(cpu, "experts", lambda spec, strategy: names["spec"]):
-        return train(Run(names["strategy"], 1)), train(Run(steps=1))
+        return train(Run(names["strategy"], 1), Run(steps=1))
 
 
 def rounded() -> list[bool]:
@@ -294,8 +303,9 @@ def rounded() -> list[bool]:
     fusion.
     """
     found = []
-    for fused in (False, True):
-        trained = train(Run(STRATEGIES["lent"], 1, half=True, config={"gradient_accumulation_fusion": fused}))
+    for trained in train(
+        *(Run(STRATEGIES["lent"], 1, half=True, config={"gradient_accumulation_fusion": on}) for on in (False, True))
+    ):
         gradients = [each for name, each in trained.gradients.items() if ".experts." in name]
         found.append(all(torch.equal(each, each.bfloat16().float()) for each in gradients))
     return found

@@ -69,9 +69,7 @@ class Trained:
 
 def train(*runs: Run) -> list[Trained]:
     """Trains on all ranks of the process group, one run after the other."""
-    import megatron_loop
-
-    return [megatron_loop.train(run) for run in runs]
+    return call("train", *runs)
 
 
 def call(name: str, *args: Any) -> Any:
