@@ -9,6 +9,7 @@ import functools
 import importlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -232,26 +233,43 @@ class PackedExperts(GroupedExperts):
         pass
 
 
-def message_for_packed_experts() -> str:
+def messages_of_models() -> list[str]:
+    """Returns the errors for experts of another class, and for a balancer of routers."""
+    import moesys as ms
     from moesys.torchtitan import experts
 
-    config = _small_qwen3({}).layers[0].moe.routed_experts
-    config.inner_experts = derive(config.inner_experts, PackedExperts.Config)
-    try:
-        experts(config, strategy={"name": "ep"})
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    config = _small_qwen3({}).layers[0].moe
+    router = config.build()
+    config.routed_experts.inner_experts = derive(config.routed_experts.inner_experts, PackedExperts.Config)
+    found = []
+    for refused in (
+        lambda: experts(config.routed_experts, strategy={"name": "ep"}),
+        lambda: ms.QuantileBalancer(router),
+    ):
+        try:
+            refused()
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
-def message_for_quantiles() -> str:
-    import moesys as ms
+def train_in(folder: str, run: Run) -> Trained:
+    """Trains in ``folder``, of which Python imports modules too."""
+    sys.path.insert(0, folder)
+    with contextlib.chdir(folder):
+        return train(run)
 
-    try:
-        ms.QuantileBalancer(_small_qwen3({}).layers[0].moe.build())
-    except ValueError as error:
-        return str(error)
-    return "no error"
+
+def messages(runs: list[Run]) -> list[str]:
+    """Returns the error of each run on this rank, when its trainer is made or trains."""
+    found = []
+    for run in runs:
+        try:
+            config_of(run).build().train()
+            found.append("no error")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -19,19 +19,7 @@ import torch
 from conftest import assert_equal
 from pages import blocks_of, commands_of, is_run
 from safetensors.torch import load_file
-from titan_runs import (
-    STRATEGIES,
-    Run,
-    Trained,
-    errors_under_muon,
-    message_for_packed_experts,
-    message_for_quantiles,
-    messages,
-    ours,
-    same_outputs_of_flat_tokens,
-    train,
-    train_in,
-)
+from titan_runs import STRATEGIES, Run, Trained, call, ours, train
 from torch import Tensor
 
 import moesys as ms
@@ -95,17 +83,8 @@ MUON = 'moesys.torchtitan.muon={"lr": 0.01, "adamw": {"lr": 0.003, "eps": 0.001}
 )
 def test_muon_trains_each_matrix_as_torch_does(titan: LocalRanks, name: str, num_ranks: int) -> None:
     run = Run((*ours(STRATEGIES[name]), MUON), steps=10)
-    for errors in titan.run(errors_under_muon, run, num_ranks=num_ranks):
+    for errors in titan.run(call, "errors_under_muon", run, num_ranks=num_ranks):
         assert max(errors.values()) < 1e-6, errors
-
-
-@pytest.mark.slow
-def test_muon_is_resumed_from_torchtitans_checkpoints(titan: LocalRanks, tmp_path: Path) -> None:
-    overrides, folder = (*ours(STRATEGIES["fsep"]), "moesys.torchtitan.planning", MUON), str(tmp_path)
-    whole = titan.run(train, Run(overrides, folder=folder), num_ranks=2)
-    resumed = titan.run(train, Run(overrides, folder=folder, settings={"checkpoint.load_step": 3}), num_ranks=2)
-    assert resumed[0].losses == whole[0].losses[3:]
-    assert_equal(resumed[0].parameters, whole[0].parameters)
 
 
 def test_without_torchtitan_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,18 +93,11 @@ def test_without_torchtitan_an_error_says_what_to_install(monkeypatch: pytest.Mo
         importlib.import_module("moesys.torchtitan")
 
 
-def test_tokens_may_be_flat(titan: LocalRanks) -> None:
-    assert titan.run(same_outputs_of_flat_tokens, num_ranks=1) == [True]
-
-
-def test_an_unknown_layout_of_parameters_is_refused(titan: LocalRanks) -> None:
-    (message,) = titan.run(message_for_packed_experts, num_ranks=1)
-    assert "cpu_trainer.PackedExperts keeps experts in a layout that moesys does not know; it runs those of" in message
-
-
-def test_quantiles_are_not_for_torchtitans_routers(titan: LocalRanks) -> None:
-    (message,) = titan.run(message_for_quantiles, num_ranks=1)
-    assert "MoE has routers of torchtitan, which QuantileBalancer does not balance: torchtitan's optimizers" in message
+def test_tokens_may_be_flat_and_unknown_modules_are_refused(titan: LocalRanks) -> None:
+    assert titan.run(call, "same_outputs_of_flat_tokens", num_ranks=1) == [True]
+    ((packed, balanced),) = titan.run(call, "messages_of_models", num_ranks=1)
+    assert "cpu_trainer.PackedExperts keeps experts in a layout that moesys does not know; it runs those of" in packed
+    assert "MoE has routers of torchtitan, which QuantileBalancer does not balance: torchtitan's optimizers" in balanced
 
 
 @pytest.mark.slow
@@ -154,62 +126,47 @@ def test_mega_kernels_train_as_torchtitan_does(titan: LocalRanks, name: str) -> 
     same_training(found, wanted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_expert_groups_smaller_than_the_world_train_as_torchtitan_does(
-    titan: LocalRanks, theirs: Any, name: str
-) -> None:
-    strategy = STRATEGIES[name].replace(overlap=OVERLAPS["pipelined"])
-    same_training(titan.run(train, Run(ours(strategy)), num_ranks=4), theirs(4))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lent", "fsep"])
-@pytest.mark.parametrize(
-    ("num_ranks", "settings"),
-    [
-        (2, {"tensor_parallel_degree": 2}),
-        (4, {"data_parallel_replicate_degree": 2}),
-        (2, {"spmd_backend": "full_dtensor"}),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
-)
-def test_other_parallelisms_train_as_in_torchtitan(
-    titan: LocalRanks, name: str, num_ranks: int, settings: dict[str, Any]
-) -> None:
+def parallel(num_ranks: int, sharing: int = 1, **settings: Any) -> tuple[int, dict[str, Any]]:
+    """``sharing``: ranks that have the same sequences, as those of a tensor-parallel group do."""
     paths = {f"parallelism.{field}": value for field, value in settings.items()}
-    # Ranks of a tensor-parallel group have the same sequences.
-    paths["training.global_batch_size"] = 2 * num_ranks // settings.get("tensor_parallel_degree", 1)
-    found, wanted = (
-        titan.run(train, Run(overrides, settings=paths), num_ranks=num_ranks)
-        for overrides in (ours(STRATEGIES[name]), ())
+    return num_ranks, {"settings": paths | {"training.global_batch_size": 2 * num_ranks // sharing}}
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "expert groups smaller than the world": (4, {}),
+    "accumulation": (2, {"accumulate": 3}),
+    "tensor parallelism": parallel(2, 2, tensor_parallel_degree=2),
+    "replicas": parallel(4, data_parallel_replicate_degree=2),
+    "full DTensor": parallel(2, spmd_backend="full_dtensor"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_other_runs_train_as_in_torchtitan(titan: LocalRanks, case: str) -> None:
+    num_ranks, options = CASES[case]
+    wanted = titan.run(train, Run(**options), num_ranks=num_ranks)
+    for strategy in STRATEGIES.values():
+        same_training(titan.run(train, Run(ours(strategy), **options), num_ranks=num_ranks), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lent", "fsep"])
+def test_activation_checkpointing_changes_no_bit(titan: LocalRanks, name: str) -> None:
+    kept, *recomputed = (
+        titan.run(train, Run(ours(STRATEGIES[name]), settings=settings), num_ranks=2)[0]
+        for settings in ({}, *({"activation_checkpoint": policy} for policy in ("selective", "full")))
     )
-    same_training(found, wanted)
+    for found in recomputed:
+        same_bits(found, kept)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lent", "fsep"])
-@pytest.mark.parametrize("policy", ["selective", "full"])
-def test_activation_checkpointing_changes_no_bit(titan: LocalRanks, theirs: Any, name: str, policy: str) -> None:
-    overrides = ours(STRATEGIES[name])
-    kept = titan.run(train, Run(overrides), num_ranks=2)
-    recomputed = titan.run(train, Run(overrides, settings={"activation_checkpoint": policy}), num_ranks=2)
-    same_bits(recomputed[0], kept[0])
-    same_training(kept, theirs(2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lent", "fsep"])
-def test_gradients_accumulate_as_in_torchtitan(titan: LocalRanks, theirs: Any, name: str) -> None:
-    same_training(titan.run(train, Run(ours(STRATEGIES[name]), accumulate=3), num_ranks=2), theirs(2, accumulate=3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lent", "fsep"])
+@pytest.mark.parametrize(("name", "others"), [("lent", ()), ("fsep", ()), ("fsep", (MUON,))])
 def test_a_run_is_resumed_from_torchtitans_checkpoints_as_if_it_had_not_stopped(
-    titan: LocalRanks, tmp_path: Path, name: str
+    titan: LocalRanks, tmp_path: Path, name: str, others: tuple[str, ...]
 ) -> None:
-    overrides, folder = (*ours(STRATEGIES[name]), "moesys.torchtitan.planning"), str(tmp_path)
+    overrides, folder = (*ours(STRATEGIES[name]), "moesys.torchtitan.planning", *others), str(tmp_path)
     whole = titan.run(train, Run(overrides, folder=folder), num_ranks=2)
     resumed = titan.run(train, Run(overrides, folder=folder, settings={"checkpoint.load_step": 3}), num_ranks=2)
     assert_equal(resumed[0].choices[0], whole[0].choices[3])
@@ -287,7 +244,7 @@ def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRank
     compiled = {"compile.enable": True, "compile.components": ["model"], "compile.backend": "eager"}
     runs.append(Run(ep, settings=compiled))
     expected.append('leave "model" out of compile.components')
-    for rank in titan.run(messages, runs, num_ranks=4):
+    for rank in titan.run(call, "messages", runs, num_ranks=4):
         for message, said in zip(rank, expected, strict=True):
             assert said in message
 
@@ -309,7 +266,7 @@ def test_the_page_is_followed(titan: LocalRanks, tmp_path: Path) -> None:
         assert command.startswith(head)
         arguments = tuple(shlex.split(command.removeprefix(head)))
         run = Run(command=arguments, steps=1, folder=str(tmp_path))
-        losses.append(titan.run(train_in, str(tmp_path), run, num_ranks=4)[0].losses)
+        losses.append(titan.run(call, "train_in", str(tmp_path), run, num_ranks=4)[0].losses)
     assert losses == [losses[0]] * len(commands)
 
 

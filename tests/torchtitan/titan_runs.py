@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import json
 import sys
 from collections.abc import Mapping
@@ -75,51 +75,9 @@ class Trained:
 
 def train(run: Run) -> Trained:
     """Trains on all ranks of the process group."""
-    import cpu_trainer
-
-    return cpu_trainer.train(run)
+    return call("train", run)
 
 
-def errors_under_muon(run: Run) -> dict[str, float]:
-    import cpu_trainer
-
-    return cpu_trainer.errors_under_muon(run)
-
-
-def same_outputs_of_flat_tokens() -> bool:
-    import cpu_trainer
-
-    return cpu_trainer.same_outputs_of_flat_tokens()
-
-
-def message_for_packed_experts() -> str:
-    import cpu_trainer
-
-    return cpu_trainer.message_for_packed_experts()
-
-
-def message_for_quantiles() -> str:
-    import cpu_trainer
-
-    return cpu_trainer.message_for_quantiles()
-
-
-def train_in(folder: str, run: Run) -> Trained:
-    """Trains in ``folder``, of which Python imports modules too."""
-    sys.path.insert(0, folder)
-    with contextlib.chdir(folder):
-        return train(run)
-
-
-def messages(runs: list[Run]) -> list[str]:
-    """Returns the error of each run on this rank, when its trainer is made or trains."""
-    import cpu_trainer
-
-    found = []
-    for run in runs:
-        try:
-            cpu_trainer.config_of(run).build().train()
-            found.append("no error")
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+def call(name: str, *args: Any) -> Any:
+    """Returns what a function of ``cpu_trainer`` returns on this rank."""
+    return getattr(importlib.import_module("cpu_trainer"), name)(*args)
