@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import pytest
@@ -15,20 +15,18 @@ from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups
 from moesys.kernels.routing import SortedRouting
 
-HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
-every_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, HALF, torch.bfloat16], ids=["float32", "float16", "bfloat16"]
-)
-# Relative to the largest value of all; and to that of the row: the last place of the dtype, which covers half a place
-# of rounding and the roundings of the sum.
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-BLOCK = TileConfig(rows=16, columns=16, contraction=32, raster=2)
-OTHER_BLOCKS = (
-    BLOCK,
-    TileConfig(rows=32, columns=16, contraction=32, raster=1, programs=1),
-    TileConfig(rows=16, columns=32, contraction=32, raster=8, programs=7),
-    TileConfig(rows=64, columns=64, contraction=32, raster=3, programs=2, stages=5, warps=4),
-)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK = TileConfig(rows=16, columns=32, contraction=16, warps=4, raster=2)
+
+
+def in_turn(name: str, values: Iterable[str]) -> pytest.MarkDecorator:
+    """Gives ``name`` and ``dtype``: each value in float32 or bfloat16 in turn, and in slow tests in all dtypes."""
+    cases = [
+        pytest.param(value, dtype, marks=() if place == number % 2 else pytest.mark.slow)
+        for number, value in enumerate(values)
+        for place, dtype in enumerate(DTYPES)
+    ]
+    return pytest.mark.parametrize((name, "dtype"), cases, ids=str)
 
 
 class Edge(NamedTuple):
@@ -58,15 +56,6 @@ EDGES = {
     "replicas of a matrix": Edge([[t % 2, 2] for t in range(9)], (1, 1, 0)),
     "no tokens": Edge([]),
 }
-# TMA reads rows of whole 16 bytes in 16 bits.
-BY_TMA = {"tma": replace(BLOCK, operands="tma"), "specialised": replace(BLOCK, operands="specialised", warps=4)}
-by_tma = pytest.mark.parametrize("block", BY_TMA.values(), ids=BY_TMA)
-read_by_tma = pytest.mark.parametrize("edge", ["whole tiles", "replicas of a matrix", "no tokens", "dropped choices"])
-not_read_by_tma = pytest.mark.parametrize(
-    ("edge", "dtype"),
-    [("odd widths", torch.bfloat16), ("dropped choices", torch.float32)],
-    ids=["rows that TMA cannot read", "float32"],
-)
 
 
 class Rows(NamedTuple):
@@ -114,13 +103,3 @@ def rows_of(edge: str | Edge, dtype: torch.dtype, activation: str = "swiglu") ->
     matrix_G = torch.tensor(matrices, dtype=torch.int32)
     experts = (gate_up.to(dtype), down.to(dtype))
     return Rows(x_TH, dy_TH, weight_TK, h_PU, a_PI, y_PH, *experts, routing, matrix_G, activation)
-
-
-def assert_close(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Within ``TOLERANCE``; NaN, with which outputs are born, is not."""
-    assert (actual.dtype, actual.shape) == (dtype, exact.shape)
-    if exact.numel() == 0:
-        return
-    error, size = (actual.double() - exact).abs(), exact.abs()
-    scale = size.max() if dtype == torch.float32 else size.amax(dim=1, keepdim=True)
-    assert (error <= TOLERANCE[dtype] * scale).all()

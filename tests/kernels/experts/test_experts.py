@@ -1,7 +1,5 @@
 """The experts as one op: against autograd through plain torch, under compile and checkpoints, and what it keeps."""
 
-import re
-
 import pytest
 import torch
 from conftest import assert_equal
@@ -10,9 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward, moe_experts
-from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
-from moesys.kernels.routing import route
+from moesys.kernels.experts.experts import moe_experts
 
 T, H, I, E, K = 11, 40, 24, 5, 3
 
@@ -138,55 +134,6 @@ def test_backward_makes_no_gradient_of_what_is_kept():
     with ZeroBytes() as made:
         y_TH.sum().backward()
     assert made.num_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("programs", "columns", "rows"),
-    [(1, 16, 16), (5, 64, 32)],
-)
-def test_tiles_and_programs_change_no_bit(rows, columns, programs):
-    """But for ``activation_gradient.columns`` below 32, which sums of the routing weight's gradient follow."""
-    x, expert, weight, gate_up, down = (tensor.detach() for tensor in arguments(torch.float16))
-    matrices = ExpertMatrices(gate_up, down, torch.tensor([0, 1, 2, 3, 4, 1], dtype=torch.int32), "swiglu")
-    dy_TH = torch.ones_like(x)
-
-    def run(block, back):
-        blocks = TileConfigs(block, block, back, block, block)
-        y_TH, state = experts_forward(x, route(expert, 6), weight, matrices, blocks)
-        # One gradient for each of the six groups, in float32.
-        out = gate_up.new_empty(6, 2 * I, H, dtype=torch.float32), down.new_empty(6, H, I, dtype=torch.float32)
-        return y_TH, *experts_backward(dy_TH, x, weight, matrices, state, blocks, out), *out
-
-    usual = run(TileConfig(32, 32, 16), TileConfig(32, 16, 16))
-    other = run(
-        TileConfig(rows, columns, 16, raster=2, programs=programs),
-        TileConfig(rows, 16, 16, raster=3, programs=programs),
-    )
-    assert_equal(other, usual)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"activation": "silu"}, "activation='silu' is not known; use one of swiglu, geglu, gelu, relu2"),
-        (
-            {"activation": "gelu"},
-            "gate_up_EUH is of shape (5, 48, 40); with down_EHI (5, 40, 24) it must be (5, 24,",
-        ),
-        (
-            {"x": torch.zeros(T, H, dtype=torch.float16)},
-            "torch.float16, torch.float32 and torch.float32; use one",
-        ),
-        ({"weight": torch.zeros(T, K + 1)}, "weight_TK is of shape (11, 4)"),
-    ],
-    ids=["activation", "ungated", "dtype", "weight"],
-)
-def test_what_does_not_go_together_is_refused(change, message):
-    x, expert, weight, gate_up, down = arguments()
-    with pytest.raises(ValueError, match=re.escape(message)):
-        moe_experts(
-            change.get("x", x), expert, change.get("weight", weight), gate_up, down, change.get("activation", "swiglu")
-        )
 
 
 @pytest.mark.parametrize("learns", [False, True], ids=["incoming gradient is a constant", "it requires a gradient"])

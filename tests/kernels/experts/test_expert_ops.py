@@ -1,0 +1,315 @@
+"""Each op of the experts in the interpreter, right against float64 at every edge; and the bits of a layer of them,
+which neither tiles nor programs decide, nor ways in which operands come, nor gaps between matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import pytest
+import torch
+from conftest import assert_equal
+from expert_rows import BLOCK, EDGES, Rows, in_turn, rows_of
+from kernel_references import (
+    activation_gradient_reference,
+    exact_activation,
+    groups_by_size_reference,
+    route_reference,
+    weight_gradient_reference,
+)
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from moesys.kernels.experts.activation_gradient import activation_gradient
+from moesys.kernels.experts.activations import GATED
+from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
+from moesys.kernels.experts.grouped_gemm import grouped_gemm
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
+from moesys.kernels.experts.up import up
+from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+
+Found = dict[str, Tensor]
+# The right values, and the size of what is added up for them, of which float32 loses a part.
+Exact = dict[str, tuple[Tensor, Tensor]]
+Side = Literal["left", "right"]
+
+
+class Op(NamedTuple):
+    """``reference``: in plain torch, which GPUs are compared with."""
+
+    found: Callable[[Rows, TileConfig], Found]
+    exact: Callable[[Rows, Found], Exact]
+    reference: Callable[[Rows], Found] | None = None
+
+
+def places(given: Rows) -> tuple[Tensor, Tensor]:
+    """The choice and the group of each row."""
+    group_P = torch.searchsorted(given.routing.first_G1[1:].contiguous(), torch.arange(given.num_rows), right=True)
+    return given.routing.entry_P[: given.num_rows].long(), group_P
+
+
+def exact_product(given: Rows, rows_PL: Tensor, matrices_ENL: Tensor) -> tuple[Tensor, Tensor]:
+    _, group_P = places(given)
+    terms_PNL = rows_PL.double()[:, None] * matrices_ENL.double()[given.matrix_G[group_P].long()]
+    return terms_PNL.sum(2), terms_PNL.abs().sum(2).amax(1, keepdim=True)
+
+
+def up_of(given: Rows, block: TileConfig) -> Found:
+    _, tiles, matrix_G = given.groups(block)
+    operands = (given.x_TH, given.gate_up_EUH, given.routing, tiles, matrix_G, given.top_k)
+    return dict(zip(("h", "a"), up(*operands, given.activation, block), strict=True))
+
+
+def exact_up(given: Rows, found: Found) -> Exact:
+    entry_P, _ = places(given)
+    # Of the rounded h, so that the comparison has one rounding in it.
+    a_PI = exact_activation(found["h"].double(), given.activation)
+    h = exact_product(given, given.x_TH[entry_P // given.top_k], given.gate_up_EUH)
+    return {"h": h, "a": (a_PI, a_PI.abs().amax(1, keepdim=True).clamp_min(1))}
+
+
+def product_of(transposed: bool) -> Op:
+    def factors(given: Rows) -> tuple[Tensor, Tensor]:
+        return (given.a_PI, given.down_EHI) if transposed else (given.h_PU, given.gate_up_EUH)
+
+    def found(given: Rows, block: TileConfig) -> Found:
+        return {"y": grouped_gemm(*factors(given), *given.groups(block), block, transposed=transposed)}
+
+    def exact(given: Rows, _: Found) -> Exact:
+        rows_PL, matrices = factors(given)
+        return {"y": exact_product(given, rows_PL[: given.num_rows], matrices if transposed else matrices.mT)}
+
+    return Op(found, exact)
+
+
+def backward_operands(given: Rows) -> tuple[Any, ...]:
+    return given.dy_TH, given.down_EHI, given.h_PU, given.weight_TK, given.routing
+
+
+def activation_gradient_of(given: Rows, block: TileConfig) -> Found:
+    results = activation_gradient(*backward_operands(given), given.groups(block), given.activation, block)
+    return dict(zip(("dh", "wa", "dweight"), results, strict=True))
+
+
+def reference_of_activation_gradient(given: Rows) -> Found:
+    results = activation_gradient_reference(*backward_operands(given), given.matrix_G, given.activation)
+    return dict(zip(("dh", "wa", "dweight"), results, strict=True))
+
+
+def exact_activation_gradient(given: Rows, _: Found) -> Exact:
+    """By autograd of the weighted activation through each row's own matrix."""
+    entry_P, group_P = places(given)
+    h = given.h_PU[: given.num_rows].double().requires_grad_()
+    weight = given.weight_TK.double().reshape(-1)[entry_P].requires_grad_()
+    wa = weight[:, None] * exact_activation(h, given.activation)
+    y = (wa[:, None, :] * given.down_EHI.double()[given.matrix_G[group_P].long()]).sum(2)
+    dh, dweight_P = torch.autograd.grad(y, (h, weight), given.dy_TH.double()[entry_P // given.top_k])
+    dweight_TK = torch.zeros(given.weight_TK.numel(), dtype=torch.float64)
+    dweight_TK[entry_P] = dweight_P
+    values = {"dh": dh, "wa": wa.detach(), "dweight": dweight_TK.view(given.weight_TK.shape)}
+    return {name: (of, torch.cat([of.abs().flatten(), torch.ones(1)]).amax()) for name, of in values.items()}
+
+
+def weight_gradient_of(gathered: Side) -> Op:
+    def operands(given: Rows) -> tuple[Any, ...]:
+        sides = (given.dy_TH, given.a_PI) if gathered == "left" else (given.h_PU, given.x_TH)
+        return *sides, given.routing.entry_P, given.routing.first_G1
+
+    def found(given: Rows, block: TileConfig) -> Found:
+        left, right, *rows = operands(given)
+        groups = OrderedGroups(*rows, groups_by_size_reference(given.routing.first_G1))
+        return {"dW": weight_gradient(left, right, groups, given.top_k, gathered, block)}
+
+    def exact(given: Rows, _: Found) -> Exact:
+        left, right, *_ = operands(given)
+        entry_P, group_P = places(given)
+        token_P, num_groups = entry_P // given.top_k, len(given.routing.first_G1) - 1
+        own = left if gathered == "right" else right
+        by_row = own[: given.num_rows], (right if gathered == "right" else left)[token_P]
+        left_PL, right_PR = (each.double() for each in (by_row if gathered == "right" else by_row[::-1]))
+
+        def sums(left_PL: Tensor, right_PR: Tensor) -> Tensor:
+            return torch.einsum("pg,pl,pr->glr", one_hot(group_P, num_groups).double(), left_PL, right_PR)
+
+        return {"dW": (sums(left_PL, right_PR), sums(left_PL.abs(), right_PR.abs()).amax((1, 2), keepdim=True))}
+
+    return Op(found, exact, lambda given: {"dW": weight_gradient_reference(*operands(given), given.top_k, gathered)})
+
+
+OPS = {
+    "up": Op(up_of, exact_up),
+    "down": product_of(transposed=True),
+    "input gradient": product_of(transposed=False),
+    "activation gradient": Op(activation_gradient_of, exact_activation_gradient, reference_of_activation_gradient),
+    "weight gradient of up": weight_gradient_of("right"),
+    "weight gradient of down": weight_gradient_of("left"),
+}
+IN_FLOAT32 = ("dweight", "dW")
+
+
+def assert_right(op: Op, given: Rows) -> None:
+    """Within a millionth of what is added up, as float32 rounds sums; and half a place of the dtype."""
+    results = [op.found(given, BLOCK), *([op.reference(given)] if op.reference else [])]
+    for number, whole in enumerate(results):
+        found = {name: of if name in IN_FLOAT32 else of[: given.num_rows] for name, of in whole.items()}
+        for name, (value, size) in op.exact(given, found).items():
+            dtype = torch.float32 if name in IN_FLOAT32 else given.x_TH.dtype
+            assert (found[name].dtype, found[name].shape) == (dtype, value.shape)
+            assert name in IN_FLOAT32 or len(whole[name]) == len(given.h_PU)
+            limits = torch.finfo(dtype)
+            most = 1e-6 * size + value.abs() * limits.eps / 2 + limits.smallest_normal
+            assert ((found[name].double() - value).abs() <= most).all(), (name, number)
+        if "dweight" in found:
+            assert not found["dweight"][given.routing.row_TK < 0].any()
+
+
+@pytest.mark.parametrize("op", OPS)
+@in_turn("edge", EDGES)
+def test_edges(op: str, edge: str, dtype: torch.dtype) -> None:
+    assert_right(OPS[op], rows_of(edge, dtype))
+
+
+@pytest.mark.parametrize("op", ["up", "activation gradient"])
+@in_turn("activation", GATED)
+def test_every_activation(op: str, activation: str, dtype: torch.dtype) -> None:
+    assert_right(OPS[op], rows_of("a partial sum of one column", dtype, activation))
+
+
+# --- one set of bits --------------------------------------------------------------------------------------------------
+
+
+def of_layer(given: Rows, block: TileConfig, gap: int | None = None) -> list[Tensor]:
+    """Output and all gradients of experts. ``gap``: of elements, behind the parameters of each expert, which are one
+    vector then, as are its gradients.
+    """
+    matrices, G = [given.gate_up_EUH, given.down_EHI], len(given.matrix_G)
+    out, behind = [torch.full((G, *each.shape[1:]), torch.nan) for each in matrices], None
+    if gap is not None:
+        matrices, _ = in_one_buffer(*matrices, gap)
+        out, behind = in_one_buffer(*out, gap)
+    # Narrower tiles of the activation gradient are another class of bits.
+    blocks = replace(TileConfigs.all_of(block), activation_gradient=replace(block, columns=max(32, block.columns)))
+    experts = ExpertMatrices(*matrices, given.matrix_G, given.activation)
+    y_TH, state = experts_forward(given.x_TH, given.routing, given.weight_TK, experts, blocks)
+    found = experts_backward(given.dy_TH, given.x_TH, given.weight_TK, experts, state, blocks, (out[0], out[1]))
+    assert behind is None or behind.isnan().all()
+    return [y_TH, *found, *out]
+
+
+def in_one_buffer(gate_up: Tensor, down: Tensor, gap: int) -> tuple[list[Tensor], Tensor]:
+    """Both as views of experts' parameters, and what lies behind those."""
+    parts = gate_up.flatten(1), down.flatten(1), gate_up.new_full((len(gate_up), gap), torch.nan)
+    of_up, of_down, behind = torch.cat(parts, 1).split([part.shape[1] for part in parts], 1)
+    return [of_up.unflatten(1, gate_up.shape[1:]), of_down.unflatten(1, down.shape[1:])], behind
+
+
+@cache
+def usual_bits(edge: str, dtype: torch.dtype, activation: str) -> list[Tensor]:
+    return of_layer(rows_of(edge, dtype, activation), BLOCK)
+
+
+FLOAT32, BFLOAT16, HALF = torch.float32, torch.bfloat16, torch.float16
+# TMA reads rows of whole 16 bytes in 16 bits; numpy adds products of what it has turned in another order, which shows in
+# float16 in the interpreter. Each case: (edge, dtype, activation, gap, changes of the tile).
+SAME_BITS: dict[str, tuple[str, torch.dtype, str, int | None, dict[str, Any]]] = {
+    "once more": ("odd widths", FLOAT32, "swiglu", None, {}),
+    "narrow tiles, one program": ("odd widths", FLOAT32, "swiglu", None, {"columns": 16, "raster": 1, "programs": 1}),
+    "high and wide": ("odd widths", BFLOAT16, "relu2", None, {"rows": 32, "columns": 64, "raster": 8, "programs": 7}),
+    "more programs than tiles": ("dropped choices", HALF, "geglu", None, {"rows": 64, "columns": 128, "programs": 99}),
+    "stages": ("empty groups, first, between and last", BFLOAT16, "swiglu", None, {"rows": 64, "stages": 5}),
+    "TMA": ("whole tiles", BFLOAT16, "gelu", None, {"operands": "tma"}),
+    "TMA of rows too": ("whole tiles", BFLOAT16, "swiglu", None, {"operands": "specialised"}),
+    "TMA of replicas": ("replicas of a matrix", BFLOAT16, "swiglu", None, {"operands": "tma"}),
+    "TMA of rows of replicas": ("replicas of a matrix", BFLOAT16, "gelu", None, {"operands": "specialised"}),
+    "TMA of nothing": ("no tokens", BFLOAT16, "swiglu", None, {"operands": "tma"}),
+    "TMA of no rows": ("no tokens", BFLOAT16, "swiglu", None, {"operands": "specialised"}),
+    "rows that TMA cannot read": ("odd widths", BFLOAT16, "relu2", None, {"operands": "specialised"}),
+    "float32 by TMA": ("dropped choices", FLOAT32, "swiglu", None, {"operands": "tma"}),
+    "neighbours": ("dropped choices", FLOAT32, "swiglu", 0, {}),
+    "a gap of 5": ("dropped choices", FLOAT32, "swiglu", 5, {}),
+    "a gap of 1 in 16 bits": ("dropped choices", BFLOAT16, "swiglu", 1, {}),
+    "a gap by TMA": ("dropped choices", BFLOAT16, "swiglu", 8, {"operands": "tma"}),
+    "a gap by TMA of rows too": ("dropped choices", BFLOAT16, "swiglu", 8, {"operands": "specialised"}),
+    "a stride that TMA cannot have": ("dropped choices", BFLOAT16, "swiglu", 3, {"operands": "tma"}),
+}
+
+
+@pytest.mark.parametrize("case", SAME_BITS)
+def test_nothing_else_changes_a_bit(case: str) -> None:
+    edge, dtype, activation, gap, changes = SAME_BITS[case]
+    expected = usual_bits(edge, dtype, activation)
+    assert_equal(of_layer(rows_of(edge, dtype, activation), replace(BLOCK, **changes), gap), expected)
+
+
+def test_narrow_tiles_change_the_routing_weights_gradient_alone() -> None:
+    """Below 32 columns its partial sums are as wide as a tile, which is another order."""
+    given = rows_of("odd widths", BFLOAT16)
+    expected, found = (activation_gradient_of(given, each) for each in (BLOCK, replace(BLOCK, columns=16)))
+    assert_equal([found["dh"][: given.num_rows], found["wa"]], [expected["dh"][: given.num_rows], expected["wa"]])
+    value, size = exact_activation_gradient(given, found)["dweight"]
+    assert ((found["dweight"].double() - value).abs() <= 1e-6 * size).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_token_that_is_not_finite_stays_alone() -> None:
+    """Neither do other tokens see it, nor do columns behind the width make NaN of its infinity."""
+    given = rows_of("odd widths", FLOAT32)
+    given.down_EHI[:-1] = given.down_EHI[:-1].abs() + 0.1
+    given.h_PU.abs_().add_(0.1)
+    clean = activation_gradient_of(given, BLOCK)
+    given.dy_TH[3, 5] = torch.inf
+    found = activation_gradient_of(given, BLOCK)
+    assert (found["dweight"][3] == torch.inf).all()
+    others = torch.arange(len(given.dy_TH)) != 3
+    assert torch.equal(found["dweight"][others], clean["dweight"][others])
+    rows = torch.ones(len(found["dh"]), dtype=torch.bool)
+    rows[given.routing.row_TK[3].long()] = False
+    assert torch.equal(found["dh"][rows], clean["dh"][rows])
+    assert torch.equal(found["wa"], clean["wa"])
+
+
+@pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (2, 0, 4, 1, 3)], ids=["from behind", "mixed"])
+def test_the_order_of_groups_changes_no_bit(order: tuple[int, ...]) -> None:
+    given = rows_of("empty groups, first, between and last", FLOAT32)
+    groups = OrderedGroups(given.routing.entry_P, given.routing.first_G1, torch.tensor(order, dtype=torch.int32))
+    found = weight_gradient(given.dy_TH, given.a_PI, groups, given.top_k, "left", BLOCK)
+    assert torch.equal(found, OPS["weight gradient of down"].found(given, BLOCK)["dW"])
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16], ids=str)
+def test_a_weight_gradient_in_16_bits_is_the_float32_sum_rounded_once(dtype: torch.dtype) -> None:
+    given = rows_of("dropped choices", dtype)
+    in_float32 = OPS["weight gradient of up"].found(given, BLOCK)["dW"]
+    groups = OrderedGroups(*given.routing[::2], groups_by_size_reference(given.routing.first_G1))
+    operands = (given.h_PU, given.x_TH, groups, given.top_k, "right", BLOCK)
+    assert torch.equal(weight_gradient(*operands, torch.empty_like(in_float32, dtype=dtype)), in_float32.to(dtype))
+    for wrong_GLR in (in_float32.new_zeros(4, 48, 16), in_float32.new_zeros(3, 16, 48).mT):
+        with pytest.raises(ValueError, match=r"give contiguous matrices of shape \(3, 48, 16\)"):
+            weight_gradient(*operands, wrong_GLR)
+
+
+@pytest.mark.parametrize(("order", "left_over"), [((0, 1, 2), 0.0), ((1, 0, 2), 0.0), ((0, 2, 1), 1.0)])
+def test_steps_of_a_weight_gradient_are_summed_in_order(order: tuple[int, ...], left_over: float) -> None:
+    """Steps of rows that hold a large, a small and a minus large value: what is left depends on the order."""
+    rows = 3 * BLOCK.contraction
+    left_P1 = torch.zeros(rows, 1)
+    for step, value in zip(order, (2.0**24, 1.0, -(2.0**24)), strict=True):
+        left_P1[step * BLOCK.contraction] = value
+    routing = route_reference(torch.zeros(rows, 1, dtype=torch.int64), 1)
+    groups = OrderedGroups(routing.entry_P, routing.first_G1, torch.zeros(1).int())
+    assert weight_gradient(left_P1, torch.ones(rows, 1), groups, 1, "right", BLOCK).item() == left_over
+
+
+@pytest.mark.parametrize("op", [*OPS][:4])
+def test_gaps_within_a_matrix_and_tiles_of_another_height_are_refused(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = rows_of("dropped choices", FLOAT32)
+    gate_up, down = (matrices.mT.contiguous().mT for matrices in (given.gate_up_EUH, given.down_EHI))
+    with pytest.raises(ValueError, match="each matrix"):
+        OPS[op].found(given._replace(gate_up_EUH=gate_up, down_EHI=down), BLOCK)
+    groups = given.groups(BLOCK)
+    monkeypatch.setattr(Rows, "groups", lambda given, block: groups)
+    with pytest.raises(ValueError, match="tiles of 16 rows for blocks of 32"):
+        OPS[op].found(given, replace(BLOCK, rows=32))
