@@ -32,7 +32,7 @@ SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 PROCESSES = (
     *("balance/test_agreement", "benchmarks/shaped/", "benchmarks/test_bench_hosts", "benchmarks/test_bench_models"),
     *("experiments/test_experiments", "golden/test_golden", "gpu/test_gpu_plugin", "gpu/test_planted_faults_of_ranks"),
-    *("faults/", "kernels/test_aot", "kernels/test_oldest_triton"),
+    *("faults/", "kernels/test_aot"),
     *("lab/calibrate/test_calibrate", "lab/commands/test_demo", "lab/ranks/", "lab/runs/test_bisect"),
     *("lab/runs/test_ends", "lab/runs/test_record_routing", "lab/runs/test_runner"),
     *("lab/runs/test_slurm", "lab/runs/test_tuning", "lab/runs/test_watched_run", "lab/runs/test_workers"),
@@ -48,7 +48,7 @@ PROCESSES = (
 # Folders and files whose tests run kernels in Triton's interpreter, or compile them.
 INTERPRETER = (
     *("balance/test_device_split", "benchmarks/test_bench_kernels", "benchmarks/test_bench_mega", "gpu/"),
-    *("kernels/experts/", "kernels/mega/", "kernels/routing/", "kernels/split/", "kernels/symmetric/"),
+    *("kernels/experts/", "kernels/mega/", "kernels/routing/", "kernels/symmetric/"),
     *("kernels/test_", "lab/calibrate/test_calibrate_timings", "moe/test_kept_casts"),
     *("moe/test_layout_invariant", "moe/test_local"),
     *("moe/test_mega_layer", "moe/test_triton_experts", "overlap/test_device_routes", "overlap/test_mega"),
