@@ -1,4 +1,6 @@
-"""Kernels compiled for Hopper without a GPU: the machine code has what was claimed of it."""
+"""Kernels compiled for Hopper without a GPU: the machine code has what was claimed of it. In slow tests also by the
+oldest Triton that moesys runs on, torch 2.11's; `make aot` compiles those that compute for Blackwell too.
+"""
 
 import json
 import os
@@ -12,6 +14,9 @@ from compile_for_hopper import MEGA_QUICK, PRODUCTS, QUICK, SPECIALISES
 
 from moesys.kernels.experts.tile_tuner import PINNED
 
+ROOT = Path(__file__).parents[2]
+OLDEST = ROOT / ".venv" / "oldest-triton"
+pytestmark = pytest.mark.timeout(2700)
 GEMMS = {*PRODUCTS, "dW1", "dW2"}
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 # Of one kernel more than one: a matrix as it lies or transposed; either side gathered; with and without weights.
@@ -20,22 +25,35 @@ SIGNATURES = {"_grouped_gemm": 2, "_outer_products": 2, "_combine": 2}
 LOAD, STORE = (re.compile(rf"\b{kind}\.global\.\S+ .*?\[ (%rd\d+) \+ 0 \]") for kind in ("ld", "st"))
 
 
+def run_script(name, *arguments, before=()):
+    """What a script beside this one prints in a process in which Triton does not interpret; ``before``: first paths."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", PINNED)}
+    places = [*before, ROOT, ROOT / "tests" / "overlap", environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, places))
+    command = [sys.executable, "-W", "ignore", Path(__file__).with_name(name), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """The folder into which one process wrote what it compiled."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", PINNED)}
-    script, folder = Path(__file__).with_name("compile_for_hopper.py"), tmp_path_factory.mktemp("compiled")
-    places = [str(script.parents[2]), str(script.parents[1] / "overlap"), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(places)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script, folder, *["sweep"] * SWEEP],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    folder = tmp_path_factory.mktemp("compiled")
+    run_script("compile_for_hopper.py", folder, *["sweep"] * SWEEP)
     return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("version", ["", "3.6."])
+def test_every_kernel_compiles_and_spills_nothing(version):
+    if version and not OLDEST.is_dir():
+        pytest.skip("make .venv/oldest-triton installs it")
+    found = json.loads(run_script("compile_all.py", before=[OLDEST] * bool(version)).splitlines()[-1])
+    assert found["triton"].startswith(version)
+    assert found["known"] >= 40
+    assert (found["not"], found["wrong"]) == ([], [])
 
 
 def rows_of(folder, name):
@@ -46,7 +64,6 @@ def written(folder, name):
     return json.loads((folder / f"{name}.json").read_text())
 
 
-@pytest.mark.timeout(2700)
 def test_no_spills_tensor_cores_and_wide_copies(compiled):
     """At the blocks that are used untuned, at least 128x128, with the hints of a real launch."""
     rows = rows_of(compiled, "usual")
@@ -64,7 +81,6 @@ def test_no_spills_tensor_cores_and_wide_copies(compiled):
     assert {row["op"] for row in rows} >= (GEMMS | others if SWEEP else {*QUICK})
 
 
-@pytest.mark.timeout(2700)
 def test_mega_kernels_spill_nothing_and_move_rows_in_words_of_16_bytes(compiled):
     """One op of each kernel at one size where both are fused; with MOESYS_SWEEP all ops and points at all sizes."""
     rows = rows_of(compiled, "mega")
@@ -85,7 +101,6 @@ def test_an_interpreting_process_compiles_nothing():
         pass
 
 
-@pytest.mark.timeout(2700)
 @pytest.mark.skipif(not SWEEP, reason="MOESYS_SWEEP=1 compiles them")
 @pytest.mark.skipif(not SPECIALISES, reason="this Triton cannot specialise epilogues that split a tile")
 def test_specialised_warps_and_descriptors_are_in_the_machine_code(compiled):
@@ -104,7 +119,6 @@ def test_specialised_warps_and_descriptors_are_in_the_machine_code(compiled):
     assert "_gather_rows" in {row["code"]["name"] for row in rows}
 
 
-@pytest.mark.timeout(2700)
 def test_counts_compile_nothing_anew(compiled):
     """Nor does a layer without tokens, with one, or with other experts, or a split of other sizes."""
     counted = written(compiled, "signatures")
@@ -115,7 +129,6 @@ def test_counts_compile_nothing_anew(compiled):
     assert counted["splits"] == {"_fill_quotas": 1, "_push": 1, "_share_out": 1}
 
 
-@pytest.mark.timeout(2700)
 @pytest.mark.parametrize("kernel", ["_publish", "_receive"])
 def test_a_number_is_counted_on_when_all_threads_have_read_it(compiled, kernel):
     """A warp that came later would read what the first one wrote, and raise a flag for the wrong epoch."""
@@ -131,12 +144,10 @@ def test_a_number_is_counted_on_when_all_threads_have_read_it(compiled, kernel):
     assert counted_on == 1
 
 
-@pytest.mark.timeout(2700)
 def test_copies_by_programs_have_eight_loads_of_a_thread_on_their_way(compiled):
     assert written(compiled, "listings")["_copy"][1] == 8 * 16
 
 
-@pytest.mark.timeout(2700)
 def test_all_kernels_of_both_directions_are_compiled_before_anything_is_published(compiled):
     """A rank that compiles makes nobody wait in a kernel: it compiles every signature that a micro-batch launches
     before it publishes, ranks meet on their hosts, and the next micro-batch compiles nothing again.

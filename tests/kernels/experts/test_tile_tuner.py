@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.tile_tuning import tune_blocks
+from moesys.config.overlap import MegaKernel
 from moesys.kernels.experts import tile_tuner
 from moesys.kernels.experts.experts import moe_experts
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
@@ -29,6 +30,8 @@ from moesys.kernels.experts.tile_tuner import (
     cache_file,
     candidates,
 )
+from moesys.kernels.mega import point
+from moesys.kernels.mega.point import blocks_at
 
 SHAPE = ShapeClass(2048, 768, 128, 8, "swiglu", "bfloat16", 2048)
 SHAPES = {
@@ -82,31 +85,19 @@ def test_every_candidate_fits_and_changes_no_bit(op: str, shape: ShapeClass) -> 
         assert block.columns >= 32
 
 
-def test_the_models_choice_for_a_large_layer_is_wide_tiles_by_pointers() -> None:
-    chosen = blocks_for(SHAPE)
+def test_the_models_choice_is_wide_tiles_by_pointers_and_lower_ones_for_few_rows() -> None:
     wide = TileConfig(128, 256, 64, warps=8, stages=4)
-    assert chosen == TileConfigs(replace(wide, columns=128), wide, wide, wide, wide)
-
-
-def test_few_rows_an_expert_get_low_tiles() -> None:
+    assert blocks_for(SHAPE) == TileConfigs(replace(wide, columns=128), wide, wide, wide, wide)
     assert blocks_for(replace(SHAPE, rows_of_expert=16)).down.rows == 64
-
-
-def test_float32_has_one_candidate() -> None:
     assert [len(candidates(op, replace(SHAPE, dtype="float32"))) for op in OPS] == [1] * 5
 
 
-@pytest.mark.parametrize("fastest", [0, 3, -1], ids=["first", "fourth", "last"])
-def test_the_fastest_of_the_space_is_found_one_op_at_a_time(fastest: int) -> None:
-    clock = Clock(fastest)
-    found = tune_blocks(SHAPE, clock, GPU)
+@pytest.mark.parametrize(("fastest", "failing", "found"), [(0, (), 0), (3, (), 3), (-1, (), -1), (0, (0, 1), 2)])
+def test_the_fastest_of_the_space_is_found_one_op_at_a_time(fastest: int, failing: tuple[int, ...], found: int) -> None:
+    clock = Clock(fastest, failing)
+    blocks = tune_blocks(SHAPE, clock, GPU)
     assert clock.asked == [(op, len(candidates(op, SHAPE, 100))) for op in OPS]
-    assert found == TileConfigs(**{op: candidates(op, SHAPE, 100)[fastest] for op in OPS})
-
-
-def test_candidates_that_fail_are_dropped() -> None:
-    found = tune_blocks(SHAPE, Clock(0, failing=(0, 1)), GPU)
-    assert found == TileConfigs(**{op: candidates(op, SHAPE, 100)[2] for op in OPS})
+    assert blocks == TileConfigs(**{op: candidates(op, SHAPE, 100)[found] for op in OPS})
 
 
 def test_where_all_fail_the_models_choice_stays() -> None:
@@ -179,12 +170,6 @@ def test_a_copy_that_is_not_installed_has_a_file_too(monkeypatch: pytest.MonkeyP
         tile_tuner._versions.cache_clear()
 
 
-def test_blocks_of_a_step_are_not_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gpu, "of", lambda device: GPU)
-    first = blocks_of(SHAPE, torch.device("cuda"))
-    assert blocks_of(replace(SHAPE), torch.device("cuda")) is first
-
-
 def test_two_writers_lose_nothing() -> None:
     shapes = [replace(SHAPE, rows_of_expert=1 << power) for power in range(16)]
     with ThreadPoolExecutor(4) as pool:
@@ -193,57 +178,45 @@ def test_two_writers_lose_nothing() -> None:
     assert [path.suffix for path in sorted(cache_file(GPU).parent.iterdir())] == [".json", ".lock"]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"up": {"height": 3}}', '{"across": {"rows": 64}}', '{"up": {"warps": 8.0}}']
-)
-def test_what_is_no_blocks_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="these are no blocks"):
-        TileConfigs.from_json(text)
+@pytest.fixture
+def pin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def pinned(text: str) -> None:
+        (tmp_path / "pinned.json").write_text(text)
+        monkeypatch.setenv("MOESYS_BLOCKS", str(tmp_path / "pinned.json"))
+
+    return pinned
 
 
-def test_the_pinned_file_wins_over_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned = TileConfigs.all_of(TileConfig(16, 64, 32))
-    path = tmp_path / "pinned.json"
-    path.write_text(pinned.to_json())
-    assert blocks_of(SHAPE, CPU) == TileConfigs.all_of(INTERPRETED)
-    monkeypatch.setenv("MOESYS_BLOCKS", str(path))
-    assert blocks_of(SHAPE, CPU) == pinned
-    path.write_text("{}")
-    with pytest.raises(ValueError, match=r"MOESYS_BLOCKS=.*pinned\.json: these are no blocks"):
-        blocks_of(SHAPE, CPU)
-
-
-def test_a_gpu_uses_what_was_tuned_unless_blocks_are_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_blocks_win_over_what_was_tuned_and_that_over_the_default(
+    pin: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Gpu, "of", lambda device: GPU)
-    cuda = torch.device("cuda")
+    cuda, pinned = torch.device("cuda"), TileConfigs.all_of(TileConfig(64, 64, 32))
+    assert blocks_of(SHAPE, CPU) == TileConfigs.all_of(INTERPRETED)
     assert blocks_of(SHAPE, cuda) == blocks_for(SHAPE, 100)
+    # A step does not search again.
+    assert blocks_of(replace(SHAPE), cuda) is blocks_of(SHAPE, cuda)
     found = tune_blocks(SHAPE, Clock(2), GPU)
     assert blocks_of(SHAPE, cuda) == found != blocks_for(SHAPE, 100)
     assert blocks_of(replace(SHAPE, top_k=2), cuda) == blocks_for(replace(SHAPE, top_k=2), 100)
-    pinned = TileConfigs.all_of(TileConfig(64, 64, 32))
-    (tmp_path / "pinned.json").write_text(pinned.to_json())
-    monkeypatch.setenv("MOESYS_BLOCKS", str(tmp_path / "pinned.json"))
-    assert blocks_of(SHAPE, cuda) == pinned
-
-
-def test_pinned_blocks_that_a_gpu_would_multiply_in_another_way_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "blocks.json"
-    path.write_text(replace(TileConfigs.all_of(TileConfig()), down=TileConfig(rows=32)).to_json())
-    monkeypatch.setenv("MOESYS_BLOCKS", str(path))
+    pin(pinned.to_json())
+    assert blocks_of(SHAPE, CPU) == blocks_of(SHAPE, cuda) == pinned
+    pin("{}")
+    with pytest.raises(ValueError, match=r"MOESYS_BLOCKS=.*pinned\.json: these are no blocks"):
+        blocks_of(SHAPE, CPU)
+    # A GPU would multiply these in another way.
+    pin(replace(TileConfigs.all_of(TileConfig()), down=TileConfig(rows=32)).to_json())
     assert blocks_of(SHAPE, CPU).down.rows == 32
     with pytest.raises(ValueError, match=r"rows=32 of a tile of down in torch\.bfloat16: .* use rows=64 or more"):
-        blocks_of(SHAPE, torch.device("cuda"))
+        blocks_of(SHAPE, cuda)
 
 
-def test_the_argument_wins_over_the_pinned_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_argument_wins_over_the_pinned_file(pin: Callable[[str], None]) -> None:
     generator = torch.Generator().manual_seed(0)
     x_TH, gate_up, down = (torch.randn(s, generator=generator) for s in ((5, 32), (2, 32, 32), (2, 32, 16)))
     expert_TK, weight_TK = torch.tensor([[0], [1], [1], [0], [1]]), torch.ones(5, 1)
     expected = moe_experts(x_TH, expert_TK, weight_TK, gate_up, down)
-    (tmp_path / "pinned.json").write_text("not blocks")
-    monkeypatch.setenv("MOESYS_BLOCKS", str(tmp_path / "pinned.json"))
+    pin("not blocks")
     with pytest.raises(ValueError, match="MOESYS_BLOCKS"):
         moe_experts(x_TH, expert_TK, weight_TK, gate_up, down)
     given = TileConfigs.all_of(TileConfig(16, 64, 32))
@@ -269,3 +242,28 @@ def test_persistent_kernels_leave_what_is_spared_to_others(monkeypatch: pytest.M
         monkeypatch.setenv("MOESYS_SPARED_MULTIPROCESSORS", wrong)
         with pytest.raises(ValueError, match=f"MOESYS_SPARED_MULTIPROCESSORS='{wrong}'; use a number from 0 to 131"):
             TileConfig().num_programs(gpu)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_ways_that_triton_cannot_compile_are_no_candidates(monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+    monkeypatch.setattr(tile_tuner, "OLD_TRITON", old)
+    for op in OPS:
+        ways = {block.operands for block in candidates(op, SHAPE)}
+        refused = tile_tuner.refused_ways(op, "swiglu")
+        assert ways | refused.keys() == {"pointers", "tma", "specialised"}
+        assert not ways & refused.keys()
+        assert ("specialised" in refused) == (op == "weight_gradient" or (old and op in ("up", "activation_gradient")))
+
+
+def test_tiles_of_weight_gradients_are_narrow_where_wide_ones_spill(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (MegaKernel(), "swiglu", torch.bfloat16, torch.device("meta"))
+    monkeypatch.setattr(point, "OLD_TRITON", False)
+    assert blocks_at(*given, 90).weight_gradient.columns == 256
+    assert blocks_at(*given, 100).weight_gradient.columns == 128
+    monkeypatch.setattr(point, "OLD_TRITON", True)
+    old = blocks_at(*given, 90)
+    assert (old.weight_gradient.columns, old.input_gradient.columns) == (128, 256)
+    # What is asked for narrower stays so.
+    assert blocks_at(MegaKernel(tile_columns=64), *given[1:], 100).weight_gradient.columns == 64
+    columns = [blocks_of(SHAPE, torch.device("meta"), capability).weight_gradient.columns for capability in (90, 100)]
+    assert columns == [256, 128]
