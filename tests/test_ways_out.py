@@ -29,14 +29,20 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from benchmarks.__main__ import app as benchmarks
+from benchmarks.harness.paced_link import PacedLink
 from benchmarks.leaderboard.planners import named_planner
 from benchmarks.leaderboard.workloads import recorded_in, settings
 from benchmarks.seconds_certificate import certify_seconds
 from benchmarks.shaped import cases as shaped
 from moesys.__main__ import COMMANDS
+from moesys.balance.flow.max_load import min_max_load
 from moesys.config.member import RECORDED
 from moesys.config.model_spec import read_config
 from moesys.journal import Journal
+from moesys.kernels.experts.experts import moe_experts
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
+from moesys.kernels.routing import route
+from moesys.kernels.split import flow
 from moesys.lab.commands.options import file_to_write, folder_to_write
 from moesys.lab.commands.plan_load import read_layout, read_load
 from moesys.lab.commands.simulate import _step_plan
@@ -62,6 +68,8 @@ from moesys.lab.runs.tuning import JOURNAL, tune
 from moesys.lab.runs.watched_run import read_watched_run
 from moesys.lab.show.figures import TimelinePanel, draw_timelines
 from moesys.lab.train.text import load_files
+from moesys.overlap.device_routes import device_split, split_tables
+from moesys.simulator.mega_pass import TileSizes
 from moesys.simulator.model.model_cost import model_flops_per_token
 from moesys.simulator.model.simulate_model import split_evenly
 from moesys.step_lines import StepLine, read_spans
@@ -129,6 +137,12 @@ def layout(num_ranks: int = 4, num_slots: int = 3, num_experts: int = 8) -> ms.p
 
 def plan(num_ranks: int = 4, **sizes: int) -> ms.planning.TokenPlan:
     return ms.planning.split_tokens(load(num_ranks), layout(num_ranks, **sizes), cluster(num_ranks), ms.EvenSplit())
+
+
+def of_experts(x: Any = None, weight: Any = None, activation: str = "swiglu") -> torch.Tensor:
+    """Of two experts, five tokens, hidden size 3 and width 4."""
+    x, weight = torch.zeros(5, 3) if x is None else x, torch.ones(5, 1) if weight is None else weight
+    return moe_experts(x, torch.zeros(5, 1).int(), weight, torch.zeros(2, 8, 3), torch.zeros(2, 3, 4), activation)
 
 
 def laid(balance: ms.Balance, of: ms.ClusterSpec, slots: Any, **options: Any) -> ms.planning.ExpertLayout:

@@ -159,12 +159,10 @@ def test_a_worked_example(config, slots, tokens_R, borrowed):
 
 
 @pytest.mark.parametrize("config", [MoonEp(), Llep(min_tokens=1), UltraEp(min_tokens=1), FasterMoe()], ids=str)
-def test_they_plan_layouts_from_history_too_and_refuse_too_few_slots(config):
+def test_they_plan_layouts_from_history_too(config):
     cluster = ClusterSpec(ranks_per_node=4)
     layout = plan_layout(EXAMPLE, cluster, config, 4)
     assert split_tokens(EXAMPLE, layout, cluster, Strategy(name="ep").split).tokens_R.sum() == 160
-    with pytest.raises(ValueError, match=r"rank 0 has 1 slots, 2 experts live there and it may borrow .*; use slots_p"):
-        plan_layout(EXAMPLE, cluster, config, (1, 4, 4, 4))
 
 
 def test_many_tokens_are_planned_without_counting_them():

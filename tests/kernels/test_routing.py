@@ -95,23 +95,3 @@ def test_any_choices_in_blocks_of_any_size(
 def test_ids_are_compared_before_they_are_narrowed() -> None:
     group_TK = torch.tensor([[2**32, 1], [0, 2**33 + 1], [-(2**32), -(2**63)]])
     assert route(group_TK, 2).row_TK.tolist() == [[-1, 1], [0, -1], [-1, -1]]
-
-
-@pytest.mark.parametrize(
-    ("group_TK", "G", "message"),
-    [
-        (torch.zeros(2, 2), 1, "choices are torch.float32 of 2 dimensions; give int32 or int64 [T, K]"),
-        (torch.zeros(2, dtype=torch.int32), 1, "choices are torch.int32 of 1 dimensions; give int32 or int64 [T, K]"),
-        (torch.zeros(2, 2, dtype=torch.int32), 0, "num_groups=0; use at least 1"),
-        (
-            torch.zeros(1, 1, dtype=torch.int32).expand(1 << 30, 2),
-            1,
-            f"{1 << 31} choices; rows are numbered by int32, so use at most {(1 << 31) - module.BLOCK_CHOICES}",
-        ),
-    ],
-    ids=["floats", "one dimension", "no group", "more rows than int32 counts"],
-)
-def test_what_is_refused(group_TK: Tensor, G: int, message: str) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        route(group_TK, G)
-    assert str(error.value) == message

@@ -103,11 +103,6 @@ def test_what_travels_alone_takes_its_link():
     assert length(mega_pass(ms.MegaKernel(), SMALL, cluster, plan, False, np.zeros(2))) == pytest.approx(seconds, 1e-3)
 
 
-def test_a_fetch_of_more_rows_than_a_tile_that_is_not_declared_is_refused():
-    with pytest.raises(ValueError, match=r"fetch_rows=256 is more than the 128 rows .* use at most 128"):
-        mega_pass(ms.MegaKernel(fetch_rows=256), SMALL, FOUR, plan_of(SMALL, 4, 70), False, np.zeros(4))
-
-
 def test_kernels_wait_for_their_launches_and_flags():
     late = ALONE.replace(launch_us=1000, flag_us=100)
     plan = plan_of(SMALL, 4, 900)

@@ -7,7 +7,6 @@ import torch
 from triton.runtime import _allocation
 
 from moesys.kernels.experts.products import readable_by_tma, run_with_descriptors
-from moesys.kernels.experts.tile_config import TileConfig
 
 HALF = torch.zeros(4, 16, dtype=torch.float16)
 
@@ -33,8 +32,3 @@ def test_memory_for_descriptors_comes_from_torch_and_nobody_elses_allocator_chan
     run_with_descriptors(lambda: given.append(_allocation._allocator.get()(256, 128, None)), torch.device("cpu"))
     assert given[0].nbytes == 256
     assert _allocation._allocator.get() is before
-
-
-def test_blocks_that_triton_would_not_specialise_are_refused() -> None:
-    with pytest.raises(ValueError, match="warps=8 with operands='specialised'"):
-        TileConfig(operands="specialised")

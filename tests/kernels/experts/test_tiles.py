@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from kernel_references import groups_by_size_reference, tile_table_reference
 from torch import Tensor
 
 from moesys.kernels.experts import tiles as module
-from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import groups_by_size, tile_of, tile_table
 
 # Each case says which edge it is: (rows of each group, rows behind them that belong to none, rows of a tile).
@@ -124,22 +122,3 @@ def test_every_task_is_taken_once_and_a_sweep_at_a_time(
         for column in range(column_tiles)
         for row in range(sweep, min(sweep + raster, row_tiles))
     ]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"rows": 96}, "rows=96; use a power of two, 16 or more"),
-        ({"columns": 8}, "columns=8; use a power of two, 16 or more"),
-        ({"contraction": "64"}, "contraction='64'; use a power of two, 16 or more"),
-        ({"warps": 8.0}, "warps=8.0; use a power of two, 1 or more"),
-        ({"stages": 0}, "stages=0; use 1 or more"),
-        ({"raster": 0}, "raster=0; use 1 or more"),
-        ({"programs": 0}, "programs=0; use 1 or more, or None"),
-        ({"operands": "pointer"}, "operands='pointer' is not known; use one of pointers, tma, specialised"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_block_that_no_kernel_has_is_refused(sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TileConfig(**sizes)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import torch
 from conftest import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from mega_case import CPU, Case, Drawn
 
 from moesys.kernels.mega.arguments import pull_choices
 from moesys.kernels.mega.exchange import (
@@ -29,16 +29,13 @@ from moesys.kernels.mega.exchange import (
 )
 from moesys.kernels.routing import route
 from moesys.kernels.symmetric.heap import Heap
-from moesys.layout import EMPTY, ExpertLayout, TokenPlan
-from moesys.load import LoadMatrix
 from moesys.overlap.mega_executor import replicas_of, tokens_by_replica
 
 # The interpreter is slow.
 few = examples(2, 200)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A choice, and the number of its replica by (expert, rank)."""
 
     source: int
@@ -47,21 +44,16 @@ class Row:
     replica: int
 
 
-@dataclass(frozen=True)
-class Micro:
+class Micro(Drawn):
     """A micro-batch of all ranks: who holds what, who chose what, who goes where."""
-
-    layout: ExpertLayout
-    expert_RTK: list[Tensor]
-    plan: TokenPlan
 
     @property
     def num_ranks(self) -> int:
-        return self.layout.num_ranks
+        return self.case.num_ranks
 
     @property
     def top_k(self) -> int:
-        return self.expert_RTK[0].shape[1]
+        return self.case.top_k
 
     @cached_property
     def replicas(self) -> list[tuple[int, int]]:
@@ -71,16 +63,12 @@ class Micro:
     @cached_property
     def rows(self) -> list[Row]:
         """By (source, token, choice): each source's choices of an expert go to its replicas in order of ranks."""
-        left = self.plan.tokens_RER.copy()
-        number = {replica: p for p, replica in enumerate(self.replicas)}
-        rows = []
-        for source, expert_TK in enumerate(self.expert_RTK):
-            for (token, choice), expert in np.ndenumerate(expert_TK.numpy()):
-                if 0 <= expert < self.layout.num_experts:
-                    rank = int(np.flatnonzero(left[source, expert])[0])
-                    left[source, expert, rank] -= 1
-                    rows.append(Row(source, token, choice, number[int(expert), rank]))
-        return rows
+        return [
+            Row(source, *place, int(replica))
+            for source, replica_TK in enumerate(self.replica_RTK)
+            for place, replica in np.ndenumerate(replica_TK.numpy())
+            if replica >= 0
+        ]
 
     def arriving(self, rank: int) -> dict[int, list[Row]]:
         """A rank's rows by replica, in the order in which they lie there; replicas of the rank without rows too."""
@@ -93,42 +81,19 @@ class Micro:
     def tables(self, rank: int, behind: int = 0) -> Exchange:
         """By the code under test; ``behind``: so many more rows than come."""
         routing = route(self.expert_RTK[rank], self.layout.num_experts)
-        device = torch.device("cpu")
-        replicas = replicas_of(self.layout, rank, device)
         num_rows = int(self.plan.tokens_R[rank]) + behind
-        return exchange(tokens_by_replica(self.plan, device), routing.row_TK, replicas, rank, num_rows)
+        replicas = replicas_of(self.layout, rank, CPU)
+        return exchange(tokens_by_replica(self.plan, CPU), routing.row_TK, replicas, rank, num_rows)
 
 
 @st.composite
 def micros(draw: st.DrawFn) -> Micro:
-    numbers = np.random.default_rng(draw(st.integers(0, 2**32)))
-    R, E = draw(st.integers(1, 5)), draw(st.integers(1, 6))
-    K, slots = draw(st.integers(1, 4)), -(-E // R) + draw(st.integers(0, 3))
-    expert_RS = np.full((R, slots), EMPTY)
-    expert_RS.flat[numbers.permutation(R * slots)[:E]] = np.arange(E)
-    more = (expert_RS == EMPTY) & (numbers.random(expert_RS.shape) < draw(st.sampled_from([0.0, 0.5, 1.0])))
-    expert_RS[more] = numbers.integers(0, E, more.sum())
-    layout = ExpertLayout(expert_RS, E)
-    tokens = draw(st.lists(st.integers(0, 20), min_size=R, max_size=R))
+    tokens = draw(st.lists(st.integers(0, 20), min_size=1, max_size=5))
+    num_experts = draw(st.integers(1, 6))
+    slots = -(-num_experts // len(tokens)) + draw(st.integers(0, 3))
+    sizes = (num_experts, draw(st.integers(1, 4)), 1, 1, "float32", tuple(tokens), slots, ())
     dropped = draw(st.sampled_from([0.0, 0.3, 1.0]))
-    expert_RTK = []
-    for count in tokens:
-        chosen = numbers.integers(0, E, (count, K))
-        lost = numbers.random((count, K)) < dropped
-        expert_RTK.append(torch.from_numpy(np.where(lost, numbers.choice([-1, E], (count, K)), chosen)))
-    return micro(layout, expert_RTK, numbers)
-
-
-def micro(layout: ExpertLayout, expert_RTK: list[Tensor], numbers: np.random.Generator) -> Micro:
-    R, E = layout.num_ranks, layout.num_experts
-    kept = [expert[(expert >= 0) & (expert < E)].numpy() for expert in expert_RTK]
-    tokens_RE = np.stack([np.bincount(expert, minlength=E) for expert in kept])
-    tokens_RER = np.zeros((R, E, R), dtype=np.int64)
-    for source, expert in np.ndindex(R, E):
-        holders = np.flatnonzero(layout.replicas_RE[:, expert])
-        shares = numbers.dirichlet(np.full(len(holders), 0.5))
-        tokens_RER[source, expert, holders] = numbers.multinomial(tokens_RE[source, expert], shares)
-    return Micro(layout, expert_RTK, TokenPlan.from_dense(tokens_RER, LoadMatrix(tokens_RE), layout))
+    return Micro(Case(*sizes, seed=draw(st.integers(0, 2**32)), dropped=dropped, repeats=True))
 
 
 @few

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import triton
@@ -12,7 +14,21 @@ from torch import Tensor
 
 from moesys.kernels.mega.tasks import WHOLE, leave, mixed_task, take
 
-# Each case says which edge it is: (fetches, work, more fetches that a sweep needs, work of a sweep, share in parts).
+
+class Queue(NamedTuple):
+    """Fetches, work, more fetches that a sweep needs, work of a sweep, share in parts of ``WHOLE``; and, where a table
+    says how often that many fetches a sweep needs, the table.
+    """
+
+    num_fetches: int
+    num_work: int
+    fetches_of_sweep: int
+    work_of_sweep: int
+    share: int
+    needed: list[int] | None = None
+
+
+# Each case says which edge it is.
 EDGES = {
     "nothing to do": (0, 0, 8, 3, 256),
     "fetches alone": (7, 0, 2, 3, 256),
@@ -43,36 +59,28 @@ def _run(
     leave(queue_ptr)
 
 
-def order_of(
-    num_fetches: int,
-    num_work: int,
-    fetches_of_sweep: int,
-    work_of_sweep: int,
-    share: int,
-    needed: list[int] | None = None,
-    programs: int = 3,
-) -> list[tuple[bool, int]]:
+Order = list[tuple[bool, int]]
+
+
+def order_of(queue: Queue, programs: int = 3) -> Order:
     """(is it work, its number) of every task in turn."""
     queue_2 = torch.zeros(2, dtype=torch.int32)
-    kind, number = (torch.full((num_fetches + num_work,), -1, dtype=torch.int32) for _ in range(2))
+    *sizes, share, needed = queue
+    kind, number = (torch.full((queue.num_fetches + queue.num_work,), -1, dtype=torch.int32) for _ in range(2))
     table = None if needed is None else torch.tensor(needed, dtype=torch.int32)
-    sizes = (num_fetches, num_work, fetches_of_sweep, work_of_sweep)
     # Twice: the queue is back at zeros.
     for _ in range(2):
         _run[(programs,)](queue_2, kind, number, *sizes, table, share)
         assert queue_2.tolist() == [0, 0]
+    return answers(kind, number)
+
+
+def answers(kind: Tensor, number: Tensor) -> Order:
     return list(zip(kind.bool().tolist(), number.tolist(), strict=True))
 
 
-def assert_right(
-    order: list[tuple[bool, int]],
-    num_fetches: int,
-    num_work: int,
-    fetches_of_sweep: int,
-    work_of_sweep: int,
-    share: int,
-    needed: list[int] | None = None,
-) -> None:
+def assert_right(order: Order, queue: Queue) -> None:
+    num_fetches, num_work, fetches_of_sweep, work_of_sweep, share, needed = queue
     assert [number for is_work, number in order if not is_work] == list(range(num_fetches))
     assert [number for is_work, number in order if is_work] == list(range(num_work))
     fetched = 0
@@ -90,36 +98,21 @@ def assert_right(
 
 @pytest.mark.parametrize("name", EDGES)
 def test_every_task_comes_once_and_what_it_needs_before_it(name: str) -> None:
-    assert_right(order_of(*EDGES[name]), *EDGES[name])
+    queue = Queue(*EDGES[name])
+    assert_right(order_of(queue), queue)
 
 
-@given(
-    sweeps=st.lists(st.integers(0, 5), max_size=6),
-    extra=st.integers(0, 9),
-    fetches_of_sweep=st.integers(0, 5),
-    work_of_sweep=st.integers(1, 5),
-    left_out=st.integers(0, 4),
-    share=st.integers(0, WHOLE.value),
-    tabled=st.booleans(),
-    programs=st.integers(1, 4),
-)
-def test_any_counts_sweeps_shares_and_tables(
-    sweeps: list[int],
-    extra: int,
-    fetches_of_sweep: int,
-    work_of_sweep: int,
-    left_out: int,
-    share: int,
-    tabled: bool,
-    programs: int,
-) -> None:
+@given(sweeps=st.lists(st.integers(0, 5), max_size=6), tabled=st.booleans(), data=st.data())
+def test_any_counts_sweeps_shares_and_tables(sweeps: list[int], tabled: bool, data: st.DataObject) -> None:
+    extra, fetches_of_sweep, left_out = (data.draw(st.integers(0, most)) for most in (9, 5, 4))
+    work_of_sweep, programs = (data.draw(st.integers(1, most)) for most in (5, 4))
     needed = torch.tensor(sweeps).cumsum(0).tolist() if tabled else None
-    times = len(sweeps) if needed is None else sum(sweeps)
-    num_fetches = times * fetches_of_sweep + extra
+    num_fetches = (sum(sweeps) if tabled else len(sweeps)) * fetches_of_sweep + extra
     # The last sweep may be shorter than the others.
     num_work = max(0, len(sweeps) * work_of_sweep - min(left_out, work_of_sweep - 1)) if sweeps else 0
-    counts = (num_fetches, num_work, fetches_of_sweep, work_of_sweep, share, needed)
-    assert_right(order_of(*counts, programs=programs), *counts)
+    share = data.draw(st.integers(0, WHOLE.value))
+    queue = Queue(num_fetches, num_work, fetches_of_sweep, work_of_sweep, share, needed)
+    assert_right(order_of(queue, programs), queue)
 
 
 @triton.jit
@@ -141,10 +134,6 @@ def test_more_tasks_than_a_share_can_count_in_32_bits() -> None:
         return min(max(work // 4 + 1, work * share), num_fetches)
 
     assert answers(kind, number) == [expected(each, before, num_work) for each in task.tolist()]
-
-
-def answers(kind: Tensor, number: Tensor) -> list[tuple[bool, int]]:
-    return list(zip(kind.bool().tolist(), number.tolist(), strict=True))
 
 
 def expected(task: int, before, num_work: int) -> tuple[bool, int]:

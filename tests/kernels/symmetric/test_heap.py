@@ -7,6 +7,7 @@ import os
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -80,29 +81,31 @@ def heap_in(folder: Path) -> Heap:
         return Heap.between_processes(REGIONS, dist.group.WORLD)
 
 
-def processes_reach_each_other(folder: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
+class Seen(NamedTuple):
+    """What a rank reads of all arenas, and again when its own and rank 0's are gone; and what is left of many heaps."""
+
+    together: list[list[int]]
+    later: list[list[int]]
+    open_files: list[int]
+    mapped_arenas: list[int]
+    in_folder: list[str]
+
+
+def what_processes_see(folder: Path, times: int) -> Seen:
     heap = heap_in(folder)
     heap.own("numbers").copy_(torch.arange(4) + 10 * heap.rank)
     dist.barrier()
-    left = os.listdir(folder)
-    together = read_all(heap)
+    in_folder = os.listdir(folder)
+    together = later = read_all(heap)
     # The others' memory is mapped here when its owner has let go.
     if heap.rank == 0:
         del heap
         gc.collect()
     dist.barrier()
-    return together, together if dist.get_rank() == 0 else read_all(heap), left
-
-
-def test_processes_reach_each_other(ranks: LocalRanks, tmp_path: Path) -> None:
-    expected = [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]
-    for together, later, left in ranks.run(processes_reach_each_other, tmp_path, num_ranks=3):
-        assert together == later == expected
-        assert left == []
-
-
-def what_is_left(folder: Path, times: int) -> tuple[list[int], list[int], list[str]]:
-    """Open files and mapped arenas after each of many heaps."""
+    if dist.get_rank():
+        later = read_all(heap)
+        del heap
+        gc.collect()
     files, arenas = [], []
     for _ in range(times):
         heap = heap_in(folder)
@@ -112,15 +115,16 @@ def what_is_left(folder: Path, times: int) -> tuple[list[int], list[int], list[s
         files.append(len(os.listdir("/proc/self/fd")))
         arenas.append(Path("/proc/self/maps").read_text().count("moesys-heap-"))
     dist.barrier()
-    return files, arenas, os.listdir(folder)
+    return Seen(together, later, files, arenas, in_folder + os.listdir(folder))
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
-def test_nothing_is_left_of_a_heap(ranks: LocalRanks, tmp_path: Path) -> None:
-    for files, arenas, left in ranks.run(what_is_left, tmp_path, 4, num_ranks=2):
-        assert len(set(files[1:])) == 1
-        assert arenas == [0] * 4
-        assert left == []
+def test_processes_reach_each_other_and_leave_nothing(ranks: LocalRanks, tmp_path: Path) -> None:
+    for seen in ranks.run(what_processes_see, tmp_path, 4, num_ranks=3):
+        assert seen.together == seen.later == [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]
+        assert len(set(seen.open_files[1:])) == 1
+        assert seen.mapped_arenas == [0] * 4
+        assert seen.in_folder == []
 
 
 def die_while_others_map(folder: Path) -> None:
@@ -144,48 +148,44 @@ def test_memory_that_is_not_to_be_had_is_asked_for_at_once(monkeypatch: pytest.M
     assert os.listdir(tmp_path) == []
 
 
-def refused(host: str, reach: list[bool | None]) -> str:
-    """What this rank, on host "a" or rank 1's ``host``, says instead of asking torch for a rendezvous. ``reach``: what
-    ranks know of how atomics of rank 1's GPU reach that of rank 0; of the other direction both know that they do.
-    """
-    rank = dist.get_rank()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.platform, "node", lambda: host if rank == 1 else "a")
-        patch.setattr(module, "gpu_address", lambda device: f"0000:0{rank}:00")
-        patch.setattr(module, "atomics_reach", lambda source, target: reach[rank] if source > target else True)
-        patch.setattr(module, "symmetric_arena", _rendezvous)
-        with pytest.raises(RuntimeError) as raised:
-            Heap.of_group(REGIONS, dist.group.WORLD, torch.device("cuda", 0))
-    return str(raised.value)
+# Each case: (host of rank 1, where that of rank 0 is "a"; what either rank knows of how atomics of rank 1's GPU reach
+# that of rank 0, as in the other direction they do; what is said instead of asking torch for a rendezvous).
+REFUSED: list[tuple[str, list[bool | None], str]] = [
+    ("b", [True, True], "rank 0 cannot run overlap=MegaKernel(): rank 1 is on host b, and not on a: memory"),
+    (
+        "a",
+        [False, None],
+        "rank 1 cannot run overlap=MegaKernel(): atomics of the GPU at 0000:01:00 do not reach rank 0",
+    ),
+    ("a", [None, None], "rank 1 cannot run overlap=MegaKernel(): no rank sees both its GPU at 0000:01:00 and that of"),
+    ("a", [True, None], "met"),
+    ("a", [True, True], "met"),
+]
+
+
+def said_before_they_meet() -> list[str]:
+    rank, said = dist.get_rank(), []
+    for host, reach, _ in REFUSED:
+        reaches = reach[rank]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module.platform, "node", lambda host=host: host if rank == 1 else "a")
+            patch.setattr(module, "gpu_address", lambda device: f"0000:0{rank}:00")
+            patch.setattr(module, "atomics_reach", lambda of, to, reaches=reaches: reaches if of > to else True)
+            patch.setattr(module, "symmetric_arena", _rendezvous)
+            with pytest.raises(RuntimeError) as raised:
+                Heap.of_group(REGIONS, dist.group.WORLD, torch.device("cuda", 0))
+        said.append(str(raised.value))
+    return said
 
 
 def _rendezvous(*_: object) -> None:
     raise RuntimeError("met")
 
 
-@pytest.mark.parametrize(
-    ("host", "reach", "words"),
-    [
-        ("b", [True, True], "rank 0 cannot run overlap=MegaKernel(): rank 1 is on host b, and not on a: memory"),
-        (
-            "a",
-            [False, None],
-            "rank 1 cannot run overlap=MegaKernel(): atomics of the GPU at 0000:01:00 do not reach rank 0 at",
-        ),
-        (
-            "a",
-            [None, None],
-            "rank 1 cannot run overlap=MegaKernel(): no rank sees both its GPU at 0000:01:00 and that of rank 0 at",
-        ),
-        ("a", [True, None], "met"),
-        ("a", [True, True], "met"),
-    ],
-    ids=["two hosts", "no remote atomics", "nobody knows", "a peer knows", "all reach all"],
-)
-def test_gpus_that_do_not_reach_each_other_are_refused_before_they_meet(
-    ranks: LocalRanks, host: str, reach: list[bool | None], words: str
-) -> None:
-    assert all(said.startswith(words) for said in ranks.run(refused, host, reach, num_ranks=2))
+def test_gpus_that_do_not_reach_each_other_are_refused_before_they_meet(ranks: LocalRanks) -> None:
+    for said in ranks.run(said_before_they_meet, num_ranks=2):
+        for message, (*_, words) in zip(said, REFUSED, strict=True):
+            assert message.startswith(words)
 
 
 @pytest.mark.parametrize("offset", [0, 256])

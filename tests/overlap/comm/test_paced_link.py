@@ -146,13 +146,3 @@ def wait_for_a_peer_that_left() -> str:
 @pytest.mark.slow
 def test_a_peer_that_leaves_fails_the_transfer(ranks: LocalRanks) -> None:
     assert "by peer" in ranks.run(wait_for_a_peer_that_left, num_ranks=2)[0]
-
-
-def refused() -> str:
-    with pytest.raises(ValueError, match="must be positive") as error:
-        PacedLink(dist.group.WORLD, 0.0)
-    return str(error.value)
-
-
-def test_a_pace_is_positive(ranks: LocalRanks) -> None:
-    assert ranks.run(refused, num_ranks=1) == ["gb_per_s=0.0 must be positive"]

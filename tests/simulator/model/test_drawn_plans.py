@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
-import pytest
 
 import moesys as ms
 from moesys.balance.plan import LayerPlan
@@ -60,25 +57,3 @@ def test_each_layer_has_its_own_routing() -> None:
     assert list(plans) == layers
     for place, layer in enumerate(layers):
         assert np.array_equal(plans[layer].load.tokens_RE, trace_of(7).tokens_SLRE[-1, place])
-
-
-@pytest.mark.parametrize(
-    ("routing", "message"),
-    [
-        (trace_of(7, num_layers=5), "routing has 5 layers, and the run 2 with experts in a group; give a"),
-        (trace_of(7).fold(4 * 2), "routing has 8 source ranks, and the run 4 .* use trace.fold(4)"),
-        (trace_of(7, tokens_per_rank=100), "200 to 200 choices of a rank, and the run's 512 tokens have 1024; use"),
-    ],
-)
-def test_routing_that_does_not_fit_is_refused(routing: Trace, message: str) -> None:
-    pattern = re.escape(message).replace(r"\.\*", ".*")
-    with pytest.raises(ValueError, match=pattern):
-        simulate_model(RUN, routing)
-
-
-def test_plans_of_other_ranks_or_layers_are_refused() -> None:
-    plans = plans_of(DRAWN)
-    with pytest.raises(ValueError, match=r"routing\[0\] is a plan of 4 ranks and 8 experts, and the run has 2 and 8"):
-        simulate_model(RUN.replace(cluster=RUN.cluster.replace(num_nodes=1)), plans)
-    with pytest.raises(ValueError, match="routing has plans of 1 layers, and the run 2 with experts; give as many"):
-        simulate_model(RUN, plans[:1])
