@@ -152,8 +152,8 @@ def megatron_setup(
             # Each rank has its part of the gate and of the projection beside it.
             halves = 2 if "linear_fc1" in name and model.config.gated_linear_unit else 1
             dim = parameters[name].partition_dim
-            pieces = [piece.chunk(halves, dim) for piece in gathered(tensor, tensors)]
-            tensor = torch.cat([piece[half] for half in range(halves) for piece in pieces], dim)
+            parts_of_ranks = [each.chunk(halves, dim) for each in gathered(tensor, tensors)]
+            tensor = torch.cat([each[half] for half in range(halves) for each in parts_of_ranks], dim)
         if expert is None:
             return {name: tensor.clone()}
         pieces = gathered(tensor, groups.get_expert_model_parallel_group())
