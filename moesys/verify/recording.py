@@ -207,7 +207,7 @@ def _round_anew(model: nn.Module, dtype: torch.dtype) -> None:
     change the order of sums over its width, as tensor parallelism does.
     """
     random = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
+    for parameter in map(local, model.parameters()):
         signs = torch.randint(0, 2, parameter.shape, generator=random) * 2 - 1
         parameter.mul_(1 + signs * torch.finfo(dtype).eps)
 
