@@ -89,7 +89,7 @@ class TrainingRecorder:
             name = clean_name(name)
             # Modules inside of experts hold other tokens on ranks.
             if not is_of_experts(name) and not any(re.search(pattern, name) for pattern in setup.ignore):
-                module.register_forward_hook(partial(self._see, name or "model"))
+                module.register_forward_hook(partial(self._see, name or "the model"))
 
     def begin_step(self) -> None:
         self.step, self._snapshots, self._random_state = StepRecord(), list[Named](), torch.get_rng_state()

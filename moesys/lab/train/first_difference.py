@@ -8,23 +8,26 @@ compared as a whole.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moesys.collectives import guarded
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import ModelTraining, Training
 from moesys.lab.train.loop import Trainer
-from moesys.torch_private import NO_BACKWARD, current_backward
-from moesys.verify.recording import tensors_in
+from moesys.verify.recording import Named, StepRecord, TrainingRecorder
+from moesys.verify.setup import Setup, is_of_experts, local, whole
+
+# What follows the name of a sharded tensor in that of this rank's part of it.
+_PART = " (part)"
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,11 @@ def find_first_difference(
     Returns the first difference, on all ranks; None if no bit differs to the end. The tensors of a step of the first
     training are kept until the second has computed its own.
     """
-    trainers: list[_CopyingTrainer] = []
+    trainers: list[_RecordedTrainer] = []
     try:
-        trainers += (_CopyingTrainer(strategy, model, cluster, workload, seed, None) for strategy in strategies)
+        trainers += (_RecordedTrainer(strategy, model, cluster, workload, seed, None) for strategy in strategies)
         for step in range(workload.warmup + workload.steps):
-            first, second = (trainer.watched(step) for trainer in trainers)
+            first, second = (trainer.recorded(step) for trainer in trainers)
             if (difference := _first_difference(step, first, second)) is not None:
                 return difference
         return None
@@ -72,126 +75,109 @@ def find_first_difference(
             trainer.close()
 
 
-class _TensorCopy(NamedTuple):
-    """A tensor, and this rank's part of one that is sharded."""
-
-    whole: Tensor
-    part: Tensor | None
-
-
-class _CopyingTrainer(Trainer):
-    """A training that keeps copies of the tensors of a step, by name, in the order in which they are computed."""
+class _RecordedTrainer(Trainer):
+    """A training whose recorder takes the tensors of a step, and this rank's parts of those that are sharded."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._seen: dict[str, _TensorCopy] = {}
-        self._times: Counter[str] = Counter()
-        for name, module in self.model.named_modules():
-            module.register_forward_hook(partial(self._see_outputs, name or "the model"))
+        self._recorder = TrainingRecorder(Setup(self.model, lambda _: {}, None, full=_with_part), contributions=False)
         self._random_state = torch.get_rng_state()
 
-    def watched(self, step: int) -> Mapping[str, _TensorCopy]:
+    def recorded(self, step: int) -> Named:
+        """Runs one optimizer step, and returns its tensors by name, in the order in which they are computed."""
         # Two trainings take turns, and each draws from where it stopped.
         torch.set_rng_state(self._random_state)
-        self._seen, self._times = {}, Counter()
+        self._recorder.begin_step()
         self.step(step)
         self._random_state = torch.get_rng_state()
-        return self._seen
+        found = self._recorder.step
+        # Backward computes the gradients of the last layer first.
+        gradients = {f"gradient of {name}": each for name, each in reversed(found["gradient"].items())}
+        return _outputs(found) | gradients | found["norm"] | found["update"]
 
     def clip(self) -> Tensor:
-        # Backward computes the gradients of the last layer first.
-        for name, parameter in reversed(list(self.model.named_parameters())):
-            self._see(f"gradient of {name}", parameter.grad)
+        self._recorder.step["gradient"] = self._recorder.gradients()
         norm = super().clip()
-        self._see("norm of all gradients", norm)
+        self._recorder.step["norm"] = self._recorder.put_together([("norm of all gradients", norm)])
         return norm
 
     def optimize(self) -> None:
         super().optimize()
+        self._recorder.step["update"] = self._recorder.put_together(self._state())
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():
-            self._see(name, parameter.detach())
+            yield name, parameter
             for of, state in self.optimizer.state.get(parameter, {}).items():
-                self._see(f"{of} of {name}", state)
-        for name, buffer in self.model.named_buffers():
-            self._see(name, buffer)
-
-    def _see_outputs(self, name: str, module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        # A recomputation may leave out what nobody reads.
-        if current_backward() != NO_BACKWARD:
-            return
-        for place, output in enumerate(tensors_in(outputs)):
-            what = f"output {place} of {name}" if place else f"output of {name}"
-            self._see(what, output)
-            if output.requires_grad:
-                output.register_hook(partial(self._see, f"gradient of {what}"))
-
-    @torch.no_grad()
-    def _see(self, name: str, tensor: object) -> None:
-        if isinstance(tensor, Tensor):
-            self._times[name] += 1
-            # A module runs several times, for example in several micro-batches.
-            times = f", time {self._times[name]}" if self._times[name] > 1 else ""
-            part = tensor.to_local().clone() if isinstance(tensor, DTensor) else None
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-            self._seen[f"{name}{times}"] = _TensorCopy(whole, part)
+                if isinstance(state, Tensor):
+                    yield f"{of} of {name}", state
+        yield from self.model.named_buffers()
 
 
-def _first_difference(
-    step: int, first: Mapping[str, _TensorCopy], second: Mapping[str, _TensorCopy]
-) -> FirstDifference | None:
+def _with_part(name: str, tensor: Tensor) -> Named:
+    return {name: whole(tensor)} | ({f"{name}{_PART}": local(tensor)} if isinstance(tensor, DTensor) else {})
+
+
+def _outputs(step: StepRecord) -> Named:
+    """Returns the outputs of modules and their gradients, forward after forward."""
+    found: Named = {}
+    for m, outputs in step["passes"].items():
+        gradients = step["output_gradients"][m]
+        for kind, tensors in (("output", outputs), ("gradient of output", gradients)):
+            for key, tensor in tensors.items():
+                name, _, place = key.rstrip("'").removesuffix("]").rpartition("[")
+                what = f"{kind} of {name}" if place == "0" else f"{kind} {place} of {name}"
+                # A module runs several times, for example in several micro-batches.
+                names = (what, *(f"{what}, time {time}" for time in count(2)))
+                found[next(each for each in names if each not in found)] = tensor
+    return found
+
+
+def _first_difference(step: int, first: Named, second: Named) -> FirstDifference | None:
     """Returns the first difference in this step. A collective."""
-    names = list(dict.fromkeys([*first, *second]))
-    differing = (n for n, name in enumerate(names) if not _alike(first.get(name), second.get(name)))
-    mine: tuple[int, FirstDifference | None] = (len(names), None)
-    if (place := next(differing, None)) is not None:
-        mine = (place, _difference(step, names[place], first.get(names[place]), second.get(names[place])))
+    names = [name for name in dict.fromkeys([*first, *second]) if not name.endswith(_PART)]
+    differences = ((place, _difference(step, name, first, second)) for place, name in enumerate(names))
+    mine = next((each for each in differences if each[1] is not None), (len(names), None))
     found: list[Any] = [None] * dist.get_world_size()
     guarded("bisect", dist.group.WORLD, partial(dist.all_gather_object, found, mine))
     earliest = min(place for place, _ in found)
-    differences = [of for place, of in found if place == earliest and of is not None and of.num_different]
-    if not differences:
+    of_ranks = [of for place, of in found if place == earliest and of is not None and of.num_different]
+    if not of_ranks:
         return None
     return replace(
-        differences[0],
-        ranks=tuple(rank for of in differences for rank in of.ranks),
-        experts=tuple(sorted({expert for of in differences for expert in of.experts})),
-        largest=max(of.largest for of in differences),
-        num_different=sum(of.num_different for of in differences),
-        num_elements=sum(of.num_elements for of in differences),
+        of_ranks[0],
+        ranks=tuple(rank for of in of_ranks for rank in of.ranks),
+        experts=tuple(sorted({expert for of in of_ranks for expert in of.experts})),
+        largest=max(of.largest for of in of_ranks),
+        num_different=sum(of.num_different for of in of_ranks),
+        num_elements=sum(of.num_elements for of in of_ranks),
     )
 
 
-def _difference(step: int, name: str, first: _TensorCopy | None, second: _TensorCopy | None) -> FirstDifference:
-    """Returns the difference of one tensor on this rank."""
+def _difference(step: int, name: str, first: Named, second: Named) -> FirstDifference | None:
+    """Returns the difference of one tensor on this rank; None if no bit differs."""
     there = FirstDifference(step, name, (dist.get_rank(),), dist.get_world_size(), (), math.inf, 0, 0)
-    if first is None or second is None or first.whole.shape != second.whole.shape:
-        elements = max(of.whole.numel() for of in (first, second) if of is not None)
+    a, b = first.get(name), second.get(name)
+    if a is None or b is None or a.shape != b.shape:
+        elements = max(of.numel() for of in (a, b) if of is not None)
         return replace(there, num_different=elements, num_elements=elements)
-    differs = _differs(first.whole, second.whole)
+    differs = _differs(a, b)
+    if not differs.any():
+        return None
     experts = ()
-    if ".experts." in name and differs.dim() > 1:
+    if is_of_experts(name) and differs.dim() > 1:
         experts = tuple(differs.flatten(1).any(dim=1).nonzero().flatten().tolist())
-    a, b = first.whole, second.whole
+    part, other = first.get(name + _PART), second.get(name + _PART)
     # If both are sharded alike, the parts show whose part differs.
-    if first.part is not None and second.part is not None and first.part.shape == second.part.shape:
-        a, b = first.part, second.part
-        differs = _differs(a, b)
+    if part is not None and other is not None and part.shape == other.shape:
+        a, b, differs = part, other, _differs(part, other)
     largest = (a.double() - b.double()).abs().flatten()[differs.flatten()].amax() if differs.any() else 0.0
     return replace(
         there, experts=experts, largest=float(largest), num_different=int(differs.sum()), num_elements=a.numel()
     )
 
 
-def _alike(first: _TensorCopy | None, second: _TensorCopy | None) -> bool:
-    if first is None or second is None or first.whole.shape != second.whole.shape:
-        return False
-    return torch.equal(_bytes(first.whole), _bytes(second.whole))
-
-
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    return (_bytes(a) != _bytes(b)).view(*a.shape, -1).any(dim=-1)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a tensor, whose equality is that of bits: zeros have signs, and NaN equals nothing."""
-    return tensor.contiguous().flatten().view(torch.uint8)
+    """Returns whose bits differ: zeros have signs, and NaN equals nothing."""
+    differs = torch.ne(*(of.contiguous().flatten().view(torch.uint8) for of in (a, b)))
+    return differs.view(*a.shape, -1).any(dim=-1)
