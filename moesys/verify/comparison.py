@@ -22,11 +22,7 @@ from moesys.verify.diagnosis import FOUND, MAIN, Cause, Observation, error_of, e
 from moesys.verify.recording import Named, RunRecord, StepRecord
 from moesys.verify.setup import NO_LABEL, Batch, RecordingJob, batch_of, count_labels, is_of_experts
 
-# Outputs and their gradients say where something goes wrong, and are no verdict.
-PLACES = ("output", "backward")
 TENSORS = ("logged", "gradient", "norm", "clipped", "update", "buffer", "evaluation")
-# What a step that rounds to float32 somewhere may differ by: 64 times its rounding.
-FLOAT32_ROUNDING = 64 * 2.0**-24
 # The rules that each process must keep by itself, and how it breaks them.
 RULES = {"choices": "a recomputation chose other experts than the forward", "evaluation": "evaluation changes it"}
 WAYS_OUT = {
@@ -76,7 +72,8 @@ class Tolerances:
     """What may differ in one step by rounding: 32 times what the reference itself does with sums in another order."""
 
     def __init__(self, right: StepRecord, reordered: StepRecord, dtype: torch.dtype) -> None:
-        self.least, self.note_below = (1e-10, FLOAT32_ROUNDING) if dtype == torch.float64 else (1e-6, 0.0)
+        # A step that rounds to float32 somewhere may differ by 64 times its rounding.
+        self.least, self.note_below = (1e-10, 64 * 2.0**-24) if dtype == torch.float64 else (1e-6, 0.0)
         self.scales, self._spreads = dict[str, float](), dict[str, dict[str, float]]()
         for stage in TENSORS:
             a, b = right[stage], reordered[stage]
@@ -159,7 +156,8 @@ class TrainingComparison:
 
     @property
     def _is_right(self) -> bool:
-        return all(finding.stage in PLACES for finding in self.findings)
+        # Outputs and their gradients say where something goes wrong, and are no verdict.
+        return all(finding.stage in ("output", "backward") for finding in self.findings)
 
     def _compare(self, step: int) -> None:
         self._begin(step)
@@ -472,18 +470,13 @@ def _fitted(got: Tensor, vectors: Mapping[tuple[str, int], Tensor], seen: Observ
     return seen
 
 
-def same_values(a: Tensor, b: Tensor) -> bool:
-    """Returns whether all values are the same, where NaN equals NaN."""
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
 def first_difference(right: Named, got: Named) -> tuple[str, Cause] | None:
-    """Returns the first tensor whose values differ, and what it has instead; None if all are the same."""
+    """Returns the first tensor whose values differ, NaN not from NaN, and what it has instead; or None."""
     for name, tensor in right.items():
         other = got.get(name)
         if other is None:
             return name, Cause("nothing: it is missing", "Save all parameters and buffers.")
-        if not same_values(other, tensor):
+        if other.shape != tensor.shape or not torch.allclose(other, tensor, 0, 0, equal_nan=True):
             return name, _rearrangement(name, other, tensor, 0.0) or Cause("other values", WAYS_OUT["weights"])
     return None
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from moesys.verify.setup import is_of_experts
 
-Squares = Mapping[str, float]
 MAIN = "main loss"
 FOLLOWS = "no sum of the reference's parts: follows from an earlier tensor"
 
@@ -213,7 +212,9 @@ def explain(seen: Observation) -> Cause:
     return Cause(" or ".join(found), " ".join(dict.fromkeys(found.values())))
 
 
-def explain_norm(norm: float, right: float, gradients: Squares, own: Sequence[Squares], rank: int) -> Cause:
+def explain_norm(
+    norm: float, right: float, gradients: Mapping[str, float], own: Sequence[Mapping[str, float]], rank: int
+) -> Cause:
     """Returns the cause of a wrong norm.
 
     gradients: the squares of the whole gradients that this rank has. own: of each rank, the squares of its own parts.

@@ -21,14 +21,13 @@ import torch
 from moesys.display import counted
 from moesys.kinds import did_you_mean
 from moesys.lab.ranks.pool import LocalRanks, RankError, RankTimeouts
-from moesys.verify.comparison import Finding, NearTieError, TrainingComparison, first_difference, same_values
+from moesys.verify.comparison import Finding, NearTieError, TrainingComparison, first_difference
 from moesys.verify.diagnosis import ROWS, error_of, means
 from moesys.verify.recording import RunRecord, record
-from moesys.verify.setup import SITUATIONS, Build, CheckOptions, RecordingJob, Situation, batch_of, options_of
+from moesys.verify.setup import SITUATIONS, Build, CheckOptions, RecordingJob, Situation, batch_of
 
 # A situation runs again with another seed where tokens choose other experts at near ties.
 MOST_SEEDS = 4
-DEFAULT_SITUATIONS = ("plain", "uneven", "padding", "recomputation")
 SCHEMA, WIDTH = 1, 80
 # The columns of the table: situation, stage, tensor, ranks, error; the cause is below each row.
 _COLUMNS = (13, 10, 38, 7, 8)
@@ -296,11 +295,11 @@ def run(
 
     Raises ValueError for a situation that there is not, or options that are not allowed.
     """
-    options = options_of(build)
+    options = getattr(getattr(build, "func", build), "check_options", CheckOptions())
     options = replace(options, ranks=ranks or options.ranks, dtype=dtype or options.dtype)
     known = SITUATIONS | {each: each for each in situations or () if isinstance(each, Situation)}
     names = SITUATIONS if situations == "all" else [situations] if isinstance(situations, str) else situations
-    for name in (names := names or DEFAULT_SITUATIONS):
+    for name in (names := names or ("plain", "uneven", "padding", "recomputation")):
         if name not in known:
             hint = did_you_mean(name, SITUATIONS) or f"; choose from {', '.join(SITUATIONS)}"
             raise ValueError(f"situations has {name!r}, which is no situation{hint}")
@@ -346,7 +345,7 @@ def _masks(ranks: Sequence[RunRecord]) -> Iterator[Finding]:
     last = [name for name, output in first.items() if output.is_floating_point()][-1]
     for rank, outputs in enumerate(others, 1):
         shares = ranks[rank].part == ranks[0].part
-        if same_values(first[last], outputs[last]) != shares:
+        if torch.allclose(first[last], outputs[last], 0, 0, equal_nan=True) != shares:
             yield Finding("output", last, (0, rank), 1.0, *MASKS[shares])
 
 

@@ -203,11 +203,6 @@ class CheckOptions:
 check = CheckOptions
 
 
-def options_of(build: Build) -> CheckOptions:
-    """Returns the options of a check, also of one inside of ``functools.partial``; defaults for a plain function."""
-    return getattr(getattr(build, "func", build), "check_options", CheckOptions())
-
-
 @dataclass(frozen=True)
 class RecordingJob:
     """The choice of what a process records.

@@ -12,7 +12,7 @@ from conftest import assert_equal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moesys.verify.comparison import FLOAT32_ROUNDING, Finding, NearTieError, TrainingComparison, rows_of_tokens
+from moesys.verify.comparison import Finding, NearTieError, TrainingComparison, rows_of_tokens
 from moesys.verify.recording import RunRecord, StepRecord, TrainingRecorder, _batches
 from moesys.verify.runs import CheckReport, SituationResult, _masks
 from moesys.verify.setup import SITUATIONS, CheckOptions, RecordingJob, Setup
@@ -84,10 +84,9 @@ def test_the_tolerance_is_32_times_the_reference_s_own_rounding(stage: str, name
 
 
 def test_what_float32_rounds_in_float64_is_a_note() -> None:
-    assert 64 * torch.finfo(torch.float32).eps / 2 == FLOAT32_ROUNDING
-    comparison = compared(scaled("gradient", "weight", 1 + FLOAT32_ROUNDING / 2), torch.float64)
+    comparison = compared(scaled("gradient", "weight", 1 + 32 * 2.0**-24), torch.float64)
     assert (comparison.findings, comparison.compared["rounded"]) == ([], {"weight"})
-    wrong = compared(scaled("gradient", "weight", 1 + 2 * FLOAT32_ROUNDING), torch.float64)
+    wrong = compared(scaled("gradient", "weight", 1 + 128 * 2.0**-24), torch.float64)
     assert [finding.stage for finding in wrong.findings] == ["gradient"]
 
 
