@@ -45,7 +45,6 @@ from moesys.kernels.routing import route
 from moesys.kernels.split import flow
 from moesys.lab.commands.options import file_to_write, folder_to_write
 from moesys.lab.commands.plan_load import read_layout, read_load
-from moesys.lab.commands.simulate import _step_plan
 from moesys.lab.commands.whole_model import named_strategy, parallelism_of
 from moesys.lab.runs.declarations import (
     balance_of,
@@ -323,10 +322,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file.write(f"\ndef experiments(): return {experiments}\n")
         ms.run(small, "runs", jobs=1).path.rename("run_folder")
         ms.run(small.replace(model=shape(hidden_size=32)), "runs", jobs=1).path.rename("other_folder")
-        written(
-            "step.json",
-            ms.planning.StepPlan(strategy(), shape(), cluster(4), (ms.planning.LayerPlan(plan(), 0),)).to_json(),
-        )
         written("load.csv", "1,2,3", "3,2,1")
         watched()
     return folder

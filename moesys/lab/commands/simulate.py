@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import pydantic_core
 import typer
 
 from moesys.balance.plan import StepPlan
@@ -22,7 +21,6 @@ from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay
 from moesys.display import counted
-from moesys.files import read_bytes
 from moesys.lab.commands.host_config import read_host
 from moesys.lab.commands.options import (
     CLUSTER_HELP,
@@ -43,12 +41,11 @@ from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.figures import TimelinePanel, draw_timelines, save, shown_ranks, style, write_chrome_trace
 from moesys.lab.show.progress import status_line
 from moesys.lab.show.sheets import AS_TABLES, Column, ColumnNote, CommandOutput, Report, Sheet, figure, publish
-from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation, by_place, exposed_ms
 
 MOST_TRACED_RANKS = 64
 MOST_DRAWN_RANKS = 4
-_FILE_PANEL, _MODEL_PANEL = "Options with FILE, an experiment or a plan", "Options with --model, a whole model"
+_FILE_PANEL, _MODEL_PANEL = "Options with FILE, an experiment", "Options with --model, a whole model"
 _file_option = partial(option, rich_help_panel=_FILE_PANEL)
 _model_option = partial(option, rich_help_panel=_MODEL_PANEL)
 # Options that ``--from`` reads in the command of its host.
@@ -73,7 +70,7 @@ LEGEND = (
 @refusing()
 def simulate_command(
     ctx: typer.Context,
-    file: Annotated[Path | None, argument("FILE", "An experiment, .py, .json or .toml; or a StepPlan, .json.")] = None,
+    file: Annotated[Path | None, argument("FILE", "An experiment: .py, .json or .toml.")] = None,
     strategy: Annotated[
         list[str] | None,
         option(
@@ -115,7 +112,7 @@ def simulate_command(
     fp8: Annotated[bool, flag("Multiply by weights in float8.", "--fp8", rich_help_panel=_MODEL_PANEL)] = False,
     optimizer: Annotated[str, _model_option("NAME", "adam, adam_bf16, sgd or muon.")] = "adam",
 ) -> None:
-    """Simulates a step of an experiment, of a plan or of a whole model, prints the tables and writes the files."""
+    """Simulates a step of an experiment or of a whole model, prints the tables and writes the files."""
     if [file, model, source].count(None) != 2:
         raise typer.BadParameter("simulate FILE, --model or --from; give one of them")
     panel, of = (_FILE_PANEL, "FILE") if file is None else (_MODEL_PANEL, "--model")
@@ -181,34 +178,12 @@ def _todo(file: Path, strategies: Sequence[str], cluster: str | None, draws: int
     """Returns the name of the simulation; the name of each strategy with a step of each draw; and what a draw is, in
     words.
     """
-    plan = _step_plan(file)
-    if plan is None:
-        experiment = _changed(load_experiment(file), cluster)
-        chosen = [strategy_in(experiment, name) for name in strategies] or list(experiment.strategies)
-        of_trace = "steps of the trace, which resemble one another"
-        words = "routing of other seeds" if has_seeds(experiment.workload) else of_trace
-        return experiment.name, [(each.name, _drawn(each, experiment, draws)) for each in chosen], words
-    given = {"--strategy": bool(strategies), "--cluster": cluster is not None}
-    if unused := [option for option, there in given.items() if there]:
-        raise ValueError(f"{unused[0]} is for experiments, and {file} is the plan of one step; leave it out")
-    return file.stem, [(plan.strategy.name, iter([SimulatedStep((plan,), RestOfStep())]))], ""
-
-
-def _step_plan(file: Path) -> StepPlan | None:
-    """Returns None if the file is no StepPlan: then it has to be an experiment."""
-    if file.suffix != ".json" or not file.is_file():
-        return None
-    try:
-        text = read_bytes(file).decode()
-        fields = pydantic_core.from_json(text)
-    except ValueError as error:
-        raise ValueError(f"{file} is no StepPlan and no experiment: {error}") from None
-    if not isinstance(fields, dict) or "layers" not in fields:
-        return None
-    try:
-        return StepPlan.from_json(text)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}; write one with StepPlan.to_json()") from None
+    experiment = _changed(load_experiment(file), cluster)
+    chosen = [strategy_in(experiment, name) for name in strategies] or list(experiment.strategies)
+    words = "routing of other seeds"
+    if not has_seeds(experiment.workload):
+        words = "steps of the trace, which resemble one another"
+    return experiment.name, [(each.name, _drawn(each, experiment, draws)) for each in chosen], words
 
 
 def _changed(experiment: Experiment, cluster: str | None) -> Experiment:
@@ -255,18 +230,14 @@ def _by_stem(of_strategies: Sequence[StepDraws]) -> Iterator[tuple[str, StepDraw
 
 
 def _write(found: Sequence[StepDraws], out: Path, title: str) -> list[Path]:
-    """Writes a trace of the first draw of each strategy for Perfetto, and a chart of all if there is something to
-    draw.
-    """
+    """Writes a trace of the first draw of each strategy for Perfetto, and a chart of all."""
     paths, panels = [], []
     for stem, draws in _by_stem(found):
         of = draws.first
         traced = of.timeline.only(shown_ranks(of, MOST_TRACED_RANKS))
         paths.append(write_chrome_trace(traced, out / f"{stem}.trace.json", of.critical_path))
-        panel = TimelinePanel(draws.name, of.timeline, tuple(shown_ranks(of, MOST_DRAWN_RANKS)), of.critical_path)
-        panels += [panel] if panel.spans else []
-    if not panels:
-        return paths
+        ranks = tuple(shown_ranks(of, MOST_DRAWN_RANKS))
+        panels.append(TimelinePanel(draws.name, of.timeline, ranks, of.critical_path))
     with style():
         return [*paths, *save(draw_timelines(panels, title=title), out / "timelines")]
 
@@ -361,17 +332,14 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _speedup(of: StepDraws, baseline: StepDraws) -> str:
-    """Compares the draws that both have. Returns "" if a step takes no time."""
+    """Compares the draws that both have."""
     if of.would_not_run:
         return "would not run"
     if of is baseline:
         return "1.00"
     own_ms, baseline_ms = ({place: [ms] for place, ms in enumerate(one.figures["step_ms"])} for one in (of, baseline))
-    if not all(ms for one in (own_ms, baseline_ms) for [ms] in one.values()):
-        return ""
     ratio = paired_ratio(baseline_ms, own_ms)
-    if ratio is None:
-        return ""
+    assert ratio is not None
     return f"{ratio.estimate:.2f}" if ratio.n == 1 else ratio_words(ratio)
 
 

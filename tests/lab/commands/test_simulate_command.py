@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from moesys.__main__ import app
 from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.plan import StepPlan, plan_layer
 from moesys.balance.replay import replay_steps
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy, presets
 from moesys.config.experiment import Experiment
@@ -28,7 +27,6 @@ from moesys.lab.runs.trials import rest_of, routing_of, run_simulated, simulated
 from moesys.lab.show.comparisons import ratio_words
 from moesys.lab.show.figures import write_chrome_trace
 from moesys.lab.show.sheets import figure
-from moesys.load import LoadMatrix
 from moesys.simulator.simulation import PathPart, by_place
 from moesys.simulator.step_program import simulation
 from moesys.timeline import Span, Timeline
@@ -192,16 +190,6 @@ def test_a_training_is_simulated_with_drawn_routing(tmp_path):
     assert "one step of 3 layers on 4 ranks" in output
 
 
-def test_a_plan_of_one_step_is_simulated(tmp_path):
-    load = LoadMatrix(np.arange(16).reshape(4, 4))
-    plan = StepPlan(FSEP, MODEL, CLUSTER, tuple(plan_layer(FSEP, MODEL, CLUSTER, load) for _ in range(3)))
-    (tmp_path / "plan.json").write_text(plan.to_json())
-    code, output = run(tmp_path / "plan.json")
-    assert code == 0
-    assert "SIMULATED: plan, one step of 3 layers" in output
-    assert rows(output)["fsep"][1] == figure(1e3 * simulation([plan]).length_seconds)
-
-
 def test_traces_and_charts_are_written(tmp_path):
     code, output = run(written(tmp_path, declared()), "--out", tmp_path / "found", "--strategy", "fsep")
     assert code == 0
@@ -237,16 +225,6 @@ def test_events_of_a_lane_do_not_overlap_in_nanoseconds(tmp_path):
         assert len(of_lane) == 1000
         for before, after in pairwise(of_lane):
             assert 1000 * after["ts"] - 1000 * (before["ts"] + before["dur"]) == pytest.approx(0, abs=1e-6)
-
-
-def test_a_step_that_takes_no_time_has_no_speed_up(tmp_path):
-    load = LoadMatrix(np.zeros((4, 4), dtype=int))
-    plan = StepPlan(EP, MODEL, ClusterSpec(num_nodes=2, ranks_per_node=2), (plan_layer(EP, MODEL, CLUSTER, load),))
-    (tmp_path / "plan.json").write_text(plan.to_json())
-    code, output = run(tmp_path / "plan.json", "--out", tmp_path / "found")
-    assert code == 0
-    assert [path.name for path in (tmp_path / "found").iterdir()] == ["ep.trace.json"]
-    assert rows(output)["ep"][:3] == ["ep", "0.000", "1.00"]
 
 
 def test_a_reader_who_has_enough_is_no_error_and_a_full_disk_is_one(tmp_path, monkeypatch, capsys):
