@@ -2,9 +2,7 @@
 tools, or drawn with a declared skew.
 
 ``megatron_trace`` reads what Megatron-LM writes for ``--moe-routing-trace-path`` (NVIDIA/Megatron-LM,
-megatron/core/transformer/moe/router_trace.py, 2026) and its token-imbalance benchmark for ``--write-trace`` (pull
-request 7488, benchmarks/moe/token_imbalance/trace.py, September 2026), and ``vllm_trace`` what vLLM returns for
-``--enable-return-routed-experts`` (vllm-project/vllm, docs/training/routed_experts_replay.md, v0.21).
+megatron/core/transformer/moe/router_trace.py, 2026), and ``vllm_trace`` what vLLM returns for ``--enable-return-routed-experts`` (vllm-project/vllm, docs/training/routed_experts_replay.md, v0.21).
 
 S micro-batches, L layers, R source ranks, E experts, T tokens of a rank, K top-k.
 """
@@ -16,13 +14,11 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import sha256
 from itertools import pairwise
 from math import prod
-from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -338,26 +334,19 @@ def draw_counts(rng: np.random.Generator, log_RE: FloatArray, tokens_R: IntArray
 
 
 def megatron_trace(folder: str | Path, num_experts: int) -> Trace:
-    """Returns the trace in the folder that ``--moe-routing-trace-path`` named, or in one of the token-imbalance
-    benchmark's ``--write-trace``.
+    """Returns the trace in the folder that ``--moe-routing-trace-path`` named.
 
-    The first has a file for each rank, ``router_trace_rank0.jsonl`` and so on, and in it a line of JSON for each step
+    It has a file for each rank, ``router_trace_rank0.jsonl`` and so on, and in it a line of JSON for each step
     and layer: ``step``, ``block`` ("decoder", or "mtp" with ``mtp_idx``), ``layer``, and ``top_indices``, K experts of
     each token. Several records of a step and layer, those of its micro-batches or of recomputation, are added up;
-    layers of the decoder come first. A trace of the benchmark is one layer in one micro-batch, a ``manifest.json`` and
-    in ``tensors`` the tokens' ``expert_ids.pt`` and ``source_rank.pt``; a folder of several is read as one trace.
+    layers of the decoder come first.
 
     Raises ValueError where files are missing or hold something else, and where ranks differ in steps or layers, as
-    stages of a pipeline do; and for tensors that are not those of their manifest.
+    stages of a pipeline do.
     """
-    if manifests := sorted(Path(folder).glob("manifest.json")) or sorted(Path(folder).glob("*/manifest.json")):
-        return _benchmark_trace(Path(folder), manifests, num_experts)
     files = {int(match[1]): path for path in Path(folder).glob("*") if (match := _RANK_FILE.fullmatch(path.name))}
     if not files:
-        raise ValueError(
-            f"{folder} has neither router_trace_rank*.jsonl nor manifest.json; give the folder of "
-            "--moe-routing-trace-path, or a trace of the token-imbalance benchmark"
-        )
+        raise ValueError(f"{folder} has no router_trace_rank*.jsonl; give the folder of --moe-routing-trace-path")
     of_rank = {rank: _megatron_rank(path, num_experts) for rank, path in sorted(files.items())}
     first, places = next(iter(of_rank)), [set(counts) for counts in of_rank.values()]
     for rank, counts in of_rank.items():
@@ -374,65 +363,6 @@ def megatron_trace(folder: str | Path, num_experts: int) -> Trace:
     tokens_SLRE = [[[counts[step, layer][0] for counts in of_rank.values()] for layer in layers] for step in steps]
     widths = {top_k for counts in of_rank.values() for _, top_k in counts.values()}
     return _imported(np.array(tokens_SLRE), widths, Path(folder), "Megatron", tuple(steps))
-
-
-def _benchmark_trace(folder: Path, manifests: Sequence[Path], num_experts: int) -> Trace:
-    found: dict[tuple[int, int, int], tuple[IntArray, int]] = {}
-    for path in manifests:
-        head, counts_RE, top_k = _checked(
-            partial(_benchmark_layer, path.parent, num_experts), read_bytes(path).decode(), str(path)
-        )
-        place = head["step_id"], head["microbatch_id"], head["logical_layer_id"]
-        if place in found:
-            raise ValueError(
-                f"{path}: another trace in {folder} is of step {place[0]}, micro-batch {place[1]} and layer {place[2]}"
-                ", too; give the folder of one workload"
-            )
-        found[place] = counts_RE, top_k
-    turns, layers = (sorted({of(place) for place in found}) for of in (itemgetter(0, 1), itemgetter(2)))
-    if len(found) != len(turns) * len(layers) or len({counts_RE.shape for counts_RE, _ in found.values()}) > 1:
-        raise ValueError(f"{folder}: traces differ in layers or in world_size; give those of one run")
-    tokens_SLRE = np.array([[found[*turn, layer][0] for layer in layers] for turn in turns])
-    steps = tuple(step for step, _ in turns)
-    iterations = steps if len(set(steps)) == len(steps) else ()
-    return _imported(tokens_SLRE, {top_k for _, top_k in found.values()}, folder, "Megatron", iterations)
-
-
-def _benchmark_layer(folder: Path, num_experts: int, text: str) -> tuple[dict[str, int], IntArray, int]:
-    """Returns the numbers of a manifest, the counts [R, E] of its trace, and the top-k."""
-    manifest = json.loads(text)
-    names = ("schema_version", "num_experts", "world_size", "step_id", "microbatch_id", "logical_layer_id")
-    head = {name: _number(manifest, name) for name in names}
-    if (head["schema_version"], head["num_experts"]) != (1, num_experts):
-        raise ValueError(
-            f"it is of version {head['schema_version']} with {head['num_experts']} experts, and this reads version 1 "
-            f"with num_experts={num_experts}"
-        )
-    ids_TK, rank_T = (_saved_tensor(folder, manifest, name) for name in ("expert_ids", "source_rank"))
-    if ids_TK.ndim != 2 or rank_T.shape != ids_TK.shape[:1] or not np.isin(rank_T, np.arange(head["world_size"])).all():
-        raise ValueError(f"source_rank does not give each of {len(ids_TK)} tokens one of {head['world_size']} ranks")
-    of_ranks = (ids_TK[rank_T == rank, None] for rank in range(head["world_size"]))
-    return head, np.concatenate([_counts_LE(ids_T1K, num_experts) for ids_T1K in of_ranks]), ids_TK.shape[1]
-
-
-def _saved_tensor(folder: Path, manifest: dict[str, Any], name: str) -> IntArray:
-    """Returns a contiguous tensor that ``torch.save`` wrote, which is a zip archive with the bytes as they are."""
-    path, about = folder / "tensors" / f"{name}.pt", manifest["tensors"][name]
-    data = path.read_bytes() if path.is_file() else b""
-    if sha256(data).hexdigest() != about["sha256"]:
-        raise ValueError(f"{path} is missing, or is not what was written: its sha256 is not that of the manifest")
-    shape, dtype = about["shape"], np.dtype(about["dtype"]).newbyteorder("<")
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            [stored] = [member for member in archive.infolist() if member.filename.endswith("/data/0")]
-            if stored.file_size != prod(shape) * dtype.itemsize:
-                raise ValueError(
-                    f"it has {stored.file_size} bytes of numbers, and the manifest says {shape} of {dtype}"
-                )
-            return _whole_numbers(np.frombuffer(archive.read(stored), dtype).reshape(shape))
-    # Damaged bytes make zipfile raise almost any error.
-    except Exception as error:
-        raise ValueError(f"{path} is no tensor: {error}") from None
 
 
 def vllm_trace(path: str | Path, num_experts: int, num_ranks: int, responses_per_rank: int) -> Trace:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import json
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from moesys.traces import megatron_trace, vllm_trace
 
@@ -54,56 +52,6 @@ def test_a_folder_of_megatron_is_counted(tmp_path: Path) -> None:
         [[[2, 1, 1, 0], [1, 0, 2, 1]], [[0, 1, 1, 2], [1, 0, 0, 1]]],
         [[[0, 2, 1, 1], [1, 1, 0, 0]], [[2, 2, 0, 0], [0, 0, 1, 1]]],
     ]
-
-
-def write_benchmark(folder: Path, step: int, indices: list[list[int]], ranks: list[int], **changes: Any) -> Path:
-    """As ``trace.py`` of Megatron-LM's token-imbalance benchmark writes it, without the tensors that nobody reads."""
-    (folder / "tensors").mkdir(parents=True)
-    about = {}
-    for name, tensor in (("expert_ids", torch.tensor(indices)), ("source_rank", torch.tensor(ranks).int())):
-        torch.save(tensor, path := folder / "tensors" / f"{name}.pt")
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        about[name] = {"file": f"tensors/{name}.pt", "sha256": digest, "shape": list(tensor.shape)}
-        about[name]["dtype"] = str(tensor.dtype).removeprefix("torch.")
-    head = {"schema_version": 1, "seed": 1, "logical_layer_id": 0, "step_id": step, "microbatch_id": 0}
-    head |= {"num_experts": 4, "topk": 2, "world_size": 2, "workload_id": "W1_hot_expert_set", "tensors": about}
-    (folder / "manifest.json").write_text(json.dumps(head | changes))
-    return folder
-
-
-def test_traces_of_megatron_s_token_imbalance_benchmark_are_counted(tmp_path: Path) -> None:
-    later = write_benchmark(tmp_path / "later", 7, [[2, 3], [1, 3]], [1, 1])
-    write_benchmark(tmp_path / "first", 3, [[0, 1], [0, 2], [3, 1]], [0, 1, 0])
-    trace = megatron_trace(tmp_path, num_experts=4)
-    assert (trace.top_k, trace.iterations) == (2, (3, 7))
-    assert trace.tokens_SLRE.tolist() == [[[[1, 2, 0, 1], [1, 0, 1, 0]]], [[[0, 0, 0, 0], [0, 1, 1, 2]]]]
-    assert megatron_trace(later, num_experts=4).tokens_SLRE.tolist() == [trace.tokens_SLRE[1].tolist()]
-    write_benchmark(tmp_path / "twice", 3, [[0, 1]], [0])
-    with pytest.raises(
-        ValueError, match="is of step 3, micro-batch 0 and layer 0, too; give the folder of one workload"
-    ):
-        megatron_trace(tmp_path, num_experts=4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"schema_version": 2}, "it is of version 2 with 4 experts, and this reads version 1"),
-        ({"num_experts": 8}, "of version 1 with 8 experts, and this reads version 1 with num_experts=4"),
-        ({"world_size": 1}, "source_rank does not give each of 2 tokens one of 1 ranks"),
-        ({"tensors": {}}, "has no expert_ids"),
-    ],
-)
-def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        megatron_trace(write_benchmark(tmp_path / "trace", 0, [[0, 1], [0, 2]], [0, 1], **changes), num_experts=4)
-
-
-def test_a_tensor_of_another_run_is_refused(tmp_path: Path) -> None:
-    folder = write_benchmark(tmp_path / "trace", 0, [[0, 1], [0, 2]], [0, 1])
-    torch.save(torch.tensor([[2, 3], [0, 2]]), folder / "tensors" / "expert_ids.pt")
-    with pytest.raises(ValueError, match=r"expert_ids\.pt is missing, or is not what was written"):
-        megatron_trace(folder, num_experts=4)
 
 
 def test_layers_of_mtp_come_last_and_are_not_those_of_the_decoder(tmp_path: Path) -> None:
