@@ -2,7 +2,8 @@
 tools, or drawn with a declared skew.
 
 ``megatron_trace`` reads what Megatron-LM writes for ``--moe-routing-trace-path`` (NVIDIA/Megatron-LM,
-megatron/core/transformer/moe/router_trace.py, 2026), and ``vllm_trace`` what vLLM returns for ``--enable-return-routed-experts`` (vllm-project/vllm, docs/training/routed_experts_replay.md, v0.21).
+megatron/core/transformer/moe/router_trace.py, 2026), and ``vllm_trace`` what vLLM returns for
+``--enable-return-routed-experts`` (vllm-project/vllm, docs/training/routed_experts_replay.md, v0.21).
 
 S micro-batches, L layers, R source ranks, E experts, T tokens of a rank, K top-k.
 """

@@ -131,7 +131,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "spans-0000.json": lambda path: read_spans(path.parent),
     "trace": ms.traces.load_trace,
     "router_trace_rank0.jsonl": lambda path: ms.traces.megatron_trace(path.parent, 4),
-    "manifest.json": lambda path: ms.traces.megatron_trace(path.parent, 4),
     "environment-1.json": lambda path: load_environments(path.parent),
     "index.html": lambda path: write_index(path.parent),
     "tune.jsonl": lambda path: TuneJournal(path, {}),

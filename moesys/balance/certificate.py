@@ -17,7 +17,6 @@ from moesys.config import ClusterSpec, Within
 from moesys.config.sharding import one_per_rank
 from moesys.display import Columns, Display, by_column, listed
 from moesys.layout import ExpertLayout, TokenPlan
-from moesys.load import LoadMatrix
 
 BoundKind = Literal["mean", "hottest expert", "slots", "whole experts", "domain"]
 
@@ -67,27 +66,6 @@ class Certificate(Display):
     def layout_gap(self) -> float:
         """How far the plan is from the best split over its layout, as a fraction of it."""
         return _gap(self.max_tokens, self.layout_bound)
-
-    def check(self, load: LoadMatrix, layout: ExpertLayout) -> None:
-        """Proves ``layout_bound`` anew by counting; ValueError says what does not hold."""
-        tokens_E, inside = load.tokens_E.tolist(), set(self.tight.ranks)
-        for expert in self.tight.experts:
-            outside = [
-                rank for rank in range(layout.num_ranks) if rank not in inside and layout.replicas_RE[rank, expert]
-            ]
-            if outside:
-                raise ValueError(
-                    f"tight.experts={self.tight.experts} has expert {expert}, which rank {outside[0]} holds too; "
-                    "the certificate is not of this layout"
-                )
-        tokens = sum(tokens_E[expert] for expert in set(self.tight.experts))
-        if tokens != self.tight.tokens:
-            raise ValueError(
-                f"tight.tokens={self.tight.tokens} but its experts have {tokens} tokens; "
-                "the certificate is not of this load"
-            )
-        if load.total != self.total:
-            raise ValueError(f"total={self.total} but the load has {load.total} tokens; the certificate is not of it")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain numbers, strings and lists, for JSON."""

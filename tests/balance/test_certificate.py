@@ -1,7 +1,6 @@
 """Bounds and certificates, against every layout and every set of ranks of tiny instances."""
 
 import json
-from dataclasses import replace
 from itertools import chain, combinations, product
 
 import numpy as np
@@ -122,7 +121,6 @@ def test_a_certificate_brackets_its_plan(split, data, instance):
     assert found.gap >= found.layout_gap >= 0
     if isinstance(split, FlowSplit):
         assert found.layout_gap == 0
-    found.check(instance.load, layout)
     wider = certify(plan, instance.cluster, slots_per_rank=layout.num_slots)
     assert wider.bound <= found.bound
     assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
@@ -146,17 +144,6 @@ def test_a_certificate_in_words():
     )
     _, of_layout, _ = str(certify(everywhere, ClusterSpec(ranks_per_node=2))).splitlines()
     assert of_layout == "this layout:  at least 5 (gap 0.00%), by mean"
-
-
-def test_check_finds_what_was_tampered_with():
-    plan, cluster = _plan()
-    found = certify(plan, cluster)
-    with pytest.raises(ValueError, match="expert 1, which rank 1 holds too"):
-        replace(found, tight=replace(found.tight, experts=(0, 1), tokens=34)).check(plan.load, plan.layout)
-    with pytest.raises(ValueError, match=r"tight.tokens=31 but its experts have 30 tokens"):
-        replace(found, tight=replace(found.tight, tokens=31)).check(plan.load, plan.layout)
-    with pytest.raises(ValueError, match="total=36 but the load has 37 tokens"):
-        found.check(LoadMatrix([[20, 4, 1], [10, 0, 2]]), plan.layout)
 
 
 def test_domains_of_a_cluster():
