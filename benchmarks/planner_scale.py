@@ -27,7 +27,7 @@ from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.greedy.leader import FIRST_PLANS, search_period
 from moesys.balance.laer import Laer
 from moesys.balance.replay import ReplayBatch, replay_layer
-from moesys.balance.run_planner import plan_layouts, split_tokens
+from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Fsep, ModelRun, ModelSpec, Split, Strategy, presets
 from moesys.config.workload import Generated
 from moesys.lab.commands.options import option, refusing
@@ -235,7 +235,8 @@ def measure(
 
     def plan(loads: Sequence[LoadMatrix]) -> list[ExpertLayout]:
         if peer is None:
-            return plan_layouts(loads, cluster, balance, slots, threads=THREADS)
+            with ThreadPoolExecutor(THREADS) as pool:
+                return list(pool.map(lambda load: plan_layout(load, cluster, balance, slots), loads))
         loads_LE = torch.from_numpy(np.stack([load.tokens_E for load in loads]))
         expert_LP = peer(loads_LE, slots * case.num_ranks, 1, 1, case.num_ranks)[0].numpy().astype(np.int64)
         return [ExpertLayout(expert_P.reshape(-1, slots), case.num_experts) for expert_P in expert_LP]

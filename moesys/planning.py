@@ -10,7 +10,7 @@ from moesys.balance.greedy.greedy import Greedy
 from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.predictors import LoadHistory, measured_drift
-from moesys.balance.run_planner import plan_layout, plan_layouts, split_tokens
+from moesys.balance.run_planner import plan_layout, split_tokens
 from moesys.config import ClusterSpec
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
@@ -28,7 +28,6 @@ __all__ = [
     "measured_drift",
     "min_max_load",
     "plan_layer",
-    "plan_layouts",
     "replica_budget",
     "split_tokens",
 ]

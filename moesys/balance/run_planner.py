@@ -6,7 +6,6 @@ What a planner or a split of the user's own returns is checked too, before anyth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,37 +59,6 @@ def planned(problem: PlanningProblem, config: Balance) -> tuple[ExpertLayout, by
         return checked_layout(problem, config), b""
     plan: tuple[ExpertLayout, bytes] = config.plan(problem)
     return plan
-
-
-def plan_layouts(
-    loads: Sequence[LoadMatrix],
-    cluster: ClusterSpec,
-    config: Balance | str,
-    slots_per_rank: int | Sequence[int],
-    *,
-    model: ModelShape | None = None,
-    previous: Sequence[ExpertLayout] | None = None,
-    threads: int = 1,
-) -> list[ExpertLayout]:
-    """Returns ``plan_layout`` for each of several layers, of one model and cluster and with as many slots; ``previous``
-    has one layout a layer.
-
-    Layers are planned by ``threads`` threads: ``Greedy``'s compiled loops run side by side. The layouts do not depend
-    on how many there are.
-    """
-    if previous is not None and len(previous) != len(loads):
-        raise ValueError(f"previous has {len(previous)} layouts for {len(loads)} loads; give one a load, or None")
-    if threads < 1:
-        raise ValueError(f"threads={threads}; use at least 1")
-
-    def plan(layer: int) -> ExpertLayout:
-        in_force = previous[layer] if previous else None
-        return plan_layout(loads[layer], cluster, config, slots_per_rank, model=model, previous=in_force)
-
-    if threads == 1:
-        return [plan(layer) for layer in range(len(loads))]
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(plan, range(len(loads))))
 
 
 def split_tokens(
