@@ -180,4 +180,4 @@ def _difference(step: int, name: str, first: Named, second: Named) -> FirstDiffe
 def _differs(a: Tensor, b: Tensor) -> Tensor:
     """Returns whose bits differ: zeros have signs, and NaN equals nothing."""
     differs = torch.ne(*(of.contiguous().flatten().view(torch.uint8) for of in (a, b)))
-    return differs.view(*a.shape, -1).any(dim=-1)
+    return differs.view(*a.shape, a.element_size()).any(dim=-1)
