@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -128,7 +128,7 @@ def _outputs(step: StepRecord) -> Named:
                 name, _, place = key.rstrip("'").removesuffix("]").rpartition("[")
                 what = f"{kind} of {name}" if place == "0" else f"{kind} {place} of {name}"
                 # A module runs several times, for example in several micro-batches.
-                names = (what, *(f"{what}, time {time}" for time in count(2)))
+                names = chain([what], (f"{what}, time {time}" for time in count(2)))
                 found[next(each for each in names if each not in found)] = tensor
     return found
 
