@@ -67,7 +67,9 @@ Seed = Annotated[int, Field(ge=0), AfterValidator(lambda seed, info: seed if inf
 
 
 class WordedModel(BaseModel):
-    """Base of models that raise ValueError with the message of ``in_words`` where pydantic raises ValidationError."""
+    """Base of models in JSON and TOML, which raise ValueError with the message of ``in_words`` where pydantic raises
+    ValidationError.
+    """
 
     def __init__(self, /, *values: Any, **fields: Any) -> None:
         with _in_words_only():
@@ -89,6 +91,21 @@ class WordedModel(BaseModel):
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
         with _in_words_only():
             return super().model_validate_json(json_data, **options)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return self.model_dump_json(indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        return cls.model_validate_json(text)
+
+    def to_toml(self) -> str:
+        """Returns the fields as TOML, without those that are None, which TOML cannot express: None is their default."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        return cls.model_validate(toml_fields(text))
 
 
 class Declaration(WordedModel):
@@ -135,21 +152,6 @@ class Declaration(WordedModel):
         """Returns a copy with some fields changed, validated as a whole."""
         fields = {field: getattr(self, field) for field in type(self).model_fields}
         return type(self).model_validate(fields | changes)
-
-    def to_json(self, indent: int | None = 2) -> str:
-        return self.model_dump_json(indent=indent)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        return cls.model_validate_json(text)
-
-    def to_toml(self) -> str:
-        """Returns the fields as TOML, without those that are None, which TOML cannot express: None is their default."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
-
-    @classmethod
-    def from_toml(cls, text: str) -> Self:
-        return cls.model_validate(toml_fields(text))
 
     def fingerprint(self) -> str:
         """Returns 64 hex digits: the sha256 of all fields, defaults included, without display names.

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Self, get_args
 
-import tomli_w
 from pydantic import (
     AfterValidator,
     ConfigDict,
@@ -23,7 +22,7 @@ from pydantic import (
 
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.config import Declaration, Fsep, Strategy, WindowMean
-from moesys.config.base import WordedModel, in_words, toml_fields, unknown_kind
+from moesys.config.base import WordedModel, in_words, unknown_kind
 from moesys.config.member import Member
 from moesys.kinds import did_you_mean
 from moesys.tuner.tuned_workload import Setting
@@ -114,20 +113,6 @@ class Space(WordedModel, RootModel[dict[str, tuple[Any, ...]]]):
                     f"{part} lists {none[0]!r}, of which no combination of values is one; list others for {fields}"
                 )
         return self
-
-    def to_json(self) -> str:
-        return self.model_dump_json(indent=2)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        return cls.model_validate_json(text)
-
-    def to_toml(self) -> str:
-        return tomli_w.dumps(self.model_dump(mode="json"))
-
-    @classmethod
-    def from_toml(cls, text: str) -> Self:
-        return cls.model_validate(toml_fields(text))
 
     @model_serializer(mode="plain")
     def _serialised(self) -> dict[str, list[Any]]:
