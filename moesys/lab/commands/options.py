@@ -239,7 +239,9 @@ _OUTPUT = {"out": (OutFolder, None), "as_json": (AsJson, False), "quiet": (Quiet
 
 
 def _with_output(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a command that has the options of a ``CommandOutput`` in place of its parameter ``output``."""
+    """Returns a command that has the options of a ``CommandOutput`` in place of its parameter ``output``, but for those
+    that it has itself.
+    """
     signature = inspect.signature(function, eval_str=True)
     if "output" not in signature.parameters:
         return function
@@ -248,12 +250,14 @@ def _with_output(function: Callable[..., Any]) -> Callable[..., Any]:
     def command(**given: Any) -> Any:
         from moesys.lab.show.sheets import CommandOutput
 
-        output = CommandOutput(*map(given.pop, _OUTPUT))
+        output = CommandOutput(*(given.pop(name) if name in brought else None for name in _OUTPUT))
         return function(**given, output=output)
+
+    brought = {name: of for name, of in _OUTPUT.items() if name not in signature.parameters}
 
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
-        options = _OUTPUT if name == "output" else {name: (parameter.annotation, parameter.default)}
+        options = brought if name == "output" else {name: (parameter.annotation, parameter.default)}
         for each, (annotation, default) in options.items():
             parameters.append(parameter.replace(name=each, annotation=annotation, default=default))
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

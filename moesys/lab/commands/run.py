@@ -12,16 +12,13 @@ from rich.console import Console
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.lab.commands.options import (
-    AsJson,
     ExperimentFile,
     FormatOption,
     Imports,
     Jobs,
-    Quiet,
     RunFolders,
     Settings,
     Threads,
-    Wide,
     chosen_format,
     flag,
     option,
@@ -32,6 +29,7 @@ from moesys.lab.runs.declarations import declared_in, import_modules_of_user, lo
 from moesys.lab.runs.runner import run
 from moesys.lab.runs.slurm import Slurm, slurm_of
 from moesys.lab.show.progress import RunProgress
+from moesys.lab.show.sheets import AS_TABLES, CommandOutput
 
 if TYPE_CHECKING:
     from moesys.lab.runs.comparison import Comparison
@@ -42,9 +40,7 @@ def run_command(
     file: ExperimentFile,
     out: RunFolders = Path("runs"),
     form: FormatOption = "table",
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    output: CommandOutput = AS_TABLES,
     seeds: Annotated[int | None, option("N", "Use the seeds 0 to N-1 instead of the experiment's.", min=1)] = None,
     threads: Threads = 1,
     jobs: Jobs = None,
@@ -67,7 +63,7 @@ def run_command(
     Progress goes where the tables go, or to stderr if a table is for a machine to read.
     """
     import_modules_of_user(imports or ())
-    form = chosen_format(form, as_json)
+    form = chosen_format(form, output.as_json)
     told = sys.stdout if form == "table" else sys.stderr
     comparisons: list[Comparison] = []
     folders: list[Path] = []
@@ -81,7 +77,7 @@ def run_command(
         )
     further = [declared_in(path, Strategy) for path in strategy or ()]
     for experiment in [_changed(one, seeds, further) for one in experiments]:
-        if comparisons and not quiet:
+        if comparisons and not output.quiet:
             print(file=told)
         result = run(
             experiment,
@@ -92,15 +88,15 @@ def run_command(
             threads=threads,
             jobs=where,
             record_routing=record_routing,
-            progress=RunProgress(Console(file=told, quiet=quiet)),
+            progress=RunProgress(Console(file=told, quiet=output.quiet)),
         )
         if writes():
-            if not quiet:
+            if not output.quiet:
                 print(result.summary, file=told)
             # This import is late, so that a typo in the file is reported before torch and scipy are loaded.
             from moesys.lab.commands.compare import print_locations, report
 
-            comparisons.append(report(result, form, wide=wide))
+            comparisons.append(report(result, form, wide=output.wide))
             folders.append(result.path)
             code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
         if result.stopped:

@@ -17,15 +17,12 @@ from moesys.files import write_whole
 from moesys.lab.commands.host_config import read_host
 from moesys.lab.commands.options import (
     CLUSTER_HELP,
-    AsJson,
     Imports,
     Jobs,
     ModelLayers,
-    Quiet,
     RunFolders,
     Settings,
     Threads,
-    Wide,
     argument,
     file_to_write,
     flag,
@@ -38,7 +35,7 @@ from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.tuning import decision, tune
 from moesys.lab.show.comparisons import ratio_words, unclear_rows
 from moesys.lab.show.progress import TuneProgress
-from moesys.lab.show.sheets import Column, CommandOutput, Report, Sheet, figure, print_sheet, publish
+from moesys.lab.show.sheets import AS_TABLES, Column, CommandOutput, Report, Sheet, figure, print_sheet, publish
 from moesys.tuner.pick import Draws, TunePick
 from moesys.tuner.space import SearchBounds, Space
 
@@ -62,8 +59,7 @@ def tune_command(
     ] = None,
     space: Annotated[Path | None, option("FILE", "Space to search (default: all that may be faster).")] = None,
     out: RunFolders = Path("runs"),
-    as_json: AsJson = False,
-    quiet: Quiet = False,
+    output: CommandOutput = AS_TABLES,
     budget: Annotated[int, option("N", "Number of strategies to simulate, before their neighbours.", min=1)] = 256,
     timed: Annotated[int | None, option("N", "Timed trials (default: 30 for a training).", min=0, max=30)] = None,
     seeds: Annotated[int, option("N", "Number of the experiment's seeds to simulate.", min=1)] = 2,
@@ -76,7 +72,6 @@ def tune_command(
     fresh: Annotated[bool, flag("Start again, and keep the old journal beside.", "--fresh")] = False,
     settings: Settings = None,
     imports: Imports = None,
-    wide: Wide = False,
 ) -> None:
     """Tunes the experiment in ``file``, prints the result and writes it to a folder. Only rank 0 of torchrun prints."""
     import_modules_of_user(imports or ())
@@ -91,16 +86,16 @@ def tune_command(
         experiment, offered, layers = host.experiment(cluster, skew)
         declared, model_layers = declared or offered, model_layers or layers
     bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes, jobs)
-    console = Console(file=sys.stderr if as_json else sys.stdout, quiet=quiet)
+    console = Console(file=sys.stderr if output.as_json else sys.stdout, quiet=output.quiet)
     with closing(TuneProgress(console)) as progress:
         told = progress if writes() else None
         result = tune(experiment, declared, bounds, out=out, timed=timed, threads=threads, fresh=fresh, told=told)
     if writes():
         tuned = result.tuned
         report = Report("tune", "", tuned.decided_by, tune_sheets(tuned, experiment.name))
-        publish(report, CommandOutput(None, as_json, quiet, wide))
-        if host is not None and not as_json:
-            print_sheet(host.sheet(), wide=wide)
+        publish(report, output)
+        if host is not None and not output.as_json:
+            print_sheet(host.sheet(), wide=output.wide)
         if host is not None and write is not None:
             write_whole(write, host.lines(result.path / "tuned.toml"))
         print(

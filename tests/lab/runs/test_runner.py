@@ -34,6 +34,7 @@ from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import QuietProgress, RunInterruption, StepCounter, run, trace_path
 from moesys.lab.runs.trials import run_measured
 from moesys.lab.show import run_page
+from moesys.lab.show.sheets import CommandOutput
 from moesys.traces import Trace, load_trace, save_trace
 
 
@@ -497,7 +498,7 @@ def test_a_run_enters_few_files_until_the_first_rank(tmp_path, monkeypatch):
         entered.clear()
         sys.setprofile(note)
         with pytest.raises(FirstRankError):
-            run_command(path, out=out, quiet=True)
+            run_command(path, out=out, output=CommandOutput(quiet=True))
     files = {file.removeprefix(package) for file in entered}
     config = {file for file in files if file.startswith("config/")}
     assert at_ranks == 2
