@@ -250,8 +250,8 @@ def _with_output(function: Callable[..., Any]) -> Callable[..., Any]:
     def command(**given: Any) -> Any:
         from moesys.lab.show.sheets import CommandOutput
 
-        output = CommandOutput(*(given.pop(name) if name in brought else None for name in _OUTPUT))
-        return function(**given, output=output)
+        found: list[Any] = [given.pop(name) if name in brought else None for name in _OUTPUT]
+        return function(**given, output=CommandOutput(*found))
 
     brought = {name: of for name, of in _OUTPUT.items() if name not in signature.parameters}
 
