@@ -8,8 +8,11 @@ from __future__ import annotations
 import io
 import pickle
 import shutil
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import reduce
 from itertools import pairwise
@@ -76,7 +79,7 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already, and not an empty folder; give another, or remove it")
-    with errors_of_checkpoints(out):
+    with errors_of_checkpoints(out), _one_interruption(tick) as tick:
         if (source / METADATA).exists():
             _to_hub(source, out, config or source, tick)
             return "hub"
@@ -87,6 +90,37 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
         f"{source} is neither a hub folder (config.json and model.safetensors, or its index) nor a distributed "
         f"checkpoint ({METADATA})"
     )
+
+
+@contextmanager
+def _one_interruption(tick: Tick) -> Iterator[Tick]:
+    """Raises KeyboardInterrupt for the first Ctrl-C or SIGTERM, at once, and leaves others unheard, so that they do not
+    stop the removal of what was written. What the signal does outside follows at the end: torch's C++ may have turned
+    the KeyboardInterrupt into another error, or dropped it.
+    """
+    kept: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        kept.append(number)
+        if len(kept) == 1:
+            raise KeyboardInterrupt
+
+    def tick_and_stop(done: int, total: int) -> None:
+        tick(done, total)
+        if kept:
+            raise KeyboardInterrupt
+
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    # Ignored signals stay ignored, and a handler that is not Python's (None) could not be restored.
+    heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, stop) for number in heard}
+    try:
+        yield tick_and_stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if kept:
+            signal.raise_signal(kept[0])
 
 
 def _model(place: Path, num_tensors: int) -> Any:

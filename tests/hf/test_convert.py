@@ -11,8 +11,9 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from moesys.__main__ import app
-from moesys.hf.convert import convert
-from moesys.hf.hub_files import errors_of_checkpoints
+from moesys.hf.convert import _SavedModel, convert
+from moesys.hf.hub_files import HubFiles, errors_of_checkpoints
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 from moesys.lab.show import progress
 
 
@@ -587,15 +589,84 @@ def test_a_full_disk_ends_in_a_line(tmp_path: Path, source: str) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "start"]
 
 
+def raised() -> None:
+    raise KeyboardInterrupt
+
+
+def dropped() -> None:
+    """As torch's C++ may do with an error of Python's in a callback."""
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    "stop", [raised, partial(signal.raise_signal, signal.SIGINT), dropped], ids=["raised", "signal", "dropped"]
+)
 @pytest.mark.parametrize("source", ["hub", "start"])
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, source: str) -> None:
+def test_an_interruption_stays_one(tmp_path: Path, source: str, stop: Callable[[], None]) -> None:
+    ticks: list[int] = []
+    # A shell's background job inherits that the signal is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def tick(done: int, total: int) -> None:
-        raise KeyboardInterrupt
+        ticks.append(done)
+        stop()
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
 
     drawn("qwen3_moe").save_pretrained(tmp_path / "hub")
     quietly(tmp_path / "hub", tmp_path / "start")
     with pytest.raises(KeyboardInterrupt):
         convert(tmp_path / source, tmp_path / "out", None, tick)
+    assert len(ticks) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "start"]
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    drawn("qwen3_moe").save_pretrained(tmp_path / "hub")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        convert(tmp_path / "hub", tmp_path / "start", None, lambda *_: signal.raise_signal(signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "start" / ".metadata").exists()
+
+
+def wrapped() -> None:
+    """As torch's C++ makes another error of it."""
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    except KeyboardInterrupt as error:
+        raise RuntimeError("failed in a callback") from error
+
+
+@pytest.mark.parametrize("stop", [partial(signal.raise_signal, signal.SIGINT), wrapped], ids=["signal", "wrapped"])
+@pytest.mark.parametrize("source", ["hub", "start"])
+def test_a_signal_within_a_piece_ends_it_at_once_and_the_next_do_not_stop_the_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, stop: Callable[[], None]
+) -> None:
+    pieces: list[str] = []
+    remove = shutil.rmtree
+
+    def begin(*_: object) -> torch.Tensor:
+        pieces.append("begun")
+        stop()
+        pieces.append("read")
+        return torch.zeros(1)
+
+    def remove_slowly(*given: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        remove(*given, **options)
+
+    drawn("qwen3_moe").save_pretrained(tmp_path / "hub")
+    quietly(tmp_path / "hub", tmp_path / "start")
+    for reader in (HubFiles, _SavedModel):
+        monkeypatch.setattr(reader, "read", begin)
+    monkeypatch.setattr("moesys.files.shutil.rmtree", remove_slowly)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with sigterm_as_ctrl_c(), pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / source, tmp_path / "out", None, lambda done, total: None)
+    assert pieces == ["begun"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "start"]
 
 
