@@ -54,15 +54,15 @@ BUDGETS = {
     "moesys/moe": Budget(4_671, 22),
     "moesys/simulator": Budget(2_238, 12),
     "moesys/tuner": Budget(932, 6),
-    "moesys, hosts": Budget(2_855, 16),
+    "moesys, hosts": Budget(2_879, 16),
     "moesys/lab": Budget(8_097, 51),
     "moesys/verify": Budget(1_356, 8),
     "moesys, entry points": Budget(275, 4),
     "benchmarks": Budget(7_330, 56),
     "experiments": Budget(1_396, 15),
-    "tests": Budget(47_000, 326),
+    "tests": Budget(47_054, 326),
 }
-TOTAL = Budget(37_976, 240)
+TOTAL = Budget(38_000, 240)
 OUTSIDE = ("benchmarks", "experiments", "tests")
 
 
