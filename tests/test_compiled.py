@@ -20,21 +20,6 @@ from moesys.compiled import _opened, _package_of, cache_dir, code_folders
 from tests.golden.plan_cases import SETTINGS, drawn_load
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
-# Nobody lets this process write anywhere.
-READ_ONLY = """
-import os
-real = os.open
-def refused(path, flags, *arguments, **options):
-    if flags & (os.O_WRONLY | os.O_RDWR): raise PermissionError(13, "read-only", path)
-    return real(path, flags, *arguments, **options)
-os.open = refused
-"""
-HOMELESS = """
-import os, pwd
-def unknown(number): raise KeyError(number)
-os.environ.pop("HOME", None)
-pwd.getpwuid = unknown
-"""
 
 
 @pytest.fixture
@@ -55,18 +40,11 @@ def aged(folder: Path, days: float) -> Path:
 
 def test_only_machine_code_that_was_not_used_for_a_month_is_removed(package, tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    old, used, results, other = (
-        aged(tmp_path / name, days)
-        for name, days in (
-            ("loops-0123456789abcdef", 31),
-            ("loops-1123456789abcdef", 29),
-            ("loops-results", 31),
-            ("hoops-" + 16 * "0", 31),
-        )
-    )
+    days = {"loops-0123456789abcdef": 31, "loops-1123456789abcdef": 29, "loops-results": 31, "hoops-" + 16 * "0": 31}
+    folders = [aged(tmp_path / name, age) for name, age in days.items()]
     found = Path(cache_dir(package))
     assert found.parent == tmp_path
-    assert [folder.exists() for folder in (old, used, results, other, found)] == [False, True, True, True, True]
+    assert [folder.exists() for folder in (*folders, found)] == [False, True, True, True, True]
     # What a process of this version finds is in use, and stays when another version makes its folder.
     aged(found, 31)
     code_folders.__wrapped__(package)
@@ -121,21 +99,33 @@ def test_code_has_other_places_where_numba_cache_dir_is_none(value, package, tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkout"]
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "of_machine", [READ_ONLY, pytest.param(HOMELESS, marks=pytest.mark.slow)], ids=["read_only", "homeless"]
-)
-def test_functions_are_compiled_where_nothing_can_be_kept(of_machine, tmp_path):
-    program = """
+WITHOUT_A_PLACE = """
+import os, pwd, sys
+real = os.open
+def refused(path, flags, *arguments, **options):
+    if flags & (os.O_WRONLY | os.O_RDWR): raise PermissionError(13, "read-only", path)
+    return real(path, flags, *arguments, **options)
+def unknown(number): raise KeyError(number)
+if sys.argv[1] == "read_only":
+    os.open = refused
+else:
+    os.environ.pop("HOME", None)
+    pwd.getpwuid = unknown
 from moesys.compiled import borrowing
 @borrowing
 def one_more(number): return number + 1
 assert one_more(1) == 2
 """
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("why", ["read_only", pytest.param("homeless", marks=pytest.mark.slow)])
+def test_functions_are_compiled_where_nothing_can_be_kept(why, tmp_path):
+    """Nobody lets the process write anywhere, or nobody knows its user."""
     environment = {**os.environ, "PYTHONPATH": str(Path(moesys.__file__).parents[1])}
     path = tmp_path / "program.py"
-    path.write_text(of_machine + program)
-    subprocess.run([sys.executable, path], check=True, timeout=60, env=environment)
+    path.write_text(WITHOUT_A_PLACE)
+    subprocess.run([sys.executable, path, why], check=True, timeout=60, env=environment)
 
 
 def test_users_without_a_home_have_places(package, tmp_path, monkeypatch):
@@ -259,11 +249,12 @@ def test_code_is_found_wherever_the_package_was_moved_with_other_times_of_its_fi
 
 def test_planners_decide_the_same_in_python_as_compiled(monkeypatch):
     splits = (ms.FlowSplit(), ms.FlowSplit(max_inter_node="seconds"), ms.Proportional())
+    usual = ("2x4", "3+1+2", "3+3, uneven slots")
 
     def plans() -> list[bytes]:
         found = []
-        # The last is like those before it, and larger.
-        for number, (cluster, num_experts, slots) in enumerate([*SETTINGS.values()][: None if SWEEP else -1]):
+        for number, name in enumerate(SETTINGS if SWEEP else usual):
+            cluster, num_experts, slots = SETTINGS[name]
             model = ms.ModelShape(hidden_size=64, intermediate_size=128, num_experts=num_experts, top_k=2)
             layout = None
             for seed in (number, number + 1):

@@ -15,41 +15,40 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 import moesys as ms
-from moesys.balance.cp_sat import CpSat
-from moesys.balance.eplb import Eplb
-from moesys.balance.even_split import EvenSplit
-from moesys.balance.faster_moe import FasterMoe
-from moesys.balance.flex_moe import FlexMoe
-from moesys.balance.flow.flow_split import FlowSplit
-from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.laer import Laer
-from moesys.balance.llep import Llep
-from moesys.balance.moon_ep import MoonEp
-from moesys.balance.proportional_split import Proportional
-from moesys.balance.static import Static
-from moesys.balance.ultra_ep import UltraEp
-from moesys.config import (
+from moesys import (
     Adaptive,
     Balance,
     ClusterSpec,
+    CpSat,
     Ema,
     Ep,
+    Eplb,
+    EvenSplit,
+    Experiment,
+    FasterMoe,
+    FlexMoe,
+    FlowSplit,
     Fsep,
+    Generated,
+    Greedy,
+    Laer,
     Last,
+    Llep,
+    MegaKernel,
     ModelShape,
-    ModelSpec,
+    MoonEp,
     Oracle,
-    Overlap,
-    Predictor,
-    Sharding,
+    Pipelined,
+    Proportional,
+    Sequential,
     Split,
+    Static,
     Strategy,
+    UltraEp,
     WindowMean,
 )
-from moesys.config.experiment import Experiment
+from moesys.config import ModelSpec, Overlap, Predictor, Sharding
 from moesys.config.member import RECORDED
-from moesys.config.overlap import MegaKernel, Pipelined, Sequential
-from moesys.config.workload import Generated
 from moesys.display import CONTROL
 from moesys.kinds import OVERLAPS
 
@@ -185,13 +184,9 @@ def test_toml_reads_as_people_write_it():
     )
 
 
-def test_declarations_are_frozen():
+def test_declarations_are_frozen_and_replace_changes_what_it_names():
     with pytest.raises(ValueError, match="name cannot be changed, as declarations are frozen; make a copy"):
         EP.name = "other"
-    assert EP.name == "ep"
-
-
-def test_replace_changes_what_it_names_and_checks_the_whole():
     fsep = EP.replace(name="fsep", sharding=Fsep(slots_per_rank=2), balance=Greedy())
     assert (fsep.name, fsep.sharding, fsep.balance, fsep.split) == ("fsep", Fsep(slots_per_rank=2), Greedy(), EP.split)
     assert EP.to_json() == Strategy(name="ep").to_json()
@@ -218,13 +213,10 @@ def test_domains_are_parts_of_nodes_or_whole_nodes(ranks_per_node, ranks_per_dom
     assert list(cluster.domain_of_rank) == sorted(cluster.domain_of_rank)
 
 
-def test_ranks_are_numbered_node_by_node():
-    uneven = CLUSTER.replace(ranks_per_node=(3, 1))
-    assert (uneven.num_ranks, uneven.node_sizes, uneven.node_of_rank) == (4, (3, 1), (0, 0, 0, 1))
-    assert (CLUSTER.num_ranks, CLUSTER.node_sizes, CLUSTER.node_of_rank) == (4, (2, 2), (0, 0, 1, 1))
-
-
-def test_an_expert_is_three_projections():
+def test_ranks_are_numbered_node_by_node_and_an_expert_is_three_projections():
+    for cluster, expected in ((CLUSTER.replace(ranks_per_node=(3, 1)), (0, 0, 0, 1)), (CLUSTER, (0, 0, 1, 1))):
+        assert (cluster.num_ranks, cluster.node_of_rank) == (4, expected)
+        assert cluster.node_sizes == (expected.count(0), expected.count(1))
     assert MODEL.expert_parameters == 3 * 8 * 16
     assert [MODEL.replace(dtype=dtype).bytes_per_element for dtype in ("float32", "bfloat16", "float16")] == [4, 2, 2]
 
@@ -260,22 +252,11 @@ def test_names_and_seeds_that_were_recorded_before_they_were_checked_are_read():
     assert Experiment.model_validate(fields | {"seeds": (2**40,)}, context=RECORDED).seeds == (2**40,)
 
 
-def test_declarations_that_are_nested_too_deeply_are_refused():
-    with pytest.raises(ValueError, match="nested too deeply"):
-        Strategy.from_toml("a = " + "[" * 10**4)
-    with pytest.raises(ValueError, match="Strategy has no field 'a'"):
-        Strategy.from_toml("[" + ".".join("a" * 10**4) + "]")
-    with pytest.raises(ValueError, match="recursion limit"):
-        Strategy.from_json("[" * 10**4)
-
-
 def test_a_cluster_that_was_asked_for_its_nodes_is_the_same_declaration():
     asked, fresh = ClusterSpec(num_nodes=2, ranks_per_node=2), ClusterSpec(num_nodes=2, ranks_per_node=2)
     assert asked.node_of_rank == (0, 0, 1, 1)
     assert (asked, hash(asked), asked.to_json()) == (fresh, hash(fresh), fresh.to_json())
     assert asked.replace(num_nodes=3).node_of_rank == (0, 0, 1, 1, 2, 2)
-    experiment = Experiment(name="x", model=MODEL, cluster=asked, strategies=(EP,), workload=Generated(num_layers=1))
-    assert experiment.replace(seeds=(0, 1)).cluster == fresh
 
 
 @pytest.mark.parametrize(
@@ -292,17 +273,13 @@ def test_a_name_of_another_public_module_is_named_there(name: str, hint: str) ->
         getattr(ms, name)
 
 
-def test_only_one_name_is_suggested() -> None:
-    done = subprocess.run([sys.executable, "-c", "import moesys\nmoesys.Strateg"], capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1].lower().count("did you mean") == 1
-
-
-def test_a_call_is_written_without_the_simulator_too() -> None:
+def test_only_one_name_is_suggested_and_a_call_is_written_without_the_simulator_too() -> None:
     code = (
         "import sys\nsys.modules['moesys.simulator'] = None\nimport moesys as ms\nfrom moesys.config import ModelSpec\n"
         "try: ms.Strategy(name='one', sharding=ModelSpec)\nexcept ValueError as error: print(error)\n"
-        "try: ms.ModelSpec\nexcept AttributeError as error: print(error)\n"
+        "try: ms.ModelSpec\nexcept AttributeError as error: print(error)\nms.Strateg"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ModelSpec is a class; write moesys.config.model_spec.ModelSpec(" in done.stdout
     assert "module 'moesys' has no attribute 'ModelSpec'; its public names are in moesys.__all__" in done.stdout
+    assert done.stderr.splitlines()[-1].lower().count("did you mean") == 1

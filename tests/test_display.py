@@ -137,15 +137,11 @@ def test_a_comparison_prints_its_table_and_has_a_row_for_each_step(name: str, re
     assert repr(comparison.rows[1]).startswith(f"<Row: {ODD!r}, ")
 
 
-def test_the_parts_of_a_models_step_add_up_to_it(made: dict[str, Any]) -> None:
-    step = made["ModelStep"]
+def test_the_parts_of_a_models_step_add_up_to_it_and_a_tuning_has_the_time_of_each_point(made) -> None:
+    step, tuned = made["ModelStep"], made["TuneResult"]
     sums = step.to_pandas().groupby("what")["value"].sum()
     assert sums["time"] == pytest.approx(step.seconds)
     assert sums["memory"] == pytest.approx(1e9 * sum(memory.gb for memory in step.memory))
-
-
-def test_a_tuning_has_the_time_of_each_point(made: dict[str, Any]) -> None:
-    tuned = made["TuneResult"]
     frame = tuned.to_pandas()
     assert set(frame["source"]) == {"simulated"}
     assert list(frame["step_ms"]) == [one.ms for one in tuned.tuned.search.ranking]
@@ -165,24 +161,17 @@ def test_a_plot_is_a_figure_of_pyplot_or_is_on_the_given_axes(name: str, request
             plt.close(given.figure)
 
 
-def test_a_large_table_says_what_it_left_out() -> None:
+def test_a_large_table_says_what_it_left_out_and_a_long_name_is_cut(made, monkeypatch) -> None:
     load = ms.planning.LoadMatrix(np.ones((30, 40), dtype=np.int64))
     assert str(load).endswith("20 of 30 rows, 20 of 41 columns")
     assert "20 of 30 rows, 20 of 41 columns" in load._repr_html_()
-
-
-def test_a_long_name_is_cut_and_control_characters_are_escaped(made: dict[str, Any]) -> None:
-    step = replace(STEP, strategy=STRATEGY.replace(name=200 * "x"))
-    assert len(repr(step)) < 200
-    assert repr(step).endswith("…>")
+    line = repr(replace(STEP, strategy=STRATEGY.replace(name=200 * "x")))
+    assert (len(line) < 200, line[-2:]) == (True, "…>")
     assert r"in a\x1b[31m, " in repr(replace(made["RunResult"], path=Path("a\x1b[31m")))
-
-
-def test_without_pandas_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError) as error:
+    words = r"to_pandas\(\) needs pandas, which is not installed; run pip install pandas"
+    with pytest.raises(ImportError, match=words):
         LOAD.to_pandas()
-    assert str(error.value) == "to_pandas() needs pandas, which is not installed; run pip install pandas"
 
 
 @pytest.mark.parametrize(

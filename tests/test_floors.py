@@ -16,76 +16,34 @@ from moesys import config
 
 ROOT = Path(__file__).parents[1]
 
-FLOORS = (
-    {
-        "config",
-        "load",
-        "layout",
-        "timeline",
-        "display",
-        "compiled",
-        "kinds",
-        "torch_private",
-        "files",
-        "journal",
-        "step_lines",
-        "collectives",
-        "frames",
-    },
-    {"kernels"},
-    {"traces", "cost", "schedule", "limits"},
-    {"row_traffic"},
-    {"balance"},
-    {"overlap"},
-    {"moe", "simulator"},
-    {"hf", "megatron", "torchtitan"},
-    {"tuner"},
-    {"lab", "verify"},
-    {"models", "planning"},
-    {"__main__"},
+
+def floors(text: str) -> tuple[set[str], ...]:
+    """Returns the names on each floor, from the ground."""
+    return tuple(set(names.split()) for names in text.split("|"))
+
+
+FLOORS = floors(
+    "config load layout timeline display compiled kinds torch_private files journal step_lines collectives frames"
+    "| kernels | traces cost schedule limits | row_traffic | balance | overlap | moe simulator"
+    "| hf megatron torchtitan | tuner | lab verify | models planning | __main__"
 )
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 
 # Floors inside a room, of folders and of files by their names; "*" are the files that are not named.
 FLOORS_IN = {
-    "config": (
-        {"base"},
-        {"model", "cluster", "sharding", "member", "overlap"},
-        {"strategy"},
-        {"model_spec"},
-        {"workload"},
-        {"experiment", "model_run"},
-        {"presets"},
-        {"__init__"},
+    "config": floors(
+        "base | model cluster sharding member overlap | strategy | model_spec | workload | experiment model_run"
+        "| presets | __init__"
     ),
-    "kernels": (
-        {"torch_internals", "launch", "first_derivatives"},
-        {"cpu", "routing"},
-        {"experts"},
-        {"split", "symmetric"},
-        {"mega"},
+    "kernels": floors("torch_internals launch first_derivatives | cpu routing | experts | split symmetric | mega"),
+    "balance": floors(
+        "planning_problem | flow | static even_split quotas certificate late_slots | * | greedy | cp_sat | run_planner"
+        "| plan | layout_schedule replay"
     ),
-    "balance": (
-        {"planning_problem"},
-        {"flow"},
-        {"static", "even_split", "quotas", "certificate", "late_slots"},
-        {"*"},
-        {"greedy"},
-        {"cp_sat"},
-        {"run_planner"},
-        {"plan"},
-        {"layout_schedule", "replay"},
-    ),
-    "overlap": ({"comm"}, {"*"}),
-    "simulator": ({"*"}, {"model"}),
-    "verify": (
-        {"setup"},
-        {"recording", "diagnosis"},
-        {"comparison"},
-        {"runs"},
-        {"*"},
-    ),
-    "lab": ({"ranks"}, {"train"}, {"runs"}, {"show"}, {"calibrate"}, {"commands"}),
+    "overlap": floors("comm | *"),
+    "simulator": floors("* | model"),
+    "verify": floors("setup | recording diagnosis | comparison | runs | *"),
+    "lab": floors("ranks | train | runs | show | calibrate | commands"),
 }
 
 # Units of moesys that a unit may not import although they are not above it.
@@ -102,13 +60,7 @@ LAZY = {"balance": {"kernels", "torch", "ortools", "numba"}, "kernels": {"cupy"}
 # Who alone may import a package, and packages that a unit may not import at all.
 ONLY_IN = {"ortools": {"balance"}, "cupy": {"kernels"}, "rich": {"lab"}, "experiments": set(), "benchmarks": set()}
 REFUSED = {
-    "config": {"torch"},
-    "load": {"torch"},
-    "layout": {"torch"},
-    "timeline": {"torch"},
-    "schedule": {"torch"},
-    "journal": {"torch"},
-    "step_lines": {"torch"},
+    **{key: {"torch"} for key in ("config", "load", "layout", "timeline", "schedule", "journal", "step_lines")},
     "simulator": {"torch", "triton"},
     "balance": {"triton"},
     "kernels": {"pydantic", "ortools", "rich"},
@@ -381,34 +333,13 @@ def test_what_is_not_public_in_torch_is_seen(source, found):
     assert private_of_torch(source) == found
 
 
-def test_a_strategy_is_declared_without_torch():
-    code = (
-        "import moesys, sys; moesys.Strategy, moesys.presets.laer(2), moesys.models.Gqa, moesys.planning.TokenPlan; "
-        "print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout == "False\n"
-
-
-def test_every_public_name_resolves():
-    unresolved = []
+def test_every_public_name_resolves_everything_that_is_declared_is_public_and_there_are_few() -> None:
+    """Specialists' names are in modules; the limit has room for one more optimizer."""
     for package in (moesys, moesys.models, moesys.planning, moesys.traces):
         assert package.__all__ == sorted(package.__all__)
-        for name in package.__all__:
-            try:
-                getattr(package, name)
-            except (ImportError, AttributeError) as error:
-                unresolved.append(f"{name}: {error}")
+        assert [name for name in package.__all__ if not hasattr(package, name)] == []
         assert set(package.__all__) <= set(dir(package))
-    assert unresolved == []
-
-
-def test_there_are_few_public_names():
-    """Specialists' names are in modules; the limit has room for one more optimizer."""
     assert len(set(moesys.__all__) - set(moesys._MODULES)) <= 65
-
-
-def test_everything_that_is_declared_is_public():
     declared = {
         name for name, value in vars(config).items() if isinstance(value, type) and value.__module__ == config.__name__
     }
@@ -417,13 +348,17 @@ def test_everything_that_is_declared_is_public():
 
 # Prints, after each step, how many modules of moesys are loaded, and which that must not be.
 LOADED = """
-import sys
-import torch
-
+import os, sys
 def report(*refused):
     number = sum(name.startswith("moesys.") for name in sys.modules)
-    print(number, *(name for name in sys.modules if name.startswith(refused)))
-
+    print(number, *(name for name in sys.modules if name.startswith(refused)), flush=True)
+if not os.fork():
+    import moesys as ms
+    ms.Strategy, ms.presets.laer(2), ms.models.Gqa, ms.planning.TokenPlan
+    report("torch")
+    os._exit(0)
+os.wait()
+import torch
 import moesys.moe.layer
 report(*{refused})
 import moesys as ms
@@ -452,16 +387,19 @@ REFUSED_BY_THE_LAYER = (
     *("ortools", "numba", "scipy", "moesys.simulator", "moesys.balance.cp_sat", "moesys.balance.flow"),
     *("moesys.balance.greedy", "moesys.balance.eplb", "moesys.balance.laer", "moesys.balance.quotas"),
 )
+# Modules of moesys.
+LOADED_BY_THE_LAYER = 80
 
 
 @pytest.mark.ranks
 def test_what_is_imported_loads_nothing_that_it_does_not_need(tmp_path: Path) -> None:
-    """The layer loads no simulator, solver or compiler, imported or run, and on one rank no planner does; the hosts
-    load no transformers.
+    """A strategy is declared without torch. The layer loads no simulator, solver or compiler, imported or run, and on
+    one rank no planner does; the hosts load no transformers.
     """
     program = LOADED.format(refused=REFUSED_BY_THE_LAYER)
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", program, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
-    imported, run, *others = map(str.split, done.stdout.splitlines())
-    assert (imported[1:], run[1:], [each[1:] for each in others]) == ([], [], [[]] * 3)
-    assert max(int(imported[0]), int(run[0])) <= 80
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert [refused for _, *refused in found] == [[]] * 6
+    assert max(int(number) for number, *_ in found[1:3]) <= LOADED_BY_THE_LAYER

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import moesys as ms
-from moesys.balance.greedy.greedy import Greedy
+from moesys import Greedy, plan_layout
 from moesys.balance.layout_schedule import (
     InlinePlanner,
     LayoutSchedule,
@@ -22,7 +22,6 @@ from moesys.balance.layout_schedule import (
     SolvedPlan,
 )
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.run_planner import plan_layout
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 
@@ -75,13 +74,6 @@ def test_an_oracle_plans_for_the_first_micro_batch_that_its_plan_serves(replan_e
     assert len(requests_of(strategy)) == len(made_after)
 
 
-def test_only_replays_have_an_oracle() -> None:
-    strategy = FSEP.replace(balance=ms.Eplb(), predictor=ms.Oracle())
-    message = r"plans for loads that are still to come, which only a replay knows; train inside of ms.replay_routing"
-    with pytest.raises(ValueError, match=message):
-        walk(LayoutSchedule(0, strategy, MODEL, CLUSTER), 0, 1)
-
-
 def test_an_oracle_may_be_told_from_a_micro_batch_on_and_no_more() -> None:
     strategy = FSEP.replace(balance=ms.Eplb(), predictor=ms.Oracle())
     schedule = LayoutSchedule(0, strategy, MODEL, CLUSTER)
@@ -101,7 +93,7 @@ def test_an_oracle_may_be_told_from_a_micro_batch_on_and_no_more() -> None:
 
 def test_no_other_predictor_looks_ahead() -> None:
     for predictor in (ms.Last(), ms.WindowMean(), ms.Ema(), ms.Adaptive()):
-        strategy = FSEP.replace(predictor=predictor)
+        strategy = FSEP.replace(predictor=predictor, balance=ms.Eplb())
         knowing, not_knowing = (LayoutSchedule(0, strategy, MODEL, CLUSTER, known) for known in (TOKENS_SRE, None))
         assert walk(knowing, 0, 12) == walk(not_knowing, 0, 12)
 
@@ -119,9 +111,7 @@ def test_no_other_predictor_looks_ahead() -> None:
         (ms.Ema(), 2, [12800, 12800, 12800]),
     ],
 )
-def test_moves_cost_tokens_over_a_plans_life_in_the_unit_of_the_load(
-    monkeypatch: pytest.MonkeyPatch, predictor: ms.Last, replan_every: int, move_tokens: list[int]
-) -> None:
+def test_moves_cost_tokens_over_a_plans_life_in_the_unit_of_the_load(monkeypatch, predictor, replan_every, move_tokens):
     asked: list[int] = []
 
     def note(problem: PlanningProblem, config: Greedy) -> tuple[ExpertLayout | None, bytes]:
@@ -156,27 +146,22 @@ def test_only_a_plan_that_one_rank_makes_for_all_has_a_deadline(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("predictor", "balance"),
+    ("predictor", "balance", "stops"),
     [
-        (ms.Last(), ms.Eplb()),
-        (ms.WindowMean(steps=3), ms.Eplb()),
-        (ms.Ema(), ms.Eplb()),
-        (ms.Adaptive(), ms.Eplb()),
-        (ms.Last(), ms.Greedy()),
-        (ms.Adaptive(), ms.Greedy()),
+        *((predictor, ms.Eplb(), (0, 1, 6)) for predictor in (ms.Last(), ms.WindowMean(steps=3), ms.Ema())),
+        *((ms.Adaptive(), ms.Eplb(), (0, 1, 6)), (ms.Last(), ms.Greedy(), (1,)), (ms.Adaptive(), ms.Greedy(), (6,))),
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("stop", [0, 1, 6])
-def test_a_schedule_that_was_stopped_goes_on_as_if_it_were_not(
-    predictor: ms.Last, balance: ms.Balance, stop: int
-) -> None:
+def test_a_schedule_that_was_stopped_goes_on_as_if_it_were_not(predictor, balance, stops) -> None:
     strategy = FSEP.replace(predictor=predictor, lag=2, balance=balance)
-    straight, stopped, resumed = (LayoutSchedule(0, strategy, MODEL, CLUSTER) for _ in range(3))
-    walk(stopped, 0, stop)
-    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict(0.0))))
-    assert walk(resumed, stop, 12) == walk(straight, 0, 12)[stop:]
-    assert resumed.events == []
+    straight = walk(LayoutSchedule(0, strategy, MODEL, CLUSTER), 0, 12)
+    for stop in stops:
+        stopped, resumed = (LayoutSchedule(0, strategy, MODEL, CLUSTER) for _ in range(2))
+        walk(stopped, 0, stop)
+        resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict(0.0))))
+        assert walk(resumed, stop, 12) == straight[stop:]
+        assert resumed.events == []
 
 
 MADE = plan_layout(LoadMatrix(TOKENS_SRE[1]), CLUSTER, ms.Eplb(), 3)
@@ -257,13 +242,6 @@ def test_with_lag_0_nothing_is_asked_of_history() -> None:
         assert layouts == [schedule.layout] * 3
 
 
-@pytest.mark.parametrize("traffic", ["fast", "exact"])
-def test_a_split_by_seconds_is_compiled_before_anybody_waits(traffic: str) -> None:
-    by_seconds = ms.FlowSplit(traffic=traffic, max_inter_node="seconds")
-    schedule = LayoutSchedule(0, FSEP.replace(split=by_seconds), MODEL, CLUSTER)
-    assert schedule.layout.num_experts == MODEL.num_experts
-
-
 # --- what Greedy remembers
 
 
@@ -301,6 +279,26 @@ def test_a_damaged_state_is_found_when_it_is_loaded() -> None:
     for damaged in ({"memory": state["memory"][:200]}, {"recent": [(number, fewer, held)]}):
         with pytest.raises(ValueError, match=r"the state of layer 0 is damaged: .*; load another checkpoint"):
             resumed.load_state_dict(state | damaged)
+
+
+@pytest.mark.parametrize(
+    ("predictor", "fields", "message"),
+    [
+        (ms.Last(), {"shape": [3, 4]}, "the state of layer 0 is damaged: history is of loads of shape"),
+        (ms.Last(), {"memory": [[[1, 2, 3, 4, 5, 6]]]}, "the state of a load history is damaged"),
+        (ms.Ema(), {"weight": -1}, "the state of a load history is damaged: .*weight=-1"),
+        (ms.Ema(), {"mean": [[-1, 2, 3, 4, 5, 6]] * 4}, "load history is damaged"),
+        (ms.Adaptive(), {"errors": [0.5]}, "load history is damaged: .*errors are"),
+    ],
+)
+def test_a_damaged_history_is_found_when_it_is_loaded(predictor, fields, message) -> None:
+    schedule = LayoutSchedule(0, FSEP.replace(predictor=predictor), MODEL, CLUSTER)
+    walk(schedule, 0, 1)
+    state = schedule.state_dict(0.0)
+    own = fields.keys() & {"shape", "memory"}
+    state["history"] |= fields if own else {"memory": state["history"]["memory"] | fields}
+    with pytest.raises(ValueError, match=message):
+        schedule.load_state_dict(state)
 
 
 def test_an_oracle_is_told_of_no_batches_before_a_resume() -> None:

@@ -24,8 +24,16 @@ def num_parameters(config: dict[str, Any]) -> int:
 
 
 @every_small
-def test_parameters_of_small_models_are_those_of_transformers(config: dict[str, Any]) -> None:
-    assert ms.models.ModelSpec.from_config(config).num_parameters == num_parameters(config)
+def test_parameters_and_windows_of_small_models_are_those_of_transformers(config: dict[str, Any]) -> None:
+    model = ms.models.ModelSpec.from_config(config, dtype="float32", name="mine")
+    assert (model.name, model.num_parameters) == ("mine", num_parameters(config))
+    assert ms.models.ModelSpec.from_json(model.to_json()) == ms.models.ModelSpec.from_toml(model.to_toml()) == model
+    fields = dict(config)
+    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    # A family that has no kinds of layers has one window, if its attention knows any.
+    kinds = getattr(made, "layer_types", None) or ["sliding_attention"] * made.num_hidden_layers
+    expected = [getattr(made, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds]
+    assert [layer.attention.window for layer in model.layers] == expected
 
 
 @pytest.mark.parametrize("model_type", family_names())
@@ -63,23 +71,6 @@ def test_a_folder_a_file_and_their_content_are_one_model(tmp_path: Path) -> None
     models = [ms.models.ModelSpec.from_config(each) for each in (folder, str(folder / "config.json"), config)]
     assert [model.name for model in models] == ["my-model-1.5b", "my-model-1.5b", "deepseek_v3"]
     assert len({model.fingerprint() for model in models}) == 1
-
-
-@every_small
-def test_a_model_survives_json_and_toml(config: dict[str, Any]) -> None:
-    model = ms.models.ModelSpec.from_config(config, dtype="float32", name="mine")
-    assert model.name == "mine"
-    assert ms.models.ModelSpec.from_json(model.to_json()) == ms.models.ModelSpec.from_toml(model.to_toml()) == model
-
-
-@every_small
-def test_windows_are_those_of_transformers(config: dict[str, Any]) -> None:
-    fields = dict(config)
-    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    # A family that has no kinds of layers has one window, if its attention knows any.
-    kinds = getattr(made, "layer_types", None) or ["sliding_attention"] * made.num_hidden_layers
-    expected = [getattr(made, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds]
-    assert [layer.attention.window for layer in ms.models.ModelSpec.from_config(config).layers] == expected
 
 
 def test_layers_are_of_the_kinds_that_the_file_says() -> None:

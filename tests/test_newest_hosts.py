@@ -35,9 +35,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(newest_hosts, "HOSTS", found)
 
 
-def test_what_broke_is_told_from_what_did_not(
-    hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_broke_is_told_from_what_did_not(hosts, tmp_path, monkeypatch, capfd):
     def install(host: str, newest: str, folder: Path) -> None:
         if host == "greedyhost":
             raise ValueError("it wants torch 99")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,10 +18,10 @@ LAYOUT = ExpertLayout([[0, 1], [2, 0]], num_experts=3)
 PLAN = TokenPlan(np.array([[0, 0, 0, 1], [0, 0, 1, 3], [0, 2, 1, 1], [1, 0, 1, 2], [1, 1, 0, 3]]), LOAD, LAYOUT)
 
 
-def assert_refuses(make, message):
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        make()
-    assert str(error.value) == message
+def test_a_span_has_a_length():
+    assert (span(2.0, 5.0).duration_us, span(2.0, 2.0).duration_us) == (3.0, 0.0)
+    with pytest.raises(ValueError, match=r"span experts on lane compute ends at 1\.0 before it starts"):
+        span(2.0, 1.0)
 
 
 # --- LoadMatrix ---
@@ -57,12 +56,8 @@ def test_a_layout_knows_who_holds_what():
     assert layout.filled_R.tolist() == [3, 1]
     assert (layout.experts_of(0), layout.experts_of(1)) == ((0, 1, 0), (2,))
     assert str(layout) == "rank 0: 0 1 0\nrank 1: 2 . ."
-
-
-def test_a_layout_may_have_more_slots_than_experts_and_ranks_without_any():
-    layout = ExpertLayout([[0, 1], [EMPTY, EMPTY], [0, 1]], num_experts=2)
-    assert layout.num_duplicates == 0
-    assert layout.experts_of(1) == ()
+    with_none = ExpertLayout([[0, 1], [EMPTY, EMPTY], [0, 1]], num_experts=2)
+    assert (with_none.num_duplicates, with_none.experts_of(1)) == (0, ())
 
 
 def test_layouts_are_equal_by_content():
@@ -138,12 +133,6 @@ def span(start_us, end_us, rank=0, lane="compute", kind="experts"):
     return Span(rank, lane, start_us, end_us, kind)
 
 
-def test_a_span_has_a_length():
-    assert span(2.0, 5.0).duration_us == 3.0
-    assert span(2.0, 2.0).duration_us == 0.0
-    assert_refuses(lambda: span(2.0, 1.0), "span experts on lane compute ends at 1.0 before it starts")
-
-
 @pytest.mark.parametrize(
     ("first", "second", "overlap"),
     [((0, 2), (1, 3), True), ((0, 9), (1, 2), True), ((0, 1), (1, 2), False), ((0, 1), (2, 3), False)],
@@ -164,23 +153,15 @@ def test_a_timeline_sorts_and_finds_its_spans():
     assert Timeline((), "measured").length_us == 0.0
 
 
-def test_spans_overlap_only_on_different_lanes_or_ranks():
-    first, second = span(0.0, 2.0), span(1.0, 3.0)
-    assert_refuses(
-        lambda: Timeline((second, first), "simulated"), f"spans overlap on lane compute of rank 0: {first} and {second}"
-    )
-    Timeline((first, dataclasses.replace(second, lane="comm")), "simulated")
-    Timeline((first, dataclasses.replace(second, rank=1)), "simulated")
-
-
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4), st.integers(0, 1)), max_size=8))
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4), st.integers(0, 1), st.sampled_from("ab")), max_size=8))
 def test_a_lane_is_never_used_twice_at_once(drawn):
-    spans = tuple(span(float(start), float(start + length), rank=rank) for start, length, rank in drawn)
-    clash = any(a.overlaps(b) for i, a in enumerate(spans) for b in spans[i + 1 :] if a.rank == b.rank)
+    spans = tuple(span(float(start), float(start + length), rank, lane) for start, length, rank, lane in drawn)
+    clash = any(
+        a.overlaps(b) for i, a in enumerate(spans) for b in spans[i + 1 :] if (a.rank, a.lane) == (b.rank, b.lane)
+    )
     if clash:
-        with pytest.raises(ValueError, match="spans overlap on lane compute"):
+        with pytest.raises(ValueError, match=r"spans overlap on lane [ab] of rank [01]: Span\(.*\) and Span\("):
             Timeline(spans, "measured")
     else:
-        ordered = Timeline(spans, "measured").spans
-        assert all(a.end_us <= b.start_us for a, b in pairwise(ordered) if a.rank == b.rank)
+        assert len(Timeline(spans, "measured").spans) == len(spans)

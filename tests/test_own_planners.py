@@ -26,7 +26,6 @@ from lab_cases import moesys
 from pydantic import BaseModel
 
 import moesys as ms
-from moesys.balance.quotas import QuotaPlanner
 from moesys.balance.run_planner import checked_layout, checked_split
 from moesys.config.member import RECORDED
 from moesys.lab.runs.declarations import balance_of, declared_in, import_module_of_user, load_experiment
@@ -103,14 +102,9 @@ def test_its_fields_count_in_the_fingerprint_and_unions_keep_their_own_members()
         assert re.fullmatch(pattern, getattr(OWN, union).kind)
 
 
-class WithQuotas(QuotaPlanner):
-    def token_plan(self, problem: ms.planning.PlanningProblem) -> ms.planning.TokenPlan:
-        raise AssertionError("nothing checks what it returns, so nothing calls it")
-
-
-def test_quotas_are_those_of_moesys() -> None:
-    with pytest.raises(ValueError, match=r"balance=WithQuotas\(\); use lag=0 and one of MoonEp\(\)"):
-        ms.Strategy(name="own", sharding=ms.Ep(slots_per_rank=4), balance=WithQuotas(), split=ms.Quotas(), lag=0)
+def test_a_split_of_ones_own_is_planned_on_hosts() -> None:
+    mega = OWN.replace(overlap=ms.MegaKernel(most_tokens=8))
+    assert (mega.plans_on_device, mega.replace(split=ms.FlowSplit()).plans_on_device) == (False, True)
 
 
 def test_classes_that_could_not_be_told_apart_are_refused() -> None:
@@ -131,12 +125,6 @@ def test_classes_that_could_not_be_told_apart_are_refused() -> None:
         class Tabled(ms.Balance):
             table: int = 3
 
-    class Idle(ms.Balance):
-        pass
-
-    with pytest.raises(ValueError, match=r"Idle has no method of its own; write def layout\(self, problem\)"):
-        Idle()
-
 
 def test_a_class_of_no_file_plans_and_cannot_be_recorded() -> None:
     class Here(Rotated):
@@ -144,7 +132,7 @@ def test_a_class_of_no_file_plans_and_cannot_be_recorded() -> None:
 
     load = ms.planning.LoadMatrix(np.ones((4, 5), dtype=int))
     assert ms.plan_layout(load, CLUSTER, Here(), 2) == ms.plan_layout(load, CLUSTER, Rotated(), 2)
-    for use in (Here().to_json, OWN.replace(balance=Here()).fingerprint, lambda: pickle.dumps(Here())):
+    for use in (OWN.replace(balance=Here()).fingerprint, lambda: pickle.dumps(Here())):
         with pytest.raises(ValueError, match="is defined inside a function, where neither records nor other processes"):
             use()
 
@@ -157,20 +145,15 @@ def fingerprint(path: Path, text: str) -> str:
     return load_experiment(path).strategies[1].fingerprint()
 
 
-def test_a_planner_of_a_changed_file_is_another_one(file: Path) -> None:
+def test_a_planner_of_a_changed_file_is_another_one_and_what_it_extends_counts(file: Path) -> None:
     first = load_experiment(file).strategies[1]
     assert first.model_dump()["balance"]["source_digest"] == sha256(FILE.encode()).hexdigest()[:16]
     assert fingerprint(file, FILE) == first.fingerprint() != fingerprint(file, FILE.replace("[::-1]", "[::+1]"))
-
-
-def test_what_it_extends_counts(file: Path) -> None:
-    own = FILE.replace("import numpy", "from base_of_one import Base\nimport numpy").replace("(ms.Balance)", "(Base)")
-    prints = set()
+    own, base = FILE.replace("(ms.Balance)", "(Base)"), file.parent / "base_of_one.py"
+    own, prints = own.replace("import numpy", "from base_of_one import Base\nimport numpy"), set()
     # Byte code is that of a file of the same second and length.
     for word in ("one", "three"):
-        (file.parent / "base_of_one.py").write_text(
-            f"import moesys as ms\nclass Base(ms.Balance):\n    word = '{word}'\n".replace("word =", "word: str =")
-        )
+        base.write_text(f"import moesys as ms\nclass Base(ms.Balance):\n    word: str = '{word}'\n")
         sys.modules.pop("base_of_one", None)
         prints.add(fingerprint(file, own.replace("turn: int = 0", "turn: int = 0\n    word: str = ''")))
     assert len(prints) == 2
@@ -291,29 +274,19 @@ def test_a_split_is_taken_where_every_token_goes_to_a_holder(routes: list[tuple[
             checked_split(problem, Sends(entries=entries))
 
 
-def test_a_split_of_ones_own_is_planned_on_hosts() -> None:
-    mega = OWN.replace(overlap=ms.MegaKernel(most_tokens=8))
-    assert (mega.plans_on_device, mega.replace(split=ms.FlowSplit()).plans_on_device) == (False, True)
-
-
 # --- where it runs ----------------------------------------------------------------------------------------------------
 
 
-def test_it_is_trained_with_replayed_explained_simulated_and_shown(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    experiment = load_experiment(file)
+def test_it_is_trained_with_replayed_explained_simulated_and_shown(file, tmp_path, capsys):
+    experiment, routing = load_experiment(file), tmp_path / "routing.npz"
     training = experiment.replace(workload=ms.Training(num_layers=1, context=16, batch=1, warmup=0, steps=2))
     file.write_text("an experiment that is being edited")
-    routing = tmp_path / "routing.npz"
     assert ms.run(training, tmp_path, record_routing=routing).exit_code == 0
-    replay = experiment.replace(name="replay", workload=ms.Replay(trace=str(routing)))
-    result = ms.run(replay, tmp_path)
+    result = ms.run(experiment.replace(name="replay", workload=ms.Replay(trace=str(routing))), tmp_path)
     assert (result.exit_code, result.num_run) == (0, 2)
     file.write_text(FILE)
-    assert (
-        moesys("explain", file, "--strategy", "own") == moesys("simulate", file) == moesys("compare", result.path) == 0
-    )
+    for line in (("explain", file, "--strategy", "own"), ("simulate", file), ("compare", result.path)):
+        assert moesys(*line) == 0
     shown = capsys.readouterr().out
     assert "SIMULATED: own of file" in shown
     assert len(re.findall(r"^ +own ", shown, re.MULTILINE)) == 2
@@ -387,18 +360,14 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_imports_what_its_line_names(
-    eager: str, file: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_imports_what_its_line_names(eager, file, command, capsys):
     """By the name of a module or, in one command, of its file."""
     own = FSEP.model_dump(mode="json", exclude_none=True) | {"name": "own", "balance": {"kind": f"{eager}:InTurn"}}
     small = load_experiment(file).replace(strategies=(FSEP,)).model_dump(mode="json", exclude_none=True)
     line = [*command.split(), in_file("small.toml", small | {"strategies": [*small["strategies"], own]})]
     Path("space.toml").write_text(ms.Space({"sharding": ("ep",)}).to_toml())
     assert moesys(*line) == 2
-    error = capsys.readouterr().err
-    assert f"in a command by --import {eager}, or" in error
-    assert "Traceback" not in error
+    assert f"in a command by --import {eager}, or" in capsys.readouterr().err
     assert not Path("imported").exists()
     assert moesys(*line, "--import", eager + ".py" * (command == "explain")) == 0
 
@@ -424,18 +393,14 @@ def test_a_module_that_cannot_be_imported_is_named(eager: str, capsys: pytest.Ca
 
 @pytest.mark.parametrize("text", ["[" * 10**5, '{"a": ' * 10**5, '{"name": 1', "\xff", ""])
 @pytest.mark.parametrize("suffix", [".toml", ".json"])
-def test_files_that_are_no_declarations_are_named(tmp_path: Path, text: str, suffix: str) -> None:
-    path = tmp_path / f"strategy{suffix}"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(
-        ValueError, match=rf"strategy\{suffix} (declares no strategy|is not {suffix[1:].upper()}|is nested)"
-    ):
+def test_files_that_are_no_declarations_are_named(tmp_path, text, suffix):
+    (path := tmp_path / f"strategy{suffix}").write_bytes(text.encode("latin-1"))
+    message = rf"strategy\{suffix} (declares no strategy|is not {suffix[1:].upper()}|is nested)"
+    with pytest.raises(ValueError, match=message):
         declared_in(path, ms.Strategy)
 
 
-def test_the_command_line_names_it_by_import_path(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_names_it_by_import_path(file, monkeypatch, capsys):
     monkeypatch.chdir(file.parent)
     named = file.parent / "named_on_the_command_line.py"
     named.write_text(FILE)
@@ -453,16 +418,13 @@ def test_the_command_line_names_it_by_import_path(
 
 def test_a_run_goes_on_with_its_planner_and_not_with_a_changed_one(file: Path, tmp_path: Path) -> None:
     experiment = load_experiment(file)
-    first = ms.run(experiment, tmp_path)
-    again = load_experiment(file)
-    assert again == experiment
-    assert hash(again) == hash(experiment)
+    first, again = ms.run(experiment, tmp_path), load_experiment(file)
+    assert (again, hash(again)) == (experiment, hash(experiment))
     assert ms.run(again, tmp_path).num_run == ms.run(experiment, tmp_path).num_run == 0
     assert ms.run(load_experiment(file, ["seeds=0,1"]), tmp_path).num_run == 2
     file.write_text(FILE.replace("[::-1]", "[1:] + rows(problem)[:1]"))
-    with pytest.raises(
-        ValueError, match=r"strategies\[own\].balance.source_digest: [0-9a-f]{16} there, [0-9a-f]{16} here"
-    ):
+    words = r"strategies\[own\].balance.source_digest: [0-9a-f]{16} there, [0-9a-f]{16} here"
+    with pytest.raises(ValueError, match=words):
         ms.run(load_experiment(file), tmp_path)
     # Who only reads needs no file: as many rows as trials that it finds again.
     file.unlink()
@@ -471,9 +433,7 @@ def test_a_run_goes_on_with_its_planner_and_not_with_a_changed_one(file: Path, t
     assert sorted(eval(done.stdout)) == [("fsep", 2), ("own", 2)]
 
 
-def test_nothing_is_imported_for_a_record(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_imported_for_a_record(file, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     experiment = load_experiment(file)

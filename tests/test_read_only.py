@@ -83,9 +83,9 @@ def test_machine_code_of_another_users_package_is_kept_by_who_runs_it(unlocked: 
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
-@pytest.mark.parametrize(
-    "shared", [pytest.param("the folder for temporary files", marks=pytest.mark.slow), "NUMBA_CACHE_DIR"]
-)
+# test_compiled.py always has who may own what is loaded.
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["the folder for temporary files", "NUMBA_CACHE_DIR"])
 def test_machine_code_in_a_folder_of_another_user_is_not_run(unlocked: Path, shared: str) -> None:
     site, home, mine, theirs = (unlocked / name for name in ("site", "home", "mine", "theirs"))
     for folder in (home, mine, theirs):

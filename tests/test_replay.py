@@ -5,14 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesys.balance.flex_moe import FlexMoe
-from moesys.balance.flow.flow_split import FlowSplit
-from moesys.balance.greedy.greedy import Greedy
+from moesys import ClusterSpec, FlexMoe, FlowSplit, Fsep, Generated, Greedy, ModelShape, Oracle, Strategy, plan_layout
 from moesys.balance.plan import plan_layer
 from moesys.balance.replay import Moment, replay_layer, replay_steps
-from moesys.balance.run_planner import plan_layout
-from moesys.config import ClusterSpec, Fsep, ModelShape, Oracle, Strategy
-from moesys.config.workload import Generated
 from moesys.load import LoadMatrix
 from moesys.traces import generate
 
@@ -52,9 +47,6 @@ def test_moments_know_what_they_say_and_plan_only_where_something_is_new():
     assert [one.micro_batch for one in walk] == [3, 4, 7]
     assert [one.replan and one.replan.made_after for one in walk] == [1, None, 4]
     assert walk[0].layout == walk[1].layout
-
-
-def test_no_moment_is_no_micro_batch():
     assert list(replay_layer(FSEP, MODEL, CLUSTER, TOKENS_SLRE[:, 0], moments=[])) == []
 
 

@@ -28,9 +28,7 @@ def plans(draw: st.DrawFn) -> tuple[ms.planning.TokenPlan, ms.ModelShape, ms.Clu
 
 
 @given(plans())
-def test_what_crosses_is_spread_and_what_stays_goes_at_once(
-    case: tuple[ms.planning.TokenPlan, ms.ModelShape, ms.ClusterSpec],
-):
+def test_what_crosses_is_spread_and_what_stays_goes_at_once(case):
     plan, shape, cluster = case
     node_R = np.array(cluster.node_of_rank)
     same_RR = node_R[:, None] == node_R

@@ -54,27 +54,29 @@ def test_a_folder_of_megatron_is_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_layers_of_mtp_come_last_and_are_not_those_of_the_decoder(tmp_path: Path) -> None:
-    mtp = record(0, 0, [[2, 3]], block="mtp", mtp_idx=0)
-    trace = megatron_trace(write_ranks(tmp_path, [mtp, record(0, 0, [[0, 1]])]), num_experts=4)
-    assert trace.tokens_SLRE[0, :, 0].tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
+FLAT: Any = [3, 1, 1]
 
 
-def test_a_rank_without_tokens_counts_none(tmp_path: Path) -> None:
-    trace = megatron_trace(write_ranks(tmp_path, [record(0, 0, [[1, 2], [3, 1]])], [record(0, 0, [])]), num_experts=4)
-    assert trace.tokens_SLRE[0, 0].tolist() == [[0, 2, 1, 1], [0, 0, 0, 0]]
-
-
-def test_flat_ids_of_top_1_are_read(tmp_path: Path) -> None:
-    flat: Any = [3, 1, 1]
-    trace = megatron_trace(write_ranks(tmp_path, [record(0, 0, flat, topk=1)]), num_experts=4)
-    assert (trace.top_k, trace.tokens_SLRE[0, 0, 0].tolist()) == (1, [0, 2, 0, 1])
-
-
-def test_ten_ranks_keep_their_order(tmp_path: Path) -> None:
-    ranks = [[record(0, 0, [[rank, 11]])] for rank in range(11)]
-    trace = megatron_trace(write_ranks(tmp_path, *ranks), num_experts=12)
-    assert (trace.tokens_SLRE[0, 0, :, :11] == np.eye(11)).all()
+@pytest.mark.parametrize(
+    ("ranks", "top_k", "counted_LRE"),
+    [
+        # Layers of MTP come last, and are not those of the decoder.
+        (
+            [[record(0, 0, [[2, 3]], block="mtp", mtp_idx=0), record(0, 0, [[0, 1]])]],
+            2,
+            [[[1, 1, 0, 0]], [[0, 0, 1, 1]]],
+        ),
+        ([[record(0, 0, [[1, 2], [3, 1]])], [record(0, 0, [])]], 2, [[[0, 2, 1, 1], [0, 0, 0, 0]]]),
+        ([[record(0, 0, FLAT, topk=1)]], 1, [[[0, 2, 0, 1]]]),
+        # Ten ranks keep their order.
+        ([[record(0, 0, [[rank, 11]])] for rank in range(11)], 2, [np.eye(12)[:11] + np.eye(12)[11]]),
+    ],
+    ids=["mtp", "a rank without tokens", "flat ids of top 1", "ten ranks"],
+)
+def test_records_of_every_kind_are_counted(tmp_path, ranks, top_k, counted_LRE):
+    trace = megatron_trace(write_ranks(tmp_path, *ranks), num_experts=len(counted_LRE[0][0]))
+    assert trace.top_k == top_k
+    assert np.array_equal(trace.tokens_SLRE[0], counted_LRE)
 
 
 # --- vLLM ---

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import ast
+import base64
 import inspect
+import io
 import json
 import re
 import shutil
@@ -22,7 +24,7 @@ import pytest
 import torch
 import typer
 from foreign_planners import Rotated
-from lab_cases import moesys
+from lab_cases import PRETRAIN, moesys
 from small_models import SMALL
 from torch import nn
 from typer.testing import CliRunner
@@ -32,6 +34,7 @@ from benchmarks.__main__ import app as benchmarks
 from benchmarks.harness.paced_link import PacedLink
 from benchmarks.leaderboard.planners import named_planner
 from benchmarks.leaderboard.workloads import recorded_in, settings
+from benchmarks.planner_scale import load_peer
 from benchmarks.seconds_certificate import certify_seconds
 from benchmarks.shaped import cases as shaped
 from moesys.__main__ import COMMANDS
@@ -43,6 +46,7 @@ from moesys.kernels.experts.experts import moe_experts
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.routing import route
 from moesys.kernels.split import flow
+from moesys.lab.commands.host_config import read_host
 from moesys.lab.commands.options import file_to_write, folder_to_write
 from moesys.lab.commands.plan_load import read_layout, read_load
 from moesys.lab.commands.whole_model import named_strategy, parallelism_of
@@ -58,6 +62,7 @@ from moesys.lab.runs.declarations import (
     split_of,
     strategy_in,
 )
+from moesys.lab.runs.environment import load_environments
 from moesys.lab.runs.places import num_workers, place_for
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import RunResult
@@ -73,6 +78,7 @@ from moesys.simulator.model.model_cost import model_flops_per_token
 from moesys.simulator.model.simulate_model import split_evenly
 from moesys.step_lines import StepLine, read_spans
 from moesys.timeline import Timeline
+from moesys.tuner.costs import Entry, TuneJournal
 from moesys.tuner.timing import Clock
 
 ROOT = Path(__file__).parents[1]
@@ -295,6 +301,27 @@ def lines_after(repair: Callable[[str], str], *lines: str) -> list[Any]:
     return list(Journal(path, StepLine).read())
 
 
+def entry(**changes: Any) -> Any:
+    """Reads a journal of a tuning with this entry."""
+    found = vars(Entry.about(strategy(), "measured", "seed 0", 1.0)) | changes
+    return TuneJournal(Path(written("journal.jsonl", '{"schema": 1, "setting": {}}', json.dumps(found))), {})
+
+
+def npz(arrays: dict[str, Any] | None = None, **header: Any) -> ms.traces.Trace:
+    """Reads a file with changed parts, and fields of its header."""
+    head = {"version": 1, "top_k": 2, "name": "", "meta": {}} | header
+    parts = {"header": np.array(json.dumps(head)), "tokens_SLRE": np.full((1, 1, 1, 3), 2)} | (arrays or {})
+    np.savez("a.npz", **parts)
+    return ms.traces.load_trace("a.npz")
+
+
+def lying() -> bytes:
+    """Returns an array whose head says that it is larger."""
+    np.save(file := io.BytesIO(), np.zeros(1, np.int64))
+    return file.getvalue().replace(b"(1,), }         ", b"(99999999999,), }")
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
 # Those of a plan that is right.
 ENTRIES = np.array([[0, 0, 0, 1], [0, 0, 1, 3], [0, 2, 1, 1], [1, 0, 1, 2], [1, 1, 0, 3]])
 
@@ -323,6 +350,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ms.run(small, "runs", jobs=1).path.rename("run_folder")
         ms.run(small.replace(model=shape(hidden_size=32)), "runs", jobs=1).path.rename("other_folder")
         written("load.csv", "1,2,3", "3,2,1")
+        written("train.sh", PRETRAIN)
         watched()
     return folder
 
@@ -343,15 +371,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("wrong", "words", "ways"), [*cases()])
-def test_a_way_out_leads_out(
-    wrong: str,
-    words: str,
-    ways: list[str],
-    prepared: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_way_out_leads_out(wrong, words, ways, prepared, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if wrong.startswith("$ benchmarks "):
         result = CliRunner().invoke(benchmarks, wrong.split()[2:])

@@ -62,22 +62,21 @@ strategy = ms.Strategy(
     overlap=ms.Pipelined(chunks=2),
 )
 
-shape = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2, dtype="float32")
-layer = ms.MoELayer(shape, strategy)
-x_TH = torch.randn(32, 16)
-wanted_TH = x_TH.roll(1, dims=1)
-optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
-losses = []
-for _ in range(20):
-    optimizer.zero_grad()
-    loss = (layer(x_TH) - wanted_TH).square().mean()
-    loss.backward()
-    ms.sync_gradients(layer)
-    ms.clip_grad_norm_(layer, 1.0)
-    optimizer.step()
-    losses.append(loss.item())
-assert losses[-1] < 0.9 * losses[0], losses
+def train(module, loss_of, num_steps, sync=lambda module: None):
+    optimizer, losses = torch.optim.Adam(module.parameters(), lr=0.02), []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        sync(module)
+        ms.clip_grad_norm_(module, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0], losses
 
+layer = ms.MoELayer(ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2), strategy)
+x_TH = torch.randn(32, 16)
+train(layer, lambda: (layer(x_TH) - x_TH.roll(1, dims=1)).square().mean(), 20, ms.sync_gradients)
 config = Qwen3MoeConfig(
     vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
@@ -89,16 +88,7 @@ distributed = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation=ms.hf.
 model = AutoModelForCausalLM.from_pretrained("model", distributed_config=distributed)
 runtime = ms.link(model)
 ids = torch.arange(64).view(2, 32) % 32
-optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-losses = []
-for _ in range(10):
-    optimizer.zero_grad()
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    ms.clip_grad_norm_(model, 1.0)
-    optimizer.step()
-    losses.append(loss.item())
-assert losses[-1] < 0.9 * losses[0], losses
+train(model, lambda: model(input_ids=ids, labels=ids).loss, 10)
 ms.hf.save_pretrained(model, "trained")
 runtime.close()
 dist.destroy_process_group()

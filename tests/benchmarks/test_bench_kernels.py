@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +13,11 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.harness.meters import Bytes, CpuMeter, GpuMeter
+from benchmarks.harness.meters import Bytes, CpuMeter
 from benchmarks.kernels import checks, contestants
 from benchmarks.kernels import kernels_contest as contest
 from benchmarks.kernels.checks import wrong_errors
-from benchmarks.kernels.contestants import GROUPED, OURS, grouped_mm_experts
+from benchmarks.kernels.contestants import OURS, grouped_mm_experts
 from benchmarks.kernels.drawn_layer import (
     Implementation,
     Layer,
@@ -118,15 +113,6 @@ def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch: pytest.MonkeyPatc
         contest.asked_for()
 
 
-@pytest.mark.slow
-def test_it_needs_no_planner_and_no_experiment() -> None:
-    """A GPU image may lack the libraries of planners."""
-    absent = "import sys; sys.modules.update(dict.fromkeys(('ortools', 'numba', 'scipy', 'transformers')));"
-    code = f"{absent} import benchmarks.__main__, benchmarks.kernels.command, benchmarks.kernels.kernels_contest"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 # --- contestants that fail -----------------------------------------------------------------------------------
 
 
@@ -166,26 +152,21 @@ class _CountingMeter(CpuMeter):
         return Bytes(1, 2)
 
 
-def test_a_layer_that_does_not_fit_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "options", "count"),
+    [(contest, ("--no-extras",), 2), (checks, ("--repeats", "0"), 3)],
+    ids=["the layer", "extras"],
+)
+def test_a_layer_that_does_not_fit_is_a_line_and_the_rest_goes_on(monkeypatch, module, options, count):
     def full(*_: Any) -> Layer:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(contest, "draw_layer", full)
-    code, output = rehearse("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--no-extras")
-    assert code == 1
-    assert output.count("OutOfMemoryError: no room") == 2
-
-
-def test_extras_that_cannot_be_drawn_are_lines_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> Layer:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(checks, "draw_layer", full)
+    monkeypatch.setattr(module, "draw_layer", full)
     monkeypatch.setattr(contestants, "moe_experts", grouped_mm_experts)
-    code, output = rehearse("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--repeats", "0")
+    code, output = rehearse("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", *options)
     assert code == 1
-    assert output.count("OutOfMemoryError: no room") == 3
-    assert "tiles of 64x64" in output
+    assert output.count("OutOfMemoryError: no room") == count
+    assert ("tiles of 64x64" in output) == (module is checks)
 
 
 def test_a_folder_that_cannot_be_written_to_is_known_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,21 +199,16 @@ def test_the_reference_is_autograd_in_float64(routing: str) -> None:
     assert max(errors.values()) < 1e-6
 
 
-@pytest.mark.parametrize("name", Results._fields)
-def test_an_error_shows_where_it_is(name: str) -> None:
+def test_an_error_shows_where_it_is() -> None:
     drawn = layer()
     found = grouped_on(drawn).results()
-    errors = relative_errors(drawn, found._replace(**{name: getattr(found, name) * 1.01}))
-    assert errors.pop(name) == pytest.approx(0.01, rel=1e-3)
-    assert max(errors.values()) < 1e-6
-    with_nan = getattr(found, name).clone()
-    with_nan.view(-1)[-1] = torch.nan
-    assert relative_errors(drawn, found._replace(**{name: with_nan}))[name] == torch.inf
-
-
-def test_another_shape_is_wrong_altogether() -> None:
-    drawn = layer()
-    found = grouped_on(drawn).results()
+    for name in Results._fields:
+        errors = relative_errors(drawn, found._replace(**{name: getattr(found, name) * 1.01}))
+        assert errors.pop(name) == pytest.approx(0.01, rel=1e-3)
+        assert max(errors.values()) < 1e-6
+        with_nan = getattr(found, name).clone()
+        with_nan.view(-1)[-1] = torch.nan
+        assert relative_errors(drawn, found._replace(**{name: with_nan}))[name] == torch.inf
     assert set(relative_errors(drawn, found._replace(dx=found.dx[:1])).values()) == {torch.inf}
 
 
@@ -300,117 +276,15 @@ def test_the_routers_choices_are_what_the_layer_is_checked_on() -> None:
 
 # --- peers ---------------------------------------------------------------------------------------------------
 
-SONIC = '''
-import torch
-
-def moe_general_routing_inputs(x, scores, tokens, experts, w1, b1, w2, b2, E, stream_id, activation_type,
-                               is_inference_mode_enabled):
-    """Token by token; rows of the gate are even, those of up odd; matrices are [2I, H, E] and [H, I, E]."""
-    assert (tokens.diff() >= 0).all() and tokens.dtype == experts.dtype == torch.int32
-    y = torch.zeros_like(x)
-    for score, token, expert in zip(scores, tokens.tolist(), experts.tolist()):
-        h = w1[:, :, expert] @ x[token]
-        a = torch.nn.functional.silu(h[0::2]) * h[1::2]
-        y = y + torch.nn.functional.one_hot(torch.tensor(token), len(x))[:, None] * (score * (w2[:, :, expert] @ a))
-    return y, None
-'''
-
-
-def test_sonicmoes_layout_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a stand-in of its entry in plain torch; its kernels need a GPU."""
-    package = tmp_path / "sonicmoe"
-    (package / "functional").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "functional" / "__init__.py").write_text(SONIC)
-    (package / "enums.py").write_text("class ActivationType:\n    SWIGLU = 'swiglu'\n")
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    try:
-        drawn = layer()
-        errors = relative_errors(drawn, Run(contestants.sonicmoe(tmp_path), drawn).results())
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "sonicmoe"]:
-            del sys.modules[name]
-    assert max(errors.values()) < 1e-6
-
 
 # --- what needs a GPU, beside a stand-in for it ----------------------------------------------------------------
 
 
-@pytest.fixture
-def _cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much of torch.cuda as the bench calls; its clock ticks a millisecond an event, its allocator 100 bytes a
-    question.
-    """
-    ticks, allocated = iter(range(1000)), iter(range(100, 100_000, 100))
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at_ms = float(next(ticks))
-
-        def synchronize(self) -> None:
-            assert hasattr(self, "at_ms")
-
-        def elapsed_time(self, end: Event) -> float:
-            return end.at_ms - self.at_ms
-
-    @contextmanager
-    def graph(captured: object) -> Iterator[None]:
-        yield
-
-    gpu = SimpleNamespace(name="Stand-in", multi_processor_count=3, total_memory=2**31, L2_cache_size=64)
-    stream = SimpleNamespace(wait_stream=lambda _: None)
-    for name, value in {
-        "Event": Event,
-        "Stream": lambda: stream,
-        "current_stream": lambda: stream,
-        "stream": lambda _: nullcontext(),
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
-        "graph": graph,
-        "synchronize": lambda *_: None,
-        "empty_cache": lambda: None,
-        "get_device_properties": lambda _: gpu,
-        "memory_allocated": lambda _: next(allocated),
-        "max_memory_allocated": lambda _: 1000,
-        "reset_peak_memory_stats": lambda _: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-
-
-@pytest.mark.usefixtures("_cuda")
-def test_a_gpus_clock_and_allocator() -> None:
-    meter = GpuMeter(CPU)
-    meter._flushed.fill_(1)
-    order: list[int] = []
-    assert meter.ms(lambda: order.append(int(meter._flushed.sum()))) == 1.0
-    assert order == [0]
-    y = torch.zeros(5, dtype=torch.float64)
-    assert meter.bytes_of(lambda: y, lambda _: None) == Bytes(kept=100 - 40, peak=900)
-    assert meter.machine.startswith("Stand-in, 3 multiprocessors, 2 GiB, CUDA ")
-
-
-@pytest.mark.usefixtures("_cuda")
-@pytest.mark.parametrize("seed", [0, 1], ids=["same data", "new data"])
-def test_a_graph_that_replays_nothing_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This one is right only where the data stay the same."""
-    monkeypatch.setattr(checks, "moe_experts", grouped_mm_experts)
-    finding = checks.graph_replayed(layer(), layer(seed=seed))
-    assert finding.holds == (seed == 0)
-
-
-def test_rates_are_of_operations_without_padding() -> None:
+def test_rates_are_of_operations_without_padding_and_a_dtype_is_kept() -> None:
+    """Weights that some want in 16 bits are exact there."""
     row = LayerResult(Size("", T=10, H=20, I=30, E=4, K=2), "", "", samples_ms={"forward": [3.0, 1.0, 2.0]})
     assert row.ms["forward"].median == 2.0
     assert row.tflops["forward"] == pytest.approx(6 * 10 * 2 * 20 * 30 / 2e-3 / 1e12)
-
-
-def test_a_dtype_is_kept(tmp_path: Path) -> None:
-    """Weights that some want in 16 bits are exact there."""
     drawn = layer(torch.bfloat16)
     assert torch.equal(drawn.weight_TK.bfloat16().float(), drawn.weight_TK)
     assert {drawn.x_TH.dtype, drawn.gate_up_EUH.dtype, drawn.down_EHI.dtype} == {torch.bfloat16}
-    assert replace(drawn, router_EH=None).x_TH is drawn.x_TH
-    assert OURS not in GROUPED

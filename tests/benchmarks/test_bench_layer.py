@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,7 @@ from typer.testing import CliRunner
 from benchmarks import one_layer as layer
 from benchmarks.__main__ import app
 from benchmarks.harness.stopwatch import interleave
-from moesys.config import ModelShape
-from moesys.lab.runs.statistics import Quantiles
-from moesys.moe.layer import MoELayer
+from moesys import ModelShape, MoELayer
 from moesys.overlap.exact_sum import BlockSums
 
 SOFTMAX = ModelShape(hidden_size=64, intermediate_size=48, num_experts=8, top_k=2)
@@ -107,42 +103,30 @@ def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_reductions_are_timed_in_both_dtypes(tmp_path: Path) -> None:
-    path = tmp_path / "reductions.json"
     code, output = run("--reduction", "--shape", "tiny", "--tokens", "1024", "--repeats", "3", "--out", str(tmp_path))
     assert code == 0, output
-    rows = json.loads(path.read_text())["rows"]
+    rows = json.loads((tmp_path / "reductions.json").read_text())["rows"]
     assert [(row["dtype"], row["direction"], row["wrong"]) for row in rows] == [
         (dtype, direction, "") for dtype in ("float32", "bfloat16") for direction in layer.DIRECTIONS
     ]
-    for row in rows:
-        samples_ms = row["samples_ms"]
+    for samples_ms, ratios in ((row["samples_ms"], row["shown_ratios"]) for row in rows):
         assert {name: len(samples) for name, samples in samples_ms.items()} == {"ordered": 3, "layout_invariant": 3}
-        ratios = [over / under for over, under in zip(*reversed(samples_ms.values()), strict=True)]
-        assert row["shown_ratios"]["layout_invariant / ordered"]["median"] == sorted(ratios)[1]
+        of_each = [over / under for over, under in zip(*reversed(samples_ms.values()), strict=True)]
+        assert ratios["layout_invariant / ordered"]["median"] == sorted(of_each)[1]
 
 
-def test_wrong_sums_of_a_reduction_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockSums, "blocks", lambda sums, rows: [slice(0, rows // 4), slice(rows // 4, rows // 2)])
-    path = tmp_path / "reductions.json"
-    code, _ = run(
-        *("--reduction", "--shape", "tiny", "--dtype", "float32"), *("--tokens", "1024", "--out", str(tmp_path))
-    )
-    assert code == 1
-    for row in json.loads(path.read_text())["rows"]:
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [("1024", "layout_invariant: .* differs from ordered by"), ("33", "token_block=32 does not divide the 33 tokens")],
+)
+def test_wrong_sums_and_tokens_that_are_no_whole_blocks_are_not_timed(tmp_path, monkeypatch, tokens, words):
+    if tokens == "1024":
+        monkeypatch.setattr(BlockSums, "blocks", lambda sums, rows: [slice(0, rows // 4), slice(rows // 4, rows // 2)])
+    only = ("--shape", "tiny", "--dtype", "float32", "--tokens", tokens)
+    assert run("--reduction", *only, "--out", str(tmp_path))[0] == 1
+    for row in json.loads((tmp_path / "reductions.json").read_text())["rows"]:
         assert row["samples_ms"] == {}
-        assert "layout_invariant: " in row["wrong"]
-        assert " differs from ordered by" in row["wrong"]
-
-
-def test_tokens_that_are_no_whole_blocks_are_not_timed(tmp_path: Path) -> None:
-    path = tmp_path / "reductions.json"
-    code, _ = run(
-        *("--reduction", "--shape", "tiny", "--dtype", "float32"), *("--tokens", "33", "--out", str(tmp_path))
-    )
-    assert code == 1
-    for row in json.loads(path.read_text())["rows"]:
-        assert row["samples_ms"] == {}
-        assert "token_block=32 does not divide the 33 tokens of rank 0" in row["wrong"]
+        assert re.search(words, row["wrong"])
 
 
 def test_contestants_take_turns_and_warm_up() -> None:
@@ -154,19 +138,3 @@ def test_contestants_take_turns_and_warm_up() -> None:
     assert len(turns) == 6
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     assert len(set(turns)) > 1
-
-
-def test_ratios_are_paired() -> None:
-    """A repetition that is slow for both changes nothing."""
-    ratio = Quantiles.of_ratios([2.0, 20.0, 3.0], [1.0, 10.0, 1.5])
-    assert (ratio.median, ratio.p20, ratio.p80) == (2.0, 2.0, 2.0)
-    assert str(ratio) == "2.00 [2.00, 2.00]"
-
-
-def test_help_does_not_wait_for_torch() -> None:
-    code = (
-        "import sys; from typer.testing import CliRunner; from benchmarks.__main__ import app; "
-        "listed = 'layer' in CliRunner().invoke(app, ['--help']).output; print(listed, 'torch' in sys.modules)"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == "True False"

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import optimizers as bench
-from benchmarks.__main__ import app
 from moesys.lab.ranks.pool import LocalRanks
 
 SMALL = bench.Size(layers=2, experts=4, hidden=48, width=40)
@@ -31,9 +27,3 @@ def test_a_wrong_result_shows_no_time() -> None:
     (row,) = bench.of_slowest(rows)
     assert row.wrong == "differs by 1.0e-03"
     assert row.step_ms is None
-
-
-def test_the_command_refuses_ranks_that_leave_work_uneven(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["optimizers", "--experts", "6", "--ranks", "4", "--out", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "ranks=4 does not divide the 6 experts of a layer" in result.output

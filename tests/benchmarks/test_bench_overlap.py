@@ -41,9 +41,3 @@ def test_tokens_and_experts_of_linked_layers_have_a_link_each() -> None:
     channels = [(each.experts.token_channel, each.experts.store.channel) for each in steps.layers]
     assert [tuple(channel.link for channel in of_layer) for of_layer in channels] == [links]
     steps.close()
-
-
-def test_an_unknown_part_is_refused() -> None:
-    result = CliRunner().invoke(app, ["overlap", "--part", "best"])
-    assert result.exit_code == 2
-    assert "part='best' is not known; use all or some of chunks, experts, copies" in " ".join(result.output.split())

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks import planners
-from benchmarks.__main__ import app
 from benchmarks.planners import DrawnSequence, SequenceRatio, key_of, layer_seconds, score, strategies_of, summary
 from moesys.balance.greedy.leader import _costs
 from moesys.balance.planning_problem import PlanningProblem
@@ -28,44 +23,6 @@ def _few_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planners, "MICRO_BATCHES", 6)
     monkeypatch.setattr(planners, "CLUSTERS", SMALL)
     monkeypatch.setattr(planners, "MODELS", ("MIXTRAL_8X7B",))
-
-
-def run(folder: Path, *more: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["planners", "--sequences", "2", "--jobs", "1", "--out", str(folder), *more])
-    assert result.exit_code == 0, result.output
-    assert "greedy / best" in result.output
-    found: dict[str, Any] = json.loads((folder / "planners.json").read_text())
-    for name in ("summary", "sequences"):
-        for row in found[name]:
-            for timed in ("planning_ms", "greedy_ms", "laer_ms"):
-                row.pop(timed, None)
-    return found
-
-
-@pytest.mark.slow
-def test_a_stopped_run_goes_on_to_the_same_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(tmp_path / "whole")
-    scored: list[tuple[str, int]] = []
-
-    def counted(part: str, sequence: DrawnSequence, micro_batches: int) -> planners.SequenceScores:
-        if len(scored) == 3:
-            raise KeyboardInterrupt
-        scored.append((part, sequence.index))
-        return score(part, sequence, micro_batches)
-
-    monkeypatch.setattr(planners, "score", counted)
-    halted = CliRunner().invoke(app, ["planners", "--sequences", "2", "--jobs", "1", "--out", str(tmp_path / "halted")])
-    assert halted.exit_code != 0
-    assert len(scored) == 3
-    # A killed process may leave a part of a line.
-    with (tmp_path / "halted" / f"{scored[-1][0]}.jsonl").open("ab") as file:
-        file.write(b'{"key": "torn')
-    scored.clear()
-    assert run(tmp_path / "halted") == whole
-    assert len(scored) == 1
-    scored.clear()
-    assert run(tmp_path / "halted") == whole
-    assert not scored
 
 
 def test_layouts_are_judged_as_greedy_judges_its_candidates() -> None:
@@ -109,26 +66,18 @@ def test_loads_are_what_the_settings_say() -> None:
 
 def test_scores_of_fixed_planners_outlive_a_change_of_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A digest asks for the files that count, so what is asked tells which changes make results old."""
-    files = {"balance/greedy/leader.py": "x", "balance/laer.py": "x", "balance/certificate.py": "x"}
-    monkeypatch.setattr(
-        planners, "source_digest", lambda counts: repr(sorted((k, v) for k, v in files.items() if counts(k)))
-    )
-    sequence = DrawnSequence.draw(0, 0)
-
-    def keys() -> tuple[str, str]:
+    sequence, found = DrawnSequence.draw(0, 0), []
+    for changed in ("", "balance/greedy/leader.py", "balance/certificate.py", "balance/laer.py"):
+        monkeypatch.setattr(
+            planners, "source_digest", lambda counts, changed=changed: str(bool(changed) and counts(changed))
+        )
         planners._source.cache_clear()
-        return key_of("fixed", sequence, 7), key_of("greedy", sequence, 7)
-
-    fixed, greedy = keys()
-    files["balance/greedy/leader.py"] = "y"
-    assert keys()[0] == fixed
-    assert keys()[1] != greedy
-    greedy = keys()[1]
-    files["balance/certificate.py"] = "y"
-    assert keys() == (fixed, greedy)
-    files["balance/laer.py"] = "y"
-    assert keys()[0] != fixed
+        found.append([key_of(part, sequence, 7) for part in ("fixed", "greedy")])
     planners._source.cache_clear()
+    whole, leader, certificate, laer = found
+    assert (leader[0] == whole[0], leader[1] == whole[1]) == (True, False)
+    assert certificate == whole
+    assert laer[0] != whole[0]
 
 
 def test_the_summary_counts_what_is_slower() -> None:

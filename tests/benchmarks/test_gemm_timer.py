@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.kernels import gemm_timer
 from benchmarks.kernels.gemm_timer import META, GemmTimer, Operands
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
@@ -38,14 +36,11 @@ def test_a_skewed_routing_has_large_and_small_experts() -> None:
     assert skewed.order_E[0] == rows_E.argmax()
 
 
-def test_both_routings_share_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_routings_share_their_tensors_and_operands_without_values_have_the_same_shapes(monkeypatch):
     monkeypatch.setattr(gemm_timer, "FLUSH_BYTES", 16)
     even, skewed = (vars(operands) for operands in GemmTimer(SHAPE, CPU)._routings)
     apart = [name for name, found in even.items() if isinstance(found, torch.Tensor) and found is not skewed[name]]
     assert apart == ["order_E"]
-
-
-def test_operands_without_values_have_the_same_shapes() -> None:
     here, there = (vars(Operands(SHAPE, device)) for device in (CPU, META))
     for name, tensor in here.items():
         if isinstance(tensor, torch.Tensor):
@@ -70,9 +65,7 @@ class Event:
         return end.at_ms - self.at_ms
 
 
-def test_the_clock_interleaves_sums_medians_of_both_routings_and_drops_what_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_clock_interleaves_sums_medians_of_both_routings_and_drops_what_fails(monkeypatch):
     blocks = [TileConfig(16, columns, 16) for columns in (16, 32, 64, 128)]
     run: list[int] = []
 
@@ -88,10 +81,3 @@ def test_the_clock_interleaves_sums_medians_of_both_routings_and_drops_what_fail
     monkeypatch.setattr(GemmTimer, "_compiles", lambda self, op, block: block.columns != 128)
     assert GemmTimer(SHAPE, CPU)("up", blocks) == [32.0, 64.0, None, None]
     assert run[:7] == [16, 32, 64, 16, 32, 16, 32]
-
-
-def test_tuning_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(app, ["kernels", "--tune"])
-    assert result.exit_code == 2
-    assert "tuning times kernels on a GPU, and this machine has none" in result.stderr

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import record_routing as recording
 from benchmarks.leaderboard import workloads
@@ -23,22 +22,6 @@ from moesys.traces import Trace
 MODEL = ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, dtype="bfloat16")
 CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=2)
 NUM_STEPS = WARM_UP + SCORED
-
-
-@pytest.mark.parametrize("drawn", GENERATED, ids=lambda drawn: drawn.name)
-def test_drawn_workloads_are_pure_and_differ_by_sample(drawn: Any) -> None:
-    first, again, other = (drawn.tokens_SRE(MODEL, CLUSTER, sample) for sample in (0, 0, 1))
-    assert first.shape == (WARM_UP + SCORED, 4, 8)
-    assert (first == again).all()
-    assert (first != other).any()
-    assert (first.sum(axis=2) == 8192 * MODEL.top_k).all()
-
-
-@pytest.mark.parametrize("drawn", GENERATED, ids=lambda drawn: drawn.name)
-def test_a_longer_warm_up_keeps_what_is_scored_in_turn(drawn: Any) -> None:
-    tokens_SRE = drawn.tokens_SRE(MODEL, CLUSTER, 0, warm_up=12)
-    assert tokens_SRE.shape == (12 + SCORED, 4, 8)
-    assert (tokens_SRE.sum(axis=2) == 8192 * MODEL.top_k).all()
 
 
 def test_workloads_are_what_they_are_called() -> None:
@@ -89,13 +72,17 @@ def test_published_workloads_of_token_imbalance_are_what_they_are_called() -> No
     assert heat_SE["W7"][3::4, :16] == pytest.approx(2.5, abs=0.2)
 
 
-@pytest.mark.parametrize("drawn", FURTHER, ids=lambda drawn: drawn.name)
-def test_further_workloads_are_pure_and_keep_what_is_scored_in_turn(drawn: Any) -> None:
+@pytest.mark.parametrize("drawn", [*GENERATED, *FURTHER], ids=lambda drawn: drawn.name)
+def test_drawn_workloads_are_pure_differ_by_sample_and_keep_what_is_scored_in_turn(drawn: Any) -> None:
     first, again, other = (drawn.tokens_SRE(MODEL, CLUSTER, sample) for sample in (0, 0, 1))
+    assert first.shape == (WARM_UP + SCORED, 4, 8)
     assert (first == again).all()
     assert (first != other).any() == (drawn.name != "W0 balanced")
     longer = drawn.tokens_SRE(MODEL, CLUSTER, 0, warm_up=12)
     assert longer.shape == (12 + SCORED, 4, 8)
+    if drawn in GENERATED:
+        assert (first.sum(axis=2) == 8192 * MODEL.top_k).all()
+        assert (longer.sum(axis=2) == 8192 * MODEL.top_k).all()
     if drawn.name[:2] in ("W5", "W6", "W7"):
         assert longer[12:].sum(axis=1) == pytest.approx(first[WARM_UP:].sum(axis=1), rel=0.15)
 
@@ -181,19 +168,3 @@ def test_a_recipe_trains_and_counts(recipe: recording.Recipe, monkeypatch: pytes
     balanced = [pytest.approx(3 * recording.BIAS_RATE, rel=0.7)] * 2 if recipe.name == "deepseek-v3" else []
     assert moved[-2:] == balanced
     assert len(list(recording.facts(trace))) == 2
-
-
-def test_quantile_balancing_balances_the_scores_that_it_was_set_by() -> None:
-    """With cutoffs fixed, each expert is chosen by K / E of the tokens, however skewed the scores."""
-    generator = torch.Generator().manual_seed(0)
-    score_TE = (torch.randn(4096, 16, generator=generator) + torch.linspace(-2, 2, 16)).sigmoid()
-    bias_E = torch.zeros(16)
-    cutoff_T1 = score_TE.sort(dim=1, descending=True).values[:, 4:5]
-    recording.set_quantiles(bias_E, score_TE, 4)
-    assert float(bias_E.mean()) == pytest.approx(0, abs=1e-6)
-    offsets = [np.quantile(cutoff_T1[:, 0] - score_TE[:, expert], 1 / 4) for expert in range(16)]
-    assert (bias_E - torch.tensor(offsets)).numpy() == pytest.approx(-np.mean(offsets), abs=1e-4)
-    for _ in range(5):
-        recording.set_quantiles(bias_E, score_TE, 4)
-    tokens_E = torch.bincount((score_TE + bias_E).topk(4, dim=1).indices.flatten(), minlength=16)
-    assert tokens_E.numpy() == pytest.approx(1024, rel=0.05)

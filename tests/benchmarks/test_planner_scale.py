@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -83,18 +82,6 @@ def test_plans_after_the_first_are_timed(case: TrainingCase, monkeypatch: pytest
     assert (greedy.of_step, laer.of_step) == ((greedy.mean_ms / 50, laer.mean_ms / 50) if case.whole else (None, None))
 
 
-def test_each_layer_plans_for_its_own_load_after_each_micro_batch() -> None:
-    for kind, walks in WHOLE_MODEL.walks().items():
-        batches = [list(islice(walk, 3)) for walk in walks]
-        assert len(batches) == WHOLE_MODEL.num_layers == 2
-        assert len({batch[0].load.tokens_RE.tobytes() for batch in batches}) == 2
-        for layer, (first, *later) in enumerate(batches):
-            assert first.replan is None
-            assert [batch.replan and batch.replan.made_after for batch in later] == [0, 1]
-            assert [batch.replan and batch.replan.request.layer for batch in later] == [layer] * 2
-            assert {batch.strategy.balance.kind for batch in later} == {kind}
-
-
 def test_the_step_is_that_of_the_whole_model() -> None:
     cluster = ms.presets.h100(1)
     split = ms.FlowSplit(max_inter_node="seconds")
@@ -124,11 +111,3 @@ def test_the_command_prints_a_table_and_writes_every_row(tmp_path: Path, monkeyp
     written = json.loads((tmp_path / "new" / "folder" / "planner-scale.json").read_text())
     assert [row["planner"] for row in written["rows"]] == [*planner_scale.PLANNERS, PEER]
     assert [row["planner"] for row in written["from_history"]] == ["greedy", "laer"]
-
-
-def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no eplb\.py; give a folder that deepseek-ai/EPLB was checked out to"):
-        load_peer(tmp_path)
-    (tmp_path / "eplb.py").write_text("")
-    with pytest.raises(ValueError, match="has no rebalance_experts"):
-        load_peer(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -36,29 +35,6 @@ def test_no_rank_begins_a_stage_before_all_have_been_through_the_last():
     assert side_by_side([rank_of_two("a", told), rank_of_two("b", told)]) == ["a", "b"]
     assert told == ["a0", "b0", "a1", "b1", "a2", "b2"]
     assert at_once(rank_of_two("c", told)) == "c"
-
-
-def test_streams_wait_for_each_other_between_stages(monkeypatch):
-    told = []
-
-    class Stream:
-        def __init__(self, name):
-            self.name = name
-
-        def wait_stream(self, other):
-            told.append(f"{self.name} waits for {other.name}")
-
-    @contextmanager
-    def on(stream):
-        told.append(f"on {stream.name}")
-        yield
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("main"))
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    side_by_side([rank_of_two("a", told), rank_of_two("b", told)], [Stream("s"), Stream("t")])
-    of_a_stage = ["s waits for main", "t waits for main", "on s", "a{}", "on t", "b{}"]
-    of_a_stage += ["main waits for s", "main waits for t"]
-    assert told == [line.format(stage) for stage in range(3) for line in of_a_stage]
 
 
 @pytest.mark.parametrize(

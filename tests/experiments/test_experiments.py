@@ -75,21 +75,12 @@ def test_there_are_the_experiments_that_the_docs_name() -> None:
 
 
 @every_file
-def test_an_experiment_is_a_page_that_asks_a_question(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+def test_an_experiment_is_a_page_that_asks_a_question_and_leaves_no_rank_idle(path: Path) -> None:
+    text, experiment = path.read_text(encoding="utf-8"), load_experiment(path)
     assert len(text.splitlines()) <= PAGE_LINES
-    question = inspect.getdoc(module_of(path.stem)).splitlines()[0]
-    assert question.endswith("?")
-
-
-@every_file
-def test_an_experiment_says_where_its_numbers_come_from(path: Path) -> None:
-    assert f"\n{load_experiment(path).source.capitalize()}" in path.read_text(encoding="utf-8")
-
-
-@every_file
-def test_no_strategy_shines_because_another_leaves_ranks_idle(path: Path) -> None:
-    experiment = load_experiment(path)
+    assert inspect.getdoc(module_of(path.stem)).splitlines()[0].endswith("?")
+    assert f"\n{experiment.source.capitalize()}" in text
+    # No strategy shines because another leaves ranks idle.
     for strategy in experiment.strategies:
         assert min(strategy.slots(experiment.model, experiment.cluster)) > 0, strategy.name
 
@@ -137,9 +128,7 @@ node_slots = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_s
 
 
 @given(node_slots.filter(lambda slots: any(map(any, slots))), st.data())
-def test_a_planner_of_ones_own_has_a_layout_for_any_nodes_and_slots(
-    slots: list[list[int]], data: st.DataObject
-) -> None:
+def test_a_planner_of_ones_own_has_a_layout_for_any_nodes_and_slots(slots, data):
     slots_R = [count for of_node in slots for count in of_node]
     E = data.draw(st.integers(1, sum(slots_R)))
     tokens = st.lists(st.integers(0, 9), min_size=E, max_size=E)

@@ -23,7 +23,7 @@ import signal
 import struct
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -43,20 +43,8 @@ RAW = (
 WEIRD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 7, 255, 2**31, -(2**31), 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**70)),
     *(10**12, 10**400, 0.5, -0.0, 1.5, 1e-320, 1e16, 1e308, math.inf, -math.inf, math.nan),
-    *(
-        "",
-        " ",
-        "0",
-        "none",
-        "x",
-        "x" * 70_000,
-        "\0",
-        "a\x1b[31m\nb",
-        "\x85\u2028\u202e",
-        "\ud800",
-        "../../../etc/hosts",
-    ),
-    *("<script>", "{seed}", "%s", "é" * 300, "a.b", "a:b", "json:JSONDecoder", "/dev/full"),
+    *("", " ", "0", "none", "x", "x" * 70_000, "\0", "a\x1b[31m\nb", "\x85\u2028\u202e", "\ud800"),
+    *("../../../etc/hosts", "<script>", "{seed}", "%s", "é" * 300, "a.b", "a:b", "json:JSONDecoder", "/dev/full"),
     *([], {}, [[]], [1, 2], ["x"], {"kind": "x"}, {"kind": "json:JSONDecoder"}, [[1, 2], [3]], {"": {"": []}}),
     *map("\x01{}\x01".format, range(len(RAW))),
 )
@@ -154,9 +142,8 @@ def toml_bytes(draw: Random, tree: Any) -> bytes:
     if draw.random() < 0.3:
         return mangled(draw, tomli_w.dumps(_without_none(tree)).encode())
     changed = _without_none(altered(draw, tree))
-    return _with_raw(tomli_w.dumps(changed if isinstance(changed, dict) else {"": changed})).encode(
-        "utf-8", "surrogatepass"
-    )
+    text = tomli_w.dumps(changed if isinstance(changed, dict) else {"": changed})
+    return _with_raw(text).encode("utf-8", "surrogatepass")
 
 
 def _with_raw(text: str) -> str:
@@ -201,17 +188,15 @@ def other_counts(draw: Random, array: Any) -> Any:
 
 def npy(draw: Random, array: Any) -> bytes:
     """Returns an array as .npy, whose head may be a lie."""
-    buffer = io.BytesIO()
-    np.lib.format.write_array(buffer, np.asanyarray(array), allow_pickle=False)
+    np.lib.format.write_array(buffer := io.BytesIO(), np.asanyarray(array), allow_pickle=False)
     data = buffer.getvalue()
     if draw.random() < 0.15:
         head = 10 + int.from_bytes(data[8:10], "little")
         wrong = mangled(draw, data[10:head])[: head - 10].ljust(head - 10)
         if draw.random() < 0.5:
-            shape = draw.choice(
-                ("(99999999999,)", "(1, 1, 9999999, 99999999)", "(-1,)", "(0,)", "((((1,),),),)", "(2.5,)")
-            )
-            wrong = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {shape}}}".encode().ljust(head - 10)
+            shapes = ("(99999999999,)", "(1, 1, 9999999, 99999999)", "(-1,)", "(0,)", "((((1,),),),)", "(2.5,)")
+            lie = f"{{'descr': '<i8', 'fortran_order': False, 'shape': {draw.choice(shapes)}}}"
+            wrong = lie.encode().ljust(head - 10)
         data = data[:10] + wrong + data[head:]
     return data
 
@@ -271,13 +256,6 @@ def every_reader(*readers: Reader) -> pytest.MarkDecorator:
         pytest.param(reader, seeds, id=f"{reader.__name__}-{seeds.start}") for reader in readers for seeds in BATCHES
     ]
     return pytest.mark.parametrize(("reader", "seeds"), cases)
-
-
-def every_refusal(found: Sequence[tuple[Callable[..., object], str]]) -> pytest.MarkDecorator:
-    """Marks a test of what was once believed: what reads it, and a pattern of the message that refuses it now."""
-    return pytest.mark.parametrize(
-        ("read", "message"), found, ids=lambda value: value[:40] if isinstance(value, str) else None
-    )
 
 
 def check_refusal(read: Callable[[Path], object], message: str, folder: Path) -> None:
@@ -354,7 +332,6 @@ def printed_by(command: Callable[..., Any], *arguments: Any) -> str:
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
-LIE = npy(Random(0), np.zeros(1, np.int64)).replace(b"(1,), }         ", b"(99999999999,), }")
 
 
 def written(folder: Path, name: str, text: str | bytes | list[Any] | dict[str, Any]) -> Path:

@@ -30,17 +30,12 @@ def experiments() -> list[ms.Experiment]:
     lent = ep.replace(name="lent", sharding=ms.Ep(slots_per_rank=6), balance=ms.Greedy(), split=ms.FlowSplit())
     fsep = lent.replace(name="fsep", sharding=ms.Fsep(slots_per_rank=6))
     eager = ms.Fsep(slots_per_rank=6, prefetch_layers=1, delay_reshard=True)
+    kept = ms.Fsep(slots_per_rank=(7, 5), reshard_after_forward=False)
+    losses = {"router_aux_loss_coef": 0.01, "router_z_loss_coef": 0.001, "n_shared_experts": 1}
+    sizes = {"num_layers": 2, "num_heads": 2, "context": 32, "batch": 2, "micro_batches": 2}
     one_node = ms.Experiment(
         name="one-node",
-        model=ms.ModelShape(
-            hidden_size=32,
-            intermediate_size=48,
-            num_experts=8,
-            top_k=2,
-            router_aux_loss_coef=0.01,
-            router_z_loss_coef=0.001,
-            n_shared_experts=1,
-        ),
+        model=ms.ModelShape(hidden_size=32, intermediate_size=48, num_experts=8, top_k=2, **losses),
         cluster=ms.ClusterSpec(ranks_per_node=2),
         strategies=(
             ep,
@@ -48,17 +43,9 @@ def experiments() -> list[ms.Experiment]:
             lent,
             fsep,
             fsep.replace(name="fsep eager", sharding=eager, overlap=ms.Pipelined(chunks=2), predictor=ms.Adaptive()),
-            fsep.replace(
-                name="fsep kept",
-                sharding=ms.Fsep(slots_per_rank=(7, 5), reshard_after_forward=False),
-                balance=ms.Eplb(),
-                split=ms.Proportional(),
-                replan_every=2,
-            ),
+            fsep.replace(name="fsep kept", sharding=kept, balance=ms.Eplb(), split=ms.Proportional(), replan_every=2),
         ),
-        workload=ms.Training(
-            num_layers=2, num_heads=2, context=32, batch=2, micro_batches=2, warmup=0, steps=12, recompute=True
-        ),
+        workload=ms.Training(warmup=0, steps=12, recompute=True, **sizes),
         seeds=(0, 1),
     )
     hierarchical = fsep.replace(
@@ -69,11 +56,10 @@ def experiments() -> list[ms.Experiment]:
         overlap=ms.Pipelined(chunks=2),
         lag=2,
     )
+    sigmoid = {"scoring_func": "sigmoid", "n_group": 2, "router_bias_update_rate": 0.001, "norm_topk_prob": False}
     two_nodes = one_node.replace(
         name="two-nodes",
-        model=one_node.model.replace(
-            scoring_func="sigmoid", n_group=2, router_bias_update_rate=0.001, norm_topk_prob=False, dtype="bfloat16"
-        ),
+        model=one_node.model.replace(dtype="bfloat16", **sigmoid),
         cluster=ms.ClusterSpec(num_nodes=2, ranks_per_node=1),
         strategies=(hierarchical, ms.presets.laer(slots_per_rank=6)),
         workload=one_node.workload.replace(recompute=False),

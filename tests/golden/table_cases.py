@@ -25,6 +25,7 @@ LONG_FRACTION = re.compile(r"(?=[\d.]{14})\d+\.\d+(?:e[-+]?\d+)?")
 def simulated_experiment() -> ms.Experiment:
     """All predictors, and layouts that change now and then."""
     fsep = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=4), balance=ms.Greedy(), split=ms.FlowSplit())
+    window = {"predictor": ms.WindowMean(steps=2), "replan_every": 2, "overlap": ms.Pipelined(chunks=2)}
     return ms.Experiment(
         name="golden",
         model=ms.ModelShape(hidden_size=256, intermediate_size=256, num_experts=12, top_k=2),
@@ -32,9 +33,7 @@ def simulated_experiment() -> ms.Experiment:
         strategies=(
             ms.Strategy(name="ep"),
             fsep,
-            fsep.replace(
-                name="window", predictor=ms.WindowMean(steps=2), replan_every=2, overlap=ms.Pipelined(chunks=2)
-            ),
+            fsep.replace(name="window", **window),
             fsep.replace(name="ema", predictor=ms.Ema(), lag=2, split=ms.Proportional()),
             fsep.replace(name="adaptive", predictor=ms.Adaptive(), balance=ms.FlexMoe()),
             fsep.replace(name="oracle", predictor=ms.Oracle(), balance=ms.Eplb()),

@@ -33,13 +33,10 @@ def same(line: str, golden: str) -> bool:
     return close and FRACTION.sub("", line) == FRACTION.sub("", golden)
 
 
-def assert_golden(name: str, text: str, leave_out: str | None = None) -> None:
+def assert_golden(name: str, text: str, leave_out: str = "(nothing)") -> None:
     """``leave_out``: what lines hold that are not compared."""
-    golden = (FILES / name).read_text()
-    here, there = (
-        [line for line in of.splitlines() if not leave_out or leave_out not in line] for of in (text, golden)
-    )
-    pairs = zip_longest(here, there, fillvalue="(no line)")
+    both = ([line for line in of.splitlines() if leave_out not in line] for of in (text, (FILES / name).read_text()))
+    pairs = zip_longest(*both, fillvalue="(no line)")
     differing = [f"golden  {b}\n   now  {a}" for a, b in pairs if not same(a, b)]
     shown = "\n".join(differing[:10])
     assert not differing, f"{len(differing)} lines of {name} differ; see tests/golden/make.py\n{shown}"

@@ -97,53 +97,34 @@ def resumed(folder: str) -> tuple[list[float], list[str]]:
     return losses, [event.what for layer in model.moe for event in layer.experts.schedule.events]
 
 
-def test_a_checkpoint_is_resumed(release: Path, ranks: LocalRanks) -> None:
+def output(folder: str, strategy: ms.Strategy) -> float:
+    model, _ = load_checkpoint(folder, strategy)
+    return model(tokens_of(0, 0)).square().sum().item()
+
+
+def test_a_checkpoint_is_resumed_and_loaded_on_other_ranks_under_another_sharding(release: Path, ranks: LocalRanks):
     """The last bit may differ on another machine, whose BLAS sums in another order."""
     found = ranks.run(resumed, str(release / "checkpoint"), num_ranks=2)
     there = [float.fromhex(word) for word in (release / "losses.txt").read_text().split()]
     for rank, (losses, events) in enumerate(found):
         np.testing.assert_allclose(losses, there[STEPS * rank :][SAVED_STEPS:STEPS], rtol=1e-5)
         assert events == []
-
-
-def output(folder: str, strategy: ms.Strategy) -> float:
-    model, _ = load_checkpoint(folder, strategy)
-    return model(tokens_of(0, 0)).square().sum().item()
-
-
-def test_a_checkpoint_is_loaded_on_other_ranks_under_another_sharding(release: Path, ranks: LocalRanks) -> None:
     assert release_files.SHAPE.num_experts == 4
     four = ranks.run(output, str(release / "checkpoint"), ms.Strategy(name="ep"))
     two = ranks.run(output, str(release / "checkpoint"), FSEP, num_ranks=2)
     np.testing.assert_allclose(four, two[0], rtol=1e-5)
 
 
-def test_public_names_remain() -> None:
+def test_public_names_and_commands_remain() -> None:
     """All but those that moved experts to other owners, the bound in seconds, and classes of results; some in modules
     of their own.
     """
-    names = (RELEASE / "public_names.txt").read_text().split()
-    modules = (ms, ms.models, ms.planning, ms.traces)
+    names, modules = (RELEASE / "public_names.txt").read_text().split(), (ms, ms.models, ms.planning, ms.traces)
     results = (
         "Comparison Declared LayerMetrics MoERuntime PathPart RestOfStep RunResult Simulation Span Timeline TuneResult"
     )
     gone = "SecondsCertificate certify_seconds compare_records gather_loads move_homes plan_homes plan_layouts"
     found = [name for name in names if not any(hasattr(module, name) for module in modules)]
     assert found == sorted([*results.split(), *gone.split(), "replica_budget", "simulation"])
-
-
-def test_commands_remain() -> None:
-    commands = (
-        "demo",
-        "run",
-        "compare",
-        "bisect",
-        "explain",
-        "simulate",
-        "tune",
-        "plan",
-        "report",
-        "convert",
-        "doctor",
-    )
-    assert set(commands) <= set(get_command(app).commands)
+    commands = "demo run compare bisect explain simulate tune plan report convert doctor"
+    assert set(commands.split()) <= set(get_command(app).commands)

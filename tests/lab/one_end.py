@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from runner_cases import EP, FSEP, simulation, training
+from runner_cases import EP, FSEP, simulation
 
 import moesys as ms
 from moesys.__main__ import main
@@ -22,32 +22,12 @@ from moesys.lab.ranks import pool
 from moesys.lab.ranks.pool import LocalRanks
 
 
-def command(*arguments: str) -> None:
-    sys.argv = ["moesys", *arguments]
-    main()
-
-
-def experiment_in(folder: Path, experiment: ms.Experiment) -> list[str]:
-    (folder / "experiment.json").write_text(experiment.to_json())
-    return [str(folder / "experiment.json"), "--out", str(folder / "runs")]
-
-
-def simulated(folder: Path) -> None:
-    command("run", *experiment_in(folder, simulation()), "--jobs", "1")
-
-
 def on_workers(folder: Path) -> None:
     # They begin with the first trial, however little there is to do.
     pool.ALONE_S = 0.0
-    command("run", *experiment_in(folder, simulation(strategies=(EP, FSEP), seeds=(0,))), "--jobs", "2")
-
-
-def trained(folder: Path) -> None:
-    command("run", *experiment_in(folder, training()))
-
-
-def tuned(folder: Path) -> None:
-    command("tune", *experiment_in(folder, simulation()), "--budget", "4", "--jobs", "1")
+    (folder / "experiment.json").write_text(simulation(strategies=(EP, FSEP), seeds=(0,)).to_json())
+    sys.argv = ["moesys", "run", str(folder / "experiment.json"), "--out", str(folder / "runs"), "--jobs", "2"]
+    main()
 
 
 def mega_kernels(folder: Path) -> None:
@@ -71,10 +51,7 @@ def local_ranks(folder: Path) -> None:
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
-    "simulated": simulated,
     "simulated on workers": on_workers,
-    "trained": trained,
-    "tuned": tuned,
     "MegaKernels": mega_kernels,
     "local ranks": local_ranks,
 }

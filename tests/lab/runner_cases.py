@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from moesys.balance.cp_sat import CpSat
-from moesys.balance.flow.flow_split import FlowSplit
-from moesys.balance.greedy.greedy import Greedy
+from moesys import CpSat, Experiment, FlowSplit, Generated, Greedy, Pipelined, Training
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
-from moesys.config.experiment import Experiment
-from moesys.config.overlap import Pipelined
-from moesys.config.workload import Generated, Training
 
 EP = Strategy(name="ep")
 PIPELINED = EP.replace(name="ep+pipelined", overlap=Pipelined(chunks=2))

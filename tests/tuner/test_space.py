@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import replace
 from itertools import islice
 
 import pytest
 from tuner_cases import CLUSTERS, EP, MODEL, SPACE, changed, memory_of
 
-from moesys.balance.even_split import EvenSplit
-from moesys.balance.flow.flow_split import FlowSplit
-from moesys.balance.greedy.greedy import Greedy
+from moesys import EvenSplit, FlowSplit, Greedy, MegaKernel, Pipelined, Sequential, Space
 from moesys.config import ClusterSpec, Ep, Fsep, Last, Strategy, WindowMean
-from moesys.config.overlap import MegaKernel, Pipelined, Sequential
-from moesys.tuner.space import PARTS, Space, default_space
+from moesys.tuner.space import PARTS, default_space
 from moesys.tuner.tuned_workload import Setting
 
 CLUSTER = CLUSTERS["even"]
@@ -29,35 +25,6 @@ def test_a_space_survives_toml_and_json():
     mega = changed(SPACE, values | {"balance": (Greedy(effort=4), "static")})
     assert Space.from_toml(mega.to_toml()) == mega
     assert Space.from_json(mega.to_json()) == mega
-
-
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"balance": ()}, "balance lists no value; list at least one, or leave it out for the default"),
-        ({"name": ("a",)}, "name is no field that can be searched; use one of sharding, balance,"),
-        ({"overlap": ("pipelined",), "overlap.chunk": (2,)}, "overlap.chunk is no field that can be searched; use one"),
-        ({"overlap.chunks": (2,)}, "overlap.chunks is a field of pipelined, which overlap does not list; list 'pipeli"),
-        ({"overlap.pipelined.chunks": (2,)}, "is a field of pipelined, which overlap does not list"),
-        (
-            {"overlap.piped.chunks": (2,)},
-            "overlap.piped.chunks names no kind of overlap; use overlap.chunks, or a kind",
-        ),
-        ({"overlap": ("piped",)}, "overlap: kind='piped' is not one of sequential, pipelined, mega_kern"),
-        ({"overlap": ("pipelined",), "overlap.chunks": (2, 0)}, "overlap.chunks=0 should be greater than or eq"),
-        ({"balance": ({"kind": "greedy", "efort": 4},)}, "Greedy has no field 'efort'; its fields are effort,"),
-        ({"lag": (-1,)}, "lag=-1 should be greater than or equal to 0"),
-        ({"lag.steps": (1,)}, "lag.steps is no field that can be searched; lag has values and no fields"),
-        ({"sharding": ("ep", "fsep")}, "sharding lists 'fsep', of which no combination of values is one; list others"),
-        (
-            {"overlap": ("mega_kernel",), "overlap.rows_cap": (1.0,)},
-            "overlap.rows_cap is no field that can be searched",
-        ),
-    ],
-)
-def test_what_a_space_refuses(values, reason):
-    with pytest.raises(ValueError, match=re.escape(reason)):
-        Space(values)
 
 
 def test_members_that_are_listed_whole_stay_as_they_are():
@@ -173,18 +140,11 @@ def test_fields_of_mega_kernels_that_exclude_each_other_are_no_points():
 def test_every_field_of_a_union_can_be_searched_or_has_a_reason():
     """A field that is added to a strategy must be given values, or be named here."""
     not_speed = {"rows_cap", "most_tokens", "timeout_s", "slot_gb_per_rank"}
-    space = Space(
-        {"sharding": ("ep", "fsep"), "sharding.slots_per_rank": (2,), "overlap": ("mega_kernel", "pipelined")}
-        | {"overlap.chunks": (2,)}
-    )
-    for part, member in (
-        ("sharding", EP.sharding),
-        ("sharding", Fsep(slots_per_rank=1)),
-        ("overlap", MegaKernel()),
-        ("overlap", Pipelined(chunks=2)),
-    ):
-        searched = set(space.choices(part, member.kind))
-        assert searched == set(type(member).model_fields) - not_speed - {"kind"}
+    values = {"sharding": ("ep", "fsep"), "sharding.slots_per_rank": (2,), "overlap": ("mega_kernel", "pipelined")}
+    space = Space(values | {"overlap.chunks": (2,)})
+    for member in (EP.sharding, Fsep(slots_per_rank=1), MegaKernel(), Pipelined(chunks=2)):
+        part = "sharding" if isinstance(member, Ep | Fsep) else "overlap"
+        assert set(space.choices(part, member.kind)) == set(type(member).model_fields) - not_speed - {"kind"}
     assert set(PARTS) == set(Strategy.model_fields) - {"name", "reduction"}
 
 
@@ -210,23 +170,17 @@ def test_memory_of_a_rank_by_hand():
     P = 3 * 256 * 512
     fsep = Strategy(name="f", sharding=Fsep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True))
     memory = memory_of(fsep, SETTING, tokens_per_rank=100)
-    assert memory.state_bytes == 16 * 8 * (P // 4) * 2
-    assert memory.slot_bytes == 2 * 3 * P * 2
-    assert memory.gradient_bytes == 2 * 3 * P * 4
-    assert memory.row_bytes == 2 * 100 * 2 * (256 + 2 * 512) * 2
-    assert memory.gb == pytest.approx(
-        (memory.state_bytes + memory.slot_bytes + memory.gradient_bytes + memory.row_bytes) / 1e9
+    of_rows = 2 * 100 * 2 * (256 + 2 * 512) * 2
+    found = memory.state_bytes, memory.slot_bytes, memory.gradient_bytes, memory.row_bytes
+    assert found == (16 * 8 * (P // 4) * 2, 2 * 3 * P * 2, 2 * 3 * P * 4, of_rows)
+    assert memory.gb == pytest.approx(sum(found) / 1e9)
+    one_layer = memory_of(Strategy(name="f", sharding=Fsep(slots_per_rank=3)), SETTING, 100, recompute=True)
+    assert (one_layer.slot_bytes, one_layer.row_bytes * 2) == (3 * P * 2, of_rows)
+    fused, again = (
+        memory_of(EP.replace(overlap=MegaKernel(keep_x=kept)), SETTING, tokens_per_rank=100) for kept in (True, False)
     )
-    one_layer = memory_of(
-        Strategy(name="f", sharding=Fsep(slots_per_rank=3)), SETTING, tokens_per_rank=100, recompute=True
-    )
-    assert one_layer.slot_bytes == 3 * P * 2
-    assert one_layer.row_bytes * 2 == memory.row_bytes
-    fused = memory_of(EP.replace(overlap=MegaKernel()), SETTING, tokens_per_rank=100)
-    assert fused.shared_bytes == (2 * 100 + 100 * 2) * 256 * 2
-    again = memory_of(EP.replace(overlap=MegaKernel(keep_x=False)), SETTING, tokens_per_rank=100)
+    assert (fused.shared_bytes, fused.gradient_bytes) == ((2 * 100 + 100 * 2) * 256 * 2, 0)
     assert fused.row_bytes - again.row_bytes == SETTING.num_layers * 100 * 2 * 256 * 2
-    assert fused.gradient_bytes == 0
 
 
 @pytest.mark.parametrize("part", ["balance", "split", "overlap", "predictor"])

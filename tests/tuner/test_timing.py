@@ -8,11 +8,10 @@ import random
 import pytest
 from tuner_cases import CLUSTERS, EP, SMALL, drawn, exhausted, memory_of, session_of, setting_of
 
-from moesys.config import Fsep
+from moesys import Fsep, SearchBounds
 from moesys.tuner import timing
 from moesys.tuner.costs import TuneJournal
 from moesys.tuner.pick import tune_workload
-from moesys.tuner.space import SearchBounds
 from moesys.tuner.timing import MOST_TRIALS, Rounds, TrialFailedError
 from moesys.tuner.tuned_workload import Deadline
 
@@ -71,17 +70,14 @@ def test_when_the_time_is_over_no_further_trial_begins(trials_in_time):
 
 
 def test_every_round_has_the_baseline_and_a_seed_of_its_own():
-    clock = Clock(falling(POINTS))
+    clock, baseline = Clock(falling(POINTS)), POINTS[0].fingerprint()
     rounds(clock)
     seeds = [seed for _, seed in clock.calls]
     assert seeds == sorted(seeds)
-    assert sorted(set(seeds)) == [seed for fingerprint, seed in clock.calls if fingerprint == POINTS[0].fingerprint()]
+    assert sorted(set(seeds)) == [seed for fingerprint, seed in clock.calls if fingerprint == baseline]
     # Where the baseline stands in a round is by chance.
-    places = [
-        [fingerprint for fingerprint, of in clock.calls if of == seed].index(POINTS[0].fingerprint())
-        for seed in set(seeds)
-    ]
-    assert len(set(places)) > 1
+    of_rounds = ([fingerprint for fingerprint, of in clock.calls if of == seed] for seed in set(seeds))
+    assert len({of_round.index(baseline) for of_round in of_rounds}) > 1
 
 
 def test_the_fastest_wins_although_a_machine_drifts():
@@ -131,27 +127,17 @@ def test_30_trials_find_the_clocks_best_though_the_model_is_wrong(name):
     """The clock knows another machine than the model: each kind of sharding and overlap is off by its own factor, each
     point by up to 5 %, and each trial by up to 1 %.
     """
-    workload = drawn(CLUSTERS[name], steps=2)
+    workload, off = drawn(CLUSTERS[name], steps=2), random.Random(1)
     simulated_ms = exhausted(workload, SMALL)
-    off = random.Random(1)
-    by_kind = {
-        kind: off.uniform(0.7, 1.4) for kind in [("ep", "sequential"), ("ep", "pipelined"), ("fsep", "sequential")]
-    }
-    ms = {
-        point.fingerprint(): simulated_ms[point.fingerprint()]
-        * by_kind.get((point.sharding.kind, point.overlap.kind), 1.0)
-        * off.uniform(0.95, 1.05)
-        for point in POINTS
-    }
+    kinds = (("ep", "sequential"), ("ep", "pipelined"), ("fsep", "sequential"))
+    by_kind = {kind: off.uniform(0.7, 1.4) for kind in kinds}
+    ms = {}
+    for point in POINTS:
+        kind = by_kind.get((point.sharding.kind, point.overlap.kind), 1.0)
+        ms[point.fingerprint()] = simulated_ms[point.fingerprint()] * kind * off.uniform(0.95, 1.05)
     clock = Clock(ms, noise=0.01)
-    tuned = tune_workload(
-        workload,
-        [EP],
-        session_of(),
-        space=SMALL,
-        bounds=SearchBounds(budget=16),
-        clock=timing.Clock(clock, MOST_TRIALS),
-    )
+    bounds, timed = SearchBounds(budget=16), timing.Clock(clock, MOST_TRIALS)
+    tuned = tune_workload(workload, [EP], session_of(), space=SMALL, bounds=bounds, clock=timed)
     assert tuned.decided_by == "measured"
     assert len(clock.calls) <= 30
     assert ms[tuned.strategy.fingerprint()] <= 1.05 * min(ms.values())
@@ -164,14 +150,9 @@ def test_what_does_not_fit_is_no_pick_however_fast_the_clock_says_it_is():
     gb = max(memory_of(point, setting_of(workload), 512).gb for point in POINTS)
 
     def tuned(clock):
-        return tune_workload(
-            workload,
-            [wide, wider, EP],
-            session_of(),
-            space=SMALL,
-            bounds=SearchBounds(budget=8, memory_gb=gb),
-            clock=timing.Clock(clock, 6),
-        )
+        bounds, starts = SearchBounds(budget=8, memory_gb=gb), [wide, wider, EP]
+        timed = timing.Clock(clock, 6)
+        return tune_workload(workload, starts, session_of(), space=SMALL, bounds=bounds, clock=timed)
 
     clock = Clock(falling([EP, *POINTS[1:], wide, wider]))
     found = tuned(clock)

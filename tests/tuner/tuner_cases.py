@@ -4,31 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moesys.config import ClusterSpec, ModelShape, Strategy, WindowMean
-from moesys.config.workload import Generated
+from moesys import ClusterSpec, Generated, ModelShape, Space, Strategy, WindowMean
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.limits import RankMemory, rank_memory
 from moesys.tuner.costs import Costs, Entry, Helpers, Session, TuneJournal
-from moesys.tuner.space import Space
 from moesys.tuner.tuned_workload import Deadline, Fidelity, Plans, Setting, ladder
 
 EP = Strategy(name="ep")
 MODEL = ModelShape(hidden_size=256, intermediate_size=512, num_experts=8, top_k=2, dtype="bfloat16")
 # Computing, links inside and links between nodes in turn are what a step waits for.
+TWO_NODES = ClusterSpec(num_nodes=2, ranks_per_node=2)
+RATES = {"intra_node_gb_per_s": 60.0, "inter_node_gb_per_s": 20.0, "expert_tflops": 20.0, "copy_share": 0.1}
 CLUSTERS = {
-    "slow ranks": ClusterSpec(num_nodes=2, ranks_per_node=2, expert_tflops=2.0),
-    "slow links": ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=8.0, inter_node_gb_per_s=2.0),
-    "even": ClusterSpec(
-        num_nodes=2,
-        ranks_per_node=2,
-        intra_node_gb_per_s=60.0,
-        inter_node_gb_per_s=20.0,
-        expert_tflops=20.0,
-        intra_node_us=5.0,
-        inter_node_us=15.0,
-        launch_us=3.0,
-        copy_share=0.1,
-    ),
+    "slow ranks": TWO_NODES.replace(expert_tflops=2.0),
+    "slow links": TWO_NODES.replace(intra_node_gb_per_s=8.0, inter_node_gb_per_s=2.0),
+    "even": TWO_NODES.replace(intra_node_us=5.0, inter_node_us=15.0, launch_us=3.0, **RATES),
 }
 SPACE = Space(
     {
@@ -46,16 +36,9 @@ SPACE = Space(
 )
 # As SPACE, with less to exhaust.
 SMALL = Space(
-    {
-        "sharding": ("ep", "fsep"),
-        "sharding.ep.slots_per_rank": (None, 3),
-        "sharding.fsep.slots_per_rank": (2, 3),
-        "sharding.delay_reshard": (False, True),
-        "balance": ("static", "greedy"),
-        "split": ("even", "flow"),
-        "overlap": ("sequential", "pipelined"),
-        "overlap.chunks": (2, 8),
-    }
+    {path: values for path, values in SPACE.root.items() if path not in ("sharding.prefetch_layers", "predictor")}
+    | {"sharding.fsep.slots_per_rank": (2, 3), "balance": ("static", "greedy"), "split": ("even", "flow")}
+    | {"overlap.chunks": (2, 8)}
 )
 
 

@@ -42,17 +42,16 @@ def test_the_kernel_says_where_its_groups_are(tmp_path: Path) -> None:
     assert find_shares(tmp_path / "none") is None
 
 
-def test_a_group_of_the_second_manner(tmp_path: Path) -> None:
+def test_whoever_cannot_have_shares_is_told_why_and_a_group_says_what_it_gets(monkeypatch, tmp_path):
     group = ProcessorShares(tmp_path, 2).make("host0", 0.5)
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
     assert {path.name: path.read_text() for path in group.iterdir()} == {"cpu.max": "5000 10000"}
-
-
-def test_whoever_cannot_have_shares_is_told_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(processor_shares, "find_shares", lambda: None)
-    assert "no control groups for the processor are mounted; leave shares out" in lacks_shares()
-    monkeypatch.setattr(processor_shares, "find_shares", lambda: ProcessorShares(tmp_path / "none", 1))
-    assert "(No such file or directory); leave shares out" in lacks_shares()
+    for found, words in (
+        (None, "no control groups for the processor are mounted; leave shares out"),
+        (ProcessorShares(tmp_path / "none", 1), "(No such file or directory); leave shares out"),
+    ):
+        monkeypatch.setattr(processor_shares, "find_shares", lambda found=found: found)
+        assert words in lacks_shares()
 
 
 # --- for root ------------------------------------------------------------------------------------------------

@@ -7,9 +7,7 @@ from functools import partial
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.harness.model_steps import LENGTH
 from benchmarks.shaped import bench, cases
 from benchmarks.shaped.bench import report, run_cases, simulated_seconds
@@ -65,23 +63,7 @@ def test_a_message_is_as_late_as_products_with_one_behind_take_longer() -> None:
     assert late_ms(Ranks(), CASE, 3) == 12.0 - 9.0  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--hosts", "3"), "hosts=3 is not measured here; use 2 or 4"),
-        (("--mbit", "5"), "mbit=5 must be between 10 and 10000"),
-        (("--case", "split"), "case='split' and case='models' are pages of their own; ask for one, then the other"),
-    ],
-)
-def test_the_command_says_what_it_cannot_do(arguments: tuple[str, ...], message: str) -> None:
-    result = CliRunner().invoke(app, ["shaped", "--case", "models", *arguments])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-
-
-def test_where_no_hosts_can_be_made_the_command_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_no_hosts_can_be_made_the_command_says_why(monkeypatch, capsys):
     monkeypatch.setattr(bench, "lacks_hosts", lambda: "")
     monkeypatch.setattr(bench, "lacks_shares", lambda: "no groups")
     with pytest.raises(typer.Exit):

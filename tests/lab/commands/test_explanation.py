@@ -8,18 +8,15 @@ import numpy as np
 import pytest
 from lab_cases import experiment
 
-from moesys.balance.eplb import Eplb
-from moesys.balance.even_split import EvenSplit
-from moesys.balance.flow.flow_split import FlowSplit
-from moesys.balance.greedy.greedy import Greedy
+from moesys import Eplb, EvenSplit, FlowSplit, Greedy, explain, plan_layout
 from moesys.balance.replay import replay_steps
-from moesys.balance.run_planner import plan_layout, split_tokens
+from moesys.balance.run_planner import split_tokens
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Strategy, WindowMean
 from moesys.config.experiment import Experiment
 from moesys.config.overlap import Pipelined
 from moesys.config.workload import Generated, Replay, Training
 from moesys.cost import link_load
-from moesys.lab.commands.explain import explain, explanation_tree
+from moesys.lab.commands.explain import explanation_tree
 from moesys.lab.runs.trials import run_simulated
 from moesys.load import LoadMatrix
 from moesys.simulator.simulation import SLOWER_RANKS, Lanes
@@ -108,30 +105,25 @@ def test_every_count_is_that_of_the_plans_own_entries():
 @pytest.mark.parametrize("strategy", [Strategy(name="ep"), LENT, FSEP, SLOW], ids=lambda strategy: strategy.name)
 def test_a_step_takes_as_long_as_in_a_simulated_trial(strategy):
     trial = run_simulated(strategy, MODEL, CLUSTER, DRAWN, seed=0)
-    for index in range(DRAWN.steps):
+    for index in (0, DRAWN.steps - 1):
         step = explain(strategy, declared(strategy), micro_batch=DRAWN.warmup + index)
-        expected = {name: trial.samples[name].values[index] for name in ("step_ms", "exposed_ms")}
-        assert {"step_ms": step.step_ms, "exposed_ms": step.exposed_ms} == expected
         imbalance = np.mean([layer.max_over_mean for layer in step.layers])
-        assert imbalance == trial.samples["load_max_over_mean"].values[index]
+        found = {"step_ms": step.step_ms, "exposed_ms": step.exposed_ms, "load_max_over_mean": imbalance}
+        assert found == {name: trial.samples[name].values[index] for name in found}
 
 
 @pytest.mark.parametrize("strategy", [Strategy(name="ep"), LENT, FSEP, SLOW], ids=lambda strategy: strategy.name)
-def test_computing_and_waiting_add_up_to_the_step_and_layers_to_all(strategy):
+def test_computing_and_waiting_add_up_to_the_step_as_layers_and_the_critical_path_do(strategy):
     step = explain(strategy, declared(strategy))
-    computing = {"experts", "weight_gradients"}
-    waits = sum(ms for kind, ms in step.mean_ms.items() if kind not in computing)
-    assert sum(step.critical_ms.values()) == pytest.approx(step.step_ms)
-    assert sum(step.mean_ms.values()) == pytest.approx(step.step_ms)
+    waits = sum(ms for kind, ms in step.mean_ms.items() if kind not in ("experts", "weight_gradients"))
     assert waits == pytest.approx(step.exposed_ms)
-    for kind, ms in step.mean_ms.items():
-        assert sum(layer.mean_ms.get(kind, 0.0) for layer in step.layers) == pytest.approx(ms)
-    for kind, ms in step.critical_ms.items():
-        assert sum(layer.critical_ms.get(kind, 0.0) for layer in step.layers) == pytest.approx(ms)
-
-
-def test_the_critical_path_is_as_long_as_the_step_and_named_in_the_tree():
-    step = explain(SLOW, declared(SLOW))
+    for by_kind, of_layers in (
+        (step.mean_ms, [layer.mean_ms for layer in step.layers]),
+        (step.critical_ms, [layer.critical_ms for layer in step.layers]),
+    ):
+        assert sum(by_kind.values()) == pytest.approx(step.step_ms)
+        for kind, ms in by_kind.items():
+            assert sum(of_layer.get(kind, 0.0) for of_layer in of_layers) == pytest.approx(ms)
     assert sum(place.ms for place in step.critical_path) == pytest.approx(step.step_ms)
     assert sum(place.share for place in step.critical_path) == pytest.approx(1)
     first = step.critical_path[0]
@@ -196,33 +188,33 @@ def test_a_wait_counts_in_the_layer_that_waits_for_what_has_begun_or_for_slower_
 TURN = [[[[4, 4]] * 3], [[[4, 4]] * 3], [[[1, 10]] * 3], [[[1, 10]] * 3], [[[1, 10]] * 3]]
 
 
-def test_an_expert_that_became_hot_is_named_with_its_new_replica(tmp_path):
-    strategy = Strategy(name="eplb", sharding=Fsep(slots_per_rank=1), balance=Eplb())
-    step = explain(strategy, replayed(tmp_path, TURN, strategy), micro_batch=3)
+def test_an_expert_that_became_hot_is_named_with_its_new_replica_and_so_are_plans_that_move_nothing(tmp_path):
+    strategy = Strategy(name="eplb [hot]", sharding=Fsep(slots_per_rank=1), balance=Eplb(hierarchical=True))
+    of = replayed(tmp_path, TURN, strategy)
+    before, step, after = (explain(strategy, of, micro_batch=number) for number in (2, 3, 4))
     (layer,) = step.layers
     hot, cold = layer.change.experts
     assert (hot.expert, hot.replicas_before, hot.replicas_after) == (1, 1, 2)
     assert (cold.expert, cold.replicas_before, cold.replicas_after) == (0, 2, 1)
     assert (hot.load_over_mean, cold.load_over_mean) == (30 / 16.5, 3 / 16.5)
-    assert len(hot.gained_ranks) == 1
     assert (hot.gained_ranks, hot.lost_ranks) == (cold.lost_ranks, cold.gained_ranks)
-    assert [1] in [layer.experts_R[rank] for rank in hot.gained_ranks]
-    assert (layer.change.since, layer.change.history, layer.num_kept) == (3, (2, 2), 0)
+    (rank,) = hot.gained_ranks
+    assert layer.experts_R[rank] == [1]
     assert layer.change.max_over_mean_before > layer.change.max_over_mean_after
+    assert (before.layers[0].change, before.layers[0].num_kept) == (None, 2)
+    for found, kept in ((layer, 0), (after.layers[0], 1)):
+        assert (found.change.since, found.change.history, found.num_kept) == (3, (2, 2), kept)
+    text = str(step)
+    assert text.startswith("SIMULATED: eplb [hot] of tiny, micro-batch 3 of 0 to 4, seed 0\n")
+    assert f"expert 1: 1 -> 2 replicas, it has 1.82 × the mean load; new on rank {rank}\n" in text
+    assert f"expert 0: 2 -> 1 replicas, it has 0.18 × the mean load; gone from rank {rank}\n" in text
+    assert "layout: planned by eplb(hierarchical=True) on micro-batch 2 (last), in use since 3\n" in text
+    assert f"load: replayed from {tmp_path / 'trace.npz'}\n" in text
 
 
 def test_what_moved_is_told_of_a_split_by_seconds_too():
     by_seconds = FSEP.replace(split=FlowSplit(max_inter_node="seconds"))
     assert any(layer.change for layer in explain(by_seconds, declared(by_seconds)).layers)
-
-
-def test_a_plan_that_moves_nothing_is_counted_and_the_newest_that_did_is_told(tmp_path):
-    strategy = Strategy(name="eplb", sharding=Fsep(slots_per_rank=1), balance=Eplb())
-    of = replayed(tmp_path, TURN, strategy)
-    before = explain(strategy, of, micro_batch=2).layers[0]
-    assert (before.change, before.num_kept) == (None, 2)
-    after = explain(strategy, of).layers[0]
-    assert (after.change.since, after.change.history, after.num_kept) == (3, (2, 2), 1)
 
 
 def test_the_history_that_a_plan_was_made_on_follows_predictor_lag_and_replan_every():
@@ -237,70 +229,37 @@ def test_the_history_that_a_plan_was_made_on_follows_predictor_lag_and_replan_ev
         assert layer.experts_R == [list(expected.experts_of(rank)) for rank in range(4)]
 
 
-def test_a_static_layout_has_no_history():
-    step = explain(Strategy(name="ep"), declared(Strategy(name="ep")))
-    assert all(layer.change is None and layer.num_kept == 0 for layer in step.layers)
-    assert "layout: the first one, made before any load was known, and for ever" in str(step)
-
-
 # --- the tree -----------------------------------------------------------------------------------------------------
 
 
-def test_the_tree_says_what_moved_and_that_times_are_simulated(tmp_path):
-    strategy = Strategy(name="eplb [hot]", sharding=Fsep(slots_per_rank=1), balance=Eplb(hierarchical=True))
-    step = explain(strategy, replayed(tmp_path, TURN, strategy), micro_batch=3)
-    text = str(step)
-    rank = step.layers[0].change.experts[0].gained_ranks[0]
-    assert text.startswith("SIMULATED: eplb [hot] of tiny, micro-batch 3 of 0 to 4, seed 0\n")
-    assert f"expert 1: 1 -> 2 replicas, it has 1.82 × the mean load; new on rank {rank}\n" in text
-    assert f"expert 0: 2 -> 1 replicas, it has 0.18 × the mean load; gone from rank {rank}\n" in text
-    assert "layout: planned by eplb(hierarchical=True) on micro-batch 2 (last), in use since 3\n" in text
-    assert f"load: replayed from {tmp_path / 'trace.npz'}\n" in text
-
-
-def test_experts_without_tokens_are_named(tmp_path):
+def test_experts_without_tokens_are_named_and_a_layer_without_any_token_is_explained_too(tmp_path):
     strategy = Strategy(name="ep")
     step = explain(strategy, replayed(tmp_path, [[[[5, 0, 3], [5, 0, 3]]]], strategy))
-    assert step.layers[0].starved == [1]
-    assert step.layers[0].hottest(2) == [0, 2]
+    assert (step.layers[0].starved, step.layers[0].hottest(2)) == ([1], [0, 2])
     assert "hottest: expert 0 10 (1.88 × the mean), expert 2 6 (1.12 × the mean)\n" in str(step)
     assert "without tokens: expert 1\n" in str(step)
-
-
-def test_a_layer_without_any_token_is_explained_too(tmp_path):
-    strategy = Strategy(name="ep")
     step = explain(strategy, replayed(tmp_path, [[[[0, 0], [0, 0]], [[1, 0], [0, 1]]]], strategy))
     assert step.layers[0].num_tokens == 0
     assert "none, for there are no tokens" in str(step)
 
 
 def test_a_trainings_load_is_drawn_and_the_tree_says_so():
-    of = declared(FSEP).replace(
-        workload=Training(num_layers=3, context=16, batch=2, micro_batches=2, warmup=1, steps=4)
-    )
-    step = explain(FSEP, of)
+    workload = Training(num_layers=3, context=16, batch=2, micro_batches=2, warmup=1, steps=4)
+    step = explain(FSEP, declared(FSEP).replace(workload=workload))
     assert (len(step.layers), step.num_micro_batches) == (3, 10)
     assert {layer.num_tokens for layer in step.layers} == {4 * 16 * 2 * 2}
-    assert "load: drawn, log_normal with skew 1, drift 0.05, spread 0.1; what a training's own routers want" in str(
-        step
-    )
+    words = "load: drawn, log_normal with skew 1, drift 0.05, spread 0.1; what a training's own routers want"
+    assert words in str(step)
 
 
-def test_the_layer_in_detail_is_the_least_even_one_unless_one_is_chosen():
+def test_a_static_layout_has_no_history_and_the_least_even_layer_is_in_detail_unless_one_is_chosen():
     step = explain(Strategy(name="ep"), declared(Strategy(name="ep")))
+    assert all(layer.change is None and layer.num_kept == 0 for layer in step.layers)
+    assert "layout: the first one, made before any load was known, and for ever" in str(step)
     worst = max(step.layers, key=lambda layer: layer.max_over_mean).layer
-    labels = [str(child.label) for child in explanation_tree(step).children]
-    assert labels[-1] == f"layer {worst}"
-    assert [str(explanation_tree(step, layer).children[-1].label) for layer in range(3)] == [
-        "layer 0",
-        "layer 1",
-        "layer 2",
-    ]
-
-
-def test_a_strategy_that_does_not_fit_the_experiment_is_refused():
-    with pytest.raises(ValueError, match="slots_per_rank=1 gives 4 slots on 4 ranks for 6 experts; use at least 2"):
-        explain(FSEP.replace(sharding=Fsep(slots_per_rank=1)), declared(FSEP))
+    for chosen in (None, 0, 1, 2):
+        label = explanation_tree(step, chosen).children[-1].label
+        assert str(label) == f"layer {worst if chosen is None else chosen}"
 
 
 def test_late_slots_are_named_and_their_bytes_counted(tmp_path):

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from moesys import ClusterSpec, Generated, presets
 from moesys.__main__ import app
 from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.plan import LayerPlan
-from moesys.config import ClusterSpec, presets
-from moesys.config.workload import Generated
 from moesys.lab.commands.plan_load import read_load
 from moesys.lab.runs.declarations import balance_of, cluster_of, predictor_of, split_of
 from moesys.traces import generate, save_trace
@@ -40,31 +39,22 @@ def run(*arguments: object) -> tuple[int, str]:
 # --- what it reads ---
 
 
-@pytest.mark.parametrize("suffix", ["npz", "npy", "csv", "json"])
-def test_every_form_of_a_load_is_the_same_load(loads, suffix):
-    layer = {"layer": 1} if suffix == "npz" else {}
-    assert np.array_equal(read_load(loads / f"load.{suffix}", **layer).tokens_RE, TOKENS_RE)
+def test_every_form_of_a_load_is_the_same_load_and_a_trace_gives_its_last_micro_batch_and_first_layer(loads):
+    for form in ("npy", "csv", "json"):
+        assert np.array_equal(read_load(loads / f"load.{form}").tokens_RE, TOKENS_RE)
+    for (step, layer), chosen in (((2, 0), {}), ((2, 1), {"layer": 1}), ((0, 1), {"micro_batch": 0, "layer": 1})):
+        assert np.array_equal(read_load(loads / "load.npz", **chosen).tokens_RE, TRACE.tokens_SLRE[step, layer])
 
 
-def test_a_trace_gives_its_last_micro_batch_and_first_layer(loads):
-    assert np.array_equal(read_load(loads / "load.npz").tokens_RE, TRACE.tokens_SLRE[2, 0])
-    assert np.array_equal(read_load(loads / "load.npz", 0, 1).tokens_RE, TRACE.tokens_SLRE[0, 1])
-
-
-def test_clusters_are_a_shorthand_or_a_file(tmp_path):
+def test_clusters_and_members_are_a_shorthand_json_or_a_file(tmp_path):
     spec = ClusterSpec(num_nodes=2, ranks_per_node=(3, 5))
     (tmp_path / "a.json").write_text(spec.to_json())
     (tmp_path / "a.toml").write_text(spec.to_toml())
     assert cluster_of("4x8") == ClusterSpec(num_nodes=4, ranks_per_node=8)
-    assert cluster_of("h200:16") == presets.h200(16)
-    assert cluster_of("b200") == presets.b200(1)
+    assert (cluster_of("h200:16"), cluster_of("b200")) == (presets.h200(16), presets.b200(1))
     assert cluster_of(str(tmp_path / "a.json")) == cluster_of(str(tmp_path / "a.toml")) == spec
-
-
-def test_members_are_a_kind_or_json():
-    assert balance_of("eplb").kind == "eplb"
+    assert (balance_of("eplb").kind, split_of("even").kind) == ("eplb", "even")
     assert balance_of('{"kind": "flex_moe", "max_moves": 3}').max_moves == 3
-    assert split_of("even").kind == "even"
     assert predictor_of('{"kind": "ema", "decay": 0.25}').decay == 0.25
 
 
@@ -89,22 +79,19 @@ def test_the_plan_is_printed_as_a_tree_and_read_back_from_its_file(loads):
 
 
 def test_a_previous_plan_is_where_the_next_one_begins(loads):
+    """Slots are one more than needed by default."""
     first, second = loads / "first.json", loads / "second.json"
-    chosen = ("--cluster", "2x4", "--slots", 3, "--balance", '{"kind": "flex_moe", "max_moves": 1}')
+    chosen = ("--cluster", "2x4", "--balance", '{"kind": "flex_moe", "max_moves": 1}')
     assert run("--load", loads / "load.csv", *chosen, "--out", first)[0] == 0
     code, output = run("--load", loads / "load.npz", *chosen, "--previous", first, "--out", second)
     assert code == 0, output
     before, after = (LayerPlan.from_json(file.read_text()).layout for file in (first, second))
+    assert before.num_slots == 3
     moved = int(np.maximum(after.replicas_RE - before.replicas_RE, 0).sum())
     assert moved <= 1
     assert f"moves: {moved} replicas" in output
     # Fields that differ from their defaults tell two planners of one kind apart.
     assert "load.npz: flex_moe(max_moves=1) + flow, " in output
-
-
-def test_slots_are_one_more_than_needed_by_default(loads):
-    assert run("--load", loads / "load.npy", "--cluster", "2x4", "--out", loads / "p.json")[0] == 0
-    assert LayerPlan.from_json((loads / "p.json").read_text()).layout.num_slots == 3
 
 
 def test_of_a_large_cluster_only_extremes_are_shown(tmp_path):

@@ -31,14 +31,11 @@ def test_it_says_and_writes_what_is_simulated(tmp_path: Path) -> None:
     assert found.output.count(" fits") == 2
 
 
-def test_skewed_routing_has_an_interval() -> None:
+def test_short_names_and_long_ones_and_skewed_routing_has_an_interval() -> None:
     found = CliRunner().invoke(app, [*ARGUMENTS, "--skew", "1"])
     assert found.exit_code == 0, found.output
     (row,) = [line for line in found.output.splitlines() if line.strip().startswith("ep ")]
     assert " to " in row
-
-
-def test_short_names_and_long_ones() -> None:
     assert parallelism_of("tp=2, pp=4,vp=2") == ms.models.Parallelism(tp=2, pp=4, vp=2)
     assert parallelism_of("") == ms.models.Parallelism()
     assert named_strategy("laer:3") == ms.presets.laer(3)

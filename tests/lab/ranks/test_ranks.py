@@ -95,20 +95,6 @@ def unpicklable_result() -> object:
     return lambda: None
 
 
-def unwritten_memory() -> list[torch.Tensor]:
-    source = """
-like = torch.zeros(2, dtype=torch.int32)
-made = [torch.empty(2), torch.empty_like(like), like.new_empty(1, dtype=torch.bool)]
-"""
-    scope = {"__name__": "moesys.probe", "torch": torch}
-    exec(source, scope)
-    return scope["made"]
-
-
-def memory_outside_moesys() -> torch.Tensor:
-    return torch.empty(3).fill_(1.0)
-
-
 def running(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as stat:
@@ -135,16 +121,14 @@ def test_processes_stay_between_runs_and_have_one_thread(ranks: LocalRanks) -> N
     assert all(threads == 1 for _, threads in first)
 
 
-def test_starting_again_takes_well_under_a_second(ranks: LocalRanks) -> None:
-    ranks.run(process_and_threads)
+def test_a_pool_has_the_threads_that_it_is_given_and_close_leaves_no_process(ranks: LocalRanks) -> None:
     with LocalRanks(2, threads=2) as pool:
-        begin_s = time.monotonic()
-        pool.run(process_and_threads)
-        assert time.monotonic() - begin_s < 5.0  # 0.1 s on a quiet machine
-        assert all(threads == 2 for _, threads in pool.run(process_and_threads))
+        pids = [pid for pid, threads in pool.run(process_and_threads) if threads == 2]
+        assert [running(pid) for pid in pids] == [True, True]
+    assert not any(running(pid) for pid in pids)
 
 
-def test_results_of_100_mb_come_back_by_value(ranks: LocalRanks) -> None:
+def test_large_results_come_back_by_value(ranks: LocalRanks) -> None:
     zeros, ones = ranks.run(big_tensor, 25_000_000, num_ranks=2)
     assert zeros.nbytes == ones.nbytes == 100_000_000
     assert zeros.eq(0).all()
@@ -206,23 +190,23 @@ def fail_first_sleep_second() -> None:
     time.sleep(60)
 
 
-def test_a_result_that_cannot_be_pickled_is_a_failure(ranks: LocalRanks) -> None:
-    with pytest.raises(RankError, match="unpicklable_result"):
-        ranks.run(unpicklable_result, num_ranks=1)
-
-
 @pytest.mark.parametrize(
     ("fn", "args", "reason"),
     [
-        (signal_on, (2, signal.SIGKILL), "rank 2 was killed by signal 9"),
-        (exit_on, (2, 3), "rank 2 exited with code 3"),
+        (signal_on, (2, signal.SIGKILL), "was killed by signal 9"),
+        (exit_on, (2, 3), "exited with code 3"),
     ],
     ids=["killed", "exited"],
 )
 def test_a_dead_rank_is_named(ranks: LocalRanks, fn: object, args: tuple[int, int], reason: str) -> None:
-    with pytest.raises(RankError, match=f"^1 of 3 ranks failed: {reason}$") as caught:
+    with pytest.raises(RankError, match=f"^1 of 3 ranks failed: rank 2 {reason}$") as caught:
         ranks.run(fn, *args, num_ranks=3)
-    assert caught.value.failures == {2: reason.partition(" ")[2].partition(" ")[2]}
+    assert caught.value.failures == {2: reason}
+
+
+def test_a_result_that_cannot_be_pickled_is_a_failure(ranks: LocalRanks) -> None:
+    with pytest.raises(RankError, match="unpicklable_result"):
+        ranks.run(unpicklable_result, num_ranks=1)
 
 
 def test_ranks_without_an_answer_are_named_with_their_stacks(ranks: LocalRanks) -> None:
@@ -251,13 +235,6 @@ def test_outcomes_tells_who_died_and_what_the_others_returned(ranks: LocalRanks)
     assert not any(running(pid) for pid in pids)
 
 
-def test_outcomes_measures_each_rank(ranks: LocalRanks) -> None:
-    quick, slow = ranks.outcomes(sleep_on, 1, 0.3, num_ranks=2)
-    assert slow.seconds >= 0.3
-    assert slow.ended_s - quick.ended_s > 0
-    assert quick.seconds < slow.seconds
-
-
 def test_a_rank_killed_between_runs_is_replaced(ranks: LocalRanks) -> None:
     pid, _ = ranks.run(process_and_threads, num_ranks=2)[1]
     os.kill(pid, signal.SIGKILL)
@@ -279,13 +256,6 @@ def test_wrong_sizes_are_refused(ranks: LocalRanks) -> None:
         ranks.run(process_and_threads, num_ranks=5)
     with pytest.raises(ValueError, match="threads=0 must be at least 1"):
         LocalRanks(2, threads=0)
-
-
-def test_close_leaves_no_process(ranks: LocalRanks) -> None:
-    with LocalRanks(2) as pool:
-        pids = [pid for pid, _ in pool.run(process_and_threads)]
-        assert all(running(pid) for pid in pids)
-    assert not any(running(pid) for pid in pids)
 
 
 ORPHANING = """
@@ -332,14 +302,16 @@ def test_ranks_have_variables_from_their_start_and_end_with_a_killed_parent_even
     assert not any(running(pid) for pid in pids)
 
 
+def unwritten_memory() -> list[torch.Tensor]:
+    scope = {"__name__": "moesys.probe", "torch": torch}
+    exec("like = torch.zeros(2, dtype=torch.int32)\nmade = [torch.empty(2), torch.empty_like(like)]", scope)
+    return scope["made"]
+
+
 def test_memory_that_moesys_leaves_unwritten_shows(ranks: LocalRanks) -> None:
-    here = unwritten_memory()
-    (there,) = ranks.run(unwritten_memory, num_ranks=1)
-    for floats, integers, bools in (here, there):
+    for floats, integers in (unwritten_memory(), *ranks.run(unwritten_memory, num_ranks=1)):
         assert floats.isnan().all()
         assert integers.eq(torch.iinfo(torch.int32).max).all()
-        assert bools.all()
-    assert memory_outside_moesys().eq(1).all()
 
 
 def listening_addresses() -> list[str]:
@@ -371,9 +343,7 @@ def test_ranks_and_their_store_listen_on_loopback_only() -> None:
     assert not [address for address in addresses if address not in loopback]
 
 
-def test_a_rank_whose_parent_was_stopped_while_it_started_ends_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_whose_parent_was_stopped_while_it_started_ends_without_a_traceback(monkeypatch):
     monkeypatch.setattr("moesys.lab.ranks.process._die_with_parent", lambda: None)
     here, there = Pipe()
     here.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import moesys as ms
-from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.places import no_tick
 from moesys.lab.runs.trials import run_measured
 
@@ -30,9 +29,7 @@ SIZES = {"context": 32, "batch": 2, "warmup": 0}
     [ms.Training(num_heads=2, **SIZES), ms.models.ModelTraining(model="olmoe-small", **SIZES)],
     ids=["own", "olmoe"],
 )
-def test_losses_of_all_strategies_have_the_same_bits(
-    ranks: LocalRanks, workload: ms.Training | ms.models.ModelTraining, steps: int
-) -> None:
+def test_losses_of_all_strategies_have_the_same_bits(ranks, workload, steps):
     model = getattr(workload, "shape", SHAPE)
     losses, moved = {}, {}
     for strategy in STRATEGIES:

@@ -45,60 +45,39 @@ def package(tmp_path) -> Path:
     return package
 
 
-def test_it_says_what_runs_here(environment):
+def test_it_says_what_runs_here_and_the_same_state_has_the_same_id(environment):
     assert torch.__version__.startswith(environment.packages["torch"])
-    assert environment.torch_threads == 1
-    assert environment.cores >= 1
-    assert environment.cpu
-    assert environment.machine_line.startswith(
-        f"{environment.cpu}, {environment.cores} cores, 1 thread per rank, Python "
-    )
-
-
-def test_the_same_state_has_the_same_id(environment):
+    assert (environment.torch_threads, environment.cores >= 1, environment.cpu != "") == (1, True, True)
+    line = f"{environment.cpu}, {environment.cores} cores, 1 thread per rank, Python "
+    assert environment.machine_line.startswith(line)
     assert collect_environment(torch_threads=1)[0].id == environment.id
     assert replace(environment, torch_threads=2).id != environment.id
 
 
-def test_variables_that_steer_are_kept_and_homes_are_not(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    monkeypatch.setenv("TORCH_HOME", str(Path.home() / "models"))
-    monkeypatch.setenv("SOMETHING_ELSE", "1")
-    variables = collect_environment()[0].variables
-    assert variables["GLOO_SOCKET_IFNAME"] == "eth0"
-    assert variables["TORCH_HOME"] == "~/models"
-    assert "SOMETHING_ELSE" not in variables
-
-
-def test_what_starts_ranks_changes_no_environment(environment, monkeypatch):
+def test_variables_that_steer_are_kept_and_homes_and_what_starts_ranks_are_not(environment, monkeypatch):
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", LOOPBACK)
     assert collect_environment(torch_threads=1)[0].variables == environment.variables
+    for name, value in (("GLOO_SOCKET_IFNAME", "eth0"), ("TORCH_HOME", str(Path.home() / "models")), ("SOME", "1")):
+        monkeypatch.setenv(name, value)
+    kept = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_HOME": "~/models"}
+    assert collect_environment()[0].variables == environment.variables | kept
 
 
-def test_a_clean_checkout_has_a_commit_and_no_changes(package):
+def test_changes_and_new_python_files_are_in_the_diff(package, tmp_path):
     commit, diff = _git_state(package)
-    assert len(commit) == 40
-    assert diff == ""
-
-
-def test_changes_and_new_python_files_are_in_the_diff(package):
-    (package / "__init__.py").write_text("a = 2\n")
-    (package / "new.py").write_text("b = 3\n")
-    (package / "notes.txt").write_text("c = 4\n")
+    assert (len(commit), diff) == (40, "")
+    for name, text in (("__init__.py", "a = 2\n"), ("new.py", "b = 3\n"), ("notes.txt", "c = 4\n")):
+        (package / name).write_text(text)
     _, diff = _git_state(package)
     assert "-a = 1\n+a = 2\n" in diff
     assert "+b = 3\n" in diff
     assert "c = 4" not in diff
-
-
-def test_a_package_that_git_does_not_know_has_no_commit(package, tmp_path):
-    installed = tmp_path / "site-packages" / "package"
-    installed.mkdir(parents=True)
+    # Git does not know this one.
+    (installed := tmp_path / "site-packages" / "package").mkdir(parents=True)
     (installed / "__init__.py").touch()
-    assert _git_state(installed) == ("", "")
-    assert _git_state(tmp_path / "nowhere") == ("", "")
+    assert _git_state(installed) == _git_state(tmp_path / "nowhere") == ("", "")
 
 
 def test_saving_writes_the_file_and_the_changes_once(environment, tmp_path):
@@ -111,12 +90,6 @@ def test_saving_writes_the_file_and_the_changes_once(environment, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     assert load_environments(tmp_path) == {changed.id: changed}
     assert "with uncommitted changes" in replace(changed, git_commit="a" * 40).machine_line
-
-
-def test_a_file_that_is_no_environment_is_named(tmp_path):
-    (tmp_path / "environment-0.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"environment-0.json describes no environment: git_commit is missing; "):
-        load_environments(tmp_path)
 
 
 def test_differences_name_the_fields_with_both_values(environment):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from runner_cases import EP, FSEP, simulation, training
+from runner_cases import EP, FSEP, training
 
 from moesys.lab.runs.runner import run, trace_path
 from moesys.traces import load_trace
@@ -24,13 +24,7 @@ def test_routing_goes_to_the_path_of_its_trial_also_when_it_was_recorded_before(
 
 
 def test_one_file_for_several_seeds_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"one file for 2 seeds; put \{seed\} into the path, or use seeds=") as error:
+    words = r"^record_routing='routing.npz' .* one file for 2 seeds; put \{seed\} into the path, or use seeds="
+    with pytest.raises(ValueError, match=words):
         run(training(seeds=(0, 1)), tmp_path, record_routing="routing.npz")
-    assert str(error.value).startswith("record_routing='routing.npz' ")
-    assert not any(tmp_path.iterdir())
-
-
-def test_what_is_not_trained_has_no_routing_to_record(tmp_path):
-    with pytest.raises(ValueError, match=r"records a training, and workload=Generated is none; use workload=Training"):
-        run(simulation(), tmp_path, record_routing="{seed}.npz")
     assert not any(tmp_path.iterdir())

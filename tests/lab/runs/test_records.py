@@ -16,10 +16,8 @@ from pathlib import Path
 import pytest
 from lab_cases import CLUSTER, EP, FSEP, FSEP_WIDE, MODEL, experiment, record, simulated
 
-from moesys.config import Fsep
-from moesys.config.experiment import Experiment
-from moesys.config.workload import Training
-from moesys.lab.runs.records import Record, RunFolder, Samples, latest, record_journal, setting_fingerprint
+from moesys import Experiment, Fsep, Training
+from moesys.lab.runs.records import Record, RunFolder, latest, record_journal, setting_fingerprint
 
 LINES = record_journal(Path())
 
@@ -43,23 +41,17 @@ def refusal(of: Experiment, out: Path) -> str:
     return str(error.value)
 
 
-def test_a_folder_gives_back_what_was_appended(tmp_path):
+def test_a_folder_gives_back_what_was_appended_in_json_that_anyone_can_read(tmp_path):
     folder, written = filled(tmp_path)
     assert folder.path == tmp_path / f"tiny-{setting_fingerprint(experiment())}"
     assert RunFolder(folder.path).records() == written
     assert RunFolder(folder.path).experiment() == experiment()
-
-
-def test_a_line_is_json_that_anyone_can_read(tmp_path):
-    folder, written = filled(tmp_path, 1)
-    (line,) = (folder.path / "records.jsonl").read_text().splitlines()
-    fields = json.loads(line)
-    assert fields["schema"] == 1
-    assert fields["samples"]["step_ms"] == {
-        "unit": "ms",
-        "better": "lower",
-        "values": written[0].samples["step_ms"].values,
-    }
+    line, *_ = (folder.path / "records.jsonl").read_text().splitlines()
+    values = written[0].samples["step_ms"].values
+    assert json.loads(line)["schema"] == 1
+    assert json.loads(line)["samples"]["step_ms"] == {"unit": "ms", "better": "lower", "values": values}
+    fields = json.loads((folder.path / "experiment.json").read_text())
+    assert (fields["strategies"][0]["split"], fields["workload"]["learning_rate"]) == ({"kind": "even"}, 1e-3)
 
 
 def test_losses_that_are_no_numbers_survive_in_plain_json():
@@ -71,34 +63,21 @@ def test_losses_that_are_no_numbers_survive_in_plain_json():
     assert replace(back, losses=[]) == replace(odd, losses=[])
 
 
-def test_experiment_json_holds_every_default(tmp_path):
-    folder, _ = filled(tmp_path, 0)
-    fields = json.loads((folder.path / "experiment.json").read_text())
-    assert fields["strategies"][0]["split"] == {"kind": "even"}
-    assert fields["workload"]["learning_rate"] == 1e-3
-
-
 @pytest.mark.parametrize("keep", [1, 20, -2, -1])
-def test_a_torn_last_line_is_ignored_and_cut_off(tmp_path, keep):
-    folder, written = filled(tmp_path)
-    path = folder.path / "records.jsonl"
-    whole = path.read_bytes()
-    torn = LINES.to_line(written[2])[:keep]
-    path.write_bytes(whole + torn)
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_torn_last_line_is_ignored_and_cut_off(tmp_path, count, keep):
+    folder, written = filled(tmp_path, count)
+    path, line = folder.path / "records.jsonl", LINES.to_line(some_records(experiment())[2])
+    whole = path.read_bytes() if count else b""
+    path.write_bytes(whole + line[:keep])
     assert RunFolder(folder.path).records() == written
     with RunFolder.open(experiment(), tmp_path) as folder:
         assert folder.records() == written
-        folder.append(written[0])
-    assert path.read_bytes() == whole + LINES.to_line(written[0])
+        folder.append(some_records(experiment())[2])
+    assert path.read_bytes() == whole + line
 
 
-def test_a_first_line_that_is_torn_is_cut_off(tmp_path):
-    folder, _ = filled(tmp_path, 0)
-    (folder.path / "records.jsonl").write_bytes(b'{"schema":1,"ident')
-    each = some_records(experiment())[0]
-    with RunFolder.open(experiment(), tmp_path) as folder:
-        folder.append(each)
-    assert folder.records() == [each]
+OTHER = "and this moesys reads schema 1; use the moesys that wrote it, or another folder"
 
 
 @pytest.mark.parametrize(
@@ -107,33 +86,28 @@ def test_a_first_line_that_is_torn_is_cut_off(tmp_path):
         (b'{"schema":1,"ident', "EOF while parsing a string at line 1 column 18"),
         (b"", "EOF while parsing a value at line 1 column 0"),
         (b"[1]", "it is not a JSON object"),
-        (
-            b'{"schema":2}',
-            "it has schema 2, and this moesys reads schema 1; use the moesys that wrote it, or another folder",
-        ),
-        (
-            b'{"identity":"a"}',
-            "it has schema None, and this moesys reads schema 1; use the moesys that wrote it, or another folder",
-        ),
+        (b'{"schema":2}', f"it has schema 2, {OTHER}"),
+        (b'{"identity":"a"}', f"it has schema None, {OTHER}"),
     ],
 )
 def test_a_broken_line_in_the_middle_is_named(tmp_path, line, reason):
     folder, _ = filled(tmp_path)
     path = folder.path / "records.jsonl"
-    lines = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join([lines[0], line, *lines[2:]]))
-    with pytest.raises(ValueError, match=r"^line 2 of") as error:
+    first, _, *others = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([first, line, *others]))
+    way_out = "delete the line to run its trial again, the other lines are complete"
+    with pytest.raises(ValueError, match=re.escape(f"line 2 of {path} is not a record: {reason}; {way_out}")):
         folder.records()
-    assert str(error.value) == (
-        f"line 2 of {path} is not a record: {reason}; "
-        "delete the line to run its trial again, the other lines are complete"
-    )
 
 
 def test_a_field_of_the_wrong_kind_is_named():
-    line = LINES.to_line(some_records(experiment())[0]).replace(b'"seed":', b'"seed":"x","sead":')
-    with pytest.raises(ValueError, match=r"seed=.x. .*valid integer[\s\S]*sead=0: "):
-        LINES.from_line(line)
+    line = LINES.to_line(some_records(experiment())[0])
+    for there, wrong, message in (
+        (b'"seed":', b'"seed":"x","sead":', r"seed=.x. .*valid integer[\s\S]*sead=0: "),
+        (b'"better":"lower"', b'"better":"less"', r"samples.step_ms.better='\w+' should be 'lower', 'higher' or ''"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LINES.from_line(line.replace(there, wrong))
 
 
 def test_the_last_record_of_a_trial_holds():
@@ -142,24 +116,14 @@ def test_the_last_record_of_a_trial_holds():
     assert latest([failed, first]) == {first.identity: first}
 
 
-def test_new_seeds_and_strategies_resume_in_the_same_folder(tmp_path):
+def test_new_seeds_strategies_and_display_names_resume_in_the_same_folder(tmp_path):
     folder, written = filled(tmp_path)
-    wider = experiment(seeds=(0, 1, 2), strategies=(EP, FSEP, FSEP_WIDE))
-    with RunFolder.open(wider, tmp_path) as resumed:
-        assert resumed.path == folder.path
-        assert resumed.records() == written
-    assert resumed.experiment() == wider
-    with RunFolder.open(experiment(), tmp_path) as resumed:
-        assert resumed.path == folder.path
-    assert resumed.experiment() == experiment()
-
-
-def test_new_display_names_resume_in_the_same_folder(tmp_path):
-    folder, _ = filled(tmp_path)
     renamed = experiment(description="again", strategies=(EP, FSEP.replace(name="ours")))
-    with RunFolder.open(renamed, tmp_path) as resumed:
-        assert resumed.path == folder.path
-        assert {trial.identity for trial in renamed.trials()} == {trial.identity for trial in experiment().trials()}
+    assert {trial.identity for trial in renamed.trials()} == {trial.identity for trial in experiment().trials()}
+    for of in (experiment(seeds=(0, 1, 2), strategies=(EP, FSEP, FSEP_WIDE)), renamed, experiment()):
+        with RunFolder.open(of, tmp_path) as resumed:
+            assert (resumed.path, resumed.records()) == (folder.path, written)
+        assert resumed.experiment() == of
 
 
 def test_a_changed_experiment_is_refused_with_the_differing_fields(tmp_path):
@@ -231,13 +195,6 @@ def test_a_writer_that_is_killed_lets_go(tmp_path):
         assert folder.records() == [record(experiment().trials()[0])]
 
 
-def test_samples_say_what_they_are():
-    assert Samples("ms", "lower", [1.0]).better == "lower"
-    line = LINES.to_line(some_records(experiment())[0]).replace(b'"better":"lower"', b'"better":"less"')
-    with pytest.raises(ValueError, match=r"samples.step_ms.better='\w+' should be 'lower', 'higher' or ''"):
-        LINES.from_line(line)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
 def test_a_step_that_took_no_time_is_named_by_line_strategy_and_seed(tmp_path, value):
     folder, written = filled(tmp_path, 2)
@@ -257,9 +214,8 @@ def test_a_folder_that_was_removed_takes_no_more_records(tmp_path, made_anew):
         folder.append(written[0])
         shutil.rmtree(folder.path)
         if made_anew:
-            with RunFolder.open(experiment(), tmp_path) as other:
-                other.append(written[2])
+            filled(tmp_path, 1)
         with pytest.raises(ValueError, match=f"{folder.path} was removed or made anew while this process wrote it"):
             folder.append(written[1])
     if made_anew:
-        assert RunFolder(folder.path).records() == [written[2]]
+        assert RunFolder(folder.path).records() == written[:1]

@@ -3,12 +3,9 @@
 import numpy as np
 import pytest
 
-from moesys.balance.flow.flow_split import FlowSplit
-from moesys.balance.greedy.greedy import Greedy
+from moesys import FlowSplit, Generated, Greedy, MegaKernel, Pipelined, Replay, Training
 from moesys.balance.layout_schedule import LayoutSchedule
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Strategy
-from moesys.config.overlap import MegaKernel, Pipelined
-from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.runs.trials import METRICS, run_measured, run_simulated
 from moesys.traces import Trace, save_trace
 
@@ -27,39 +24,30 @@ def values(measurement):
     return {name: samples.values for name, samples in measurement.samples.items()}
 
 
-def test_a_simulated_trial_has_one_sample_a_timed_step():
-    ticks = []
-    workload = Generated(warmup=2, steps=3, tokens_per_rank=64)
+def test_a_simulated_trial_has_one_sample_a_timed_step_and_is_a_function_of_its_arguments():
+    ticks, workload = [], Generated(warmup=2, steps=3, tokens_per_rank=64)
     measurement = run_simulated(FSEP, MODEL, CLUSTER, workload, seed=0, tick=lambda: ticks.append(1))
-    assert list(measurement.samples) == [
-        "step_ms",
-        "exposed_ms",
-        "load_max_over_mean",
-        "restored_mib",
-        "inter_node_share",
-    ]
+    names = ["step_ms", "exposed_ms", "load_max_over_mean", "restored_mib", "inter_node_share"]
+    assert list(measurement.samples) == names
     assert {len(samples.values) for samples in measurement.samples.values()} == {3}
-    assert len(ticks) == 5
-    assert measurement.losses == []
+    assert (len(ticks), measurement.losses) == (5, [])
     assert np.sum(measurement.tokens_LE, axis=1).tolist() == [3 * 2 * 64 * 2] * 2
     assert all((samples.unit, samples.better) == METRICS[name] for name, samples in measurement.samples.items())
+    again, other = (run_simulated(FSEP, MODEL, CLUSTER, workload, seed) for seed in (0, 1))
+    assert again == measurement
+    assert again.samples != other.samples
 
 
-def test_a_simulated_trial_is_a_function_of_its_arguments():
-    workload = Generated(warmup=1, steps=4, tokens_per_rank=100)
-    first, again, other = (run_simulated(FSEP, MODEL, CLUSTER, workload, seed) for seed in (0, 0, 1))
-    assert first == again
-    assert first.samples != other.samples
-
-
-def test_a_mega_kernel_is_walked_as_others_are():
+@pytest.mark.parametrize("overlap", [MegaKernel(), Pipelined(chunks=2)], ids=repr)
+def test_overlap_changes_no_load_and_no_traffic(overlap):
     workload = Generated(steps=3, tokens_per_rank=100)
-    fused, plain = (
-        values(run_simulated(EP.replace(name=n, overlap=o), MODEL, CLUSTER, workload, seed=0))
-        for n, o in (("fused", MegaKernel()), ("plain", Pipelined(chunks=1)))
+    plain, overlapped = (
+        values(run_simulated(of, MODEL, CLUSTER, workload, seed=0))
+        for of in (EP, EP.replace(name="p", overlap=overlap))
     )
-    assert fused["inter_node_share"] == plain["inter_node_share"]
-    assert fused["step_ms"] != plain["step_ms"]
+    for name in ("load_max_over_mean", "restored_mib", "inter_node_share"):
+        assert plain[name] == overlapped[name]
+    assert plain["step_ms"] != overlapped["step_ms"]
 
 
 def test_a_simulated_trial_says_what_stands_against_it():
@@ -71,20 +59,13 @@ def test_a_simulated_trial_says_what_stands_against_it():
 
 
 def test_a_step_of_several_micro_batches_has_one_sample_and_all_their_bytes():
-    two = Generated(warmup=1, steps=3, micro_batches=2, tokens_per_rank=64)
-    one = two.replace(steps=6, micro_batches=1)
-    ticks: list[int] = []
+    two, ticks = Generated(warmup=1, steps=3, micro_batches=2, tokens_per_rank=64), []
     of_two = values(run_simulated(FSEP, MODEL, CLUSTER, two, seed=0, tick=lambda: ticks.append(1)))
-    of_one = values(run_simulated(FSEP, MODEL, CLUSTER, one, seed=0))
+    of_one = values(run_simulated(FSEP, MODEL, CLUSTER, two.replace(steps=6, micro_batches=1), seed=0))
     assert len(ticks) == 1 + 3 * 2
-    for name in ("step_ms", "restored_mib", "exposed_ms"):
-        assert of_two[name] == pytest.approx(
-            [a + b for a, b in zip(of_one[name][::2], of_one[name][1::2], strict=True)]
-        )
-    for name in ("load_max_over_mean", "inter_node_share"):
-        assert of_two[name] == pytest.approx(
-            [(a + b) / 2 for a, b in zip(of_one[name][::2], of_one[name][1::2], strict=True)]
-        )
+    names = ("step_ms", "restored_mib", "exposed_ms", "load_max_over_mean", "inter_node_share")
+    for name, share in zip(names, (1, 1, 1, 1 / 2, 1 / 2), strict=True):
+        assert of_two[name] == pytest.approx(share * np.array(of_one[name]).reshape(3, 2).sum(axis=1))
 
 
 def test_the_rest_of_a_step_takes_its_time():
@@ -99,21 +80,9 @@ def test_the_rest_of_a_step_takes_its_time():
 def test_a_trace_must_hold_a_whole_step(tmp_path):
     workload = replay(tmp_path, [[[[2, 1, 1, 0], [1, 2, 0, 1]]]] * 3, micro_batches=2)
     assert len(values(run_simulated(EP, MODEL, CLUSTER, workload, seed=0))["step_ms"]) == 1
-    with pytest.raises(ValueError, match=r"warmup=2 leaves nothing .* micro_batches=2 a step; use warmup and"):
-        run_simulated(EP, MODEL, CLUSTER, workload.replace(warmup=2), seed=0)
-    with pytest.raises(ValueError, match=r"micro_batches=4 a step; use warmup and micro_batches that are at"):
-        run_simulated(EP, MODEL, CLUSTER, workload.replace(micro_batches=4), seed=0)
-
-
-def test_overlap_changes_no_load_and_no_traffic():
-    workload = Generated(steps=3, tokens_per_rank=100)
-    plain = values(run_simulated(EP, MODEL, CLUSTER, workload, seed=0))
-    overlapped = values(
-        run_simulated(EP.replace(name="p", overlap=Pipelined(chunks=2)), MODEL, CLUSTER, workload, seed=0)
-    )
-    for name in ("load_max_over_mean", "restored_mib", "inter_node_share"):
-        assert plain[name] == overlapped[name]
-    assert plain["step_ms"] != overlapped["step_ms"]
+    for changes in ({"warmup": 2}, {"micro_batches": 4}):
+        with pytest.raises(ValueError, match=r" a step; use warmup and micro_batches that are at most 3 together"):
+            run_simulated(EP, MODEL, CLUSTER, workload.replace(**changes), seed=0)
 
 
 def test_shares_and_balance_are_those_of_the_plan(tmp_path):
@@ -162,19 +131,13 @@ def test_each_seed_replays_its_own_trace_after_the_warm_up(tmp_path):
     zero, one = (run_simulated(EP, MODEL, CLUSTER, workload, seed) for seed in (0, 1))
     assert (zero.tokens_LE, one.tokens_LE) == ([[4, 4, 0, 0]], [[0, 0, 4, 4]])
     assert len(zero.samples["step_ms"].values) == 2
-    with pytest.raises(ValueError, match=r"warmup=3 leaves nothing to time of the 3 .* that are at most 3 together"):
-        run_simulated(EP, MODEL, CLUSTER, workload.replace(warmup=3), seed=0)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [MODEL.replace(num_experts=8), MODEL.replace(top_k=1)],
-    ids=["experts", "top_k"],
-)
-def test_a_replay_on_another_model_is_refused(tmp_path, model):
+@pytest.mark.parametrize("changes", [{"num_experts": 8}, {"top_k": 1}], ids=str)
+def test_a_replay_on_another_model_is_refused(tmp_path, changes):
     workload = replay(tmp_path, [[[[1, 1, 0, 0], [1, 1, 0, 0]]]])
     with pytest.raises(ValueError, match=r"trace\.npz is of 4 experts and top_k=2, but the model has num_experts="):
-        run_simulated(EP, model, CLUSTER, workload, seed=0)
+        run_simulated(EP, MODEL.replace(**changes), CLUSTER, workload, seed=0)
 
 
 def test_a_measured_trial_keeps_losses_samples_and_routing():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -17,19 +16,15 @@ import pytest
 from lab_cases import moesys
 from runner_cases import EP, FSEP, simulation, training
 
-from moesys.config import ClusterSpec, Ep, Fsep, Strategy
-from moesys.config.experiment import Experiment
-from moesys.config.overlap import MegaKernel
-from moesys.config.workload import Generated, Replay
+from moesys import ClusterSpec, Ep, Experiment, Fsep, Generated, Replay, SearchBounds, Space, Strategy, tune
 from moesys.lab.commands.tune import tune_sheets
 from moesys.lab.runs import environment
 from moesys.lab.runs.declarations import load_experiment
 from moesys.lab.runs.trials import run_simulated
-from moesys.lab.runs.tuning import decision, tune
+from moesys.lab.runs.tuning import decision
 from moesys.traces import generate, save_trace
 from moesys.tuner import tuned_workload
 from moesys.tuner.pick import Choice
-from moesys.tuner.space import SearchBounds, Space
 from moesys.tuner.timing import TimedStrategy, TimingResult
 
 SPACE = Space(
@@ -57,6 +52,12 @@ def written(tmp_path: Path, experiment: Experiment, space: Space | None = None) 
 def journal_of(folder: Path) -> list[dict]:
     (path,) = folder.glob("*-tuned/journal.jsonl")
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[1:-1]]
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory):
+    """The result of a search of six points. It stays as it is."""
+    return tune(simulation(), SPACE, SearchBounds(6), out=tmp_path_factory.mktemp("searched"))
 
 
 def test_what_is_found_can_be_run_and_explained(tmp_path, capsys):
@@ -98,34 +99,26 @@ def test_a_start_that_does_not_fit_is_the_baseline_and_never_the_pick(tmp_path):
     assert all(one.strategy.name != "wide" for one in result.tuned.search.ranking)
 
 
-def test_the_result_is_what_run_simulates(tmp_path):
-    experiment = simulation()
-    result = tune(experiment, SPACE, SearchBounds(6), out=tmp_path)
-    tuned, ranking = result.tuned, result.tuned.search.ranking
+def test_the_result_is_what_run_simulates_and_has_intervals_over_draws(searched):
+    tuned, ranking, of = searched.tuned, searched.tuned.search.ranking, simulation()
     assert tuned.decided_by == "simulated"
     assert tuned.strategy.fingerprint() == ranking[0].strategy.fingerprint()
-    values = [
-        value
-        for seed in (0, 1)
-        for value in run_simulated(tuned.strategy, experiment.model, experiment.cluster, experiment.workload, seed)
-        .samples["step_ms"]
-        .values
-    ]
+    trials = [run_simulated(tuned.strategy, of.model, of.cluster, of.workload, seed) for seed in (0, 1)]
+    values = [value for trial in trials for value in trial.samples["step_ms"].values]
     assert ranking[0].ms == pytest.approx(sum(values) / len(values))
+    for draws in tuned.draws:
+        assert set(draws.own_ms) == set(draws.baseline_ms) == {0, 1}
+        assert {len(draws.own_ms[seed]) for seed in draws.own_ms} == {len(ms) for ms in draws.baseline_ms.values()}
+    drawn = tune_sheets(tuned, "x")[1]
+    assert len(drawn.rows) == len(tuned.draws) > 0
+    assert all("[" in row.paired for row in drawn.rows)
+    assert "seeds" in drawn.notes[0]
 
 
-def test_another_folder_or_seed_gives_the_same_costs(tmp_path):
-    first = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path / "a")
-    again = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path / "a")
-    elsewhere = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path / "b")
-    assert first.tuned == again.tuned == elsewhere.tuned
-    assert len(journal_of(tmp_path / "a")) == len(journal_of(tmp_path / "b"))
-
-
-def test_a_tuning_whose_journal_breaks_off_goes_on_where_it_was(tmp_path):
+def test_another_folder_gives_the_same_and_a_journal_that_breaks_off_goes_on_where_it_was(searched, tmp_path):
     """Processes that are struck are in tests/faults."""
-    experiment = simulation(workload=simulation().workload.replace(steps=4))
-    whole = tune(experiment, SPACE, SearchBounds(12), out=tmp_path)
+    whole = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path)
+    assert whole.tuned == searched.tuned
     lines, journal = journal_of(tmp_path), whole.path / "journal.jsonl"
     for path in whole.path.iterdir():
         if path != journal:
@@ -133,7 +126,7 @@ def test_a_tuning_whose_journal_breaks_off_goes_on_where_it_was(tmp_path):
     written = journal.read_bytes()
     journal.write_bytes(written[: len(written) // 3])
     assert 0 < len(journal_of(tmp_path)) < len(lines) - 1
-    resumed = tune(experiment, SPACE, SearchBounds(12), out=tmp_path)
+    resumed = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path)
     # No cost was found out twice, and the end is the same.
     assert journal_of(tmp_path) == lines
     assert resumed.tuned == whole.tuned
@@ -174,7 +167,7 @@ def test_a_journal_is_of_one_source_and_of_times_of_one_number_of_threads(tmp_pa
 
 
 UNDER_TORCHRUN = """
-import os, sys
+import os
 from pathlib import Path
 import torch.distributed as dist
 from moesys.lab.runs import places
@@ -190,25 +183,17 @@ def fails_on_rank_1(strategy, *arguments):
     return measured(strategy, *arguments)
 
 class Told:
-    stages, points = 0, 0
-    def stage(self, words, num_points):
-        self.stages += 1
-    def point(self, entry):
-        self.points += 1
+    stages = 0
+    def stage(self, words, num_points): self.stages += 1
+    def point(self, entry): pass
 
-experiment, told = load_experiment(Path("experiment.json")), Told()
-space = Space.from_toml(Path("space.toml").read_text())
-places.run_measured = fails_on_rank_1
-result = tune(experiment, space, SearchBounds(2), out="runs", timed=5, told=told)
+told, places.run_measured = Told(), fails_on_rank_1
+asked = load_experiment(Path("experiment.json")), Space.from_toml(Path("space.toml").read_text()), SearchBounds(2)
+result = tune(*asked, out="runs", timed=5, told=told)
 failed = [f"{strategy.name}: {reason}" for strategy, reason in result.tuned.timing.failed]
-try:
-    tune(experiment, space, SearchBounds(2), out="runs", timed=5, threads=2)
-except ValueError as error:
-    refusal = str(error)
 # Nothing is left to find out.
-again = tune(experiment, space, SearchBounds(2), out="runs", timed=5).tuned == result.tuned
-text = [result.tuned.to_toml("Found."), str(failed), refusal, str(again)]
-Path(os.environ["RANK"]).write_text("|".join(text) + f"|{told.stages > 0}")
+again = tune(*asked, out="runs", timed=5).tuned == result.tuned
+Path(os.environ["RANK"]).write_text(f"{result.tuned.to_toml('Found.')}|{failed}|{again}|{told.stages > 0}")
 """
 
 
@@ -221,26 +206,17 @@ def test_under_torchrun_all_ranks_end_with_what_one_writes_also_where_one_fails(
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    *first, speaks = (tmp_path / "0").read_text().split("|")
-    *second, listens = (tmp_path / "1").read_text().split("|")
+    (*first, speaks), (*second, listens) = ((tmp_path / rank).read_text().split("|") for rank in "01")
     assert first == second
-    toml, failed, refusal, again = first
+    toml, failed, again = first
     assert (speaks, listens, again) == ("True", "False", "True")
     assert "fsep: 2 of 2 ranks failed: rank 1 raised RuntimeError: only here; rank 0 raised" in failed
-    assert "is of another machine" in refusal
     (folder,) = (tmp_path / "runs").glob("trained-*-tuned")
     assert (folder / "tuned.toml").read_text() == toml
-    # The fastest of its journal, and each finding once.
     entries = journal_of(tmp_path / "runs")
-    timed = [entry for entry in entries if entry["stage"] == "measured"]
-    assert 2 <= len(timed) <= 5
+    assert 2 <= [entry["stage"] for entry in entries].count("measured") <= 5
     assert [entry["name"] for entry in entries if entry["stage"] == "refused"] == ["fsep"]
     assert len({(entry["fingerprint"], entry["of"], entry["stage"]) for entry in entries}) == len(entries)
-    of_pick = [entry for entry in timed if entry["fingerprint"] == Strategy.from_toml(toml).fingerprint()]
-    ms = {(entry["fingerprint"], entry["of"]): entry["ms"] for entry in timed}
-    of_baseline = [ms[timed[0]["fingerprint"], entry["of"]] for entry in of_pick]
-    ratio = math.prod(entry["ms"] / base for entry, base in zip(of_pick, of_baseline, strict=True))
-    assert f"{ratio ** (-1 / len(of_pick)):.3f} x as fast as 'ep'" in toml
 
 
 def test_a_journal_is_of_the_traces_of_all_seeds_that_are_looked_at(tmp_path):
@@ -284,45 +260,6 @@ def test_muon_makes_fsep_dearer_by_the_messages_of_updates(tmp_path):
     assert found[1][Fsep] - found[0][Fsep] == pytest.approx(2 * (3 * 8 * 16 * 16 * 4) / 2 / 2 / 1e9 * 1e3)
 
 
-def test_mega_kernels_are_simulated_with_the_others(tmp_path):
-    space = Space(
-        {path: values for path, values in SPACE.root.items() if path != "overlap.chunks"}
-        | {"overlap": ("sequential", MegaKernel(rows_cap=4.0))}
-    )
-    found = tune(simulation(), space, SearchBounds(20), out=tmp_path).tuned.search
-    simulated = [entry for entry in journal_of(tmp_path) if entry["stage"] == "simulated"]
-    assert {entry["strategy"]["overlap"]["kind"] for entry in simulated} >= {"sequential", "mega_kernel"}
-    assert found.refused == ()
-
-
-@pytest.mark.parametrize(
-    ("experiment", "options", "reason"),
-    [
-        (simulation(), {"timed": 3}, "workload=Generated is run by the cost model and by no clock; use timed=0"),
-        (training(), {"timed": 31}, "timed=31; use 2 to 30 trials, or 0 for none"),
-        (
-            training(workload=training().workload.replace(interpret=True)),
-            {"timed": 2},
-            "whose times mean nothing; use timed=0, or interpret=False",
-        ),
-        (
-            simulation(),
-            {"bounds": SearchBounds(3, memory_gb=1e-6)},
-            r"no point of the space would run: a rank holds .* GB at least, .* and has 1e-06; widen space",
-        ),
-        (simulation(), {"bounds": SearchBounds(memory_gb=0.0)}, "memory_gb=0.0 holds nothing; declare what a GPU has"),
-        (
-            simulation(),
-            {"bounds": SearchBounds(memory_gb=float("nan"))},
-            "memory_gb=nan holds nothing; declare what a GPU has",
-        ),
-    ],
-)
-def test_what_cannot_be_tuned_is_refused(tmp_path, experiment, options, reason):
-    with pytest.raises(ValueError, match=reason):
-        tune(experiment, SPACE, out=tmp_path, **{"bounds": SearchBounds(3)} | options)
-
-
 def test_a_folder_of_another_workload_is_another_folder_and_fresh_keeps_the_old(tmp_path):
     tune(simulation(), SPACE, SearchBounds(3), out=tmp_path)
     tune(simulation(workload=simulation().workload.replace(skew=0.2)), SPACE, SearchBounds(3), out=tmp_path)
@@ -341,83 +278,39 @@ def test_a_strategy_that_is_called_tuned_keeps_its_name(tmp_path):
     assert Strategy.from_toml((result.path / "tuned.toml").read_text()) == result.tuned.strategy
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        ("space.txt", "", "is no .json or .toml file"),
-        ("space.toml", "balnce = []", "declares no space: balnce is no field that can be searched; use one of "),
-        ("space.json", "{", "space.json is not JSON: EOF"),
-        ("space.toml", b"\xff", "space.toml is not TOML: 'utf-8' codec"),
-        ("space.toml", 'balance = [{ kind = "greedy" }]\nsharding = [{ kind = "ep" }]', "space has no point"),
-    ],
-)
-def test_a_space_that_is_none_is_told(tmp_path, capsys, name, text, reason):
-    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    file, _ = written(tmp_path, simulation())
-    assert moesys("tune", file, "--space", tmp_path / name, "--out", tmp_path) == 2
-    assert reason in capsys.readouterr().err
-
-
-def test_a_limit_of_minutes_holds_and_the_same_call_goes_on(tmp_path, monkeypatch):
+def test_a_limit_of_minutes_holds_and_the_same_call_goes_on(searched, tmp_path, monkeypatch):
     seconds = count()
     # A second passes from question to question.
     monkeypatch.setattr(tuned_workload, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
-    found = []
-    for _ in range(40):
-        found.append(tune(simulation(), SPACE, SearchBounds(6, minutes=1), out=tmp_path))
-        text = (found[-1].path / "tuned.toml").read_text()
-        assert ("Stopped when the time was over" in text) == bool(found[-1].tuned.search.not_seen)
-        if not found[-1].tuned.search.not_seen:
-            break
-    assert 1 < len(found) < 40
-    whole = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path / "whole")
-    assert found[-1].tuned.strategy == whole.tuned.strategy
-    assert found[-1].tuned.speedup == whole.tuned.speedup
-
-
-def test_what_is_found_has_intervals_over_draws(tmp_path):
-    tuned = tune(simulation().replace(seeds=(0, 1, 2, 3)), SPACE, SearchBounds(6), out=tmp_path).tuned
-    assert tuned.draws
-    for draws in tuned.draws:
-        assert set(draws.own_ms) == set(draws.baseline_ms) == {0, 1, 2, 3}
-        assert {len(draws.own_ms[seed]) for seed in draws.own_ms} == {len(ms) for ms in draws.baseline_ms.values()}
-    drawn = tune_sheets(tuned, "x")[1]
-    assert len(drawn.rows) == len(tuned.draws)
-    assert all("[" in row.paired for row in drawn.rows)
-    assert "seeds" in drawn.notes[0]
+    stopped = tune(simulation(), SPACE, SearchBounds(6, minutes=1), out=tmp_path)
+    assert stopped.tuned.search.not_seen
+    assert "Stopped when the time was over" in (stopped.path / "tuned.toml").read_text()
+    found = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path)
+    assert "Stopped when the time was over" not in (found.path / "tuned.toml").read_text()
+    assert (found.tuned.strategy, found.tuned.speedup) == (searched.tuned.strategy, searched.tuned.speedup)
 
 
 @pytest.mark.parametrize(
-    ("pick_ms", "words"),
+    ("pick_ms", "mark", "words"),
     [
-        ({0: 7.0}, "Undecided by measured times: 1.43 x as fast as ep, n = 1: too few for an interval; moesys run"),
-        (
-            {0: 7.0, 1: 11.0},
-            "Undecided by measured times: 1.14 [0.06, 20.13] x as fast as ep, n = 2: the 95 % interval",
-        ),
-        (
-            {0: 5.0, 1: 5.1},
-            "Decided by measured times: 1.98 [1.75, 2.25] x as fast as ep, n = 2, with a 95 % interval.",
-        ),
+        ({0: 7.0}, "? ", "Undecided by measured times: 1.43 x as fast as ep, n = 1: too few for an interval; moesys"),
+        ({0: 7.0, 1: 11.0}, "~ ", "Undecided by measured times: 1.14 [0.06, 20.13] x as fast as ep, n = 2: the 95 %"),
+        ({0: 5.0, 1: 5.1}, "? ", "Decided by measured times: 1.98 [1.75, 2.25] x as fast as ep, n = 2, with a 95 %"),
     ],
 )
-def test_few_trials_do_not_decide(tmp_path, pick_ms, words):
-    tuned = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path).tuned
-    pick, baseline = tuned.strategy.replace(name="pick"), tuned.baseline
-    timed = [TimedStrategy(pick, pick_ms, 0.7), TimedStrategy(baseline, {0: 10.0, 1: 10.0}, 1.0)]
-    clocked = replace(tuned, decided_by="measured", timing=TimingResult(tuple(timed), (), 4))
+def test_few_trials_do_not_decide(searched, pick_ms, mark, words):
+    pick, baseline = searched.tuned.strategy.replace(name="pick"), searched.tuned.baseline
+    timed = TimedStrategy(pick, pick_ms, 0.7), TimedStrategy(baseline, {0: 10.0, 1: 10.0}, 1.0)
+    clocked = replace(searched.tuned, decided_by="measured", timing=TimingResult(timed, (), 4))
     assert decision(clocked).startswith(words)
-    measured = tune_sheets(clocked, "x")[-2]
-    assert [row.paired[:2] for row in measured.rows] == ["? " if len(pick_ms) == 1 or pick_ms[0] < 6 else "~ ", "ba"]
-    assert decision(replace(clocked, strategy=baseline)).startswith(
-        "Decided by measured times: ep, the baseline, is the"
-    )
+    assert [row.paired[:2] for row in tune_sheets(clocked, "x")[-2].rows] == [mark, "ba"]
+    of_baseline = "Decided by measured times: ep, the baseline, is the"
+    assert decision(replace(clocked, strategy=baseline)).startswith(of_baseline)
 
 
-def test_fields_without_another_value_share_a_line(tmp_path):
-    tuned = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path).tuned
-    choices = (*tuned.choices[:2], *(Choice(f"split.{name}", "1") for name in "abc"))
-    fields = tune_sheets(replace(tuned, choices=choices), "x")[-1]
+def test_fields_without_another_value_share_a_line(searched):
+    choices = (*searched.tuned.choices[:2], *(Choice(f"split.{name}", "1") for name in "abc"))
+    fields = tune_sheets(replace(searched.tuned, choices=choices), "x")[-1]
     assert len(fields.rows) == sum(choice.next_best is not None for choice in choices)
     assert "split.a = 1, split.b = 1, split.c = 1" in fields.notes[0]
 

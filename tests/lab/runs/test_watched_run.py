@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,24 +16,17 @@ from moesys.step_lines import step_journal
 
 def test_ranks_are_brought_together(tmp_path: Path) -> None:
     run = read_watched_run(write_run(tmp_path, num_steps=5, num_layers=3, num_ranks=4))
-    assert run.num_ranks == 4
-    assert run.layers == (0, 1, 2)
-    assert run.steps_S.tolist() == [0, 1, 2, 3, 4]
-    for step in range(5):
-        for layer in range(3):
-            line = layer_line(layer, step)
-            assert run.load_p50_SL[step, layer] == line.load_p50
-            assert run.load_p95_SL[step, layer] == line.load_p95
-            assert run.load_max_SL[step, layer] == line.load_max
-            assert run.experts_without_tokens_SL[step, layer] == line.experts_without_tokens
-            assert run.exposed_ms_SL[step, layer] == line.exposed_ms + 1.5
-            assert run.worst_exposed_ms_SL[step, layer] == line.exposed_ms + 3
-            assert run.plan_ms_SL[step, layer] == line.plan_ms + 1.5
-            assert run.restored_mib_SL[step, layer] == 4 * line.restored_mib + 6
+    assert (run.num_ranks, run.layers, run.steps_S.tolist()) == (4, (0, 1, 2), [0, 1, 2, 3, 4])
+    for step, layer in product(range(5), range(3)):
+        line = layer_line(layer, step)
+        for name in ("load_p50", "load_p95", "load_max", "experts_without_tokens"):
+            assert getattr(run, f"{name}_SL")[step, layer] == getattr(line, name)
+        assert run.exposed_ms_SL[step, layer] == line.exposed_ms + 1.5
+        assert run.worst_exposed_ms_SL[step, layer] == line.exposed_ms + 3
+        assert run.plan_ms_SL[step, layer] == line.plan_ms + 1.5
+        assert run.restored_mib_SL[step, layer] == 4 * line.restored_mib + 6
     assert run.numbers["loss"].tolist() == [5 / (1 + step / 10) for step in range(5)]
-    assert {layer: tokens_E.tolist() for layer, tokens_E in run.tokens_E.items()} == {
-        layer: [0, 5, 10, 15] for layer in range(3)
-    }
+    assert [run.tokens_E[layer].tolist() for layer in range(3)] == [[0, 5, 10, 15]] * 3
 
 
 def test_ranks_may_have_layers_of_their_own_and_be_a_step_apart(tmp_path: Path) -> None:

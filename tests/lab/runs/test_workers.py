@@ -24,18 +24,12 @@ from worker_planners import Dying, Waiting
 from benchmarks.leaderboard.planners import PlannerGroup, PlannerPair
 from benchmarks.leaderboard.scores import results
 from benchmarks.leaderboard.workloads import GENERATED, RoutingSetting
-from moesys.balance.even_split import EvenSplit
-from moesys.balance.flow.flow_split import FlowSplit
-from moesys.balance.laer import Laer
-from moesys.config import ClusterSpec, ModelShape
-from moesys.config.experiment import Experiment
+from moesys import ClusterSpec, EvenSplit, Experiment, FlowSplit, Laer, ModelShape, SearchBounds, run, tune
 from moesys.lab.ranks.pool import WorkerDiedError, Workers
 from moesys.lab.ranks.process import ChildProcess
 from moesys.lab.runs.places import SimulatedTrials
 from moesys.lab.runs.records import RunFolder
-from moesys.lab.runs.runner import QuietProgress, run
-from moesys.lab.runs.tuning import tune
-from moesys.tuner.space import SearchBounds
+from moesys.lab.runs.runner import QuietProgress
 
 WAITING = FSEP.replace(name="waiting", balance=Waiting(seconds=0.2))
 DYING = FSEP.replace(name="dying", balance=Dying())
@@ -81,25 +75,23 @@ class Finished(QuietProgress):
 
 def test_records_and_their_order_are_those_of_one_core(tmp_path):
     experiment = first_in_line(WAITING, EP, FSEP, FAILING)
-    experiment = experiment.replace(seeds=(*experiment.seeds, 100))
-    told = [Finished(), Finished()]
-    alone, several = (run(experiment, tmp_path / str(jobs), jobs=jobs, progress=told[jobs - 1]) for jobs in (1, 2))
+    told = [Finished(), Finished(), Finished(), Finished()]
+    (alone, stopped), (several, at_once) = (
+        [
+            run(experiment, tmp_path / f"{jobs}{fast}", jobs=jobs, fail_fast=fast, progress=told[2 * jobs - 2 + fast])
+            for fast in (False, True)
+        ]
+        for jobs in (1, 2)
+    )
     assert lines(alone.path) == lines(several.path)
-    assert told[0].told == told[1].told == [(trial.strategy.name, trial.seed) for trial in experiment.trials()]
+    assert told[0].told == told[2].told == [(trial.strategy.name, trial.seed) for trial in experiment.trials()]
     # The first one was the last to end, and the others did not wait for it.
     assert several.records[0].strategy == "waiting"
     assert several.records[0].seconds > 1
     assert not list(several.path.glob(".steps*"))
-    for one, other in zip(alone.records, several.records, strict=True):
-        assert one.samples == other.samples
-        assert one.error == other.error
-
-
-def test_fail_fast_stops_at_the_same_trial(tmp_path):
-    experiment = simulation(strategies=(EP, FAILING, FSEP))
-    alone, several = (run(experiment, tmp_path / str(jobs), jobs=jobs, fail_fast=True) for jobs in (1, 2))
-    assert lines(alone.path) == lines(several.path)
-    assert (alone.num_run, alone.stopped) == (several.num_run, several.stopped)
+    assert lines(stopped.path) == lines(at_once.path)
+    assert told[1].told == told[3].told
+    assert (stopped.num_run, stopped.stopped) == (at_once.num_run, at_once.stopped)
 
 
 def test_a_worker_that_dies_fails_its_trial_and_no_other(tmp_path):
@@ -111,10 +103,10 @@ def test_a_worker_that_dies_fails_its_trial_and_no_other(tmp_path):
     assert len(result.records) == 6
 
 
-def test_a_short_experiment_needs_no_worker(tmp_path, monkeypatch):
+def test_a_short_experiment_needs_no_worker_and_a_place_that_ran_nothing_is_closed(tmp_path, monkeypatch):
     monkeypatch.setattr("moesys.lab.ranks.pool.ALONE_S", 1e9)
-    result = run(simulation(strategies=(EP, DYING)), tmp_path, jobs=2)
-    assert not result.failed
+    assert not run(simulation(strategies=(EP, DYING)), tmp_path, jobs=2).failed
+    SimulatedTrials(2).close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -123,7 +115,7 @@ def test_a_short_experiment_needs_no_worker(tmp_path, monkeypatch):
     "stop", [*(pytest.param(stop, marks=pytest.mark.slow) for stop in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL]
 )
 def test_what_is_stopped_keeps_what_is_finished_and_leaves_nobody(tmp_path, stop):
-    workload = simulation().workload.replace(steps=30)
+    workload = simulation().workload.replace(steps=6)
     slow = WAITING.replace(balance=Waiting(seconds=0.5))
     experiment = first_in_line(slow, EP, EP.replace(name="ep/5", sharding=FSEP.sharding), workload=workload)
     file, _ = written(tmp_path, experiment)
@@ -181,45 +173,27 @@ def unreadable(_: int) -> Unreadable:
 
 
 @pytest.mark.timeout(60)
-def test_a_worker_whose_answer_cannot_be_read_ends():
-    workers = Workers(1)
-    with pytest.raises(WorkerDiedError):
-        workers.submit(unreadable, 3).result()
-    assert workers.submit(variable, "OMP_NUM_THREADS").result() == "1"
-    workers.close()
-
-
-def test_workers_have_a_thread_each_and_one_that_dies_is_replaced():
+def test_workers_have_a_thread_each_and_one_that_dies_or_whose_answer_cannot_be_read_is_replaced(monkeypatch):
     workers = Workers(1)
     assert workers.submit(variable, "OMP_NUM_THREADS").result() == "1"
-    with pytest.raises(WorkerDiedError):
-        workers.submit(exit_with, 3).result()
-    # A pool's thread that is left closes a pipe that Python's exit writes to.
-    assert not [thread for thread in threading.enumerate() if "Executor" in type(thread).__name__]
-    assert workers.submit(variable, "OPENBLAS_NUM_THREADS").result() == "1"
+    for work in (exit_with, unreadable):
+        with pytest.raises(WorkerDiedError):
+            workers.submit(work, 3).result()
+        # A pool's thread that is left closes a pipe that Python's exit writes to.
+        assert not [thread for thread in threading.enumerate() if "Executor" in type(thread).__name__]
+        assert workers.submit(variable, "OPENBLAS_NUM_THREADS").result() == "1"
     running, waiting = workers.submit(time.sleep, 1000), workers.submit(time.sleep, 1000)
     time.sleep(0.2)
     workers.close()
     assert waiting.cancelled()
     with pytest.raises(WorkerDiedError):
         running.result()
-
-
-def test_workers_that_do_not_start_are_told(monkeypatch):
-    """As in a script without a guard, which test_runner.py has."""
+    # As in a script without a guard, which test_runner.py has.
     workers = Workers(1)
-    with monkeypatch.context() as patched:
-        patched.setattr(ChildProcess, "_received", lambda _: None)
-        with pytest.raises(
-            ValueError, match=r'a script needs `if __name__ == "__main__":` around what it runs, and to'
-        ):
-            workers.submit(variable, "OMP_NUM_THREADS").result()
-    assert workers.submit(variable, "OMP_NUM_THREADS").result() == "1"
+    monkeypatch.setattr(ChildProcess, "_received", lambda _: None)
+    with pytest.raises(ValueError, match=r'a script needs `if __name__ == "__main__":` around what it runs, and to'):
+        workers.submit(variable, "OMP_NUM_THREADS").result()
     workers.close()
-
-
-def test_a_place_that_ran_nothing_is_closed():
-    SimulatedTrials(2).close()
 
 
 # --- tunings ----------------------------------------------------------------------------------------------------------

@@ -9,11 +9,6 @@ import numpy as np
 import pytest
 from lab_cases import EP, experiment, record
 
-from moesys.balance.greedy.greedy import Greedy
-from moesys.balance.plan import plan_layer
-from moesys.balance.static import Static
-from moesys.config import ClusterSpec, ModelShape
-from moesys.config.presets import laer
 from moesys.lab.runs.comparison import compare_records
 from moesys.lab.runs.statistics import PairedRatio
 from moesys.lab.show.comparisons import ratio_words
@@ -28,7 +23,6 @@ from moesys.lab.show.figures import (
     style,
 )
 from moesys.lab.show.pages import Bins, curves
-from moesys.load import LoadMatrix
 from moesys.simulator.simulation import PathPart
 from moesys.timeline import Span, Timeline
 
@@ -89,17 +83,6 @@ def test_the_ratio_of_each_seed_is_a_dot_below_the_interval():
     (dots,) = [line for line in lines if len(line.get_xdata()) == 3]
     assert list(dots.get_xdata()) == pytest.approx([10 / 4, 10 / 5, 10 / 6])
     assert min(dots.get_ydata()) > 0
-
-
-def test_computed_tokens_are_the_plans():
-    model = ModelShape(hidden_size=8, intermediate_size=8, num_experts=6, top_k=2)
-    cluster = ClusterSpec(num_nodes=2, ranks_per_node=2)
-    load = LoadMatrix(np.random.default_rng(0).integers(0, 50, (4, 6)))
-    for balance in (Static(), Greedy()):
-        plan = plan_layer(laer(2).replace(balance=balance), model, cluster, load).tokens
-        computed_RE = plan.computed_RE
-        assert computed_RE.tolist() == plan.tokens_RER.sum(0).T.tolist()
-        assert computed_RE.sum(1).tolist() == plan.tokens_R.tolist()
 
 
 def test_rows_of_a_timeline_have_passes_the_critical_path_and_idle_time():

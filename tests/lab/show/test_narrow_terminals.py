@@ -24,7 +24,6 @@ import pytest
 from lab_cases import EP, FSEP, experiment, moesys, records
 from rich.cells import cell_len
 from rich.text import Text
-from runner_cases import training
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app as benchmarks_app
@@ -218,23 +217,6 @@ def test_every_command_that_prints_a_table_has_the_option():
             assert "--wide" in CliRunner().invoke(program, [name, "--help"]).output, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "row"),
-    [
-        ("leaderboard --quick --seeds 1 --out board", r"\d\.\d{3}  "),
-        ("run trained.py --out trained", NAMES),
-    ],
-    ids=("leaderboard", "run"),
-)
-def test_no_long_command_cuts_a_word(command, row, tmp_path, printed, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "trained.py").write_text(EXPERIMENT.replace("simulation", "training"))
-    wide = tables_of(printed(80, *command.split(), "--wide"))
-    for width in WIDTHS:
-        assert_whole(tables_of(printed(width, *command.split())), wide, width, row)
-
-
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 SPREAD = Quantiles.of([11234.5, 12234.5, 13234.5])
@@ -278,46 +260,6 @@ def test_no_table_cuts_a_word(name, printed):
         )
         narrow = printed(width, lambda report=report: publish(report))
         assert_whole(narrow, wide + report.notes[0], width, "A note about")
-
-
-@pytest.mark.slow
-def test_no_table_of_heavy_benchmarks_cuts_a_word(printed):
-    # Their modules import transformers and Triton.
-    from benchmarks.calibration_check import StepCheck
-    from benchmarks.kernels.ahead_of_time import MachineCode
-    from benchmarks.kernels.aot import CompiledKernel
-    from benchmarks.kernels.checks import Finding
-    from benchmarks.kernels.drawn_layer import SIZES
-    from benchmarks.kernels.kernels_contest import LayerResult
-    from benchmarks.mega.mega_contest import MegaRow
-    from benchmarks.one_layer import Row as LayerRow
-    from benchmarks.paced_overlap import Row as OverlapRow
-    from benchmarks.whole_models import Row as ModelRow
-
-    ways = ("forward", "backward", "forward + backward")
-    samples = {way: [1234.5, 1235.5] for way in ways}
-    spreads = dict.fromkeys(ways, SPREAD)
-    code = MachineCode(
-        "_grouped_gemm_kernel", 168, 0, 0, 98304, ("64x128x16",), (16,), (4, 16), (16,), 128, 4, 128, True
-    )
-    wrong = "the gradient of the router's weight differs by 1.2e-03 on rank 3"
-    for rows in (
-        [StepCheck("4 experts of 1024 x 2048 on 2 ranks, 512 tokens", SPREAD, 12345.6)],
-        [CompiledKernel("qwen3-30b", "up and gate, backward", None, code)],
-        [Finding("qwen3-30b", "offsets beyond 2^31", True, "all of 12,345 rows are equal to those of a loop")],
-        [LayerResult(SIZES[0], "zipf", "grouped_mm compiled", samples, SPREAD, None, {"y": 1e-3}, wrong)],
-        [MegaRow("sequential, half of the GPU", "", samples, spreads, spreads)],
-        [LayerRow("forward + backward", "qwen3-30b", 4096, EXPERIMENT_MODEL, samples, wrong)],
-        [OverlapRow("chunks", FSEP, [12.3, 12.4], [13.3, 13.4], {"tokens": 12.0, "weights": 3.0}, wrong)],
-        [ModelRow("qwen3-moe", "balanced", "moesys, fsep", [123.4], [234.5], 1.23, 12345.6, 1234.5, wrong)],
-    ):
-        sheet = Sheet("MEASURED: rows", rows, ["A note about rows."])
-        wide = printed(80, lambda sheet=sheet: print_sheet(sheet, wide=True))
-        for width in WIDTHS:
-            assert_whole(printed(width, lambda sheet=sheet: print_sheet(sheet)), wide, width, "A note about")
-
-
-EXPERIMENT_MODEL = training().model
 
 
 @dataclass(frozen=True)

@@ -70,28 +70,15 @@ class _Refusing:
     def close(self) -> None: ...
 
 
-def test_the_demo_trains_where_a_gpu_is(gpus):
-    gpus(0)
-    assert demo.training_experiment().workload.device == "cpu"
-    gpus(4)
-    assert demo.training_experiment().workload.device == "cuda"
-
-
-def test_what_shows_overlap_shows_mega_kernels_where_a_gpu_is(gpus, pytestconfig):
-    def experiment() -> ms.Experiment:
-        return load_experiment(pytestconfig.rootpath / "experiments" / "overlap_ablation.py")
-
-    def fused(experiment: ms.Experiment) -> list[str]:
-        return [one.name for one in experiment.strategies if isinstance(one.overlap, ms.MegaKernel)]
-
-    gpus(0)
-    without = experiment()
-    gpus(4)
-    shown = experiment()
-    assert (without.workload.device, fused(without)) == ("cpu", [])
-    assert shown.workload.device == "cuda"
-    assert fused(shown) == ["ep/mega", "fsep/mega"]
+def test_the_demo_and_what_shows_overlap_train_where_a_gpu_is(gpus, pytestconfig):
+    found = []
+    for count in (0, 4):
+        gpus(count)
+        of = load_experiment(pytestconfig.rootpath / "experiments" / "overlap_ablation.py")
+        fused = [one.name for one in of.strategies if isinstance(one.overlap, ms.MegaKernel)]
+        rest = [one for one in of.strategies if not isinstance(one.overlap, ms.MegaKernel)]
+        device = process.best_device()
+        assert of.workload.device == demo.training_experiment().workload.device == device
+        found.append((device, fused, rest))
     # The rest is the same, so that rows can be found again.
-    rest = [one for one in shown.strategies if not isinstance(one.overlap, ms.MegaKernel)]
-    assert rest == list(without.strategies)
-    assert process.best_device() == "cuda"
+    assert found == [("cpu", [], rest), ("cuda", ["ep/mega", "fsep/mega"], rest)]

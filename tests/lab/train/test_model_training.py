@@ -73,10 +73,19 @@ def drawn(name: str, seed: int) -> Any:
 def test_every_strategy_learns_what_plain_transformers_learns(ranks: LocalRanks, name: str) -> None:
     how = workload(name)
     expected = plain_losses(drawn(name, seed=3), how)
-    found = ranks.run(losses, [(strategy, how) for strategy in (EP, LENT, FSEP)], num_ranks=2)[0]
+    found, result = ranks.run(losses_and_a_step, [(strategy, how) for strategy in (EP, LENT, FSEP)], num_ranks=2)[0]
     assert len(set(expected)) == 3
     for of_strategy in found:
         assert of_strategy == pytest.approx(expected, rel=1e-5)
+    # 2 ranks x 2 sequences x 32 tokens x the choices of a token, in layers that are not dense.
+    assert [sum(tokens_E) for tokens_E in result.tokens_LE] == [128 * how.shape.top_k] * how.num_layers
+    assert 1 <= result.load_max_over_mean < 1.5
+    assert result.step_ms > 0
+
+
+def losses_and_a_step(trainings: list[tuple[ms.Strategy, ms.models.ModelTraining]]) -> tuple[list[list[float]], Any]:
+    strategy, how = trainings[-1]
+    return losses(trainings), next(train(strategy, how.shape, CLUSTER, how, seed=0))
 
 
 @pytest.mark.slow
@@ -132,9 +141,7 @@ def test_a_configuration_that_transformers_refuses_is_told_in_a_line(ranks: Loca
         assert re.search(r"transformers refuses its config\.json: .*'num_attention_heads'.*'4'", told)
 
 
-def test_code_that_a_configuration_names_is_neither_run_nor_asked_about(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_a_configuration_names_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     from moesys.lab.train.model_learner import ModelLearner
 
@@ -145,18 +152,6 @@ def test_code_that_a_configuration_names_is_neither_run_nor_asked_about(
     (tmp_path / "modeling.py").write_text("raise SystemExit('it was run')")
     with pytest.raises(ValueError, match=r"no language model of model_type='vit', and code that config\.json names is"):
         ModelLearner(EP, CLUSTER, workload(str(tmp_path)), 0, None, torch.device("cpu"))
-
-
-def test_a_step_tells_the_load_of_the_model_s_layers(ranks: LocalRanks) -> None:
-    result = ranks.run(one_step, workload("deepseek-v3-small"), num_ranks=2)[0]
-    # The first of three layers is dense; 2 ranks x 2 sequences x 32 tokens x 2 choices.
-    assert [sum(tokens_E) for tokens_E in result.tokens_LE] == [256, 256]
-    assert 1 <= result.load_max_over_mean < 1.5
-    assert result.step_ms > 0
-
-
-def one_step(how: ms.models.ModelTraining) -> Any:
-    return next(train(FSEP, how.shape, CLUSTER, how, seed=0))
 
 
 def test_tokens_beyond_the_vocabulary_are_told_by_file_and_place(ranks: LocalRanks, tmp_path: Path) -> None:
@@ -188,13 +183,9 @@ def test_another_model_brings_its_own_configuration() -> None:
     how = workload("olmoe-small").replace(model="qwen3-moe-small", steps=5)
     assert how == workload("qwen3-moe-small", steps=5)
     assert how.replace(steps=2).config == how.config
-    with pytest.raises(ValueError, match="cannot read nowhere"):
-        how.replace(model="nowhere")
     for config in ("{", "[]"):
         with pytest.raises(ValueError, match=r"config (is not JSON|holds no JSON object)"):
             how.replace(config=config)
-    with pytest.raises(ValueError, match="at least 1 character"):
-        how.replace(data="")
 
 
 def test_an_experiment_takes_the_shape_of_the_model_it_trains() -> None:
@@ -203,12 +194,6 @@ def test_an_experiment_takes_the_shape_of_the_model_it_trains() -> None:
     assert ms.Experiment.from_json(experiment.to_json()) == experiment
     assert ms.Experiment.from_toml(experiment.to_toml()) == experiment
     assert experiment.source == "measured"
-    with pytest.raises(ValueError, match=r"model has num_experts=16, and 'qwen3-moe-small', .* has 8; leave model out"):
-        experiment.replace(model=experiment.model.replace(num_experts=16))
-    with pytest.raises(ValueError, match="model is missing"):
-        ms.Experiment(name="x", cluster=CLUSTER, strategies=(EP,), workload=ms.Training())
-    with pytest.raises(ValueError, match="strategy 'mega': overlap=MegaKernel"):
-        experiment.replace(strategies=(EP.replace(name="mega", overlap=ms.MegaKernel()),))
 
 
 def test_an_edited_configuration_is_another_experiment(tmp_path: Path) -> None:

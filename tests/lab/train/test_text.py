@@ -10,13 +10,6 @@ import torch
 from moesys.lab.train.text import Text, load_text
 
 
-def library(folder: Path, files: dict[str, bytes]) -> Path:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder
-
-
 def test_the_standard_library_is_the_same_text_every_time() -> None:
     text = load_text()
     assert text.tokens_N.dtype == torch.uint8
@@ -27,23 +20,14 @@ def test_the_standard_library_is_the_same_text_every_time() -> None:
 
 
 def test_files_come_in_the_order_of_their_names_and_only_those_of_the_library(tmp_path: Path) -> None:
-    folder = library(
-        tmp_path,
-        {
-            "b.py": b"2",
-            "a/c.py": b"1",
-            "a.py": b"0",
-            "z/a.py": b"\xff",
-            "z/test/a.py": b"x",
-            "test/a.py": b"x",
-            "site-packages/a.py": b"x",
-            "_sysconfigdata__linux.py": b"x",
-            "a.txt": b"x",
-        },
-    )
-    (folder / "link.py").symlink_to(folder / "b.py")
-    assert bytes(load_text(folder).tokens_N.tolist()) == b"012\xff"
-    assert bytes(load_text(folder, max_bytes=3).tokens_N.tolist()) == b"012"
+    others = ("z/test/a.py", "test/a.py", "site-packages/a.py", "_sysconfigdata__linux.py", "a.txt")
+    files = {"b.py": b"2", "a/c.py": b"1", "a.py": b"0", "z/a.py": b"\xff"} | dict.fromkeys(others, b"x")
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "link.py").symlink_to(tmp_path / "b.py")
+    assert bytes(load_text(tmp_path).tokens_N.tolist()) == b"012\xff"
+    assert bytes(load_text(tmp_path, max_bytes=3).tokens_N.tolist()) == b"012"
 
 
 def test_a_python_without_sources_is_told_so(tmp_path: Path) -> None:
@@ -85,7 +69,5 @@ def test_a_target_is_the_byte_behind_its_input() -> None:
 def test_a_text_shorter_than_a_sequence_is_refused() -> None:
     text = Text(torch.arange(20, dtype=torch.uint8))
     text.batch(0, 0, 0, seed=0, batch=1, context=19)
-    with pytest.raises(
-        ValueError, match="context=20 needs 21 tokens of text but there are 20; use a longer text, or context <= 19"
-    ):
+    with pytest.raises(ValueError, match="context=20 needs 21 tokens of text but there are 20; use a longer text, or"):
         text.batch(0, 0, 0, seed=0, batch=1, context=20)

@@ -22,18 +22,11 @@ def test_no_path_is_the_built_in_text() -> None:
 
 
 def test_files_and_folders_follow_one_another_in_order(tmp_path: Path) -> None:
-    for name, content in {
-        "f/b.txt": "2",
-        "f/a/c.md": "1",
-        "f/.git/x": "no",
-        "f/.x": "no",
-        "z.txt": "0.",
-        "e.txt": "",
-    }.items():
+    files = {"f/b.txt": "2", "f/a/c.md": "1", "f/.git/x": "no", "f/.x": "no", "z.txt": "0.", "e.txt": ""}
+    for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    found = tokens(tmp_path / "z.txt", tmp_path / "e.txt", tmp_path / "f", tmp_path / "z.txt")
-    assert bytes(found) == b"0.120"
+    assert bytes(tokens(*(tmp_path / name for name in ("z.txt", "e.txt", "f", "z.txt")))) == b"0.120"
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, "<u2"), (65537, "<u4")])
