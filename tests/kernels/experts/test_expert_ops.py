@@ -212,8 +212,8 @@ def usual_bits(edge: str, dtype: torch.dtype, activation: str) -> list[Tensor]:
 
 
 FLOAT32, BFLOAT16, HALF = torch.float32, torch.bfloat16, torch.float16
-# TMA reads rows of whole 16 bytes in 16 bits. In the interpreter numpy adds products of tiles that lie turned in another
-# order, which shows in float16. Each case: (edge, dtype, activation, gap, changes of the tile).
+# TMA reads rows of whole 16 bytes in 16 bits. In the interpreter numpy adds products of tiles that lie turned in
+# another order, which shows in float16. Each case: (edge, dtype, activation, gap, changes of the tile).
 SAME_BITS: dict[str, tuple[str, torch.dtype, str, int | None, dict[str, Any]]] = {
     "once more": ("odd widths", FLOAT32, "swiglu", None, {}),
     "narrow tiles, one program": ("odd widths", FLOAT32, "swiglu", None, {"columns": 16, "raster": 1, "programs": 1}),
