@@ -65,16 +65,6 @@ def test_after_raises(gpu: GpuRank) -> str:
     return "never runs"
 
 
-@pytest.mark.gpu(after=("segfaults",))
-def test_after_segfaults(gpu: GpuRank) -> str:
-    return "never runs"
-
-
-@pytest.mark.gpu(after=("hangs",))
-def test_after_hangs(gpu: GpuRank) -> str:
-    return "never runs"
-
-
 @pytest.mark.gpu(after=("after raises",))
 def test_after_after(gpu: GpuRank) -> str:
     return "never runs"

@@ -66,11 +66,6 @@ def test_every_op_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         "tiles": "tile_table",
         "groups": "groups_by_size",
         "gather": "gather_rows",
-        "up": "up",
-        "down": "grouped_gemm",
-        "combine": "combine",
-        "activation gradient": "activation_gradient",
-        "weight gradient of up": "weight_gradient",
         "ordered sum": "ordered_sum",
     }
     for name in names.values():
@@ -83,12 +78,11 @@ def test_every_op_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernels, "device_split", wrong_split)
     with pytest.raises(AssertionError) as error:
         kernels.test_ops(here())
-    for name in (*names, "input gradient", "gather sum", "weight gradient of down", "even split", "flow split"):
-        assert f"{name} differs" in str(error.value) or f"{name} is off" in str(error.value), name
+    for name in (*names, "even split", "flow split"):
+        assert f"{name} differs" in str(error.value), name
 
 
 def test_an_op_with_other_bits_the_second_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_product_ops", lambda layer: ())
     monkeypatch.setattr(kernels, "_rank_ops", lambda device, rehearsed: ())
     number, usual = itertools.count(), kernels.gather_rows
     monkeypatch.setattr(kernels, "gather_rows", lambda *args: usual(*args) + next(number) * 2.0)
@@ -245,12 +239,6 @@ def test_kernels_on_the_current_device_instead_of_their_tensors(monkeypatch: pyt
     monkeypatch.setattr(launch, "ours_on", wrong[True])
     with pytest.raises(AssertionError, match=r"y, dx, .* differ where cuda:0 is current and tensors are on cuda:1"):
         launch.test_other_device(GPU)
-
-
-def test_one_gpu_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(pytest.skip.Exception, match="it takes two GPUs, and there is one"):
-        launch.test_other_device(here(num_gpus=1))
 
 
 @pytest.mark.usefixtures("_fake_gpu")
