@@ -92,8 +92,7 @@ def _meet_survivors(rank: int, attempt: int) -> None:
 
 # Each case says where the victim dies: (before what, point, the stage that waits for it, epoch that it has reached).
 DEATHS = {
-    "before it publishes": ("forward", ms.MegaKernel(rows_cap=4.0), "publish: flag 2 is at epoch 2, not 3"),
-    "before it says what it wants": (
+    "before it publishes": (
         "forward",
         ms.MegaKernel(most_tokens=9, rows_cap=4.0),
         "publish: flag 2 is at epoch 2, not 3",
@@ -108,7 +107,7 @@ DEATHS = {
 
 
 # They wait where tests/kernels/symmetric/test_signals.py does: at a flag that says that all is published.
-SLOW = ("before it publishes", "before it says what it wants", "between its directions")
+SLOW = ("before it publishes", "between its directions")
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import moesys as ms
 from moesys.kernels.mega.tasks import TaskTimes
-from moesys.lab.show.figures import write_chrome_trace
 from moesys.moe.store import RestoredExperts
 from moesys.overlap.comm.record import Recorder, SpanRecord, stage
 from moesys.timeline import Timeline
@@ -125,19 +122,6 @@ def test_tasks_run_in_the_order_that_they_need(ranks):
 
 def of(recorded: Step, kind: str, detail: str) -> list[SpanRecord]:
     return [record for record in recorded.records if record.kind == kind and record.detail.startswith(detail)]
-
-
-def test_a_trace_of_them_can_be_read(ranks, tmp_path):
-    recorded = ranks.run(step, OVERLAPS["fused"], 3, True, num_ranks=2)
-    timeline = Timeline((span for this in recorded for span in this.timeline.spans), "measured")
-    events = json.loads(write_chrome_trace(timeline, tmp_path / "trace.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert len(spans) == len(timeline.spans) > 0
-    assert Counter(event["name"] for event in spans) == Counter(span.kind for span in timeline.spans)
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert {lanes[event["pid"], event["tid"]] for event in spans} == {span.lane for span in timeline.spans}
-    lengths = np.array([event["dur"] for event in spans]) - [span.duration_us for span in timeline.spans]
-    assert np.abs(lengths).max() < 1e-3
 
 
 def test_what_no_program_wrote_is_no_task():
