@@ -7,7 +7,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 from balance_cases import zipf_load
 
 from moesys.balance.eplb import Eplb
@@ -39,10 +38,9 @@ def digest_of_plans(seed: int = 0) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("threads", [2, 4])
-def test_threads_give_the_same_bytes(threads):
-    with ThreadPoolExecutor(threads) as pool:
-        assert set(pool.map(digest_of_plans, [0] * threads)) == {digest_of_plans()}
+def test_threads_give_the_same_bytes():
+    with ThreadPoolExecutor(3) as pool:
+        assert set(pool.map(digest_of_plans, [0] * 3)) == {digest_of_plans()}
 
 
 def test_other_processes_give_the_same_bytes():

@@ -163,6 +163,3 @@ def test_adaptive_begins_with_its_first_candidate_and_keeps_to_it_at_a_tie():
 def test_adaptive_does_not_mind_loads_without_tokens():
     nothing, something = LoadMatrix([[0, 0]]), LoadMatrix([[2, 1]])
     assert predicted(Adaptive(), [nothing, something, nothing, nothing, something, something]).total > 0
-
-
-# --- refusals

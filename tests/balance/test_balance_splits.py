@@ -43,19 +43,6 @@ def test_splits_send_every_token_once_to_a_holder_and_repeat_themselves(config, 
 # --- EvenSplit
 
 
-def test_the_even_split_of_eplb_ignores_nodes():
-    """On a cluster of one node, which is how EPLB's layouts are compared, each replica has the same share."""
-    cluster, slots = ClusterSpec(num_nodes=2, ranks_per_node=4), 3
-    load = zipf_load(8, 12, 1.0)
-    layout = plan_layout(load, cluster, Eplb(), slots)
-    blind = split_tokens(load, layout, ClusterSpec(ranks_per_node=8), EvenSplit())
-    near = split_tokens(load, layout, cluster, EvenSplit())
-    even_R = layout.replicas_RE @ (load.tokens_E / layout.replicas_RE.sum(axis=0))
-    # a source's remainder for an expert is at most one token per replica
-    np.testing.assert_allclose(blind.tokens_R, even_R, atol=slots * load.num_ranks)
-    assert blind.inter_node_tokens(cluster.node_of_rank) > near.inter_node_tokens(cluster.node_of_rank)
-
-
 def test_even_split_by_hand():
     """Two nodes of two ranks; expert 0 on ranks 0, 1 and 2, expert 1 on rank 3 only."""
     cluster = ClusterSpec(num_nodes=2, ranks_per_node=2)
@@ -222,8 +209,3 @@ def test_tokens_stay_in_their_domain_before_they_leave_it():
     layout = ExpertLayout([[1], [0], [0], [1], [0]], num_experts=2)
     plan = split_tokens(LoadMatrix([[6, 0], [0, 0], [3, 0], [0, 0], [3, 0]]), layout, cluster, FlowSplit())
     assert plan.entries.tolist() == [[0, 0, 1, 4], [0, 0, 2, 1], [0, 0, 4, 1], [2, 0, 2, 3], [4, 0, 4, 3]]
-
-
-def test_min_max_load_refuses_a_load_of_other_ranks():
-    with pytest.raises(ValueError, match="the load is for 1 ranks and 2 experts, the layout for 2 and 2"):
-        min_max_load(LoadMatrix([[1, 1]]), ExpertLayout([[0], [1]], num_experts=2))

@@ -5,12 +5,11 @@ from itertools import chain, combinations, product
 
 import numpy as np
 import pytest
-from balance_cases import instances, layouts, zipf_load
+from balance_cases import instances, layouts
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from moesys.balance.certificate import certify, greatest_bound
-from moesys.balance.eplb import heaviest_replicated
 from moesys.balance.even_split import EvenSplit
 from moesys.balance.flow.flow_split import FlowSplit
 from moesys.balance.flow.max_load import min_max_load, tight_set
@@ -158,11 +157,3 @@ def test_a_plan_of_no_tokens_is_perfect():
     layout = plan_layout(load, cluster, Static(), 2)
     found = certify(TokenPlan(np.zeros((0, 4), dtype=np.int64), load, layout), cluster)
     assert (found.max_over_mean, found.gap, found.layout_gap, found.bound) == (1.0, 0.0, 0.0, 0)
-
-
-def test_the_slot_bound_is_what_eplb_replicates_to():
-    tokens_E = zipf_load(8, 16, 1.5).tokens_E.tolist()
-    bound, kind = greatest_bound(tokens_E, [3, 3, 2, 2, 2, 2, 2, 2], [0] * 8)
-    replicas_E = np.bincount(heaviest_replicated(tokens_E, 18)).tolist()
-    assert kind == "slots"
-    assert bound == max(-(-tokens // count) for tokens, count in zip(tokens_E, replicas_E, strict=True))

@@ -133,13 +133,6 @@ def test_values_do_not_depend_on_numbers_of_experts_nor_of_ranks_inside_a_node(i
     assert values[0] == values[1]
 
 
-@pytest.mark.parametrize("slots", [True, [2.7, 2.7]])
-def test_slots_are_counted_in_integers(slots):
-    with pytest.raises(ValueError, match="counts slots; give integers"):
-        plan_layout(LoadMatrix([[1, 1]] * 2), ClusterSpec(ranks_per_node=2), Greedy(), slots)
-    assert plan_layout(LoadMatrix([[1, 1]] * 2), ClusterSpec(ranks_per_node=2), Greedy(), np.int64(2)).num_slots == 2
-
-
 def test_a_giant_load_is_planned_as_its_proportions_are():
     load, cluster = zipf_load(8, 24, 1.0), ClusterSpec(num_nodes=2, ranks_per_node=4)
     giant = LoadMatrix(load.tokens_RE * 2**42)
