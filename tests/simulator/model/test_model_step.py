@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import moesys as ms
 from moesys.config.model_run import ModelRun, Parallelism
 from moesys.config.workload import Generated
-from moesys.cost import row_product_seconds
 from moesys.simulator.model.model_cost import count_model
 from moesys.simulator.model.model_step import ModelStep
 from moesys.simulator.model.simulate_model import simulate_model, split_evenly
@@ -152,15 +151,11 @@ def test_micro_batches_side_by_side_hide_what_each_waits_for() -> None:
         assert sum(found.shares.values()) == pytest.approx(found.seconds)
 
 
-def test_what_is_slower_is_slower() -> None:
+def test_a_slower_network_and_skewed_routing_are_slower() -> None:
     seconds = step_of(EIGHT).seconds
-    assert step_of(EIGHT, parallelism=Parallelism(recompute="selective")).seconds > seconds
-    full = step_of(EIGHT, parallelism=Parallelism(recompute="full")).seconds
-    assert full > step_of(EIGHT, parallelism=Parallelism(recompute="selective")).seconds
     assert step_of(EIGHT, cluster=SLOW.replace(inter_node_gb_per_s=10.0)).seconds > seconds
     # Groups inside nodes send nothing between them but gradients.
     assert step_of(EIGHT, parallelism=Parallelism(ep=4)).seconds < seconds
-    assert step_of(EIGHT, fp8=True).seconds < seconds
     skewed = simulate_model(EIGHT, Generated(skew=1.5, warmup=1), draws=1)
     assert skewed.seconds > seconds
     assert skewed.draws[0].max_over_mean > 1.2
@@ -265,15 +260,6 @@ def test_selective_is_not_what_blocks_with_a_shared_expert_do() -> None:
     assert "run all of a layer again" in step_of(EIGHT, model=DENSE_FIRST, parallelism=again).remark
     assert step_of(EIGHT, model=DENSE_FIRST).remark == ""
     assert step_of(EIGHT, parallelism=again).remark == ""
-
-
-def test_rows_of_experts_take_their_products() -> None:
-    """Even routing: a rank computes as many rows as it has choices."""
-    found = step_of(EIGHT)
-    rows = EIGHT.tokens_per_rank * SMALL.layers[0].mlp.shape.top_k * len(SMALL.moe_layers)
-    bound = rows * row_product_seconds(EIGHT.shape, SLOW) * EIGHT.num_micro_batches
-    assert found.draws[0].max_over_mean == pytest.approx(1.0, abs=1e-2)
-    assert found.shares["experts"] >= bound
 
 
 def test_gradients_in_bfloat16_take_half_the_room_and_half_the_way() -> None:
