@@ -5,15 +5,11 @@ P rows, T tokens, K choices, G groups; H, I, U, E as in ``moesys.kernels.experts
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tiles import Tiles
-from moesys.kernels.experts.weight_gradient import OrderedGroups, RowBlocks
 from moesys.kernels.routing import SortedRouting
 
 
@@ -22,39 +18,6 @@ def exact_activation(h: Tensor, activation: str) -> Tensor:
     gate, up = h.chunk(2, dim=-1) if GATED[activation] else (h, torch.ones(()))
     curve = {"swiglu": torch.special.expit, "relu2": lambda x: x.clamp_min(0)}.get(activation, torch.special.ndtr)
     return gate * curve(gate) * up
-
-
-def activation_reference(h: Tensor, activation: str) -> Tensor:
-    """Returns the activation of rows [..., U], computed in float32, in the dtype of ``h``: [..., I]."""
-    if GATED[activation]:
-        gate, up = h.float().chunk(2, dim=-1)
-        curve = torch.nn.functional.silu if activation == "swiglu" else torch.nn.functional.gelu
-        return (curve(gate) * up).to(h.dtype)
-    if activation == "gelu":
-        return torch.nn.functional.gelu(h.float()).to(h.dtype)
-    return torch.nn.functional.relu(h.float()).square().to(h.dtype)
-
-
-def slopes_reference(h: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Returns (activation [..., I], its slopes along every element of ``h`` [..., U]), float32, by autograd."""
-    h = h.detach().float().requires_grad_()
-    with torch.enable_grad():
-        a = activation_reference(h, activation)
-        (slope,) = torch.autograd.grad(a.sum(), h)
-    return a.detach(), slope
-
-
-def grouped_gemm_reference(
-    rows_PL: Tensor, matrices: Tensor, first_G1: Tensor, matrix_G: Tensor, *, transposed: bool
-) -> Tensor:
-    """Returns the result of ``grouped_gemm`` in the dtype of the rows; rows behind the last group's are zero."""
-    matrices_ELN = matrices.mT if transposed else matrices
-    out_PN = rows_PL.new_zeros(len(rows_PL), matrices_ELN.shape[2])
-    first = first_G1.tolist()
-    for group, matrix in enumerate(matrix_G.tolist()):
-        rows = slice(first[group], first[group + 1])
-        out_PN[rows] = rows_PL[rows] @ matrices_ELN[matrix]
-    return out_PN
 
 
 def groups_by_size_reference(first_G1: Tensor) -> Tensor:
@@ -92,88 +55,6 @@ def gather_rows_reference(x_TH: Tensor, entry_P: Tensor, first_G1: Tensor, top_k
     return x_PH
 
 
-def combine_reference(y_PH: Tensor, row_TK: Tensor, weight_TK: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Returns the sums of ``combine``."""
-    total_TH = torch.zeros((row_TK.shape[0], y_PH.shape[1]), device=y_PH.device)
-    for k, row_T in enumerate(row_TK.unbind(1)):
-        term_TH = y_PH[row_T.clamp_min(0)].float()
-        if weight_TK is not None:
-            term_TH = term_TH * weight_TK[:, k, None]
-        total_TH += torch.where(row_T[:, None] >= 0, term_TH, 0.0)
-    return total_TH.to(dtype)
-
-
-def activation_gradient_reference(
-    dy_TH: Tensor,
-    down_EHI: Tensor,
-    h_PU: Tensor,
-    weight_TK: Tensor,
-    routing: SortedRouting,
-    matrix_G: Tensor,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the results of ``activation_gradient``; rows behind the last group are zeros."""
-    rows, halves = int(routing.first_G1[-1]), h_PU.shape[1] // down_EHI.shape[2]
-    entry = routing.entry_P[:rows].long()
-    dy = dy_TH[entry // weight_TK.shape[1]].float()
-    da = grouped_gemm_reference(dy, down_EHI.float(), routing.first_G1, matrix_G, transposed=False)
-    a, slope = slopes_reference(h_PU[:rows], activation)
-    weight = weight_TK.reshape(-1)[entry, None]
-    dh_PU, wa_PI = torch.zeros_like(h_PU), h_PU.new_zeros(len(h_PU), down_EHI.shape[2])
-    dh_PU[:rows], wa_PI[:rows] = weight * da.repeat(1, halves) * slope, weight * a
-    dweight_TK = torch.zeros_like(weight_TK)
-    dweight_TK.view(-1)[entry] = (da * a).sum(1)
-    return dh_PU, wa_PI, dweight_TK
-
-
-def up_reference(
-    x_TH: Tensor, gate_up_EUH: Tensor, routing: SortedRouting, matrix_G: Tensor, top_k: int, activation: str
-) -> tuple[Tensor, Tensor]:
-    """Returns the results of ``up`` in the dtype of x; rows behind the last group's are zero."""
-    x_PH = x_TH[routing.entry_P.clamp_min(0).long() // top_k]
-    h_PU = grouped_gemm_reference(x_PH, gate_up_EUH, routing.first_G1, matrix_G, transposed=True)
-    return h_PU, activation_reference(h_PU, activation)
-
-
-def weight_gradient_reference(
-    left: Tensor,
-    right: Tensor,
-    entry_P: Tensor,
-    first_G1: Tensor,
-    top_k: int,
-    gathered: Literal["left", "right"],
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Returns the result of ``weight_gradient``."""
-    left_PL, right_PR = _by_rows(left, right, entry_P, top_k, gathered)
-    first = first_G1.tolist()
-    groups = [slice(*bounds) for bounds in pairwise(first)]
-    return torch.stack([left_PL[rows].float().t() @ right_PR[rows].float() for rows in groups]).to(dtype)
-
-
-def block_gradient_reference(
-    left: Tensor,
-    right: Tensor,
-    groups: OrderedGroups,
-    top_k: int,
-    gathered: Literal["left", "right"],
-    blocks: RowBlocks,
-) -> Tensor:
-    """Returns the result of ``weight_gradient`` by blocks of rows."""
-    left_PL, right_PR = _by_rows(left, right, groups.entry_P, top_k, gathered)
-    grids, totals = blocks.grid_G.tolist(), []
-    for group, (first, end) in enumerate(pairwise(groups.first_G1.tolist())):
-        total_LR = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
-        num_blocks = max((2 * (end - first) + blocks.rows) // (2 * blocks.rows), int(end > first))
-        stops = [first + blocks.rows * number for number in range(num_blocks)] + [end]
-        for row, stop in pairwise(stops):
-            rows = slice(row, stop)
-            sum_LR = (left_PL[rows].float().t() @ right_PR[rows].float()).double()
-            total_LR += sum_LR.div_(grids[group]).round_().mul_(grids[group])
-        totals.append(total_LR)
-    return torch.stack(totals)
-
-
 def tile_table_reference(first_G1: Tensor, num_rows: int, block_rows: int) -> Tiles:
     """Returns ``Tiles`` of groups that begin at ``first_G1`` int32 [G + 1]; ``num_rows``: P, at least
     ``first_G1[G]``.
@@ -187,11 +68,3 @@ def tile_table_reference(first_G1: Tensor, num_rows: int, block_rows: int) -> Ti
     count_1 = torch.tensor([len(tiles)], dtype=torch.int32, device=first_G1.device)
     group_M, row_M = padded.view(most, 2).t().contiguous()
     return Tiles(group_M, row_M, count_1, block_rows)
-
-
-def _by_rows(
-    left: Tensor, right: Tensor, entry_P: Tensor, top_k: int, gathered: Literal["left", "right"]
-) -> tuple[Tensor, Tensor]:
-    """Returns both sides by rows, [P, L] and [P, R]."""
-    token_P = (entry_P // top_k).clamp_min(0)
-    return (left[token_P], right) if gathered == "left" else (left, right[token_P])

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_references import activation_reference, exact_activation, slopes_reference
+from kernel_references import exact_activation
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED, activate, activate_one, slope_one, slopes
@@ -55,11 +55,9 @@ def test_value_and_slopes(activation: str) -> None:
     generator = torch.Generator().manual_seed(0)
     h_U = 3 * torch.randn(100, generator=generator)
     expected = float64(h_U, activation)
-    for actual in (computed(h_U, activation), slopes_reference(h_U, activation)):
-        for value, exact in zip(actual, expected, strict=True):
-            # some roundings of numbers up to 1 in size times the other factor
-            torch.testing.assert_close(value.double(), exact, rtol=2e-6, atol=2e-6)
-    assert torch.equal(activation_reference(h_U, activation), slopes_reference(h_U, activation)[0])
+    for value, exact in zip(computed(h_U, activation), expected, strict=True):
+        # some roundings of numbers up to 1 in size times the other factor
+        torch.testing.assert_close(value.double(), exact, rtol=2e-6, atol=2e-6)
 
 
 # The interpreter's numpy warns where a GPU goes on with infinity, as it should.

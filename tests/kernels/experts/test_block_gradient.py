@@ -12,7 +12,7 @@ import torch
 from conftest import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_references import block_gradient_reference, groups_by_size_reference
+from kernel_references import groups_by_size_reference
 from torch import Tensor
 
 from moesys.kernels.experts.tile_config import TileConfig
@@ -58,23 +58,23 @@ class Rows:
         return self.left_PL[order_P], self.right_PR, groups
 
 
-@pytest.mark.parametrize("gathered", ["left", "right"])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("block_rows", BLOCKS)
-def test_agrees_with_plain_torch_and_float64(block_rows: int, dtype: torch.dtype, gathered: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "gathered"), [(torch.float32, "left"), (torch.bfloat16, "right")], ids=["left", "right"]
+)
+def test_agrees_with_float64(block_rows: int, dtype: torch.dtype, gathered: str) -> None:
     rows = Rows([70, 0, 33, 1], dtype)
     left, right, groups = rows.groups(rows.experts, gathered)
     blocks = RowBlocks(block_rows, rows.grid_E)
     found_ELR = weight_gradient(left, right, groups, 1, gathered, TILE, blocks=blocks)
     assert found_ELR.dtype == torch.float64
-    expected_ELR = block_gradient_reference(left, right, groups, 1, gathered, blocks)
     for expert, of in enumerate(rows.experts):
         left_PL, right_PR = rows.left_PL[of].double(), rows.right_PR[of].double()
         # Products of 16 bits are exact in float32, so only float32's own roundings of a few rows are left.
         most = 1e-6 * (left_PL.abs().t() @ right_PR.abs()).max() if len(of) else 0.0
-        for total_LR in (found_ELR[expert], expected_ELR[expert]):
-            assert ((total_LR - left_PL.t() @ right_PR).abs() <= most).all()
-            assert torch.equal((total_LR / rows.grid_E[expert]).round() * rows.grid_E[expert], total_LR)
+        assert ((found_ELR[expert] - left_PL.t() @ right_PR).abs() <= most).all()
+        on_grid_LR = (found_ELR[expert] / rows.grid_E[expert]).round() * rows.grid_E[expert]
+        assert torch.equal(on_grid_LR, found_ELR[expert])
 
 
 def test_small_integers_are_what_the_cpu_adds_up() -> None:
@@ -123,10 +123,9 @@ def test_neither_slots_nor_their_order_nor_ranks_show(seed: int, block_rows: int
     assert torch.equal(total_ELR, whole_ELR)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("tile", OTHER_TILES.values(), ids=OTHER_TILES)
-def test_tiles_and_programs_change_no_bit(tile: TileConfig, dtype: torch.dtype) -> None:
-    rows = Rows([70, 0, 33], dtype)
+def test_tiles_and_programs_change_no_bit(tile: TileConfig) -> None:
+    rows = Rows([70, 0, 33], torch.float32)
     left, right, groups = rows.groups(rows.experts, "right")
     blocks = RowBlocks(50, rows.grid_E)
     of_tiles = [weight_gradient(left, right, groups, 1, "right", each, blocks=blocks) for each in (tile, TILE)]

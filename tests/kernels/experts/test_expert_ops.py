@@ -4,166 +4,50 @@ which neither tiles nor programs decide, nor ways in which operands come, nor ga
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from conftest import assert_equal
-from expert_rows import BLOCK, EDGES, Rows, in_turn, rows_of
+from expert_ops import (
+    BLOCK,
+    EDGES,
+    IN_FLOAT32,
+    OPS,
+    Op,
+    Rows,
+    activation_gradient_of,
+    exact_activation_gradient,
+    in_turn,
+    rows_of,
+)
 from kernel_references import (
-    activation_gradient_reference,
-    exact_activation,
     groups_by_size_reference,
     route_reference,
-    weight_gradient_reference,
 )
 from torch import Tensor
-from torch.nn.functional import one_hot
 
-from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
-from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
-from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
-
-Found = dict[str, Tensor]
-# The right values, and the size of what is added up for them, of which float32 loses a part.
-Exact = dict[str, tuple[Tensor, Tensor]]
-Side = Literal["left", "right"]
-
-
-class Op(NamedTuple):
-    """``reference``: in plain torch, which GPUs are compared with."""
-
-    found: Callable[[Rows, TileConfig], Found]
-    exact: Callable[[Rows, Found], Exact]
-    reference: Callable[[Rows], Found] | None = None
-
-
-def places(given: Rows) -> tuple[Tensor, Tensor]:
-    """The choice and the group of each row."""
-    group_P = torch.searchsorted(given.routing.first_G1[1:].contiguous(), torch.arange(given.num_rows), right=True)
-    return given.routing.entry_P[: given.num_rows].long(), group_P
-
-
-def exact_product(given: Rows, rows_PL: Tensor, matrices_ENL: Tensor) -> tuple[Tensor, Tensor]:
-    _, group_P = places(given)
-    terms_PNL = rows_PL.double()[:, None] * matrices_ENL.double()[given.matrix_G[group_P].long()]
-    return terms_PNL.sum(2), terms_PNL.abs().sum(2).amax(1, keepdim=True)
-
-
-def up_of(given: Rows, block: TileConfig) -> Found:
-    _, tiles, matrix_G = given.groups(block)
-    operands = (given.x_TH, given.gate_up_EUH, given.routing, tiles, matrix_G, given.top_k)
-    return dict(zip(("h", "a"), up(*operands, given.activation, block), strict=True))
-
-
-def exact_up(given: Rows, found: Found) -> Exact:
-    entry_P, _ = places(given)
-    # Of the rounded h, so that the comparison has one rounding in it.
-    a_PI = exact_activation(found["h"].double(), given.activation)
-    h = exact_product(given, given.x_TH[entry_P // given.top_k], given.gate_up_EUH)
-    return {"h": h, "a": (a_PI, a_PI.abs().amax(1, keepdim=True).clamp_min(1))}
-
-
-def product_of(transposed: bool) -> Op:
-    def factors(given: Rows) -> tuple[Tensor, Tensor]:
-        return (given.a_PI, given.down_EHI) if transposed else (given.h_PU, given.gate_up_EUH)
-
-    def found(given: Rows, block: TileConfig) -> Found:
-        return {"y": grouped_gemm(*factors(given), *given.groups(block), block, transposed=transposed)}
-
-    def exact(given: Rows, _: Found) -> Exact:
-        rows_PL, matrices = factors(given)
-        return {"y": exact_product(given, rows_PL[: given.num_rows], matrices if transposed else matrices.mT)}
-
-    return Op(found, exact)
-
-
-def backward_operands(given: Rows) -> tuple[Any, ...]:
-    return given.dy_TH, given.down_EHI, given.h_PU, given.weight_TK, given.routing
-
-
-def activation_gradient_of(given: Rows, block: TileConfig) -> Found:
-    results = activation_gradient(*backward_operands(given), given.groups(block), given.activation, block)
-    return dict(zip(("dh", "wa", "dweight"), results, strict=True))
-
-
-def reference_of_activation_gradient(given: Rows) -> Found:
-    results = activation_gradient_reference(*backward_operands(given), given.matrix_G, given.activation)
-    return dict(zip(("dh", "wa", "dweight"), results, strict=True))
-
-
-def exact_activation_gradient(given: Rows, _: Found) -> Exact:
-    """By autograd of the weighted activation through each row's own matrix."""
-    entry_P, group_P = places(given)
-    h = given.h_PU[: given.num_rows].double().requires_grad_()
-    weight = given.weight_TK.double().reshape(-1)[entry_P].requires_grad_()
-    wa = weight[:, None] * exact_activation(h, given.activation)
-    y = (wa[:, None, :] * given.down_EHI.double()[given.matrix_G[group_P].long()]).sum(2)
-    dh, dweight_P = torch.autograd.grad(y, (h, weight), given.dy_TH.double()[entry_P // given.top_k])
-    dweight_TK = torch.zeros(given.weight_TK.numel(), dtype=torch.float64)
-    dweight_TK[entry_P] = dweight_P
-    values = {"dh": dh, "wa": wa.detach(), "dweight": dweight_TK.view(given.weight_TK.shape)}
-    return {name: (of, torch.cat([of.abs().flatten(), torch.ones(1)]).amax()) for name, of in values.items()}
-
-
-def weight_gradient_of(gathered: Side) -> Op:
-    def operands(given: Rows) -> tuple[Any, ...]:
-        sides = (given.dy_TH, given.a_PI) if gathered == "left" else (given.h_PU, given.x_TH)
-        return *sides, given.routing.entry_P, given.routing.first_G1
-
-    def found(given: Rows, block: TileConfig) -> Found:
-        left, right, *rows = operands(given)
-        groups = OrderedGroups(*rows, groups_by_size_reference(given.routing.first_G1))
-        return {"dW": weight_gradient(left, right, groups, given.top_k, gathered, block)}
-
-    def exact(given: Rows, _: Found) -> Exact:
-        left, right, *_ = operands(given)
-        entry_P, group_P = places(given)
-        token_P, num_groups = entry_P // given.top_k, len(given.routing.first_G1) - 1
-        own = left if gathered == "right" else right
-        by_row = own[: given.num_rows], (right if gathered == "right" else left)[token_P]
-        left_PL, right_PR = (each.double() for each in (by_row if gathered == "right" else by_row[::-1]))
-
-        def sums(left_PL: Tensor, right_PR: Tensor) -> Tensor:
-            return torch.einsum("pg,pl,pr->glr", one_hot(group_P, num_groups).double(), left_PL, right_PR)
-
-        return {"dW": (sums(left_PL, right_PR), sums(left_PL.abs(), right_PR.abs()).amax((1, 2), keepdim=True))}
-
-    return Op(found, exact, lambda given: {"dW": weight_gradient_reference(*operands(given), given.top_k, gathered)})
-
-
-OPS = {
-    "up": Op(up_of, exact_up),
-    "down": product_of(transposed=True),
-    "input gradient": product_of(transposed=False),
-    "activation gradient": Op(activation_gradient_of, exact_activation_gradient, reference_of_activation_gradient),
-    "weight gradient of up": weight_gradient_of("right"),
-    "weight gradient of down": weight_gradient_of("left"),
-}
-IN_FLOAT32 = ("dweight", "dW")
 
 
 def assert_right(op: Op, given: Rows) -> None:
     """Within a millionth of what is added up, as float32 rounds sums; and half a place of the dtype."""
-    results = [op.found(given, BLOCK), *([op.reference(given)] if op.reference else [])]
-    for number, whole in enumerate(results):
-        found = {name: of if name in IN_FLOAT32 else of[: given.num_rows] for name, of in whole.items()}
-        for name, (value, size) in op.exact(given, found).items():
-            dtype = torch.float32 if name in IN_FLOAT32 else given.x_TH.dtype
-            assert (found[name].dtype, found[name].shape) == (dtype, value.shape)
-            assert name in IN_FLOAT32 or len(whole[name]) == len(given.h_PU)
-            limits = torch.finfo(dtype)
-            most = 1e-6 * size + value.abs() * limits.eps / 2 + limits.smallest_normal
-            assert ((found[name].double() - value).abs() <= most).all(), (name, number)
-        if "dweight" in found:
-            assert not found["dweight"][given.routing.row_TK < 0].any()
+    whole = op.found(given, BLOCK)
+    found = {name: of if name in IN_FLOAT32 else of[: given.num_rows] for name, of in whole.items()}
+    for name, (value, size) in op.exact(given, found).items():
+        dtype = torch.float32 if name in IN_FLOAT32 else given.x_TH.dtype
+        assert (found[name].dtype, found[name].shape) == (dtype, value.shape)
+        assert name in IN_FLOAT32 or len(whole[name]) == len(given.h_PU)
+        limits = torch.finfo(dtype)
+        most = 1e-6 * size + value.abs() * limits.eps / 2 + limits.smallest_normal
+        assert ((found[name].double() - value).abs() <= most).all(), name
+    if "dweight" in found:
+        assert not found["dweight"][given.routing.row_TK < 0].any()
 
 
 @pytest.mark.parametrize("op", OPS)
