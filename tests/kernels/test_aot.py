@@ -16,6 +16,7 @@ from moesys.kernels.experts.tile_tuner import PINNED
 
 ROOT = Path(__file__).parents[2]
 OLDEST = ROOT / ".venv" / "oldest-triton"
+SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 pytestmark = pytest.mark.timeout(2700)
 GEMMS = {*PRODUCTS, "dW1", "dW2"}
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
@@ -25,32 +26,30 @@ SIGNATURES = {"_grouped_gemm": 2, "_outer_products": 2, "_combine": 2}
 LOAD, STORE = (re.compile(rf"\b{kind}\.global\.\S+ .*?\[ (%rd\d+) \+ 0 \]") for kind in ("ld", "st"))
 
 
-def run_script(name, *arguments, before=()):
-    """What a script beside this one prints in a process in which Triton does not interpret; ``before``: first paths."""
+def compiled_into(folder, *modes, before=()):
+    """The folder, when one process in which Triton does not interpret has written what it compiled into it. ``before``:
+    first paths.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", PINNED)}
     places = [*before, ROOT, ROOT / "tests" / "overlap", environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(map(str, places))
-    command = [sys.executable, "-W", "ignore", Path(__file__).with_name(name), *arguments]
+    command = [sys.executable, "-W", "ignore", SCRIPT, folder, *modes]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    return done.stdout
+    return folder
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """The folder into which one process wrote what it compiled."""
-    folder = tmp_path_factory.mktemp("compiled")
-    run_script("compile_for_hopper.py", folder, *["sweep"] * SWEEP)
-    return folder
+    return compiled_into(tmp_path_factory.mktemp("compiled"), *["sweep"] * SWEEP)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("version", ["", "3.6."])
-def test_every_kernel_compiles_and_spills_nothing(version):
+def test_every_kernel_compiles_and_spills_nothing(version, tmp_path):
     if version and not OLDEST.is_dir():
         pytest.skip("make .venv/oldest-triton installs it")
-    found = json.loads(run_script("compile_all.py", before=[OLDEST] * bool(version)).splitlines()[-1])
+    found = written(compiled_into(tmp_path, "all", before=[OLDEST] * bool(version)), "all")
     assert found["triton"].startswith(version)
     assert found["known"] >= 40
     assert (found["not"], found["wrong"]) == ([], [])

@@ -1,7 +1,7 @@
 """Which kernels a first micro-batch of MegaKernels compiles before it publishes anything, and which it launches then.
 
-For a process in which Triton does not interpret: `tests/kernels/compile_for_hopper.py` asks, and
-`tests/kernels/compile_all.py`, which has them compiled.
+For a process in which Triton does not interpret: `tests/kernels/compile_for_hopper.py` asks, and in slow tests has them
+compiled.
 """
 
 from __future__ import annotations
