@@ -311,30 +311,17 @@ def rounded() -> list[bool]:
     return found
 
 
-def message_for_three_experts() -> str:
-    """Returns the error of a token whose map has one expert more than K."""
-    with parallel(run := Run(STRATEGIES["ep"])):
-        (model,) = models_of(run, config_of(run))
-        layer = model.decoder.layers[0].mlp
-        layer.route = lambda x, mask: (torch.ones(4, 8), torch.arange(8).expand(4, 8) < 3)
-        try:
-            layer(torch.zeros(4, 1, 16))
-        except ValueError as error:
-            return str(error)
-    return "no error"
-
-
 class PackedExperts(SequentialMLP):
     """Experts as somebody else keeps them."""
 
 
 def messages_of_layers() -> list[str]:
     """Returns the errors of a layer: of a part of it that is called alone, of tokens that two ranks have, with
-    parameters of Megatron-FSDP, and with experts of another class.
+    parameters of Megatron-FSDP, for a token whose map has one expert more than K, and with experts of another class.
     """
 
-    def fails(change: Callable[[Any], object], **inputs: Any) -> str:
-        with parallel(run := Run(STRATEGIES["ep"])), patch(f"{backends.__name__}.SequentialMLP", keeper):
+    def fails(change: Callable[[Any], object], keeper: Any = SequentialMLP, **inputs: Any) -> str:
+        with patch(f"{backends.__name__}.SequentialMLP", keeper):
             try:
                 (model,) = models_of(run, config_of(run))
                 layer = model.decoder.layers[0].mlp
@@ -344,14 +331,15 @@ def messages_of_layers() -> list[str]:
                 return str(error)
         return "no error"
 
-    keeper: Any = SequentialMLP
-    found = [
-        fails(lambda layer: None, intermediate_tensors=()),
-        fails(lambda layer: vars(layer).update(attn_tp_group=SimpleNamespace(size=lambda: 2))),
-        fails(lambda layer: setattr(next(layer.experts.parameters()), "get_main_grad", None)),
-    ]
-    keeper = PackedExperts
-    return [*found, fails(lambda layer: None)]
+    of_three = torch.ones(4, 8), torch.arange(8).expand(4, 8) < 3
+    with parallel(run := Run(STRATEGIES["ep"])):
+        return [
+            fails(lambda layer: None, intermediate_tensors=()),
+            fails(lambda layer: vars(layer).update(attn_tp_group=SimpleNamespace(size=lambda: 2))),
+            fails(lambda layer: setattr(next(layer.experts.parameters()), "get_main_grad", None)),
+            fails(lambda layer: setattr(layer, "route", lambda x, mask: of_three)),
+            fails(lambda layer: None, PackedExperts),
+        ]
 
 
 def messages_for_specs() -> list[str]:

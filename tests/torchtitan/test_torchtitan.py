@@ -214,38 +214,29 @@ def test_thirty_steps_with_the_same_choices_stay_together(titan: LocalRanks, the
 
 @pytest.mark.slow
 def test_what_cannot_run_is_refused_on_all_ranks_with_a_way_out(titan: LocalRanks, tmp_path: Path) -> None:
-    override = "moesys.torchtitan.experts"
-    fsep = STRATEGIES["fsep"]
-    late = fsep.replace(sharding=fsep.sharding.replace(delay_reshard=True))
-    ep = ours(STRATEGIES["ep"])
+    late = STRATEGIES["fsep"].replace(sharding=ms.Fsep(slots_per_rank=5, prefetch_layers=1, delay_reshard=True))
+    ep, mega = ours(STRATEGIES["ep"]), ours(ms.Strategy(name="mega", overlap=ms.MegaKernel()))
     (tmp_path / "latin.toml").write_bytes("name = 'é'".encode("latin-1"))
-    refused = {
-        (override + '={"strategy": "nowhere.toml"}',): "nowhere.toml",
-        (override + f'={{"strategy": "{tmp_path}/latin.toml"}}',): "cannot be read on rank 0",
-        (override + '={"strategy": "ep"}',): "path that ends in .toml or .json",
-        (override + '={"strategy": {"name": "ep", "sharding": {"kind": "epp"}}}',): "epp",
-        ours(late): "delay_reshard=True",
+    named = {
+        '"nowhere.toml"': "nowhere.toml",
+        f'"{tmp_path}/latin.toml"': "cannot be read on rank 0",
+        '"ep"': "path that ends in .toml or .json",
+        '{"name": "ep", "sharding": {"kind": "epp"}}': "epp",
     }
-    runs = [Run(overrides) for overrides in refused]
-    expected = [*refused.values()]
-    settings = {
-        "parallelism.expert_parallel_degree": (1, "expert_parallel_degree=1"),
-        "parallelism.pipeline_parallel_degree": (2, "pipeline_parallel_degree=2"),
-    }
-    for path, (value, said) in settings.items():
-        runs.append(Run(ep, settings={path: value}))
-        expected.append(said)
-    runs.append(Run(ep, settings={"parallelism.expert_parallel_degree": 4}, sizes={"num_experts": 6}))
-    expected.append("does not divide the 6 experts")
-    runs.append(Run(ep, sizes={"moe_comm_backend": "deepep"}))
-    expected.append("DeepEPTokenDispatcher")
-    runs.append(Run(ours(ms.Strategy(name="mega", overlap=ms.MegaKernel())), "gpt_oss"))
-    expected.append("overlap=MegaKernel, whose kernels compute SwiGLU without biases")
+    degree = "parallelism.expert_parallel_degree"
     compiled = {"compile.enable": True, "compile.components": ["model"], "compile.backend": "eager"}
-    runs.append(Run(ep, settings=compiled))
-    expected.append('leave "model" out of compile.components')
-    for rank in titan.run(call, "messages", runs, num_ranks=4):
-        for message, said in zip(rank, expected, strict=True):
+    refused = [
+        *((Run((f'moesys.torchtitan.experts={{"strategy": {name}}}',)), said) for name, said in named.items()),
+        (Run(ours(late)), "delay_reshard=True"),
+        (Run(ep, settings={degree: 1}), "expert_parallel_degree=1"),
+        (Run(ep, settings={"parallelism.pipeline_parallel_degree": 2}), "pipeline_parallel_degree=2"),
+        (Run(ep, settings={degree: 4}, sizes={"num_experts": 6}), "does not divide the 6 experts"),
+        (Run(ep, sizes={"moe_comm_backend": "deepep"}), "DeepEPTokenDispatcher"),
+        (Run(mega, "gpt_oss"), "overlap=MegaKernel, whose kernels compute SwiGLU without biases"),
+        (Run(ep, settings=compiled), 'leave "model" out of compile.components'),
+    ]
+    for rank in titan.run(call, "messages", [run for run, _ in refused], num_ranks=4):
+        for message, (_, said) in zip(rank, refused, strict=True):
             assert said in message
 
 
