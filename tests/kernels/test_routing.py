@@ -13,8 +13,6 @@ from torch import Tensor
 from moesys.kernels import routing as module
 from moesys.kernels.routing import route
 
-INTEGERS = {"int32": torch.int32, "int64": torch.int64}
-
 
 def choices(T: int, K: int, low: int, high: int, seed: int = 0) -> Tensor:
     """[T, K] in low..high-1; tokens may choose a group twice."""
@@ -50,10 +48,9 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("dtype", INTEGERS.values(), ids=INTEGERS)
 @pytest.mark.parametrize(("group_TK", "G"), EDGES.values(), ids=EDGES)
-def test_edges_agree_with_the_reference(group_TK: Tensor, G: int, dtype: torch.dtype) -> None:
-    group_TK = group_TK.to(dtype)
+def test_edges_agree_with_the_reference(group_TK: Tensor, G: int) -> None:
+    group_TK = group_TK.to((torch.int32, torch.int64)[G % 2])
     before = group_TK.clone()
     routing = route(group_TK, G)
     assert_equal(routing, route_reference(group_TK, G))

@@ -52,30 +52,25 @@ def test_copies_of_one_call_are_all_made():
     assert torch.equal(went, wanted)
 
 
-def test_engines_copy_where_there_is_a_driver(monkeypatch):
-    """On a pretended GPU: which calls the driver gets, each as wide as it takes them."""
-    asked, answers = [], [0, 0, 700]
+def test_engines_are_those_of_cupy_or_of_the_driver(monkeypatch):
+    """On a pretended GPU: which calls either gets, each as wide as the driver takes them."""
+    asked, answers, gpu = [], [0, 0, 700], torch.device("cuda", 0)
     driver = SimpleNamespace(
         cuMemcpyAsync=lambda *call: asked.append([number.value for number in call]) or answers.pop(0)
     )
+    runtime = SimpleNamespace(memcpyAsync=lambda *call: asked.append(call), memcpyDefault=4)
     monkeypatch.setattr(heap, "cuda_driver", lambda: driver)
-    monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    start_copies([Copy(1 << 47, 2, 3), Copy(9, 9, 0), Copy(4, 5, 1 << 33)], torch.device("cuda", 0))
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    start_copies([Copy(1 << 47, 2, 3), Copy(9, 9, 0), Copy(4, 5, 1 << 33)], gpu)
     assert asked == [[1 << 47, 2, 3, 77], [4, 5, 1 << 33, 77]]
     with pytest.raises(RuntimeError, match="does not copy 3 bytes from 0x2 to 0x1: error 700"):
-        start_copies([Copy(1, 2, 3)], torch.device("cuda", 0))
-
-
-def test_engines_are_those_of_cupy_where_it_is_installed(monkeypatch):
-    asked = []
-    runtime = SimpleNamespace(memcpyAsync=lambda *call: asked.append(call), memcpyDefault=4)
+        start_copies([Copy(1, 2, 3)], gpu)
+    asked.clear()
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    start_copies([Copy(1, 2, 3), Copy(9, 9, 0), Copy(4, 5, 6)], torch.device("cuda", 0))
+    start_copies([Copy(1, 2, 3), Copy(9, 9, 0), Copy(4, 5, 6)], gpu)
     assert asked == [(1, 2, 3, 4, 77), (4, 5, 6, 4, 77)]
     assert heap.copy_engines(CPU) is None
 

@@ -65,7 +65,6 @@ class Spans:
     issued_s: float
     ended_s: tuple[float, float]
     slept_s: tuple[float, float]
-    cpu_s: float
     early: tuple[bool, bool]
 
 
@@ -73,7 +72,6 @@ def two_beside_a_sleep() -> Spans:
     channel = channel_over(dist.group.WORLD, 0.1)
     dist.barrier()
     ends: dict[int, float] = {}
-    cpu_s = time.process_time()
     issued_s = time.monotonic()
     transfers = [spread_from_first(channel, 5_000_000 // 4) for _ in range(2)]
     futures = [transfer._work.get_future() for transfer in transfers]
@@ -86,7 +84,7 @@ def two_beside_a_sleep() -> Spans:
     for transfer in transfers:
         transfer.wait()
     channel.link.close()
-    return Spans(issued_s, (ends[0], ends[1]), (sleep_s, woke_s), time.process_time() - cpu_s, early)
+    return Spans(issued_s, (ends[0], ends[1]), (sleep_s, woke_s), early)
 
 
 def test_transfers_queue_up_and_run_beside_the_main_thread(ranks: LocalRanks) -> None:
@@ -97,7 +95,6 @@ def test_transfers_queue_up_and_run_beside_the_main_thread(ranks: LocalRanks) ->
         assert second_s - spans.issued_s >= 0.1
         beside_s = min(spans.slept_s[1], second_s) - max(spans.slept_s[0], spans.issued_s)
         assert beside_s > 0.05
-        assert spans.cpu_s < 0.1
 
 
 def late_peer() -> float:
